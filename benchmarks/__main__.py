@@ -1,0 +1,54 @@
+"""Runs one benchmark and prints its result: `python -m benchmarks replay --json --quick`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import platform
+import sys
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import benchmarks
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+HARNESS = {"__main__", "pairs"}
+
+
+def main() -> None:
+    """Parse the command line, run the case, print its metrics; with --json one JSON object as the last line."""
+    names = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in HARNESS)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("name", choices=names)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--quick", action="store_true", help="end within 50 s on two cores")
+    arguments = parser.parse_args()
+    case = importlib.import_module(f"benchmarks.{arguments.name}")
+    result: dict[str, Any] = case.run(quick=arguments.quick)
+    report = {"case": arguments.name, **result, "env": environment()}
+    print(json.dumps(report) if arguments.json else json.dumps(report, indent=2))
+
+
+def environment() -> dict[str, str]:
+    """What the figures depend on."""
+    packages = {}
+    for name in ("foreroute", "numpy", "numba", "torch", "transformers", "zstandard"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": str(os.cpu_count()),
+        **packages,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""Record the routes at rollout. Replay them in training. Balance the experts before the step runs.
+
+    import foreroute as fr
+    from foreroute.adapters import hf
+
+    routed = hf.attach(model)                 # finds the routers and checks itself
+    with routed.record() as recording:
+        model(**batch)
+    with routed.replay(recording.trace()):    # exact selection, live gates and gradients
+        loss = policy_loss(model(**batch))
+        loss.backward()
+
+Importing this package loads numpy and nothing heavier; frameworks are loaded by the adapter that is asked for.
+"""
+
+from foreroute.errors import ForerouteError
+from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, save
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ForerouteError",
+    "LayerKind",
+    "RoutedLayer",
+    "RoutingSpec",
+    "RoutingTrace",
+    "__version__",
+    "concatenate",
+    "load",
+    "save",
+]

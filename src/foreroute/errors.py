@@ -1,0 +1,65 @@
+"""Every error that foreroute raises on purpose.
+
+    ForerouteError
+    ├── InputError (also ValueError)      what was handed in is wrong; the command line exits with code 2
+    │   ├── ConfigError                   a configuration key or value
+    │   ├── TraceError                    a routing trace
+    │   │   ├── TraceContentError         ids out of range, duplicate picks, wrong lengths
+    │   │   ├── TraceFileError            a file that is no trace, is damaged, or would be overwritten
+    │   │   ├── SpecMismatchError         a trace of another model
+    │   │   ├── BatchMismatchError        a trace that does not fit the batch it should be replayed on
+    │   │   └── StaleTraceError           a trace recorded under other weights than expected
+    │   └── RunFolderError                a run folder or checkpoint
+    ├── AttachError (also TypeError)      a model whose routing cannot be recorded and replayed
+    └── ReplayError (also RuntimeError)   replay was asked for and did not take effect
+
+A message says what was seen, what was expected, and what to do.
+"""
+
+
+class ForerouteError(Exception):
+    """Base of the tree."""
+
+
+class InputError(ForerouteError, ValueError):
+    """Raised when something that the user handed in is wrong."""
+
+
+class ConfigError(InputError):
+    """Raised when a configuration has an unknown key, a value of the wrong type, or values that conflict."""
+
+
+class TraceError(InputError):
+    """Base of everything that can be wrong with a routing trace."""
+
+
+class TraceContentError(TraceError):
+    """Raised when routes cannot be true: ids out of range, an expert picked twice, lengths that disagree."""
+
+
+class TraceFileError(TraceError):
+    """Raised when a file is not a readable trace, is damaged, or already exists."""
+
+
+class SpecMismatchError(TraceError):
+    """Raised when a trace was recorded from a model with other experts or layers."""
+
+
+class BatchMismatchError(TraceError):
+    """Raised when a trace does not hold the rows of the batch it should be replayed on."""
+
+
+class StaleTraceError(TraceError):
+    """Raised when a trace was recorded under another weight version than the one expected."""
+
+
+class RunFolderError(InputError):
+    """Raised when a run folder is missing, damaged, or already in use."""
+
+
+class AttachError(ForerouteError, TypeError):
+    """Raised when a model's routing cannot be recorded and replayed exactly."""
+
+
+class ReplayError(ForerouteError, RuntimeError):
+    """Raised when replay was asked for and did not take effect."""

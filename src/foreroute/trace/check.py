@@ -1,0 +1,65 @@
+"""Whether routes can be true: dtypes, shapes, ranges and distinct picks, checked once where routes enter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from foreroute.errors import TraceContentError
+from foreroute.trace.spec import RoutingSpec
+
+
+def check_rows(
+    expert_ids_NLK: NDArray[Any], valid_N: NDArray[np.bool_], offsets: NDArray[np.int64], spec: RoutingSpec
+) -> None:
+    """Raise `TraceContentError` unless every routed row holds K distinct ids below E.
+
+    Args:
+        expert_ids_NLK: [N, L, K].
+        valid_N: bool [N]; rows where it is False are not looked at.
+        offsets: int64 [S + 1], to name the sequence of a bad row.
+        spec: E, K and the layer table.
+    """
+    too_high = (expert_ids_NLK >= spec.num_experts).any(axis=-1) & valid_N[:, None]
+    _refuse_first(too_high, expert_ids_NLK, offsets, spec, f"expected ids from 0 to {spec.num_experts - 1}")
+    ordered = np.sort(expert_ids_NLK, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1) & valid_N[:, None]
+    _refuse_first(twice, expert_ids_NLK, offsets, spec, "an expert is picked twice; a row of zeros is no route")
+
+
+def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
+    """`ids` as `spec.id_dtype` [R, L, K], refusing anything that would not survive the cast."""
+    array = np.asarray(ids)
+    expected = (spec.num_layers, spec.top_k)
+    if array.ndim != 3 or array.shape[1:] != expected:
+        raise TraceContentError(
+            f"{name} has shape {array.shape}; expected [rows, {expected[0]} layers, {expected[1]} picks]"
+        )
+    if array.dtype.kind not in "iu":
+        raise TraceContentError(f"{name} has dtype {array.dtype}; expected integers")
+    if array.size and (int(array.min()) < 0 or int(array.max()) >= spec.num_experts):
+        raise TraceContentError(
+            f"{name} holds ids from {int(array.min())} to {int(array.max())}; "
+            f"expected 0 to {spec.num_experts - 1}. Rows without a route are left out, not filled"
+        )
+    return array.astype(spec.id_dtype, copy=False)
+
+
+def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [S + 1], the running sum of the lengths, from 0."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
+def _refuse_first(
+    bad_NL: NDArray[np.bool_], ids: NDArray[Any], offsets: NDArray[np.int64], spec: RoutingSpec, why: str
+) -> None:
+    if not bad_NL.any():
+        return
+    row, layer = (int(i) for i in np.argwhere(bad_NL)[0])
+    sequence = int(np.searchsorted(offsets, row, side="right") - 1)
+    raise TraceContentError(
+        f"sequence {sequence}, position {row - int(offsets[sequence])}, {spec.layers[layer]} has expert ids "
+        f"{ids[row, layer].tolist()}: {why} ({int(bad_NL.sum())} such rows in all)"
+    )

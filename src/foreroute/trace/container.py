@@ -1,0 +1,260 @@
+"""The routing trace: which experts every token of a set of sequences was sent to.
+
+Axis letters: S sequences, N packed token rows, L routed layers, K picks.
+
+    sequence 0         sequence 1
+    ┌───────────────┬──────────────────┐
+    │ t0 t1 t2 … tn │ t0 t1 …          │   token_ids_N
+    │ r0 r1 r2 … ── │ r0 r1 …       ── │   expert_ids_NLK, "──" where valid_N is False
+    └───────────────┴──────────────────┘
+    offsets[0]      offsets[1]         offsets[2]
+
+Row p of a sequence is the routing of *input position p*, which produced the logits of token p + 1. A sequence of T
+tokens has T rows; the last sampled token was never an input, so its row is marked absent. Absence is a bit in `valid_N`
+and never an expert id, because 0 is an expert.
+
+This room is the only one that cuts, joins or reorders routes; nothing outside it indexes `expert_ids_NLK` by sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from foreroute.errors import TraceContentError
+from foreroute.trace.check import as_offsets, check_rows, narrow_ids
+from foreroute.trace.spec import RoutingSpec
+
+NO_VERSION = -1
+"""The weight version of a row that was never computed, or whose source did not state one."""
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingTrace:
+    """Routes of S sequences with N rows in all, bound to the tokens and weights they were computed from.
+
+    Build one with `from_sequences`, `foreroute.load` or a recording; the constructor trusts its arrays.
+
+    Attributes:
+        spec: experts, picks and layer table of the model.
+        expert_ids_NLK: uint8 or uint16 [N, L, K] (`spec.id_dtype`), logical expert ids in pick order; 0 where absent.
+        valid_N: bool [N], False where a row was never computed.
+        token_ids_N: int32 [N], the input token of each row.
+        weight_versions_N: int32 [N], the weights a row was computed under; `NO_VERSION` where absent or not stated.
+        offsets: int64 [S + 1], sequence s owns the rows `offsets[s]:offsets[s + 1]`.
+        provenance: what made the trace, as short strings (engine, version, source).
+    """
+
+    spec: RoutingSpec
+    expert_ids_NLK: NDArray[Any]
+    valid_N: NDArray[np.bool_]
+    token_ids_N: NDArray[np.int32]
+    weight_versions_N: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_sequences(
+        cls,
+        spec: RoutingSpec,
+        token_ids: Sequence[ArrayLike],
+        expert_ids: Sequence[ArrayLike],
+        *,
+        weight_version: int = NO_VERSION,
+        provenance: Mapping[str, str] | None = None,
+    ) -> RoutingTrace:
+        """Pack one array of tokens and one of routes per sequence.
+
+        Args:
+            spec: the model the routes come from.
+            token_ids: S integer arrays [T].
+            expert_ids: S integer arrays [R, L, K] with R = T, or R < T where the last T - R tokens were never routed
+                (engines return T - 1 rows).
+            weight_version: the version of the weights that computed the routes.
+            provenance: what made the trace.
+
+        Raises:
+            TraceContentError: for ids out of range, an expert picked twice in a row, or shapes that disagree.
+        """
+        if len(token_ids) != len(expert_ids):
+            raise TraceContentError(
+                f"got tokens of {len(token_ids)} sequences and routes of {len(expert_ids)}; expected one of each"
+            )
+        tokens = [np.asarray(t, dtype=np.int32).reshape(-1) for t in token_ids]
+        routes = [narrow_ids(r, spec, name=f"expert_ids[{s}]") for s, r in enumerate(expert_ids)]
+        for s, (t, r) in enumerate(zip(tokens, routes, strict=True)):
+            if len(r) > len(t):
+                raise TraceContentError(
+                    f"sequence {s} has {len(r)} routed rows for {len(t)} tokens; "
+                    "expected at most one row per token. Check that prompt and response tokens are both passed"
+                )
+        trace = _pack(spec, tokens, routes, provenance or {}).with_weight_version(weight_version)
+        check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
+        return trace
+
+    @classmethod
+    def unrouted(cls, spec: RoutingSpec, token_ids: Sequence[ArrayLike]) -> RoutingTrace:
+        """Rows for tokens that no router has seen, to be joined with `continued_by`."""
+        empty = np.zeros((0, spec.num_layers, spec.top_k), spec.id_dtype)
+        return cls.from_sequences(spec, token_ids, [empty] * len(token_ids))
+
+    def __len__(self) -> int:
+        """S, the number of sequences."""
+        return len(self.offsets) - 1
+
+    def __repr__(self) -> str:
+        s = self.spec
+        return (
+            f"RoutingTrace({len(self)} sequences, {self.num_rows} rows of which {int(self.valid_N.sum())} routed, "
+            f"{s.num_layers} layers, top-{s.top_k} of {s.num_experts}, weight versions {self.versions})"
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """N, the number of token rows, absent ones included."""
+        return len(self.token_ids_N)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """int64 [S], tokens per sequence."""
+        return np.diff(self.offsets)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The weight versions of the routed rows, ascending."""
+        return tuple(int(v) for v in np.unique(self.weight_versions_N[self.valid_N]))
+
+    @property
+    def version_spans(self) -> list[tuple[int, int, int]]:
+        """Maximal runs of rows with one weight version, as (first row, row after the last, version)."""
+        versions = self.weight_versions_N
+        starts = np.flatnonzero(np.r_[True, versions[1:] != versions[:-1]]) if len(versions) else np.zeros(0, int)
+        stops = np.r_[starts[1:], len(versions)] if len(versions) else starts
+        return [(int(a), int(b), int(versions[a])) for a, b in zip(starts, stops, strict=True)]
+
+    def tokens(self, sequence: int) -> NDArray[np.int32]:
+        """int32 [T], the tokens of one sequence."""
+        return self.token_ids_N[self.offsets[sequence] : self.offsets[sequence + 1]]
+
+    def select(self, sequences: ArrayLike) -> RoutingTrace:
+        """The given sequences, in the given order; one may be taken several times.
+
+        Args:
+            sequences: integers [S'], each in 0 .. S - 1.
+        """
+        chosen = np.asarray(sequences, dtype=np.int64).reshape(-1)
+        if chosen.size and (chosen.min() < 0 or chosen.max() >= len(self)):
+            raise TraceContentError(f"sequence {int(chosen.max())} was selected from a trace of {len(self)} sequences")
+        lengths = self.lengths[chosen]
+        return self._take(_segment_rows(self.offsets[:-1][chosen], lengths), lengths)
+
+    def truncated(self, lengths: ArrayLike) -> RoutingTrace:
+        """The first `lengths[s]` rows of each sequence."""
+        kept = np.asarray(lengths, dtype=np.int64)
+        if kept.shape != (len(self),) or (kept < 0).any() or (kept > self.lengths).any():
+            raise TraceContentError(
+                f"cannot truncate {len(self)} sequences of lengths {self.lengths.tolist()[:8]} to {kept.tolist()[:8]}"
+            )
+        return self._take(_segment_rows(self.offsets[:-1], kept), kept)
+
+    def continued_by(self, suffix: RoutingTrace) -> RoutingTrace:
+        """Each sequence followed by the sequence of the same number in `suffix` (a later turn, a resumed rollout)."""
+        self.spec.require_same(suffix.spec, what="the continuation")
+        if len(suffix) != len(self):
+            raise TraceContentError(f"{len(self)} sequences cannot be continued by {len(suffix)}; expected as many")
+        both = concatenate([self, suffix])
+        order = np.arange(2 * len(self)).reshape(2, -1).T.reshape(-1)
+        joined = both.select(order)
+        return replace(joined, offsets=joined.offsets[::2])
+
+    def with_weight_version(self, version: int) -> RoutingTrace:
+        """The same routes, all stamped with one weight version."""
+        stamped = np.where(self.valid_N, np.int32(version), np.int32(NO_VERSION)).astype(np.int32)
+        return replace(self, weight_versions_N=stamped)
+
+    def with_provenance(self, **facts: str) -> RoutingTrace:
+        """The same routes with further facts about what made them."""
+        return replace(self, provenance={**self.provenance, **facts})
+
+    def equals(self, other: RoutingTrace) -> bool:
+        """Whether tokens, routes (pick order included), validity and versions are the same. Provenance may differ."""
+        same_model = (self.spec.num_experts, self.spec.top_k, self.spec.layers) == (
+            other.spec.num_experts,
+            other.spec.top_k,
+            other.spec.layers,
+        )
+        return same_model and all(
+            np.array_equal(getattr(self, name), getattr(other, name))
+            for name in ("offsets", "token_ids_N", "valid_N", "weight_versions_N", "expert_ids_NLK")
+        )
+
+    def _take(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> RoutingTrace:
+        return replace(
+            self,
+            expert_ids_NLK=self.expert_ids_NLK[rows],
+            valid_N=self.valid_N[rows],
+            token_ids_N=self.token_ids_N[rows],
+            weight_versions_N=self.weight_versions_N[rows],
+            offsets=as_offsets(lengths),
+        )
+
+
+def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
+    """All sequences of the given traces, in order.
+
+    Raises:
+        TraceContentError: when there is no trace to join.
+        SpecMismatchError: when the traces come from different models.
+    """
+    parts = list(traces)
+    if not parts:
+        raise TraceContentError("there is no trace to concatenate; pass at least one")
+    for part in parts[1:]:
+        parts[0].spec.require_same(part.spec, what="a trace to concatenate")
+    return RoutingTrace(
+        spec=parts[0].spec,
+        expert_ids_NLK=np.concatenate([p.expert_ids_NLK for p in parts]),
+        valid_N=np.concatenate([p.valid_N for p in parts]),
+        token_ids_N=np.concatenate([p.token_ids_N for p in parts]),
+        weight_versions_N=np.concatenate([p.weight_versions_N for p in parts]),
+        offsets=as_offsets(np.concatenate([p.lengths for p in parts])),
+        provenance=_common_provenance([p.provenance for p in parts]),
+    )
+
+
+def _pack(
+    spec: RoutingSpec, tokens: list[NDArray[np.int32]], routes: list[NDArray[Any]], provenance: Mapping[str, str]
+) -> RoutingTrace:
+    lengths = np.array([len(t) for t in tokens], dtype=np.int64)
+    offsets = as_offsets(lengths)
+    valid = np.zeros(offsets[-1], dtype=np.bool_)
+    routed = _segment_rows(offsets[:-1], np.array([len(r) for r in routes], dtype=np.int64))
+    valid[routed] = True
+    ids = np.zeros((len(valid), spec.num_layers, spec.top_k), spec.id_dtype)
+    if routes:
+        ids[routed] = np.concatenate(routes)
+    return RoutingTrace(
+        spec=spec,
+        expert_ids_NLK=ids,
+        valid_N=valid,
+        token_ids_N=np.concatenate([*tokens, np.zeros(0, np.int32)]),
+        weight_versions_N=np.full(len(valid), NO_VERSION, np.int32),
+        offsets=offsets,
+        provenance=dict(provenance),
+    )
+
+
+def _segment_rows(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The row numbers of the segments `starts[i] : starts[i] + lengths[i]`, joined."""
+    before = as_offsets(lengths)
+    return np.arange(before[-1]) + np.repeat(starts - before[:-1], lengths)
+
+
+def _common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:
+    """Facts on which the parts agree, and every distinct value where they do not."""
+    keys = dict.fromkeys(key for facts in all_facts for key in facts)
+    return {key: " | ".join(dict.fromkeys(f[key] for f in all_facts if key in f)) for key in keys}

@@ -1,0 +1,94 @@
+"""What a trace must know about the model that it was recorded from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from foreroute.errors import SpecMismatchError, TraceContentError
+
+MAX_EXPERTS = 1 << 16
+
+
+class LayerKind(StrEnum):
+    """Which part of a model a routed layer belongs to. Each kind numbers its layers on its own."""
+
+    DECODER = "decoder"
+    MTP = "mtp"
+    DRAFT = "draft"
+    HASH = "hash"
+
+
+@dataclass(frozen=True, order=True)
+class RoutedLayer:
+    """One row of the layer axis: the layer's number in the model (dense layers count) and its kind."""
+
+    index: int
+    kind: LayerKind = LayerKind.DECODER
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.index}"
+
+
+@dataclass(frozen=True)
+class RoutingSpec:
+    """The routing facts of a model: E experts, K picks per token, and its routed layers in order.
+
+    Attributes:
+        num_experts: E, the number of logical experts in each routed layer.
+        top_k: K, how many of them a token is sent to.
+        layers: the L routed layers. Dense layers have no entry.
+        model: the model's name, for messages. It does not take part in `require_same`.
+    """
+
+    num_experts: int
+    top_k: int
+    layers: tuple[RoutedLayer, ...]
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_experts <= MAX_EXPERTS:
+            raise TraceContentError(f"num_experts is {self.num_experts}; expected 1 to {MAX_EXPERTS}")
+        if not 1 <= self.top_k <= self.num_experts:
+            raise TraceContentError(f"top_k is {self.top_k}; expected 1 to num_experts = {self.num_experts}")
+        if not self.layers:
+            raise TraceContentError("the layer table is empty; a routed model has at least one routed layer")
+        if len(set(self.layers)) != len(self.layers):
+            names = ", ".join(map(str, self.layers))
+            raise TraceContentError(f"the layer table names a layer twice: {names}")
+
+    @property
+    def num_layers(self) -> int:
+        """L, the number of routed layers."""
+        return len(self.layers)
+
+    @property
+    def id_dtype(self) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
+        """uint8 up to 256 experts, else uint16. The width follows the model, never the ids at hand."""
+        return np.dtype(np.uint8) if self.num_experts <= 256 else np.dtype(np.uint16)
+
+    def require_same(self, other: RoutingSpec, *, what: str) -> None:
+        """Raise `SpecMismatchError` unless `other` has the same experts, picks and layer table.
+
+        Args:
+            other: the spec of the thing that `what` names.
+            what: names the thing that carries `other`, for the message.
+        """
+        differences = []
+        if other.num_experts != self.num_experts:
+            differences.append(f"{other.num_experts} experts instead of {self.num_experts}")
+        if other.top_k != self.top_k:
+            differences.append(f"top-{other.top_k} instead of top-{self.top_k}")
+        if other.layers != self.layers:
+            differences.append(f"routed layers [{_names(other)}] instead of [{_names(self)}]")
+        if differences:
+            raise SpecMismatchError(
+                f"{what} belongs to another model: it has {', '.join(differences)}. "
+                f"Expected the routing of {self.model or 'this model'}; use the trace that was recorded for it."
+            )
+
+
+def _names(spec: RoutingSpec) -> str:
+    return ", ".join(map(str, spec.layers))

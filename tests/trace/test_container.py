@@ -1,0 +1,157 @@
+"""Building, cutting, joining and comparing traces, against plain Python lists."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import foreroute as fr
+from foreroute.errors import BatchMismatchError, SpecMismatchError, TraceContentError
+from foreroute.trace import NO_VERSION, count_assignments, digest, overlap
+from traces import random_trace, spec_of
+
+
+def rows_of(trace):
+    """Every sequence as a list of (token, version, valid, ids): the oracle's view of a trace."""
+    listed = []
+    for s in range(len(trace)):
+        rows = range(int(trace.offsets[s]), int(trace.offsets[s + 1]))
+        listed.append(
+            [
+                (
+                    int(trace.token_ids_N[n]),
+                    int(trace.weight_versions_N[n]),
+                    bool(trace.valid_N[n]),
+                    trace.expert_ids_NLK[n].tolist(),
+                )
+                for n in rows
+            ]
+        )
+    return listed
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), data=st.data())
+def test_select_concatenate_truncate_continue_match_lists(seed, data):
+    a, b = random_trace(seed), random_trace(seed + 1)
+    chosen = data.draw(st.lists(st.integers(0, len(a) - 1), max_size=6))
+    assert rows_of(a.select(chosen)) == [rows_of(a)[s] for s in chosen]
+    assert rows_of(fr.concatenate([a, b])) == rows_of(a) + rows_of(b)
+    kept = [data.draw(st.integers(0, int(n))) for n in a.lengths]
+    assert rows_of(a.truncated(kept)) == [rows[:n] for rows, n in zip(rows_of(a), kept, strict=True)]
+    c = a.select(np.arange(len(a))[::-1])
+    assert rows_of(a.continued_by(c)) == [x + y for x, y in zip(rows_of(a), rows_of(c), strict=True)]
+
+
+def test_last_token_has_no_route_and_no_version():
+    spec = spec_of(num_experts=4, top_k=2, num_layers=1)
+    trace = fr.RoutingTrace.from_sequences(spec, [[7, 8, 9]], [[[[0, 1]], [[3, 2]]]], weight_version=5)
+    assert trace.valid_N.tolist() == [True, True, False]
+    assert trace.version_spans == [(0, 2, 5), (2, 3, NO_VERSION)]
+    assert trace.versions == (5,)
+
+
+def test_unrouted_rows_complete_a_trace():
+    spec = spec_of(num_experts=4, top_k=2, num_layers=1)
+    trace = fr.RoutingTrace.from_sequences(spec, [[7], [8]], [[[[0, 1]]], [[[3, 2]]]])
+    longer = trace.continued_by(fr.RoutingTrace.unrouted(spec, [[1], [2]]))
+    assert longer.token_ids_N.tolist() == [7, 1, 8, 2]
+    assert longer.valid_N.tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(2, np.uint8), (256, np.uint8), (257, np.uint16), (512, np.uint16)])
+def test_id_width_follows_the_model_not_the_data(num_experts, dtype):
+    spec = spec_of(num_experts=num_experts, top_k=2, num_layers=1)
+    trace = fr.RoutingTrace.from_sequences(spec, [[1, 2]], [np.array([[[0, 1]]])])
+    assert trace.expert_ids_NLK.dtype == dtype
+
+
+def test_highest_id_of_a_wide_model_survives():
+    spec = spec_of(num_experts=512, top_k=2, num_layers=1)
+    trace = fr.RoutingTrace.from_sequences(spec, [[1]], [np.array([[[511, 255]]])])
+    assert trace.expert_ids_NLK.tolist() == [[[511, 255]]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[[0, 0]]], "picked twice"),
+        ([[[0, 4]]], "expected 0 to 3"),
+        ([[[0, -1]]], "expected 0 to 3"),
+        ([[[0.0, 1.0]]], "expected integers"),
+        ([[0, 1]], "expected \\[rows"),
+        ([[[0, 1, 2]]], "expected \\[rows"),
+        ([[[0, 1]]] * 3, "3 routed rows for 2 tokens"),
+    ],
+)
+def test_impossible_routes_are_refused(ids, message):
+    spec = spec_of(num_experts=4, top_k=2, num_layers=1)
+    with pytest.raises(TraceContentError, match=message):
+        fr.RoutingTrace.from_sequences(spec, [[1, 2]], [ids])
+
+
+def test_a_refused_row_is_named():
+    spec = spec_of(num_experts=4, top_k=2, num_layers=2)
+    good, bad = [[[0, 1], [2, 3]]] * 2, [[[0, 1], [2, 3]], [[0, 1], [2, 2]]]
+    with pytest.raises(TraceContentError, match=r"sequence 1, position 1, decoder 1 has expert ids \[2, 2\]"):
+        fr.RoutingTrace.from_sequences(spec, [[1, 2], [1, 2]], [good, bad])
+
+
+def test_selecting_and_truncating_out_of_range_is_refused():
+    trace = random_trace(0)
+    with pytest.raises(TraceContentError, match="was selected from"):
+        trace.select([len(trace)])
+    with pytest.raises(TraceContentError, match="cannot truncate"):
+        trace.truncated(trace.lengths + 1)
+
+
+def test_traces_of_different_models_do_not_mix():
+    a = random_trace(0)
+    b = random_trace(0, num_experts=16)
+    with pytest.raises(SpecMismatchError, match="16 experts instead of 8"):
+        fr.concatenate([a, b])
+
+
+def test_digest_depends_on_tokens_routes_and_versions():
+    a = random_trace(0)
+    assert digest(a) == digest(a.select(np.arange(len(a))))
+    assert digest(a) == digest(a.with_provenance(engine="other"))
+    changed = [a.with_weight_version(9), a.select(np.arange(len(a))[::-1])]
+    tokens = a.token_ids_N.copy()
+    tokens[0] += 1
+    changed.append(fr.RoutingTrace(a.spec, a.expert_ids_NLK, a.valid_N, tokens, a.weight_versions_N, a.offsets))
+    assert len({digest(t) for t in [a, *changed]}) == 4
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_overlap_counts_shared_sets(seed):
+    a = random_trace(seed)
+    b = random_trace(seed, route_seed=seed + 1)
+    result = overlap(a, b)
+    expected = [
+        [len(set(x) & set(y)) for x, y in zip(a.expert_ids_NLK[n].tolist(), b.expert_ids_NLK[n].tolist(), strict=True)]
+        for n in range(a.num_rows)
+        if a.valid_N[n] and b.valid_N[n]
+    ]
+    assert result.shared_RL.tolist() == expected
+
+
+def test_overlap_of_other_tokens_is_refused():
+    with pytest.raises(BatchMismatchError, match="different tokens"):
+        overlap(random_trace(0), random_trace(1))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_counts_match_a_loop(seed):
+    trace = random_trace(seed)
+    micro = np.arange(len(trace)) % 2
+    counts = count_assignments(trace, micro)
+    expected = np.zeros_like(counts)
+    for s in range(len(trace)):
+        for n in range(int(trace.offsets[s]), int(trace.offsets[s + 1])):
+            for layer in range(trace.spec.num_layers):
+                for e in trace.expert_ids_NLK[n, layer] if trace.valid_N[n] else ():
+                    expected[micro[s], layer, e] += 1
+    assert np.array_equal(counts, expected)

@@ -1,0 +1,20 @@
+"""Small seeded traces for tests."""
+
+import numpy as np
+
+from foreroute import RoutedLayer, RoutingSpec, RoutingTrace
+
+
+def spec_of(num_experts=8, top_k=2, num_layers=3):
+    return RoutingSpec(num_experts, top_k, tuple(RoutedLayer(i) for i in range(num_layers)), model="test")
+
+
+def random_trace(seed, *, num_experts=8, top_k=2, num_layers=3, route_seed=None):
+    """A few sequences of a few tokens, each without a route for its last token."""
+    rng = np.random.default_rng(seed)
+    spec = spec_of(num_experts, top_k, num_layers)
+    lengths = rng.integers(1, 7, size=rng.integers(1, 5))
+    tokens = [rng.integers(0, 50, n) for n in lengths]
+    rng = rng if route_seed is None else np.random.default_rng(route_seed)
+    routes = [np.argsort(rng.random((n - 1, num_layers, num_experts)), axis=-1)[..., :top_k] for n in lengths]
+    return RoutingTrace.from_sequences(spec, tokens, routes, weight_version=int(rng.integers(0, 3)))
