@@ -8,7 +8,6 @@ import json
 import os
 import pkgutil
 import platform
-import sys
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -51,4 +50,4 @@ def environment() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
