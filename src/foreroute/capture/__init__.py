@@ -1,0 +1,5 @@
+"""Engine output to trace. No torch."""
+
+from foreroute.capture.generation import Generation
+
+__all__ = ["Generation"]
