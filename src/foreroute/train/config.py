@@ -91,7 +91,7 @@ class MeasureConfig(Section):
     """What is measured beside training. Nothing here changes the run."""
 
     compare_every: Count = 1
-    """Steps between measurements of the mismatch that the run does not train with: without replay under R3, else with."""
+    """Steps between measurements of the mismatch that the run does not train with (without replay under R3)."""
     save_trace_every: Count = 20
     """Steps between saved rollout traces."""
 

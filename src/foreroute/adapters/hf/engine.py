@@ -134,7 +134,8 @@ def _sample(logits_SV: Tensor, temperature: float, generator: torch.Generator) -
 
 def _lengths_until(responses_SR: NDArray[Any], end_token: int) -> NDArray[np.int64]:
     ended = responses_SR == end_token
-    return np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, responses_SR.shape[1]).astype(np.int64, copy=False)
+    lengths: NDArray[np.int64] = np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, responses_SR.shape[1])
+    return lengths
 
 
 def _join(
