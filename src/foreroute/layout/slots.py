@@ -1,0 +1,245 @@
+"""From sequence lengths and a parallel layout to the router slots of one rank, stage by stage.
+
+    pack │ pad  ──▶  split_context  ──▶  split_sequence  ──▶  rows
+     THD │ [B, T]     CP, per sequence    SP or Ulysses       RankRows
+
+Each stage maps slots to slots and knows nothing of the stage before it; `rows` writes the indices of this rank's own
+slots and no others. Which layers a pipeline rank holds is in `foreroute.layout.pipeline`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from foreroute.errors import LayoutError
+from foreroute.layout.rank_rows import RankRows
+from foreroute.layout.runs import Runs, interleave, pad_runs
+from foreroute.trace.check import as_offsets
+
+Side = Literal["left", "right"]
+Order = Literal["thd", "bshd", "sbhd"]
+Scheme = Literal["zigzag", "contiguous"]
+
+
+def pack(lengths: ArrayLike, *, sequences: ArrayLike | None = None, align: int = 1) -> Layout:
+    """THD: sequences one after the other, each padded on the right to a multiple of `align`.
+
+    Args:
+        lengths: integers [S], tokens per sequence of the trace (`trace.lengths`).
+        sequences: integers, the sequences to lay out, in batch order; all of them by default.
+        align: slots of a sequence are a multiple of this. With context and sequence parallelism over CP x TP ranks,
+            Megatron-Core and Transformer Engine need 2·CP·TP.
+
+    Raises:
+        LayoutError: for an `align` below 1, negative lengths, or a sequence that is not there.
+    """
+    offsets, chosen = _checked(lengths, sequences)
+    _require(align >= 1, f"align is {align}; expected at least 1")
+    low, high = offsets[chosen], offsets[chosen + 1]
+    return Layout(Runs(low, _round_up(high - low, align), low, high), "thd", 1, int(offsets[-1]))
+
+
+def pad(
+    lengths: ArrayLike,
+    *,
+    side: Side,
+    order: Literal["bshd", "sbhd"],
+    sequences: ArrayLike | None = None,
+    to: int | None = None,
+    multiple_of: int = 1,
+) -> Layout:
+    """A grid of B sequences x T slots, padded on one side; side and order have no default, for neither can be guessed.
+
+    Args:
+        lengths: integers [S], tokens per sequence of the trace (`trace.lengths`).
+        side: where the padding is.
+        order: how the router's rows are flattened: "bshd" batch first (Hugging Face), "sbhd" sequence first (Megatron).
+        sequences: integers [B], the sequences to lay out, in batch order; all of them by default.
+        to: T before rounding; the longest sequence by default. Nothing is ever truncated.
+        multiple_of: T is rounded up to a multiple of this.
+
+    Raises:
+        LayoutError: when a sequence is longer than `to`, or an argument is none of the above.
+    """
+    offsets, chosen = _checked(lengths, sequences)
+    _require(side in ("left", "right"), f"side is {side!r}; expected 'left' or 'right'")
+    _require(order in ("bshd", "sbhd"), f"order is {order!r}; expected 'bshd' (batch first) or 'sbhd' (sequence first)")
+    _require(multiple_of >= 1, f"multiple_of is {multiple_of}; expected at least 1")
+    low, high = offsets[chosen], offsets[chosen + 1]
+    longest = int((high - low).max(initial=0))
+    width = longest if to is None else to
+    _require(
+        width >= longest,
+        f"sequence {_longest(high - low, chosen)} has {longest} tokens and cannot be padded to {width}; "
+        "raise `to`, or cut the trace with trace.truncated(lengths)",
+    )
+    count = np.full_like(low, -(-width // multiple_of) * multiple_of)
+    first = low if side == "right" else high - count
+    return Layout(Runs(first, count, low, high), order, len(chosen), int(offsets[-1]))
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The router slots of one rank, not yet written out. Make one with `pack` or `pad`.
+
+    Attributes:
+        runs: the slots, as runs; one per sequence until a split.
+        order: "thd", "bshd" or "sbhd".
+        num_streams: rows of slots that a sequence split cuts: 1 when packed, B in a grid.
+        num_rows: N, packed rows of the trace.
+        is_split: whether ranks already share the slots.
+    """
+
+    runs: Runs
+    order: Order
+    num_streams: int
+    num_rows: int
+    is_split: bool = False
+
+    @property
+    def num_slots(self) -> int:
+        """R, the router rows of this rank, padding included."""
+        return self.runs.num_slots
+
+    @property
+    def stream_length(self) -> int:
+        """Slots that a sequence split cuts: all of them when packed, T in a grid."""
+        return self.num_slots // self.num_streams if self.num_streams else 0
+
+    def align_total(self, multiple: int) -> Layout:
+        """Pad the end of a packed stream so that its slots are a multiple of `multiple` (as slime and FP8 kernels do).
+
+        Before `split_context` the tail is shared out like a sequence; after it, every rank pads its own stream.
+        """
+        _require(self.order == "thd", "only a packed stream has a total to align; give `pad` a `multiple_of`")
+        _require(multiple >= 1, f"multiple is {multiple}; expected at least 1")
+        return self._with_tail(-self.stream_length % multiple)
+
+    def split_context(self, ranks: int, rank: int, *, scheme: Scheme = "zigzag") -> Layout:
+        """The share of one context-parallel rank, sequence by sequence.
+
+        Args:
+            ranks: CP.
+            rank: 0 … CP - 1.
+            scheme: "zigzag" gives rank r the chunks r and 2·CP - 1 - r of 2·CP, so that causal attention costs every
+                rank the same (Megatron-Core, Transformer Engine); "contiguous" gives it chunk r of CP.
+
+        Raises:
+            LayoutError: when a padded sequence does not divide into its chunks, or a split was made before.
+        """
+        _check_rank(ranks, rank, "context-parallel")
+        _require(scheme in ("zigzag", "contiguous"), f"scheme is {scheme!r}; expected 'zigzag' or 'contiguous'")
+        _require(not self.is_split, "split_context comes before split_sequence, and once: it cuts whole sequences")
+        chunks = 2 * ranks if scheme == "zigzag" else ranks
+        if ranks == 1:
+            return self
+        self._check_divides(chunks, scheme, ranks)
+        chunk_J = self.runs.count_J // chunks
+        taken = (rank, chunks - 1 - rank) if scheme == "zigzag" else (rank,)
+        runs = interleave([self.runs.part(c * chunk_J, chunk_J) for c in taken])
+        return replace(self, runs=runs, is_split=True)
+
+    def split_sequence(self, ranks: int, rank: int, *, pad: bool = False) -> Layout:
+        """The contiguous share of one tensor-parallel rank under sequence parallelism (or one Ulysses rank).
+
+        A packed stream is cut as a whole, a grid along T, whatever the order its rows are flattened in.
+
+        Args:
+            ranks: TP.
+            rank: 0 … TP - 1.
+            pad: pad the end of the stream to a multiple of `ranks` first, instead of refusing.
+
+        Raises:
+            LayoutError: when the stream does not divide and `pad` is False.
+        """
+        _check_rank(ranks, rank, "sequence-parallel")
+        extra = -self.stream_length % ranks
+        _require(
+            pad or not extra,
+            f"{self.stream_length} slots do not divide over {ranks} sequence-parallel ranks; "
+            f"align sequences to a multiple of {ranks}, or pass pad=True if the trainer pads the end of the stream",
+        )
+        padded = self._with_tail(extra)
+        share = padded.stream_length // ranks
+        return replace(padded, runs=padded._window(rank * share, (rank + 1) * share), is_split=True)
+
+    def rows(self) -> RankRows:
+        """Write the indices of this rank's slots, in the order in which its routers see them."""
+        row_of_slot = self.runs.write(self.num_rows)
+        if self.order == "sbhd":
+            row_of_slot = row_of_slot.reshape(self.num_streams, self.stream_length).T.reshape(-1)
+        return RankRows(row_of_slot, self.num_rows)
+
+    def _with_tail(self, count: int) -> Layout:
+        if not count or not self.num_streams:
+            return self
+        tail = pad_runs(np.full(self.num_streams, count, np.int64))
+        arrays = [
+            np.concatenate([a.reshape(self.num_streams, -1), b[:, None]], axis=1).reshape(-1)
+            for a, b in zip(vars(self.runs).values(), vars(tail).values(), strict=True)
+        ]
+        return replace(self, runs=Runs(*arrays))
+
+    def _window(self, start: int, stop: int) -> Runs:
+        """The slots `start : stop` of every stream."""
+        count = self.runs.count_J
+        begin_J = as_offsets(count)[:-1]
+        if self.num_streams > 1:
+            begin_J = begin_J % max(self.stream_length, 1)
+        skip_J = np.clip(start - begin_J, 0, count)
+        runs = self.runs.part(skip_J, np.clip(stop - begin_J, 0, count) - skip_J)
+        return runs if self.num_streams > 1 else runs.nonempty()
+
+    def _check_divides(self, chunks: int, scheme: str, ranks: int) -> None:
+        uneven = np.flatnonzero(self.runs.count_J % chunks)
+        if not len(uneven):
+            return
+        j = int(uneven[0])
+        argument = f"align={chunks}" if self.order == "thd" else f"multiple_of={chunks}"
+        raise LayoutError(
+            f"sequence {j} of the batch has {int(self.runs.count_J[j])} slots; {scheme} context parallelism over "
+            f"{ranks} ranks needs a multiple of {chunks}. Pass {argument} (or a multiple) to "
+            f"{'pack' if self.order == 'thd' else 'pad'}, as the trainer does"
+        )
+
+
+def _checked(lengths: ArrayLike, sequences: ArrayLike | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Offsets int64 [S + 1] and the chosen sequences int64 [B]."""
+    lengths_S = np.asarray(lengths)
+    is_counts = lengths_S.ndim == 1 and (lengths_S.dtype.kind in "iu" or not lengths_S.size)
+    _require(is_counts, f"lengths are {lengths_S.dtype} of shape {lengths_S.shape}; expected one integer per sequence")
+    _require(not (lengths_S < 0).any(), f"lengths {lengths_S.tolist()[:8]} hold a negative one")
+    if sequences is None:
+        return as_offsets(lengths_S.astype(np.int64)), np.arange(len(lengths_S))
+    chosen = np.asarray(sequences)
+    _require(
+        chosen.ndim == 1 and (chosen.dtype.kind in "iu" or not chosen.size),
+        f"sequences are {chosen.dtype} of shape {chosen.shape}; expected a list of sequence numbers",
+    )
+    _require(
+        not chosen.size or (int(chosen.min()) >= 0 and int(chosen.max()) < len(lengths_S)),
+        f"sequences {chosen.tolist()[:8]} were chosen from {len(lengths_S)}; expected 0 to {len(lengths_S) - 1}",
+    )
+    return as_offsets(lengths_S.astype(np.int64)), chosen.astype(np.int64)
+
+
+def _check_rank(ranks: int, rank: int, what: str) -> None:
+    _require(ranks >= 1, f"there are {ranks} {what} ranks; expected at least 1")
+    _require(0 <= rank < ranks, f"{what} rank is {rank}; expected 0 to {ranks - 1}")
+
+
+def _longest(lengths: NDArray[np.int64], chosen: NDArray[np.int64]) -> int:
+    return int(chosen[int(lengths.argmax())]) if len(chosen) else -1
+
+
+def _round_up(counts: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
+    return -(-counts // multiple) * multiple
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise LayoutError(message)
