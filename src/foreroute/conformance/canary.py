@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.errors import TraceContentError
 from foreroute.trace import RoutingSpec, RoutingTrace
 
-_LARGEST_CODE = 2**62
+_LARGEST_CODE = 2**61
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ def canary_trace(lengths: ArrayLike, spec: RoutingSpec, *, last_absent: bool = T
     if needed > capacity:
         raise TraceContentError(
             f"{int(lengths_S.sum())} rows of {spec.num_layers} layers need {needed} codes; {spec.top_k} of "
-            f"{spec.num_experts} experts make {capacity}. Use shorter sequences, more experts, or more picks up to E / 2"
+            f"{spec.num_experts} experts make {capacity}. Use shorter sequences, more experts, or K nearer to E / 2"
         )
     stride = capacity // max(needed, 1)
     ids_NLK = _unrank(np.arange(needed) * stride, spec).reshape(-1, spec.num_layers, spec.top_k)
@@ -86,7 +86,7 @@ def canary_trace(lengths: ArrayLike, spec: RoutingSpec, *, last_absent: bool = T
 
 
 def canary_capacity(spec: RoutingSpec) -> int:
-    """How many places K picks of E experts tell apart: C(E, K), at most 2 to the 62nd."""
+    """How many places K picks of E experts tell apart: C(E, K), at most 2 to the 61st."""
     return min(comb(spec.num_experts, spec.top_k), _LARGEST_CODE)
 
 

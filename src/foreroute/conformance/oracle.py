@@ -1,4 +1,4 @@
-"""Layouts spelled out with lists and loops, from their definitions: slow, obviously right, and independent of `layout/`.
+"""Layouts spelled out with lists and loops, from their definitions: slow, obviously right, nothing from `layout/`.
 
 A cell is what one slot sees: (sequence, position), or None for padding. A lane is a list of cells, one sequence as it
 is padded; a batch is a list of lanes.
@@ -87,8 +87,7 @@ def stage_of_layer(counts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     stages = []
     for chunk in range(len(counts)):
         for rank in range(len(counts[chunk])):
-            for _ in range(counts[chunk][rank]):
-                stages.append((rank, chunk))
+            stages += [(rank, chunk)] * counts[chunk][rank]
     return stages
 
 

@@ -70,13 +70,12 @@ def pad(
     _require(order in ("bshd", "sbhd"), f"order is {order!r}; expected 'bshd' (batch first) or 'sbhd' (sequence first)")
     _require(multiple_of >= 1, f"multiple_of is {multiple_of}; expected at least 1")
     low, high = offsets[chosen], offsets[chosen + 1]
-    longest = int((high - low).max(initial=0))
-    width = longest if to is None else to
-    _require(
-        width >= longest,
-        f"sequence {_longest(high - low, chosen)} has {longest} tokens and cannot be padded to {width}; "
-        "raise `to`, or cut the trace with trace.truncated(lengths)",
-    )
+    width = int((high - low).max(initial=0)) if to is None else to
+    for s in chosen[high - low > width][:1]:
+        raise LayoutError(
+            f"sequence {s} has {offsets[s + 1] - offsets[s]} tokens and cannot be padded to {width}; "
+            "raise `to`, or cut the trace with trace.truncated(lengths)"
+        )
     count = np.full_like(low, -(-width // multiple_of) * multiple_of)
     first = low if side == "right" else high - count
     return Layout(Runs(first, count, low, high), order, len(chosen), int(offsets[-1]))
@@ -199,41 +198,37 @@ class Layout:
         if not len(uneven):
             return
         j = int(uneven[0])
-        argument = f"align={chunks}" if self.order == "thd" else f"multiple_of={chunks}"
+        is_tail = self.order == "thd" and self.runs.low_J[j] == self.runs.high_J[j]
+        stage = "align_total" if is_tail else "pack(align=)" if self.order == "thd" else "pad(multiple_of=)"
         raise LayoutError(
-            f"sequence {j} of the batch has {int(self.runs.count_J[j])} slots; {scheme} context parallelism over "
-            f"{ranks} ranks needs a multiple of {chunks}. Pass {argument} (or a multiple) to "
-            f"{'pack' if self.order == 'thd' else 'pad'}, as the trainer does"
+            f"{'the tail of the stream' if is_tail else f'sequence {j} of the batch'} has "
+            f"{int(self.runs.count_J[j])} slots; {scheme} context parallelism over {ranks} ranks needs a multiple of "
+            f"{chunks}. Give {stage} {chunks} or a multiple of it, as the trainer does"
         )
 
 
 def _checked(lengths: ArrayLike, sequences: ArrayLike | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Offsets int64 [S + 1] and the chosen sequences int64 [B]."""
-    lengths_S = np.asarray(lengths)
-    is_counts = lengths_S.ndim == 1 and (lengths_S.dtype.kind in "iu" or not lengths_S.size)
-    _require(is_counts, f"lengths are {lengths_S.dtype} of shape {lengths_S.shape}; expected one integer per sequence")
-    _require(not (lengths_S < 0).any(), f"lengths {lengths_S.tolist()[:8]} hold a negative one")
-    if sequences is None:
-        return as_offsets(lengths_S.astype(np.int64)), np.arange(len(lengths_S))
-    chosen = np.asarray(sequences)
-    _require(
-        chosen.ndim == 1 and (chosen.dtype.kind in "iu" or not chosen.size),
-        f"sequences are {chosen.dtype} of shape {chosen.shape}; expected a list of sequence numbers",
-    )
-    _require(
-        not chosen.size or (int(chosen.min()) >= 0 and int(chosen.max()) < len(lengths_S)),
-        f"sequences {chosen.tolist()[:8]} were chosen from {len(lengths_S)}; expected 0 to {len(lengths_S) - 1}",
-    )
-    return as_offsets(lengths_S.astype(np.int64)), chosen.astype(np.int64)
+    lengths_S, chosen = np.asarray(lengths), None if sequences is None else np.asarray(sequences)
+    for name, given in (("lengths", lengths_S), ("sequences", chosen)):
+        if given is not None and (given.ndim != 1 or (given.size and given.dtype.kind not in "iu")):
+            raise LayoutError(f"{name} are {given.dtype} of shape {given.shape}; expected one integer per sequence")
+    if lengths_S.min(initial=0) < 0:
+        raise LayoutError(f"sequence {int(lengths_S.argmin())} has length {int(lengths_S.min())}; expected 0 or more")
+    offsets = as_offsets(lengths_S.astype(np.int64))
+    if chosen is None:
+        return offsets, np.arange(len(lengths_S))
+    if chosen.min(initial=0) < 0 or chosen.max(initial=-1) >= len(lengths_S):
+        raise LayoutError(
+            f"sequences {int(chosen.min())} to {int(chosen.max())} were chosen from {len(lengths_S)}; "
+            f"expected 0 to {len(lengths_S) - 1}"
+        )
+    return offsets, chosen.astype(np.int64)
 
 
 def _check_rank(ranks: int, rank: int, what: str) -> None:
     _require(ranks >= 1, f"there are {ranks} {what} ranks; expected at least 1")
     _require(0 <= rank < ranks, f"{what} rank is {rank}; expected 0 to {ranks - 1}")
-
-
-def _longest(lengths: NDArray[np.int64], chosen: NDArray[np.int64]) -> int:
-    return int(chosen[int(lengths.argmax())]) if len(chosen) else -1
 
 
 def _round_up(counts: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
