@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from foreroute import layout
-from foreroute.conformance import canary_trace
+from foreroute.conformance import canary_trace, oracle
 from layout_cases import draw_case
 
 CONFIGURATIONS = 2400
@@ -18,9 +18,7 @@ def test_every_rank_gets_the_rows_of_the_oracle(shard):
     for seed in range(shard, CONFIGURATIONS, SHARDS):
         case = draw_case(seed)
         canary = canary_trace(case.lengths, case.spec, last_absent=seed % 2 == 0)
-        stages = layout.PipelineStages(case.counts)
-        pp_rank, chunk = seed % stages.pp, seed % stages.vpp
-        layers = stages.layers(case.spec, pp_rank, chunk) or case.spec.layers
+        layers = stage_layers(case, seed) or case.spec.layers
         for sequences in case.batches:
             for ranks in case.ranks():
                 rank_rows = case.plan(sequences, *ranks)
@@ -94,6 +92,16 @@ def test_a_layer_offset_is_seen():
         right = layout.pack(case.lengths).rows()
         moved = case.spec.layers[1:] + case.spec.layers[:1]
         assert not np.array_equal(seen_places(canary, right, moved), seen_places(canary, right, case.spec.layers)), case
+
+
+def stage_layers(case, seed):
+    """The layers of one pipeline stage, which must be those that a walk through the model finds there."""
+    stages = layout.PipelineStages(case.counts)
+    stage = (seed % stages.pp, seed % stages.vpp)
+    layers = stages.layers(case.spec, *stage)
+    here = [i for i, at in enumerate(oracle.stage_of_layer(case.counts)) if at == stage]
+    assert list(layers) == [r for i in here for r in case.spec.layers if r.index == i and r.kind in ("decoder", "hash")]
+    return layers
 
 
 def seen_places(canary, rank_rows, layers):

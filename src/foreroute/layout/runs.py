@@ -69,7 +69,7 @@ class Runs:
         rows = join_ranges(self.first_J, self.count_J, dtype)
         start_J = as_offsets(self.count_J)[:-1]
         before_J = np.clip(self.low_J - self.first_J, 0, self.count_J)
-        after_J = np.clip(self.first_J + self.count_J - self.high_J, 0, self.count_J - before_J)
+        after_J = np.clip(self.first_J + self.count_J - self.high_J, 0, self.count_J)
         rows[join_ranges(start_J, before_J)] = PAD
         rows[join_ranges(start_J + self.count_J - after_J, after_J)] = PAD
         return rows
