@@ -54,7 +54,7 @@ def take(trace: RoutingTrace, rank_rows: RankRows, layers: Sequence[RoutedLayer]
     shape = (len(rank_rows), len(columns), trace.spec.top_k)
     ids_RLK = np.full(shape, num_experts, np.min_scalar_type(num_experts))
     rows = rank_rows.row_of_slot_R[routed_R]
-    ids_RLK[routed_R] = trace.expert_ids_NLK[rows[:, None], columns]
+    ids_RLK[routed_R] = _gather(trace.expert_ids_NLK, rows, columns)
     return RankRoutes(ids_RLK, routed_R)
 
 
@@ -113,6 +113,15 @@ def _round_robin(homes: NDArray[np.int64]) -> NDArray[np.int64]:
     nth = np.empty_like(homes)
     nth[by_rank] = np.arange(len(homes)) - np.searchsorted(ordered, ordered)
     return np.lexsort((homes, nth))
+
+
+def _gather(ids_NLK: NDArray[Any], rows: NDArray[Any], columns: NDArray[np.int64]) -> NDArray[Any]:
+    """The rows and layers. A pipeline stage is mostly a run of layers, which are copied as one run of bytes per row."""
+    if len(columns) and (np.diff(columns) == 1).all():
+        part: NDArray[Any] = ids_NLK[:, columns[0] : columns[-1] + 1][rows]
+        return part
+    gathered: NDArray[Any] = ids_NLK[rows[:, None], columns]
+    return gathered
 
 
 def _columns(spec: RoutingSpec, layers: Sequence[RoutedLayer] | None) -> NDArray[np.int64]:
