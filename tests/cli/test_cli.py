@@ -39,8 +39,7 @@ def test_version():
 def test_a_small_demo_runs_to_its_table_and_page(tmp_path):
     result = foreroute("demo", "--folder", tmp_path / "demo", "--steps", 1)
     assert result.returncode == 0, result.stderr
-    assert "without replay" in result.stdout
-    assert "with replay" in result.stdout
+    assert "token-layers" in result.stdout
     page = (tmp_path / "demo" / "report.html").read_text()
     assert "Comparison of 2 runs" in page
     (record,) = records(tmp_path / "demo" / "R3")

@@ -322,6 +322,41 @@ def test_generation_records_what_a_full_forward_selects(family):
     assert agreement == 1.0
 
 
+def test_recomputation_is_not_recorded_again(checkpointing):
+    model = tiny("qwen3_moe")
+    enable_checkpointing(model, checkpointing)
+    routed = hf.attach(model)
+    with routed.record() as recording:
+        loss_of(model, BATCH).backward()
+    with routed.record() as once, torch.no_grad():
+        model(**BATCH)
+    assert recording.trace().equals(once.trace())
+
+
+def test_forwards_of_one_recording_are_joined_in_order():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    batches = [batch_of(4, 3, seed=1), batch_of(7, seed=2)]
+    with routed.record() as both, torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    parts = []
+    for batch in batches:
+        with routed.record() as part, torch.no_grad():
+            model(**batch)
+        parts.append(part.trace())
+    assert both.trace().equals(fr.concatenate(parts))
+
+
+def test_a_part_of_the_model_called_alone_is_refused():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    with routed.replay(random_routes(routed.spec, BATCH)):
+        model(**BATCH)
+        with pytest.raises(ReplayError, match="ran outside a forward of Qwen3MoeModel"):
+            model.model.layers[0].mlp(torch.zeros(1, 2, 32))
+
+
 def test_recorded_margins_are_the_gap_at_the_boundary():
     model = tiny("gpt_oss")  # selects on its logits, so the gap can be read off the router's output
     routed = hf.attach(model)
