@@ -1,0 +1,9 @@
+"""Engine output in, routing trace out: wires are recognised, decoded, checked and assembled. No torch, no engine."""
+
+from foreroute.capture.containers import Recognised, recognise
+from foreroute.capture.decode import decode
+from foreroute.capture.facts import ModelFacts
+from foreroute.capture.kinds import WireKind
+from foreroute.capture.trajectory import Trajectory
+
+__all__ = ["ModelFacts", "Recognised", "Trajectory", "WireKind", "decode", "recognise"]
