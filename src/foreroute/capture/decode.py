@@ -111,9 +111,9 @@ def _place(payload: Payload, place: _Place, start: int | None) -> tuple[NDArray[
     present = _present(rows_RLK, place)
     stop = first + len(rows_RLK)
     ids[first:stop], valid[first:stop] = rows_RLK, present
+    refuse_false_rows(rows_RLK, present, spec, what=place.what, first_position=first)
     if place.rules.dense_is_constant:
         refuse_routed_dense(rows_RAK[present][:, dense], dense.tolist(), what=place.what)
-    refuse_false_rows(rows_RLK[present], spec, what=place.what, first_position=first)
     return ids, valid
 
 

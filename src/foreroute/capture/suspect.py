@@ -16,36 +16,39 @@ MIN_TOKENS = 8
 """Distinct input tokens among them: a repeated token may well go to the same experts."""
 
 
-def refuse_false_rows(rows_RLK: NDArray[Any], spec: RoutingSpec, *, what: str, first_position: int) -> None:
-    """Raise `CaptureError` unless every row holds K distinct ids from 0 to E - 1.
+def refuse_false_rows(
+    rows_RLK: NDArray[Any], present_R: NDArray[np.bool_], spec: RoutingSpec, *, what: str, first_position: int
+) -> None:
+    """Raise `CaptureError` unless every present row holds K distinct ids from 0 to E - 1.
 
     Args:
-        rows_RLK: [R, L, K], the routed layers of the rows that are said to be routed.
+        rows_RLK: [R, L, K], the routed layers of consecutive rows.
+        present_R: bool [R], False where the form marks a row as never routed.
         spec: E and the layer table.
         what: names the sequence.
         first_position: the position of the first row, for the message.
     """
-    if not rows_RLK.size:
+    if not present_R.any():
         return
-    _refuse_zero_layers(rows_RLK, spec, what)
-    low, high = int(rows_RLK.min()), int(rows_RLK.max())
-    if low < 0:
-        where = _first(rows_RLK < 0, spec, first_position)
+    _refuse_zero_layers(rows_RLK[present_R], spec, what)
+    present = present_R[:, None]
+    low, high = (rows_RLK < 0).any(axis=-1) & present, (rows_RLK >= spec.num_experts).any(axis=-1) & present
+    expected = f"expected 0 to {spec.num_experts - 1}"
+    if low.any():
         raise CaptureError(
-            f"{what}, {where} has expert id {low}; expected 0 to {spec.num_experts - 1}. This form marks no missing "
+            f"{what}, {_first(low, rows_RLK, spec, first_position)}; {expected}. This form marks no missing "
             "rows, or marks some layers of the row only: the capture of that layer failed"
         )
-    if high >= spec.num_experts:
-        where = _first(rows_RLK >= spec.num_experts, spec, first_position)
+    if high.any():
         raise CaptureError(
-            f"{what}, {where} has expert id {high}; expected 0 to {spec.num_experts - 1}. Ids beyond the experts are "
+            f"{what}, {_first(high, rows_RLK, spec, first_position)}; {expected}. Ids beyond the experts are "
             "physical slots of an expert-parallel load balancer: switch it off or upgrade the engine"
         )
     ordered = np.sort(rows_RLK, axis=-1)
-    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1) & present
     if twice.any():
         raise CaptureError(
-            f"{what}, {_first(twice[..., None], spec, first_position)} picks an expert twice ({int(twice.sum())} of "
+            f"{what}, {_first(twice, rows_RLK, spec, first_position)}, an expert twice ({int(twice.sum())} of "
             f"{twice.size} routers); a top-{spec.top_k} row has distinct experts. The buffer was not filled, or its "
             "bytes are read with the wrong shape or dtype"
         )
@@ -92,6 +95,6 @@ def _refuse_zero_layers(rows_RLK: NDArray[Any], spec: RoutingSpec, what: str) ->
         )
 
 
-def _first(bad_RLK: NDArray[np.bool_], spec: RoutingSpec, first_position: int) -> str:
-    row, layer = (int(i) for i in np.argwhere(bad_RLK.any(axis=-1))[0])
-    return f"position {first_position + row}, {spec.layers[layer]}"
+def _first(bad_RL: NDArray[np.bool_], rows_RLK: NDArray[Any], spec: RoutingSpec, first_position: int) -> str:
+    row, layer = (int(i) for i in np.argwhere(bad_RL)[0])
+    return f"position {first_position + row}, {spec.layers[layer]} has expert ids {rows_RLK[row, layer].tolist()}"
