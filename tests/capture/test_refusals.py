@@ -215,3 +215,10 @@ def test_specs_that_no_engine_can_fill():
 def test_weight_version_out_of_range():
     r = wires.rollout(RNG)
     refused(wires.vllm_narrow(r), r, "weight_version is 4294967296", weight_version=1 << 32)
+
+
+@pytest.mark.parametrize("writer", [wires.prime_rl, wires.skyrl])
+def test_routes_for_the_last_token_mean_a_shift(writer):
+    r = wires.rollout(RNG)
+    longer = wires.Rollout(r.facts, r.prompt, [*r.response, 1], np.concatenate([r.routes_RLK, r.routes_RLK[:1]]))
+    refused(writer(longer), r, "has routes for its last token.*The rows are shifted")

@@ -101,12 +101,11 @@ def _place(payload: Payload, place: _Place, start: int | None) -> tuple[NDArray[
     valid = np.zeros(place.num_tokens, np.bool_)
     if not len(rows_RAK):
         return ids, valid
-    if place.rules.last_row is LastRow.DROP:
-        rows_RAK = rows_RAK[:routed]
     if rows_RAK.shape[2] != spec.top_k:
         raise CaptureError(f"{place.what} has {rows_RAK.shape[2]} picks in a row; expected top_k = {spec.top_k}")
     columns = place.facts.routed_columns(rows_RAK.shape[1], what=place.what)
     dense = np.setdiff1d(np.arange(rows_RAK.shape[1]), columns)
+    rows_RAK = _without_last(rows_RAK, columns, routed, place)
     rows_RLK = rows_RAK[:, columns]
     present = _present(rows_RLK, place)
     stop = first + len(rows_RLK)
@@ -178,6 +177,19 @@ def _present(rows_RLK: NDArray[Any], place: _Place) -> NDArray[np.bool_]:
             "as well be expert 0; decode the engine's own output instead"
         )
     return present
+
+
+def _without_last(rows_RAK: NDArray[Any], columns: NDArray[np.int64], routed: int, place: _Place) -> NDArray[Any]:
+    """The rows, less the one of the last token where the form lets it be dropped."""
+    if len(rows_RAK) == routed or place.rules.last_row is LastRow.KEEP:
+        return rows_RAK
+    last = rows_RAK[routed, columns]
+    if place.rules.last_row is LastRow.FILLER and (last != last[0]).any():
+        raise CaptureError(
+            f"{place.what} has routes for its last token, {last[0].tolist()} in the first layer, which no sampling "
+            "engine computes; expected padding there. The rows are shifted: check the start and the tokens"
+        )
+    return rows_RAK[:routed]
 
 
 def _refuse_row_count(rows: int, routed: int, place: _Place, first: int) -> None:

@@ -27,10 +27,14 @@ class WireKind(StrEnum):
 
 
 class LastRow(StrEnum):
-    """What becomes of a row for the last token, which a sampling engine never computes: bare routes may have one."""
+    """What becomes of a row for the last token, which a sampling engine never computes: bare routes may have one.
+
+    FILLER drops it if it has the same picks in every layer, as padding has; any other content means a wrong start.
+    """
 
     REFUSE = "refuse"
     DROP = "drop"
+    FILLER = "filler"
     KEEP = "keep"
 
 
@@ -77,18 +81,18 @@ RULES = {
     ),
     WireKind.NEMO_RL: WireRules(
         "NeMo RL envelope nrlre1:dtype:SxLxK:base64, rows of -1 where nothing was routed",
-        last_row=LastRow.DROP,
+        last_row=LastRow.FILLER,
         absent=Absent.MINUS_ONE,
     ),
     WireKind.PRIME_RL: WireRules(
         "prime-rl table of data, shape, start and dtype, zero rows where nothing was routed",
-        last_row=LastRow.DROP,
+        last_row=LastRow.FILLER,
         absent=Absent.ZERO,
     ),
-    WireKind.SKYRL: WireRules("SkyRL table of data, shape and dtype", last_row=LastRow.DROP, absent=Absent.MINUS_ONE),
+    WireKind.SKYRL: WireRules("SkyRL table of data, shape and dtype", last_row=LastRow.FILLER, absent=Absent.MINUS_ONE),
     WireKind.VERL: WireRules(
         "verl batch [b, padded length, layers, K] with input_ids and attention_mask, zero rows where none",
-        last_row=LastRow.DROP,
+        last_row=LastRow.FILLER,
         absent=Absent.ZERO,
     ),
     WireKind.NPY: WireRules("a .npy file, bare or in base64"),
