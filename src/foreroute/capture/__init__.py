@@ -3,7 +3,8 @@
 from foreroute.capture.containers import Recognised, recognise
 from foreroute.capture.decode import decode
 from foreroute.capture.facts import ModelFacts
+from foreroute.capture.generation import Generation
 from foreroute.capture.kinds import WireKind
 from foreroute.capture.trajectory import Trajectory
 
-__all__ = ["ModelFacts", "Recognised", "Trajectory", "WireKind", "decode", "recognise"]
+__all__ = ["Generation", "ModelFacts", "Recognised", "Trajectory", "WireKind", "decode", "recognise"]

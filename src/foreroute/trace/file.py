@@ -89,12 +89,20 @@ def write_atomically(target: Path, write: Callable[[str], None]) -> None:
     os.close(handle)
     try:
         write(temporary)
+        os.chmod(temporary, 0o666 & ~_umask())
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
         os.replace(temporary, target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _umask() -> int:
+    """The permissions that new files lack; mkstemp ignores them and lets nobody else read."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _read(source: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:

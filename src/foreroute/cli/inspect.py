@@ -1,0 +1,56 @@
+"""`foreroute inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from foreroute.trace import NO_VERSION, RoutingTrace, count_assignments, digest, load
+
+
+def print_trace(path: Path) -> None:
+    """Facts about a trace file, and the load of its experts by layer."""
+    trace = load(path)
+    console = Console()
+    console.print(_facts(path, trace))
+    console.print(_layers(trace))
+
+
+def _facts(path: Path, trace: RoutingTrace) -> Table:
+    spec = trace.spec
+    table = Table(title=str(path), show_header=False, title_justify="left")
+    lengths = trace.lengths
+    versions = ["not stated" if version == NO_VERSION else str(version) for version in trace.versions]
+    for name, value in {
+        "model": spec.model or "not stated",
+        "routing": f"top-{spec.top_k} of {spec.num_experts} experts in {spec.num_layers} layers",
+        "sequences": f"{len(trace)}, of {lengths.min(initial=0)} to {lengths.max(initial=0)} tokens",
+        "rows": f"{trace.num_rows}, of which {int(trace.valid_N.sum())} routed",
+        "weight versions": ", ".join(versions) or "none",
+        "ids": f"{trace.expert_ids_NLK.dtype}, {trace.expert_ids_NLK.nbytes:,} bytes",
+        "digest": digest(trace),
+        **dict(trace.provenance),
+    }.items():
+        table.add_row(name, value)
+    return table
+
+
+def _layers(trace: RoutingTrace) -> Table:
+    counts_LE = count_assignments(trace, np.zeros(len(trace), np.int64)).sum(axis=0)
+    table = Table(title="expert load by layer", title_justify="left")
+    for heading in ("layer", "busiest expert", "its load over the mean", "experts never picked", "entropy, bits"):
+        table.add_column(heading, justify="right")
+    for layer, counts in zip(trace.spec.layers, np.atleast_2d(counts_LE), strict=False):
+        total = max(int(counts.sum()), 1)
+        share = counts[counts > 0] / total
+        table.add_row(
+            str(layer),
+            str(int(counts.argmax())),
+            f"{counts.max() * trace.spec.num_experts / total:.2f}",
+            str(int((counts == 0).sum())),
+            f"{-(share * np.log2(share)).sum():.2f} of {np.log2(trace.spec.num_experts):.2f}",
+        )
+    return table

@@ -1,0 +1,105 @@
+"""`foreroute demo | train | inspect | report`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import foreroute
+from foreroute.errors import AttachError, ForerouteError, InputError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Record the routes at rollout. Replay them in training. Balance the experts before the step runs.",
+)
+
+
+def main() -> None:
+    """Run the command line; a user's error becomes one message and exit code 2."""
+    try:
+        app()
+    except (InputError, AttachError) as error:
+        _fail(error, 2)
+    except ForerouteError as error:
+        _fail(error, 1)
+
+
+def _fail(error: ForerouteError, code: int) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error[/]: {_escaped(str(error))}", highlight=False)
+    sys.exit(code)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"foreroute {foreroute.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to put the runs; a new folder below runs/demo by default.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="RL steps of each run.")] = None,
+    precision: Annotated[str, typer.Option(help="Of the rollout engine: bfloat16, fp8 or float32.")] = "bfloat16",
+) -> None:
+    """Train a tiny MoE model without and with replay, and compare what was measured."""
+    from foreroute.cli.demo import run_demo
+
+    run_demo(folder, steps=steps, precision=precision)
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="A TOML file.")],
+    folder: Annotated[Path | None, typer.Option(help="The run's folder; runs/NAME by default.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder.")] = False,
+) -> None:
+    """Train from a configuration; Ctrl-C saves a checkpoint first."""
+    from foreroute.cli.train import run_training
+
+    run_training(config, folder, resume=resume)
+
+
+@app.command()
+def inspect(trace: Annotated[Path, typer.Argument(help="A trace file.")]) -> None:
+    """Show what a routing trace holds."""
+    from foreroute.cli.inspect import print_trace
+
+    print_trace(trace)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of one or more runs.")],
+    output: Annotated[Path | None, typer.Option(help="The page; report.html in the first run by default.")] = None,
+) -> None:
+    """Write one HTML page about a run, or comparing several."""
+    from foreroute.report import write_report
+
+    typer.echo(write_report(runs, output or runs[0] / "report.html"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""`foreroute train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from foreroute.cli.progress import watching
+from foreroute.report import write_report
+from foreroute.train import load_config, train
+
+
+def run_training(config_path: Path, folder: Path | None, *, resume: bool) -> None:
+    """Train, write the report, and say where things are."""
+    console = Console()
+    config = load_config(config_path)
+    folder = folder or Path("runs") / config.name
+    with watching(config, console) as watcher:
+        run = train(config, folder, resume=resume, watcher=watcher)
+    console.print(f"checkpoint  {run.last_checkpoint()}", soft_wrap=True, highlight=False)
+    if (folder / "metrics.jsonl").exists():
+        console.print(f"report      {write_report([folder], folder / 'report.html')}", soft_wrap=True, highlight=False)

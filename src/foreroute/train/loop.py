@@ -1,0 +1,184 @@
+"""The trainer, from top to bottom: rollout, recompute, update.
+
+    engine (another copy, lower precision)            trainer (float32)
+    ┌──────────────────────────────┐  tokens, routes  ┌─────────────────────────┐   ┌────────────────────────┐
+    │ 1 roll_out: sample, record   │ ───────────────▶ │ 2 recompute: old        │ ─▶│ 3 update: new log-probs,│
+    │   routes and log-probs       │                  │   log-probs             │   │   gradients, step       │
+    └──────────────▲───────────────┘                  └─────────────────────────┘   └───────────┬────────────┘
+                   └──────────────────────── weights, version + 1 ──────────────────────────────┘
+
+`rl.routing` decides whose experts stages 2 and 3 use:  none, the trainer's own in each forward;  R2, those of stage 2
+again in stage 3;  R3, those of stage 1 in both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foreroute.adapters import hf
+from foreroute.errors import RunFolderError
+from foreroute.train.config import TrainConfig
+from foreroute.train.measure import step_record
+from foreroute.train.recompute import Recomputed, recompute
+from foreroute.train.rollout import Experience, roll_out
+from foreroute.train.run_folder import RunFolder, load_checkpoint
+from foreroute.train.task import VOCABULARY
+from foreroute.train.update import update
+from foreroute.train.warm_start import warm_start
+
+
+@dataclass
+class Watcher:
+    """What someone who watches a run is told. The default tells nobody.
+
+    Attributes:
+        on_warm_start: called with step and smoothed loss of each supervised step.
+        on_step: called with the record of each finished step.
+        should_stop: asked before each step; when true the state is saved and the run ends.
+    """
+
+    on_warm_start: Callable[[int, float], None] = lambda step, loss: None
+    on_step: Callable[[dict[str, Any]], None] = lambda record: None
+    should_stop: Callable[[], bool] = lambda: False
+
+
+@dataclass
+class Trainer:
+    """The state of a run."""
+
+    config: TrainConfig
+    policy: hf.RoutedModel
+    engine: hf.EmbeddedEngine
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def run_step(self) -> tuple[Experience, dict[str, Any]]:
+        """One rollout and the update on it. Returns the rollout and the step's record."""
+        self.seconds.clear()
+        with self._timed("rollout"):
+            self.engine.load_weights(self.policy.model.state_dict(), version=self.step)
+            experience = roll_out(self.engine, self.config, self.step)
+        trained_with = "replayed" if self.config.rl.routing == "R3" else "native"
+        with self._timed("recompute"):
+            passes = {trained_with: self._recompute(experience, trained_with)}
+        if self.step % self.config.measure.compare_every == 0:
+            other = "native" if trained_with == "replayed" else "replayed"
+            with self._timed("measure"):
+                passes[other] = self._recompute(experience, other)
+        with self._timed("update"):
+            self._set_learning_rate()
+            updated = update(
+                self.policy,
+                self.optimizer,
+                experience,
+                passes[trained_with].logprobs_R,
+                {"none": None, "R2": passes[trained_with].executed, "R3": experience.generation.trace}[
+                    self.config.rl.routing
+                ],
+                self.config.rl,
+                seed=(self.config.seed, self.step),
+                temperature=self.config.rollout.temperature,
+            )
+        record = step_record(self.step, experience, passes, trained_with, updated, self.seconds)
+        self.step += 1
+        return experience, record
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a resumed run needs; randomness follows from the seed and the step."""
+        return {"model": self.policy.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint of the same run."""
+        self.policy.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+
+    def _recompute(self, experience: Experience, routes: str) -> Recomputed:
+        return recompute(
+            self.policy,
+            experience.generation,
+            micro_step_tokens=self.config.rl.micro_step_tokens,
+            temperature=self.config.rollout.temperature,
+            replay=routes == "replayed",
+            weight_version=self.step,
+        )
+
+    def _set_learning_rate(self) -> None:
+        settings = self.config.rl
+        share = min(1.0, (self.step + 1) / (settings.warmup_steps + 1))
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.learning_rate * share
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[stage] = time.perf_counter() - start
+
+
+def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: Watcher | None = None) -> RunFolder:
+    """Run or resume a configuration in a folder.
+
+    A resumed run ends with the same bits as one that was never interrupted (on the CPU, with as many threads).
+
+    Raises:
+        RunFolderError: when the folder is in use, or cannot be resumed.
+    """
+    watcher = watcher or Watcher()
+    torch.set_num_threads(config.threads)
+    run = RunFolder.reopen(folder, config) if resume else RunFolder.create(folder, config)
+    trainer = make_trainer(config)
+    last = run.last_checkpoint()
+    if last is not None:
+        trainer.restore(load_checkpoint(last))
+        run.forget_metrics_from(trainer.step)
+    else:
+        _warm_start(trainer, watcher)
+        run.save_checkpoint(0, trainer.state())
+    saved_at = trainer.step
+    while trainer.step < config.rl.steps and not watcher.should_stop():
+        step = trainer.step
+        experience, record = trainer.run_step()
+        if step % config.measure.save_trace_every == 0:
+            run.save_trace(step, experience.generation.trace)
+        run.append_metrics(record)
+        watcher.on_step(record)
+        if trainer.step % config.checkpoint.every == 0:
+            run.save_checkpoint(trainer.step, trainer.state())
+            saved_at = trainer.step
+    if trainer.step != saved_at:
+        run.save_checkpoint(trainer.step, trainer.state())
+    return run
+
+
+def make_trainer(config: TrainConfig) -> Trainer:
+    """Policy, engine and optimizer, with initial weights."""
+    model = hf.build_model(
+        config.model.family,
+        seed=config.seed,
+        experts_implementation=config.model.experts_implementation,
+        **{**config.model.sizes, "vocab_size": len(VOCABULARY)},
+    )
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    return Trainer(config, hf.attach(model), hf.EmbeddedEngine(model, config.rollout.precision), optimizer)
+
+
+def _warm_start(trainer: Trainer, watcher: Watcher) -> None:
+    source = trainer.config.warm_start.checkpoint
+    if source is None:
+        warm_start(trainer.policy.model, trainer.config, watcher.on_warm_start)
+        return
+    weights = load_checkpoint(Path(source))["model"]
+    try:
+        trainer.policy.model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise RunFolderError(f"warm_start.checkpoint {source} does not fit the model: {error}") from error
