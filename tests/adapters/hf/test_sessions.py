@@ -254,10 +254,10 @@ def test_a_stale_trace_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda b: {k: v[:, :-1] for k, v in b.items()}, "sequence 0 has 8 tokens in the batch and 9 rows"),
-        (lambda b: {k: v[:2] for k, v in b.items()}, "the trace has 3 sequences"),
-        (lambda b: {k: v[[1, 0, 2]] for k, v in b.items()}, "sequence 0 has 6 tokens"),
-        (lambda b: {"input_ids": b["input_ids"]}, "sequence 1 has 9 tokens"),
+        (lambda b: {k: v[:, :-1] for k, v in b.items()}, "sequence 0 ends after 8 of 9 tokens"),
+        (lambda b: {k: v[:2] for k, v in b.items()}, "the batch has 2 sequences and the trace has 3"),
+        (lambda b: {k: v[[1, 0, 2]] for k, v in b.items()}, r"holds the sequences \[1, 0, 2\] of the trace"),
+        (lambda b: {"input_ids": b["input_ids"]}, "sequence 1"),
         (lambda b: {**b, "input_ids": b["input_ids"].roll(1, dims=1)}, "sequence 0, position 0"),
         (lambda b: {"inputs_embeds": torch.zeros(3, 9, 32)}, "no input_ids"),
         (lambda b: {**b, "attention_mask": torch.zeros(3, 1, 9, 9)}, "attention_mask is"),
