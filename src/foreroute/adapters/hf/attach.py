@@ -37,7 +37,7 @@ def attach(model: nn.Module) -> RoutedModel:
     with _quiet(model):
         seen = _probe(trunk, sites)
         spec = _spec_of(model, sites, seen)
-        interceptor = Interceptor(trunk, sites, [len(selections) - 1 for selections in seen])
+        interceptor = Interceptor(trunk, sites, [len(selections) - 1 for selections in seen], spec)
         routed = RoutedModel(model, spec, sites, interceptor)
         own = _check_own_routes(routed, trunk)
         _check_other_routes(routed, trunk, sites, own)
