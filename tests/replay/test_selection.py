@@ -15,7 +15,7 @@ def rows(ids, routed=None, *, ask_all=False):
     """One layer."""
     ids_LRK = torch.tensor([ids], dtype=torch.uint8)
     routed_R = torch.ones(len(ids), dtype=torch.bool) if routed is None else torch.tensor(routed)
-    unrouted_Q = None if routed_R.all() else torch.flatnonzero(~routed_R)
+    unrouted_Q = None if routed_R.all() else (~routed_R).nonzero()[:, 0]
     return ReplayRows(ids_LRK, routed_R, unrouted_Q, routed_R, ask_all)
 
 
