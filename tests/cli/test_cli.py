@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import tomli_w
 
 import foreroute as fr
 from foreroute.train import load_checkpoint
 from small_runs import records, small_values
-from traces import random_trace
+from traces import random_trace, spec_of
 
 
 def foreroute(*arguments, **options):
@@ -132,3 +133,30 @@ def test_a_users_error_is_one_message_and_exit_code_2(tmp_path, case):
     assert message in result.stderr.replace("\n", " ")
     assert "Traceback" not in result.stderr
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_validate_says_of_each_file_whether_it_is_sound(tmp_path):
+    good = fr.save(random_trace(0), tmp_path / "good")
+    bad = tmp_path / "bad"
+    bad.write_bytes(good.read_bytes()[:-1])
+    result = foreroute("validate", good, bad)
+    assert result.returncode == 2
+    assert f"sound    {good}" in result.stdout
+    assert f"refused  {bad}" in result.stdout
+    assert foreroute("validate", good).returncode == 0
+
+
+def test_diff_names_a_defect(tmp_path):
+    rng = np.random.default_rng(0)
+    spec = spec_of(num_experts=64, top_k=4, num_layers=3)
+    tokens = [rng.integers(0, 50, 40) for _ in range(4)]
+    routes = [np.argsort(rng.random((40, 3, 64)), axis=-1)[..., :4] for _ in tokens]
+    trace = fr.save(fr.RoutingTrace.from_sequences(spec, tokens, routes), tmp_path / "a")
+    late = [np.concatenate([r[:1], r[:-1]]) for r in routes]
+    shifted = fr.save(fr.RoutingTrace.from_sequences(spec, tokens, late), tmp_path / "b")
+    assert foreroute("diff", trace, trace).returncode == 0
+    result = foreroute("diff", trace, shifted)
+    assert result.returncode == 1
+    assert "shift" in result.stdout
+    other = fr.save(random_trace(1), tmp_path / "c")
+    assert foreroute("diff", trace, other).returncode == 2
