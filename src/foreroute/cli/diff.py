@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,7 @@ def _by_position(found: Explanation) -> Table:
     table.add_column("share", justify="right")
     longest = len(found.overlap_by_position_T)
     edges = np.unique(np.linspace(0, longest, min(POSITION_BINS, longest) + 1, dtype=int))
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in pairwise(edges.tolist()):
         shares = found.overlap_by_position_T[start:stop]
         known = shares[~np.isnan(shares)]
         table.add_row(f"{start} to {stop - 1}", f"{known.mean():.2%}" if len(known) else "no row in both")
