@@ -1,6 +1,7 @@
 """The command line as a user meets it: what it prints, and exit code 2 with one message for a user's error."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -58,6 +59,7 @@ def test_train_report_and_inspect(tmp_path):
     assert again.stdout.strip() == str(tmp_path / "page.html")
     shown = foreroute("inspect", tmp_path / "run" / "traces" / "step-000000.safetensors")
     assert "top-2 of 16 experts in 2 layers" in shown.stdout
+    assert re.search(r"24, of \d+ to \d+ tokens", shown.stdout)
     assert "decoder 1" in shown.stdout
     more = foreroute("train", config_file(tmp_path, rl={"steps": 6}), "--folder", tmp_path / "run", "--resume")
     assert more.returncode == 0, more.stderr

@@ -58,6 +58,17 @@ def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path):
     assert same_state(load_checkpoint(resumed.last_checkpoint()), load_checkpoint(whole.last_checkpoint()))
 
 
+def test_a_run_stopped_in_its_warm_start_begins_it_again(tmp_path):
+    config = small_config()
+    seen = []
+    watcher = Watcher(on_warm_start=lambda step, loss: seen.append(step), should_stop=lambda: len(seen) == 3)
+    stopped = train(config, tmp_path / "run", watcher=watcher)
+    assert seen == [0, 1, 2]
+    assert stopped.last_checkpoint() is None
+    resumed = train(config, tmp_path / "run", resume=True)
+    assert records(resumed.path) == records(train(config, tmp_path / "whole").path)
+
+
 def test_the_seed_decides(tmp_path):
     one = train(small_config(rl={"steps": 1}), tmp_path / "one")
     same = train(small_config(rl={"steps": 1}), tmp_path / "same")

@@ -46,7 +46,7 @@ def _facts(path: Path, trace: RoutingTrace) -> Table:
     for name, value in {
         "model": spec.model or "not stated",
         "routing": f"top-{spec.top_k} of {spec.num_experts} experts in {spec.num_layers} layers",
-        "sequences": f"{len(trace)}, of {lengths.min(initial=0)} to {lengths.max(initial=0)} tokens",
+        "sequences": f"{len(trace)}" + (f", of {lengths.min()} to {lengths.max()} tokens" if len(trace) else ""),
         "rows": f"{trace.num_rows}, of which {int(trace.valid_N.sum())} routed",
         "weight versions": ", ".join(versions) or "none",
         "ids": f"{trace.expert_ids_NLK.dtype}, {trace.expert_ids_NLK.nbytes:,} bytes",

@@ -41,7 +41,8 @@ class Watcher:
     Attributes:
         on_warm_start: called with step and smoothed loss of each supervised step.
         on_step: called with the record of each finished step.
-        should_stop: asked before each step; when true the state is saved and the run ends.
+        should_stop: asked before each step; when true the state is saved and the run ends. A run that is stopped in
+            its warm start has nothing to save; resuming begins it again.
     """
 
     on_warm_start: Callable[[int, float], None] = lambda step, loss: None
@@ -140,9 +141,10 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
     if last is not None:
         trainer.restore(load_checkpoint(last))
         run.forget_metrics_from(trainer.step)
-    else:
-        _warm_start(trainer, watcher)
+    elif _warm_start(trainer, watcher):
         run.save_checkpoint(0, trainer.state())
+    else:
+        return run
     saved_at = trainer.step
     while trainer.step < config.rl.steps and not watcher.should_stop():
         step = trainer.step
@@ -172,13 +174,13 @@ def make_trainer(config: TrainConfig) -> Trainer:
     return Trainer(config, hf.attach(model), hf.EmbeddedEngine(model, config.rollout.precision), optimizer)
 
 
-def _warm_start(trainer: Trainer, watcher: Watcher) -> None:
+def _warm_start(trainer: Trainer, watcher: Watcher) -> bool:
     source = trainer.config.warm_start.checkpoint
     if source is None:
-        warm_start(trainer.policy.model, trainer.config, watcher.on_warm_start)
-        return
+        return warm_start(trainer.policy.model, trainer.config, watcher.on_warm_start, watcher.should_stop)
     weights = load_checkpoint(Path(source))["model"]
     try:
         trainer.policy.model.load_state_dict(weights)
     except RuntimeError as error:
         raise RunFolderError(f"warm_start.checkpoint {source} does not fit the model: {error}") from error
+    return True
