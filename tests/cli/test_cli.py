@@ -1,5 +1,6 @@
 """The command line as a user meets it: what it prints, and exit code 2 with one message for a user's error."""
 
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import pytest
 import tomli_w
 
 import foreroute as fr
+from benchmarks import wires
 from foreroute.train import load_checkpoint
 from small_runs import records, small_values
 from traces import random_trace, spec_of
@@ -59,6 +61,7 @@ def test_train_report_and_inspect(tmp_path):
     assert again.stdout.strip() == str(tmp_path / "page.html")
     shown = foreroute("inspect", tmp_path / "run" / "traces" / "step-000000.safetensors")
     assert "top-2 of 16 experts in 2 layers" in shown.stdout
+    assert "planes" in shown.stdout
     assert re.search(r"24, of \d+ to \d+ tokens", shown.stdout)
     assert "decoder 1" in shown.stdout
     more = foreroute("train", config_file(tmp_path, rl={"steps": 6}), "--folder", tmp_path / "run", "--resume")
@@ -162,3 +165,36 @@ def test_diff_names_a_defect(tmp_path):
     assert "shift" in result.stdout
     other = fr.save(random_trace(1), tmp_path / "c")
     assert foreroute("diff", trace, other).returncode == 2
+
+
+@pytest.mark.parametrize("form", ["raw", "planes", "npy", "raw-int32", "nemo-rl", "prime-rl", "skyrl"])
+def test_convert_there_and_back(tmp_path, form):
+    trace = random_trace(5, num_experts=64, top_k=3)
+    trace = trace.select(np.flatnonzero(trace.lengths > 1)).with_weight_version(3)
+    source = fr.save(trace, tmp_path / "trace")
+    there = foreroute("convert", source, tmp_path / "there", "--to", form)
+    assert there.returncode == 0, there.stderr
+    back = foreroute("convert", tmp_path / "there", tmp_path / "back", "--model", source, "--weight-version", 3)
+    assert back.returncode == 0, back.stderr
+    read = fr.load(tmp_path / "back")
+    if form == "planes":
+        assert np.array_equal(np.sort(trace.expert_ids_NLK, -1), read.expert_ids_NLK)
+    else:
+        assert read.equals(trace)
+
+
+def test_convert_reads_what_an_engine_answered(tmp_path):
+    r = wires.rollout(np.random.default_rng(0), experts=16, dense=1, layers=4)
+    (tmp_path / "answer.json").write_text(wires.vllm_http(r))
+    config = {"model_type": "deepseek_v3", "n_routed_experts": 16, "num_experts_per_tok": 3, "num_hidden_layers": 5}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "first_k_dense_replace": 1}))
+    result = foreroute("convert", tmp_path / "answer.json", tmp_path / "trace", "--model", tmp_path / "config.json")
+    assert result.returncode == 0, result.stderr
+    assert "vLLM" in result.stdout
+    trace = fr.load(tmp_path / "trace")
+    assert np.array_equal(trace.expert_ids_NLK[:-1], r.routes_RLK)
+    assert trace.token_ids_N.tolist() == r.tokens
+    nameless = foreroute("convert", tmp_path / "answer.json", tmp_path / "other")
+    assert nameless.returncode == 2
+    assert "pass --model" in nameless.stderr
+    assert not (tmp_path / "other").exists()

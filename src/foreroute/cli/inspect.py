@@ -11,7 +11,7 @@ from rich.table import Table
 
 from foreroute.capture import refuse_constant_layers
 from foreroute.errors import InputError
-from foreroute.trace import NO_VERSION, RoutingTrace, count_assignments, digest, load
+from foreroute.trace import CODECS, NO_VERSION, RoutingTrace, count_assignments, digest, encoded_size, load
 
 
 def print_trace(path: Path) -> None:
@@ -49,7 +49,9 @@ def _facts(path: Path, trace: RoutingTrace) -> Table:
         "sequences": f"{len(trace)}" + (f", of {lengths.min()} to {lengths.max()} tokens" if len(trace) else ""),
         "rows": f"{trace.num_rows}, of which {int(trace.valid_N.sum())} routed",
         "weight versions": ", ".join(versions) or "none",
-        "ids": f"{trace.expert_ids_NLK.dtype}, {trace.expert_ids_NLK.nbytes:,} bytes",
+        "pick order": "kept" if trace.pick_order_kept else "dropped",
+        "routes in memory": f"{trace.expert_ids_NLK.nbytes:,} bytes, {trace.expert_ids_NLK.dtype}",
+        "as a file": ", ".join(f"{codec} {encoded_size(trace, codec):,}" for codec in CODECS) + " bytes",
         "digest": digest(trace),
         **dict(trace.provenance),
     }.items():

@@ -100,6 +100,28 @@ def validate(traces: Annotated[list[Path], typer.Argument(help="Trace files.")])
 
 
 @app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A trace file, or what an engine or framework wrote.")],
+    target: Annotated[Path, typer.Argument(help="The file to write; it must not exist.")],
+    to: Annotated[str, typer.Option(help="packed, raw or planes; or npy, raw-int32, nemo-rl, prime-rl, skyrl.")] = (
+        "packed"
+    ),
+    model: Annotated[
+        Path | None, typer.Option(help="A trace of the same model, or its config.json; needed for engine output.")
+    ] = None,
+    tokens: Annotated[Path | None, typer.Option(help="JSON list of token lists, where the source has none.")] = None,
+    start: Annotated[int | None, typer.Option(help="Position of the first row, if not 0.")] = None,
+    weight_version: Annotated[int, typer.Option(help="Of the weights that computed the routes; -1 unknown.")] = -1,
+    engine: Annotated[str, typer.Option(help="vllm, sglang, ... where the source does not tell.")] = "",
+    engine_version: Annotated[str, typer.Option(help="Such as 0.5.12.")] = "",
+) -> None:
+    """Turn engine output into a trace, a trace into another codec, or a trace into another framework's form."""
+    from foreroute.cli.convert import Origin, convert_file
+
+    convert_file(source, target, to, Origin(model, tokens, start, weight_version, engine, engine_version))
+
+
+@app.command()
 def diff(
     reference: Annotated[Path, typer.Argument(help="A trace file, say of the trainer's own routes.")],
     other: Annotated[Path, typer.Argument(help="A trace file of the same tokens, say of the engine's routes.")],

@@ -6,7 +6,7 @@ from foreroute.trace.codec import CODECS, CodecName
 from foreroute.trace.container import NO_VERSION, RoutingTrace, concatenate
 from foreroute.trace.counts import count_assignments
 from foreroute.trace.digest import digest
-from foreroute.trace.file import load, save
+from foreroute.trace.file import encoded_size, load, save
 from foreroute.trace.overlap import RouteOverlap, overlap
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
 
@@ -22,6 +22,7 @@ __all__ = [
     "concatenate",
     "count_assignments",
     "digest",
+    "encoded_size",
     "extended",
     "load",
     "overlap",

@@ -54,4 +54,5 @@ def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool
         valid_N=valid,
         weight_versions_N=versions,
         provenance=common_provenance([earlier.provenance, later.provenance]),
+        pick_order_kept=earlier.pick_order_kept and later.pick_order_kept,
     )

@@ -85,6 +85,12 @@ def load(
             return read_rows(file, index, chosen_S, positions)
 
 
+def encoded_size(trace: RoutingTrace, codec: CodecName) -> int:
+    """Bytes that a file of `trace` would hold in a codec, its header left out."""
+    _, tensors = encode_trace(trace, codec)
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
 @contextmanager
 def _opened(source: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
