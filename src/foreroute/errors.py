@@ -7,6 +7,7 @@
     │   │   ├── TraceContentError         ids out of range, duplicate picks, wrong lengths
     │   │   ├── TraceFileError            a file that is no trace, is damaged, or would be overwritten
     │   │   ├── SpecMismatchError         a trace of another model
+    │   │   ├── CaptureError              engine output that holds no routes, or routes that cannot be trusted
     │   │   ├── BatchMismatchError        a trace that does not fit the batch it should be replayed on
     │   │   └── StaleTraceError           a trace recorded under other weights than expected
     │   └── RunFolderError                a run folder or checkpoint
@@ -43,6 +44,10 @@ class TraceFileError(TraceError):
 
 class SpecMismatchError(TraceError):
     """Raised when a trace was recorded from a model with other experts or layers."""
+
+
+class CaptureError(TraceError):
+    """Raised when engine output is of no known form, is damaged, or holds routes that cannot be trusted."""
 
 
 class BatchMismatchError(TraceError):

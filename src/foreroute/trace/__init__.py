@@ -1,5 +1,6 @@
 """What was routed: the container of routes, its checks, its file, its fingerprint, and counts. No torch."""
 
+from foreroute.trace.assembly import extended
 from foreroute.trace.container import NO_VERSION, RoutingTrace, concatenate
 from foreroute.trace.counts import count_assignments
 from foreroute.trace.digest import digest
@@ -17,6 +18,7 @@ __all__ = [
     "concatenate",
     "count_assignments",
     "digest",
+    "extended",
     "load",
     "overlap",
     "save",

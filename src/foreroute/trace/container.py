@@ -97,6 +97,51 @@ class RoutingTrace:
         return trace
 
     @classmethod
+    def from_rows(
+        cls,
+        spec: RoutingSpec,
+        token_ids: Sequence[ArrayLike],
+        expert_ids: Sequence[ArrayLike],
+        *,
+        valid: Sequence[ArrayLike],
+        weight_versions: Sequence[ArrayLike],
+        provenance: Mapping[str, str] | None = None,
+    ) -> RoutingTrace:
+        """Pack sequences whose routed rows may lie anywhere and may come from several weight versions.
+
+        Args:
+            spec: the model the routes come from.
+            token_ids: S integer arrays [T].
+            expert_ids: S integer arrays [T, L, K], one row for each token; not looked at where `valid` is False.
+            valid: S bool arrays [T], True where a row was routed.
+            weight_versions: S integer arrays [T]; not looked at where `valid` is False.
+            provenance: what made the trace.
+
+        Raises:
+            TraceContentError: for ids out of range, an expert picked twice in a row, or shapes that disagree.
+        """
+        counts = {len(token_ids), len(expert_ids), len(valid), len(weight_versions)}
+        if len(counts) != 1:
+            raise TraceContentError(f"got tokens, routes, validity and versions of {sorted(counts)} sequences")
+        tokens = [np.asarray(t, dtype=np.int32).reshape(-1) for t in token_ids]
+        masks = [np.asarray(v, dtype=np.bool_) for v in valid]
+        versions = [np.asarray(v, dtype=np.int32) for v in weight_versions]
+        routes = []
+        for s, (t, m, v) in enumerate(zip(tokens, masks, versions, strict=True)):
+            r = np.asarray(expert_ids[s])
+            if r.ndim != 3 or not len(t) == len(r) == m.size == v.size or m.ndim != 1 or v.ndim != 1:
+                raise TraceContentError(
+                    f"sequence {s} has {len(t)} tokens, routes of shape {r.shape}, validity of shape {m.shape} "
+                    f"and versions of shape {v.shape}; expected one row of each for every token"
+                )
+            routes.append(narrow_ids(np.where(m[:, None, None], r, r.dtype.type(0)), spec, name=f"expert_ids[{s}]"))
+        valid_N = np.concatenate([*masks, np.zeros(0, np.bool_)])
+        stamped = np.where(valid_N, np.concatenate([*versions, np.zeros(0, np.int32)]), np.int32(NO_VERSION))
+        trace = replace(_pack(spec, tokens, routes, provenance or {}), valid_N=valid_N, weight_versions_N=stamped)
+        check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
+        return trace
+
+    @classmethod
     def unrouted(cls, spec: RoutingSpec, token_ids: Sequence[ArrayLike]) -> RoutingTrace:
         """Rows for tokens that no router has seen, to be joined with `continued_by`."""
         empty = np.zeros((0, spec.num_layers, spec.top_k), spec.id_dtype)
@@ -150,7 +195,7 @@ class RoutingTrace:
         if chosen.size and (chosen.min() < 0 or chosen.max() >= len(self)):
             raise TraceContentError(f"sequence {int(chosen.max())} was selected from a trace of {len(self)} sequences")
         lengths = self.lengths[chosen]
-        return self._take(_segment_rows(self.offsets[:-1][chosen], lengths), lengths)
+        return self._take(segment_rows(self.offsets[:-1][chosen], lengths), lengths)
 
     def truncated(self, lengths: ArrayLike) -> RoutingTrace:
         """The first `lengths[s]` rows of each sequence."""
@@ -159,7 +204,7 @@ class RoutingTrace:
             raise TraceContentError(
                 f"cannot truncate {len(self)} sequences of lengths {self.lengths.tolist()[:8]} to {kept.tolist()[:8]}"
             )
-        return self._take(_segment_rows(self.offsets[:-1], kept), kept)
+        return self._take(segment_rows(self.offsets[:-1], kept), kept)
 
     def continued_by(self, suffix: RoutingTrace) -> RoutingTrace:
         """Each sequence followed by the sequence of the same number in `suffix` (a later turn, a resumed rollout)."""
@@ -222,7 +267,7 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
         token_ids_N=np.concatenate([p.token_ids_N for p in parts]),
         weight_versions_N=np.concatenate([p.weight_versions_N for p in parts]),
         offsets=as_offsets(np.concatenate([p.lengths for p in parts])),
-        provenance=_common_provenance([p.provenance for p in parts]),
+        provenance=common_provenance([p.provenance for p in parts]),
     )
 
 
@@ -232,7 +277,7 @@ def _pack(
     lengths = np.array([len(t) for t in tokens], dtype=np.int64)
     offsets = as_offsets(lengths)
     valid = np.zeros(offsets[-1], dtype=np.bool_)
-    routed = _segment_rows(offsets[:-1], np.array([len(r) for r in routes], dtype=np.int64))
+    routed = segment_rows(offsets[:-1], np.array([len(r) for r in routes], dtype=np.int64))
     valid[routed] = True
     ids = np.zeros((len(valid), spec.num_layers, spec.top_k), spec.id_dtype)
     if routes:
@@ -248,13 +293,13 @@ def _pack(
     )
 
 
-def _segment_rows(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def segment_rows(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """The row numbers of the segments `starts[i] : starts[i] + lengths[i]`, joined."""
     before = as_offsets(lengths)
     return np.arange(before[-1]) + np.repeat(starts - before[:-1], lengths)
 
 
-def _common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:
+def common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:
     """Facts on which the parts agree, and every distinct value where they do not."""
     keys = dict.fromkeys(key for facts in all_facts for key in facts)
     return {key: " | ".join(dict.fromkeys(f[key] for f in all_facts if key in f)) for key in keys}
