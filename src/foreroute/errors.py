@@ -12,6 +12,7 @@
     │   │   └── StaleTraceError           a trace recorded under other weights than expected
     │   └── RunFolderError                a run folder or checkpoint
     ├── AttachError (also TypeError)      a model whose routing cannot be recorded and replayed
+    ├── EngineError (also RuntimeError)   a rollout engine that cannot be started, does not answer, or fails
     └── ReplayError (also RuntimeError)   replay was asked for and did not take effect
 
 A message says what was seen, what was expected, and what to do.
@@ -64,6 +65,10 @@ class RunFolderError(InputError):
 
 class AttachError(ForerouteError, TypeError):
     """Raised when a model's routing cannot be recorded and replayed exactly."""
+
+
+class EngineError(ForerouteError, RuntimeError):
+    """Raised when a rollout engine cannot be started, does not answer in time, dies, or answers with nonsense."""
 
 
 class ReplayError(ForerouteError, RuntimeError):
