@@ -39,11 +39,13 @@ class Sampled:
         """The routes of this sequence, checked.
 
         Raises:
-            EngineError: when log-probs and tokens are not as many.
+            EngineError: when there is not one finite log-prob for each token.
             CaptureError: when the routes are missing, misplaced, or cannot be true.
         """
         if len(self.logprobs) != len(self.response):
             raise EngineError(f"the engine returned {len(self.logprobs)} log-probs for {len(self.response)} tokens")
+        if not np.isfinite(self.logprobs).all():
+            raise EngineError("the engine returned a log-prob that is no finite number; its weights may be damaged")
         tokens = np.concatenate([self.prompt, self.response])
         if self.routes is None and not self.finished:
             return RoutingTrace.unrouted(facts.spec, [tokens])

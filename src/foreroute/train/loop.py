@@ -25,9 +25,10 @@ import torch
 from foreroute.adapters import hf
 from foreroute.errors import RunFolderError
 from foreroute.train.config import TrainConfig
+from foreroute.train.engines import open_engine
 from foreroute.train.measure import step_record
 from foreroute.train.recompute import Recomputed, recompute
-from foreroute.train.rollout import Experience, roll_out
+from foreroute.train.rollout import Engine, Experience, roll_out
 from foreroute.train.run_folder import RunFolder, load_checkpoint
 from foreroute.train.task import VOCABULARY
 from foreroute.train.update import update
@@ -55,7 +56,7 @@ class Trainer:
 
     config: TrainConfig
     policy: hf.RoutedModel
-    engine: hf.EmbeddedEngine
+    engine: Engine
     optimizer: torch.optim.Optimizer
     step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -131,11 +132,19 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
 
     Raises:
         RunFolderError: when the folder is in use, or cannot be resumed.
+        EngineError: when the rollout engine cannot be started, or fails.
     """
     watcher = watcher or Watcher()
     torch.set_num_threads(config.threads)
     run = RunFolder.reopen(folder, config) if resume else RunFolder.create(folder, config)
-    trainer = make_trainer(config)
+    policy = make_policy(config)
+    with open_engine(config.rollout, policy) as engine:
+        _run(make_trainer(config, policy, engine), run, watcher)
+    return run
+
+
+def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
+    config = trainer.config
     last = run.last_checkpoint()
     if last is not None:
         trainer.restore(load_checkpoint(last))
@@ -156,20 +165,26 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
             saved_at = trainer.step
     if trainer.step != saved_at:
         run.save_checkpoint(trainer.step, trainer.state())
-    return run
 
 
-def make_trainer(config: TrainConfig) -> Trainer:
-    """Policy, engine and optimizer, with initial weights."""
-    model = hf.build_model(
+def make_policy(config: TrainConfig) -> hf.RoutedModel:
+    """The model, with initial weights, ready to record and replay."""
+    model: Any = hf.build_model(
         config.model.family,
         seed=config.seed,
         experts_implementation=config.model.experts_implementation,
         **{**config.model.sizes, "vocab_size": len(VOCABULARY)},
     )
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
-    return Trainer(config, hf.attach(model), hf.EmbeddedEngine(model, config.rollout.precision), optimizer)
+    return hf.attach(model)
+
+
+def make_trainer(config: TrainConfig, policy: hf.RoutedModel, engine: Engine) -> Trainer:
+    """Policy, engine and a new optimizer."""
+    optimizer = torch.optim.AdamW(
+        policy.model.parameters(), lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
+    )
+    return Trainer(config, policy, engine, optimizer)
 
 
 def _warm_start(trainer: Trainer, watcher: Watcher) -> None:

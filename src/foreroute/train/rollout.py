@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,9 @@ class Engine(Protocol):
     """What samples: the embedded engine, or one that runs elsewhere."""
 
     weight_version: int
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Take over the trainer's weights; what follows is stamped with `version`."""
 
     def generate(
         self,

@@ -13,14 +13,16 @@ from numpy.typing import ArrayLike, NDArray
 
 import foreroute
 from foreroute.adapters.hf import RoutedModel
-from foreroute.adapters.vllm.checkpoint import CheckpointWriter
-from foreroute.adapters.vllm.process import WorkerProcess
 from foreroute.adapters.sampled import Sampled, draw_seeds, facts_of, require_version
+from foreroute.adapters.vllm.checkpoint import CheckpointWriter
+from foreroute.adapters.vllm.frames import Frame
 from foreroute.adapters.vllm.partial import PartialGeneration
+from foreroute.adapters.vllm.process import WorkerProcess
 from foreroute.adapters.vllm.settings import ProcessSettings
 from foreroute.capture import Generation
 from foreroute.errors import ConfigError
 from foreroute.trace import NO_VERSION, RoutingTrace, concatenate, extended
+
 
 class ProcessEngine:
     """The trainer's rollout engine, in a worker process that is ended with this object, or with the trainer.
@@ -46,6 +48,8 @@ class ProcessEngine:
         self.weight_version = NO_VERSION
         self._settings = settings
         self._facts = facts_of(routed)
+        text_config = routed.model.config.get_text_config()  # type: ignore[operator, union-attr]
+        self._max_model_len = settings.max_model_len or int(text_config.max_position_embeddings)
         self._writer = CheckpointWriter(routed.model)
         self._folder = tempfile.TemporaryDirectory(prefix="foreroute-vllm-")
         folder = Path(self._folder.name)
@@ -58,7 +62,7 @@ class ProcessEngine:
             folder,
         )
         checkpoint = str(self._writer.write(folder / "initial"))
-        self._worker.send({"op": "load", "model": checkpoint, "options": settings.llm_options()})
+        self._worker.send({"op": "load", "model": checkpoint, "options": settings.llm_options(self._max_model_len)})
         self._engine_version = ""
 
     def __enter__(self) -> Self:
@@ -166,7 +170,7 @@ class ProcessEngine:
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
         limits = np.broadcast_to(np.asarray(max_tokens, np.int64), lengths.shape)
         self._refuse_long(int((lengths + limits).max()))
-        arrays = {
+        arrays: dict[str, NDArray[Any]] = {
             "tokens": np.concatenate(prompts).astype(np.int32),
             "lengths": lengths,
             "max_tokens": limits,
@@ -175,15 +179,16 @@ class ProcessEngine:
         }
         reply = self._ask({"op": "generate", **common}, "generate", arrays)
         require_version(reply.header["weight_version"], self.weight_version)
-        group = common["n"]
-        sequences = [
-            Sampled(prompts[s // group], *parts, int(arrays["starts"][s // group]), bool(done))
-            for s, (*parts, done) in enumerate(zip(*_unpacked(reply.arrays), reply.arrays["finished"], strict=True))
-        ]
-        stamp: Any = {"weight_version": self.weight_version, "engine": "vllm", "engine_version": self._engine_version}
+        of_prompt = np.repeat(np.arange(len(prompts)), common["n"])
+        sequences = _sequences(reply.arrays, [prompts[int(i)] for i in of_prompt], arrays["starts"][of_prompt])
+        stamp: Any = {
+            "weight_version": self.weight_version,
+            "engine": "vllm",
+            "engine_version": self._engine_version,
+        }
         return PartialGeneration.of(sequences, [s.trace(self._facts, **stamp) for s in sequences])
 
-    def _ask(self, request: Mapping[str, Any], what: str, arrays: Mapping[str, NDArray[Any]] | None = None) -> Any:
+    def _ask(self, request: Mapping[str, Any], what: str, arrays: Mapping[str, NDArray[Any]] | None = None) -> Frame:
         timeout = self._settings.timeout_s
         if not self._engine_version:
             ready = self._worker.receive("load the model", timeout_s=timeout)
@@ -192,9 +197,9 @@ class ProcessEngine:
         return self._worker.receive(what, timeout_s=timeout)
 
     def _refuse_long(self, longest: int) -> None:
-        if longest > self._settings.max_model_len:
+        if longest > self._max_model_len:
             raise ConfigError(
-                f"prompt and response may take {longest} tokens, max_model_len is {self._settings.max_model_len}; "
+                f"prompt and response may take {longest} tokens, max_model_len is {self._max_model_len}; "
                 "raise it, or sample fewer tokens"
             )
 
@@ -205,12 +210,19 @@ def _leading_rows(trace: RoutingTrace) -> NDArray[np.int64]:
     return np.array([int(np.logical_and.accumulate(valid).sum()) for valid in per_sequence], np.int64)
 
 
-def _unpacked(arrays: Mapping[str, NDArray[Any]]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Tokens, log-probs and routes (None where there are none) of each sequence of a reply."""
+def _sequences(
+    arrays: Mapping[str, NDArray[Any]], prompts: Sequence[NDArray[np.int32]], starts: NDArray[np.int64]
+) -> list[Sampled]:
+    """The sequences of a reply, whose arrays hold one after the other."""
     tokens_at, rows_at = np.cumsum(arrays["lengths"])[:-1], np.cumsum(arrays["num_rows"])[:-1]
-    routes = np.split(arrays["routes"], rows_at)
-    return (
+    parts = (
         np.split(arrays["tokens"], tokens_at),
         np.split(arrays["logprobs"], tokens_at),
-        [rows if len(rows) else None for rows in routes],
+        np.split(arrays["routes"], rows_at),
     )
+    return [
+        Sampled(prompt, tokens, logprobs, routes if len(routes) else None, int(start), bool(finished))
+        for prompt, tokens, logprobs, routes, start, finished in zip(
+            prompts, *parts, starts, arrays["finished"], strict=True
+        )
+    ]

@@ -20,7 +20,7 @@ class WorkerExtension:
             The folder, so that the caller sees that it ran.
         """
         for module in self.model_runner.get_model().modules():
-            method = getattr(module, "quant_method", None)
+            method: Any = getattr(module, "quant_method", None)
             # vLLM packs expert weights for the CPU kernel (UnquantizedFusedMoEMethod._setup_kernel) only when it makes
             # the kernel. With a kernel there, a reload leaves them unpacked, and every token is routed through garbage
             # without an error (seen in 0.30; like vllm-project/vllm issue 42821). Without one, it makes it again.

@@ -62,7 +62,7 @@ def send_frame(channel: socket.socket, frame: Frame, *, timeout_s: float | None 
     channel.settimeout(timeout_s)
     channel.sendall(_PREFIX.pack(MAGIC, len(header)) + header)
     for array in arrays.values():
-        channel.sendall(memoryview(array.reshape(-1)).cast("B") if array.size else b"")
+        channel.sendall(array.reshape(-1).view(np.uint8).data)
 
 
 def receive_frame(channel: socket.socket, *, timeout_s: float | None = None) -> Frame:
@@ -88,9 +88,7 @@ def receive_frame(channel: socket.socket, *, timeout_s: float | None = None) -> 
         raise EngineError(f"the header of a frame cannot be read: {error}") from error
     if sum(size for *_, size in table) > MAX_BODY_BYTES:
         raise EngineError(f"a frame announces more than {MAX_BODY_BYTES} bytes; expected less")
-    return Frame(
-        header, {name: np.frombuffer(read(size), dtype).reshape(shape) for name, dtype, shape, size in table}
-    )
+    return Frame(header, {name: np.frombuffer(read(size), dtype).reshape(shape) for name, dtype, shape, size in table})
 
 
 def _described(name: Any, dtype: Any, shape: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], int]:

@@ -82,7 +82,9 @@ class WorkerProcess:
                 f"{self._last_lines()}"
             ) from error
         except (OSError, EOFError) as error:
-            raise EngineError(f"the engine worker died ({self._why()}) when asked to {what}.{self._last_lines()}") from error
+            raise EngineError(
+                f"the engine worker died ({self._why()}) when asked to {what}.{self._last_lines()}"
+            ) from error
         except EngineError as error:
             self.close()
             raise EngineError(f"the engine worker's answer is damaged, it was ended: {error}") from error

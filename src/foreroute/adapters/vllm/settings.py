@@ -39,14 +39,14 @@ class ProcessSettings:
     Attributes:
         python: the interpreter of an environment with vLLM 0.28 to 0.30.
         precision: vLLM's dtype.
-        max_model_len: tokens of the longest sequence.
+        max_model_len: tokens of the longest sequence; by default the most that the model takes.
         timeout_s: for each request, and for loading.
         options: further arguments of `vllm.LLM`, such as `block_size`.
     """
 
     python: Path = Path(".venv-vllm/bin/python")
     precision: str = "bfloat16"
-    max_model_len: int = 256
+    max_model_len: int | None = None
     timeout_s: float = 600.0
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -60,9 +60,9 @@ class ProcessSettings:
                 "name the Python of an environment that has vLLM"
             )
 
-    def llm_options(self) -> dict[str, Any]:
+    def llm_options(self, max_model_len: int) -> dict[str, Any]:
         """The keyword arguments of `vllm.LLM`, without the model."""
-        own = {"dtype": self.precision, "max_model_len": self.max_model_len}
+        own = {"dtype": self.precision, "max_model_len": max_model_len}
         return {**DEFAULT_OPTIONS, **self.options, **FIXED_OPTIONS, **own}
 
     def environment(self, import_path: Path) -> dict[str, str]:
