@@ -94,7 +94,7 @@ class ProcessEngine:
     ) -> Generation:
         """Sample `group_size` responses to each prompt; as `hf.EmbeddedEngine.generate`.
 
-        The same weights, prompts and state of `generator` give the same responses.
+        After `load_weights`, the same calls with the same state of `generator` give the same responses.
         """
         common = {"n": group_size, "end_token": end_token, "temperature": temperature}
         done = self._sample(prompts, common, max_new_tokens, generator)
@@ -175,9 +175,9 @@ class ProcessEngine:
             "lengths": lengths,
             "max_tokens": limits,
             "starts": np.broadcast_to(np.asarray(starts, np.int64), lengths.shape),
-            "seeds": draw_seeds(generator, len(prompts)),
         }
-        reply = self._ask({"op": "generate", **common}, "generate", arrays)
+        (seed,) = draw_seeds(generator, 1).tolist()
+        reply = self._ask({"op": "generate", "seed": seed, **common}, "generate", arrays)
         require_version(reply.header["weight_version"], self.weight_version)
         of_prompt = np.repeat(np.arange(len(prompts)), common["n"])
         sequences = _sequences(reply.arrays, [prompts[int(i)] for i in of_prompt], arrays["starts"][of_prompt])

@@ -135,6 +135,9 @@ class ServerEngine:
         except EngineError as error:
             raise EngineError(f"start the server with VLLM_SERVER_DEV_MODE=1 in its environment ({error})") from error
         missing = [argument for name, (value, argument) in REQUIRED.items() if model.get(name) != value]
+        if config["device_config"]["device"] == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]:
+            # vLLM 0.30 dies on a seeded request whose prompt is prefilled in chunks on the CPU
+            missing.append("--no-enable-chunked-prefill")
         if parallel.get("worker_extension_cls") != EXTENSION:
             missing.append(f"--worker-extension-cls {EXTENSION}")
         if missing:

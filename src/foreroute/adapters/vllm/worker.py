@@ -91,12 +91,14 @@ class Session:
 
         engine = self._llm.llm_engine
         version = engine.get_weight_version()
+        # requests with seeds fail on the CPU when a prompt is prefilled in chunks: vLLM 0.30 winds back the offset of
+        # their generators, and a CPU generator has none
+        self._llm.collective_rpc("foreroute_seed", args=(header["seed"],))
         prompts = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
         for number, prompt in enumerate(prompts):
             params = SamplingParams(
                 n=header["n"],
                 temperature=header["temperature"],
-                seed=int(arrays["seeds"][number]),
                 max_tokens=int(arrays["max_tokens"][number]),
                 routed_experts_prompt_start=int(arrays["starts"][number]),
                 stop_token_ids=[header["end_token"]],
