@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from foreroute.adapters.hf import RoutedModel
-from foreroute.capture import ModelFacts, decode
+from foreroute.capture import Generation, ModelFacts, decode
 from foreroute.errors import EngineError
-from foreroute.trace import NO_VERSION, RoutingTrace
+from foreroute.trace import NO_VERSION, RoutingTrace, concatenate
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,15 +24,15 @@ class Sampled:
         prompt: int32 [P], what the engine was given.
         response: int32 [R], what it sampled.
         logprobs: float32 [R].
-        routes: what the engine calls routed_experts: an array, text, or None.
-        start: the position of the first row.
+        output: what carries the routes, in a form that `capture.decode` reads, or None when nothing ran.
+        start: the position of the first row in it.
         finished: False when it was aborted.
     """
 
     prompt: NDArray[np.int32]
     response: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    routes: Any
+    output: Any
     start: int = 0
     finished: bool = True
 
@@ -47,16 +48,31 @@ class Sampled:
         if not np.isfinite(self.logprobs).all():
             raise EngineError("the engine returned a log-prob that is no finite number; its weights may be damaged")
         tokens = np.concatenate([self.prompt, self.response])
-        if self.routes is None and not self.finished:
+        if self.output is None and not self.finished:
             return RoutingTrace.unrouted(facts.spec, [tokens])
         return decode(
-            {"routed_experts": self.routes, "prompt_token_ids": self.prompt, "token_ids": self.response},
+            self.output,
             model=facts,
+            token_ids=tokens,
             start=self.start,
             weight_version=weight_version,
             engine=engine,
             engine_version=engine_version,
         )
+
+
+def generation_of(
+    sequences: Sequence[Sampled], facts: ModelFacts, *, weight_version: int, engine: str, engine_version: str
+) -> Generation:
+    """All sequences, in order, for training. Raises as `Sampled.trace`."""
+    traces = [
+        s.trace(facts, weight_version=weight_version, engine=engine, engine_version=engine_version) for s in sequences
+    ]
+    return Generation(
+        concatenate(traces),
+        np.array([len(s.prompt) for s in sequences], np.int64),
+        np.concatenate([s.logprobs for s in sequences]),
+    )
 
 
 def facts_of(routed: RoutedModel) -> ModelFacts:

@@ -5,11 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from foreroute.adapters import vllm
 
-torch.set_num_threads(1)
 FAKE = Path(__file__).parent / "fake"
 
 

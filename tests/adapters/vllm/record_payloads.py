@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from foreroute import RoutingTrace
-from foreroute.adapters import vllm
+from foreroute.adapters.checkpoint import CheckpointWriter
 from foreroute.adapters.endpoint import Endpoint
 from serving import served, wait_for
 from small import END, forward, policy, prompts
@@ -53,7 +53,7 @@ def main():
     data.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        checkpoint = vllm.CheckpointWriter(routed.model).write(folder / "checkpoint")
+        checkpoint = CheckpointWriter(routed.model).write(folder / "checkpoint")
         python = Path(os.environ["FOREROUTE_VLLM_PYTHON"]).absolute()
         with served(python, checkpoint, folder, "--enable-scale-out") as (url, process):
             wait_for(url, process)
@@ -68,7 +68,7 @@ def main():
                     "response": answer,
                     **expected(routed, body, answer),
                 }
-                (data / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                (data / f"{name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
 def expected(routed, body, answer):

@@ -41,7 +41,12 @@ def served(python, checkpoint, folder, *more):
     address = ["--host", "127.0.0.1", "--port", str(port)]
     with open(folder / "server.log", "wb") as log:
         process = subprocess.Popen(
-            [*command, *address, *FLAGS, *more], env=environment, cwd=folder, stdout=log, stderr=log, start_new_session=True
+            [*command, *address, *FLAGS, *more],
+            env=environment,
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
         yield f"http://127.0.0.1:{port}", process

@@ -3,6 +3,7 @@
 All engines start at once, because each takes a while to load.
 """
 
+import sys
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from foreroute.adapters import vllm
+from foreroute.adapters.checkpoint import CheckpointWriter
 from foreroute.mismatch import routing_mismatch, token_mismatch
 from foreroute.train.recompute import recompute
 from serving import served, wait_for
@@ -27,7 +29,7 @@ def real(vllm_python, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     weights = [policy(seed=0), policy(seed=1)]
     with ExitStack() as stack:
-        checkpoint = vllm.CheckpointWriter(weights[0].model).write(folder / "checkpoint")
+        checkpoint = CheckpointWriter(weights[0].model).write(folder / "checkpoint")
         url, process = stack.enter_context(served(vllm_python, checkpoint, folder))
         full, half = (
             stack.enter_context(vllm.ProcessEngine(weights[0], vllm.ProcessSettings(python=vllm_python, **settings)))
@@ -136,7 +138,9 @@ def test_replay_takes_the_mismatch_of_bfloat16_away(real, capsys):
     with capsys.disabled():
         for replay, (k3, f2, differing) in figures.items():
             side = "with replay   " if replay else "without replay"
-            print(f"\nbfloat16 vLLM, {side}: k3 {k3:.2e}, F(2) {f2:.2%}, differing (token, layer) {differing:.2%}", end="")
+            sys.stdout.write(
+                f"\nbfloat16 vLLM {side}: k3 {k3:.2e}, F(2) {f2:.2%}, differing (token, layer) {differing:.2%}"
+            )
     (k3, f2, differing), (k3_replayed, f2_replayed, differing_replayed) = figures[False], figures[True]
     assert differing > 0.005
     assert differing_replayed == 0

@@ -12,16 +12,14 @@ vLLM itself is not imported in the trainer's process: it pins other versions, an
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from foreroute.adapters.vllm.checkpoint import CheckpointWriter
     from foreroute.adapters.vllm.engine import ProcessEngine
     from foreroute.adapters.vllm.partial import PartialGeneration
     from foreroute.adapters.vllm.server import ServerEngine
     from foreroute.adapters.vllm.settings import ProcessSettings
 
-__all__ = ["CheckpointWriter", "PartialGeneration", "ProcessEngine", "ProcessSettings", "ServerEngine"]
+__all__ = ["PartialGeneration", "ProcessEngine", "ProcessSettings", "ServerEngine"]
 
 _HOMES = {
-    "CheckpointWriter": "checkpoint",
     "PartialGeneration": "partial",
     "ProcessEngine": "engine",
     "ProcessSettings": "settings",

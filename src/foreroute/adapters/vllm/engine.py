@@ -12,9 +12,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 import foreroute
+from foreroute.adapters.checkpoint import CheckpointWriter
 from foreroute.adapters.hf import RoutedModel
 from foreroute.adapters.sampled import Sampled, draw_seeds, facts_of, require_version
-from foreroute.adapters.vllm.checkpoint import CheckpointWriter
 from foreroute.adapters.vllm.frames import Frame
 from foreroute.adapters.vllm.partial import PartialGeneration
 from foreroute.adapters.vllm.process import WorkerProcess
@@ -221,8 +221,8 @@ def _sequences(
         np.split(arrays["routes"], rows_at),
     )
     return [
-        Sampled(prompt, tokens, logprobs, routes if len(routes) else None, int(start), bool(finished))
-        for prompt, tokens, logprobs, routes, start, finished in zip(
+        Sampled(prompt, tokens, logprobs, {"routed_experts": rows} if len(rows) else None, int(start), bool(finished))
+        for prompt, tokens, logprobs, rows, start, finished in zip(
             prompts, *parts, starts, arrays["finished"], strict=True
         )
     ]

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from foreroute.adapters.checkpoint import CheckpointWriter
 from foreroute.adapters.endpoint import Endpoint
 from foreroute.adapters.hf import RoutedModel
-from foreroute.adapters.sampled import Sampled, draw_seeds, facts_of, require_version
-from foreroute.adapters.vllm.checkpoint import CheckpointWriter
+from foreroute.adapters.sampled import Sampled, draw_seeds, facts_of, generation_of, require_version
 from foreroute.capture import Generation
 from foreroute.errors import EngineError
-from foreroute.trace import NO_VERSION, concatenate
+from foreroute.trace import NO_VERSION
 
 EXTENSION = "foreroute.adapters.vllm.extension.WorkerExtension"
 REQUIRED = {
@@ -109,19 +109,12 @@ class ServerEngine:
         sequences = [s for p, answer in zip(prompts, answers, strict=True) for s in sampled_of(answer, p)]
         if len(sequences) != group_size * len(prompts):
             raise EngineError(f"the server returned {len(sequences)} responses to {len(prompts)} x {group_size}")
-        traces = [
-            s.trace(
-                self._facts,
-                weight_version=self.weight_version,
-                engine="vllm",
-                engine_version=self._engine_version,
-            )
-            for s in sequences
-        ]
-        return Generation(
-            concatenate(traces),
-            np.array([len(s.prompt) for s in sequences], np.int64),
-            np.concatenate([s.logprobs for s in sequences]),
+        return generation_of(
+            sequences,
+            self._facts,
+            weight_version=self.weight_version,
+            engine="vllm",
+            engine_version=self._engine_version,
         )
 
     def close(self) -> None:
@@ -156,7 +149,7 @@ def sampled_of(answer: Any, prompt: NDArray[np.int32]) -> list[Sampled]:
                 prompt=prompt,
                 response=np.array(choice["token_ids"], np.int32),
                 logprobs=np.array(choice["logprobs"]["token_logprobs"], np.float32),
-                routes=choice["routed_experts"],
+                output={"routed_experts": choice["routed_experts"]},
             )
             for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
         ]

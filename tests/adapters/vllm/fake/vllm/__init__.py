@@ -26,9 +26,9 @@ class LLM:
         if behaviour == "refuses to load":
             raise RuntimeError("Unsupported CPU attention configuration")
         if behaviour == "prints and dies":
-            print("something terrible", file=sys.stderr)
+            sys.stderr.write("something terrible\n")
             os._exit(7)
-        print("loaded", flush=True)
+        sys.stdout.write("what an engine prints is no frame\n")
 
     def collective_rpc(self, method, args):
         if method == "foreroute_seed":
@@ -102,9 +102,7 @@ class Engine:
             steps = [{token: SimpleNamespace(logprob=-1.5)} for token in tokens]
             rows = self._routes(sequence)[state.params.routed_experts_prompt_start : len(sequence) - 1]
             choices.append(
-                SimpleNamespace(
-                    index=index, token_ids=tokens, logprobs=steps, finish_reason=done, routed_experts=rows
-                )
+                SimpleNamespace(index=index, token_ids=tokens, logprobs=steps, finish_reason=done, routed_experts=rows)
             )
         return SimpleNamespace(request_id=name, finished=True, outputs=choices[::-1])
 
