@@ -103,7 +103,7 @@ def test_abort_and_resume_under_new_weights(real):
         assert whole.truncated([kept]).equals(before.truncated([kept]))
         spans = [version for _, _, version in whole.version_spans]
         assert spans == [0, 1, -1]
-        # from the second row of the new weights on, all that is upstream of the router but the cache is the model's own
+        # the cache of the prefix was filled again, so what follows is routed as the new model does
         later = slice(kept, whole.num_rows - 1)
         assert np.array_equal(np.sort(whole.expert_ids_NLK[later]), np.sort(own.select([s]).expert_ids_NLK[later]))
 
