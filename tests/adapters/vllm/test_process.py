@@ -133,17 +133,18 @@ def test_a_killed_trainer_takes_its_worker_with_it(fake_settings):
         "import os, sys; from foreroute.adapters import vllm; from small import policy; from pathlib import Path\n"
         "settings = vllm.ProcessSettings(python=Path(sys.argv[1]), options={'behaviour': 'good'})\n"
         "engine = vllm.ProcessEngine(policy(), settings); engine.counters()\n"
-        "print(engine._worker._process.pid, flush=True); os.kill(os.getpid(), 9)"
+        "print(engine._worker._process.pid, engine._worker.log.parent, flush=True); os.kill(os.getpid(), 9)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     trainer = subprocess.run(
         [sys.executable, "-c", script, fake_settings().python], env=environment, capture_output=True, timeout=120
     )
-    worker = int(trainer.stdout)
+    worker, folder = trainer.stdout.decode().split()
     deadline = time.monotonic() + 10
     while Path(f"/proc/{worker}/exe").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{worker}/exe").exists()
+    assert not Path(folder).exists()
 
 
 def test_frames_come_back_as_they_were_sent():

@@ -19,6 +19,7 @@ from foreroute.adapters.vllm.frames import Frame
 from foreroute.adapters.vllm.partial import PartialGeneration
 from foreroute.adapters.vllm.process import WorkerProcess
 from foreroute.adapters.vllm.settings import ProcessSettings
+from foreroute.adapters.vllm.worker import FOLDER_PREFIX
 from foreroute.capture import Generation
 from foreroute.errors import ConfigError
 from foreroute.trace import NO_VERSION, RoutingTrace, concatenate, extended
@@ -51,7 +52,7 @@ class ProcessEngine:
         text_config = routed.model.config.get_text_config()  # type: ignore[operator, union-attr]
         self._max_model_len = settings.max_model_len or int(text_config.max_position_embeddings)
         self._writer = CheckpointWriter(routed.model)
-        self._folder = tempfile.TemporaryDirectory(prefix="foreroute-vllm-")
+        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)
         folder = Path(self._folder.name)
         # only foreroute itself, none of the trainer's other packages, is shared with vLLM's environment
         (folder / "path").mkdir()

@@ -12,10 +12,12 @@ light core of foreroute is imported here, so that two environments with differen
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 
 from foreroute.adapters.vllm.frames import Frame, receive_frame, send_frame
 
+FOLDER_PREFIX = "foreroute-vllm-"
 COUNTERS = {
     "vllm:num_preemptions": "preemptions",
     "vllm:prefix_cache_queries": "prefix_cache_queries",
@@ -40,6 +43,9 @@ def main() -> None:
         try:
             frame = receive_frame(channel)
         except EOFError:
+            # a killed trainer cannot remove what it made for this worker
+            if Path.cwd().name.startswith(FOLDER_PREFIX):
+                shutil.rmtree(Path.cwd(), ignore_errors=True)
             return
         try:
             reply = session.answer(frame)
