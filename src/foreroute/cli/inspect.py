@@ -8,6 +8,7 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from foreroute.capture import refuse_constant_layers
 from foreroute.errors import InputError
@@ -40,7 +41,7 @@ def validate_traces(paths: list[Path]) -> bool:
 
 def _facts(path: Path, trace: RoutingTrace) -> Table:
     spec = trace.spec
-    table = Table(title=str(path), show_header=False, title_justify="left")
+    table = Table(title=Text(str(path)), show_header=False, title_justify="left")
     lengths = trace.lengths
     versions = ["not stated" if version == NO_VERSION else str(version) for version in trace.versions]
     for name, value in {
@@ -55,16 +56,17 @@ def _facts(path: Path, trace: RoutingTrace) -> Table:
         "digest": digest(trace),
         **dict(trace.provenance),
     }.items():
-        table.add_row(name, value)
+        table.add_row(Text(name), Text(value))
     return table
 
 
 def _layers(trace: RoutingTrace) -> Table:
-    counts_LE = count_assignments(trace, np.zeros(len(trace), np.int64)).sum(axis=0)
+    counts_MLE = count_assignments(trace, np.zeros(len(trace), np.int64))
+    counts_LE = counts_MLE.sum(axis=0)  # zeros where the trace is empty
     table = Table(title="expert load by layer", title_justify="left")
     for heading in ("layer", "busiest expert", "its load over the mean", "experts never picked", "entropy, bits"):
         table.add_column(heading, justify="right")
-    for layer, counts in zip(trace.spec.layers, np.atleast_2d(counts_LE), strict=False):
+    for layer, counts in zip(trace.spec.layers, counts_LE, strict=True):
         total = max(int(counts.sum()), 1)
         share = counts[counts > 0] / total
         table.add_row(
@@ -72,6 +74,6 @@ def _layers(trace: RoutingTrace) -> Table:
             str(int(counts.argmax())),
             f"{counts.max() * trace.spec.num_experts / total:.2f}",
             str(int((counts == 0).sum())),
-            f"{-(share * np.log2(share)).sum():.2f} of {np.log2(trace.spec.num_experts):.2f}",
+            f"{(share * np.log2(1 / share)).sum():.2f} of {np.log2(trace.spec.num_experts):.2f}",
         )
     return table

@@ -63,11 +63,14 @@ def demo(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="RL steps of each run.")] = None,
     precision: Annotated[str, typer.Option(help="Of the rollout engine: bfloat16, fp8 or float32.")] = "bfloat16",
+    engine: Annotated[
+        str, typer.Option(help="Rollout engine: embedded, or vllm (make vllm-env installs it beside).")
+    ] = "embedded",
 ) -> None:
     """Train a tiny MoE model without and with replay, and compare what was measured."""
     from foreroute.cli.demo import run_demo
 
-    run_demo(folder, steps=steps, precision=precision)
+    run_demo(folder, steps=steps, precision=precision, engine=engine)
 
 
 @app.command()

@@ -26,7 +26,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
-from foreroute.trace.check import as_offsets, check_rows, narrow_ids, segment_rows
+from foreroute.trace.check import (
+    as_offsets,
+    as_sequence_numbers,
+    as_tokens,
+    check_rows,
+    narrow_ids,
+    segment_rows,
+)
 from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
 NO_VERSION = -1
@@ -86,7 +93,7 @@ class RoutingTrace:
             raise TraceContentError(
                 f"got tokens of {len(token_ids)} sequences and routes of {len(expert_ids)}; expected one of each"
             )
-        tokens = [np.asarray(t, dtype=np.int32).reshape(-1) for t in token_ids]
+        tokens = [as_tokens(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids)]
         routes = [narrow_ids(r, spec, name=f"expert_ids[{s}]") for s, r in enumerate(expert_ids)]
         for s, (t, r) in enumerate(zip(tokens, routes, strict=True)):
             if len(r) > len(t):
@@ -125,7 +132,7 @@ class RoutingTrace:
         counts = {len(token_ids), len(expert_ids), len(valid), len(weight_versions)}
         if len(counts) != 1:
             raise TraceContentError(f"got tokens, routes, validity and versions of {sorted(counts)} sequences")
-        tokens = [np.asarray(t, dtype=np.int32).reshape(-1) for t in token_ids]
+        tokens = [as_tokens(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids)]
         masks = [np.asarray(v, dtype=np.bool_) for v in valid]
         versions = [np.asarray(v, dtype=np.int32) for v in weight_versions]
         routes = []
@@ -193,9 +200,7 @@ class RoutingTrace:
         Args:
             sequences: integers [S'], each in 0 .. S - 1.
         """
-        chosen = np.asarray(sequences, dtype=np.int64).reshape(-1)
-        if chosen.size and (chosen.min() < 0 or chosen.max() >= len(self)):
-            raise TraceContentError(f"sequence {int(chosen.max())} was selected from a trace of {len(self)} sequences")
+        chosen = as_sequence_numbers(sequences, len(self))
         lengths = self.lengths[chosen]
         return self._take(segment_rows(self.offsets[:-1][chosen], lengths), lengths)
 
@@ -233,7 +238,9 @@ class RoutingTrace:
         return replace(joined, offsets=joined.offsets[::2])
 
     def with_weight_version(self, version: int) -> RoutingTrace:
-        """The same routes, all stamped with one weight version."""
+        """The same routes, all stamped with one weight version, from 0, or `NO_VERSION`."""
+        if not NO_VERSION <= version <= np.iinfo(np.int32).max:
+            raise TraceContentError(f"weight version is {version}; expected a number from 0 that fits 32 bits")
         stamped = np.where(self.valid_N, np.int32(version), np.int32(NO_VERSION)).astype(np.int32)
         return replace(self, weight_versions_N=stamped)
 

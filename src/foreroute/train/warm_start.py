@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
+from foreroute.errors import ConfigError
 from foreroute.train.config import TrainConfig
 from foreroute.train.task import encode, sample_problems
 
@@ -61,4 +62,9 @@ def _loss(model: Any, config: TrainConfig, rng: np.random.Generator) -> torch.Te
     answer = len(problems[0].prompt)
     output = model(input_ids=tokens_BT, use_cache=False, output_router_logits=settings.aux_loss > 0)
     loss = cross_entropy(output.logits[:, answer - 1 : -1].flatten(0, 1), tokens_BT[:, answer:].flatten())
-    return loss + settings.aux_loss * output.aux_loss if settings.aux_loss else loss
+    if not settings.aux_loss:
+        return loss
+    if getattr(output, "aux_loss", None) is None:
+        raise ConfigError(f"{config.model.family} has no load-balancing loss; set warm_start.aux_loss = 0.0")
+    balanced: torch.Tensor = loss + settings.aux_loss * output.aux_loss
+    return balanced
