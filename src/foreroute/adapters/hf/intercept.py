@@ -16,9 +16,8 @@ both ends of a pass (`graph_ops`), and a recomputation inside the graph needs no
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -26,7 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
+from foreroute.adapters.hf.aux_counts import ExecutedCounts
 from foreroute.adapters.hf.batch import Batch, BatchTensors, parameter_names
+from foreroute.adapters.hf.checkpointing import CHECKPOINTS_IN, compilable_under_checkpointing, require_prepared
 from foreroute.adapters.hf.discover import RouterSite
 from foreroute.adapters.hf.passes import Listener, Pass, PassInput, Seat, require_each_router_once
 from foreroute.adapters.hf.selection_mode import SelectionMode
@@ -34,21 +35,22 @@ from foreroute.errors import ReplayError
 from foreroute.replay import LayerNotes, ReplayRows, Watch, id_dtype
 from foreroute.trace import RoutingSpec
 
-CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""The attribute in which a layer of transformers, and torch's CheckpointWrapper, keep what checkpoints them."""
-
 
 class Interceptor:
     """The hooks of one model.
 
     Args:
+        model: the whole model, whose forward may go on to losses after the trunk's.
         trunk: the module whose forward is one pass.
         sites: the routers, in layer order.
         finals: which top-k of each router's forward is its selection.
         spec: of the model.
     """
 
-    def __init__(self, trunk: nn.Module, sites: list[RouterSite], finals: list[int], spec: RoutingSpec) -> None:
+    def __init__(
+        self, model: nn.Module, trunk: nn.Module, sites: list[RouterSite], finals: list[int], spec: RoutingSpec
+    ) -> None:
+        self._model = model
         self._trunk = trunk
         self._sites = sites
         self._seats = [Seat(site.path, layer, finals[layer]) for layer, site in enumerate(sites)]
@@ -57,17 +59,21 @@ class Interceptor:
         self._listeners: list[Listener] = []
         self._watch = Watch()
         self._forcing = False
+        self._counts_executed = False
         self._passes: list[Pass] = []
         self._installed = False
         self._checkpoints_open = 0
         self._number = graph_ops.register(self)
         self._ledger = torch.zeros(1, dtype=torch.int64)
+        self._executed: list[Tensor] = []
         self._begun_in_graph: tuple[Batch, ReplayRows | None] | None = None
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
         """Keep the hooks in place, and `listener` informed, while the context is open."""
-        with self._hooks(whole=True):
+        with self._hooks(whole=True), ExitStack() as stack:
+            if listener.counts_executed:
+                stack.enter_context(overridden(self._model, "forward", self._run_model))
             self._listeners.append(listener)
             self._heed_listeners()
             try:
@@ -78,6 +84,7 @@ class Interceptor:
 
     def _heed_listeners(self) -> None:
         self._forcing = any(listener.forces for listener in self._listeners)
+        self._counts_executed = any(listener.counts_executed for listener in self._listeners)
         self._watch = Watch()
         for listener in self._listeners:
             self._watch |= listener.watch
@@ -94,13 +101,32 @@ class Interceptor:
             for seat, site in zip(self._seats, self._sites, strict=True):
                 stack.enter_context(overridden(site.module, "forward", partial(self._run_router, seat)))
             if whole:
-                stack.enter_context(_compilable_under_checkpointing())
+                stack.enter_context(compilable_under_checkpointing())
                 stack.enter_context(overridden(self._trunk, "forward", self._run_trunk))
-                for module in self._trunk.modules():
-                    for name in CHECKPOINTING:
-                        if callable(module.__dict__.get(name)):
-                            stack.enter_context(overridden(module, name, self._run_checkpoint))
+                self._hook_layers(stack)
             yield
+
+    def _hook_layers(self, stack: ExitStack) -> None:
+        """Hooks on whatever checkpoints a part of the trunk, or was compiled on its own with a router in it."""
+        routers = {site.module for site in self._sites}
+        for path, module in self._trunk.named_modules():
+            for name in CHECKPOINTS_IN:
+                if callable(module.__dict__.get(name)):
+                    stack.enter_context(overridden(module, name, self._run_checkpoint))
+            compiled = "forward" if hasattr(module, "dynamo_ctx") else "_compiled_call_impl"
+            if callable(module.__dict__.get(compiled)) and not routers.isdisjoint(module.modules()):
+                stack.enter_context(overridden(module, compiled, partial(self._run_compiled, path)))
+
+    def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        counts = ExecutedCounts(lambda: self._executed, self._spec.num_experts)
+        self._executed = []
+        try:
+            with counts:
+                result = forward(*args, **kwargs)
+            counts.require_counted(result)
+        finally:
+            self._executed = []
+        return result
 
     def _run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors = BatchTensors.of_call(self._names, args, kwargs)
@@ -113,6 +139,7 @@ class Interceptor:
         current = PassInput(self._spec, rows, real_R, self._watch).open()
         with self._on_top(current):
             result = forward(*args, **kwargs)
+        self._executed = current.executed if self._counts_executed else []
         require_each_router_once(self._seats, current.calls, current.calls_L)
         for listener in listeners:
             listener.end(batch, current.notes)
@@ -134,6 +161,7 @@ class Interceptor:
         current = PassInput(self._spec, rows, real_R, self._watch).open()
         with self._on_top(current):
             result = forward(*args, **kwargs)
+        self._executed = current.executed if self._counts_executed else []
         graph_ops.end_pass(self._number, self._ledger, current.calls_L, graph_ops.flatten_notes(current.notes))
         return result
 
@@ -176,7 +204,7 @@ class Interceptor:
                 "attached, not a part of it"
             )
         if not torch.compiler.is_compiling():
-            self._require_own_checkpointing(seat)
+            self._require_own_checkpointing(seat.path)
         mode = SelectionMode(seat.final, now.rows)
         with mode:
             result = forward(*args, **kwargs)
@@ -195,6 +223,12 @@ class Interceptor:
         else:
             self._passes[-1].calls[seat.layer] += 1
         return result
+
+    def _run_compiled(self, path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A layer with a graph of its own, in which its router cannot look around."""
+        if self._passes and not torch.compiler.is_compiling():
+            self._require_own_checkpointing(path)
+        return call(*args, **kwargs)
 
     def _run_checkpoint(
         self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
@@ -221,15 +255,10 @@ class Interceptor:
 
         return run
 
-    def _require_own_checkpointing(self, seat: Seat) -> None:
+    def _require_own_checkpointing(self, path: str) -> None:
         current = self._passes[-1]
-        if not current.recompute and not self._checkpoints_open and _in_checkpoint(current):
-            raise ReplayError(
-                f"router {seat.path} runs inside torch.utils.checkpoint called by hand, whose "
-                "recomputation cannot be told which routes to use. Use the model's own activation checkpointing "
-                "(model.gradient_checkpointing_enable()) or torch's CheckpointWrapper, switched on before the session "
-                "is opened"
-            )
+        if not current.recompute and not self._checkpoints_open:
+            require_prepared(path, began_with_grad=current.with_grad)
 
     @contextmanager
     def _on_top(self, current: Pass) -> Iterator[None]:
@@ -245,24 +274,6 @@ class Interceptor:
         layers = self._passes[-1].layers if self._passes else [None] * len(self._seats)
         for seat, layer in zip(self._seats, layers, strict=True):
             seat.now = layer
-
-
-def _in_checkpoint(current: Pass) -> bool:
-    """Whether a recomputation that `_run_checkpoint` has not prepared will follow."""
-    if current.with_grad and not torch.is_grad_enabled():  # use_reentrant=True runs its first forward without
-        return True
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", "")
-
-
-def _compilable_under_checkpointing() -> AbstractContextManager[Any]:
-    """Let a checkpointed region be compiled with our function mode in it, while a session is open.
-
-    Dynamo refuses to trace what enters a mode there, because a recomputation would not enter it again. It need not: the
-    graph keeps the routes.
-    """
-    dynamo = sys.modules.get("torch._dynamo")  # where nothing was compiled yet, importing it would cost seconds
-    return nullcontext() if dynamo is None else dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
 
 
 @contextmanager

@@ -87,6 +87,11 @@ class Pass:
         """What was noted, router by router; empty where nothing was watched."""
         return [layer.notes for layer in self.layers if layer.notes is not None]
 
+    @property
+    def executed(self) -> list[Tensor]:
+        """The noted ids [R, K] of each router; empty where they were not noted."""
+        return [notes.ids_RK for notes in self.notes if notes.ids_RK is not None]
+
 
 @dataclass(eq=False)
 class Seat:
@@ -128,10 +133,12 @@ class Listener:
     Attributes:
         watch: what its passes note.
         forces: whether `begin` gives routes.
+        counts_executed: whether losses after the trunk are to count the executed selection.
     """
 
     watch = Watch()
     forces = False
+    counts_executed = False
 
     def begin(self, batch: Batch) -> ReplayRows | None:
         """A pass over `batch` begins. Returns the routes to force on it, or None."""

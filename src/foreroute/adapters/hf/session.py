@@ -28,6 +28,7 @@ class ReplaySession(Listener):
     def __init__(self, trace: RoutingTrace, missing: MissingRows, *, telemetry: bool, counts: Counts) -> None:
         self.num_forwards = 0
         self.watch = Watch(ids=counts == "replayed", comparison=telemetry, counts=counts if telemetry else None)
+        self.counts_executed = counts == "replayed"
         self._trace = trace
         self._missing = missing
         self._sums = AgreementSums(trace.spec.top_k, LOG10_EDGES) if telemetry else None
