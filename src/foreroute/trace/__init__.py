@@ -8,6 +8,8 @@ from foreroute.trace.digest import digest
 from foreroute.trace.file import load, save
 from foreroute.trace.overlap import RouteOverlap, overlap
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
+from foreroute.trace.store import TraceStore
+from foreroute.trace.synthetic import synthetic_trace
 
 __all__ = [
     "CODECS",
@@ -18,11 +20,13 @@ __all__ = [
     "RoutedLayer",
     "RoutingSpec",
     "RoutingTrace",
+    "TraceStore",
     "concatenate",
     "count_assignments",
     "digest",
     "load",
     "overlap",
     "save",
+    "synthetic_trace",
     "write_atomically",
 ]

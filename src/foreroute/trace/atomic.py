@@ -11,7 +11,7 @@ from pathlib import Path
 def write_atomically(target: Path, write: Callable[[str], None]) -> None:
     """Let `write` fill a temporary file beside `target`, flush it to disk, then move it into place.
 
-    The temporary file is named `.<name>.<random>`; one that a killed process left is no trace and may be deleted.
+    The temporary file is named `.<name>.<random>`. A killed process leaves it behind; it holds nothing that is needed.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)

@@ -85,8 +85,9 @@ class TraceIndex:
         """int32 [stop - start], the weight versions of a range of stored rows."""
         first = int(np.searchsorted(self.span_starts, start, side="right")) - 1
         after = int(np.searchsorted(self.span_starts, stop, side="left"))
-        edges = np.r_[np.maximum(self.span_starts[first:after], start), stop]
-        return np.repeat(self.span_versions[first:after], np.diff(edges))
+        edges = np.append(self.span_starts[first:after], stop)
+        edges[0] = start
+        return np.repeat(self.span_versions[first:after], edges[1:] - edges[:-1])
 
 
 def write_index(index: TraceIndex) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
