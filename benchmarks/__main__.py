@@ -15,7 +15,7 @@ from typing import Any
 import benchmarks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-HARNESS = {"__main__", "pairs"}
+HARNESS = {"__main__", "mutations", "pairs"}
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from foreroute.trace.container import RoutingTrace
 from foreroute.trace.file import load, save
 from foreroute.trace.spec import RoutedLayer
 
-SHARD = re.compile(r"step-(\d{8,})\.safetensors")
+SHARD = re.compile(r"step-(\d{8}|[1-9]\d{8,})\.safetensors")
 
 
 class TraceStore:
