@@ -10,6 +10,7 @@
     │   │   ├── CaptureError              engine output that holds no routes, or routes that cannot be trusted
     │   │   ├── BatchMismatchError        a trace that does not fit the batch it should be replayed on
     │   │   └── StaleTraceError           a trace recorded under other weights than expected
+    │   ├── LayoutError                   a parallel layout that these sequences, layers or ranks cannot have
     │   └── RunFolderError                a run folder or checkpoint
     ├── AttachError (also TypeError)      a model whose routing cannot be recorded and replayed
     ├── EngineError (also RuntimeError)   a rollout engine that cannot be started, does not answer, or fails
@@ -57,6 +58,10 @@ class BatchMismatchError(TraceError):
 
 class StaleTraceError(TraceError):
     """Raised when a trace was recorded under another weight version than the one expected."""
+
+
+class LayoutError(InputError):
+    """Raised when sequences or layers cannot be laid out as asked: lengths that do not divide, a rank too many."""
 
 
 class RunFolderError(InputError):

@@ -73,12 +73,15 @@ def refuse_constant_layers(trace: RoutingTrace) -> None:
         return
     if len(np.unique(trace.token_ids_N[valid])) < MIN_TOKENS:
         return
-    sets = np.sort(trace.expert_ids_NLK[valid], axis=-1)
+    ids = trace.expert_ids_NLK[valid]
+    sums = ids.sum(axis=-1, dtype=np.int64)
+    alike = np.flatnonzero((sums == sums[0]).all(axis=0))  # spares sorting the layers that cannot be constant
+    sets = np.sort(ids[:, alike], axis=-1)
     constant = (sets == sets[:1]).all(axis=(0, 2))
     if constant.any():
-        layer = int(np.argmax(constant))
+        first = int(np.argmax(constant))
         raise CaptureError(
-            f"{spec.layers[layer]} sends all {int(valid.sum())} rows to experts {sets[0, layer].tolist()} "
+            f"{spec.layers[int(alike[first])]} sends all {len(ids)} rows to experts {sets[0, first].tolist()} "
             f"({int(constant.sum())} such layers); the capture of that layer failed. If its router really "
             "has collapsed, build the trace with RoutingTrace.from_rows"
         )

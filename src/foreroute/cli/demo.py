@@ -34,9 +34,9 @@ def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: 
     runs = [folder / config.name for config in configs]
     console.print(_table(summary_rows(read_runs(runs))))
     console.print(
-        "Each pair of rows has the same rollouts and the same weights: the trainer's forward on its own routes, and on "
-        "the rollout's. A run trains with one of the two; its reward (first and last 10 steps) stands there. At this "
-        "scale replay changes the mismatch, not the reward.",
+        "The two rows of a run have the same rollouts and the same weights: the trainer's forward on its own routes, "
+        "and on the rollout's. The run trains with one of the two; its reward (first → last 10 steps) stands there. "
+        "At this scale replay changes the mismatch, not the reward.",
         highlight=False,
     )
     console.print(f"report  {write_report(runs, folder / 'report.html')}", soft_wrap=True, highlight=False)
@@ -60,11 +60,11 @@ def _config(routing: str, steps: int | None, precision: str, engine: str, warm_s
 
 def _table(rows: list[SummaryRow]) -> Table:
     table = Table(title="Trainer against rollout engine, means over all steps", title_justify="left")
-    for heading in ("trained with", "forward", "differing\n(token, layer)", "tokens with\nany", "k3", "F(2)", "reward"):
-        table.add_column(heading, justify="left" if heading in {"trained with", "forward"} else "right")
+    for heading in ("run", "replay", "token-layers\ndiffering", "tokens\ndiffering", "k3", "F(2)", "reward"):
+        table.add_column(heading, justify="left" if heading in {"run", "replay"} else "right")
     for row in rows:
         reward = f"{row.reward_first:.2f} → {row.reward_last:.2f}"
-        for side, name in (("native", "without replay"), ("replayed", "with replay")):
+        for side, name in (("native", "without"), ("replayed", "with")):
             trained = row.trains_with == side
             table.add_row(
                 row.run if side == "native" else "",

@@ -1,4 +1,4 @@
-"""`foreroute inspect`."""
+"""`foreroute inspect` and `foreroute validate`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from foreroute.capture import refuse_constant_layers
+from foreroute.errors import InputError
 from foreroute.trace import NO_VERSION, RoutingTrace, count_assignments, digest, load
 
 
@@ -19,6 +22,22 @@ def print_trace(path: Path) -> None:
     console.print(_layers(trace))
 
 
+def validate_traces(paths: list[Path]) -> bool:
+    """Say of each file whether it is a sound trace; False when one is not."""
+    console = Console(soft_wrap=True, highlight=False)
+    sound = True
+    for path in paths:
+        try:
+            trace = load(path)
+            refuse_constant_layers(trace)
+        except InputError as error:
+            sound = False
+            console.print(f"[bold red]refused[/]  {escape(f'{path}: {error}')}")
+        else:
+            console.print(f"[green]sound[/]    {escape(f'{path}: {trace!r}')}")
+    return sound
+
+
 def _facts(path: Path, trace: RoutingTrace) -> Table:
     spec = trace.spec
     table = Table(title=str(path), show_header=False, title_justify="left")
@@ -27,7 +46,7 @@ def _facts(path: Path, trace: RoutingTrace) -> Table:
     for name, value in {
         "model": spec.model or "not stated",
         "routing": f"top-{spec.top_k} of {spec.num_experts} experts in {spec.num_layers} layers",
-        "sequences": f"{len(trace)}, of {lengths.min(initial=0)} to {lengths.max(initial=0)} tokens",
+        "sequences": f"{len(trace)}" + (f", of {lengths.min()} to {lengths.max()} tokens" if len(trace) else ""),
         "rows": f"{trace.num_rows}, of which {int(trace.valid_N.sum())} routed",
         "weight versions": ", ".join(versions) or "none",
         "ids": f"{trace.expert_ids_NLK.dtype}, {trace.expert_ids_NLK.nbytes:,} bytes",

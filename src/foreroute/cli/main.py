@@ -1,4 +1,4 @@
-"""`foreroute demo | train | inspect | report`."""
+"""`foreroute demo | train | inspect | validate | convert | diff | report`."""
 
 from __future__ import annotations
 
@@ -91,6 +91,27 @@ def inspect(trace: Annotated[Path, typer.Argument(help="A trace file.")]) -> Non
     from foreroute.cli.inspect import print_trace
 
     print_trace(trace)
+
+
+@app.command()
+def validate(traces: Annotated[list[Path], typer.Argument(help="Trace files.")]) -> None:
+    """Check trace files: readable, undamaged, and routes that a router can have taken."""
+    from foreroute.cli.inspect import validate_traces
+
+    if not validate_traces(traces):
+        raise typer.Exit(2)
+
+
+@app.command()
+def diff(
+    reference: Annotated[Path, typer.Argument(help="A trace file, say of the trainer's own routes.")],
+    other: Annotated[Path, typer.Argument(help="A trace file of the same tokens, say of the engine's routes.")],
+) -> None:
+    """Compare two traces and name what sets them apart; exit code 1 when it is a defect."""
+    from foreroute.cli.diff import print_difference
+
+    if not print_difference(reference, other):
+        raise typer.Exit(1)
 
 
 @app.command()

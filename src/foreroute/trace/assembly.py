@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from foreroute.errors import BatchMismatchError
-from foreroute.trace.container import RoutingTrace, common_provenance, segment_rows
+from foreroute.trace.check import segment_rows
+from foreroute.trace.container import RoutingTrace, common_provenance
 
 
 def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool = False) -> RoutingTrace:

@@ -52,6 +52,12 @@ def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
+def segment_rows(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The row numbers of the segments `starts[i] : starts[i] + lengths[i]`, joined."""
+    before = as_offsets(lengths)
+    return np.arange(before[-1]) + np.repeat(starts - before[:-1], lengths)
+
+
 def _refuse_first(
     bad_NL: NDArray[np.bool_], ids: NDArray[Any], offsets: NDArray[np.int64], spec: RoutingSpec, why: str
 ) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 from foreroute.adapters import hf
 from foreroute.errors import RunFolderError
 from foreroute.train.config import TrainConfig
-from foreroute.train.engines import open_engine
+from foreroute.train.engines import make_engine
 from foreroute.train.measure import step_record
 from foreroute.train.recompute import Recomputed, recompute
 from foreroute.train.rollout import Engine, Experience, roll_out
@@ -42,7 +42,8 @@ class Watcher:
     Attributes:
         on_warm_start: called with step and smoothed loss of each supervised step.
         on_step: called with the record of each finished step.
-        should_stop: asked before each step; when true the state is saved and the run ends.
+        should_stop: asked before each step; when true the state is saved and the run ends. A run that is stopped in
+            its warm start has nothing to save; resuming begins it again.
     """
 
     on_warm_start: Callable[[int, float], None] = lambda step, loss: None
@@ -137,9 +138,9 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
     watcher = watcher or Watcher()
     torch.set_num_threads(config.threads)
     run = RunFolder.reopen(folder, config) if resume else RunFolder.create(folder, config)
-    policy = make_policy(config)
-    with open_engine(config.rollout, policy) as engine:
-        _run(make_trainer(config, policy, engine), run, watcher)
+    trainer = make_trainer(config)
+    with closing(trainer.engine):
+        _run(trainer, run, watcher)
     return run
 
 
@@ -149,9 +150,10 @@ def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
     if last is not None:
         trainer.restore(load_checkpoint(last))
         run.forget_metrics_from(trainer.step)
-    else:
-        _warm_start(trainer, watcher)
+    elif _warm_start(trainer, watcher):
         run.save_checkpoint(0, trainer.state())
+    else:
+        return
     saved_at = trainer.step
     while trainer.step < config.rl.steps and not watcher.should_stop():
         step = trainer.step
@@ -167,8 +169,8 @@ def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
         run.save_checkpoint(trainer.step, trainer.state())
 
 
-def make_policy(config: TrainConfig) -> hf.RoutedModel:
-    """The model, with initial weights, ready to record and replay."""
+def make_trainer(config: TrainConfig) -> Trainer:
+    """Policy, optimizer and engine, with initial weights. The engine is the caller's to close."""
     model: Any = hf.build_model(
         config.model.family,
         seed=config.seed,
@@ -176,24 +178,18 @@ def make_policy(config: TrainConfig) -> hf.RoutedModel:
         **{**config.model.sizes, "vocab_size": len(VOCABULARY)},
     )
     model.train()
-    return hf.attach(model)
+    policy = hf.attach(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    return Trainer(config, policy, make_engine(config.rollout, policy), optimizer)
 
 
-def make_trainer(config: TrainConfig, policy: hf.RoutedModel, engine: Engine) -> Trainer:
-    """Policy, engine and a new optimizer."""
-    optimizer = torch.optim.AdamW(
-        policy.model.parameters(), lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
-    )
-    return Trainer(config, policy, engine, optimizer)
-
-
-def _warm_start(trainer: Trainer, watcher: Watcher) -> None:
+def _warm_start(trainer: Trainer, watcher: Watcher) -> bool:
     source = trainer.config.warm_start.checkpoint
     if source is None:
-        warm_start(trainer.policy.model, trainer.config, watcher.on_warm_start)
-        return
+        return warm_start(trainer.policy.model, trainer.config, watcher.on_warm_start, watcher.should_stop)
     weights = load_checkpoint(Path(source))["model"]
     try:
         trainer.policy.model.load_state_dict(weights)
     except RuntimeError as error:
         raise RunFolderError(f"warm_start.checkpoint {source} does not fit the model: {error}") from error
+    return True

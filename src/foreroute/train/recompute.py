@@ -54,7 +54,7 @@ def recompute(
         weight_version: the version of the policy's weights.
     """
     logprobs, entropies, executed, margins = [], [], [], []
-    for sequences in by_token_budget(generation.trace.lengths, micro_step_tokens):
+    for sequences in by_token_budget(generation.trace.lengths, micro_step_tokens, padded=True):
         part = generation.select(sequences)
         forced: AbstractContextManager[Any] = (
             routed.replay(part.trace, weight_version=weight_version) if replay else nullcontext()

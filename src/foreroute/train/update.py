@@ -70,7 +70,7 @@ def update(
             continue
         num_tokens = int(generation.response_lengths[mini_batch].sum())
         loss_sum = 0.0
-        for picked in by_token_budget(generation.trace.lengths[mini_batch], config.micro_step_tokens):
+        for picked in by_token_budget(generation.trace.lengths[mini_batch], config.micro_step_tokens, padded=True):
             sequences = mini_batch[picked]
             micro_step_S[sequences] = micro_step_S.max() + 1
             part = generation.select(sequences)

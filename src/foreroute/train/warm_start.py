@@ -15,7 +15,9 @@ from foreroute.train.task import encode, sample_problems
 SMOOTHING = 0.9
 
 
-def warm_start(model: Any, config: TrainConfig, on_step: Callable[[int, float], None]) -> None:
+def warm_start(
+    model: Any, config: TrainConfig, on_step: Callable[[int, float], None], should_stop: Callable[[], bool]
+) -> bool:
     """Train `model` in place until the smoothed loss is below the configured value.
 
     A loss and not a number of steps ends it: the task is learned suddenly, and a solved model shows no mismatch.
@@ -24,6 +26,10 @@ def warm_start(model: Any, config: TrainConfig, on_step: Callable[[int, float], 
         model: a causal language model.
         config: the run; `config.warm_start` is used.
         on_step: told the step and the smoothed loss after each step.
+        should_stop: asked after each step.
+
+    Returns:
+        False when it was stopped; the model is then of no use.
     """
     settings = config.warm_start
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
@@ -41,7 +47,10 @@ def warm_start(model: Any, config: TrainConfig, on_step: Callable[[int, float], 
         smoothed = loss.item() if step == 0 else SMOOTHING * smoothed + (1 - SMOOTHING) * loss.item()
         on_step(step, smoothed)
         if smoothed < settings.stop_at_loss:
-            return
+            break
+        if should_stop():
+            return False
+    return True
 
 
 def _loss(model: Any, config: TrainConfig, rng: np.random.Generator) -> torch.Tensor:

@@ -254,10 +254,10 @@ def test_a_stale_trace_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda b: {k: v[:, :-1] for k, v in b.items()}, "sequence 0 has 8 tokens in the batch and 9 rows"),
-        (lambda b: {k: v[:2] for k, v in b.items()}, "the trace has 3 sequences"),
-        (lambda b: {k: v[[1, 0, 2]] for k, v in b.items()}, "sequence 0 has 6 tokens"),
-        (lambda b: {"input_ids": b["input_ids"]}, "sequence 1 has 9 tokens"),
+        (lambda b: {k: v[:, :-1] for k, v in b.items()}, "sequence 0 ends after 8 of 9 tokens"),
+        (lambda b: {k: v[:2] for k, v in b.items()}, "the batch has 2 sequences and the trace has 3"),
+        (lambda b: {k: v[[1, 0, 2]] for k, v in b.items()}, r"holds the sequences \[1, 0, 2\] of the trace"),
+        (lambda b: {"input_ids": b["input_ids"]}, "sequence 1"),
         (lambda b: {**b, "input_ids": b["input_ids"].roll(1, dims=1)}, "sequence 0, position 0"),
         (lambda b: {"inputs_embeds": torch.zeros(3, 9, 32)}, "no input_ids"),
         (lambda b: {**b, "attention_mask": torch.zeros(3, 1, 9, 9)}, "attention_mask is"),
@@ -320,6 +320,41 @@ def test_generation_records_what_a_full_forward_selects(family):
     assert np.array_equal(trace.token_ids_N, shortened.token_ids_N)
     agreement = (np.sort(trace.expert_ids_NLK, -1) == np.sort(shortened.expert_ids_NLK, -1)).mean()
     assert agreement == 1.0
+
+
+def test_recomputation_is_not_recorded_again(checkpointing):
+    model = tiny("qwen3_moe")
+    enable_checkpointing(model, checkpointing)
+    routed = hf.attach(model)
+    with routed.record() as recording:
+        loss_of(model, BATCH).backward()
+    with routed.record() as once, torch.no_grad():
+        model(**BATCH)
+    assert recording.trace().equals(once.trace())
+
+
+def test_forwards_of_one_recording_are_joined_in_order():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    batches = [batch_of(4, 3, seed=1), batch_of(7, seed=2)]
+    with routed.record() as both, torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    parts = []
+    for batch in batches:
+        with routed.record() as part, torch.no_grad():
+            model(**batch)
+        parts.append(part.trace())
+    assert both.trace().equals(fr.concatenate(parts))
+
+
+def test_a_part_of_the_model_called_alone_is_refused():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    with routed.replay(random_routes(routed.spec, BATCH)):
+        model(**BATCH)
+        with pytest.raises(ReplayError, match="ran outside a forward of Qwen3MoeModel"):
+            model.model.layers[0].mlp(torch.zeros(1, 2, 32))
 
 
 def test_recorded_margins_are_the_gap_at_the_boundary():

@@ -23,7 +23,7 @@ def build_model(family: str, *, seed: int, experts_implementation: str = "groupe
         **sizes: fields of the family's configuration.
 
     Raises:
-        ConfigError: for a family that transformers does not know or a field that it lacks.
+        ConfigError: for a family that transformers does not know, a field that it lacks, or sizes that do not fit.
     """
     if family not in transformers.CONFIG_MAPPING:
         raise ConfigError(f"transformers {transformers.__version__} has no model type {family!r}")
@@ -32,9 +32,12 @@ def build_model(family: str, *, seed: int, experts_implementation: str = "groupe
     unknown = sorted(name for name in sizes if not hasattr(known, name) and name not in READ_BUT_NOT_DECLARED)
     if unknown:
         raise ConfigError(f"{config_class.__name__} has no field {', '.join(unknown)}; see its documentation")
-    config = config_class(**sizes)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, experts_implementation=experts_implementation
-        )
+    try:
+        config = config_class(**sizes)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, experts_implementation=experts_implementation
+            )
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"a {family} model cannot be made with these sizes: {error}") from error
