@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import fuzz_targets_capture
 from benchmarks.mutations import damage, forge
 from foreroute.errors import ForerouteError
 from foreroute.trace import CODECS, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, synthetic_trace
@@ -81,7 +82,20 @@ def run(quick: bool) -> dict[str, Any]:
 
 def targets(folder: Path) -> list[Target]:
     """Every decoder that is tried; rooms that read foreign input add theirs here."""
-    return list(trace_targets(folder))
+    return [*trace_targets(folder), *capture_targets()]
+
+
+def capture_targets() -> list[Target]:
+    """Every wire. None has a checksum, so damage that is still a possible row is accepted; it must be possible."""
+
+    def possible(decoded: RoutingTrace, expected: RoutingTrace) -> bool:
+        check_rows(decoded.expert_ids_NLK, decoded.valid_N, decoded.offsets, decoded.spec)
+        return decoded.num_rows == expected.num_rows
+
+    return [
+        Target(f"capture {wire.name}", wire.make_valid, wire.decode, possible)
+        for wire in fuzz_targets_capture.targets()
+    ]
 
 
 def fuzz(target: Target, cases: int, *, seed: int) -> Tally:

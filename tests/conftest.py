@@ -6,4 +6,5 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-sys.path.insert(0, str(Path(__file__).parent))
+for shared in (".", "train"):
+    sys.path.insert(0, str(Path(__file__).parent / shared))

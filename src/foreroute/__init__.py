@@ -13,6 +13,7 @@
 Importing this package loads numpy and nothing heavier; frameworks are loaded by the adapter that is asked for.
 """
 
+from foreroute import capture
 from foreroute.errors import ForerouteError
 from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, save
 
@@ -25,6 +26,7 @@ __all__ = [
     "RoutingSpec",
     "RoutingTrace",
     "__version__",
+    "capture",
     "concatenate",
     "load",
     "save",

@@ -7,10 +7,14 @@
     │   │   ├── TraceContentError         ids out of range, duplicate picks, wrong lengths
     │   │   ├── TraceFileError            a file that is no trace, is damaged, or would be overwritten
     │   │   ├── SpecMismatchError         a trace of another model
+    │   │   ├── CaptureError              engine output that holds no routes, or routes that cannot be trusted
     │   │   ├── BatchMismatchError        a trace that does not fit the batch it should be replayed on
     │   │   └── StaleTraceError           a trace recorded under other weights than expected
+    │   ├── LayoutError                   a parallel layout that these sequences, layers or ranks cannot have
     │   └── RunFolderError                a run folder or checkpoint
     ├── AttachError (also TypeError)      a model whose routing cannot be recorded and replayed
+    ├── EngineError (also RuntimeError)   a rollout engine that cannot be started, does not answer, or fails
+    ├── DivergedError (also ArithmeticError)  training whose numbers are no longer finite
     └── ReplayError (also RuntimeError)   replay was asked for and did not take effect
 
 A message says what was seen, what was expected, and what to do.
@@ -45,6 +49,10 @@ class SpecMismatchError(TraceError):
     """Raised when a trace was recorded from a model with other experts or layers."""
 
 
+class CaptureError(TraceError):
+    """Raised when engine output is of no known form, is damaged, or holds routes that cannot be trusted."""
+
+
 class BatchMismatchError(TraceError):
     """Raised when a trace does not hold the rows of the batch it should be replayed on."""
 
@@ -53,12 +61,24 @@ class StaleTraceError(TraceError):
     """Raised when a trace was recorded under another weight version than the one expected."""
 
 
+class LayoutError(InputError):
+    """Raised when sequences or layers cannot be laid out as asked: lengths that do not divide, a rank too many."""
+
+
 class RunFolderError(InputError):
     """Raised when a run folder is missing, damaged, or already in use."""
 
 
 class AttachError(ForerouteError, TypeError):
     """Raised when a model's routing cannot be recorded and replayed exactly."""
+
+
+class EngineError(ForerouteError, RuntimeError):
+    """Raised when a rollout engine cannot be started, does not answer in time, dies, or answers with nonsense."""
+
+
+class DivergedError(ForerouteError, ArithmeticError):
+    """Raised when loss, gradients or probabilities stop being finite."""
 
 
 class ReplayError(ForerouteError, RuntimeError):

@@ -1,6 +1,7 @@
 """A seeded sample of what `python -m benchmarks fuzz` tries."""
 
 import pytest
+
 from benchmarks.fuzz import fuzz, targets
 
 

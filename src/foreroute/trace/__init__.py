@@ -1,11 +1,12 @@
 """What was routed: the container of routes, its checks, its file, its fingerprint, and counts. No torch."""
 
+from foreroute.trace.assembly import extended
 from foreroute.trace.atomic import write_atomically
 from foreroute.trace.codec import CODECS, CodecName
 from foreroute.trace.container import NO_VERSION, RoutingTrace, concatenate
 from foreroute.trace.counts import count_assignments
 from foreroute.trace.digest import digest
-from foreroute.trace.file import load, save
+from foreroute.trace.file import encoded_size, load, save
 from foreroute.trace.overlap import RouteOverlap, overlap
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
 from foreroute.trace.store import TraceStore
@@ -24,6 +25,8 @@ __all__ = [
     "concatenate",
     "count_assignments",
     "digest",
+    "encoded_size",
+    "extended",
     "load",
     "overlap",
     "save",

@@ -26,7 +26,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
-from foreroute.trace.check import as_offsets, check_rows, narrow_ids, segment_rows
+from foreroute.trace.check import (
+    as_offsets,
+    as_sequence_numbers,
+    as_tokens,
+    check_rows,
+    narrow_ids,
+    segment_rows,
+)
 from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
 NO_VERSION = -1
@@ -86,7 +93,7 @@ class RoutingTrace:
             raise TraceContentError(
                 f"got tokens of {len(token_ids)} sequences and routes of {len(expert_ids)}; expected one of each"
             )
-        tokens = [np.asarray(t, dtype=np.int32).reshape(-1) for t in token_ids]
+        tokens = [as_tokens(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids)]
         routes = [narrow_ids(r, spec, name=f"expert_ids[{s}]") for s, r in enumerate(expert_ids)]
         for s, (t, r) in enumerate(zip(tokens, routes, strict=True)):
             if len(r) > len(t):
@@ -95,6 +102,51 @@ class RoutingTrace:
                     "expected at most one row per token. Check that prompt and response tokens are both passed"
                 )
         trace = _pack(spec, tokens, routes, provenance or {}).with_weight_version(weight_version)
+        check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
+        return trace
+
+    @classmethod
+    def from_rows(
+        cls,
+        spec: RoutingSpec,
+        token_ids: Sequence[ArrayLike],
+        expert_ids: Sequence[ArrayLike],
+        *,
+        valid: Sequence[ArrayLike],
+        weight_versions: Sequence[ArrayLike],
+        provenance: Mapping[str, str] | None = None,
+    ) -> RoutingTrace:
+        """Pack sequences whose routed rows may lie anywhere and may come from several weight versions.
+
+        Args:
+            spec: the model the routes come from.
+            token_ids: S integer arrays [T].
+            expert_ids: S integer arrays [T, L, K], one row for each token; not looked at where `valid` is False.
+            valid: S bool arrays [T], True where a row was routed.
+            weight_versions: S integer arrays [T]; not looked at where `valid` is False.
+            provenance: what made the trace.
+
+        Raises:
+            TraceContentError: for ids out of range, an expert picked twice in a row, or shapes that disagree.
+        """
+        counts = {len(token_ids), len(expert_ids), len(valid), len(weight_versions)}
+        if len(counts) != 1:
+            raise TraceContentError(f"got tokens, routes, validity and versions of {sorted(counts)} sequences")
+        tokens = [as_tokens(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids)]
+        masks = [np.asarray(v, dtype=np.bool_) for v in valid]
+        versions = [np.asarray(v, dtype=np.int32) for v in weight_versions]
+        routes = []
+        for s, (t, m, v) in enumerate(zip(tokens, masks, versions, strict=True)):
+            r = np.asarray(expert_ids[s])
+            if r.ndim != 3 or not len(t) == len(r) == m.size == v.size or m.ndim != 1 or v.ndim != 1:
+                raise TraceContentError(
+                    f"sequence {s} has {len(t)} tokens, routes of shape {r.shape}, validity of shape {m.shape} "
+                    f"and versions of shape {v.shape}; expected one row of each for every token"
+                )
+            routes.append(narrow_ids(np.where(m[:, None, None], r, r.dtype.type(0)), spec, name=f"expert_ids[{s}]"))
+        valid_N = np.concatenate([*masks, np.zeros(0, np.bool_)])
+        stamped = np.where(valid_N, np.concatenate([*versions, np.zeros(0, np.int32)]), np.int32(NO_VERSION))
+        trace = replace(_pack(spec, tokens, routes, provenance or {}), valid_N=valid_N, weight_versions_N=stamped)
         check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
         return trace
 
@@ -148,9 +200,7 @@ class RoutingTrace:
         Args:
             sequences: integers [S'], each in 0 .. S - 1.
         """
-        chosen = np.asarray(sequences, dtype=np.int64).reshape(-1)
-        if chosen.size and (chosen.min() < 0 or chosen.max() >= len(self)):
-            raise TraceContentError(f"sequence {int(chosen.max())} was selected from a trace of {len(self)} sequences")
+        chosen = as_sequence_numbers(sequences, len(self))
         lengths = self.lengths[chosen]
         return self._take(segment_rows(self.offsets[:-1][chosen], lengths), lengths)
 
@@ -188,7 +238,9 @@ class RoutingTrace:
         return replace(joined, offsets=joined.offsets[::2])
 
     def with_weight_version(self, version: int) -> RoutingTrace:
-        """The same routes, all stamped with one weight version."""
+        """The same routes, all stamped with one weight version, from 0, or `NO_VERSION`."""
+        if not NO_VERSION <= version <= np.iinfo(np.int32).max:
+            raise TraceContentError(f"weight version is {version}; expected a number from 0 that fits 32 bits")
         stamped = np.where(self.valid_N, np.int32(version), np.int32(NO_VERSION)).astype(np.int32)
         return replace(self, weight_versions_N=stamped)
 
@@ -248,7 +300,7 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
         token_ids_N=np.concatenate([p.token_ids_N for p in parts]),
         weight_versions_N=np.concatenate([p.weight_versions_N for p in parts]),
         offsets=as_offsets(np.concatenate([p.lengths for p in parts])),
-        provenance=_common_provenance([p.provenance for p in parts]),
+        provenance=common_provenance([p.provenance for p in parts]),
         pick_order_kept=parts[0].pick_order_kept,
     )
 
@@ -275,7 +327,7 @@ def _pack(
     )
 
 
-def _common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:
+def common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:
     """Facts on which the parts agree, and every distinct value where they do not."""
     keys = dict.fromkeys(key for facts in all_facts for key in facts)
     return {key: " | ".join(dict.fromkeys(f[key] for f in all_facts if key in f)) for key in keys}

@@ -97,6 +97,12 @@ def _write_bytes(name: str, raw: bytes) -> None:
     Path(name).write_bytes(raw)
 
 
+def encoded_size(trace: RoutingTrace, codec: CodecName) -> int:
+    """Bytes that a file of `trace` would hold in a codec, its header left out."""
+    _, tensors = encode_trace(trace, codec)
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
 @contextmanager
 def _opened(source: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open

@@ -1,0 +1,52 @@
+"""Runs every Python block of README.md and docs/ as a test."""
+
+import pytest
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+
+def a_users_things(namespace):
+    """What a reader has before the first line: a model, a batch of prompts with responses, and a loss."""
+    import torch
+    from transformers.utils import logging
+
+    from foreroute.adapters import hf
+
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    model = hf.build_model(
+        "qwen3_moe",
+        seed=0,
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        initializer_range=0.3,
+        max_position_embeddings=64,
+    )
+    tokens = torch.randint(1, 50, (4, 12), generator=torch.Generator().manual_seed(0))
+    namespace.update(
+        model=model,
+        batch={"input_ids": tokens, "attention_mask": torch.ones_like(tokens)},
+        policy_loss=lambda output: -output.logits.log_softmax(-1)[..., 0].mean(),
+    )
+
+
+@pytest.fixture(scope="module")
+def in_a_new_folder(tmp_path_factory):
+    """Examples write their files somewhere else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("docs"))
+        yield
+
+
+pytest_collect_file = Sybil(
+    parsers=[PythonCodeBlockParser(), SkipParser()],
+    patterns=["*.md"],
+    setup=a_users_things,
+    fixtures=["in_a_new_folder"],
+).pytest()

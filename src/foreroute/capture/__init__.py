@@ -1,0 +1,23 @@
+"""Engine output in, routing trace out: wires are recognised, decoded, checked and assembled. No torch, no engine."""
+
+from foreroute.capture.containers import Recognised, recognise
+from foreroute.capture.decode import decode
+from foreroute.capture.encode import WRITABLE, encode
+from foreroute.capture.facts import ModelFacts
+from foreroute.capture.generation import Generation
+from foreroute.capture.kinds import WireKind
+from foreroute.capture.suspect import refuse_constant_layers
+from foreroute.capture.trajectory import Trajectory
+
+__all__ = [
+    "WRITABLE",
+    "Generation",
+    "ModelFacts",
+    "Recognised",
+    "Trajectory",
+    "WireKind",
+    "decode",
+    "encode",
+    "recognise",
+    "refuse_constant_layers",
+]

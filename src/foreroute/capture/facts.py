@@ -1,0 +1,73 @@
+"""What must be known about a model before an engine's layer axis can be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.errors import CaptureError
+from foreroute.trace import LayerKind, RoutingSpec
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A routing spec and the number of decoder layers that the engine counts, dense ones included.
+
+    Attributes:
+        spec: experts, picks and routed layers. Engines return decoder layers only, so MTP and draft layers are refused.
+        num_hidden_layers: decoder layers in all, `num_hidden_layers` of the model's configuration. None when it is not
+            known: then only a layer axis of exactly the routed layers can be read.
+    """
+
+    spec: RoutingSpec
+    num_hidden_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        kinds = {layer.kind for layer in self.spec.layers}
+        if kinds & {LayerKind.MTP, LayerKind.DRAFT}:
+            raise CaptureError(
+                f"the spec of {self.spec.model or 'the model'} lists MTP or draft layers; no engine returns those, "
+                "pass a spec of the decoder layers alone"
+            )
+        last = max(layer.index for layer in self.spec.layers)
+        if self.num_hidden_layers is not None and self.num_hidden_layers <= last:
+            raise CaptureError(
+                f"num_hidden_layers is {self.num_hidden_layers}, but the spec routes decoder layer {last}; "
+                "expected the count of all decoder layers, dense ones included"
+            )
+
+    @property
+    def axis_lengths(self) -> tuple[int, ...]:
+        """The lengths that a layer axis may have: the routed layers, or all decoder layers."""
+        lengths = {self.spec.num_layers, self.num_hidden_layers or self.spec.num_layers}
+        return tuple(sorted(lengths))
+
+    def routed_columns(self, axis_length: int, *, what: str) -> NDArray[np.int64]:
+        """int64 [L], where the routed layers lie on an axis of `axis_length` layers.
+
+        Raises:
+            CaptureError: when the axis is neither the routed layers nor all decoder layers.
+        """
+        if axis_length == self.spec.num_layers:
+            return np.arange(self.spec.num_layers)
+        if axis_length == self.num_hidden_layers:
+            return np.array([layer.index for layer in self.spec.layers])
+        raise CaptureError(f"{what} has {axis_length} layers; expected {self._expected()}. {self._advice(axis_length)}")
+
+    def _expected(self) -> str:
+        routed = f"{self.spec.num_layers} (the routed layers)"
+        if self.num_hidden_layers is None or self.num_hidden_layers == self.spec.num_layers:
+            return routed
+        return f"{routed} or {self.num_hidden_layers} (all decoder layers)"
+
+    def _advice(self, axis_length: int) -> str:
+        if axis_length - 1 in self.axis_lengths:
+            return (
+                "One layer too many: a draft or MTP layer may pose as a decoder layer. "
+                "Switch off its capture, or upgrade the engine (vLLM 0.26, SGLang 0.5.15)"
+            )
+        if self.num_hidden_layers is None and axis_length > max(layer.index for layer in self.spec.layers):
+            return "If the engine counts dense layers too, pass ModelFacts(spec, num_hidden_layers=...)"
+        return "Pipeline stages may not have been joined, or the trace is of another model"

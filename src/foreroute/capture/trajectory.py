@@ -1,0 +1,86 @@
+"""One trajectory from the captures of its turns: tool outputs, prefix-cache hits, aborted and resumed rollouts."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from foreroute.errors import CaptureError
+from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace, extended
+
+
+class Trajectory:
+    """Collects the captures of one growing sequence.
+
+    Every capture brings *all* tokens so far. A row that an earlier capture routed keeps its routes and weight version,
+    because an engine that resumes a request routes its prefix again, maybe under new weights, while the sampled
+    log-probabilities come from the first time. Rows that no capture brings stay absent.
+
+        trajectory = Trajectory(spec)
+        trajectory.add(decode(first_response, model=spec, token_ids=tokens, weight_version=3))
+        trajectory.add_turn(tokens_with_tool_output_and_answer, new_rows, start=41, weight_version=4)
+        trace = trajectory.trace()
+    """
+
+    def __init__(self, spec: RoutingSpec) -> None:
+        self._trace = RoutingTrace.unrouted(spec, [[]])
+
+    def add(self, capture: RoutingTrace, *, replace_routed: bool = False) -> Self:
+        """Extend the trajectory by a decoded capture of one sequence.
+
+        Args:
+            capture: the whole sequence so far; its absent rows leave what is known alone.
+            replace_routed: take rows that were routed before from `capture`.
+
+        Raises:
+            CaptureError: when the capture is not of one sequence.
+            BatchMismatchError: when it does not begin with the tokens so far (text that was tokenised again).
+            SpecMismatchError: when it is of another model.
+        """
+        if len(capture) != 1:
+            raise CaptureError(f"a trajectory is one sequence, the capture has {len(capture)}; select one of them")
+        self._trace = extended(self._trace, capture, replace_routed=replace_routed)
+        return self
+
+    def add_turn(
+        self,
+        token_ids_so_far: ArrayLike,
+        rows: ArrayLike,
+        *,
+        start: int = 0,
+        weight_version: ArrayLike = NO_VERSION,
+        replace_routed: bool = False,
+    ) -> Self:
+        """Extend the trajectory by rows [R, L, K] for the positions from `start`.
+
+        Args:
+            token_ids_so_far: integers [T], the whole sequence so far.
+            rows: integers [R, L, K] with start + R <= T, every one routed.
+            start: the position of the first row; what lies before it is not in `rows` (a prefix-cache hit, a skipped
+                prefix).
+            weight_version: the weights of the rows, one integer, or [R] where they differ.
+            replace_routed: as in `add`.
+
+        Raises:
+            CaptureError: when rows and tokens do not fit each other.
+            TraceContentError: for rows that cannot be true.
+        """
+        tokens, routed = np.asarray(token_ids_so_far).reshape(-1), np.asarray(rows)
+        spec = self._trace.spec
+        if routed.ndim != 3 or start < 0 or start + len(routed) > len(tokens):
+            raise CaptureError(
+                f"rows of shape {routed.shape} from position {start} do not fit {len(tokens)} tokens; expected [R, "
+                f"{spec.num_layers}, {spec.top_k}] with start + R of at most {len(tokens)}"
+            )
+        whole = np.zeros((len(tokens), *routed.shape[1:]), routed.dtype)
+        valid, versions = np.zeros(len(tokens), np.bool_), np.full(len(tokens), NO_VERSION)
+        here = slice(start, start + len(routed))
+        whole[here], valid[here], versions[here] = routed, True, weight_version
+        turn = RoutingTrace.from_rows(spec, [tokens], [whole], valid=[valid], weight_versions=[versions])
+        return self.add(turn, replace_routed=replace_routed)
+
+    def trace(self) -> RoutingTrace:
+        """The trajectory so far: one sequence, absent where no capture had a row."""
+        return self._trace

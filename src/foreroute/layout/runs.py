@@ -1,0 +1,99 @@
+"""Runs of consecutive router slots: what a layout is made of until its indices are written out.
+
+Every packing, padding and split of token rows is a list of runs. In a run, slot i sees packed row `first + i`, or is
+padding where that row falls outside of the run's own sequence, `low` to `high`:
+
+    sequence owns rows 40 41 42          low = 40, high = 43
+    run first = 38, count = 6            slots:  -1 -1 40 41 42 -1
+
+A part of a run is a run, so splitting costs as much as there are sequences, and only `write` costs as much as there
+are slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.trace.check import as_offsets
+
+PAD = -1
+"""The row of a slot that sees no token."""
+
+_INT32_ROWS = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """J runs of slots, one after the other.
+
+    Attributes:
+        first_J: int64 [J], the packed row under the first slot of the run, were it not padding.
+        count_J: int64 [J], slots in the run.
+        low_J: int64 [J], first row of the run's sequence.
+        high_J: int64 [J], row after the last of the run's sequence. `low == high` makes a run of padding.
+    """
+
+    first_J: NDArray[np.int64]
+    count_J: NDArray[np.int64]
+    low_J: NDArray[np.int64]
+    high_J: NDArray[np.int64]
+
+    @property
+    def num_slots(self) -> int:
+        """R, the slots of all runs."""
+        return int(self.count_J.sum())
+
+    def part(self, skip_J: NDArray[np.int64] | int, count_J: NDArray[np.int64]) -> Runs:
+        """The `count_J` slots of each run that follow its first `skip_J`."""
+        return Runs(self.first_J + skip_J, count_J, self.low_J, self.high_J)
+
+    def nonempty(self) -> Runs:
+        """The runs that have slots."""
+        held = self.count_J > 0
+        return Runs(self.first_J[held], self.count_J[held], self.low_J[held], self.high_J[held])
+
+    def write(self, num_rows: int) -> NDArray[Any]:
+        """The row of every slot, `PAD` where it sees none.
+
+        Args:
+            num_rows: N, of the packed rows that the runs index.
+
+        Returns:
+            row_of_slot_R: int32 [R] where rows and slots can be counted in it, else int64 [R].
+        """
+        dtype = np.dtype(np.int32 if max(num_rows, self.num_slots) <= _INT32_ROWS else np.int64)
+        rows = join_ranges(self.first_J, self.count_J, dtype)
+        start_J = as_offsets(self.count_J)[:-1]
+        before_J = np.clip(self.low_J - self.first_J, 0, self.count_J)
+        after_J = np.clip(self.first_J + self.count_J - self.high_J, 0, self.count_J)
+        rows[join_ranges(start_J, before_J)] = PAD
+        rows[join_ranges(start_J + self.count_J - after_J, after_J)] = PAD
+        return rows
+
+
+def pad_runs(count_J: NDArray[np.int64]) -> Runs:
+    """Runs of nothing but padding."""
+    zeros = np.zeros_like(count_J)
+    return Runs(zeros, count_J, zeros, zeros)
+
+
+def interleave(parts: list[Runs]) -> Runs:
+    """Run j of every part, for j = 0, 1, …; the parts have equally many runs."""
+    return Runs(
+        np.stack([p.first_J for p in parts], axis=1).reshape(-1),
+        np.stack([p.count_J for p in parts], axis=1).reshape(-1),
+        np.stack([p.low_J for p in parts], axis=1).reshape(-1),
+        np.stack([p.high_J for p in parts], axis=1).reshape(-1),
+    )
+
+
+def join_ranges(first_J: NDArray[np.int64], count_J: NDArray[np.int64], dtype: Any = np.int64) -> NDArray[Any]:
+    """The integers `first_J[j] … first_J[j] + count_J[j] - 1` for j = 0, 1, …, joined."""
+    offsets = as_offsets(count_J)
+    joined: NDArray[Any] = np.repeat((first_J - offsets[:-1]).astype(dtype), count_J)
+    joined += np.arange(offsets[-1], dtype=dtype)
+    return joined

@@ -1,0 +1,240 @@
+"""From sequence lengths and a parallel layout to the router slots of one rank, stage by stage.
+
+    pack │ pad  ──▶  split_context  ──▶  split_sequence  ──▶  rows
+     THD │ [B, T]     CP, per sequence    SP or Ulysses       RankRows
+
+Each stage maps slots to slots and knows nothing of the stage before it; `rows` writes the indices of this rank's own
+slots and no others. Which layers a pipeline rank holds is in `foreroute.layout.pipeline`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from foreroute.errors import LayoutError
+from foreroute.layout.rank_rows import RankRows
+from foreroute.layout.runs import Runs, interleave, pad_runs
+from foreroute.trace.check import as_offsets
+
+Side = Literal["left", "right"]
+Order = Literal["thd", "bshd", "sbhd"]
+Scheme = Literal["zigzag", "contiguous"]
+
+
+def pack(lengths: ArrayLike, *, sequences: ArrayLike | None = None, align: int = 1) -> Layout:
+    """THD: sequences one after the other, each padded on the right to a multiple of `align`.
+
+    Args:
+        lengths: integers [S], tokens per sequence of the trace (`trace.lengths`).
+        sequences: integers, the sequences to lay out, in batch order; all of them by default.
+        align: slots of a sequence are a multiple of this. With context and sequence parallelism over CP x TP ranks,
+            Megatron-Core and Transformer Engine need 2·CP·TP.
+
+    Raises:
+        LayoutError: for an `align` below 1, negative lengths, or a sequence that is not there.
+    """
+    offsets, chosen = _checked(lengths, sequences)
+    _require(align >= 1, f"align is {align}; expected at least 1")
+    low, high = offsets[chosen], offsets[chosen + 1]
+    return Layout(Runs(low, _round_up(high - low, align), low, high), "thd", 1, int(offsets[-1]))
+
+
+def pad(
+    lengths: ArrayLike,
+    *,
+    side: Side,
+    order: Literal["bshd", "sbhd"],
+    sequences: ArrayLike | None = None,
+    to: int | None = None,
+    multiple_of: int = 1,
+) -> Layout:
+    """A grid of B sequences x T slots, padded on one side; side and order have no default, for neither can be guessed.
+
+    Args:
+        lengths: integers [S], tokens per sequence of the trace (`trace.lengths`).
+        side: where the padding is.
+        order: how the router's rows are flattened: "bshd" batch first (Hugging Face), "sbhd" sequence first (Megatron).
+        sequences: integers [B], the sequences to lay out, in batch order; all of them by default.
+        to: T before rounding; the longest sequence by default. Nothing is ever truncated.
+        multiple_of: T is rounded up to a multiple of this.
+
+    Raises:
+        LayoutError: when a sequence is longer than `to`, or an argument is none of the above.
+    """
+    offsets, chosen = _checked(lengths, sequences)
+    _require(side in ("left", "right"), f"side is {side!r}; expected 'left' or 'right'")
+    _require(order in ("bshd", "sbhd"), f"order is {order!r}; expected 'bshd' (batch first) or 'sbhd' (sequence first)")
+    _require(multiple_of >= 1, f"multiple_of is {multiple_of}; expected at least 1")
+    low, high = offsets[chosen], offsets[chosen + 1]
+    width = int((high - low).max(initial=0)) if to is None else to
+    for s in chosen[high - low > width][:1]:
+        raise LayoutError(
+            f"sequence {s} has {offsets[s + 1] - offsets[s]} tokens and cannot be padded to {width}; "
+            "raise `to`, or cut the trace with trace.truncated(lengths)"
+        )
+    count = np.full_like(low, -(-width // multiple_of) * multiple_of)
+    first = low if side == "right" else high - count
+    return Layout(Runs(first, count, low, high), order, len(chosen), int(offsets[-1]))
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The router slots of one rank, not yet written out. Make one with `pack` or `pad`.
+
+    Attributes:
+        runs: the slots, as runs; one per sequence until a split.
+        order: "thd", "bshd" or "sbhd".
+        num_streams: rows of slots that a sequence split cuts: 1 when packed, B in a grid.
+        num_rows: N, packed rows of the trace.
+        is_split: whether ranks already share the slots.
+    """
+
+    runs: Runs
+    order: Order
+    num_streams: int
+    num_rows: int
+    is_split: bool = False
+
+    @property
+    def num_slots(self) -> int:
+        """R, the router rows of this rank, padding included."""
+        return self.runs.num_slots
+
+    @property
+    def stream_length(self) -> int:
+        """Slots that a sequence split cuts: all of them when packed, T in a grid."""
+        return self.num_slots // self.num_streams if self.num_streams else 0
+
+    def align_total(self, multiple: int) -> Layout:
+        """Pad the end of a packed stream so that its slots are a multiple of `multiple` (as slime and FP8 kernels do).
+
+        Before `split_context` the tail is shared out like a sequence; after it, every rank pads its own stream.
+        """
+        _require(self.order == "thd", "only a packed stream has a total to align; give `pad` a `multiple_of`")
+        _require(multiple >= 1, f"multiple is {multiple}; expected at least 1")
+        return self._with_tail(-self.stream_length % multiple)
+
+    def split_context(self, ranks: int, rank: int, *, scheme: Scheme = "zigzag") -> Layout:
+        """The share of one context-parallel rank, sequence by sequence.
+
+        Args:
+            ranks: CP.
+            rank: 0 … CP - 1.
+            scheme: "zigzag" gives rank r the chunks r and 2·CP - 1 - r of 2·CP, so that causal attention costs every
+                rank the same (Megatron-Core, Transformer Engine); "contiguous" gives it chunk r of CP.
+
+        Raises:
+            LayoutError: when a padded sequence does not divide into its chunks, or a split was made before.
+        """
+        _check_rank(ranks, rank, "context-parallel")
+        _require(scheme in ("zigzag", "contiguous"), f"scheme is {scheme!r}; expected 'zigzag' or 'contiguous'")
+        _require(not self.is_split, "split_context comes before split_sequence, and once: it cuts whole sequences")
+        chunks = 2 * ranks if scheme == "zigzag" else ranks
+        if ranks == 1:
+            return self
+        self._check_divides(chunks, scheme, ranks)
+        chunk_J = self.runs.count_J // chunks
+        taken = (rank, chunks - 1 - rank) if scheme == "zigzag" else (rank,)
+        runs = interleave([self.runs.part(c * chunk_J, chunk_J) for c in taken])
+        return replace(self, runs=runs, is_split=True)
+
+    def split_sequence(self, ranks: int, rank: int, *, pad: bool = False) -> Layout:
+        """The contiguous share of one tensor-parallel rank under sequence parallelism (or one Ulysses rank).
+
+        A packed stream is cut as a whole, a grid along T, whatever the order its rows are flattened in.
+
+        Args:
+            ranks: TP.
+            rank: 0 … TP - 1.
+            pad: pad the end of the stream to a multiple of `ranks` first, instead of refusing.
+
+        Raises:
+            LayoutError: when the stream does not divide and `pad` is False.
+        """
+        _check_rank(ranks, rank, "sequence-parallel")
+        extra = -self.stream_length % ranks
+        _require(
+            pad or not extra,
+            f"{self.stream_length} slots do not divide over {ranks} sequence-parallel ranks; "
+            f"align sequences to a multiple of {ranks}, or pass pad=True if the trainer pads the end of the stream",
+        )
+        padded = self._with_tail(extra)
+        share = padded.stream_length // ranks
+        return replace(padded, runs=padded._window(rank * share, (rank + 1) * share), is_split=True)
+
+    def rows(self) -> RankRows:
+        """Write the indices of this rank's slots, in the order in which its routers see them."""
+        row_of_slot = self.runs.write(self.num_rows)
+        if self.order == "sbhd":
+            row_of_slot = row_of_slot.reshape(self.num_streams, self.stream_length).T.reshape(-1)
+        return RankRows(row_of_slot, self.num_rows)
+
+    def _with_tail(self, count: int) -> Layout:
+        if not count or not self.num_streams:
+            return self
+        tail = pad_runs(np.full(self.num_streams, count, np.int64))
+        arrays = [
+            np.concatenate([a.reshape(self.num_streams, -1), b[:, None]], axis=1).reshape(-1)
+            for a, b in zip(vars(self.runs).values(), vars(tail).values(), strict=True)
+        ]
+        return replace(self, runs=Runs(*arrays))
+
+    def _window(self, start: int, stop: int) -> Runs:
+        """The slots `start : stop` of every stream."""
+        count = self.runs.count_J
+        begin_J = as_offsets(count)[:-1]
+        if self.num_streams > 1:
+            begin_J = begin_J % max(self.stream_length, 1)
+        skip_J = np.clip(start - begin_J, 0, count)
+        runs = self.runs.part(skip_J, np.clip(stop - begin_J, 0, count) - skip_J)
+        return runs if self.num_streams > 1 else runs.nonempty()
+
+    def _check_divides(self, chunks: int, scheme: str, ranks: int) -> None:
+        uneven = np.flatnonzero(self.runs.count_J % chunks)
+        if not len(uneven):
+            return
+        j = int(uneven[0])
+        is_tail = self.order == "thd" and self.runs.low_J[j] == self.runs.high_J[j]
+        stage = "align_total" if is_tail else "pack(align=)" if self.order == "thd" else "pad(multiple_of=)"
+        raise LayoutError(
+            f"{'the tail of the stream' if is_tail else f'sequence {j} of the batch'} has "
+            f"{int(self.runs.count_J[j])} slots; {scheme} context parallelism over {ranks} ranks needs a multiple of "
+            f"{chunks}. Give {stage} {chunks} or a multiple of it, as the trainer does"
+        )
+
+
+def _checked(lengths: ArrayLike, sequences: ArrayLike | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Offsets int64 [S + 1] and the chosen sequences int64 [B]."""
+    lengths_S, chosen = np.asarray(lengths), None if sequences is None else np.asarray(sequences)
+    for name, given in (("lengths", lengths_S), ("sequences", chosen)):
+        if given is not None and (given.ndim != 1 or (given.size and given.dtype.kind not in "iu")):
+            raise LayoutError(f"{name} are {given.dtype} of shape {given.shape}; expected one integer per sequence")
+    if lengths_S.min(initial=0) < 0:
+        raise LayoutError(f"sequence {int(lengths_S.argmin())} has length {int(lengths_S.min())}; expected 0 or more")
+    offsets = as_offsets(lengths_S.astype(np.int64))
+    if chosen is None:
+        return offsets, np.arange(len(lengths_S))
+    if chosen.min(initial=0) < 0 or chosen.max(initial=-1) >= len(lengths_S):
+        raise LayoutError(
+            f"sequences {int(chosen.min())} to {int(chosen.max())} were chosen from {len(lengths_S)}; "
+            f"expected 0 to {len(lengths_S) - 1}"
+        )
+    return offsets, chosen.astype(np.int64)
+
+
+def _check_rank(ranks: int, rank: int, what: str) -> None:
+    _require(ranks >= 1, f"there are {ranks} {what} ranks; expected at least 1")
+    _require(0 <= rank < ranks, f"{what} rank is {rank}; expected 0 to {ranks - 1}")
+
+
+def _round_up(counts: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
+    return -(-counts // multiple) * multiple
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise LayoutError(message)

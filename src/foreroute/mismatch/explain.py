@@ -1,0 +1,256 @@
+"""Why two traces of the same tokens differ: names the defect when one explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.mismatch.mixups import Mixup, mixups
+from foreroute.mismatch.pairs import TracePair
+from foreroute.trace import RoutingTrace, overlap
+
+NATURAL = 0.20
+"""Share of differing routers up to which a difference counts as numerical: bfloat16 engines show 5-15 %."""
+_MIN_EVIDENCE = 12.0
+"""Routers' worth of agreement that a supposed mix-up must win before it is believed."""
+_MIN_GAIN, _MIN_COVERED = 0.02, 0.5
+_REPLACED, _BROKEN = 0.7, 0.6
+
+
+class Defect(StrEnum):
+    """What explains a difference."""
+
+    NONE = "none"
+    SHIFT = "shift"
+    PERMUTATION = "permutation"
+    FLATTENING = "flattening"
+    LAYER_OFFSET = "layer-offset"
+    PHYSICAL_IDS = "physical-ids"
+    PREFIX_MISSING = "prefix-missing"
+    LAYER_REPLACED = "layer-replaced"
+    WEIGHT_VERSION = "weight-version"
+    UNEXPLAINED = "unexplained"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How two traces differ, and why.
+
+    Attributes:
+        kind: the defect, `Defect.NONE` for natural mismatch.
+        parameters: what defines the defect (`tokens` of a shift, `order` of a permutation, `rows` of a prefix, ...).
+        overlap_before: mean share of common picks, over rows that both traces routed.
+        overlap_after: the same once the defect is undone, over the rows that can be restored.
+        differing: share of routers whose expert sets differ, as the traces are.
+        overlap_by_layer_L: float64 [L].
+        overlap_by_position_T: float64 [longest sequence], NaN where no sequence has a row.
+        sentence: all of this for a reader.
+    """
+
+    kind: Defect
+    parameters: Mapping[str, Any]
+    overlap_before: float
+    overlap_after: float
+    differing: float
+    overlap_by_layer_L: NDArray[np.float64]
+    overlap_by_position_T: NDArray[np.float64]
+    sentence: str
+
+
+@dataclass(frozen=True)
+class _Finding:
+    kind: Defect
+    parameters: Mapping[str, Any]
+    sentence: str
+    after: float | None = None
+
+
+def explain(a: RoutingTrace, b: RoutingTrace, *, seed: int = 0) -> Explanation:
+    """Compare `b` with the reference `a` and name what sets them apart.
+
+    Large traces are sampled for the search; overlaps are exact. Shifts beyond 256 tokens and permutations of more than
+    256 sequences are not looked for.
+
+    Args:
+        a: the reference, say the trainer's own routes.
+        b: the trace in question, say the engine's. Its sequences may come in another order.
+        seed: of the sample.
+
+    Raises:
+        SpecMismatchError: when the traces come from different models.
+        BatchMismatchError: when they do not hold the same sequences.
+    """
+    order = _order_by_tokens(a, b)
+    if order is not None:
+        b = b.select(np.argsort(order))
+    shared = overlap(a, b)
+    top_k, longest = a.spec.top_k, int(a.lengths.max(initial=0))
+    pair = TracePair(a, b, np.random.default_rng(seed))
+    positions, share_RL = pair.positions[shared.rows_R], shared.shared_RL / top_k
+    with np.errstate(invalid="ignore"):
+        rows_at = np.bincount(positions, minlength=longest)
+        by_position = np.bincount(positions, share_RL.mean(axis=1), longest) / rows_at
+    before = float(share_RL.mean()) if len(positions) else float("nan")
+    finding = _found(pair, positions, share_RL, order)
+    return Explanation(
+        kind=finding.kind,
+        parameters=finding.parameters,
+        overlap_before=before,
+        overlap_after=before if finding.after is None else finding.after,
+        differing=float((share_RL < 1).mean()) if len(positions) else float("nan"),
+        overlap_by_layer_L=share_RL.mean(axis=0) if len(positions) else np.full(a.spec.num_layers, np.nan),
+        overlap_by_position_T=by_position,
+        sentence=finding.sentence,
+    )
+
+
+def _found(
+    pair: TracePair, positions: NDArray[np.int64], share_RL: NDArray[np.float64], order: NDArray[np.int64] | None
+) -> _Finding:
+    """The first defect that explains the difference, mix-ups before losses before drift."""
+    if not len(positions) or pair.a.spec.top_k == pair.a.spec.num_experts:
+        reason = "no row is routed in both traces" if not len(positions) else "every row holds all experts"
+        return _Finding(Defect.UNEXPLAINED if not len(positions) else Defect.NONE, {}, f"Nothing to compare: {reason}.")
+    if order is not None:
+        facts = {"order": order.tolist(), "packed": False, "with_tokens": True}
+        return _Finding(
+            Defect.PERMUTATION, facts, "The sequences of B are those of A in another order, tokens included."
+        )
+    best = max(mixups(pair), key=lambda mixup: mixup.total)
+    gain = best.total - pair.before
+    if gain * pair.num_routers >= _MIN_EVIDENCE and gain >= _MIN_GAIN and best.covered >= _MIN_COVERED:
+        return _of_mixup(pair, best)
+    differs_RL = share_RL < 1
+    return (
+        _prefix_absent(pair, differs_RL)
+        or _prefix_garbage(positions, share_RL)
+        or _layer_replaced(pair, differs_RL)
+        or _drift(pair, differs_RL)
+    )
+
+
+def _of_mixup(pair: TracePair, mixup: Mixup) -> _Finding:
+    p, spec = mixup.parameters, pair.a.spec
+    chance = spec.top_k / spec.num_experts
+    kind = Defect(mixup.name)
+    sentences = {
+        Defect.SHIFT: lambda: (
+            f"B is shifted by {p['tokens']:+d} tokens: its row p holds the routes of row p - ({p['tokens']})."
+        ),
+        Defect.LAYER_OFFSET: lambda: (
+            f"B is offset by {p['layers']:+d} layers"
+            + (
+                ": an axis of all layers was read as one of routed layers, or the other way."
+                if p["dense_first"]
+                else "."
+            )
+        ),
+        Defect.FLATTENING: lambda: f"B was flattened {p['written']} and read {p['read']} (padded to {p['width']}).",
+        Defect.PERMUTATION: lambda: (
+            "The routes of B belong to other sequences"
+            + (", packed in another order" if p["packed"] else "")
+            + f": order {str(p['order'][:16]).rstrip(']')}{', ...]' if len(p['order']) > 16 else ']'}."
+        ),
+        Defect.PHYSICAL_IDS: lambda: (
+            "The ids of B are renamed, by a fixed map in each layer "
+            f"({sum(p['moved'])} of {spec.num_experts * spec.num_layers}): physical slots instead of logical experts."
+        ),
+    }
+    return _Finding(kind, p, sentences[kind](), mixup.covered * (1 - chance) + chance)
+
+
+def _prefix_absent(pair: TracePair, differs_RL: NDArray[np.bool_]) -> _Finding | None:
+    """Leading rows that one trace routed and the other lacks."""
+    for lacking, other, name in ((pair.b, pair.a, "B"), (pair.a, pair.b, "A")):
+        first = np.full(len(pair.a), np.iinfo(np.int64).max)
+        np.minimum.at(first, pair.sequences[lacking.valid_N], pair.positions[lacking.valid_N])
+        lost = np.bincount(
+            pair.sequences, other.valid_N & ~lacking.valid_N & (pair.positions < first[pair.sequences]), len(pair.a)
+        ).astype(np.int64)
+        # One lost row is what every sampled sequence of one token has.
+        if (lost > 1).any() and differs_RL.mean() <= NATURAL:
+            rows = int(np.max(lost))
+            facts = {"rows": rows, "rows_by_sequence": lost.tolist(), "absent": True, "trace": name}
+            return _Finding(
+                Defect.PREFIX_MISSING, facts, f"{name} lacks the first rows of its sequences (up to {rows})."
+            )
+    return None
+
+
+def _prefix_garbage(positions: NDArray[np.int64], share_RL: NDArray[np.float64]) -> _Finding | None:
+    """A change point: below some position nearly everything differs, above it next to nothing."""
+    longest, differs_RL = int(positions.max()) + 1, share_RL < 1
+    routers = np.cumsum(np.bincount(positions, minlength=longest)) * differs_RL.shape[1]
+    differing = np.cumsum(np.bincount(positions, differs_RL.sum(axis=1), longest))
+    below_n, below_d = routers[:-1], differing[:-1]
+    above_n, above_d = routers[-1] - below_n, differing[-1] - below_d
+    with np.errstate(divide="ignore", invalid="ignore"):
+        below, above = below_d / below_n, above_d / above_n
+    likelihood = _log_likelihood(below_d, below_n) + _log_likelihood(above_d, above_n)
+    likelihood -= _log_likelihood(differing[-1:], routers[-1:])
+    possible = (below >= _BROKEN) & (above <= NATURAL) & (likelihood >= _MIN_EVIDENCE)
+    if not possible.any():
+        return None
+    best = int(np.argmax(np.where(possible, likelihood, -np.inf)))
+    sentence = (
+        f"The first {best + 1} rows of the sequences are unrelated; from position {best + 1} on the traces agree."
+    )
+    after = float(share_RL[positions > best].mean())
+    return _Finding(Defect.PREFIX_MISSING, {"rows": best + 1, "absent": False}, sentence, after)
+
+
+def _log_likelihood(hits: NDArray[Any], trials: NDArray[Any]) -> NDArray[np.float64]:
+    share = hits / np.maximum(trials, 1)
+    logs = [np.log(np.maximum(q, 1e-12)) for q in (share, 1 - share)]
+    return np.asarray(hits * logs[0] + (trials - hits) * logs[1], np.float64)
+
+
+def _layer_replaced(pair: TracePair, differs_RL: NDArray[np.bool_]) -> _Finding | None:
+    """One layer is unrelated and all others agree."""
+    by_layer = differs_RL.mean(axis=0)
+    ordered = np.sort(by_layer)
+    if len(by_layer) < 3 or ordered[-1] < _REPLACED or ordered[:-1].mean() > NATURAL or ordered[-2] > 0.3:
+        return None
+    layer = pair.a.spec.layers[int(np.argmax(by_layer))]
+    sentence = f"Only {layer} is unrelated: another layer's routes (a draft or MTP layer?) took its place."
+    return _Finding(Defect.LAYER_REPLACED, {"layer": layer.index, "row": int(np.argmax(by_layer))}, sentence)
+
+
+def _drift(pair: TracePair, differs_RL: NDArray[np.bool_]) -> _Finding:
+    """Nothing is mixed up or lost: natural mismatch, other weights, or unknown."""
+    versions = {"a": pair.a.versions, "b": pair.b.versions}
+    stated = f"weight versions {list(pair.a.versions)} and {list(pair.b.versions)}"
+    by_layer, differing = differs_RL.mean(axis=0), float(differs_RL.mean())
+    third = max(len(by_layer) // 3, 1)
+    grows = by_layer[-third:].mean() - by_layer[:third].mean() > 0.1
+    if differing <= NATURAL:
+        return _Finding(Defect.NONE, versions, f"Natural mismatch: {differing:.1%} of the routers differ ({stated}).")
+    if versions["a"] != versions["b"] or grows:
+        how = "more with depth" if grows else "in every layer"
+        return _Finding(
+            Defect.WEIGHT_VERSION, versions, f"Other weights: {differing:.1%} of the routers differ, {how} ({stated})."
+        )
+    return _Finding(
+        Defect.UNEXPLAINED, versions, f"{differing:.1%} of the routers differ; no known defect explains it."
+    )
+
+
+def _order_by_tokens(a: RoutingTrace, b: RoutingTrace) -> NDArray[np.int64] | None:
+    """int64 [S], the sequence of `a` that each sequence of `b` is, where only their order differs; else None."""
+    if np.array_equal(a.offsets, b.offsets) and np.array_equal(a.token_ids_N, b.token_ids_N):
+        return None
+    places: dict[bytes, list[int]] = {}
+    for s in reversed(range(len(a))):
+        places.setdefault(a.tokens(s).tobytes(), []).append(s)
+    order = []
+    for s in range(len(b)):
+        found = places.get(b.tokens(s).tobytes())
+        if not found:
+            return None
+        order.append(found.pop())
+    return np.array(order, np.int64) if len(order) == len(a) else None

@@ -1,0 +1,18 @@
+"""Run records -> summary rows, plots, one self-contained HTML page. The only user of a plotting library.
+
+Importing this room loads neither matplotlib nor jinja2; `write_report` does, and says what to install without them.
+"""
+
+from foreroute.report.page import write_report
+from foreroute.report.records import Run, read_run, read_runs
+from foreroute.report.table import Sides, SummaryRow, summary_rows
+
+__all__ = [
+    "Run",
+    "Sides",
+    "SummaryRow",
+    "read_run",
+    "read_runs",
+    "summary_rows",
+    "write_report",
+]

@@ -1,0 +1,185 @@
+"""What every plot shares: colours, type sizes, legends, and what stands in place of a plot without data."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+from numpy.typing import NDArray
+
+from foreroute.report.records import SIDES, Run, Side
+
+# Okabe and Ito's colours stay apart under the common colour deficiencies; their yellow is too pale on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
+MARKERS = ("o", "s", "^", "D")
+DASHES = {None: "-", "native": "-", "replayed": (0, (3.2, 1.6))}
+SIDE_WORDS: dict[Side, str] = {"native": "without replay", "replayed": "with replay"}
+
+INCHES = (5.0, 3.1)
+TALL_INCHES = (5.0, 4.0)
+STYLE: dict[str, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": "#8a94a0",
+    "axes.grid": True,
+    "axes.labelcolor": "#3b4550",
+    "axes.labelsize": 11,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.constrained_layout.use": True,
+    "font.family": "DejaVu Sans",  # shipped with matplotlib, so pages look alike everywhere
+    "font.size": 11,
+    "grid.color": "#e6e9ed",
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 1.7,
+    "lines.solid_capstyle": "round",
+    "svg.fonttype": "path",
+    "svg.hashsalt": "foreroute",  # the same records give the same page
+    "xtick.color": "#8a94a0",
+    "xtick.labelcolor": "#3b4550",
+    "xtick.labelsize": 10.5,
+    "ytick.color": "#8a94a0",
+    "ytick.labelcolor": "#3b4550",
+    "ytick.labelsize": 10.5,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caption:
+    """The words of a plot. `absent` says why there is none when no run recorded its data."""
+
+    title: str
+    sentence: str
+    x_label: str
+    y_label: str
+    absent: str
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of the run at this position of the report. Where x are edges, `y` has one entry less than `x`."""
+
+    run: int
+    side: Side | None
+    x: NDArray[np.float64]
+    y: NDArray[np.float64]
+
+    @property
+    def look(self) -> dict[str, Any]:
+        sparse = len(self.x) < 30 or self.run >= len(COLOURS)
+        return {
+            "color": COLOURS[self.run % len(COLOURS)],
+            "linestyle": DASHES[self.side],
+            "marker": MARKERS[self.run // len(COLOURS) % len(MARKERS)] if sparse else None,
+            "markersize": 3.2,
+            "markevery": max(1, len(self.x) // 30),
+        }
+
+
+@dataclass(frozen=True)
+class Key:
+    """One entry of a legend: a run's colour, or a line style when `colour` is None."""
+
+    label: str
+    colour: str | None
+    dashed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """One card of the page: a picture as a data URI, or None with the reason in `caption.absent`."""
+
+    caption: Caption
+    image: str | None = None
+    alt: str = ""
+    keys: tuple[Key, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def plot(
+    caption: Caption,
+    runs: Sequence[Run],
+    series: Sequence[Series],
+    draw: Callable[[Any], None],
+    inches: tuple[float, float] = INCHES,
+) -> Plot:
+    """Let `draw` fill one pair of axes, unless there is nothing to draw."""
+
+    def fill(figure: Figure) -> None:
+        axes = figure.subplots()
+        draw(axes)
+        axes.set_xlabel(caption.x_label)
+        axes.set_ylabel(caption.y_label)
+
+    return plot_figure(caption, runs, series, fill, inches)
+
+
+def plot_figure(
+    caption: Caption,
+    runs: Sequence[Run],
+    series: Sequence[Series],
+    fill: Callable[[Figure], None],
+    inches: tuple[float, float] = INCHES,
+) -> Plot:
+    """Let `fill` draw a whole figure, unless there is nothing to draw."""
+    if not any(np.isfinite(line.y).any() for line in series):
+        return Plot(caption=caption)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=inches)
+        fill(figure)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    image = "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    return Plot(
+        caption=caption,
+        image=image,
+        alt=_alt(caption, runs, series),
+        keys=_keys(runs, series),
+        notes=_notes(runs, series),
+    )
+
+
+def colour_of(position: int) -> str:
+    """The colour of the run at this position of the report."""
+    return COLOURS[position % len(COLOURS)]
+
+
+def percent_axis(axes: Any) -> None:
+    """Shares as percentages, from just below zero, so that a line of exact zeros stays clear of the axis."""
+    top = axes.get_ylim()[1]
+    axes.set_ylim(-0.025 * top, top)
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None, symbol=" %"))
+
+
+def _keys(runs: Sequence[Run], series: Sequence[Series]) -> tuple[Key, ...]:
+    drawn = sorted({line.run for line in series})
+    sides = [side for side in SIDES if any(line.side == side for line in series)]
+    runs_keys = [Key(runs[position].label, colour_of(position)) for position in drawn] if len(runs) > 1 else []
+    return (*runs_keys, *(Key(SIDE_WORDS[side], None, dashed=side == "replayed") for side in sides))
+
+
+def _notes(runs: Sequence[Run], series: Sequence[Series]) -> tuple[str, ...]:
+    notes = []
+    silent = [run.label for position, run in enumerate(runs) if all(line.run != position for line in series)]
+    if silent:
+        notes.append(f"Not recorded by: {', '.join(silent)}.")
+    lost = sum(int((~np.isfinite(line.y)).sum()) for line in series)
+    if lost:
+        notes.append(f"Not drawn: {lost} value{'s' if lost > 1 else ''} that are infinite or not a number.")
+    return tuple(notes)
+
+
+def _alt(caption: Caption, runs: Sequence[Run], series: Sequence[Series]) -> str:
+    finite = np.concatenate([line.y[np.isfinite(line.y)] for line in series])
+    names = ", ".join(runs[position].label for position in sorted({line.run for line in series}))
+    return (
+        f"{caption.title}. {caption.y_label} against {caption.x_label}, "
+        f"from {finite.min():.3g} to {finite.max():.3g}, for {names}."
+    )

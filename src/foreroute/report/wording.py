@@ -1,0 +1,74 @@
+"""Numbers and run facts as a reader meets them. Pure text; escaping is the template's."""
+
+from __future__ import annotations
+
+import math
+
+from foreroute.report.records import Run
+from foreroute.report.table import SummaryRow
+
+ABSENT = "–"  # noqa: RUF001  an en dash in a table cell: never measured
+GAP = "\N{NO-BREAK SPACE}"
+
+ROUTING = {
+    "none": "No routing replay: the trainer routes every token itself",
+    "R2": "R2: the update replays the experts that the trainer's own recompute pass selected",
+    "R3": "R3, rollout routing replay: recompute and update replay the experts that the rollout engine selected",
+}
+
+
+def describe(run: Run) -> list[str]:
+    """What a run is, in short phrases: routing, precision, the settings that change its mismatch, its length."""
+    rl = run.config["rl"]
+    first, last = run.steps[0].step, run.steps[-1].step
+    facts = [ROUTING.get(run.routing, f"Routing {run.routing}"), f"rollout in {run.precision}"]
+    if "mini_steps" in rl:
+        facts.append(f"{rl['mini_steps']} mini-step{'' if rl['mini_steps'] == 1 else 's'} per step")
+    if "learning_rate" in rl:
+        facts.append(f"learning rate {rl['learning_rate']}")
+    facts += [f"seed {run.seed}", f"steps {first} to {last}" if last > first else f"step {first} only"]
+    return [*facts, f"measured both ways at {len(run.paired_steps())} of {len(run.steps)} steps"]
+
+
+def pace(row: SummaryRow) -> str:
+    """Where the time of a step goes, on average."""
+    if row.seconds_per_step is None:
+        return ""
+    phases = ", ".join(f"{phase} {seconds(value)}" for phase, value in row.seconds_by_phase.items())
+    return f"{seconds(row.seconds_per_step)} per step: {phases}"
+
+
+def reward(value: float | None) -> str:
+    """Three decimals."""
+    return ABSENT if value is None else f"{value:.3f}"
+
+
+def percentage(share: float | None) -> str:
+    """0.1234 -> 12.3 %. Shares too small for three digits keep one."""
+    if share is None:
+        return ABSENT
+    percent = 100 * share
+    if percent == 0 or not math.isfinite(percent):
+        return f"{percent:.0f}{GAP}%"
+    return (
+        f"{percent:.1f}{GAP}%"
+        if percent >= 10
+        else f"{percent:.2f}{GAP}%"
+        if percent >= 0.1
+        else f"{percent:.1g}{GAP}%"
+    )
+
+
+def scientific(value: float | None) -> str:
+    """0.00123 -> 1.23e-3."""
+    if value is None:
+        return ABSENT
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def seconds(value: float | None) -> str:
+    """Two decimals, or three digits where that is too many or too few."""
+    return ABSENT if value is None else f"{value:.2f}{GAP}s" if 0.1 <= value < 10 else f"{value:.3g}{GAP}s"

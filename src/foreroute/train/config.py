@@ -1,0 +1,221 @@
+"""The configuration of a training run: every key, its default, and what it means."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from foreroute.errors import ConfigError
+
+Routing = Literal["none", "R2", "R3"]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A table of the configuration. Unknown keys and values of the wrong type are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The policy, made from a configuration and the seed."""
+
+    family: str = "qwen3_moe"
+    """Model type of transformers."""
+    experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] = "grouped_mm"
+    sizes: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Fields of the family's configuration; the vocabulary comes from the task."""
+
+    @model_validator(mode="after")
+    def _vocabulary_of_the_task(self) -> ModelConfig:
+        if "vocab_size" in self.sizes:
+            raise ValueError("sizes.vocab_size comes from the task; leave it out")
+        return self
+
+
+class TaskConfig(Section):
+    """Chains of digit arithmetic with a verifiable answer."""
+
+    min_operands: Count = 8
+    max_operands: Count = 8
+
+    @model_validator(mode="after")
+    def _in_order(self) -> TaskConfig:
+        if self.min_operands > self.max_operands:
+            raise ValueError(f"min_operands = {self.min_operands} exceeds max_operands = {self.max_operands}")
+        return self
+
+
+class WarmStartConfig(Section):
+    """Supervised training before RL, until the model half knows the task."""
+
+    checkpoint: str | None = None
+    """A checkpoint to start from instead; then nothing else here is used."""
+    max_steps: Count = 800
+    batch_size: Count = 128
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    stop_at_loss: Annotated[float, Field(gt=0)] = 0.3
+    """Training stops when the moving average of the loss, in nats per answer token, falls below this."""
+    aux_loss: Annotated[float, Field(ge=0)] = 0.01
+    """Weight of the load-balancing loss. RL uses none."""
+
+
+class VLLMConfig(Section):
+    """Where vLLM runs, for `rollout.engine = "vllm"`."""
+
+    mode: Literal["process", "server"] = "process"
+    """A worker process that the trainer starts and ends, or a server that is already running."""
+    python: str = ".venv-vllm/bin/python"
+    """process: the interpreter of an environment with vLLM; `make vllm-env` makes this one."""
+    max_model_len: Count | None = None
+    """process: tokens of the longest sequence; by default the most that the model takes."""
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """process: further arguments of `vllm.LLM`."""
+    url: str | None = None
+    """server: its address, such as "http://127.0.0.1:8000"."""
+    weights_folder: str | None = None
+    """server: where new weights are put for it, under a path that it sees too."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """For loading and for each request."""
+
+    @model_validator(mode="after")
+    def _server_known(self) -> VLLMConfig:
+        if self.mode == "server" and (self.url is None or self.weights_folder is None):
+            raise ValueError('mode = "server" needs url and weights_folder')
+        return self
+
+
+class RolloutConfig(Section):
+    """Sampling."""
+
+    engine: Literal["embedded", "vllm"] = "embedded"
+    precision: Literal["float32", "bfloat16", "fp8"] = "bfloat16"
+    """Of the engine's weights and arithmetic. A vLLM server has its own."""
+    vllm: VLLMConfig = VLLMConfig()
+    prompts: Count = 32
+    """Prompts per step."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Responses per prompt."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+
+    @model_validator(mode="after")
+    def _precision_of_engine(self) -> RolloutConfig:
+        if self.engine == "vllm" and self.precision == "fp8":
+            raise ValueError('precision = "fp8" is the embedded engine\'s; vLLM takes float32 or bfloat16')
+        return self
+
+
+class RLConfig(Section):
+    """GRPO."""
+
+    routing: Routing = "R3"
+    """Which routes the trainer's forwards use: its own, those of its recompute pass (R2), or the rollout's (R3)."""
+    steps: Count = 80
+    mini_steps: Count = 1
+    """Optimizer steps per rollout."""
+    micro_step_tokens: Count = 4096
+    """Token slots, padding included, of one forward and backward."""
+    learning_rate: Annotated[float, Field(gt=0)] = 6e-4
+    warmup_steps: Annotated[int, Field(ge=0)] = 5
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.27
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+
+
+class MeasureConfig(Section):
+    """What is measured beside training. Nothing here changes the run."""
+
+    compare_every: Count = 1
+    """Steps between measurements of the mismatch that the run does not train with (without replay under R3)."""
+    save_trace_every: Count = 20
+    """Steps between saved rollout traces."""
+
+
+class CheckpointConfig(Section):
+    """When the state is saved."""
+
+    every: Count = 20
+    """Steps between checkpoints."""
+
+
+class TrainConfig(Section):
+    """A run."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    """Letters, digits, dots, dashes and underscores: it names the run's folder."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    threads: Count = 1
+    """Threads of torch. Small models are fastest, and runs repeat bit for bit, with one."""
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    rl: RLConfig = RLConfig()
+    measure: MeasureConfig = MeasureConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _enough_sequences(self) -> TrainConfig:
+        sequences = self.rollout.prompts * self.rollout.group_size
+        if self.rl.mini_steps > sequences:
+            raise ValueError(f"rl.mini_steps = {self.rl.mini_steps} exceeds the {sequences} sequences of a rollout")
+        longest = 3 * self.task.max_operands + 1  # operands, operators and "=", then one result each and the end
+        if self.rl.micro_step_tokens < longest:
+            raise ValueError(
+                f"rl.micro_step_tokens = {self.rl.micro_step_tokens} cannot hold a sequence of up to {longest} tokens"
+            )
+        return self
+
+
+def load_config(path: Path) -> TrainConfig:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: naming every unknown key (with the nearest known one), wrong type and conflict.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} is not a readable TOML file: {error}") from error
+    return parse_config(values, source=str(path))
+
+
+def parse_config(values: dict[str, Any], *, source: str) -> TrainConfig:
+    """Check values that came from `source`.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        problems = "\n".join(f"  {_describe(problem)}" for problem in error.errors())
+        raise ConfigError(f"{source} is not a valid configuration:\n{problems}") from error
+
+
+def _describe(problem: Any) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys(problem["loc"][:-1])
+        near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+        return f"{key}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")
+    if problem["type"] == "missing":
+        return f"{key}: required and not given"
+    seen = "" if problem["type"] == "value_error" else f" (got {problem['input']!r})"
+    return f"{key + ': ' if key else ''}{problem['msg']}{seen}"
+
+
+def _known_keys(path: tuple[Any, ...]) -> list[str]:
+    section: type[BaseModel] = TrainConfig
+    for part in path:
+        annotation = section.model_fields[part].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        section = annotation
+    return list(section.model_fields)

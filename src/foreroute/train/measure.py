@@ -1,0 +1,104 @@
+"""What a step is recorded as: reward, mismatch without and with replay on the same rollout and weights, load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from foreroute.balance import contiguous_imbalance
+from foreroute.capture import Generation
+from foreroute.mismatch import (
+    RoutingMismatch,
+    TokenMismatch,
+    margin_histogram,
+    routing_mismatch,
+    token_mismatch,
+)
+from foreroute.mismatch.margins import LOG10_EDGES
+from foreroute.trace import count_assignments
+from foreroute.train.recompute import Recomputed
+from foreroute.train.rollout import Experience
+from foreroute.train.update import Updated
+
+HYPOTHETICAL_RANKS = (4, 8, 16)
+
+
+def step_record(
+    step: int,
+    experience: Experience,
+    passes: dict[str, Recomputed],
+    trained_with: str,
+    updated: Updated,
+    seconds: dict[str, float],
+) -> dict[str, Any]:
+    """One line of metrics.jsonl.
+
+    Args:
+        step: from 0.
+        experience: the rollout.
+        passes: forwards of the trainer on it at the same weights: "native" on its own routes, "replayed" on the
+            rollout's; one of them may be missing.
+        trained_with: which of the two the step trained with.
+        updated: what the update did.
+        seconds: time by stage.
+    """
+    generation = experience.generation
+    record: dict[str, Any] = {
+        "step": step,
+        "weight_version": max(generation.trace.versions),
+        "seconds": {stage: round(value, 4) for stage, value in seconds.items()},
+        "reward_mean": float(experience.rewards_S.mean()),
+        "reward_std": float(experience.rewards_S.std()),
+        "exact_share": float((experience.rewards_S == 1).mean()),
+        "response_tokens_mean": float(generation.response_lengths.mean()),
+        "entropy": float(passes[trained_with].entropy_R.mean()),
+        "grad_norm": updated.grad_norm,
+        "clip_share": updated.clip_share,
+        "loss": updated.loss,
+        "tokens": generation.trace.num_rows,
+        "mismatch": {name: mismatch_record(*mismatch_of(generation, result)) for name, result in passes.items()},
+        "expert_load": _expert_load(generation, updated),
+    }
+    if "native" in passes:
+        record["margins"] = {
+            "log10_edges": LOG10_EDGES.tolist(),
+            "counts_LB": margin_histogram(passes["native"].margins_NL).counts_LB.tolist(),
+        }
+    return record
+
+
+def mismatch_of(generation: Generation, result: Recomputed) -> tuple[TokenMismatch, RoutingMismatch]:
+    """Trainer against engine: tokens over the response, routes over all tokens that both routed."""
+    return (
+        token_mismatch(result.logprobs_R, generation.logprobs_R),
+        routing_mismatch(generation.trace, result.executed),
+    )
+
+
+def mismatch_record(tokens: TokenMismatch, routes: RoutingMismatch) -> dict[str, Any]:
+    """The measures of design 3.3 as plain data."""
+    return {
+        "response_tokens": tokens.count,
+        "k3": tokens.k3,
+        "f2": tokens.f(2.0),
+        "f1.5": tokens.f(1.5),
+        "max_abs_log_ratio": tokens.max_abs_log,
+        "routed_rows": routes.rows,
+        "differing_share": routes.differing_share,
+        "differing_tokens_share": routes.differing_tokens_share,
+        "differing_share_by_layer": routes.differing_share_L.tolist(),
+        "overlap_by_layer": routes.overlap_L.tolist(),
+        "differing_layers_histogram": routes.by_differing_layers.tolist(),
+        "first_differing_layer": routes.first_differing_L.tolist(),
+    }
+
+
+def _expert_load(generation: Generation, updated: Updated) -> dict[str, float]:
+    trained = np.flatnonzero(updated.micro_step_S >= 0)
+    if not len(trained):
+        return {}
+    counts = count_assignments(generation.trace.select(trained), updated.micro_step_S[trained])
+    return {
+        str(ranks): contiguous_imbalance(counts, ranks) for ranks in HYPOTHETICAL_RANKS if counts.shape[-1] % ranks == 0
+    }

@@ -1,0 +1,134 @@
+"""The folder of a run: its configuration, one line of metrics per step, checkpoints, and traces.
+
+config.json                  the resolved configuration
+metrics.jsonl                one JSON object per finished step
+checkpoints/step-000020.pt   the state before step 20
+traces/step-000020.safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foreroute.errors import RunFolderError
+from foreroute.trace import RoutingTrace, save, write_atomically
+from foreroute.train.config import TrainConfig
+
+CHECKPOINT = re.compile(r"step-(\d{6})\.pt")
+
+
+class RunFolder:
+    """A run's folder, newly made or taken up again.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def claim(cls, path: Path) -> RunFolder:
+        """A folder for a new run; nothing is written yet.
+
+        Raises:
+            RunFolderError: when the folder already holds something.
+        """
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunFolderError(f"{path} is not empty; nothing was changed. Use --resume to go on, or another folder")
+        return cls(path)
+
+    def begin(self, config: TrainConfig) -> None:
+        """Make the folder and write the configuration.
+
+        Raises:
+            RunFolderError: when something was put there since it was claimed.
+        """
+        RunFolder.claim(self.path)
+        text = json.dumps(config.model_dump(), indent=2)
+        write_atomically(self.path / "config.json", lambda temporary: _write(temporary, text))
+
+    @classmethod
+    def reopen(cls, path: Path, config: TrainConfig) -> RunFolder:
+        """Take up a run with the same configuration; only `rl.steps` may differ.
+
+        Raises:
+            RunFolderError: when there is no run, or its configuration is another.
+        """
+        try:
+            stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunFolderError(f"{path} holds no run to resume (config.json: {error})") from error
+        changed = _changed_keys(stored, config.model_dump())
+        if changed - {"rl.steps"}:
+            raise RunFolderError(
+                f"{path} was started with another configuration; these keys differ: {', '.join(sorted(changed))}. "
+                "Resume with the configuration in its config.json, or start in another folder"
+            )
+        return cls(path)
+
+    def append_metrics(self, record: dict[str, Any]) -> None:
+        """Add one line and flush it to disk."""
+        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def forget_metrics_from(self, step: int) -> None:
+        """Drop the lines of steps that will run again, and a torn last line."""
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines()[:step]
+            write_atomically(path, lambda temporary: _write(temporary, "".join(line + "\n" for line in lines)))
+
+    def save_checkpoint(self, step: int, state: dict[str, Any]) -> Path:
+        """Write the state before `step`: the whole file or nothing."""
+        path = self.path / "checkpoints" / f"step-{step:06d}.pt"
+        write_atomically(path, lambda temporary: torch.save({"step": step, **state}, temporary))
+        return path
+
+    def last_checkpoint(self) -> Path | None:
+        """The checkpoint of the highest step, or None."""
+        folder = self.path / "checkpoints"
+        found = [p for p in folder.iterdir() if CHECKPOINT.fullmatch(p.name)] if folder.is_dir() else []
+        return max(found, default=None)
+
+    def save_trace(self, step: int, trace: RoutingTrace) -> None:
+        """Keep the routes of a step's rollout. A step that runs again writes the same trace again."""
+        save(trace, self.path / "traces" / f"step-{step:06d}.safetensors", overwrite=True)
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint without executing anything in it.
+
+    Raises:
+        RunFolderError: when it is missing or damaged.
+    """
+    try:
+        state = torch.load(path, weights_only=True)
+        if not isinstance(state, dict) or "step" not in state or "model" not in state:
+            raise ValueError("it holds no step and model")
+    except Exception as error:  # torch.load raises whatever its unpickler and zip reader raise
+        raise RunFolderError(f"checkpoint {path} cannot be read ({error}). Remove it to use the one before") from error
+    return state
+
+
+def _changed_keys(stored: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> set[str]:
+    changed = set()
+    for key in stored.keys() | wanted.keys():
+        a, b = stored.get(key), wanted.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            changed |= _changed_keys(a, b, f"{prefix}{key}.")
+        elif a != b:
+            changed.add(prefix + key)
+    return changed
+
+
+def _write(path: str, text: str) -> None:
+    Path(path).write_text(text, encoding="utf-8")

@@ -1,0 +1,67 @@
+"""A synthetic task with a verifiable answer: running results of digit arithmetic, modulo 10.
+
+    prompt  3+4*2-5=        answer  3749;
+
+The answer's i-th character is the result after the i-th operand; ";" ends it. Every token matters, and one slip spoils
+the rest, as in a chain of reasoning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+VOCABULARY = "0123456789+-*=;_"
+END_TOKEN = VOCABULARY.index(";")
+PAD_TOKEN = VOCABULARY.index("_")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt and its only right answer, as text."""
+
+    prompt: str
+    answer: str
+
+
+def encode(text: str) -> NDArray[np.int32]:
+    """int32 [T], one token per character."""
+    return np.array([VOCABULARY.index(character) for character in text], np.int32)
+
+
+def decode(tokens: NDArray[np.int32]) -> str:
+    """The text of tokens."""
+    return "".join(VOCABULARY[token] for token in tokens)
+
+
+def sample_problems(
+    rng: np.random.Generator, count: int, *, min_operands: int = 8, max_operands: int = 8
+) -> list[Problem]:
+    """Random chains of `min_operands` to `max_operands` digits."""
+    return [_problem(rng, int(rng.integers(min_operands, max_operands + 1))) for _ in range(count)]
+
+
+def reward(problem: Problem, response: str) -> float:
+    """Share of the answer's characters that the response gets right before its first mistake, from 0 to 1.
+
+    Whatever follows the end of the answer is a mistake.
+    """
+    right = 0
+    for expected, given in zip(problem.answer, response, strict=False):
+        if expected != given:
+            break
+        right += 1
+    return right / len(problem.answer)
+
+
+def _problem(rng: np.random.Generator, operands: int) -> Problem:
+    digits = rng.integers(0, 10, operands)
+    operators = rng.choice(list("+-*"), operands - 1)
+    result, results, prompt = int(digits[0]), [int(digits[0])], str(digits[0])
+    for operator, digit in zip(operators, digits[1:].tolist(), strict=True):
+        result = {"+": result + digit, "-": result - digit, "*": result * digit}[str(operator)] % 10
+        results.append(result)
+        prompt += f"{operator}{digit}"
+    return Problem(prompt + "=", "".join(map(str, results)) + ";")

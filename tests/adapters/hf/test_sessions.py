@@ -1,0 +1,404 @@
+"""What a session may and may not touch: other models, other passes, the model after it closes."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import foreroute as fr
+from driving import batch_of, enable_checkpointing, gradients, log_probs, loss_of, random_routes, sequences_of
+from foreroute.adapters import hf
+from foreroute.errors import AttachError, BatchMismatchError, ReplayError, SpecMismatchError, StaleTraceError
+from models import FAMILIES, GROUPED, tiny
+
+BATCH = batch_of(9, 6, 4)
+
+
+def attributes(model):
+    """Everything that hangs on every module's instance."""
+    return {
+        path: {k: v for k, v in module.__dict__.items() if not k.startswith("_hf")} | dict(module._forward_hooks)
+        for path, module in model.named_modules()
+    }
+
+
+def same_attributes(before, after):
+    return before.keys() == after.keys() and all(
+        before[path].keys() == after[path].keys() and all(before[path][k] is after[path][k] for k in before[path])
+        for path in before
+    )
+
+
+@pytest.mark.parametrize("family", sorted([*FAMILIES, *GROUPED]))
+def test_attach_and_sessions_leave_the_model_as_it_was(family):
+    model = tiny(family)
+    model.model.train()
+    model.lm_head.eval()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    before, state, rng = attributes(model), copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    with routed.replay(trace):
+        assert not same_attributes(before, attributes(model)), "the check must be able to see an override"
+        loss = loss_of(model, BATCH)
+    loss.backward()
+    model.lm_head.forward = lambda hidden: 1 / 0
+    with pytest.raises(ZeroDivisionError), routed.replay(trace):
+        loss_of(model, BATCH)
+    del model.lm_head.forward
+    with pytest.raises(BatchMismatchError), routed.replay(trace):
+        model(input_ids=BATCH["input_ids"][:, 1:])
+    assert same_attributes(before, attributes(model))
+    assert torch.equal(rng, torch.get_rng_state())
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+def test_an_exception_inside_a_layer_leaves_nothing_behind():
+    model, untouched = tiny("qwen3_moe"), tiny("qwen3_moe")
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+
+    def burst(*_):
+        raise RuntimeError("layer burst")
+
+    with routed.replay(trace):
+        handle = model.model.layers[1].register_forward_pre_hook(burst)
+        with pytest.raises(RuntimeError, match="layer burst"):
+            model(**BATCH)
+        handle.remove()
+        model(**BATCH)  # the session goes on
+    with torch.no_grad():
+        assert torch.equal(model(**BATCH).logits, untouched(**BATCH).logits)
+
+
+def test_a_second_model_in_the_process_is_untouched():
+    policy, reference = tiny("qwen3_moe"), tiny("qwen3_moe")
+    with torch.no_grad():
+        expected = reference(**BATCH).logits
+    routed = hf.attach(policy)
+    trace = random_routes(routed.spec, BATCH)
+    with routed.replay(trace), torch.no_grad():
+        replayed = policy(**BATCH).logits
+        seen = reference(**BATCH).logits
+    assert torch.equal(seen, expected)
+    assert not torch.equal(replayed, expected)
+
+
+def test_two_attached_models_keep_to_their_own_traces():
+    one, two = tiny("mixtral"), tiny("mixtral", seed=5)
+    routed_one, routed_two = hf.attach(one), hf.attach(two)
+    trace_one, trace_two = random_routes(routed_one.spec, BATCH, 1), random_routes(routed_two.spec, BATCH, 2)
+    with (
+        routed_one.replay(trace_one),
+        routed_one.record() as seen_one,
+        routed_two.replay(trace_two),
+        routed_two.record() as seen_two,
+        torch.no_grad(),
+    ):
+        two(**BATCH)
+        one(**BATCH)
+    assert np.array_equal(seen_one.trace().expert_ids_NLK, trace_one.expert_ids_NLK)
+    assert np.array_equal(seen_two.trace().expert_ids_NLK, trace_two.expert_ids_NLK)
+
+
+def test_a_forward_only_pass_between_updates_changes_nothing(checkpointing):
+    def steps(*, with_extra_passes):
+        model = tiny("qwen3_moe")
+        enable_checkpointing(model, checkpointing)
+        routed = hf.attach(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            trace = random_routes(routed.spec, BATCH, step)
+            with routed.replay(trace):
+                loss = loss_of(model, BATCH)
+                if with_extra_passes:
+                    with torch.no_grad():
+                        model(**BATCH)
+            if with_extra_passes:
+                other = batch_of(3, 5, seed=9)
+                with torch.no_grad(), routed.replay(random_routes(routed.spec, other)):
+                    model(**other)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    plain, disturbed = steps(with_extra_passes=False), steps(with_extra_passes=True)
+    assert all(torch.equal(plain[name], disturbed[name]) for name in plain)
+
+
+@pytest.mark.parametrize("order", ["AaBb", "ABab", "ABba"])
+@pytest.mark.parametrize("backward_inside_other_session", [False, True])
+def test_micro_batches_in_flight_keep_their_own_routes(checkpointing, order, backward_inside_other_session):
+    batches = {"A": batch_of(9, 6, seed=1), "B": batch_of(5, 8, seed=2)}
+
+    def gradient_sum(run):
+        model = tiny("deepseek_v3")
+        enable_checkpointing(model, checkpointing)
+        routed = hf.attach(model)
+        run(model, routed)
+        return gradients(model)
+
+    def one_by_one(model, routed):
+        for name in [letter.upper() for letter in order if letter.islower()]:
+            with routed.replay(random_routes(routed.spec, batches[name], ord(name))):
+                loss_of(model, batches[name]).backward()
+
+    def in_flight(model, routed):
+        losses = {}
+        for letter in order:
+            if letter.isupper():
+                with routed.replay(random_routes(routed.spec, batches[letter], ord(letter))):
+                    losses[letter] = loss_of(model, batches[letter])
+            elif backward_inside_other_session:
+                other = batch_of(3, 3, seed=7)
+                with routed.replay(random_routes(routed.spec, other)):
+                    model(**other)
+                    losses[letter.upper()].backward()
+            else:
+                losses[letter.upper()].backward()
+
+    expected, seen = gradient_sum(one_by_one), gradient_sum(in_flight)
+    assert all(torch.equal(seen[name], gradient) for name, gradient in expected.items())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_called_by_hand_is_refused(use_reentrant):
+    model = tiny("qwen3_moe").train()
+    routed = hf.attach(model)
+    layer = model.model.layers[1]
+    original = layer.forward
+    layer.forward = lambda h, **kw: checkpoint(lambda x: original(x, **kw), h, use_reentrant=use_reentrant)
+    with (
+        pytest.raises(ReplayError, match="called by hand"),
+        routed.replay(random_routes(routed.spec, BATCH)),
+    ):
+        loss_of(model, BATCH)
+
+
+def test_a_bypassed_router_is_named():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    block = model.model.layers[2].mlp
+    block.forward = lambda hidden: hidden
+    with (
+        pytest.raises(ReplayError, match=r"model\.layers\.2\.mlp\.gate selected 0 times"),
+        routed.replay(random_routes(routed.spec, BATCH)),
+    ):
+        model(**BATCH)
+
+
+def test_a_router_that_runs_twice_is_named():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    block = model.model.layers[0].mlp
+    original = block.forward
+    block.forward = lambda hidden: original(hidden) + original(hidden)
+    with (
+        pytest.raises(ReplayError, match=r"model\.layers\.0\.mlp\.gate selected 2 times"),
+        routed.replay(random_routes(routed.spec, BATCH)),
+    ):
+        model(**BATCH)
+
+
+def test_a_session_without_a_forward_is_no_silent_no_op():
+    routed = hf.attach(tiny("qwen3_moe"))
+    with pytest.raises(ReplayError, match="nothing was replayed"), routed.replay(random_routes(routed.spec, BATCH)):
+        pass
+    with pytest.raises(ReplayError, match="nothing was recorded"), routed.record() as recording:
+        recording.trace()
+
+
+def test_replaying_twice_at_once_is_refused():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    with routed.replay(trace):
+        model(**BATCH)
+        with pytest.raises(ReplayError, match="already replaying"), routed.replay(trace):
+            pass
+        model(**BATCH)
+
+
+def test_a_trace_of_another_model_is_refused():
+    routed, other = hf.attach(tiny("qwen3_moe")), hf.attach(tiny("deepseek_v3"))
+    with (
+        pytest.raises(SpecMismatchError, match=r"routed layers \[decoder 1, decoder 2\] instead of"),
+        routed.replay(random_routes(other.spec, BATCH)),
+    ):
+        pass
+    with (
+        pytest.raises(SpecMismatchError, match="top-3 instead of top-2"),
+        routed.replay(random_routes(hf.attach(tiny("olmoe")).spec, BATCH)),
+    ):
+        pass
+
+
+def test_a_stale_trace_is_refused():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    with pytest.raises(StaleTraceError, match="expected only 4"), routed.replay(trace, weight_version=4):
+        pass
+    with (
+        pytest.raises(StaleTraceError, match=r"versions \[3\]"),
+        routed.replay(trace.with_weight_version(3), weight_version=4),
+    ):
+        pass
+    with routed.replay(trace.with_weight_version(4), weight_version=4):
+        model(**BATCH)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda b: {k: v[:, :-1] for k, v in b.items()}, "sequence 0 ends after 8 of 9 tokens"),
+        (lambda b: {k: v[:2] for k, v in b.items()}, "the batch has 2 sequences and the trace has 3"),
+        (lambda b: {k: v[[1, 0, 2]] for k, v in b.items()}, r"holds the sequences \[1, 0, 2\] of the trace"),
+        (lambda b: {"input_ids": b["input_ids"]}, "sequence 1"),
+        (lambda b: {**b, "input_ids": b["input_ids"].roll(1, dims=1)}, "sequence 0, position 0"),
+        (lambda b: {"inputs_embeds": torch.zeros(3, 9, 32)}, "no input_ids"),
+        (lambda b: {**b, "attention_mask": torch.zeros(3, 1, 9, 9)}, "attention_mask is"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused(change, message):
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    with pytest.raises(BatchMismatchError, match=message), routed.replay(random_routes(routed.spec, BATCH)):
+        model(**change(BATCH))
+
+
+def test_a_gap_in_the_middle_of_a_sequence_is_refused():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    head = fr.RoutingTrace.unrouted(trace.spec, [trace.tokens(s)[:2] for s in range(3)])
+    rest = [np.split(trace.expert_ids_NLK, trace.offsets[1:-1])[s][2:] for s in range(3)]
+    tail = fr.RoutingTrace.from_sequences(trace.spec, [trace.tokens(s)[2:] for s in range(3)], rest)
+    with pytest.raises(BatchMismatchError, match="no route at position"), routed.replay(head.continued_by(tail)):
+        model(**BATCH)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_and_the_last_token_are_routed_by_the_model_itself(side):
+    """Routes of T - 1 of T tokens, as engines give them, replayed on a padded batch of T and of T - 1 tokens."""
+    batch = batch_of(9, 6, 4, side=side)
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    with routed.record() as recording, torch.no_grad():
+        native = log_probs(model, batch)
+    full = recording.trace()
+    tokens = sequences_of(batch)
+    routes = [r[:-1] for r in np.split(full.expert_ids_NLK, full.offsets[1:-1])]
+    engine = fr.RoutingTrace.from_sequences(routed.spec, tokens, routes)
+    with routed.replay(engine), torch.no_grad():
+        assert torch.equal(log_probs(model, batch), native)
+    if side == "left":
+        shorter = {name: value[:, :-1] for name, value in batch.items()}
+        with routed.replay(engine), torch.no_grad():
+            model(**shorter)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_generation_records_what_a_full_forward_selects(family):
+    """Prefill and cached decode steps of `generate`, left-padded, against one forward over the result."""
+    model = tiny(family).eval()
+    routed = hf.attach(model)
+    prompts = batch_of(5, 3, side="left")
+    with routed.record(weight_version=2) as recording, torch.no_grad():
+        output = model.generate(**prompts, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+    trace = recording.trace()
+    mask = torch.cat([prompts["attention_mask"], torch.ones(2, 6, dtype=torch.long)], dim=1)
+    with routed.record() as recording, torch.no_grad():
+        model(input_ids=output, attention_mask=mask)
+    full = recording.trace()
+    assert trace.versions == (2,)
+    assert np.array_equal(trace.lengths, full.lengths - 1)
+    shortened = full.truncated(full.lengths - 1)
+    assert np.array_equal(trace.token_ids_N, shortened.token_ids_N)
+    agreement = (np.sort(trace.expert_ids_NLK, -1) == np.sort(shortened.expert_ids_NLK, -1)).mean()
+    assert agreement == 1.0
+
+
+def test_recomputation_is_not_recorded_again(checkpointing):
+    model = tiny("qwen3_moe")
+    enable_checkpointing(model, checkpointing)
+    routed = hf.attach(model)
+    with routed.record() as recording:
+        loss_of(model, BATCH).backward()
+    with routed.record() as once, torch.no_grad():
+        model(**BATCH)
+    assert recording.trace().equals(once.trace())
+
+
+def test_forwards_of_one_recording_are_joined_in_order():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    batches = [batch_of(4, 3, seed=1), batch_of(7, seed=2)]
+    with routed.record() as both, torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    parts = []
+    for batch in batches:
+        with routed.record() as part, torch.no_grad():
+            model(**batch)
+        parts.append(part.trace())
+    assert both.trace().equals(fr.concatenate(parts))
+
+
+def test_a_part_of_the_model_called_alone_is_refused():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    with routed.replay(random_routes(routed.spec, BATCH)):
+        model(**BATCH)
+        with pytest.raises(ReplayError, match="ran outside a forward of Qwen3MoeModel"):
+            model.model.layers[0].mlp(torch.zeros(1, 2, 32))
+
+
+def test_recorded_margins_are_the_gap_at_the_boundary():
+    model = tiny("gpt_oss")  # selects on its logits, so the gap can be read off the router's output
+    routed = hf.attach(model)
+    logits = []
+    handles = [
+        model.get_submodule(p).register_forward_hook(lambda r, a, out: logits.append(out[0]))
+        for p in routed.router_paths
+    ]
+    with routed.record(margins=True) as recording, torch.no_grad():
+        model(**BATCH)
+    for handle in handles:
+        handle.remove()
+    kept = BATCH["attention_mask"].bool().reshape(-1)
+    ordered = torch.stack(logits).sort(-1, descending=True).values[:, kept]
+    expected = (ordered[..., 2] - ordered[..., 3]).T.numpy()
+    assert np.array_equal(recording.margins_NL(), expected)
+
+
+def test_models_that_cannot_be_attached_are_refused():
+    with pytest.raises(AttachError, match="has no router"):
+        hf.attach(torch.nn.Linear(2, 2))
+
+    class SortingRouter(torch.nn.Module):
+        def forward(self, hidden):
+            scores, ids = hidden.reshape(-1, 32)[:, :8].sort(-1, descending=True)
+            return scores, scores[:, :2], ids[:, :2]
+
+    model = tiny("qwen3_moe")
+    model.model.layers[1].mlp.gate = SortingRouter()
+    with pytest.raises(AttachError, match=r"model\.layers\.1\.mlp\.gate \(SortingRouter\) made no top-k"):
+        hf.attach(model)
+
+
+def test_a_router_that_ignores_its_selection_fails_the_self_check():
+    model = tiny("qwen3_moe")
+    router = model.model.layers[1].mlp.gate
+    original = router.forward
+
+    def deaf(hidden):
+        logits, weights, _ = original(hidden)
+        return logits, weights, logits.sort(-1, descending=True).indices[:, :2]
+
+    router.forward = deaf
+    with pytest.raises(AttachError, match=r"model\.layers\.1\.mlp\.gate .*not obeyed"):
+        hf.attach(model)

@@ -1,0 +1,122 @@
+"""Assembly of one trajectory, against a list of (token, version, ids or None) that is grown one row at a time."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks import wires
+from foreroute.capture import Trajectory, decode
+from foreroute.errors import BatchMismatchError, CaptureError, SpecMismatchError, TraceContentError
+from foreroute.trace import NO_VERSION, RoutingTrace, extended
+from traces import spec_of
+
+SPEC = spec_of()
+
+
+def routes(rng, rows):
+    return np.argsort(rng.random((rows, SPEC.num_layers, SPEC.num_experts)), axis=-1)[..., : SPEC.top_k]
+
+
+class Slow:
+    """The oracle: one dictionary for each position."""
+
+    def __init__(self):
+        self.rows = []
+
+    def add(self, tokens, rows, start, versions, replace):
+        while len(self.rows) < len(tokens):
+            self.rows.append({"token": int(tokens[len(self.rows)]), "ids": None, "version": NO_VERSION})
+        for i, row in enumerate(rows):
+            slot = self.rows[start + i]
+            if slot["ids"] is None or replace:
+                slot["ids"], slot["version"] = row.tolist(), int(versions[i])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_turns_match_the_oracle(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    trajectory, slow, tokens = Trajectory(SPEC), Slow(), np.zeros(0, int)
+    for _ in range(data.draw(st.integers(1, 5))):
+        tokens = np.concatenate([tokens, rng.integers(0, 99, data.draw(st.integers(0, 6)))])
+        start = data.draw(st.integers(0, len(tokens)))
+        rows = routes(rng, data.draw(st.integers(0, len(tokens) - start)))
+        versions = rng.integers(0, 4, len(rows))
+        replace = data.draw(st.booleans())
+        trajectory.add_turn(tokens, rows, start=start, weight_version=versions, replace_routed=replace)
+        slow.add(tokens, rows, start, versions, replace)
+    trace = trajectory.trace()
+    seen = [
+        {"token": int(t), "ids": ids.tolist() if valid else None, "version": int(v)}
+        for t, ids, valid, v in zip(
+            trace.token_ids_N, trace.expert_ids_NLK, trace.valid_N, trace.weight_versions_N, strict=True
+        )
+    ]
+    assert seen == slow.rows
+
+
+def test_a_resumed_rollout_keeps_the_rows_and_version_of_its_first_weights():
+    r = wires.rollout(np.random.default_rng(0), prompt=6, response=6)
+    half = wires.Rollout(r.facts, r.prompt, r.response[:3], r.routes_RLK[:8])
+    resumed = wires.Rollout(r.facts, r.tokens[:9], r.response[3:], (r.routes_RLK + 1) % 16)
+    trajectory = Trajectory(r.facts.spec)
+    trajectory.add(decode(wires.vllm_http(half), model=r.facts, weight_version=1))
+    trajectory.add(decode(wires.vllm_http(resumed), model=r.facts, weight_version=2))
+    trace = trajectory.trace()
+    assert trace.version_spans == [(0, 8, 1), (8, 11, 2), (11, 12, NO_VERSION)]
+    assert np.array_equal(trace.expert_ids_NLK[:8], half.routes_RLK)
+    assert np.array_equal(trace.expert_ids_NLK[8:11], resumed.routes_RLK[8:])
+
+
+def test_rerouted_prefix_replaces_on_request():
+    first, rng = Trajectory(SPEC), np.random.default_rng(1)
+    old, new = routes(rng, 3), routes(rng, 4)
+    first.add_turn([1, 2, 3, 4], old, weight_version=1)
+    first.add_turn([1, 2, 3, 4, 5], new, weight_version=2, replace_routed=True)
+    assert np.array_equal(first.trace().expert_ids_NLK[:4], new)
+    assert first.trace().versions == (2,)
+
+
+def test_prefix_cache_hit_and_tool_output_leave_the_gap_that_nobody_filled():
+    rng = np.random.default_rng(2)
+    trajectory = Trajectory(SPEC).add_turn([1, 2, 3, 4, 5], routes(rng, 2), start=2)
+    trajectory.add_turn([1, 2, 3, 4, 5, 6, 7, 8], routes(rng, 2), start=5)
+    assert trajectory.trace().valid_N.tolist() == [False, False, True, True, False, True, True, False]
+
+
+def test_what_does_not_continue_is_refused():
+    rng = np.random.default_rng(3)
+    start = Trajectory(SPEC).add_turn([1, 2, 3], routes(rng, 2))
+    with pytest.raises(BatchMismatchError, match="token 9 at position 1, the earlier capture has 2"):
+        start.add_turn([1, 9, 3, 4], routes(rng, 3))
+    with pytest.raises(BatchMismatchError, match="none shorter"):
+        start.add_turn([1, 2], routes(rng, 1))
+    with pytest.raises(CaptureError, match="do not fit 4 tokens"):
+        start.add_turn([1, 2, 3, 4], routes(rng, 3), start=2)
+    with pytest.raises(TraceContentError, match="picked twice"):
+        start.add_turn([1, 2, 3, 4], np.zeros((3, 3, 2), int))
+    with pytest.raises(CaptureError, match="the capture has 2; select one"):
+        start.add(RoutingTrace.unrouted(SPEC, [[1], [2]]))
+    with pytest.raises(SpecMismatchError):
+        start.add(RoutingTrace.unrouted(spec_of(num_experts=16), [[1, 2, 3]]))
+    assert start.trace().num_rows == 3
+
+
+def test_extended_works_on_whole_batches():
+    rng = np.random.default_rng(4)
+    a = RoutingTrace.from_sequences(SPEC, [[1, 2], [5, 6, 7]], [routes(rng, 1), routes(rng, 2)], weight_version=1)
+    b = RoutingTrace.from_sequences(SPEC, [[1, 2, 3], [5, 6, 7, 8]], [routes(rng, 2), routes(rng, 3)], weight_version=2)
+    merged = extended(a, b)
+    assert merged.weight_versions_N.tolist() == [1, 2, -1, 1, 1, 2, -1]
+    assert np.array_equal(merged.expert_ids_NLK[[0, 3, 4]], a.expert_ids_NLK[a.valid_N])
+    assert np.array_equal(merged.expert_ids_NLK[[1, 5]], b.expert_ids_NLK[[1, 5]])
+
+
+def test_from_rows_refuses_shapes_that_disagree():
+    with pytest.raises(TraceContentError, match="one row of each for every token"):
+        RoutingTrace.from_rows(
+            SPEC, [[1, 2]], [routes(np.random.default_rng(0), 1)], valid=[[1, 1]], weight_versions=[[0, 0]]
+        )
+    with pytest.raises(TraceContentError, match=r"of \[0, 1\] sequences"):
+        RoutingTrace.from_rows(SPEC, [[1, 2]], [], valid=[[1, 1]], weight_versions=[[0, 0]])

@@ -1,0 +1,200 @@
+"""The command line as a user meets it: what it prints, and exit code 2 with one message for a user's error."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tomli_w
+
+import foreroute as fr
+from benchmarks import wires
+from foreroute.train import load_checkpoint
+from small_runs import records, small_values
+from traces import random_trace, spec_of
+
+
+def foreroute(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "foreroute.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        **options,
+    )
+
+
+def config_file(folder, **sections):
+    path = folder / "config.toml"
+    path.write_text(tomli_w.dumps(small_values(**sections)))
+    return path
+
+
+def test_version():
+    assert foreroute("--version").stdout == f"foreroute {fr.__version__}\n"
+
+
+def test_a_small_demo_runs_to_its_table_and_page(tmp_path):
+    result = foreroute("demo", "--folder", tmp_path / "demo", "--steps", 1)
+    assert result.returncode == 0, result.stderr
+    assert "token-layers" in result.stdout
+    page = (tmp_path / "demo" / "report.html").read_text()
+    assert "Comparison of 2 runs" in page
+    (record,) = records(tmp_path / "demo" / "R3")
+    (control,) = records(tmp_path / "demo" / "none")
+    assert record["mismatch"]["replayed"]["differing_share"] == 0
+    assert record["mismatch"] == control["mismatch"], "the first step has the same weights and rollouts in both runs"
+
+
+def test_train_report_and_inspect(tmp_path):
+    config = config_file(tmp_path)
+    result = foreroute("train", config, "--folder", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "run" / "report.html").exists()
+    again = foreroute("report", tmp_path / "run", "--output", tmp_path / "page.html")
+    assert again.stdout.strip() == str(tmp_path / "page.html")
+    shown = foreroute("inspect", tmp_path / "run" / "traces" / "step-000000.safetensors")
+    assert "top-2 of 16 experts in 2 layers" in shown.stdout
+    assert "planes" in shown.stdout
+    assert re.search(r"24, of \d+ to \d+ tokens", shown.stdout)
+    assert "decoder 1" in shown.stdout
+    more = foreroute("train", config_file(tmp_path, rl={"steps": 6}), "--folder", tmp_path / "run", "--resume")
+    assert more.returncode == 0, more.stderr
+    assert len(records(tmp_path / "run")) == 6
+
+
+def test_ctrl_c_leaves_a_checkpoint_to_resume_from(tmp_path):
+    config = config_file(tmp_path, rl={"steps": 400}, checkpoint={"every": 1000})
+    command = [sys.executable, "-m", "foreroute.cli", "train", str(config), "--folder", str(tmp_path / "run")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not metrics.exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "press Ctrl-C again" in output
+    done = len(records(tmp_path / "run"))
+    assert 0 < done < 400
+    (last,) = [p for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name != "step-000000.pt"]
+    assert load_checkpoint(last)["step"] == done
+    shorter = config_file(tmp_path, rl={"steps": done + 1}, checkpoint={"every": 1000})
+    assert foreroute("train", shorter, "--folder", tmp_path / "run", "--resume").returncode == 0
+    assert len(records(tmp_path / "run")) == done + 1
+
+
+def unknown_key(folder):
+    return ["train", config_file(folder, rl={"stepps": 3})], "rl.stepps: unknown key; did you mean steps?"
+
+
+def wrong_type(folder):
+    return ["train", config_file(folder, rl={"steps": "3"})], "rl.steps"
+
+
+def folder_in_use(folder):
+    (folder / "used").mkdir()
+    (folder / "used" / "notes").write_text("mine")
+    return ["train", config_file(folder), "--folder", folder / "used"], "not empty; nothing was changed"
+
+
+def nothing_to_resume(folder):
+    return ["train", config_file(folder), "--folder", folder / "new", "--resume"], "no run to resume"
+
+
+def corrupt_trace(folder):
+    path = fr.save(random_trace(0), folder / "trace")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 0xFF
+    path.write_bytes(data)
+    return ["inspect", path], "is damaged"
+
+
+def truncated_trace(folder):
+    path = fr.save(random_trace(0), folder / "trace")
+    path.write_bytes(path.read_bytes()[:-3])
+    return ["inspect", path], "not a readable trace"
+
+
+def no_run_to_report(folder):
+    return ["report", folder], "metrics.jsonl"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [unknown_key, wrong_type, folder_in_use, nothing_to_resume, corrupt_trace, truncated_trace, no_run_to_report],
+)
+def test_a_users_error_is_one_message_and_exit_code_2(tmp_path, case):
+    arguments, message = case(tmp_path)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    result = foreroute(*arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr.replace("\n", " ")
+    assert "Traceback" not in result.stderr
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_validate_says_of_each_file_whether_it_is_sound(tmp_path):
+    good = fr.save(random_trace(0), tmp_path / "good")
+    bad = tmp_path / "bad"
+    bad.write_bytes(good.read_bytes()[:-1])
+    result = foreroute("validate", good, bad)
+    assert result.returncode == 2
+    assert f"sound    {good}" in result.stdout
+    assert f"refused  {bad}" in result.stdout
+    assert foreroute("validate", good).returncode == 0
+
+
+def test_diff_names_a_defect(tmp_path):
+    rng = np.random.default_rng(0)
+    spec = spec_of(num_experts=64, top_k=4, num_layers=3)
+    tokens = [rng.integers(0, 50, 40) for _ in range(4)]
+    routes = [np.argsort(rng.random((40, 3, 64)), axis=-1)[..., :4] for _ in tokens]
+    trace = fr.save(fr.RoutingTrace.from_sequences(spec, tokens, routes), tmp_path / "a")
+    late = [np.concatenate([r[:1], r[:-1]]) for r in routes]
+    shifted = fr.save(fr.RoutingTrace.from_sequences(spec, tokens, late), tmp_path / "b")
+    assert foreroute("diff", trace, trace).returncode == 0
+    result = foreroute("diff", trace, shifted)
+    assert result.returncode == 1
+    assert "shift" in result.stdout
+    other = fr.save(random_trace(1), tmp_path / "c")
+    assert foreroute("diff", trace, other).returncode == 2
+
+
+@pytest.mark.parametrize("form", ["raw", "planes", "npy", "raw-int32", "nemo-rl", "prime-rl", "skyrl"])
+def test_convert_there_and_back(tmp_path, form):
+    trace = random_trace(5, num_experts=64, top_k=3)
+    trace = trace.select(np.flatnonzero(trace.lengths > 1)).with_weight_version(3)
+    source = fr.save(trace, tmp_path / "trace")
+    there = foreroute("convert", source, tmp_path / "there", "--to", form)
+    assert there.returncode == 0, there.stderr
+    back = foreroute("convert", tmp_path / "there", tmp_path / "back", "--model", source, "--weight-version", 3)
+    assert back.returncode == 0, back.stderr
+    read = fr.load(tmp_path / "back")
+    if form == "planes":
+        assert np.array_equal(np.sort(trace.expert_ids_NLK, -1), read.expert_ids_NLK)
+    else:
+        assert read.equals(trace)
+
+
+def test_convert_reads_what_an_engine_answered(tmp_path):
+    r = wires.rollout(np.random.default_rng(0), experts=16, dense=1, layers=4)
+    (tmp_path / "answer.json").write_text(wires.vllm_http(r))
+    config = {"model_type": "deepseek_v3", "n_routed_experts": 16, "num_experts_per_tok": 3, "num_hidden_layers": 5}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "first_k_dense_replace": 1}))
+    result = foreroute("convert", tmp_path / "answer.json", tmp_path / "trace", "--model", tmp_path / "config.json")
+    assert result.returncode == 0, result.stderr
+    assert "vLLM" in result.stdout
+    trace = fr.load(tmp_path / "trace")
+    assert np.array_equal(trace.expert_ids_NLK[:-1], r.routes_RLK)
+    assert trace.token_ids_N.tolist() == r.tokens
+    nameless = foreroute("convert", tmp_path / "answer.json", tmp_path / "other")
+    assert nameless.returncode == 2
+    assert "pass --model" in nameless.stderr
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,122 @@
+"""2,400 random layouts against the oracle, by canaries: what arrives at a router names the place it was cut from."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from foreroute import layout
+from foreroute.conformance import canary_trace, oracle
+from layout_cases import draw_case
+
+CONFIGURATIONS = 2400
+SHARDS = 8
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_every_rank_gets_the_rows_of_the_oracle(shard):
+    for seed in range(shard, CONFIGURATIONS, SHARDS):
+        case = draw_case(seed)
+        canary = canary_trace(case.lengths, case.spec, last_absent=seed % 2 == 0)
+        layers = stage_layers(case, seed) or case.spec.layers
+        for sequences in case.batches:
+            for ranks in case.ranks():
+                rank_rows = case.plan(sequences, *ranks)
+                expected = places(case, canary, case.expected(sequences, *ranks), layers)
+                seen = seen_places(canary, rank_rows, layers)
+                assert np.array_equal(seen, expected), (seed, case, sequences, ranks)
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_what_the_ranks_computed_is_collected_in_packed_order(shard):
+    for seed in range(shard, 400, SHARDS):
+        case = draw_case(seed)
+        everything = sorted(s for batch in case.batches for s in batch)
+        plans = [case.plan(sequences, *ranks) for sequences in case.batches for ranks in case.ranks()]
+        num_rows = sum(case.lengths)
+        for rank_rows in plans:
+            slots = np.flatnonzero(~rank_rows.is_pad_R)
+            assert np.array_equal(rank_rows.slot_of_row()[rank_rows.row_of_slot_R[slots]], slots)
+            assert (rank_rows.slot_of_row() >= 0).sum() == len(slots)
+        if everything == list(range(len(case.lengths))):
+            collected = layout.collect([(p, p.row_of_slot_R * 7) for p in plans])
+            assert collected.tolist() == [7 * n for n in range(num_rows)]
+
+
+# The mistakes of integrations: each lays out the case, or the share of (context rank, sequence rank), otherwise.
+MISTAKES = {
+    "batch first for sequence first": lambda c, r: (replace(c, form="bshd" if c.form == "sbhd" else "sbhd"), r),
+    "contiguous for zigzag": lambda c, r: (replace(c, scheme="contiguous" if c.scheme == "zigzag" else "zigzag"), r),
+    "right for left padding": lambda c, r: (replace(c, side="left" if c.side == "right" else "right"), r),
+    "context and sequence ranks swapped": lambda c, r: (c, r[::-1]),
+    "another alignment": lambda c, r: (replace(c, align=2 * c.align), r),
+    "sequences in another order": lambda c, r: (replace(c, batches=tuple(b[::-1] for b in c.batches)), r),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistaken_layout_is_seen(mistake):
+    """Negative control: wherever a mistake moves a cell of the oracle, canaries tell the layouts apart."""
+    moved = 0
+    for seed in range(200):
+        case = replace(draw_case(seed), cp=2, tp=2, align=8, total=(8, 1))
+        case = replace(case, form="sbhd" if seed % 2 else case.form)
+        wrong, wrong_ranks = MISTAKES[mistake](case, (1, 0))
+        canary = canary_trace(case.lengths, case.spec, last_absent=False)
+        for sequences, wrong_sequences in zip(case.batches, wrong.batches, strict=True):
+            cells = case.expected(sequences, 1, 0)
+            seen = seen_places(canary, wrong.plan(wrong_sequences, *wrong_ranks), case.spec.layers)
+            is_right = cells == wrong.expected(wrong_sequences, *wrong_ranks)
+            assert np.array_equal(seen, places(case, canary, cells, case.spec.layers)) == is_right, (seed, mistake)
+            moved += not is_right
+    assert moved >= 50, f"{mistake} moved cells in only {moved} layouts, which controls little"
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_a_shift_by_one_token_is_seen(shift):
+    for seed in range(100):
+        case = replace(draw_case(seed), cp=1, tp=1)
+        canary = canary_trace(case.lengths, case.spec, last_absent=False)
+        for sequences in case.batches:
+            right = case.plan(sequences, 0, 0)
+            moved = layout.RankRows(np.roll(right.row_of_slot_R, shift), right.num_rows)
+            expected = places(case, canary, case.expected(sequences, 0, 0), case.spec.layers)
+            same = np.array_equal(moved.row_of_slot_R, right.row_of_slot_R)
+            assert np.array_equal(seen_places(canary, moved, case.spec.layers), expected) == same
+
+
+def test_a_layer_offset_is_seen():
+    cases = [c for c in map(draw_case, range(100)) if c.spec.num_layers > 1 and sum(c.lengths)]
+    for case in cases:
+        canary = canary_trace(case.lengths, case.spec, last_absent=False)
+        right = layout.pack(case.lengths).rows()
+        moved = case.spec.layers[1:] + case.spec.layers[:1]
+        assert not np.array_equal(seen_places(canary, right, moved), seen_places(canary, right, case.spec.layers)), case
+
+
+def stage_layers(case, seed):
+    """The layers of one pipeline stage, which must be those that a walk through the model finds there."""
+    stages = layout.PipelineStages(case.counts)
+    stage = (seed % stages.pp, seed % stages.vpp)
+    layers = stages.layers(case.spec, *stage)
+    here = [i for i, at in enumerate(oracle.stage_of_layer(case.counts)) if at == stage]
+    assert list(layers) == [r for i in here for r in case.spec.layers if r.index == i and r.kind in ("decoder", "hash")]
+    return layers
+
+
+def seen_places(canary, rank_rows, layers):
+    """[R, L, 3], what a rank's routers would replay, decoded; the mask and the picks must agree on what is missing."""
+    routes = layout.take(canary.trace, rank_rows, layers)
+    places = canary.decode(routes.ids_RLK)
+    assert np.array_equal((places >= 0).all(axis=-1), np.broadcast_to(routes.routed_R[:, None], places.shape[:2]))
+    return places
+
+
+def places(case, canary, cells, layers):
+    """[R, L, 3], the same from the oracle's cells."""
+    columns = [case.spec.layers.index(layer) for layer in layers]
+    listed = []
+    for cell in cells:
+        routed = cell is not None and bool(canary.trace.valid_N[sum(case.lengths[: cell[0]]) + cell[1]])
+        listed.append([(*cell, column) if routed else (-1, -1, -1) for column in columns])
+    return np.array(listed, dtype=np.int64).reshape(len(cells), len(columns), 3)

@@ -1,0 +1,121 @@
+"""Locating a padded batch in a trace by its tokens."""
+
+import numpy as np
+import pytest
+
+from foreroute import RoutingTrace
+from foreroute.conformance import canary_trace
+from foreroute.errors import BatchMismatchError
+from foreroute.layout import locate_rows, pad
+from traces import random_trace, spec_of
+
+
+def canary(lengths):
+    return canary_trace(lengths, spec_of(num_experts=64)).trace
+
+
+def padded_batch(trace, width, mask_of):
+    """ids and mask [B, T], the tokens of each sequence where `mask_of(b, length)` is 1, and 77 elsewhere."""
+    ids, mask = np.full((len(trace), width), 77), np.zeros((len(trace), width), int)
+    for b, length in enumerate(trace.lengths):
+        mask[b] = mask_of(b, int(length))
+        ids[b, mask[b] == 1] = trace.tokens(b)
+    return ids, mask
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_either_side_is_deduced(side):
+    trace = canary([3, 5, 1])
+    ids, mask = padded_batch(
+        trace, 6, lambda _, n: [1] * n + [0] * (6 - n) if side == "right" else [0] * (6 - n) + [1] * n
+    )
+    expected = pad(trace.lengths, side=side, order="bshd", to=6).rows().row_of_slot_R
+    assert np.array_equal(locate_rows(trace, ids, mask), expected)
+    assert np.array_equal(locate_rows(trace, ids.astype(np.int32), mask.astype(bool)), expected)
+    assert locate_rows(trace, ids, mask).dtype == np.int64
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_mask_equals_a_loop(seed):
+    rng = np.random.default_rng(seed)
+    trace = random_trace(seed)
+    width = int(trace.lengths.max()) + int(rng.integers(0, 4))
+    ids, mask = padded_batch(trace, width, lambda _, n: rng.permutation([1] * n + [0] * (width - n)))
+    expected = []
+    for b in range(len(trace)):
+        row = int(trace.offsets[b])
+        for t in range(width):
+            expected.append(row if mask[b, t] else -1)
+            row += int(mask[b, t])
+    assert locate_rows(trace, ids, mask).tolist() == expected
+
+
+def test_without_a_mask_everything_is_a_token():
+    trace = canary([2, 2])
+    assert locate_rows(trace, [[0, 1], [2, 3]]).tolist() == [0, 1, 2, 3]
+
+
+def test_the_unrouted_last_token_may_be_left_out_and_no_other():
+    trace = canary([3, 3])
+    assert locate_rows(trace, [[0, 1], [3, 4]]).tolist() == [0, 1, 3, 4]
+    with pytest.raises(BatchMismatchError, match="sequence 0 ends after 1 of 3 tokens and leaves out 1 rows that have"):
+        locate_rows(trace, [[0], [3]])
+
+
+def test_a_gap_before_the_end_is_no_reason_to_leave_out_rows():
+    trace = canary([2]).continued_by(canary([2]))
+    assert trace.valid_N.tolist() == [True, False, True, False]
+    with pytest.raises(BatchMismatchError, match="leaves out 1 rows"):
+        locate_rows(trace, [[0]])
+
+
+def test_the_first_difference_is_named():
+    trace = canary([3, 3])
+    with pytest.raises(BatchMismatchError, match="sequence 1, position 1: token 9 in the batch, 4 in the trace"):
+        locate_rows(trace, [[0, 1, 2], [3, 9, 9]])
+
+
+def test_another_order_is_named():
+    trace = canary([3, 3, 2])
+    with pytest.raises(BatchMismatchError, match=r"holds the sequences \[1, 0, 2\] of the trace, in that order"):
+        locate_rows(trace, [[3, 4, 5], [0, 1, 2], [6, 7, 0]], [[1, 1, 1], [1, 1, 1], [1, 1, 0]])
+    with pytest.raises(BatchMismatchError, match=r"2 sequences and the trace has 3.*\[2, 1\] of the trace"):
+        locate_rows(trace, [[6, 0], [3, 4]], [[1, 0], [1, 1]])
+
+
+def test_equal_sequences_are_told_apart_in_the_named_order():
+    spec = spec_of(num_experts=4, top_k=1, num_layers=1)
+    trace = RoutingTrace.from_sequences(spec, [[5, 6], [5, 6], [7, 8]], [[[[0]]], [[[1]]], [[[2]]]])
+    with pytest.raises(BatchMismatchError, match=r"\[2, 0, 1\] of the trace"):
+        locate_rows(trace, [[7, 8], [5, 6], [5, 6]])
+    with pytest.raises(BatchMismatchError, match=r"4 sequences and the trace has 3.*\[0, 1, 2, 2\]"):
+        locate_rows(trace, [[5, 6], [5, 6], [7, 8], [7, 8]])
+
+
+def test_a_long_order_is_cut_in_the_message():
+    trace = canary([1] * 100)
+    with pytest.raises(BatchMismatchError, match=r"36, …\] of the trace"):
+        locate_rows(trace, np.arange(100)[::-1, None])
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        ([[0, 1, 77]], None, "3 tokens in the batch and 2 in the trace.*pass the attention mask"),
+        ([[0, 1], [2, 3]], None, "2 sequences and the trace has 1"),
+        ([0, 1], None, r"expected integers \[B, T\]"),
+        ([[0.0, 1.0]], None, r"expected integers \[B, T\]"),
+        ([[0, 1]], [[1, 1, 1]], "attention_mask has shape"),
+        ([[0, 1]], [[1, 2]], "of zeros and ones"),
+        ([[0, 1]], [[0, 0]], "leaves out 1 rows"),
+        ([[5, 6]], None, "Expected the batch that the trace was recorded for"),
+    ],
+)
+def test_batches_that_are_not_the_traces_are_refused(ids, mask, message):
+    with pytest.raises(BatchMismatchError, match=message):
+        locate_rows(canary([2]), ids, mask)
+
+
+def test_an_empty_batch_fits_an_empty_trace():
+    trace = canary([3]).select([])
+    assert locate_rows(trace, np.zeros((0, 4), int)).tolist() == []

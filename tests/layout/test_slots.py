@@ -1,0 +1,103 @@
+"""The layouts by hand, one small example each, and the layouts that cannot be."""
+
+import numpy as np
+import pytest
+
+from foreroute import layout
+from foreroute.errors import LayoutError
+
+
+def slots_of(planned):
+    return planned.rows().row_of_slot_R.tolist()
+
+
+def test_packed_sequences_are_aligned_one_by_one():
+    assert slots_of(layout.pack([3, 2])) == [0, 1, 2, 3, 4]
+    assert slots_of(layout.pack([3, 2], align=4)) == [0, 1, 2, -1, 3, 4, -1, -1]
+    assert slots_of(layout.pack([3, 2], align=2).align_total(8)) == [0, 1, 2, -1, 3, 4, -1, -1]
+    assert slots_of(layout.pack([3, 2, 1], sequences=[2, 0])) == [5, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("side", "order", "slots"),
+    [
+        ("right", "bshd", [0, 1, 2, 3, 4, -1]),
+        ("left", "bshd", [0, 1, 2, -1, 3, 4]),
+        ("right", "sbhd", [0, 3, 1, 4, 2, -1]),
+        ("left", "sbhd", [0, -1, 1, 3, 2, 4]),
+    ],
+)
+def test_a_padded_grid(side, order, slots):
+    assert slots_of(layout.pad([3, 2], side=side, order=order)) == slots
+
+
+def test_zigzag_gives_a_rank_a_chunk_from_either_end():
+    whole = layout.pack([8, 3], align=4)
+    assert slots_of(whole.split_context(2, 0)) == [0, 1, 6, 7, 8, -1]
+    assert slots_of(whole.split_context(2, 1)) == [2, 3, 4, 5, 9, 10]
+    assert slots_of(whole.split_context(2, 0, scheme="contiguous")) == [0, 1, 2, 3, 8, 9]
+
+
+def test_a_sequence_split_cuts_the_stream_or_the_grid_along_t():
+    assert slots_of(layout.pack([3, 2]).split_sequence(2, 1, pad=True)) == [3, 4, -1]
+    grid = {"side": "right", "multiple_of": 4}
+    assert slots_of(layout.pad([3, 2], order="bshd", **grid).split_sequence(2, 1)) == [2, -1, -1, -1]
+    assert slots_of(layout.pad([3, 2], order="sbhd", **grid).split_sequence(2, 0)) == [0, 3, 1, 4]
+
+
+def test_context_then_sequence():
+    shares = [
+        [slots_of(layout.pack([7], align=8).split_context(2, c).split_sequence(2, t)) for t in range(2)]
+        for c in range(2)
+    ]
+    assert shares == [[[0, 1], [6, -1]], [[2, 3], [4, 5]]]
+
+
+def test_nothing_at_all_is_a_layout():
+    assert slots_of(layout.pack([])) == []
+    assert slots_of(layout.pack([4], sequences=[]).align_total(8).split_context(2, 0).split_sequence(2, 1)) == []
+    assert slots_of(layout.pad([4], side="left", order="sbhd", sequences=[]).split_sequence(4, 0)) == []
+    assert slots_of(layout.pad([0, 0], side="left", order="sbhd")) == []
+
+
+def test_a_rank_counts_its_slots_without_writing_them():
+    assert layout.pack([5, 3], align=8).split_context(2, 0).split_sequence(2, 0).num_slots == 4
+
+
+def test_indices_widen_only_when_rows_need_it():
+    assert layout.pack([4]).rows().row_of_slot_R.dtype == np.int32
+    far = layout.pack([2**31, 2], sequences=[1]).rows()
+    assert far.row_of_slot_R.dtype == np.int64
+    assert far.row_of_slot_R.tolist() == [2**31, 2**31 + 1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: layout.pack([3, -1]), "sequence 1 has length -1"),
+        (lambda: layout.pack([[3]]), "expected one integer per sequence"),
+        (lambda: layout.pack([3.5]), "expected one integer per sequence"),
+        (lambda: layout.pack([3], align=0), "align is 0"),
+        (lambda: layout.pack([3], sequences=[1]), "1 to 1 were chosen from 1; expected 0 to 0"),
+        (lambda: layout.pack([3], sequences=[0.0]), "sequences are float64"),
+        (lambda: layout.pad([3], side="top", order="bshd"), "expected 'left' or 'right'"),
+        (lambda: layout.pad([3], side="left", order="thd"), "expected 'bshd'"),
+        (lambda: layout.pad([3], side="left", order="bshd", multiple_of=0), "multiple_of is 0"),
+        (lambda: layout.pad([3, 9], side="left", order="bshd", to=8), "sequence 1 has 9 tokens"),
+        (lambda: layout.pad([3], side="left", order="bshd").align_total(8), "give `pad` a `multiple_of`"),
+        (lambda: layout.pack([3]).align_total(0), "multiple is 0"),
+        (lambda: layout.pack([4, 6]).split_context(2, 0), "sequence 1 of the batch has 6 slots.*Give pack.align=. 4"),
+        (lambda: layout.pad([6], side="left", order="bshd").split_context(2, 0), "Give pad.multiple_of=. 4"),
+        (lambda: layout.pack([4]).align_total(6).split_context(2, 0), "the tail of the stream has 2 slots"),
+        (lambda: layout.pack([4]).split_context(2, 2), "context-parallel rank is 2; expected 0 to 1"),
+        (lambda: layout.pack([4]).split_context(0, 0), "expected at least 1"),
+        (lambda: layout.pack([4]).split_context(2, 0, scheme="ring"), "expected 'zigzag' or 'contiguous'"),
+        (lambda: layout.pack([8]).split_context(2, 0).split_context(2, 0), "split_context comes before"),
+        (lambda: layout.pack([8]).split_sequence(2, 0).split_context(2, 0), "split_context comes before"),
+        (lambda: layout.pack([5]).split_sequence(2, 0), "5 slots do not divide over 2 sequence-parallel ranks"),
+        (lambda: layout.pack([4]).split_sequence(2, -1), "sequence-parallel rank is -1"),
+    ],
+)
+def test_impossible_layouts_are_refused(make, message):
+    with pytest.raises(LayoutError, match=message):
+        make()

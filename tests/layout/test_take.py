@@ -1,0 +1,72 @@
+"""Routes of a rank: what is missing stays visible, and padding is filled legally and evenly, on request."""
+
+import numpy as np
+import pytest
+
+from foreroute import RoutedLayer, layout
+from foreroute.conformance import canary_trace
+from foreroute.errors import BatchMismatchError, LayoutError, SpecMismatchError
+from traces import spec_of
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(8, np.uint8), (255, np.uint8), (256, np.uint16), (512, np.uint16)])
+def test_missing_routes_are_one_past_the_last_expert(num_experts, dtype):
+    trace = canary_trace([2, 2], spec_of(num_experts=num_experts)).trace
+    routes = layout.take(trace, layout.pack(trace.lengths, align=3).rows())
+    assert routes.routed_R.tolist() == [True, False, False, True, False, False]
+    assert routes.ids_RLK.dtype == dtype
+    assert (routes.ids_RLK[~routes.routed_R] == num_experts).all()
+    assert np.array_equal(routes.ids_RLK[routes.routed_R], trace.expert_ids_NLK[[0, 2]])
+
+
+def test_layers_are_taken_by_name():
+    trace = canary_trace([3], spec_of(num_experts=32)).trace
+    rows = layout.pack(trace.lengths).rows()
+    ids, _ = layout.take(trace, rows, [RoutedLayer(2), RoutedLayer(0)])
+    assert np.array_equal(ids[:2], trace.expert_ids_NLK[:2, [2, 0]])
+    assert layout.take(trace, rows, []).ids_RLK.shape == (3, 0, 2)
+    with pytest.raises(SpecMismatchError, match="no routes of decoder 9"):
+        layout.take(trace, rows, [RoutedLayer(9)])
+
+
+def test_a_layout_of_other_rows_is_refused():
+    trace = canary_trace([3], spec_of(num_experts=32)).trace
+    with pytest.raises(BatchMismatchError, match="4 packed rows and the trace has 3"):
+        layout.take(trace, layout.pack([4]).rows())
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_padding_is_distinct_and_even_over_experts_and_ranks(seed):
+    rng = np.random.default_rng(seed)
+    ep, per_rank = int(rng.integers(1, 9)), int(rng.integers(1, 9))
+    num_experts = ep * per_rank
+    top_k = int(rng.integers(1, num_experts + 1))
+    homes = layout.block_homes(num_experts, ep) if seed % 2 else rng.permutation(np.repeat(np.arange(ep), per_rank))
+    ids = np.full((int(rng.integers(0, 40)), 3, top_k), num_experts, np.uint8)
+    fill = rng.random(len(ids)) < 0.6
+    filled = layout.fill_padding(ids, fill, homes, start=int(rng.integers(0, 100)))
+    assert np.array_equal(filled[~fill], ids[~fill])
+    for layer in range(3):
+        picks = filled[fill, layer]
+        assert all(len(set(row)) == top_k for row in picks.tolist())
+        loads = np.bincount(picks.reshape(-1), minlength=num_experts)
+        assert loads.shape == (num_experts,)
+        assert np.ptp(loads) <= 1
+        assert np.ptp(np.bincount(homes, weights=loads, minlength=ep)) <= 1
+
+
+def test_a_rank_with_fewer_experts_gets_fewer_pads_but_none_twice():
+    filled = layout.fill_padding(np.zeros((2, 1, 3), np.uint8), np.ones(2, bool), [0, 0, 1])
+    assert sorted(filled[0, 0].tolist()) == sorted(filled[1, 0].tolist()) == [0, 1, 2]
+
+
+def test_impossible_fills_are_refused():
+    ids = np.zeros((2, 1, 3), np.uint8)
+    with pytest.raises(LayoutError, match="3 distinct picks cannot be made from 2"):
+        layout.fill_padding(ids, np.ones(2, bool), [0, 1])
+    with pytest.raises(LayoutError, match="one bool for each of 2 slots"):
+        layout.fill_padding(ids, np.ones(3, bool), [0, 0, 1])
+    with pytest.raises(LayoutError, match="one bool for each of 2 slots"):
+        layout.fill_padding(ids, np.array([0, 1]), [0, 0, 1])
+    with pytest.raises(LayoutError, match="6 experts do not divide over 4"):
+        layout.block_homes(6, 4)

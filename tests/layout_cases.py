@@ -1,0 +1,117 @@
+"""Random parallel layouts, planned by `layout/` and spelled out by the oracle."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreroute import LayerKind, RoutedLayer, RoutingSpec, layout
+from foreroute.conformance import oracle
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: tuple[int, ...]
+    batches: tuple[tuple[int, ...], ...]
+    form: str
+    side: str
+    align: int
+    width: int
+    total: tuple[int, int]
+    cp: int
+    scheme: str
+    tp: int
+    spec: RoutingSpec
+    counts: tuple[tuple[int, ...], ...]
+
+    def plan(self, sequences, cp_rank, tp_rank):
+        if self.form == "thd":
+            slots = layout.pack(self.lengths, sequences=sequences, align=self.align).align_total(self.total[0])
+        else:
+            slots = layout.pad(
+                self.lengths,
+                side=self.side,
+                order=self.form,
+                sequences=sequences,
+                to=max((self.lengths[s] for s in sequences), default=0) + self.width,
+                multiple_of=self.align,
+            )
+        slots = slots.split_context(self.cp, cp_rank, scheme=self.scheme)
+        if self.form == "thd":
+            slots = slots.align_total(self.total[1])
+        rows = slots.split_sequence(self.tp, tp_rank, pad=True).rows()
+        assert isinstance(rows, layout.RankRows)
+        return rows
+
+    def expected(self, sequences, cp_rank, tp_rank):
+        if self.form == "thd":
+            lanes = oracle.packed_lanes(self.lengths, sequences, self.align)
+            lanes.append(oracle.tail_to_multiple(oracle.one_stream(lanes), self.total[0]))
+        else:
+            width = max((self.lengths[s] for s in sequences), default=0) + self.width
+            while width % self.align != 0:
+                width += 1
+            lanes = oracle.padded_lanes(self.lengths, sequences, self.side, width)
+        lanes = [oracle.context_share(lane, self.cp, cp_rank, self.scheme) for lane in lanes]
+        if self.form == "thd":
+            stream = oracle.one_stream(lanes)
+            stream += oracle.tail_to_multiple(stream, self.total[1])
+            return oracle.sequence_share(stream, self.tp, tp_rank)
+        lanes = [oracle.sequence_share(lane, self.tp, tp_rank) for lane in lanes]
+        return oracle.one_stream(lanes) if self.form == "bshd" else oracle.sequence_first(lanes)
+
+    def ranks(self):
+        return [(c, t) for c in range(self.cp) for t in range(self.tp)]
+
+
+def draw_case(seed):
+    """A layout that is possible, of any of the forms, small enough for the oracle's loops."""
+    rng = np.random.default_rng(seed)
+    cp, tp = int(rng.integers(1, 5)), int(rng.integers(1, 5))
+    scheme = str(rng.choice(["zigzag", "contiguous"]))
+    chunks = 2 * cp if scheme == "zigzag" and cp > 1 else cp
+    lengths = rng.integers(0 if rng.random() < 0.2 else 1, int(rng.choice([3, 9, 21])), int(rng.integers(1, 7)))
+    align = chunks * int(rng.integers(1, 4))
+    spec, counts = draw_model(rng)
+    return Case(
+        lengths=tuple(int(n) for n in lengths),
+        batches=_draw_batches(rng, lengths, align),
+        form=str(rng.choice(["thd", "bshd", "sbhd"])),
+        side=str(rng.choice(["left", "right"])),
+        align=align,
+        width=int(rng.integers(0, 4)),
+        total=(chunks * int(rng.integers(1, 5)), int(rng.integers(1, 9))),
+        cp=cp,
+        scheme=scheme,
+        tp=tp,
+        spec=spec,
+        counts=counts,
+    )
+
+
+def draw_model(rng):
+    """A layer table with dense layers in front or between, hash-routed, MTP and draft layers, and its stages."""
+    pp, vpp = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    counts = tuple(tuple(int(n) for n in rng.integers(0, 4, pp)) for _ in range(vpp))
+    depth = sum(map(sum, counts))
+    dense_first, every = int(rng.integers(0, 3)), int(rng.integers(1, 3))
+    routed = [i for i in range(depth) if i >= dense_first and i % every == 0]
+    num_hash = int(rng.integers(0, 3))
+    layers = [RoutedLayer(i, LayerKind.HASH if n < num_hash else LayerKind.DECODER) for n, i in enumerate(routed)]
+    layers += [RoutedLayer(i, LayerKind.MTP) for i in range(int(rng.integers(0, 3)))]
+    layers += [RoutedLayer(i, LayerKind.DRAFT) for i in range(int(rng.integers(0, 2)))]
+    layers = layers or [RoutedLayer(0, LayerKind.MTP)]
+    if rng.random() < 0.3:
+        layers = [layers[i] for i in rng.permutation(len(layers))]
+    num_experts, top_k = ((4096, 1), (256, 2), (64, 4), (128, 8), (512, 10))[int(rng.integers(5))]
+    return RoutingSpec(num_experts, top_k, tuple(layers), model="canary"), counts
+
+
+def _draw_batches(rng, lengths, align):
+    """Micro-batches of any kind, or one batch of any sequences in any order."""
+    kind = rng.integers(3)
+    if kind == 0:
+        chosen = rng.permutation(len(lengths))[: int(rng.integers(1, len(lengths) + 1))]
+        return (tuple(int(s) for s in chosen),)
+    budget = int((-(-lengths // align) * align).max(initial=1)) + int(rng.integers(0, 30))
+    micro = layout.by_token_budget(lengths, budget, balanced=bool(kind == 1), align=align)
+    return tuple(tuple(int(s) for s in sequences) for sequences in micro)

@@ -1,0 +1,137 @@
+"""The explainer on 200 seeded cases of each planted defect, and on 200 clean pairs."""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import plants
+import pytest
+
+import foreroute as fr
+from foreroute.errors import BatchMismatchError, SpecMismatchError
+from foreroute.mismatch import Defect, explain
+
+CASES = 200
+PLANTED = {
+    Defect.SHIFT: plants.shift,
+    Defect.PERMUTATION: plants.permutation,
+    Defect.FLATTENING: plants.flattening,
+    Defect.LAYER_OFFSET: plants.layer_offset,
+    Defect.PHYSICAL_IDS: plants.physical_ids,
+    Defect.PREFIX_MISSING: plants.prefix_missing,
+    Defect.WEIGHT_VERSION: plants.weight_version,
+}
+
+
+@functools.cache
+def clean_pair(seed):
+    """A reference and the same routes with natural mismatch."""
+    rng, reference = plants.case(seed)
+    return reference, plants.natural(rng, reference)
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_planted_defects_are_named(kind):
+    for seed in range(CASES):
+        reference, other = clean_pair(seed)
+        broken, expected = PLANTED[kind](np.random.default_rng([seed, 1]), other)
+        found = explain(reference, broken)
+        assert found.kind is kind, (seed, found.sentence)
+        for name, value in expected.items():
+            assert found.parameters[name] == value, (seed, name, found.sentence)
+
+
+def test_clean_pairs_raise_no_alarm():
+    for seed in range(CASES):
+        found = explain(*clean_pair(seed))
+        assert found.kind is Defect.NONE, (seed, found.sentence)
+        assert found.overlap_after == found.overlap_before > 0.84
+
+
+def test_a_replaced_layer_is_named():
+    for seed in range(40):
+        reference, other = clean_pair(seed)
+        if reference.spec.num_layers > 2:
+            broken, expected = plants.layer_replaced(np.random.default_rng(seed), other)
+            found = explain(reference, broken)
+            assert (found.kind, found.parameters["row"]) == (Defect.LAYER_REPLACED, expected["row"]), found.sentence
+
+
+def test_undoing_a_mixup_restores_the_overlap():
+    reference, other = clean_pair(0)
+    before = explain(reference, other).overlap_before
+    broken, _ = plants.shift(np.random.default_rng(0), other)
+    found = explain(reference, broken)
+    assert found.overlap_before < before - 0.2
+    assert found.overlap_after == pytest.approx(before, abs=0.05)
+    assert found.sentence.startswith("B is shifted by")
+
+
+def test_overlaps_by_layer_and_position_match_a_loop():
+    reference, other = clean_pair(1)
+    found = explain(reference, other)
+    spec, per_layer, per_position = reference.spec, {}, {}
+    for s in range(len(reference)):
+        for p in range(int(reference.lengths[s]) - 1):
+            n = int(reference.offsets[s]) + p
+            for layer in range(spec.num_layers):
+                sets = [set(t.expert_ids_NLK[n, layer].tolist()) for t in (reference, other)]
+                share = len(sets[0] & sets[1]) / spec.top_k
+                per_layer.setdefault(layer, []).append(share)
+                per_position.setdefault(p, []).append(share)
+    assert np.allclose(found.overlap_by_layer_L, [np.mean(per_layer[layer]) for layer in range(spec.num_layers)])
+    assert np.allclose(found.overlap_by_position_T[:-1], [np.mean(per_position[p]) for p in sorted(per_position)])
+    assert np.isnan(found.overlap_by_position_T[-1])
+    assert found.differing == pytest.approx(np.mean([x < 1 for xs in per_layer.values() for x in xs]))
+
+
+def test_sequences_in_another_order_are_put_back_by_their_tokens():
+    reference, other = clean_pair(2)
+    order = np.random.default_rng(0).permutation(len(other))
+    found = explain(reference, other.select(order))
+    assert found.kind is Defect.PERMUTATION
+    assert found.parameters["order"] == order.tolist()
+    assert found.overlap_before > 0.84
+
+
+def test_physical_map_is_learnt():
+    reference, other = clean_pair(3)
+    slots = np.stack(
+        [np.random.default_rng(i).permutation(reference.spec.num_experts) for i in range(reference.spec.num_layers)]
+    )
+    ids = slots[np.arange(reference.spec.num_layers)[:, None], other.expert_ids_NLK]
+    learnt = np.array(explain(reference, plants.with_ids(other, ids)).parameters["id_map"])
+    true = np.argsort(slots, axis=-1)
+    assert (learnt == true)[learnt >= 0].mean() > 0.9
+
+
+def test_broad_difference_without_a_pattern_is_unexplained():
+    reference, _ = clean_pair(4)
+    rng = np.random.default_rng(4)
+    flat = plants.with_ids(reference, plants.swapped(rng, reference.expert_ids_NLK, reference.spec, 0.5))
+    assert explain(reference, flat).kind is Defect.UNEXPLAINED
+    assert explain(reference, flat.with_weight_version(4)).kind is Defect.WEIGHT_VERSION
+    scores = rng.random((reference.num_rows, reference.spec.num_layers, reference.spec.num_experts))
+    noise = plants.with_ids(reference, plants.top_picks(scores, reference.spec.top_k))
+    assert explain(reference, noise).kind is Defect.UNEXPLAINED
+
+
+def test_edges():
+    reference, other = clean_pair(5)
+    assert explain(reference, reference).kind is Defect.NONE
+    assert explain(reference.select([0]), other.select([0])).kind is Defect.NONE
+    assert explain(reference.truncated([1] * len(reference)), other.truncated([1] * len(other))).kind is Defect.NONE
+    nothing = replace(other, valid_N=np.zeros_like(other.valid_N))
+    assert "no row is routed in both" in explain(reference, nothing).sentence
+    full = fr.RoutingTrace.from_sequences(fr.RoutingSpec(2, 2, (fr.RoutedLayer(0),)), [[1, 2]], [[[[0, 1]]]])
+    assert explain(full, full).sentence == "Nothing to compare: every row holds all experts."
+    empty = reference.select([])
+    assert "no row is routed" in explain(empty, empty).sentence
+
+
+def test_other_tokens_and_other_models_are_refused():
+    reference, other = clean_pair(6)
+    with pytest.raises(BatchMismatchError, match="different tokens"):
+        explain(reference, other.select([0]))
+    with pytest.raises(SpecMismatchError):
+        explain(reference, replace(other, spec=fr.RoutingSpec(999, 1, (fr.RoutedLayer(0),))))

@@ -1,0 +1,100 @@
+"""The mismatch measures, by hand and by loops over plain lists."""
+
+import math
+
+import numpy as np
+import pytest
+
+import foreroute as fr
+from foreroute.errors import InputError
+from foreroute.mismatch import margin_histogram, routing_mismatch, token_mismatch
+from foreroute.mismatch.margins import LOG10_EDGES
+from traces import random_trace, spec_of
+
+
+def test_k3_and_f_by_hand():
+    train = np.log([0.5, 0.9, 0.1, 0.2])
+    infer = np.log([0.5, 0.3, 0.25, 0.25])
+    result = token_mismatch(train, infer)
+    ratios = [1.0, 3.0, 0.4, 0.8]
+    assert result.k3 == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 4, rel=1e-12)
+    assert result.f(2.0) == 2 / 4  # 3.0 and 1 / 0.4
+    assert result.f(1.5) == 2 / 4
+    assert result.max_abs_log == pytest.approx(math.log(3))
+
+
+def test_the_threshold_itself_does_not_count():
+    assert token_mismatch(np.array([math.log(2.0)]), np.zeros(1)).f(2.0) == 0
+
+
+def test_k3_keeps_its_precision_for_tiny_differences():
+    delta = 1e-6
+    assert token_mismatch(np.full(10, delta), np.zeros(10)).k3 == pytest.approx(delta**2 / 2, rel=1e-4)
+
+
+def test_parts_add_to_the_whole_however_they_are_cut():
+    rng = np.random.default_rng(0)
+    train, infer = rng.normal(-1, 1, 100), rng.normal(-1, 1, 100)
+    whole = token_mismatch(train, infer)
+    uneven = token_mismatch(train[:7], infer[:7]) + token_mismatch(train[7:], infer[7:])
+    assert uneven.k3 == pytest.approx(whole.k3, rel=1e-12)
+    assert (uneven.count, uneven.above, uneven.max_abs_log) == (whole.count, whole.above, whole.max_abs_log)
+
+
+def test_no_token_is_no_number():
+    assert math.isnan(token_mismatch(np.zeros(0), np.zeros(0)).k3)
+
+
+@pytest.mark.parametrize(
+    ("train", "infer", "message"),
+    [
+        (np.zeros(3), np.zeros(2), "shape"),
+        (np.array([np.nan]), np.zeros(1), "NaN"),
+        (np.zeros(1), np.array([-np.inf]), "NaN or infinity"),
+    ],
+)
+def test_impossible_log_probs_are_refused(train, infer, message):
+    with pytest.raises(InputError, match=message):
+        token_mismatch(train, infer)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_routing_mismatch_matches_a_loop(seed):
+    a = random_trace(seed, num_experts=4, num_layers=3)
+    b = random_trace(seed, num_experts=4, num_layers=3, route_seed=seed + 100)
+    result = routing_mismatch(a, b)
+    per_row = [
+        [set(a.expert_ids_NLK[n, j]) != set(b.expert_ids_NLK[n, j]) for j in range(3)]
+        for n in range(a.num_rows)
+        if a.valid_N[n] and b.valid_N[n]
+    ]
+    assert result.rows == len(per_row)
+    assert result.differing_L.tolist() == [sum(row[j] for row in per_row) for j in range(3)]
+    assert result.by_differing_layers.tolist() == [sum(sum(row) == d for row in per_row) for d in range(4)]
+    firsts = [row.index(True) for row in per_row if any(row)]
+    assert result.first_differing_L.tolist() == [firsts.count(j) for j in range(3)]
+    if per_row:
+        assert result.differing_share == pytest.approx(np.mean(per_row))
+        assert result.differing_tokens_share == pytest.approx(np.mean([any(row) for row in per_row]))
+    both = result + result
+    assert both.rows == 2 * result.rows
+    assert both.differing_share == pytest.approx(result.differing_share)
+
+
+def test_pick_order_is_no_difference():
+    spec = spec_of(num_experts=4, top_k=2, num_layers=1)
+    a = fr.RoutingTrace.from_sequences(spec, [[1, 2]], [[[[0, 1]], [[2, 3]]]])
+    b = fr.RoutingTrace.from_sequences(spec, [[1, 2]], [[[[1, 0]], [[2, 1]]]])
+    result = routing_mismatch(a, b)
+    assert result.differing_share == 0.5
+    assert result.overlap_L.tolist() == [0.75]
+
+
+def test_margins_fall_into_their_bins():
+    margins = np.array([[0.0, 1e-3], [1e-20, 0.05], [100.0, 0.05]])
+    counts = margin_histogram(margins).counts_LB
+    assert counts.sum(axis=1).tolist() == [3, 3]
+    assert counts[0, 0] == 2
+    assert counts[0, -1] == 1
+    low = np.searchsorted(LOG10_EDGES, math.log10(0.05), side="right") - 1
+    assert counts[1, low] == 2

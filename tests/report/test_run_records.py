@@ -1,0 +1,127 @@
+"""Run folders: what is read, what is forgiven, and what is refused with the place and the remedy."""
+
+import json
+
+import pytest
+
+from foreroute.errors import InputError, RunFolderError
+from foreroute.report import read_run, read_runs
+from report_runs import config, step_line, write_run
+
+
+def steps(count, **changes):
+    return [step_line(i, **changes) for i in range(count)]
+
+
+def test_a_folder_is_read_whole(tmp_path):
+    run = read_run(write_run(tmp_path / "a", config("mine", seed=7, precision="fp8", routing="R3"), steps(3)))
+    assert (run.name, run.seed, run.precision, run.routing, run.trains_with) == ("mine", 7, "fp8", "R3", "replayed")
+    assert [step.step for step in run.steps] == [0, 1, 2]
+    assert run.steps[1].mismatch["native"].k3 == step_line(1)["mismatch"]["native"]["k3"]
+    assert run.steps[1].expert_load[16] == step_line(1)["expert_load"]["16"]
+    assert run.config["model"]["experts"] == 64
+    assert run.notes == ()
+
+
+@pytest.mark.parametrize("tail", ['{"step": 2, "reward_me', '{"step": 2, "reward_mean": 0.5', "\0\0\0", '{"name": "\\'])
+def test_a_torn_last_line_is_dropped_and_noted(tmp_path, tail):
+    run = read_run(write_run(tmp_path / "a", config(), steps(2), tail=tail))
+    assert len(run.steps) == 2
+    assert len(run.notes) == 1
+    assert "Line 3" in run.notes[0]
+
+
+def test_a_whole_last_line_without_newline_is_kept(tmp_path):
+    run = read_run(write_run(tmp_path / "a", config(), steps(2), tail=json.dumps(step_line(2))))
+    assert (len(run.steps), run.notes) == (3, ())
+
+
+def test_a_line_torn_inside_a_character_is_dropped(tmp_path):
+    folder = write_run(tmp_path / "a", config(), steps(2))
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.write('{"step": 2, "ü'.encode()[:-1])
+    assert len(read_run(folder).steps) == 2
+
+
+def edit_line(folder, number, text):
+    path = folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    lines[number - 1] = text
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"step": 1, "rew', "JSON"),
+        ("[]", "object"),
+        ('{"reward_mean": 0.5}', "step"),
+        ('{"step": 1, "reward_mean": "high"}', "reward_mean"),
+        ('{"step": 1, "mismatch": {"native": {"k3": 0.1}}}', r"mismatch\.native\.f2"),
+        ('{"step": 1, "mismatch": {"sideways": {}}}', "sideways"),
+        ('{"step": 1, "margins": {"log10_edges": [0, 1], "counts_LB": [[1, 2]]}}', "2 log10_edges need 1 counts"),
+        ('{"step": 1, "margins": {"log10_edges": [1, 0], "counts_LB": [[1]]}}', "ascend"),
+        ('{"step": 1, "margins": {"log10_edges": [0, 1], "counts_LB": [[1]]}}', "earlier lines"),
+    ],
+)
+def test_a_damaged_line_in_the_middle_is_refused_with_its_place(tmp_path, text, reason):
+    folder = write_run(tmp_path / "a", config(), steps(4))
+    edit_line(folder, 2, text)
+    with pytest.raises(RunFolderError, match=rf"metrics\.jsonl, line 2 is damaged: .*{reason}.*delete line 2"):
+        read_run(folder)
+
+
+def test_valid_json_of_the_wrong_shape_is_damage_even_on_the_last_line(tmp_path):
+    folder = write_run(tmp_path / "a", config(), steps(2), tail='{"step": "two"}\n')
+    with pytest.raises(RunFolderError, match="line 3 is damaged: step"):
+        read_run(folder)
+
+
+def test_steps_of_another_model_are_refused(tmp_path):
+    lines = steps(3)
+    lines[2]["mismatch"]["native"]["differing_share_by_layer"] = [0.1, 0.2]
+    lines[2]["mismatch"]["native"]["differing_layers_histogram"] = [1, 1, 1]
+    with pytest.raises(RunFolderError, match=r"line 3 is damaged: the layers of differing_share_by_layer are 2"):
+        read_run(write_run(tmp_path / "a", config(), lines))
+
+
+def test_a_resumed_run_counts_each_step_once(tmp_path):
+    again = [step_line(i, seed=9) for i in (2, 3)]
+    run = read_run(write_run(tmp_path / "a", config(), steps(4) + again))
+    assert [step.step for step in run.steps] == [0, 1, 2, 3]
+    assert run.steps[2].reward_mean == again[0]["reward_mean"]
+    assert "resumed at step 2" in run.notes[0]
+
+
+def test_missing_things_are_refused_by_name(tmp_path):
+    with pytest.raises(RunFolderError, match="nowhere is not a folder"):
+        read_run(tmp_path / "nowhere")
+    folder = write_run(tmp_path / "a", config(), steps(1))
+    (folder / "metrics.jsonl").rename(folder / "kept")
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl does not exist"):
+        read_run(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(RunFolderError, match=r"config\.json does not exist"):
+        read_run(folder)
+
+
+def test_a_damaged_config_is_refused(tmp_path):
+    folder = write_run(tmp_path / "a", config() | {"seed": "zero"}, steps(1))
+    with pytest.raises(RunFolderError, match=r"config\.json is damaged: seed"):
+        read_run(folder)
+
+
+def test_a_run_without_a_complete_step_is_refused(tmp_path):
+    with pytest.raises(RunFolderError, match="no complete step"):
+        read_run(write_run(tmp_path / "a", config(), [], tail='{"step"'))
+
+
+def test_labels_tell_runs_of_one_name_apart(tmp_path):
+    folders = [write_run(tmp_path / name, config("same"), steps(1)) for name in ("a", "b", "x/b")]
+    other = write_run(tmp_path / "c", config("other"), steps(1))
+    assert [run.label for run in read_runs([*folders, other])] == ["same (a)", "same (b) #2", "same (b) #3", "other"]
+
+
+def test_no_folder_at_all_is_refused():
+    with pytest.raises(InputError, match="no run folder"):
+        read_runs([])

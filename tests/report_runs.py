@@ -1,0 +1,87 @@
+"""Synthetic run folders for tests of the report: seeded, with every field that a trainer writes."""
+
+import json
+
+import numpy as np
+
+LAYERS = 8
+
+
+def mismatch(rng, share, k3):
+    """One measured mismatch in which every cell differs with probability `share`."""
+    by_layer = np.clip(share * rng.uniform(0.6, 1.4, LAYERS), 0, 1)
+    differing = (rng.random((400, LAYERS)) < by_layer).sum(1)
+    histogram = np.bincount(differing, minlength=LAYERS + 1)
+    return {
+        "response_tokens": 400,
+        "k3": k3,
+        "f2": min(1.0, 9 * k3),
+        "max_abs_log_ratio": 3.0,
+        "routed_rows": 500,
+        "differing_share": float(by_layer.mean()),
+        "differing_tokens_share": float(1 - histogram[0] / histogram.sum()),
+        "differing_share_by_layer": by_layer.tolist(),
+        "differing_layers_histogram": histogram.tolist(),
+    }
+
+
+def step_line(step, *, seed=0, native=True, replayed=True, total=80, share=0.1, k3=1e-3):
+    """One step with everything in it; drop keys from the answer to make a sparse one."""
+    rng = np.random.default_rng([seed, step])
+    edges = np.linspace(-6, 0, 25)
+    shape = np.exp(-0.5 * ((edges[:-1] + 1.7) / 0.7) ** 2)
+    drift = share * (1 + step / total)
+    sides = {}
+    if native:
+        sides["native"] = mismatch(rng, drift, float(k3 * (1 + step / total) * rng.lognormal(0, 0.35)))
+    if replayed:
+        sides["replayed"] = mismatch(rng, 0.0, float(k3 / 30 * rng.lognormal(0, 0.3)) if share else 0.0)
+    return {
+        "step": step,
+        "weight_version": step,
+        "seconds": {
+            "rollout": 0.4 + 0.02 * rng.random(),
+            "recompute": 0.1 + 0.01 * rng.random(),
+            "update": 0.35 + 0.03 * rng.random(),
+            "measure": 0.08,
+        },
+        "reward_mean": float(
+            np.clip(0.2 + 0.6 / (1 + np.exp(-(step - total / 2.5) / (total / 10))) + rng.normal(0, 0.05), 0, 1)
+        ),
+        "reward_std": 0.2,
+        "exact_share": 0.3,
+        "response_tokens_mean": 9.0,
+        "entropy": float(1.8 * np.exp(-step / (0.6 * total)) + 0.2 + rng.normal(0, 0.03)),
+        "grad_norm": float(0.8 + rng.lognormal(-1, 0.6)),
+        "clip_share": 0.01,
+        "loss": 0.0,
+        "tokens": 4096,
+        "mismatch": sides,
+        "margins": {
+            "log10_edges": edges.tolist(),
+            "counts_LB": [(shape * rng.uniform(800, 1200, len(shape))).astype(int).tolist() for _ in range(LAYERS)],
+        },
+        "expert_load": {
+            str(ranks): float(1 + 0.12 * ranks**0.7 * (1 + 0.3 * step / total) + rng.normal(0, 0.02))
+            for ranks in (4, 8, 16)
+        },
+    }
+
+
+def config(name="run", *, seed=0, precision="bfloat16", routing="none", **rl):
+    return {
+        "name": name,
+        "seed": seed,
+        "model": {"layers": LAYERS, "experts": 64, "top_k": 4, "norm": None},
+        "rollout": {"precision": precision, "temperature": 1.0},
+        "rl": {"routing": routing, "mini_steps": 4, "learning_rate": 0.001} | rl,
+    }
+
+
+def write_run(folder, settings, lines, tail=""):
+    """A run folder with these steps; `tail` is appended to the metrics as it is."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text + tail, encoding="utf-8")
+    return folder

@@ -1,0 +1,30 @@
+"""What importing costs: the light core loads no framework, and no more than it needs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ["torch", "transformers", "numba", "matplotlib", "jinja2", "pydantic", "typer", "rich", "safetensors", "scipy"]
+
+
+def loaded_by(statement):
+    code = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(run.stdout))
+
+
+def test_importing_the_package_loads_numpy_and_nothing_heavier():
+    modules = loaded_by("import foreroute")
+    assert "numpy" in modules
+    assert modules.isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize("room", ["trace", "layout", "capture", "mismatch", "balance", "conformance"])
+def test_the_pure_rooms_load_no_framework(room):
+    assert loaded_by(f"import foreroute.{room}").isdisjoint({"torch", "transformers", "matplotlib"})
+
+
+def test_the_command_line_starts_without_torch():
+    assert loaded_by("import foreroute.cli.main").isdisjoint({"torch", "transformers", "matplotlib"})

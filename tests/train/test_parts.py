@@ -1,0 +1,104 @@
+"""The parts of the trainer, by hand and by brute force."""
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.train.forward import pad, response_logprobs
+from foreroute.train.rollout import group_advantages, roll_out
+from foreroute.train.task import END_TOKEN, VOCABULARY, Problem, decode, encode, reward, sample_problems
+from foreroute.train.update import clipped_loss
+from small_runs import small_config, trainer_of
+
+
+def test_answers_are_right_and_verified():
+    rng = np.random.default_rng(0)
+    for problem in sample_problems(rng, 50, min_operands=2, max_operands=6):
+        text = problem.prompt.removesuffix("=")
+        result, expected = int(text[0]), text[0]
+        for operator, digit in zip(text[1::2], text[2::2], strict=True):
+            result = eval(f"({result}) {operator} {digit}") % 10
+            expected += str(result)
+        assert problem.answer == expected + ";"
+        assert reward(problem, problem.answer) == 1
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [("3749;", 1), ("374", 3 / 5), ("", 0), ("9749;", 0), ("3;", 1 / 5), ("37 9;", 2 / 5), ("3749;;", 1)],
+)
+def test_reward_is_the_right_prefix(response, expected):
+    assert reward(Problem("3+4*2-5=", "3749;"), response) == expected
+
+
+def test_tokens_round_trip():
+    assert decode(encode("12+3=;")) == "12+3=;"
+    assert VOCABULARY[END_TOKEN] == ";"
+
+
+def test_advantages_by_hand():
+    rewards = np.array([1.0, 0.0, 1.0, 0.0, 0.5, 0.5, 0.5, 0.5, 0.0, 0.0, 0.0, 1.0])
+    expected = [1, -1, 1, -1, 0, 0, 0, 0]
+    tail = np.array([-0.25, -0.25, -0.25, 0.75]) / np.std([0, 0, 0, 1])
+    advantages, informative = group_advantages(rewards, 4)
+    np.testing.assert_allclose(advantages, [*expected, *tail])
+    assert informative.tolist() == [True] * 4 + [False] * 4 + [True] * 4
+
+
+def test_a_reward_at_the_mean_of_its_group_still_counts():
+    advantages, informative = group_advantages(np.array([0.0, 0.5, 1.0, 0.5]), 4)
+    assert advantages[1] == 0
+    assert informative.all()
+
+
+def test_clipped_loss_by_hand():
+    ratio = torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5])
+    advantage = torch.tensor([2.0, 1.0, 1.0, -1.0, -1.0])
+    loss, clipped = clipped_loss(ratio.log(), torch.zeros(5), advantage, 0.2, 0.27)
+    # the bound holds back gains above 1.27 and losses below 0.8, and lets the rest through
+    assert loss.item() == pytest.approx(-(2.0 + 1.27 + 0.5 - 1.5 - 0.8), rel=1e-6)
+    assert clipped == 2
+
+
+def test_clipped_tokens_have_no_gradient():
+    logprobs = torch.tensor([1.5, 0.5]).log().requires_grad_()
+    clipped_loss(logprobs, torch.zeros(2), torch.tensor([1.0, 1.0]), 0.2, 0.27)[0].backward()
+    assert logprobs.grad[0] == 0
+    assert logprobs.grad[1] == pytest.approx(-0.5)
+
+
+def test_log_probs_and_entropy_match_one_sequence_at_a_time():
+    config = small_config(rollout={"temperature": 0.8})
+    trainer = trainer_of(config)
+    generation = roll_out(trainer.engine, config, 0).generation
+    assert len(set(generation.trace.lengths.tolist())) > 1, "the case must be padded"
+    model = trainer.policy.model.eval()
+    with torch.no_grad():
+        logprobs, entropy = response_logprobs(model, generation, 0.8)
+        expected, expected_entropy = [], []
+        for s in range(len(generation)):
+            tokens = generation.trace.tokens(s)
+            logits = model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None]).logits[0] / 0.8
+            for t in range(int(generation.prompt_lengths[s]), len(tokens)):
+                row = logits[t - 1].double().log_softmax(-1)
+                expected.append(row[tokens[t]].item())
+                expected_entropy.append(-(row.exp() * row).sum().item())
+    np.testing.assert_allclose(logprobs.numpy(), expected, atol=2e-5)
+    np.testing.assert_allclose(entropy.numpy(), expected_entropy, atol=2e-5)
+
+
+def test_padding_marks_exactly_the_response():
+    config = small_config()
+    generation = roll_out(trainer_of(config).engine, config, 0).generation
+    input_ids, mask, is_response = pad(generation)
+    for s in range(len(generation)):
+        assert np.array_equal(input_ids[s][mask[s] == 1], generation.trace.tokens(s))
+        assert np.array_equal(input_ids[s][is_response[s]], generation.response(s))
+
+
+def test_the_problems_of_a_step_follow_from_seed_and_step():
+    config = small_config()
+    engine = trainer_of(config).engine
+    assert roll_out(engine, config, 3).generation.trace.equals(roll_out(engine, config, 3).generation.trace)
+    other = roll_out(engine, config, 4).generation.trace
+    assert not roll_out(engine, config, 3).generation.trace.equals(other)

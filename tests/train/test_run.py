@@ -1,0 +1,283 @@
+"""Whole runs: what they record, that they repeat and resume bit for bit, and what they refuse."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import foreroute as fr
+from foreroute.errors import ConfigError, DivergedError, RunFolderError, StaleTraceError
+from foreroute.train import Watcher, load_checkpoint, load_config, parse_config, train
+from foreroute.train.rollout import Experience, roll_out
+from foreroute.train.update import update
+from models import FAMILIES
+from small_runs import SIZES, records, small_config, small_values, trainer_of
+
+
+def same_state(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same_state, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize(
+    ("routing", "mini_steps", "precision"),
+    [("none", 1, "bfloat16"), ("R2", 2, "bfloat16"), ("R3", 1, "bfloat16"), ("R3", 3, "fp8")],
+)
+def test_an_interrupted_run_ends_as_the_uninterrupted_one(tmp_path, routing, mini_steps, precision):
+    config = small_config(rl={"routing": routing, "mini_steps": mini_steps}, rollout={"precision": precision})
+    whole = train(config, tmp_path / "whole")
+    seen = []
+    stop_after = Watcher(on_step=seen.append, should_stop=lambda: len(seen) == 3)
+    stopped = train(config, tmp_path / "stopped", watcher=stop_after)
+    assert load_checkpoint(stopped.last_checkpoint())["step"] == 3
+    resumed = train(config, tmp_path / "stopped", resume=True)
+    assert records(resumed.path) == records(whole.path)
+    assert same_state(load_checkpoint(resumed.last_checkpoint()), load_checkpoint(whole.last_checkpoint()))
+
+
+def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path):
+    """Metrics beyond the checkpoint, a torn line and a half-written checkpoint are left by a kill."""
+    config = small_config()
+    whole = train(config, tmp_path / "whole")
+    shutil.copytree(whole.path, tmp_path / "killed")
+    killed = tmp_path / "killed"
+    for name in ("step-000004.pt", "step-000005.pt"):
+        (killed / "checkpoints" / name).unlink()
+    (killed / "checkpoints" / ".step-000004.pt.x1").write_bytes(b"half")
+    lines = (killed / "metrics.jsonl").read_text().splitlines()
+    (killed / "metrics.jsonl").write_text("\n".join(lines[:4]) + '\n{"step": 4, "rew')
+    resumed = train(config, killed, resume=True)
+    assert records(resumed.path) == records(whole.path)
+    assert same_state(load_checkpoint(resumed.last_checkpoint()), load_checkpoint(whole.last_checkpoint()))
+
+
+def test_a_run_stopped_in_its_warm_start_leaves_nothing_behind(tmp_path):
+    config = small_config()
+    seen = []
+    watcher = Watcher(on_warm_start=lambda step, loss: seen.append(step), should_stop=lambda: len(seen) == 3)
+    stopped = train(config, tmp_path / "run", watcher=watcher)
+    assert seen == [0, 1, 2]
+    assert stopped.last_checkpoint() is None
+    assert not stopped.path.exists()
+    again = train(config, tmp_path / "run")
+    assert records(again.path) == records(train(config, tmp_path / "whole").path)
+
+
+def test_the_seed_decides(tmp_path):
+    one = train(small_config(rl={"steps": 1}), tmp_path / "one")
+    same = train(small_config(rl={"steps": 1}), tmp_path / "same")
+    other = train(small_config(rl={"steps": 1}, seed=1), tmp_path / "other")
+    assert records(one.path) == records(same.path)
+    assert records(one.path) != records(other.path)
+
+
+def test_what_a_step_records(tmp_path):
+    run = train(small_config(rl={"routing": "R3"}), tmp_path / "run")
+    for record in records(run.path):
+        native, replayed = record["mismatch"]["native"], record["mismatch"]["replayed"]
+        assert replayed["differing_share"] == 0
+        assert replayed["differing_tokens_share"] == 0
+        assert native["response_tokens"] == replayed["response_tokens"] > 0
+        assert native["routed_rows"] == replayed["routed_rows"] == record["tokens"] - 24
+        assert sum(native["differing_layers_histogram"]) == native["routed_rows"]
+        assert sum(record["margins"]["counts_LB"][0]) == record["tokens"]
+        assert 0 <= record["reward_mean"] <= 1
+    assert any(record["mismatch"]["native"]["differing_share"] > 0 for record in records(run.path))
+    assert any(record["grad_norm"] > 0 for record in records(run.path))
+    trace = fr.load(run.path / "traces" / "step-000002.safetensors")
+    assert trace.versions == (2,)
+
+
+def test_measuring_changes_nothing(tmp_path):
+    often = train(small_config(measure={"compare_every": 1}), tmp_path / "often")
+    seldom = train(small_config(measure={"compare_every": 4}), tmp_path / "seldom")
+    assert same_state(
+        load_checkpoint(often.last_checkpoint())["model"], load_checkpoint(seldom.last_checkpoint())["model"]
+    )
+    assert "native" not in records(seldom.path)[1]["mismatch"]
+
+
+def test_float32_rollouts_have_no_mismatch(tmp_path):
+    run = train(small_config(rollout={"precision": "float32"}, rl={"routing": "none", "steps": 2}), tmp_path / "run")
+    for record in records(run.path):
+        assert record["mismatch"]["native"]["differing_share"] == 0
+        assert record["mismatch"]["native"]["k3"] < 1e-9
+
+
+def test_micro_steps_do_not_change_the_update(tmp_path):
+    """Accumulated over many micro-steps or taken in one, the update is the same up to rounding."""
+    models = []
+    for tokens in (64, 4096):
+        run = train(small_config(rl={"micro_step_tokens": tokens, "steps": 1}), tmp_path / str(tokens))
+        models.append(load_checkpoint(run.last_checkpoint())["model"])
+    for name, value in models[0].items():
+        torch.testing.assert_close(value, models[1][name], rtol=0, atol=2e-4)
+
+
+def test_routes_of_another_step_are_refused(tmp_path):
+    trainer = trainer_of(small_config())
+    experience, _ = trainer.run_step()
+    trainer.run_step()
+    with pytest.raises(StaleTraceError, match="expected only 2"):
+        trainer._recompute(experience, "replayed")
+
+
+def test_a_warm_start_is_shared(tmp_path):
+    first = train(small_config(rl={"routing": "none", "steps": 1}), tmp_path / "first")
+    checkpoint = first.path / "checkpoints" / "step-000000.pt"
+    second = train(small_config(rl={"steps": 1}, warm_start={"checkpoint": str(checkpoint)}), tmp_path / "second")
+    start = load_checkpoint(second.path / "checkpoints" / "step-000000.pt")["model"]
+    assert same_state(start, load_checkpoint(checkpoint)["model"])
+    wrong = small_config(warm_start={"checkpoint": str(checkpoint)}, model={"sizes": {**SIZES, "hidden_size": 16}})
+    with pytest.raises(RunFolderError, match="does not fit this model"):
+        train(wrong, tmp_path / "third")
+    with pytest.raises(RunFolderError, match="does not exist"):
+        train(small_config(warm_start={"checkpoint": "nowhere.pt"}), tmp_path / "third")
+    assert not (tmp_path / "third").exists()
+
+
+def test_folders_in_use_are_left_alone(tmp_path):
+    run = train(small_config(rl={"steps": 1}), tmp_path / "run")
+    before = {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
+    with pytest.raises(RunFolderError, match="not empty"):
+        train(small_config(), run.path)
+    with pytest.raises(RunFolderError, match=r"keys differ: rl\.learning_rate"):
+        train(small_config(rl={"learning_rate": 1.0, "steps": 9}), run.path, resume=True)
+    with pytest.raises(RunFolderError, match="no run to resume"):
+        train(small_config(), tmp_path / "nothing", resume=True)
+    assert {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"x" * 100])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_works(tmp_path, damage):
+    run = train(small_config(), tmp_path / "run")
+    last = run.last_checkpoint()
+    last.write_bytes(damage(last.read_bytes()))
+    with pytest.raises(RunFolderError, match=r"step-000005\.pt cannot be read"):
+        train(small_config(rl={"steps": 6}), run.path, resume=True)
+    last.unlink()
+    train(small_config(rl={"steps": 6}), run.path, resume=True)
+    assert [r["step"] for r in records(run.path)] == list(range(6))
+
+
+def test_a_checkpoint_executes_nothing(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return (print, ("executed",))
+
+    path = tmp_path / "step-000000.pt"
+    torch.save({"step": 0, "model": Trap()}, path)
+    with pytest.raises(RunFolderError, match="cannot be read"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"rl": {"learning_rat": 1e-3}}, r"rl\.learning_rat: unknown key; did you mean learning_rate\?"),
+        ({"optimiser": {}}, r"optimiser: unknown key; known are name, seed"),
+        ({"rl": {"steps": "ten"}}, r"rl\.steps: .*integer.*'ten'"),
+        ({"rl": {"routing": "R4"}}, r"rl\.routing: .*'none', 'R2' or 'R3'"),
+        ({"rollout": {"group_size": 1}}, r"rollout\.group_size"),
+        ({"rl": {"mini_steps": 25}}, "exceeds the 24 sequences"),
+        ({"task": {"min_operands": 9}}, "min_operands = 9 exceeds max_operands = 4"),
+        ({"rl": {"clip_low": 1.5}}, r"rl\.clip_low"),
+        ({"rl": {"learning_rate": float("inf")}}, r"rl\.learning_rate"),
+        ({"rl": {"micro_step_tokens": 8}}, "cannot hold a sequence of up to 13 tokens"),
+        ({"model": {"sizes": {"vocab_size": 7}}}, "vocab_size comes from the task"),
+        ({"name": "../up"}, "name"),
+    ],
+)
+def test_wrong_configurations_are_explained(sections, message):
+    values = small_values(**{k: v for k, v in sections.items() if k in small_values()})
+    values.update({k: v for k, v in sections.items() if k not in values})
+    with pytest.raises(ConfigError, match=message):
+        parse_config(values, source="test.toml")
+
+
+def test_a_missing_key_and_an_unreadable_file_are_explained(tmp_path):
+    with pytest.raises(ConfigError, match="name: required"):
+        parse_config({}, source="test.toml")
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("name = ")
+    with pytest.raises(ConfigError, match="not a readable TOML"):
+        load_config(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral", "olmoe"])
+def test_every_kind_of_gate_trains_or_says_what_to_change(tmp_path, family):
+    config = {"name": family, "model": {"family": family, "sizes": dict(FAMILIES[family])}}
+    del config["model"]["sizes"]["vocab_size"]
+    values = {**small_values(rl={"steps": 1}), **config}
+    if family == "deepseek_v3":
+        with pytest.raises(ConfigError, match=r"no load-balancing loss; set warm_start\.aux_loss = 0\.0"):
+            train(parse_config(values, source="test"), tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+        values["warm_start"] = {**values["warm_start"], "aux_loss": 0.0}
+    run = train(parse_config(values, source="test"), tmp_path / "run")
+    assert records(run.path)[0]["mismatch"]["replayed"]["differing_share"] == 0
+
+
+def test_a_run_that_diverges_ends_with_one_error_and_keeps_its_checkpoints(tmp_path):
+    config = small_config(rl={"learning_rate": 1e30, "warmup_steps": 0})
+    with pytest.raises(DivergedError, match="lower"):
+        train(config, tmp_path / "run")
+    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000000.pt")["step"] == 0
+
+
+def test_a_checkpoint_of_another_model_is_refused_on_resume(tmp_path):
+    run = train(small_config(), tmp_path / "run")
+    last = run.last_checkpoint()
+    state = load_checkpoint(last)
+    del state["optimizer"]
+    torch.save(state, last)
+    with pytest.raises(RunFolderError, match="does not fit this model and optimizer"):
+        train(small_config(rl={"steps": 6}), run.path, resume=True)
+
+
+def test_unknown_model_sizes_are_explained(tmp_path):
+    with pytest.raises(ConfigError, match="Qwen3MoeConfig has no field hidden_sise"):
+        train(small_config(model={"sizes": {"hidden_sise": 3}}), tmp_path / "run")
+    with pytest.raises(ConfigError, match="no model type 'qwen9'"):
+        train(small_config(model={"family": "qwen9"}), tmp_path / "run2")
+
+
+def test_the_resolved_configuration_is_written(tmp_path):
+    run = train(small_config(rl={"steps": 1}), tmp_path / "run")
+    stored = json.loads((run.path / "config.json").read_text())
+    assert parse_config(stored, source="config.json") == small_config(rl={"steps": 1})
+
+
+def test_impossible_model_sizes_are_explained(tmp_path):
+    with pytest.raises(ConfigError, match="qwen3_moe model cannot be made with these sizes"):
+        train(small_config(model={"sizes": {**SIZES, "hidden_size": 0}}), tmp_path / "run")
+
+
+def test_all_equal_rewards_leave_the_policy_alone():
+    config = small_config()
+    trainer = trainer_of(config)
+    before = {k: v.clone() for k, v in trainer.policy.model.state_dict().items()}
+    experience = roll_out(trainer.engine, config, 0)
+    equal = Experience(experience.generation, np.ones(24), np.zeros(24), np.zeros(24, bool))
+    result = update(
+        trainer.policy,
+        trainer.optimizer,
+        equal,
+        experience.generation.logprobs_R,
+        None,
+        config.rl,
+        seed=(0, 0),
+        weight_version=0,
+        temperature=1.0,
+    )
+    assert (result.loss, result.grad_norm, result.clip_share) == (0, 0, 0)
+    assert (result.micro_step_S == -1).all()
+    assert same_state(before, dict(trainer.policy.model.state_dict()))
