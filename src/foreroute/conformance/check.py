@@ -9,6 +9,8 @@ from enum import StrEnum
 from foreroute.conformance.adapter import Unsupported
 from foreroute.conformance.situation import Blocked, Broken, Situation
 
+LONGEST_REASON = 300
+
 
 class Outcome(StrEnum):
     """What came of a check. `BLOCKED` is no pass: another check failed and this one could say nothing."""
@@ -64,5 +66,11 @@ def run_check(check: Check, situation: Situation) -> CheckResult:
     except Unsupported as reason:
         return CheckResult(check, Outcome.NOT_APPLICABLE, str(reason))
     except Exception as error:
-        return CheckResult(check, Outcome.FAILED, f"raised {type(error).__name__}: {error}")
+        return CheckResult(check, Outcome.FAILED, f"raised {type(error).__name__}: {_beginning(str(error))}")
     return CheckResult(check, Outcome.PASSED)
+
+
+def _beginning(message: str) -> str:
+    """The first line or so: torch lists every tensor that a recomputation made differently."""
+    line = message.strip().partition("\n")[0]
+    return line if len(line) <= LONGEST_REASON else line[:LONGEST_REASON] + " ..."

@@ -54,7 +54,8 @@ def misplaced(wanted: RoutingTrace, seen_NLK: NDArray[Any], native_NLK: NDArray[
     if (seen == np.sort(native_NLK, -1)).all():
         return Misplaced("silent-no-op", "no layer followed the trace, and nothing was raised")
     whole = wrong_RL.mean(axis=0) > 0.6
-    named = explain(wanted, replace(wanted, expert_ids_NLK=seen_NLK.astype(wanted.spec.id_dtype)))
+    with np.errstate(invalid="ignore"):  # what was executed may hold an expert twice, which no trace does
+        named = explain(wanted, replace(wanted, expert_ids_NLK=seen_NLK.astype(wanted.spec.id_dtype)))
     if named.kind in _CHECK_OF:
         return Misplaced(_CHECK_OF[named.kind], named.sentence.replace("B ", "What the experts were given ", 1))
     if whole.any() and not wrong_RL[:, ~whole].any() and not whole.all():

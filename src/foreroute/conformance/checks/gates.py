@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from foreroute.conformance.adapter import Case, Unsupported
 from foreroute.conformance.check import Check
+from foreroute.conformance.checks.rows import missing_rows
 from foreroute.conformance.misplaced import misplaced
 from foreroute.conformance.situation import Blocked, Broken, Situation, require
 
@@ -35,6 +36,7 @@ def _gate_rule(situation: Situation) -> None:
 
 def _native_bits(situation: Situation) -> None:
     _only_after("gate-rule", _gate_rule, situation)
+    _only_after("missing-rows", missing_rows, situation)
     seen, native = situation.native_replay, situation.native
     off = float(np.abs(seen.logprobs_R - native.logprobs_R).max())
     require(off == 0, f"replaying the model's own routes moves log-probs by up to {off:.3g}")

@@ -38,7 +38,7 @@ def _followed_or_refused(situation: Situation, plant: Plant, *, attached_first: 
     if refused(run) is None:
         found = misplaced(wanted, seen[0].ids_NLK, situation.native.ids_NLK)
         when = ", which came about after attaching" if attached_first else ""
-        require(found is None, f"{plant.value}{when}: {found.sentence}; nothing was raised" if found else "")
+        require(found is None, f"{plant.value}{when}: {found.sentence}" if found else "")
 
 
 def _mtp(situation: Situation) -> None:
