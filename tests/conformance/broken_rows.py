@@ -1,6 +1,5 @@
 """Adapters whose rows or gates are broken in one way each; `BROKEN` says which check must fail, and no other."""
 
-
 import numpy as np
 import torch
 

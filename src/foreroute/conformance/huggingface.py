@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters import hf
-from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Groups, Plant, Seen
+from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Groups, Plant, Seen, Unsupported
 
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -70,6 +70,8 @@ class HuggingFaceModel:
     def __init__(self, model: Any) -> None:
         self.model = model
         experts = [path for path, module in model.named_modules() if type(module).__name__.endswith("Experts")]
+        if not experts:
+            raise Unsupported(f"{type(model).__name__} has no module whose class name ends in Experts to look into")
         self._experts = tuple(experts)
         self._trunk = model.get_submodule(experts[0].partition(".layers.")[0])
 
