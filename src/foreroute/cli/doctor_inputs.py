@@ -122,7 +122,7 @@ def read_model(path: Path, checkpoint: Path | None) -> tuple[Any, bool]:
         config.family,
         seed=0,
         experts_implementation=config.experts_implementation,
-        **{**config.sizes, "vocab_size": VOCABULARY},
+        **{**config.sizes, "vocab_size": len(VOCABULARY)},
     )
     if checkpoint is None:
         return model, False
