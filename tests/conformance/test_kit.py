@@ -1,5 +1,8 @@
 """The kit is itself tested: an adapter that is broken in one way fails the check of that way, and no other."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 import broken_rows
@@ -76,6 +79,12 @@ def test_known_bugs_and_checks_refer_to_each_other():
         assert bool(bug.checks) != bool(bug.outside), f"{bug.id} needs a check, or the reason why it has none"
     assert [bug.id for bug in bugs_of("mtp-alias")] == ["14"]
     assert {check for check in IDS if not bugs_of(check)} == {"routes-followed"}
+
+
+def test_the_page_lists_every_check():
+    page = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE) == IDS
+    assert f"{len(BROKEN)} adapters" in page
 
 
 def test_the_report_names_reasons_and_where_the_bug_was_seen():
