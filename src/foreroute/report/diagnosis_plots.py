@@ -50,8 +50,8 @@ def _by_layer(measures: Measures) -> Plot:
 def _by_position(measures: Measures) -> Plot:
     caption = Caption(
         title="Where in the sequence",
-        sentence="Mean share of a token's experts that engine and trainer both picked, by position. A step or a slope "
-        "is a defect; noise is natural.",
+        sentence="Mean share of a token's experts that engine and trainer both picked, by position. A step "
+        "points to a defect; noise is natural.",
         x_label="position in the sequence",
         y_label="common experts",
         absent="Routes of the trainer and of the engine are needed for this; one of them was not given.",
