@@ -12,7 +12,7 @@ demo: $(READY)
 	$(BIN)/foreroute demo
 
 test: $(READY)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -24,15 +24,14 @@ check: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-BENCHES := $(filter-out pairs,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 bench: $(READY)
-	for name in $(BENCHES); do $(BIN)/python -m benchmarks $$name --json || exit 1; done
+	$(BIN)/python -m benchmarks all --json
 
 # every routing mode, three seeds each, one report: about half an hour
 experiments: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" benchmarks/experiments.sh runs/experiments
 
-# torch is installed on its own first: the pinned CPU build, before anything can ask for another
+# torch is installed on its own first, in the pinned version, before anything can ask for another
 $(READY): pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
@@ -40,5 +39,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all]' --group dev
 	touch $@
 
+include make/vllm.mk
+
 clean:
-	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm site .mypy_cache .ruff_cache .pytest_cache .hypothesis

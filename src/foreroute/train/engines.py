@@ -1,0 +1,32 @@
+"""The rollout engine that a configuration asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from foreroute.adapters import hf, vllm
+from foreroute.train.config import RolloutConfig
+from foreroute.train.rollout import Engine
+
+
+def make_engine(config: RolloutConfig, policy: hf.RoutedModel) -> Engine:
+    """Start or reach the engine; the caller closes it.
+
+    Raises:
+        EngineError: when there is no vLLM to run, or its server does not answer.
+    """
+    place = config.vllm
+    if config.engine == "embedded":
+        return hf.EmbeddedEngine(policy.model, config.precision)
+    if place.mode == "process":
+        settings = vllm.ProcessSettings(
+            python=Path(place.python),
+            precision=config.precision,
+            max_model_len=place.max_model_len,
+            timeout_s=place.timeout_s,
+            options=place.options,
+        )
+        return vllm.ProcessEngine(policy, settings)
+    # TrainConfig refuses a server without url and folder
+    url, folder = str(place.url), Path(str(place.weights_folder))
+    return vllm.ServerEngine(policy, url, weights_folder=folder, timeout_s=place.timeout_s)
