@@ -16,7 +16,7 @@ from foreroute.conformance.situation import Blocked, Broken, Situation, require
 
 TOLERANCE = 1e-3
 """Relative difference from which a gate or a gradient is wrong and not just rounded."""
-STEP = 0.02
+STEP = 0.005
 """Length of the step of finite differences, in float32."""
 
 
@@ -113,7 +113,7 @@ def _finite_differences(situation: Situation) -> None:
         model.add_to(name, step)
         slope = (above - below) / (2 * STEP)
         require(
-            abs(slope - size) <= 0.1 * size + 1e-4,
+            abs(slope - size) <= 0.1 * size + 2e-4,
             f"the gradient of {name} has size {size:.3g}, finite differences of the loss say {slope:.3g}",
         )
 
