@@ -35,16 +35,16 @@ def attach(model: nn.Module) -> RoutedModel:
     sites = find_routers(model)
     trunk = find_trunk(model, sites)
     with _quiet(model):
-        seen = _probe(trunk, sites)
+        seen = _probe(model, trunk, sites)
         spec = _spec_of(model, sites, seen)
-        interceptor = Interceptor(trunk, sites, [len(selections) - 1 for selections in seen])
+        interceptor = Interceptor(model, trunk, sites, [len(selections) - 1 for selections in seen], spec)
         routed = RoutedModel(model, spec, sites, interceptor)
         own = _check_own_routes(routed, trunk)
         _check_other_routes(routed, trunk, sites, own)
     return routed
 
 
-def _probe(trunk: nn.Module, sites: list[RouterSite]) -> list[list[Selection]]:
+def _probe(model: nn.Module, trunk: nn.Module, sites: list[RouterSite]) -> list[list[Selection]]:
     """Every top-k of every router in one forward."""
     seen: list[list[Selection]] = [[] for _ in sites]
 
@@ -57,7 +57,7 @@ def _probe(trunk: nn.Module, sites: list[RouterSite]) -> list[list[Selection]]:
     with ExitStack() as stack:
         for layer, site in enumerate(sites):
             stack.enter_context(overridden(site.module, "forward", _bind(watch, layer)))
-        trunk(input_ids=_probe_tokens(trunk), use_cache=False)
+        _output(model, _probe_tokens(trunk))
     for site, selections in zip(sites, seen, strict=True):
         if not selections:
             raise AttachError(
@@ -89,10 +89,10 @@ def _spec_of(model: nn.Module, sites: list[RouterSite], seen: list[list[Selectio
 def _check_own_routes(routed: RoutedModel, trunk: nn.Module) -> RoutingTrace:
     tokens = _probe_tokens(trunk)
     with routed.record() as recording:
-        native = _hidden(trunk, tokens)
+        native = _output(routed.model, tokens)
     own = recording.trace()
     with routed.replay(own), routed.record() as recording:
-        replayed = _hidden(trunk, tokens)
+        replayed = _output(routed.model, tokens)
     if not recording.trace().equals(own) or not torch.equal(native, replayed):
         raise AttachError(
             f"self-check failed: replaying the model's own routes changed its output by up to "
@@ -112,7 +112,7 @@ def _check_other_routes(routed: RoutedModel, trunk: nn.Module, sites: list[Route
             hook = site.module.register_forward_hook(lambda _, args, output: returned.append(_id_tensors(output)))
             stack.callback(hook.remove)
         stack.enter_context(routed.replay(other))
-        _hidden(trunk, _probe_tokens(trunk))
+        _output(routed.model, _probe_tokens(trunk))
     for layer, (site, id_tensors) in enumerate(zip(sites, returned, strict=True)):
         forced = torch.from_numpy(other.expert_ids_NLK[:, layer].astype(np.int64))
         same_shape = [ids.cpu().long() for ids in id_tensors if ids.shape == forced.shape]
@@ -143,18 +143,19 @@ def _probe_tokens(trunk: nn.Module) -> Tensor:
     return torch.arange(PROBE_TOKENS, device=weight.device)[None] % weight.shape[0]
 
 
-def _hidden(trunk: nn.Module, tokens: Tensor) -> Tensor:
-    result: Tensor = trunk(input_ids=tokens, use_cache=False)[0]
+def _output(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Of the whole model: a sharded one gathers its weights only when it is called as a whole."""
+    result: Tensor = model(input_ids=tokens, use_cache=False)[0]
     return result
 
 
 @contextmanager
 def _quiet(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, random state kept; training flags restored module by module."""
+    """Eval mode, no gradients, nothing compiled, random state kept; training flags restored module by module."""
     training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for module, flag in training:

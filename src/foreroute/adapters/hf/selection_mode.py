@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from foreroute.replay import ReplayRows, forced_selection
 
 TOP_K = frozenset({torch.topk, Tensor.topk})
+SQUASHING = frozenset(
+    {torch.softmax, Tensor.softmax, functional.softmax, torch.sigmoid, Tensor.sigmoid, functional.sigmoid}
+)
 MASKING = frozenset({torch.masked_fill, Tensor.masked_fill})
 
 
@@ -28,10 +32,14 @@ class Selection:
     Attributes:
         scores_RE: [R, E], what was selected by.
         ids_RK: int64 [R, K], the experts that were selected, forced or not.
+        own_ids_RK: int64 [R, K], what the router picks by itself; None where it was forced and not asked.
+        by_probability: whether it selected by probabilities, and not by logits.
     """
 
     scores_RE: Tensor
     ids_RK: Tensor
+    own_ids_RK: Tensor | None
+    by_probability: bool = False
 
 
 class SelectionMode(TorchFunctionMode):
@@ -52,6 +60,7 @@ class SelectionMode(TorchFunctionMode):
         self.rows = rows
         self.layer = layer
         self.seen: list[Selection] = []
+        self._squashed = False
         self._unmasked: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(
@@ -65,6 +74,7 @@ class SelectionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in TOP_K:
             return self._select(func, args, kwargs)
+        self._squashed = self._squashed or func in SQUASHING
         result = func(*args, **kwargs)
         if func in MASKING:
             # the result is held so that its id is not reused
@@ -75,17 +85,17 @@ class SelectionMode(TorchFunctionMode):
         scores = args[0] if args else kwargs["input"]
         if self.rows is None or len(self.seen) != self.final:
             result = func(*args, **kwargs)
-            self.seen.append(Selection(scores, result.indices))
+            self.seen.append(Selection(scores, result.indices, result.indices, self._squashed))
             return result
         dense = self._before_masking(scores)
-        values, ids = forced_selection(
+        values, ids, own_ids = forced_selection(
             scores,
             dense,
-            self.rows.ids_LRK[self.layer],
-            self.rows.unrouted_Q,
+            self.rows,
+            self.layer,
             lambda own_scores: func(own_scores, *args[1:], **kwargs).indices,
         )
-        self.seen.append(Selection(scores, ids))
+        self.seen.append(Selection(scores, ids, own_ids, self._squashed))
         return torch.return_types.topk((values, ids))
 
     def _before_masking(self, scores: Tensor) -> Tensor:
