@@ -144,7 +144,7 @@ FAMILIES = {
         "Lfm2MoeForCausalLM",
         {"layer_types": ["conv", "full_attention", "full_attention"], "num_dense_layers": 1},
     ),
-    "llama4": Family("Llama4ForCausalLM"),
+    "llama4": Family("Llama4ForCausalLM", {"num_experts_per_tok": 1}),
     "longcat_flash": Family(
         "LongcatFlashForCausalLM",
         {"num_layers": 2, "zero_expert_num": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24},
@@ -240,14 +240,19 @@ def build(name, *, experts="eager", dtype=torch.float32, seed=0, **overrides):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).to(dtype).eval()
-        return _with_live_buffers(model)
+        return _with_live_values(model)
 
 
-def _with_live_buffers(model):
-    """Selection biases and hash tables, which start as zeros, filled in, so that they can make a difference."""
-    for name, buffer in [*model.named_buffers(), *model.named_parameters()]:
-        if name.endswith(("e_score_correction_bias", "expert_bias")):
-            buffer.data.normal_(0, 0.1)
-        if name.endswith("tid2eid"):
-            buffer.copy_(torch.rand(len(buffer), 8).argsort(-1)[:, : buffer.shape[1]])
+def _with_live_values(model):
+    """Gates, selection biases and hash tables that start as zeros, filled in, so that they can make a difference."""
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("tid2eid"):
+                tensor.copy_(torch.rand(len(tensor), 8).argsort(-1)[:, : tensor.shape[1]])
+            elif name.endswith(("e_score_correction_bias", "expert_bias")):
+                tensor.normal_(0, 0.1)
+            elif name.endswith("per_expert_scale"):
+                tensor.uniform_(0.5, 1.5)
+            elif tensor.is_floating_point() and tensor.ndim > 1 and not tensor.any():
+                tensor.normal_(0, SIZES["initializer_range"])
     return model

@@ -24,7 +24,7 @@ from torch import nn
 
 from foreroute.adapters.hf.batch import Batch
 from foreroute.adapters.hf.discover import RouterSite
-from foreroute.adapters.hf.selection_mode import Selection, SelectionMode
+from foreroute.adapters.hf.selection_mode import Selection
 from foreroute.errors import ReplayError
 from foreroute.replay import ReplayRows
 
@@ -101,7 +101,7 @@ class Interceptor:
             self._installed = True
             stack.callback(setattr, self, "_installed", False)
             for layer, site in enumerate(self._sites):
-                stack.enter_context(overridden(site.module, "forward", partial(self._run_router, layer)))
+                stack.enter_context(overridden(*site.selecting, partial(self._run_router, layer)))
             if whole:
                 stack.enter_context(overridden(self._trunk, "forward", self._run_trunk))
                 for module in self._trunk.modules():
@@ -124,12 +124,18 @@ class Interceptor:
 
     def _run_router(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         current = self._current(layer)
-        with SelectionMode(self._finals[layer], current.rows, layer) as mode:
+        with self._sites[layer].plan.mode(self._finals[layer], current.rows, layer) as mode:
             result = forward(*args, **kwargs)
         if len(mode.seen) != self._finals[layer] + 1:
             raise ReplayError(
                 f"router {self._sites[layer].path} made {len(mode.seen)} top-k selections, but "
                 f"{self._finals[layer] + 1} when it was attached; its forward takes another path now. Attach again"
+            )
+        if len(mode.seen[-1].ids_RK) != current.batch.input_ids_BT.size:
+            raise ReplayError(
+                f"router {self._sites[layer].path} saw {len(mode.seen[-1].ids_RK)} of the "
+                f"{current.batch.input_ids_BT.size} positions of the batch; a router that sees only the text of it "
+                "cannot be recorded or replayed"
             )
         if not current.recompute:
             current.calls[layer] += 1

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from foreroute.adapters.hf.masks import MaskedScores
 from foreroute.replay import ReplayRows, forced_selection
 
 TOP_K = frozenset({torch.topk, Tensor.topk})
-MASKING = frozenset({torch.masked_fill, Tensor.masked_fill})
 
 
 @dataclass(frozen=True)
 class Selection:
-    """One top-k as it was executed.
+    """One selection as it was executed.
 
     Attributes:
         scores_RE: [R, E], what was selected by.
@@ -35,7 +35,7 @@ class Selection:
 
 
 class SelectionMode(TorchFunctionMode):
-    """Watches one call of a router.
+    """Watches one call of a router that selects by top-k. Routers that select otherwise have a subclass in `plans`.
 
     Args:
         final: which top-k of the call is the final selection, from 0; None where that is not known yet.
@@ -43,7 +43,7 @@ class SelectionMode(TorchFunctionMode):
         layer: the position of the router on the layer axis.
 
     Attributes:
-        seen: every top-k so far, in order.
+        seen: every selection so far, in order.
     """
 
     def __init__(self, final: int | None, rows: ReplayRows | None = None, layer: int = 0) -> None:
@@ -52,7 +52,7 @@ class SelectionMode(TorchFunctionMode):
         self.rows = rows
         self.layer = layer
         self.seen: list[Selection] = []
-        self._unmasked: dict[int, tuple[Tensor, Tensor]] = {}
+        self.masked = MaskedScores()
 
     def __torch_function__(
         self,
@@ -64,30 +64,40 @@ class SelectionMode(TorchFunctionMode):
         """Runs every torch function of the router, and the final top-k in our way."""
         kwargs = kwargs or {}
         if func in TOP_K:
-            return self._select(func, args, kwargs)
-        result = func(*args, **kwargs)
-        if func in MASKING:
-            # the result is held so that its id is not reused
-            self._unmasked[id(result)] = (self._before_masking(args[0]), result)
-        return result
+            return self._top_k(func, args, kwargs)
+        return self.masked.run(func, args, kwargs)
 
-    def _select(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        scores = args[0] if args else kwargs["input"]
+    def _top_k(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "input" in kwargs:
+            args, kwargs = (kwargs["input"], *args), {name: kwargs[name] for name in kwargs if name != "input"}
+        scores = args[0]
         if self.rows is None or len(self.seen) != self.final:
             result = func(*args, **kwargs)
-            self.seen.append(Selection(scores, result.indices))
+            self.seen.append(Selection(_flat(scores), _flat(result.indices)))
             return result
-        dense = self._before_masking(scores)
-        values, ids = forced_selection(
-            scores,
-            dense,
-            self.rows.ids_LRK[self.layer],
-            self.rows.unrouted_Q,
-            lambda own_scores: func(own_scores, *args[1:], **kwargs).indices,
-        )
-        self.seen.append(Selection(scores, ids))
+        values, ids = self.forced(scores, lambda own_scores: func(own_scores, *args[1:], **kwargs).indices)
         return torch.return_types.topk((values, ids))
 
-    def _before_masking(self, scores: Tensor) -> Tensor:
-        known = self._unmasked.get(id(scores))
-        return scores if known is None else known[0]
+    def forced(self, scores: Tensor, own_choice: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """The replayed selection by `scores` [..., E], noted as seen.
+
+        Returns:
+            The scores [..., K] before masking at the replayed ids, and the ids, int64 [..., K].
+        """
+        if self.rows is None:
+            raise AssertionError("there are no routes to force")
+        values_RK, ids_RK = forced_selection(
+            _flat(scores),
+            _flat(self.masked.before_masking(scores)),
+            self.rows.ids_LRK[self.layer],
+            self.rows.unrouted_Q,
+            own_choice,
+        )
+        self.seen.append(Selection(_flat(scores), ids_RK))
+        shape = (*scores.shape[:-1], ids_RK.shape[-1])
+        return values_RK.view(shape), ids_RK.view(shape)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """[..., E] as [R, E]: some routers keep batch and token axes apart."""
+    return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
