@@ -32,13 +32,15 @@ bench: $(READY)
 experiments: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" benchmarks/experiments.sh runs/experiments
 
-# torch is installed on its own first: the pinned CPU build, before anything can ask for another
+# torch is installed on its own first, in the pinned version, before anything can ask for another
 $(READY): pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all]' --group dev
 	touch $@
+
+include make/vllm.mk
 
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -13,6 +13,8 @@
     │   ├── LayoutError                   a parallel layout that these sequences, layers or ranks cannot have
     │   └── RunFolderError                a run folder or checkpoint
     ├── AttachError (also TypeError)      a model whose routing cannot be recorded and replayed
+    ├── EngineError (also RuntimeError)   a rollout engine that cannot be started, does not answer, or fails
+    ├── DivergedError (also ArithmeticError)  training whose numbers are no longer finite
     └── ReplayError (also RuntimeError)   replay was asked for and did not take effect
 
 A message says what was seen, what was expected, and what to do.
@@ -69,6 +71,14 @@ class RunFolderError(InputError):
 
 class AttachError(ForerouteError, TypeError):
     """Raised when a model's routing cannot be recorded and replayed exactly."""
+
+
+class EngineError(ForerouteError, RuntimeError):
+    """Raised when a rollout engine cannot be started, does not answer in time, dies, or answers with nonsense."""
+
+
+class DivergedError(ForerouteError, ArithmeticError):
+    """Raised when loss, gradients or probabilities stop being finite."""
 
 
 class ReplayError(ForerouteError, RuntimeError):

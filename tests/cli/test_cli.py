@@ -1,18 +1,22 @@
 """The command line as a user meets it: what it prints, and exit code 2 with one message for a user's error."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import tomli_w
 
 import foreroute as fr
+from benchmarks import wires
 from foreroute.train import load_checkpoint
 from small_runs import records, small_values
-from traces import random_trace
+from traces import random_trace, spec_of
 
 
 def foreroute(*arguments, **options):
@@ -57,6 +61,8 @@ def test_train_report_and_inspect(tmp_path):
     assert again.stdout.strip() == str(tmp_path / "page.html")
     shown = foreroute("inspect", tmp_path / "run" / "traces" / "step-000000.safetensors")
     assert "top-2 of 16 experts in 2 layers" in shown.stdout
+    assert "planes" in shown.stdout
+    assert re.search(r"24, of \d+ to \d+ tokens", shown.stdout)
     assert "decoder 1" in shown.stdout
     more = foreroute("train", config_file(tmp_path, rl={"steps": 6}), "--folder", tmp_path / "run", "--resume")
     assert more.returncode == 0, more.stderr
@@ -132,3 +138,63 @@ def test_a_users_error_is_one_message_and_exit_code_2(tmp_path, case):
     assert message in result.stderr.replace("\n", " ")
     assert "Traceback" not in result.stderr
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_validate_says_of_each_file_whether_it_is_sound(tmp_path):
+    good = fr.save(random_trace(0), tmp_path / "good")
+    bad = tmp_path / "bad"
+    bad.write_bytes(good.read_bytes()[:-1])
+    result = foreroute("validate", good, bad)
+    assert result.returncode == 2
+    assert f"sound    {good}" in result.stdout
+    assert f"refused  {bad}" in result.stdout
+    assert foreroute("validate", good).returncode == 0
+
+
+def test_diff_names_a_defect(tmp_path):
+    rng = np.random.default_rng(0)
+    spec = spec_of(num_experts=64, top_k=4, num_layers=3)
+    tokens = [rng.integers(0, 50, 40) for _ in range(4)]
+    routes = [np.argsort(rng.random((40, 3, 64)), axis=-1)[..., :4] for _ in tokens]
+    trace = fr.save(fr.RoutingTrace.from_sequences(spec, tokens, routes), tmp_path / "a")
+    late = [np.concatenate([r[:1], r[:-1]]) for r in routes]
+    shifted = fr.save(fr.RoutingTrace.from_sequences(spec, tokens, late), tmp_path / "b")
+    assert foreroute("diff", trace, trace).returncode == 0
+    result = foreroute("diff", trace, shifted)
+    assert result.returncode == 1
+    assert "shift" in result.stdout
+    other = fr.save(random_trace(1), tmp_path / "c")
+    assert foreroute("diff", trace, other).returncode == 2
+
+
+@pytest.mark.parametrize("form", ["raw", "planes", "npy", "raw-int32", "nemo-rl", "prime-rl", "skyrl"])
+def test_convert_there_and_back(tmp_path, form):
+    trace = random_trace(5, num_experts=64, top_k=3)
+    trace = trace.select(np.flatnonzero(trace.lengths > 1)).with_weight_version(3)
+    source = fr.save(trace, tmp_path / "trace")
+    there = foreroute("convert", source, tmp_path / "there", "--to", form)
+    assert there.returncode == 0, there.stderr
+    back = foreroute("convert", tmp_path / "there", tmp_path / "back", "--model", source, "--weight-version", 3)
+    assert back.returncode == 0, back.stderr
+    read = fr.load(tmp_path / "back")
+    if form == "planes":
+        assert np.array_equal(np.sort(trace.expert_ids_NLK, -1), read.expert_ids_NLK)
+    else:
+        assert read.equals(trace)
+
+
+def test_convert_reads_what_an_engine_answered(tmp_path):
+    r = wires.rollout(np.random.default_rng(0), experts=16, dense=1, layers=4)
+    (tmp_path / "answer.json").write_text(wires.vllm_http(r))
+    config = {"model_type": "deepseek_v3", "n_routed_experts": 16, "num_experts_per_tok": 3, "num_hidden_layers": 5}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "first_k_dense_replace": 1}))
+    result = foreroute("convert", tmp_path / "answer.json", tmp_path / "trace", "--model", tmp_path / "config.json")
+    assert result.returncode == 0, result.stderr
+    assert "vLLM" in result.stdout
+    trace = fr.load(tmp_path / "trace")
+    assert np.array_equal(trace.expert_ids_NLK[:-1], r.routes_RLK)
+    assert trace.token_ids_N.tolist() == r.tokens
+    nameless = foreroute("convert", tmp_path / "answer.json", tmp_path / "other")
+    assert nameless.returncode == 2
+    assert "pass --model" in nameless.stderr
+    assert not (tmp_path / "other").exists()

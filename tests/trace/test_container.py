@@ -90,6 +90,27 @@ def test_impossible_routes_are_refused(ids, message):
         fr.RoutingTrace.from_sequences(spec, [[1, 2]], [ids])
 
 
+@pytest.mark.parametrize("tokens", [[1.5, 2.0], [2**31, 1], [[1, 2], [3, 4]]])
+def test_tokens_that_would_change_are_refused(tokens):
+    spec = spec_of(num_experts=4, top_k=2, num_layers=1)
+    with pytest.raises(TraceContentError, match="expected token ids"):
+        fr.RoutingTrace.from_sequences(spec, [tokens], [[[[0, 1]]]])
+
+
+def test_versions_that_would_change_are_refused():
+    with pytest.raises(TraceContentError, match="weight version is"):
+        random_trace(0).with_weight_version(2**31)
+    with pytest.raises(TraceContentError, match="weight version is"):
+        random_trace(0).with_weight_version(-2)
+
+
+def test_counting_needs_whole_micro_steps():
+    trace = random_trace(0)
+    for wrong in (np.full(len(trace), 0.5), np.full(len(trace), -1), np.zeros(len(trace) + 1, int)):
+        with pytest.raises(TraceContentError, match="micro-step"):
+            count_assignments(trace, wrong)
+
+
 def test_a_refused_row_is_named():
     spec = spec_of(num_experts=4, top_k=2, num_layers=2)
     good, bad = [[[0, 1], [2, 3]]] * 2, [[[0, 1], [2, 3]], [[0, 1], [2, 2]]]
@@ -101,6 +122,12 @@ def test_selecting_and_truncating_out_of_range_is_refused():
     trace = random_trace(0)
     with pytest.raises(TraceContentError, match="was selected from"):
         trace.select([len(trace)])
+    with pytest.raises(TraceContentError, match="sequence -1 was selected from"):
+        trace.select([-1, 0])
+    with pytest.raises(TraceContentError, match=r"numpy\.flatnonzero"):
+        trace.select(np.ones(len(trace), bool))
+    with pytest.raises(TraceContentError, match="expected integers"):
+        trace.select([0.5])
     with pytest.raises(TraceContentError, match="cannot truncate"):
         trace.truncated(trace.lengths + 1)
 

@@ -102,6 +102,10 @@ def rewritten(tmp_path, *, header=(), tensors=()):
         ({"foreroute.spec": None}, "damaged"),
         ({"foreroute.spec": '{"num_experts": 8, "top_k": 2, "layers": [[0, "sideways"]], "model": ""}'}, "damaged"),
         ({"foreroute.provenance": "3"}, "damaged"),
+        ({"foreroute.provenance": '{"engine": "another"}'}, "its digest is"),
+        ({"foreroute.codec": "zip"}, "damaged"),
+        ({"foreroute.pick_order": "lost"}, "damaged"),
+        ({"foreroute.another": "x"}, "unknown"),
         ({"foreroute.digest": "0" * 32}, "its digest is"),
     ],
 )
@@ -113,13 +117,22 @@ def test_wrong_headers_are_refused(tmp_path, header, message):
 @pytest.mark.parametrize(
     "tensors",
     [
-        {"expert_ids": None},
-        {"expert_ids": np.zeros((3, 3, 2), np.int64)},
-        {"expert_ids": np.zeros((1, 3, 2), np.uint8)},
-        {"offsets": np.array([0, 5, 3], np.int64)},
-        {"offsets": np.zeros(0, np.int64)},
+        {"payloads": None},
+        {"payloads": np.zeros(3, np.int64)},
+        {"payloads": np.zeros(1, np.uint64)},
+        {"payload_words": np.zeros((1, 3), np.int64)},
+        {"payload_words": np.full((1, 3), 1 << 31, np.uint32)},
+        {"payload_seals": np.zeros((1, 3, 8), np.uint8)},
+        {"row_seals": None},
+        {"run_offsets": np.array([0, 5, 3], np.int64)},
+        {"run_offsets": np.zeros(0, np.int64)},
+        {"run_lengths": np.array([1 << 62], np.int64)},
+        {"block_starts": np.array([0, 1 << 40], np.int64)},
         {"span_starts": np.array([1], np.int64), "span_versions": np.array([0], np.int32)},
         {"token_ids": np.zeros(1, np.int32)},
+        {"token_ids": np.zeros((1, 1), np.int32)},
+        {"valid_bits": None},
+        {"another": np.zeros(1, np.int32)},
     ],
 )
 def test_wrong_tensors_are_refused(tmp_path, tensors):

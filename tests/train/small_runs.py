@@ -2,7 +2,9 @@
 
 import json
 
+from foreroute.adapters import hf
 from foreroute.train import parse_config
+from foreroute.train.loop import make_policy, make_trainer
 
 SIZES = {
     "hidden_size": 32,
@@ -42,3 +44,9 @@ def records(folder):
     """Metrics without the times, which no two runs share."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+
+def trainer_of(config):
+    """A trainer at its initial weights, with the embedded engine."""
+    policy = make_policy(config)
+    return make_trainer(config, policy, hf.EmbeddedEngine(policy.model, config.rollout.precision))

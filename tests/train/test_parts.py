@@ -5,11 +5,10 @@ import pytest
 import torch
 
 from foreroute.train.forward import pad, response_logprobs
-from foreroute.train.loop import make_trainer
 from foreroute.train.rollout import group_advantages, roll_out
 from foreroute.train.task import END_TOKEN, VOCABULARY, Problem, decode, encode, reward, sample_problems
 from foreroute.train.update import clipped_loss
-from small_runs import small_config
+from small_runs import small_config, trainer_of
 
 
 def test_answers_are_right_and_verified():
@@ -41,7 +40,15 @@ def test_advantages_by_hand():
     rewards = np.array([1.0, 0.0, 1.0, 0.0, 0.5, 0.5, 0.5, 0.5, 0.0, 0.0, 0.0, 1.0])
     expected = [1, -1, 1, -1, 0, 0, 0, 0]
     tail = np.array([-0.25, -0.25, -0.25, 0.75]) / np.std([0, 0, 0, 1])
-    np.testing.assert_allclose(group_advantages(rewards, 4), [*expected, *tail])
+    advantages, informative = group_advantages(rewards, 4)
+    np.testing.assert_allclose(advantages, [*expected, *tail])
+    assert informative.tolist() == [True] * 4 + [False] * 4 + [True] * 4
+
+
+def test_a_reward_at_the_mean_of_its_group_still_counts():
+    advantages, informative = group_advantages(np.array([0.0, 0.5, 1.0, 0.5]), 4)
+    assert advantages[1] == 0
+    assert informative.all()
 
 
 def test_clipped_loss_by_hand():
@@ -62,7 +69,7 @@ def test_clipped_tokens_have_no_gradient():
 
 def test_log_probs_and_entropy_match_one_sequence_at_a_time():
     config = small_config(rollout={"temperature": 0.8})
-    trainer = make_trainer(config)
+    trainer = trainer_of(config)
     generation = roll_out(trainer.engine, config, 0).generation
     assert len(set(generation.trace.lengths.tolist())) > 1, "the case must be padded"
     model = trainer.policy.model.eval()
@@ -82,7 +89,7 @@ def test_log_probs_and_entropy_match_one_sequence_at_a_time():
 
 def test_padding_marks_exactly_the_response():
     config = small_config()
-    generation = roll_out(make_trainer(config).engine, config, 0).generation
+    generation = roll_out(trainer_of(config).engine, config, 0).generation
     input_ids, mask, is_response = pad(generation)
     for s in range(len(generation)):
         assert np.array_equal(input_ids[s][mask[s] == 1], generation.trace.tokens(s))
@@ -91,7 +98,7 @@ def test_padding_marks_exactly_the_response():
 
 def test_the_problems_of_a_step_follow_from_seed_and_step():
     config = small_config()
-    engine = make_trainer(config).engine
+    engine = trainer_of(config).engine
     assert roll_out(engine, config, 3).generation.trace.equals(roll_out(engine, config, 3).generation.trace)
     other = roll_out(engine, config, 4).generation.trace
     assert not roll_out(engine, config, 3).generation.trace.equals(other)

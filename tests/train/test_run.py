@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import foreroute as fr
-from foreroute.errors import ConfigError, RunFolderError, StaleTraceError
+from foreroute.errors import ConfigError, DivergedError, RunFolderError, StaleTraceError
 from foreroute.train import Watcher, load_checkpoint, load_config, parse_config, train
-from foreroute.train.loop import make_trainer
 from foreroute.train.rollout import Experience, roll_out
 from foreroute.train.update import update
-from small_runs import SIZES, records, small_config, small_values
+from models import FAMILIES
+from small_runs import SIZES, records, small_config, small_values, trainer_of
 
 
 def same_state(a, b):
@@ -56,6 +56,18 @@ def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path):
     resumed = train(config, killed, resume=True)
     assert records(resumed.path) == records(whole.path)
     assert same_state(load_checkpoint(resumed.last_checkpoint()), load_checkpoint(whole.last_checkpoint()))
+
+
+def test_a_run_stopped_in_its_warm_start_leaves_nothing_behind(tmp_path):
+    config = small_config()
+    seen = []
+    watcher = Watcher(on_warm_start=lambda step, loss: seen.append(step), should_stop=lambda: len(seen) == 3)
+    stopped = train(config, tmp_path / "run", watcher=watcher)
+    assert seen == [0, 1, 2]
+    assert stopped.last_checkpoint() is None
+    assert not stopped.path.exists()
+    again = train(config, tmp_path / "run")
+    assert records(again.path) == records(train(config, tmp_path / "whole").path)
 
 
 def test_the_seed_decides(tmp_path):
@@ -110,7 +122,7 @@ def test_micro_steps_do_not_change_the_update(tmp_path):
 
 
 def test_routes_of_another_step_are_refused(tmp_path):
-    trainer = make_trainer(small_config())
+    trainer = trainer_of(small_config())
     experience, _ = trainer.run_step()
     trainer.run_step()
     with pytest.raises(StaleTraceError, match="expected only 2"):
@@ -124,8 +136,11 @@ def test_a_warm_start_is_shared(tmp_path):
     start = load_checkpoint(second.path / "checkpoints" / "step-000000.pt")["model"]
     assert same_state(start, load_checkpoint(checkpoint)["model"])
     wrong = small_config(warm_start={"checkpoint": str(checkpoint)}, model={"sizes": {**SIZES, "hidden_size": 16}})
-    with pytest.raises(RunFolderError, match="does not fit the model"):
+    with pytest.raises(RunFolderError, match="does not fit this model"):
         train(wrong, tmp_path / "third")
+    with pytest.raises(RunFolderError, match="does not exist"):
+        train(small_config(warm_start={"checkpoint": "nowhere.pt"}), tmp_path / "third")
+    assert not (tmp_path / "third").exists()
 
 
 def test_folders_in_use_are_left_alone(tmp_path):
@@ -174,6 +189,10 @@ def test_a_checkpoint_executes_nothing(tmp_path):
         ({"rl": {"mini_steps": 25}}, "exceeds the 24 sequences"),
         ({"task": {"min_operands": 9}}, "min_operands = 9 exceeds max_operands = 4"),
         ({"rl": {"clip_low": 1.5}}, r"rl\.clip_low"),
+        ({"rl": {"learning_rate": float("inf")}}, r"rl\.learning_rate"),
+        ({"rl": {"micro_step_tokens": 8}}, "cannot hold a sequence of up to 13 tokens"),
+        ({"model": {"sizes": {"vocab_size": 7}}}, "vocab_size comes from the task"),
+        ({"name": "../up"}, "name"),
     ],
 )
 def test_wrong_configurations_are_explained(sections, message):
@@ -191,6 +210,37 @@ def test_a_missing_key_and_an_unreadable_file_are_explained(tmp_path):
     (tmp_path / "bad.toml").write_text("name = ")
     with pytest.raises(ConfigError, match="not a readable TOML"):
         load_config(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral", "olmoe"])
+def test_every_kind_of_gate_trains_or_says_what_to_change(tmp_path, family):
+    config = {"name": family, "model": {"family": family, "sizes": dict(FAMILIES[family])}}
+    del config["model"]["sizes"]["vocab_size"]
+    values = {**small_values(rl={"steps": 1}), **config}
+    if family == "deepseek_v3":
+        with pytest.raises(ConfigError, match=r"no load-balancing loss; set warm_start\.aux_loss = 0\.0"):
+            train(parse_config(values, source="test"), tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+        values["warm_start"] = {**values["warm_start"], "aux_loss": 0.0}
+    run = train(parse_config(values, source="test"), tmp_path / "run")
+    assert records(run.path)[0]["mismatch"]["replayed"]["differing_share"] == 0
+
+
+def test_a_run_that_diverges_ends_with_one_error_and_keeps_its_checkpoints(tmp_path):
+    config = small_config(rl={"learning_rate": 1e30, "warmup_steps": 0})
+    with pytest.raises(DivergedError, match="lower"):
+        train(config, tmp_path / "run")
+    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000000.pt")["step"] == 0
+
+
+def test_a_checkpoint_of_another_model_is_refused_on_resume(tmp_path):
+    run = train(small_config(), tmp_path / "run")
+    last = run.last_checkpoint()
+    state = load_checkpoint(last)
+    del state["optimizer"]
+    torch.save(state, last)
+    with pytest.raises(RunFolderError, match="does not fit this model and optimizer"):
+        train(small_config(rl={"steps": 6}), run.path, resume=True)
 
 
 def test_unknown_model_sizes_are_explained(tmp_path):
@@ -213,10 +263,10 @@ def test_impossible_model_sizes_are_explained(tmp_path):
 
 def test_all_equal_rewards_leave_the_policy_alone():
     config = small_config()
-    trainer = make_trainer(config)
+    trainer = trainer_of(config)
     before = {k: v.clone() for k, v in trainer.policy.model.state_dict().items()}
     experience = roll_out(trainer.engine, config, 0)
-    equal = Experience(experience.generation, np.ones(24), np.zeros(24))
+    equal = Experience(experience.generation, np.ones(24), np.zeros(24), np.zeros(24, bool))
     result = update(
         trainer.policy,
         trainer.optimizer,
@@ -225,6 +275,7 @@ def test_all_equal_rewards_leave_the_policy_alone():
         None,
         config.rl,
         seed=(0, 0),
+        weight_version=0,
         temperature=1.0,
     )
     assert (result.loss, result.grad_norm, result.clip_share) == (0, 0, 0)

@@ -2,9 +2,22 @@
 
 from foreroute.capture.containers import Recognised, recognise
 from foreroute.capture.decode import decode
+from foreroute.capture.encode import WRITABLE, encode
 from foreroute.capture.facts import ModelFacts
 from foreroute.capture.generation import Generation
 from foreroute.capture.kinds import WireKind
+from foreroute.capture.suspect import refuse_constant_layers
 from foreroute.capture.trajectory import Trajectory
 
-__all__ = ["Generation", "ModelFacts", "Recognised", "Trajectory", "WireKind", "decode", "recognise"]
+__all__ = [
+    "WRITABLE",
+    "Generation",
+    "ModelFacts",
+    "Recognised",
+    "Trajectory",
+    "WireKind",
+    "decode",
+    "encode",
+    "recognise",
+    "refuse_constant_layers",
+]

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
 from foreroute.trace import RoutingTrace, concatenate
+from foreroute.trace.check import as_sequence_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,7 @@ class Generation:
 
     def select(self, sequences: ArrayLike) -> Generation:
         """The given sequences, in the given order."""
-        chosen = np.asarray(sequences, dtype=np.int64).reshape(-1)
+        chosen = as_sequence_numbers(sequences, len(self))
         parts = np.split(self.logprobs_R, np.cumsum(self.response_lengths)[:-1])
         logprobs = [parts[int(s)] for s in chosen]
         return Generation(

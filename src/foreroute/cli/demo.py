@@ -16,20 +16,20 @@ from foreroute.report import SummaryRow, read_runs, summary_rows, write_report
 from foreroute.train import TrainConfig, parse_config, train
 
 
-def run_demo(folder: Path | None, *, steps: int | None, precision: str) -> None:
+def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: str) -> None:
     """Train twice, print the table, write the report."""
     console = Console()
     folder = folder or Path("runs") / "demo" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     warm = folder / "none" / "checkpoints" / "step-000000.pt"
     configs = [
-        _config("none", steps, precision, warm_start={}),
-        _config("R3", steps, precision, warm_start={"checkpoint": str(warm)}),
+        _config("none", steps, precision, engine, warm_start={}),
+        _config("R3", steps, precision, engine, warm_start={"checkpoint": str(warm)}),
     ]
     for config in configs:
         with watching(config, console) as watcher:
             train(config, folder / config.name, watcher=watcher)
         if watcher.should_stop():
-            console.print(f"stopped; the runs so far are in {folder}", soft_wrap=True, highlight=False)
+            console.print(f"stopped; the runs so far are in {folder}", soft_wrap=True, highlight=False, markup=False)
             return
     runs = [folder / config.name for config in configs]
     console.print(_table(summary_rows(read_runs(runs))))
@@ -39,16 +39,21 @@ def run_demo(folder: Path | None, *, steps: int | None, precision: str) -> None:
         "At this scale replay changes the mismatch, not the reward.",
         highlight=False,
     )
-    console.print(f"report  {write_report(runs, folder / 'report.html')}", soft_wrap=True, highlight=False)
+    console.print(
+        f"report  {write_report(runs, folder / 'report.html')}", soft_wrap=True, highlight=False, markup=False
+    )
     trace = folder / "R3" / "traces" / "step-000000.safetensors"
-    console.print(f"trace   {trace}   (foreroute inspect shows it)", soft_wrap=True, highlight=False)
+    console.print(f"trace   {trace}   (foreroute inspect shows it)", soft_wrap=True, highlight=False, markup=False)
 
 
-def _config(routing: str, steps: int | None, precision: str, warm_start: dict[str, Any]) -> TrainConfig:
+def _config(routing: str, steps: int | None, precision: str, engine: str, warm_start: dict[str, Any]) -> TrainConfig:
     values = tomllib.loads((files("foreroute.cli") / "arithmetic.toml").read_text(encoding="utf-8"))
     values["name"] = routing
     values["rl"]["routing"] = routing
-    values["rollout"]["precision"] = precision
+    values["rollout"] |= {"precision": precision, "engine": engine}
+    if engine == "vllm":
+        # vLLM's attention on the CPU has kernels for heads of 32 and more
+        values["model"]["sizes"]["head_dim"] = 32
     values["warm_start"] |= warm_start
     if steps is not None:
         values["rl"]["steps"] = steps

@@ -1,4 +1,4 @@
-"""`foreroute inspect`."""
+"""`foreroute inspect` and `foreroute validate`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from foreroute.trace import NO_VERSION, RoutingTrace, count_assignments, digest, load
+from foreroute.capture import refuse_constant_layers
+from foreroute.errors import InputError
+from foreroute.trace import CODECS, NO_VERSION, RoutingTrace, count_assignments, digest, encoded_size, load
 
 
 def print_trace(path: Path) -> None:
@@ -19,31 +23,50 @@ def print_trace(path: Path) -> None:
     console.print(_layers(trace))
 
 
+def validate_traces(paths: list[Path]) -> bool:
+    """Say of each file whether it is a sound trace; False when one is not."""
+    console = Console(soft_wrap=True, highlight=False)
+    sound = True
+    for path in paths:
+        try:
+            trace = load(path)
+            refuse_constant_layers(trace)
+        except InputError as error:
+            sound = False
+            console.print(f"[bold red]refused[/]  {escape(f'{path}: {error}')}")
+        else:
+            console.print(f"[green]sound[/]    {escape(f'{path}: {trace!r}')}")
+    return sound
+
+
 def _facts(path: Path, trace: RoutingTrace) -> Table:
     spec = trace.spec
-    table = Table(title=str(path), show_header=False, title_justify="left")
+    table = Table(title=Text(str(path)), show_header=False, title_justify="left")
     lengths = trace.lengths
     versions = ["not stated" if version == NO_VERSION else str(version) for version in trace.versions]
     for name, value in {
         "model": spec.model or "not stated",
         "routing": f"top-{spec.top_k} of {spec.num_experts} experts in {spec.num_layers} layers",
-        "sequences": f"{len(trace)}, of {lengths.min(initial=0)} to {lengths.max(initial=0)} tokens",
+        "sequences": f"{len(trace)}" + (f", of {lengths.min()} to {lengths.max()} tokens" if len(trace) else ""),
         "rows": f"{trace.num_rows}, of which {int(trace.valid_N.sum())} routed",
         "weight versions": ", ".join(versions) or "none",
-        "ids": f"{trace.expert_ids_NLK.dtype}, {trace.expert_ids_NLK.nbytes:,} bytes",
+        "pick order": "kept" if trace.pick_order_kept else "dropped",
+        "routes in memory": f"{trace.expert_ids_NLK.nbytes:,} bytes, {trace.expert_ids_NLK.dtype}",
+        "as a file": ", ".join(f"{codec} {encoded_size(trace, codec):,}" for codec in CODECS) + " bytes",
         "digest": digest(trace),
         **dict(trace.provenance),
     }.items():
-        table.add_row(name, value)
+        table.add_row(Text(name), Text(value))
     return table
 
 
 def _layers(trace: RoutingTrace) -> Table:
-    counts_LE = count_assignments(trace, np.zeros(len(trace), np.int64)).sum(axis=0)
+    counts_MLE = count_assignments(trace, np.zeros(len(trace), np.int64))
+    counts_LE = counts_MLE.sum(axis=0)  # zeros where the trace is empty
     table = Table(title="expert load by layer", title_justify="left")
     for heading in ("layer", "busiest expert", "its load over the mean", "experts never picked", "entropy, bits"):
         table.add_column(heading, justify="right")
-    for layer, counts in zip(trace.spec.layers, np.atleast_2d(counts_LE), strict=False):
+    for layer, counts in zip(trace.spec.layers, counts_LE, strict=True):
         total = max(int(counts.sum()), 1)
         share = counts[counts > 0] / total
         table.add_row(
@@ -51,6 +74,6 @@ def _layers(trace: RoutingTrace) -> Table:
             str(int(counts.argmax())),
             f"{counts.max() * trace.spec.num_experts / total:.2f}",
             str(int((counts == 0).sum())),
-            f"{-(share * np.log2(share)).sum():.2f} of {np.log2(trace.spec.num_experts):.2f}",
+            f"{(share * np.log2(1 / share)).sum():.2f} of {np.log2(trace.spec.num_experts):.2f}",
         )
     return table

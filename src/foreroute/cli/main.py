@@ -1,4 +1,4 @@
-"""`foreroute demo | train | inspect | report`."""
+"""`foreroute demo | train | inspect | validate | convert | diff | report`."""
 
 from __future__ import annotations
 
@@ -63,11 +63,14 @@ def demo(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="RL steps of each run.")] = None,
     precision: Annotated[str, typer.Option(help="Of the rollout engine: bfloat16, fp8 or float32.")] = "bfloat16",
+    engine: Annotated[
+        str, typer.Option(help="Rollout engine: embedded, or vllm (make vllm-env installs it beside).")
+    ] = "embedded",
 ) -> None:
     """Train a tiny MoE model without and with replay, and compare what was measured."""
     from foreroute.cli.demo import run_demo
 
-    run_demo(folder, steps=steps, precision=precision)
+    run_demo(folder, steps=steps, precision=precision, engine=engine)
 
 
 @app.command()
@@ -88,6 +91,49 @@ def inspect(trace: Annotated[Path, typer.Argument(help="A trace file.")]) -> Non
     from foreroute.cli.inspect import print_trace
 
     print_trace(trace)
+
+
+@app.command()
+def validate(traces: Annotated[list[Path], typer.Argument(help="Trace files.")]) -> None:
+    """Check trace files: readable, undamaged, and routes that a router can have taken."""
+    from foreroute.cli.inspect import validate_traces
+
+    if not validate_traces(traces):
+        raise typer.Exit(2)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A trace file, or what an engine or framework wrote.")],
+    target: Annotated[Path, typer.Argument(help="The file to write; it must not exist.")],
+    to: Annotated[str, typer.Option(help="packed, raw or planes; or npy, raw-int32, nemo-rl, prime-rl, skyrl.")] = (
+        "packed"
+    ),
+    model: Annotated[
+        Path | None, typer.Option(help="A trace of the same model, or its config.json; needed for engine output.")
+    ] = None,
+    tokens: Annotated[Path | None, typer.Option(help="JSON list of token lists, where the source has none.")] = None,
+    start: Annotated[int | None, typer.Option(help="Position of the first row, if not 0.")] = None,
+    weight_version: Annotated[int, typer.Option(help="Of the weights that computed the routes; -1 unknown.")] = -1,
+    engine: Annotated[str, typer.Option(help="vllm, sglang, ... where the source does not tell.")] = "",
+    engine_version: Annotated[str, typer.Option(help="Such as 0.5.12.")] = "",
+) -> None:
+    """Turn engine output into a trace, a trace into another codec, or a trace into another framework's form."""
+    from foreroute.cli.convert import Origin, convert_file
+
+    convert_file(source, target, to, Origin(model, tokens, start, weight_version, engine, engine_version))
+
+
+@app.command()
+def diff(
+    reference: Annotated[Path, typer.Argument(help="A trace file, say of the trainer's own routes.")],
+    other: Annotated[Path, typer.Argument(help="A trace file of the same tokens, say of the engine's routes.")],
+) -> None:
+    """Compare two traces and name what sets them apart; exit code 1 when it is a defect."""
+    from foreroute.cli.diff import print_difference
+
+    if not print_difference(reference, other):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -17,14 +17,8 @@ LINES_EVERY = 20
 
 
 @contextmanager
-def watching(config: TrainConfig, console: Console, *, first_step: int = 0) -> Iterator[Watcher]:
-    """A watcher that shows progress and turns the first Ctrl-C into an orderly stop.
-
-    Args:
-        config: the run.
-        console: where to show it.
-        first_step: where a resumed run begins.
-    """
+def watching(config: TrainConfig, console: Console) -> Iterator[Watcher]:
+    """A watcher that shows progress and turns the first Ctrl-C into an orderly stop."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -36,7 +30,7 @@ def watching(config: TrainConfig, console: Console, *, first_step: int = 0) -> I
         disable=not console.is_terminal,
     )
     warm = progress.add_task(f"{config.name}: warm start", total=None, figures="", visible=False)
-    steps = progress.add_task(f"{config.name}: GRPO", total=config.rl.steps, completed=first_step, figures="")
+    steps = progress.add_task(f"{config.name}: GRPO", total=config.rl.steps, figures="")
 
     def line(text: str) -> None:
         if not console.is_terminal:
@@ -53,8 +47,15 @@ def watching(config: TrainConfig, console: Console, *, first_step: int = 0) -> I
         if record["step"] % LINES_EVERY == 0 or record["step"] + 1 == config.rl.steps:
             line(f"{config.name}: step {record['step']}, {_figures(record)}")
 
-    with progress, _stop_on_interrupt(console) as stopped:
-        yield Watcher(on_warm_start, on_step, lambda: bool(stopped))
+    with progress, _interrupts() as received:
+
+        def should_stop() -> bool:
+            if len(received) == 1:
+                console.print("stopping; press Ctrl-C again to stop at once")
+                received.append(0)
+            return bool(received)
+
+        yield Watcher(on_warm_start, on_step, should_stop)
 
 
 def _figures(record: dict[str, Any]) -> str:
@@ -66,15 +67,14 @@ def _figures(record: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _stop_on_interrupt(console: Console) -> Iterator[list[int]]:
-    """Collects the first Ctrl-C; the second one interrupts at once."""
+def _interrupts() -> Iterator[list[int]]:
+    """Collects the first Ctrl-C; the second one interrupts at once. Prints nothing: a handler may run anywhere."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         if received:
             raise KeyboardInterrupt
         received.append(number)
-        console.print("finishing this step, then saving; press Ctrl-C again to stop at once")
 
     before = signal.signal(signal.SIGINT, note)
     try:

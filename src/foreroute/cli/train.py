@@ -18,6 +18,12 @@ def run_training(config_path: Path, folder: Path | None, *, resume: bool) -> Non
     folder = folder or Path("runs") / config.name
     with watching(config, console) as watcher:
         run = train(config, folder, resume=resume, watcher=watcher)
-    console.print(f"checkpoint  {run.last_checkpoint()}", soft_wrap=True, highlight=False)
+    saved = run.last_checkpoint() or "none: stopped in the warm start, nothing was written"
+    console.print(f"checkpoint  {saved}", soft_wrap=True, highlight=False, markup=False)
     if (folder / "metrics.jsonl").exists():
-        console.print(f"report      {write_report([folder], folder / 'report.html')}", soft_wrap=True, highlight=False)
+        console.print(
+            f"report      {write_report([folder], folder / 'report.html')}",
+            soft_wrap=True,
+            highlight=False,
+            markup=False,
+        )

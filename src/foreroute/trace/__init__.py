@@ -1,15 +1,19 @@
 """What was routed: the container of routes, its checks, its file, its fingerprint, and counts. No torch."""
 
 from foreroute.trace.assembly import extended
+from foreroute.trace.atomic import write_atomically
+from foreroute.trace.codec import CODECS, CodecName
 from foreroute.trace.container import NO_VERSION, RoutingTrace, concatenate
 from foreroute.trace.counts import count_assignments
 from foreroute.trace.digest import digest
-from foreroute.trace.file import load, save, write_atomically
+from foreroute.trace.file import encoded_size, load, save
 from foreroute.trace.overlap import RouteOverlap, overlap
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
 
 __all__ = [
+    "CODECS",
     "NO_VERSION",
+    "CodecName",
     "LayerKind",
     "RouteOverlap",
     "RoutedLayer",
@@ -18,6 +22,7 @@ __all__ = [
     "concatenate",
     "count_assignments",
     "digest",
+    "encoded_size",
     "extended",
     "load",
     "overlap",

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from foreroute.errors import BatchMismatchError
-from foreroute.trace.container import RoutingTrace, common_provenance, segment_rows
+from foreroute.trace.check import segment_rows
+from foreroute.trace.container import RoutingTrace, common_provenance
 
 
 def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool = False) -> RoutingTrace:
@@ -53,4 +54,5 @@ def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool
         valid_N=valid,
         weight_versions_N=versions,
         provenance=common_provenance([earlier.provenance, later.provenance]),
+        pick_order_kept=earlier.pick_order_kept and later.pick_order_kept,
     )

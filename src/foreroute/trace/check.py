@@ -47,9 +47,43 @@ def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
     return array.astype(spec.id_dtype, copy=False)
 
 
+def as_tokens(ids: ArrayLike, *, name: str) -> NDArray[np.int32]:
+    """`ids` as int32 [T], refusing anything that would not survive the cast."""
+    array = np.asarray(ids)
+    if array.size == 0:
+        return np.zeros(0, np.int32)
+    limits = np.iinfo(np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < limits.min or array.max() > limits.max:
+        raise TraceContentError(
+            f"{name} is {array.dtype} of shape {array.shape}; expected token ids, integers [T] that fit 32 bits"
+        )
+    return array.astype(np.int32, copy=False)
+
+
+def as_sequence_numbers(numbers: ArrayLike, count: int, *, name: str = "sequences") -> NDArray[np.int64]:
+    """`numbers` as int64 [S'], each from 0 to `count` - 1; a mask or a fraction selects nothing and is refused."""
+    array = np.asarray(numbers)
+    if array.size == 0 and array.dtype.kind != "b":
+        return np.zeros(0, np.int64)
+    if array.ndim > 1 or array.dtype.kind not in "iu":
+        hint = "; turn a mask into numbers with numpy.flatnonzero" if array.dtype.kind == "b" else ""
+        raise TraceContentError(f"{name} is {array.dtype} of shape {array.shape}; expected integers [S']{hint}")
+    chosen = array.astype(np.int64).reshape(-1)
+    outside = chosen[(chosen < 0) | (chosen >= count)]
+    if outside.size:
+        raise TraceContentError(f"sequence {int(outside[0])} was selected from {count} sequences")
+    return chosen
+
+
 def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """int64 [S + 1], the running sum of the lengths, from 0."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
+def segment_rows(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The row numbers of the segments `starts[i] : starts[i] + lengths[i]`, joined."""
+    before = as_offsets(lengths)
+    return np.arange(before[-1]) + np.repeat(starts - before[:-1], lengths)
 
 
 def _refuse_first(

@@ -26,8 +26,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
-from foreroute.trace.check import as_offsets, check_rows, narrow_ids
-from foreroute.trace.spec import RoutingSpec
+from foreroute.trace.check import (
+    as_offsets,
+    as_sequence_numbers,
+    as_tokens,
+    check_rows,
+    narrow_ids,
+    segment_rows,
+)
+from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
 NO_VERSION = -1
 """The weight version of a row that was never computed, or whose source did not state one."""
@@ -47,6 +54,7 @@ class RoutingTrace:
         weight_versions_N: int32 [N], the weights a row was computed under; `NO_VERSION` where absent or not stated.
         offsets: int64 [S + 1], sequence s owns the rows `offsets[s]:offsets[s + 1]`.
         provenance: what made the trace, as short strings (engine, version, source).
+        pick_order_kept: False when a codec dropped the order of picks; the ids of a row then ascend.
     """
 
     spec: RoutingSpec
@@ -56,6 +64,7 @@ class RoutingTrace:
     weight_versions_N: NDArray[np.int32]
     offsets: NDArray[np.int64]
     provenance: Mapping[str, str] = field(default_factory=dict)
+    pick_order_kept: bool = True
 
     @classmethod
     def from_sequences(
@@ -84,7 +93,7 @@ class RoutingTrace:
             raise TraceContentError(
                 f"got tokens of {len(token_ids)} sequences and routes of {len(expert_ids)}; expected one of each"
             )
-        tokens = [np.asarray(t, dtype=np.int32).reshape(-1) for t in token_ids]
+        tokens = [as_tokens(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids)]
         routes = [narrow_ids(r, spec, name=f"expert_ids[{s}]") for s, r in enumerate(expert_ids)]
         for s, (t, r) in enumerate(zip(tokens, routes, strict=True)):
             if len(r) > len(t):
@@ -123,7 +132,7 @@ class RoutingTrace:
         counts = {len(token_ids), len(expert_ids), len(valid), len(weight_versions)}
         if len(counts) != 1:
             raise TraceContentError(f"got tokens, routes, validity and versions of {sorted(counts)} sequences")
-        tokens = [np.asarray(t, dtype=np.int32).reshape(-1) for t in token_ids]
+        tokens = [as_tokens(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids)]
         masks = [np.asarray(v, dtype=np.bool_) for v in valid]
         versions = [np.asarray(v, dtype=np.int32) for v in weight_versions]
         routes = []
@@ -191,11 +200,23 @@ class RoutingTrace:
         Args:
             sequences: integers [S'], each in 0 .. S - 1.
         """
-        chosen = np.asarray(sequences, dtype=np.int64).reshape(-1)
-        if chosen.size and (chosen.min() < 0 or chosen.max() >= len(self)):
-            raise TraceContentError(f"sequence {int(chosen.max())} was selected from a trace of {len(self)} sequences")
+        chosen = as_sequence_numbers(sequences, len(self))
         lengths = self.lengths[chosen]
         return self._take(segment_rows(self.offsets[:-1][chosen], lengths), lengths)
+
+    def select_layers(self, layers: Iterable[RoutedLayer]) -> RoutingTrace:
+        """The given layers, in the given order; the layer table shrinks with them.
+
+        Raises:
+            SpecMismatchError: when a layer is not in the table.
+        """
+        chosen = list(layers)
+        positions = self.spec.positions(chosen)
+        return replace(
+            self,
+            spec=replace(self.spec, layers=tuple(chosen)),
+            expert_ids_NLK=np.ascontiguousarray(self.expert_ids_NLK[:, positions]),
+        )
 
     def truncated(self, lengths: ArrayLike) -> RoutingTrace:
         """The first `lengths[s]` rows of each sequence."""
@@ -217,9 +238,15 @@ class RoutingTrace:
         return replace(joined, offsets=joined.offsets[::2])
 
     def with_weight_version(self, version: int) -> RoutingTrace:
-        """The same routes, all stamped with one weight version."""
+        """The same routes, all stamped with one weight version, from 0, or `NO_VERSION`."""
+        if not NO_VERSION <= version <= np.iinfo(np.int32).max:
+            raise TraceContentError(f"weight version is {version}; expected a number from 0 that fits 32 bits")
         stamped = np.where(self.valid_N, np.int32(version), np.int32(NO_VERSION)).astype(np.int32)
         return replace(self, weight_versions_N=stamped)
+
+    def without_pick_order(self) -> RoutingTrace:
+        """The same sets of experts, ids ascending in each row, as order-dropping codecs return them."""
+        return replace(self, expert_ids_NLK=np.sort(self.expert_ids_NLK, axis=-1), pick_order_kept=False)
 
     def with_provenance(self, **facts: str) -> RoutingTrace:
         """The same routes with further facts about what made them."""
@@ -232,9 +259,13 @@ class RoutingTrace:
             other.spec.top_k,
             other.spec.layers,
         )
-        return same_model and all(
-            np.array_equal(getattr(self, name), getattr(other, name))
-            for name in ("offsets", "token_ids_N", "valid_N", "weight_versions_N", "expert_ids_NLK")
+        return (
+            same_model
+            and self.pick_order_kept == other.pick_order_kept
+            and all(
+                np.array_equal(getattr(self, name), getattr(other, name))
+                for name in ("offsets", "token_ids_N", "valid_N", "weight_versions_N", "expert_ids_NLK")
+            )
         )
 
     def _take(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> RoutingTrace:
@@ -249,7 +280,7 @@ class RoutingTrace:
 
 
 def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
-    """All sequences of the given traces, in order.
+    """All sequences of the given traces, in order; pick order is dropped where one of them has dropped it.
 
     Raises:
         TraceContentError: when there is no trace to join.
@@ -260,6 +291,8 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
         raise TraceContentError("there is no trace to concatenate; pass at least one")
     for part in parts[1:]:
         parts[0].spec.require_same(part.spec, what="a trace to concatenate")
+    if not all(part.pick_order_kept for part in parts):
+        parts = [part.without_pick_order() if part.pick_order_kept else part for part in parts]
     return RoutingTrace(
         spec=parts[0].spec,
         expert_ids_NLK=np.concatenate([p.expert_ids_NLK for p in parts]),
@@ -268,6 +301,7 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
         weight_versions_N=np.concatenate([p.weight_versions_N for p in parts]),
         offsets=as_offsets(np.concatenate([p.lengths for p in parts])),
         provenance=common_provenance([p.provenance for p in parts]),
+        pick_order_kept=parts[0].pick_order_kept,
     )
 
 
@@ -291,12 +325,6 @@ def _pack(
         offsets=offsets,
         provenance=dict(provenance),
     )
-
-
-def segment_rows(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The row numbers of the segments `starts[i] : starts[i] + lengths[i]`, joined."""
-    before = as_offsets(lengths)
-    return np.arange(before[-1]) + np.repeat(starts - before[:-1], lengths)
 
 
 def common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:

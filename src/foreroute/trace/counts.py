@@ -19,11 +19,15 @@ def count_assignments(trace: RoutingTrace, micro_step_S: ArrayLike) -> NDArray[n
     Returns:
         counts_MLE: int64 [M, L, E]. Its sum is K times L times the number of routed rows.
     """
-    micro_steps = np.asarray(micro_step_S, dtype=np.int64)
-    if micro_steps.shape != (len(trace),) or (micro_steps < 0).any():
+    micro_steps = np.asarray(micro_step_S)
+    if micro_steps.shape != (len(trace),) or (micro_steps.size and micro_steps.dtype.kind not in "iu"):
         raise TraceContentError(
-            f"got micro-steps of shape {micro_steps.shape} for {len(trace)} sequences; expected one number from 0 each"
+            f"got micro-steps of dtype {micro_steps.dtype} and shape {micro_steps.shape} for {len(trace)} sequences; "
+            "expected one integer from 0 each"
         )
+    if micro_steps.size and micro_steps.min() < 0:
+        raise TraceContentError(f"micro-step {int(micro_steps.min())} is below 0; leave out sequences by trace.select")
+    micro_steps = micro_steps.astype(np.int64)
     spec = trace.spec
     num_steps = int(micro_steps.max()) + 1 if len(trace) else 0
     step_R = np.repeat(micro_steps, trace.lengths)[trace.valid_N]

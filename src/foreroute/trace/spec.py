@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foreroute.errors import SpecMismatchError, TraceContentError
 
@@ -72,6 +74,19 @@ class RoutingSpec:
     def id_dtype(self) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
         """uint8 up to 256 experts, else uint16. The width follows the model, never the ids at hand."""
         return np.dtype(np.uint8) if self.num_experts <= 256 else np.dtype(np.uint16)
+
+    def positions(self, layers: Iterable[RoutedLayer]) -> NDArray[np.int64]:
+        """int64 [L'], where the given layers stand on the layer axis.
+
+        Raises:
+            SpecMismatchError: when a layer is not in the table.
+        """
+        place = {layer: i for i, layer in enumerate(self.layers)}
+        chosen = list(layers)
+        missing = [str(layer) for layer in chosen if layer not in place]
+        if missing:
+            raise SpecMismatchError(f"{', '.join(missing)} is not among the routed layers [{_names(self)}]")
+        return np.array([place[layer] for layer in chosen], np.int64)
 
     def require_same(self, other: RoutingSpec, *, what: str) -> None:
         """Raise `SpecMismatchError` unless `other` has the same experts, picks and layer table.

@@ -18,7 +18,7 @@ Count = Annotated[int, Field(ge=1)]
 class Section(BaseModel):
     """A table of the configuration. Unknown keys and values of the wrong type are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -29,6 +29,12 @@ class ModelConfig(Section):
     experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] = "grouped_mm"
     sizes: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Fields of the family's configuration; the vocabulary comes from the task."""
+
+    @model_validator(mode="after")
+    def _vocabulary_of_the_task(self) -> ModelConfig:
+        if "vocab_size" in self.sizes:
+            raise ValueError("sizes.vocab_size comes from the task; leave it out")
+        return self
 
 
 class TaskConfig(Section):
@@ -58,16 +64,49 @@ class WarmStartConfig(Section):
     """Weight of the load-balancing loss. RL uses none."""
 
 
+class VLLMConfig(Section):
+    """Where vLLM runs, for `rollout.engine = "vllm"`."""
+
+    mode: Literal["process", "server"] = "process"
+    """A worker process that the trainer starts and ends, or a server that is already running."""
+    python: str = ".venv-vllm/bin/python"
+    """process: the interpreter of an environment with vLLM; `make vllm-env` makes this one."""
+    max_model_len: Count | None = None
+    """process: tokens of the longest sequence; by default the most that the model takes."""
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """process: further arguments of `vllm.LLM`."""
+    url: str | None = None
+    """server: its address, such as "http://127.0.0.1:8000"."""
+    weights_folder: str | None = None
+    """server: where new weights are put for it, under a path that it sees too."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """For loading and for each request."""
+
+    @model_validator(mode="after")
+    def _server_known(self) -> VLLMConfig:
+        if self.mode == "server" and (self.url is None or self.weights_folder is None):
+            raise ValueError('mode = "server" needs url and weights_folder')
+        return self
+
+
 class RolloutConfig(Section):
     """Sampling."""
 
-    engine: Literal["embedded"] = "embedded"
+    engine: Literal["embedded", "vllm"] = "embedded"
     precision: Literal["float32", "bfloat16", "fp8"] = "bfloat16"
+    """Of the engine's weights and arithmetic. A vLLM server has its own."""
+    vllm: VLLMConfig = VLLMConfig()
     prompts: Count = 32
     """Prompts per step."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Responses per prompt."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+
+    @model_validator(mode="after")
+    def _precision_of_engine(self) -> RolloutConfig:
+        if self.engine == "vllm" and self.precision == "fp8":
+            raise ValueError('precision = "fp8" is the embedded engine\'s; vLLM takes float32 or bfloat16')
+        return self
 
 
 class RLConfig(Section):
@@ -106,7 +145,8 @@ class CheckpointConfig(Section):
 class TrainConfig(Section):
     """A run."""
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    """Letters, digits, dots, dashes and underscores: it names the run's folder."""
     seed: Annotated[int, Field(ge=0)] = 0
     threads: Count = 1
     """Threads of torch. Small models are fastest, and runs repeat bit for bit, with one."""
@@ -123,6 +163,11 @@ class TrainConfig(Section):
         sequences = self.rollout.prompts * self.rollout.group_size
         if self.rl.mini_steps > sequences:
             raise ValueError(f"rl.mini_steps = {self.rl.mini_steps} exceeds the {sequences} sequences of a rollout")
+        longest = 3 * self.task.max_operands + 1  # operands, operators and "=", then one result each and the end
+        if self.rl.micro_step_tokens < longest:
+            raise ValueError(
+                f"rl.micro_step_tokens = {self.rl.micro_step_tokens} cannot hold a sequence of up to {longest} tokens"
+            )
         return self
 
 

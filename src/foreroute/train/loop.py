@@ -23,11 +23,12 @@ from typing import Any
 import torch
 
 from foreroute.adapters import hf
-from foreroute.errors import RunFolderError
+from foreroute.errors import ForerouteError, RunFolderError
 from foreroute.train.config import TrainConfig
+from foreroute.train.engines import open_engine
 from foreroute.train.measure import step_record
 from foreroute.train.recompute import Recomputed, recompute
-from foreroute.train.rollout import Experience, roll_out
+from foreroute.train.rollout import Engine, Experience, roll_out
 from foreroute.train.run_folder import RunFolder, load_checkpoint
 from foreroute.train.task import VOCABULARY
 from foreroute.train.update import update
@@ -55,7 +56,7 @@ class Trainer:
 
     config: TrainConfig
     policy: hf.RoutedModel
-    engine: hf.EmbeddedEngine
+    engine: Engine
     optimizer: torch.optim.Optimizer
     step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -85,6 +86,7 @@ class Trainer:
                 ],
                 self.config.rl,
                 seed=(self.config.seed, self.step),
+                weight_version=self.step,
                 temperature=self.config.rollout.temperature,
             )
         record = step_record(self.step, experience, passes, trained_with, updated, self.seconds)
@@ -95,10 +97,16 @@ class Trainer:
         """Everything that a resumed run needs; randomness follows from the seed and the step."""
         return {"model": self.policy.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint of the same run."""
-        self.policy.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+    def restore(self, checkpoint: Path) -> None:
+        """Continue from a checkpoint of the same run.
+
+        Raises:
+            RunFolderError: when it is damaged, or of another model.
+        """
+        state = load_checkpoint(checkpoint)
+        with _misfit_named(f"checkpoint {checkpoint}"):
+            self.policy.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
 
     def _recompute(self, experience: Experience, routes: str) -> Recomputed:
@@ -127,23 +135,36 @@ class Trainer:
 def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: Watcher | None = None) -> RunFolder:
     """Run or resume a configuration in a folder.
 
-    A resumed run ends with the same bits as one that was never interrupted (on the CPU, with as many threads).
+    A resumed run ends with the same bits as one that was never interrupted (on the CPU, with as many threads). Nothing
+    is written before the first checkpoint can be: a run that fails or is stopped in its warm start leaves no folder.
 
     Raises:
+        ConfigError: when the model cannot be made or trained as configured.
         RunFolderError: when the folder is in use, or cannot be resumed.
+        EngineError: when the rollout engine cannot be started, or fails.
+        DivergedError: when loss, gradients or probabilities stop being finite; the checkpoints before stay.
     """
     watcher = watcher or Watcher()
     torch.set_num_threads(config.threads)
-    run = RunFolder.reopen(folder, config) if resume else RunFolder.create(folder, config)
-    trainer = make_trainer(config)
+    run = RunFolder.reopen(folder, config) if resume else RunFolder.claim(folder)
+    policy = make_policy(config)
     last = run.last_checkpoint()
-    if last is not None:
-        trainer.restore(load_checkpoint(last))
-        run.forget_metrics_from(trainer.step)
-    else:
-        _warm_start(trainer, watcher)
-        run.save_checkpoint(0, trainer.state())
-    saved_at = trainer.step
+    if last is None and not _warm_start(policy.model, config, watcher):
+        return run
+    with open_engine(config.rollout, policy) as engine:
+        trainer = make_trainer(config, policy, engine)
+        if last is None:
+            run.begin(config)
+            run.save_checkpoint(0, trainer.state())
+        else:
+            trainer.restore(last)
+            run.forget_metrics_from(trainer.step)
+        _run(trainer, run, watcher)
+    return run
+
+
+def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
+    config, saved_at = trainer.config, trainer.step
     while trainer.step < config.rl.steps and not watcher.should_stop():
         step = trainer.step
         experience, record = trainer.run_step()
@@ -156,29 +177,44 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
             saved_at = trainer.step
     if trainer.step != saved_at:
         run.save_checkpoint(trainer.step, trainer.state())
-    return run
 
 
-def make_trainer(config: TrainConfig) -> Trainer:
-    """Policy, engine and optimizer, with initial weights."""
-    model = hf.build_model(
+def make_policy(config: TrainConfig) -> hf.RoutedModel:
+    """The model, with initial weights, ready to record and replay."""
+    model: Any = hf.build_model(
         config.model.family,
         seed=config.seed,
         experts_implementation=config.model.experts_implementation,
         **{**config.model.sizes, "vocab_size": len(VOCABULARY)},
     )
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
-    return Trainer(config, hf.attach(model), hf.EmbeddedEngine(model, config.rollout.precision), optimizer)
+    return hf.attach(model)
 
 
-def _warm_start(trainer: Trainer, watcher: Watcher) -> None:
-    source = trainer.config.warm_start.checkpoint
+def make_trainer(config: TrainConfig, policy: hf.RoutedModel, engine: Engine) -> Trainer:
+    """Policy, engine and a new optimizer."""
+    optimizer = torch.optim.AdamW(
+        policy.model.parameters(), lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
+    )
+    return Trainer(config, policy, engine, optimizer)
+
+
+def _warm_start(model: Any, config: TrainConfig, watcher: Watcher) -> bool:
+    source = config.warm_start.checkpoint
     if source is None:
-        warm_start(trainer.policy.model, trainer.config, watcher.on_warm_start)
-        return
-    weights = load_checkpoint(Path(source))["model"]
+        return warm_start(model, config, watcher.on_warm_start, watcher.should_stop)
+    if not Path(source).is_file():
+        raise RunFolderError(f"warm_start.checkpoint {source} does not exist")
+    with _misfit_named(f"warm_start.checkpoint {source}"):
+        model.load_state_dict(load_checkpoint(Path(source))["model"])
+    return True
+
+
+@contextmanager
+def _misfit_named(what: str) -> Iterator[None]:
     try:
-        trainer.policy.model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise RunFolderError(f"warm_start.checkpoint {source} does not fit the model: {error}") from error
+        yield
+    except (KeyError, RuntimeError, ValueError) as error:
+        if isinstance(error, ForerouteError):
+            raise
+        raise RunFolderError(f"{what} does not fit this model and optimizer: {error}") from error

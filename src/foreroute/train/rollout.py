@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,9 @@ class Engine(Protocol):
     """What samples: the embedded engine, or one that runs elsewhere."""
 
     weight_version: int
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Take over the trainer's weights; what follows is stamped with `version`."""
 
     def generate(
         self,
@@ -41,11 +44,13 @@ class Experience:
         generation: S = prompts * group size sequences, grouped by prompt.
         rewards_S: float64 [S].
         advantages_S: float64 [S].
+        informative_S: bool [S], False in groups whose rewards are all equal; they teach nothing and are left out.
     """
 
     generation: Generation
     rewards_S: NDArray[np.float64]
     advantages_S: NDArray[np.float64]
+    informative_S: NDArray[np.bool_]
 
 
 def roll_out(engine: Engine, config: TrainConfig, step: int) -> Experience:
@@ -65,7 +70,7 @@ def roll_out(engine: Engine, config: TrainConfig, step: int) -> Experience:
         temperature=config.rollout.temperature,
     )
     rewards = score(problems, generation, config.rollout.group_size)
-    return Experience(generation, rewards, group_advantages(rewards, config.rollout.group_size))
+    return Experience(generation, rewards, *group_advantages(rewards, config.rollout.group_size))
 
 
 def score(problems: Sequence[Problem], generation: Generation, group_size: int) -> NDArray[np.float64]:
@@ -75,13 +80,17 @@ def score(problems: Sequence[Problem], generation: Generation, group_size: int) 
     )
 
 
-def group_advantages(rewards_S: NDArray[np.float64], group_size: int) -> NDArray[np.float64]:
-    """Reward minus the group's mean, over its standard deviation; 0 in a group whose rewards are all equal.
+def group_advantages(rewards_S: NDArray[np.float64], group_size: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Reward minus the group's mean, over its standard deviation, and whether the group has any.
 
     Source: GRPO, arXiv 2402.03300, section 4.1.2.
+
+    Returns:
+        float64 [S], 0 in a group whose rewards are all equal; and bool [S], False there.
     """
     groups = rewards_S.reshape(-1, group_size)
-    deviation = groups.std(axis=1, keepdims=True)
+    differs = (groups != groups[:, :1]).any(axis=1, keepdims=True)
     centred = groups - groups.mean(axis=1, keepdims=True)
-    advantages: NDArray[np.float64] = np.where(deviation > 1e-9, centred / np.maximum(deviation, 1e-9), 0.0)
-    return advantages.reshape(-1)
+    deviation = np.where(differs, groups.std(axis=1, keepdims=True), 1.0)
+    advantages = np.where(differs, centred / deviation, 0.0)
+    return advantages.reshape(-1), np.broadcast_to(differs, groups.shape).reshape(-1)

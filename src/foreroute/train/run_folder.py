@@ -34,18 +34,25 @@ class RunFolder:
         self.path = path
 
     @classmethod
-    def create(cls, path: Path, config: TrainConfig) -> RunFolder:
-        """Make the folder and write the configuration.
+    def claim(cls, path: Path) -> RunFolder:
+        """A folder for a new run; nothing is written yet.
 
         Raises:
             RunFolderError: when the folder already holds something.
         """
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise RunFolderError(f"{path} is not empty; nothing was changed. Use --resume to go on, or another folder")
-        path.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(config.model_dump(), indent=2)
-        write_atomically(path / "config.json", lambda temporary: _write(temporary, text))
         return cls(path)
+
+    def begin(self, config: TrainConfig) -> None:
+        """Make the folder and write the configuration.
+
+        Raises:
+            RunFolderError: when something was put there since it was claimed.
+        """
+        RunFolder.claim(self.path)
+        text = json.dumps(config.model_dump(), indent=2)
+        write_atomically(self.path / "config.json", lambda temporary: _write(temporary, text))
 
     @classmethod
     def reopen(cls, path: Path, config: TrainConfig) -> RunFolder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters.hf import RoutedModel
-from foreroute.capture import Generation
+from foreroute.errors import DivergedError
 from foreroute.layout import by_token_budget
 from foreroute.trace import RoutingTrace
 from foreroute.train.config import RLConfig
@@ -27,7 +28,7 @@ class Updated:
     Attributes:
         loss: mean over mini-steps.
         grad_norm: mean over mini-steps, before clipping.
-        clip_share: share of response tokens whose ratio was clipped.
+        clip_share: share of the trained response tokens whose ratio was clipped.
         micro_step_S: int64 [S], the micro-step of each sequence; -1 where it was left out.
     """
 
@@ -46,6 +47,7 @@ def update(
     config: RLConfig,
     *,
     seed: tuple[int, int],
+    weight_version: int,
     temperature: float,
 ) -> Updated:
     """Take `config.mini_steps` optimizer steps on one rollout.
@@ -53,49 +55,36 @@ def update(
     Args:
         routed: the policy.
         optimizer: over its parameters.
-        experience: the rollout with its advantages; groups without variance are left out.
+        experience: the rollout with its advantages; groups of equal rewards are left out.
         old_logprobs_R: float32 [R], from recompute.
         routes: of all S sequences, to replay in every forward and recomputation; None for the policy's own.
         config: of the loss and of the batches.
         seed: of the order of the sequences.
+        weight_version: of the policy before this update; `routes` must carry it.
         temperature: of the rollout.
+
+    Raises:
+        StaleTraceError: when `routes` belong to another step.
+        DivergedError: when loss or gradients are not finite; no optimizer step is taken with them.
     """
-    generation = experience.generation
-    old = np.split(old_logprobs_R, np.cumsum(generation.response_lengths)[:-1])
-    order = np.random.default_rng([*seed, 2]).permutation(np.flatnonzero(experience.advantages_S))
-    micro_step_S = np.full(len(generation), -1, np.int64)
-    losses, norms, clipped, tokens = [], [], 0, 0
-    for mini_batch in np.array_split(order, config.mini_steps):
-        if not len(mini_batch):
-            continue
-        num_tokens = int(generation.response_lengths[mini_batch].sum())
-        loss_sum = 0.0
-        for picked in by_token_budget(generation.trace.lengths[mini_batch], config.micro_step_tokens, padded=True):
-            sequences = mini_batch[picked]
-            micro_step_S[sequences] = micro_step_S.max() + 1
-            part = generation.select(sequences)
-            with _replaying(routed, routes, sequences):
-                logprobs_R, _ = response_logprobs(routed.model, part, temperature)
-                loss, num_clipped = clipped_loss(
-                    logprobs_R,
-                    torch.from_numpy(np.concatenate([old[s] for s in sequences])),
-                    _per_token(experience.advantages_S[sequences], part),
-                    config.clip_low,
-                    config.clip_high,
-                )
-                (loss / num_tokens).backward()
-            loss_sum += loss.item()
-            clipped += num_clipped
-        norms.append(torch.nn.utils.clip_grad_norm_(routed.model.parameters(), config.max_grad_norm).item())
+    batch = _Batch(routed, experience, old_logprobs_R, routes, config, weight_version, temperature)
+    order = np.random.default_rng([*seed, 2]).permutation(np.flatnonzero(experience.informative_S))
+    micro_step_S = np.full(len(experience.generation), -1, np.int64)
+    losses, norms, clipped = [], [], 0
+    mini_batches = [part for part in np.array_split(order, config.mini_steps) if len(part)]
+    for mini_batch in mini_batches:
+        loss, num_clipped = batch.accumulate(mini_batch, micro_step_S)
+        norm = torch.nn.utils.clip_grad_norm_(routed.model.parameters(), config.max_grad_norm).item()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise DivergedError(f"loss {loss} and gradient norm {norm} in step {seed[1]}; lower rl.learning_rate")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss_sum / num_tokens)
-        tokens += num_tokens
+        losses.append(loss)
+        norms.append(norm)
+        clipped += num_clipped
+    num_tokens = int(experience.generation.response_lengths[order].sum())
     return Updated(
-        float(np.mean(losses)) if losses else 0.0,
-        float(np.mean(norms)) if norms else 0.0,
-        clipped / max(tokens, 1),
-        micro_step_S,
+        float(np.mean(losses or [0.0])), float(np.mean(norms or [0.0])), clipped / max(num_tokens, 1), micro_step_S
     )
 
 
@@ -115,14 +104,48 @@ def clipped_loss(
     return -torch.minimum(free, bounded).sum(), int((bounded < free).sum())
 
 
-def _replaying(
-    routed: RoutedModel, routes: RoutingTrace | None, sequences: NDArray[np.int64]
-) -> AbstractContextManager[Any]:
-    if routes is None:
-        return nullcontext()
-    (version,) = routes.versions
-    return routed.replay(routes.select(sequences), weight_version=version)
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """What every micro-step of an update needs."""
 
+    routed: RoutedModel
+    experience: Experience
+    old_logprobs_R: NDArray[np.float32]
+    routes: RoutingTrace | None
+    config: RLConfig
+    weight_version: int
+    temperature: float
 
-def _per_token(values_S: NDArray[np.float64], generation: Generation) -> Tensor:
-    return torch.from_numpy(np.repeat(values_S, generation.response_lengths).astype(np.float32))
+    def accumulate(self, mini_batch: NDArray[np.int64], micro_step_S: NDArray[np.int64]) -> tuple[float, int]:
+        """Gradients of the mean token loss of a mini-batch; numbers its micro-steps. Returns loss, clipped tokens."""
+        generation = self.experience.generation
+        num_tokens = int(generation.response_lengths[mini_batch].sum())
+        total, clipped = 0.0, 0
+        for picked in by_token_budget(generation.trace.lengths[mini_batch], self.config.micro_step_tokens, padded=True):
+            sequences = mini_batch[picked]
+            micro_step_S[sequences] = micro_step_S.max() + 1
+            with self._replaying(sequences):
+                loss, num_clipped = self._loss(sequences)
+                (loss / num_tokens).backward()
+            total += loss.item()
+            clipped += num_clipped
+        return total / num_tokens, clipped
+
+    def _loss(self, sequences: NDArray[np.int64]) -> tuple[Tensor, int]:
+        generation = self.experience.generation
+        part = generation.select(sequences)
+        logprobs_R, _ = response_logprobs(self.routed.model, part, self.temperature)
+        old = np.split(self.old_logprobs_R, np.cumsum(generation.response_lengths)[:-1])
+        advantages = np.repeat(self.experience.advantages_S[sequences], part.response_lengths)
+        return clipped_loss(
+            logprobs_R,
+            torch.from_numpy(np.concatenate([old[s] for s in sequences])),
+            torch.from_numpy(advantages.astype(np.float32)),
+            self.config.clip_low,
+            self.config.clip_high,
+        )
+
+    def _replaying(self, sequences: NDArray[np.int64]) -> AbstractContextManager[Any]:
+        if self.routes is None:
+            return nullcontext()
+        return self.routed.replay(self.routes.select(sequences), weight_version=self.weight_version)

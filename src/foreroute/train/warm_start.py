@@ -9,13 +9,16 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
+from foreroute.errors import ConfigError
 from foreroute.train.config import TrainConfig
 from foreroute.train.task import encode, sample_problems
 
 SMOOTHING = 0.9
 
 
-def warm_start(model: Any, config: TrainConfig, on_step: Callable[[int, float], None]) -> None:
+def warm_start(
+    model: Any, config: TrainConfig, on_step: Callable[[int, float], None], should_stop: Callable[[], bool]
+) -> bool:
     """Train `model` in place until the smoothed loss is below the configured value.
 
     A loss and not a number of steps ends it: the task is learned suddenly, and a solved model shows no mismatch.
@@ -24,6 +27,10 @@ def warm_start(model: Any, config: TrainConfig, on_step: Callable[[int, float], 
         model: a causal language model.
         config: the run; `config.warm_start` is used.
         on_step: told the step and the smoothed loss after each step.
+        should_stop: asked after each step.
+
+    Returns:
+        False when it was stopped; the model is then of no use.
     """
     settings = config.warm_start
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
@@ -41,7 +48,10 @@ def warm_start(model: Any, config: TrainConfig, on_step: Callable[[int, float], 
         smoothed = loss.item() if step == 0 else SMOOTHING * smoothed + (1 - SMOOTHING) * loss.item()
         on_step(step, smoothed)
         if smoothed < settings.stop_at_loss:
-            return
+            break
+        if should_stop():
+            return False
+    return True
 
 
 def _loss(model: Any, config: TrainConfig, rng: np.random.Generator) -> torch.Tensor:
@@ -52,4 +62,9 @@ def _loss(model: Any, config: TrainConfig, rng: np.random.Generator) -> torch.Te
     answer = len(problems[0].prompt)
     output = model(input_ids=tokens_BT, use_cache=False, output_router_logits=settings.aux_loss > 0)
     loss = cross_entropy(output.logits[:, answer - 1 : -1].flatten(0, 1), tokens_BT[:, answer:].flatten())
-    return loss + settings.aux_loss * output.aux_loss if settings.aux_loss else loss
+    if not settings.aux_loss:
+        return loss
+    if getattr(output, "aux_loss", None) is None:
+        raise ConfigError(f"{config.model.family} has no load-balancing loss; set warm_start.aux_loss = 0.0")
+    balanced: torch.Tensor = loss + settings.aux_loss * output.aux_loss
+    return balanced

@@ -103,12 +103,28 @@ def test_fp8_rounds_projections_and_experts_and_leaves_routers(family):
     assert not changed & set(kept)
 
 
-def test_e4m3_round_trip_is_within_its_precision():
+@pytest.mark.parametrize("input_axis", [-1, -2])
+def test_e4m3_round_trip_has_one_scale_per_output_channel(input_axis):
     weight = torch.randn(16, 64) * torch.logspace(-3, 3, 16)[:, None]
-    error = (_through_e4m3(weight) - weight).abs()
-    bound = weight.abs() * 2**-4 + weight.abs().amax(-1, keepdim=True) / 448 * 2**-10
+    weight = weight if input_axis == -1 else weight.T.contiguous()
+    error = (_through_e4m3(weight, input_axis) - weight).abs()
+    bound = weight.abs() * 2**-4 + weight.abs().amax(input_axis, keepdim=True) / 448 * 2**-10
     assert (error <= bound).all()
     assert error.max() > 0
+
+
+def test_transposed_experts_are_scaled_along_their_own_input():
+    gpt_oss, qwen3 = hf.EmbeddedEngine(tiny("gpt_oss"), "fp8"), hf.EmbeddedEngine(tiny("qwen3_moe"), "fp8")
+    assert set(gpt_oss._input_axis.values()) == {-2}
+    assert any(name.endswith("experts.gate_up_proj") for name in gpt_oss._input_axis)
+    assert not qwen3._input_axis
+
+
+def test_rotary_frequencies_and_router_biases_stay_in_float32():
+    buffers = dict(hf.EmbeddedEngine(tiny("deepseek_v3"), "bfloat16")._model.named_buffers())
+    assert any("inv_freq" in name for name in buffers)
+    assert any("e_score_correction_bias" in name for name in buffers)
+    assert all(buffer.dtype == torch.float32 for buffer in buffers.values() if buffer.is_floating_point())
 
 
 def test_generations_that_do_not_add_up_are_refused():

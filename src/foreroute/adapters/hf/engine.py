@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from foreroute.adapters.hf.attach import attach
 from foreroute.capture import Generation
+from foreroute.errors import DivergedError
 from foreroute.trace import NO_VERSION, RoutingTrace
 
 Precision = Literal["float32", "bfloat16", "fp8"]
@@ -41,7 +42,10 @@ class EmbeddedEngine:
     def __init__(self, model: nn.Module, precision: Precision = "bfloat16") -> None:
         self._precision = precision
         dtype = torch.float32 if precision == "float32" else torch.bfloat16
-        self._model: Any = copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
+        self._model: Any = copy.deepcopy(model).eval().requires_grad_(False)
+        for parameter in self._model.parameters():  # buffers (rotary frequencies, router biases) stay in float32
+            parameter.data = parameter.data.to(dtype)
+        self._input_axis = _input_axes(self._model)
         self._routed = attach(self._model)
         self.weight_version = NO_VERSION
         self.load_weights(model.state_dict(), NO_VERSION)
@@ -53,7 +57,7 @@ class EmbeddedEngine:
         for name, target in own.items():
             source = weights[name]
             if self._precision == "fp8" and source.ndim >= 2 and not any(word in name for word in KEPT_IN_BFLOAT16):
-                source = _through_e4m3(source)
+                source = _through_e4m3(source, self._input_axis.get(name, -1))
             target.copy_(source)
         self.weight_version = version
 
@@ -128,6 +132,8 @@ class EmbeddedEngine:
 
 def _sample(logits_SV: Tensor, temperature: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     logprobs_SV = (logits_SV.float() / temperature).log_softmax(-1)
+    if bool(logprobs_SV.isnan().any()):
+        raise DivergedError("the policy's logits are not finite; resume from a checkpoint with a lower learning rate")
     token = torch.multinomial(logprobs_SV.exp(), 1, generator=generator)
     return token[:, 0], logprobs_SV.gather(1, token)[:, 0]
 
@@ -152,7 +158,18 @@ def _join(
     return trace.continued_by(RoutingTrace.unrouted(trace.spec, last))
 
 
-def _through_e4m3(weight: Tensor) -> Tensor:
-    """Rounded to float8 E4M3 with one scale per output channel (a row along the last axis), and back."""
-    scale = weight.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / E4M3_MAX
+def _through_e4m3(weight: Tensor, input_axis: int) -> Tensor:
+    """Rounded to float8 E4M3 with one scale per output channel, and back."""
+    scale = weight.abs().amax(dim=input_axis, keepdim=True).clamp_min(1e-12) / E4M3_MAX
     return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
+
+
+def _input_axes(model: nn.Module) -> dict[str, int]:
+    """Which axis of an experts' weight is its input: the last, or the one before where experts are transposed."""
+    return {
+        f"{path}.{name}": -2
+        for path, module in model.named_modules()
+        if getattr(module, "is_transposed", False)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    }

@@ -1,0 +1,229 @@
+"""vLLM in a process of its own: started by the trainer, with the Python of vLLM's environment."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+import foreroute
+from foreroute.adapters.checkpoint import CheckpointWriter
+from foreroute.adapters.hf import RoutedModel
+from foreroute.adapters.sampled import Sampled, draw_seeds, facts_of, require_version
+from foreroute.adapters.vllm.frames import Frame
+from foreroute.adapters.vllm.partial import PartialGeneration
+from foreroute.adapters.vllm.process import WorkerProcess
+from foreroute.adapters.vllm.settings import ProcessSettings
+from foreroute.adapters.vllm.worker import FOLDER_PREFIX
+from foreroute.capture import Generation
+from foreroute.errors import ConfigError
+from foreroute.trace import NO_VERSION, RoutingTrace, concatenate, extended
+
+
+class ProcessEngine:
+    """The trainer's rollout engine, in a worker process that is ended with this object, or with the trainer.
+
+    Loading goes on in the background; the first request waits for it.
+
+        with ProcessEngine(routed, ProcessSettings(precision="bfloat16")) as engine:
+            engine.load_weights(model.state_dict(), version=0)
+            generation = engine.generate(prompts, ...)
+
+    Args:
+        routed: the policy.
+        settings: how to run vLLM.
+
+    Attributes:
+        weight_version: the version last loaded; every row is stamped with the version that computed it.
+
+    Raises:
+        EngineError: when there is no such interpreter. Every method raises it when the worker fails, dies, or is late.
+    """
+
+    def __init__(self, routed: RoutedModel, settings: ProcessSettings) -> None:
+        self.weight_version = NO_VERSION
+        self._settings = settings
+        self._facts = facts_of(routed)
+        text_config = routed.model.config.get_text_config()  # type: ignore[operator, union-attr]
+        self._max_model_len = settings.max_model_len or int(text_config.max_position_embeddings)
+        self._writer = CheckpointWriter(routed.model)
+        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)
+        folder = Path(self._folder.name)
+        # only foreroute itself, none of the trainer's other packages, is shared with vLLM's environment
+        (folder / "path").mkdir()
+        (folder / "path" / "foreroute").symlink_to(Path(foreroute.__file__).resolve().parent)
+        self._worker = WorkerProcess(
+            [str(settings.python.absolute()), "-m", "foreroute.adapters.vllm.worker"],
+            settings.environment(folder / "path"),
+            folder,
+        )
+        checkpoint = str(self._writer.write(folder / "initial"))
+        self._worker.send({"op": "load", "model": checkpoint, "options": settings.llm_options(self._max_model_len)})
+        self._engine_version = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker and remove its files. May be called again."""
+        self._worker.close()
+        self._folder.cleanup()
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Take over the trainer's weights, forget the prefix cache, and stamp what follows with `version`."""
+        folder = self._writer.write(Path(self._folder.name) / "weights", weights)
+        self._ask({"op": "load_weights", "folder": str(folder), "version": version}, "load weights")
+        self.weight_version = version
+
+    def generate(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        *,
+        group_size: int,
+        max_new_tokens: int,
+        end_token: int,
+        generator: torch.Generator,
+        temperature: float = 1.0,
+    ) -> Generation:
+        """Sample `group_size` responses to each prompt; as `hf.EmbeddedEngine.generate`.
+
+        After `load_weights`, the same calls with the same state of `generator` give the same responses.
+        """
+        common = {"n": group_size, "end_token": end_token, "temperature": temperature}
+        done = self._sample(prompts, common, max_new_tokens, generator)
+        return done.generation()
+
+    def generate_until(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        *,
+        engine_steps: int,
+        group_size: int,
+        max_new_tokens: int,
+        end_token: int,
+        generator: torch.Generator,
+        temperature: float = 1.0,
+    ) -> PartialGeneration:
+        """As `generate`, but what is not finished after `engine_steps` scheduler steps is aborted."""
+        common = {"n": group_size, "end_token": end_token, "temperature": temperature, "abort_after": engine_steps}
+        return self._sample(prompts, common, max_new_tokens, generator)
+
+    def resume(
+        self,
+        partial: PartialGeneration,
+        *,
+        max_new_tokens: int,
+        end_token: int,
+        generator: torch.Generator,
+        temperature: float = 1.0,
+    ) -> PartialGeneration:
+        """Go on with the sequences that were aborted, under the weights of now.
+
+        Rows that were routed before stay as they are, with the version that computed them, because the log-probs of
+        their tokens come from there.
+
+        Args:
+            partial: from `generate_until`.
+            max_new_tokens: of the whole response, what was sampled before included.
+            end_token: as in `generate`.
+            generator: as in `generate`.
+            temperature: as in `generate`.
+        """
+        open_S = np.flatnonzero(~partial.finished_S)
+        if not len(open_S):
+            return partial
+        before = partial.trace.select(open_S)
+        kept = _leading_rows(before)
+        so_far = [before.tokens(s) for s in range(len(before))]
+        left = max_new_tokens - partial.response_lengths[open_S]
+        common = {"n": 1, "end_token": end_token, "temperature": temperature}
+        later = self._sample(so_far, common, left, generator, starts=kept)
+        logprobs = partial.logprobs()
+        for s, more in zip(open_S, later.logprobs(), strict=True):
+            logprobs[s] = np.concatenate([logprobs[s], more])
+        order = np.arange(len(partial.trace))
+        order[open_S] = len(order) + np.arange(len(open_S))
+        joined = concatenate([partial.trace, extended(before, later.trace)]).select(order)
+        finished = partial.finished_S.copy()
+        finished[open_S] = later.finished_S
+        return PartialGeneration(joined, partial.prompt_lengths, np.concatenate(logprobs), finished)
+
+    def counters(self) -> dict[str, int]:
+        """What vLLM counted since it started: preemptions, prefix_cache_queries, prefix_cache_hits (in tokens)."""
+        return {name: int(value or 0) for name, value in self._ask({"op": "counters"}, "count").header.items()}
+
+    def _sample(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        common: Mapping[str, Any],
+        max_tokens: ArrayLike,
+        generator: torch.Generator,
+        starts: ArrayLike = 0,
+    ) -> PartialGeneration:
+        lengths = np.array([len(prompt) for prompt in prompts], np.int64)
+        limits = np.broadcast_to(np.asarray(max_tokens, np.int64), lengths.shape)
+        self._refuse_long(int((lengths + limits).max()))
+        arrays: dict[str, NDArray[Any]] = {
+            "tokens": np.concatenate(prompts).astype(np.int32),
+            "lengths": lengths,
+            "max_tokens": limits,
+            "starts": np.broadcast_to(np.asarray(starts, np.int64), lengths.shape),
+        }
+        (seed,) = draw_seeds(generator, 1).tolist()
+        reply = self._ask({"op": "generate", "seed": seed, **common}, "generate", arrays)
+        require_version(reply.header["weight_version"], self.weight_version)
+        of_prompt = np.repeat(np.arange(len(prompts)), common["n"])
+        sequences = _sequences(reply.arrays, [prompts[int(i)] for i in of_prompt], arrays["starts"][of_prompt])
+        stamp: Any = {
+            "weight_version": self.weight_version,
+            "engine": "vllm",
+            "engine_version": self._engine_version,
+        }
+        return PartialGeneration.of(sequences, [s.trace(self._facts, **stamp) for s in sequences])
+
+    def _ask(self, request: Mapping[str, Any], what: str, arrays: Mapping[str, NDArray[Any]] | None = None) -> Frame:
+        timeout = self._settings.timeout_s
+        if not self._engine_version:
+            ready = self._worker.receive("load the model", timeout_s=timeout)
+            self._engine_version = str(ready.header["engine_version"])
+        self._worker.send(request, arrays)
+        return self._worker.receive(what, timeout_s=timeout)
+
+    def _refuse_long(self, longest: int) -> None:
+        if longest > self._max_model_len:
+            raise ConfigError(
+                f"prompt and response may take {longest} tokens, max_model_len is {self._max_model_len}; "
+                "raise it, or sample fewer tokens"
+            )
+
+
+def _leading_rows(trace: RoutingTrace) -> NDArray[np.int64]:
+    """int64 [S], how many rows at the start of each sequence are routed."""
+    per_sequence = np.split(trace.valid_N, trace.offsets[1:-1])
+    return np.array([int(np.logical_and.accumulate(valid).sum()) for valid in per_sequence], np.int64)
+
+
+def _sequences(
+    arrays: Mapping[str, NDArray[Any]], prompts: Sequence[NDArray[np.int32]], starts: NDArray[np.int64]
+) -> list[Sampled]:
+    """The sequences of a reply, whose arrays hold one after the other."""
+    tokens_at, rows_at = np.cumsum(arrays["lengths"])[:-1], np.cumsum(arrays["num_rows"])[:-1]
+    parts = (
+        np.split(arrays["tokens"], tokens_at),
+        np.split(arrays["logprobs"], tokens_at),
+        np.split(arrays["routes"], rows_at),
+    )
+    return [
+        Sampled(prompt, tokens, logprobs, {"routed_experts": rows} if len(rows) else None, int(start), bool(finished))
+        for prompt, tokens, logprobs, rows, start, finished in zip(
+            prompts, *parts, starts, arrays["finished"], strict=True
+        )
+    ]

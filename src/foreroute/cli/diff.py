@@ -1,0 +1,51 @@
+"""`foreroute diff`."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from foreroute.mismatch import Defect, Explanation, explain
+from foreroute.trace import RoutingSpec, load
+
+POSITION_BINS = 8
+
+
+def print_difference(reference: Path, other: Path) -> bool:
+    """Overlap by layer and position, and the defect that explains it; False when there is one."""
+    trace = load(reference)
+    found = explain(trace, load(other))
+    console = Console()
+    console.print(_by_layer(found, trace.spec))
+    console.print(_by_position(found))
+    natural = found.kind is Defect.NONE
+    colour = "green" if natural else "bold red"
+    console.print(f"[{colour}]{found.kind}[/]  {escape(found.sentence)}", highlight=False)
+    return natural
+
+
+def _by_layer(found: Explanation, spec: RoutingSpec) -> Table:
+    table = Table(title="picks that both traces share", title_justify="left")
+    table.add_column("layer")
+    table.add_column("share", justify="right")
+    for layer, share in zip(spec.layers, found.overlap_by_layer_L, strict=True):
+        table.add_row(str(layer), f"{share:.2%}")
+    return table
+
+
+def _by_position(found: Explanation) -> Table:
+    table = Table()
+    table.add_column("positions")
+    table.add_column("share", justify="right")
+    longest = len(found.overlap_by_position_T)
+    edges = np.unique(np.linspace(0, longest, min(POSITION_BINS, longest) + 1, dtype=int))
+    for start, stop in pairwise(edges.tolist()):
+        shares = found.overlap_by_position_T[start:stop]
+        known = shares[~np.isnan(shares)]
+        table.add_row(f"{start} to {stop - 1}", f"{known.mean():.2%}" if len(known) else "no row in both")
+    return table

@@ -1,0 +1,125 @@
+"""Streams of bits in 64-bit words, read at any position. Compiled; imported by the codecs on first use.
+
+Bit b of a stream is bit b % 64 of word b // 64. Every stream is followed by one zero word, so that a read of 64 bits
+never needs a test for the end; positions past the end are clamped to it, because they come from untrusted files.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numba import njit, uint64
+
+FETCHED = 64
+"""Bits that one `fetch` brings."""
+
+
+@njit(nogil=True, inline="always")
+def fetch(words: Any, position: Any, last: Any) -> Any:
+    """64 bits from `position` on; `last` is the index of the word before the closing zero word."""
+    index = min(position >> uint64(6), last)
+    shift = position & uint64(63)
+    return (words[index] >> shift) | ((words[index + uint64(1)] << uint64(1)) << (uint64(63) - shift))
+
+
+@njit(nogil=True, cache=True)
+def pack_rows(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, bits: Any, words_LW: Any) -> None:
+    """Write the picks of `rows` as `bits` bits each into one zeroed stream per layer.
+
+    Args:
+        flat_ids: uint8 or uint16, [N, L, K] flattened.
+        num_layers: L.
+        top_k: K.
+        rows: int64 [R].
+        bits: 1 to 16.
+        words_LW: uint64 [L, W], zeros, W at least one word longer than the stream.
+    """
+    depth, width = uint64(top_k), uint64(bits)
+    chunk = uint64(FETCHED) // width
+    for i in range(len(rows)):
+        source = uint64(rows[i]) * uint64(num_layers) * depth
+        for layer in range(num_layers):
+            position = uint64(i) * depth * width
+            k = uint64(0)
+            while k < depth:
+                stop = min(k + chunk, depth)
+                value = uint64(0)
+                shift = uint64(0)
+                while k < stop:
+                    value |= uint64(flat_ids[source + k]) << shift
+                    shift += width
+                    k += uint64(1)
+                word, offset = position >> uint64(6), position & uint64(63)
+                words_LW[layer, word] |= value << offset
+                words_LW[layer, word + uint64(1)] |= (value >> uint64(1)) >> (uint64(63) - offset)
+                position += shift
+            source += depth
+
+
+@lru_cache(maxsize=32)
+def unpack_kernel(top_k: int) -> Any:
+    """Kernel: rows written by `pack_rows` into their places; whether all ids are below E and distinct in their row.
+
+    Made per number of picks, because loops of known length unroll.
+    """
+
+    @njit(nogil=True, cache=True)
+    def unpack_rows(
+        words: Any, starts: Any, size: Any, dest: Any, bits: Any, num_experts: Any, columns: Any, out: Any, num_out: Any
+    ) -> Any:
+        width, last = uint64(bits), uint64(size - 2)
+        row_bits, whole = uint64(top_k) * width, top_k * bits <= FETCHED
+        mask = (uint64(1) << width) - uint64(1)
+        seen = np.zeros(1 << bits, np.int64)
+        stamp, bad = 0, False
+        for i in range(len(dest)):
+            if dest[i] < 0:
+                continue
+            for c in range(len(starts)):
+                stream = words[starts[c] : starts[c] + size]
+                target = (uint64(dest[i]) * uint64(num_out) + uint64(columns[c])) * uint64(top_k)
+                position = uint64(i) * row_bits
+                value = fetch(stream, position, last)
+                stamp += 1
+                for k in range(top_k):
+                    if not whole:
+                        value = fetch(stream, position, last)
+                        position += width
+                    expert = value & mask
+                    value >>= width
+                    bad |= (seen[expert] == stamp) | (expert >= uint64(num_experts))
+                    seen[expert] = stamp
+                    out[target + uint64(k)] = expert
+        return not bad
+
+    return unpack_rows
+
+
+@njit(nogil=True, cache=True)
+def first_bad_cell(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, num_experts: Any) -> Any:
+    """The first (row, layer) of `rows` with an id of E or more or an expert twice, as row * L + layer; -1 if none.
+
+    Args:
+        flat_ids: uint8 or uint16, [N, L, K] flattened.
+        num_layers: L.
+        top_k: K.
+        rows: int64 [R].
+        num_experts: E.
+    """
+    seen = np.zeros(1 << (8 * flat_ids.itemsize), np.int64)
+    stamp = 0
+    for i in range(len(rows)):
+        place = uint64(rows[i]) * uint64(num_layers) * uint64(top_k)
+        for layer in range(num_layers):
+            stamp += 1
+            bad = False
+            for _ in range(top_k):
+                expert = uint64(flat_ids[place])
+                bad |= (seen[expert] == stamp) | (expert >= uint64(num_experts))
+                seen[expert] = stamp
+                place += uint64(1)
+            if bad:
+                return rows[i] * num_layers + layer
+    return -1

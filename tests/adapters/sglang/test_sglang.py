@@ -1,0 +1,103 @@
+"""The client of SGLang's server, on answers recorded from a real one."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foreroute import capture
+from foreroute.adapters import sglang
+from foreroute.errors import CaptureError, EngineError
+from recorded import assert_routes, payload, serving
+from small import END, policy, seeded
+
+DATA = Path(__file__).parent / "data"
+WITH_ROUTES = sorted(set(DATA.glob("*.json")) - {DATA / "generate_without_routes.json"})
+
+
+class Server:
+    """Answers as SGLang does, without a model: the recorded response to every prompt."""
+
+    def __init__(self, **changes):
+        self.answers = {
+            "/server_info": {"enable_return_routed_experts": True, "version": "0.5.23"},
+            "/update_weights_from_disk": {"success": True, "message": ""},
+            **changes,
+        }
+        self.version = "default"
+
+    def __call__(self, method, path, body):
+        if path == "/update_weights_from_disk":
+            self.version = body["weight_version"]
+        if path == "/generate" and path not in self.answers:
+            answer = payload(DATA / "generate.json")["response"]
+            answer["meta_info"]["weight_versions"] = [{"version": self.version, "start": 0, "end": 5}]
+            return 200, [answer] * len(body["input_ids"])
+        return 200, self.answers[path]
+
+
+@pytest.mark.parametrize("path", WITH_ROUTES, ids=lambda path: path.stem)
+def test_recorded_answers_decode_to_the_routes_of_the_model(path):
+    record = payload(path)
+    start = record["request"].get("routed_experts_start_len", 0)
+    trace = capture.decode(
+        record["response"],
+        model=record["spec"],
+        token_ids=record["tokens"],
+        start=start,
+        engine="sglang",
+        engine_version=record["engine"]["version"],
+    )
+    assert_routes(trace, record, start=start)
+    assert trace.provenance["wire"] == "sglang"
+
+
+def test_an_answer_without_routes_says_how_to_ask_for_them():
+    record = payload(DATA / "generate_without_routes.json")
+    with pytest.raises(CaptureError, match="return"):
+        capture.decode(record["response"], model=record["spec"], token_ids=record["tokens"])
+
+
+def test_a_rollout_asks_for_what_it_needs_and_reads_the_answers(tmp_path):
+    record, routed = payload(DATA / "generate.json"), policy()
+    prompt = np.array(record["request"]["input_ids"], np.int32)
+    with serving(Server()) as server:
+        got = rollout(routed, server.url, tmp_path, prompt)
+    two = {**record, "tokens": record["tokens"] * 2, "expected": record["expected"] * 2}
+    assert_routes(got.trace, two)
+    assert got.trace.versions == (3,)
+    logprobs = [entry[0] for entry in record["response"]["meta_info"]["output_token_logprobs"]]
+    assert np.allclose(got.logprobs_R, logprobs * 2)
+    asked = dict(server.asked)
+    assert asked["/update_weights_from_disk"]["flush_cache"]
+    body = asked["/generate"]
+    assert body["input_ids"] == [prompt.tolist()] * 2
+    assert body["return_routed_experts"]
+    assert len({params["sampling_seed"] for params in body["sampling_params"]}) == 2
+    # with ignore_eos SGLang would not stop at the end token
+    assert all(params["stop_token_ids"] == [END] and not params.get("ignore_eos") for params in body["sampling_params"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"/server_info": {"enable_return_routed_experts": False}}, "--enable-return-routed-experts"),
+        ({"/update_weights_from_disk": {"success": False, "message": "no file"}}, "did not take the weights: no file"),
+        ({"/generate": [{"output_ids": [1], "meta_info": {}}] * 2}, "lacks or garbles"),
+        ({"/generate": {"output_ids": [1]}}, "list of 2 responses"),
+        ({"/generate": [payload(DATA / "generate.json")["response"]] * 2}, "trainer loaded version 3"),
+    ],
+)
+def test_what_the_server_fails_at_is_reported(tmp_path, changes, said):
+    with serving(Server(**changes)) as server, pytest.raises(EngineError, match=said):
+        rollout(policy(), server.url, tmp_path, np.arange(8, dtype=np.int32))
+
+
+def rollout(routed, url, folder, prompt):
+    engine = sglang.ServerEngine(routed, url, weights_folder=folder, timeout_s=5)
+    engine.load_weights(routed.model.state_dict(), version=3)
+    generation = engine.generate(
+        [prompt], group_size=2, max_new_tokens=5, end_token=END, generator=seeded(), temperature=0.8
+    )
+    engine.close()
+    return generation

@@ -1,0 +1,62 @@
+"""The trainer with vLLM as its engine: configuration, a run on the fake, and what is left when a run fails."""
+
+import json
+
+import pytest
+
+from foreroute.errors import ConfigError, EngineError
+from foreroute.train import Watcher, parse_config, train
+
+RUN = {
+    "name": "run",
+    "model": {
+        "sizes": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "max_position_embeddings": 64,
+        }
+    },
+    "warm_start": {"max_steps": 1, "batch_size": 2},
+    "rl": {"steps": 2, "warmup_steps": 0},
+}
+
+
+def config(settings, **rollout):
+    place = {"python": str(settings.python), "options": dict(settings.options), "timeout_s": 60.0}
+    values = RUN | {"rollout": {"engine": "vllm", "prompts": 2, "group_size": 2, "vllm": place, **rollout}}
+    return parse_config(values, source="this test")
+
+
+def test_a_run_steps_with_the_weights_of_each_step(fake_settings, tmp_path):
+    run = train(config(fake_settings()), tmp_path / "run")
+    records = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["weight_version"] for record in records] == [0, 1]
+    # R3 forces the routes that the engine returned, whatever they are
+    assert all(record["mismatch"]["replayed"]["differing_share"] == 0 for record in records)
+    assert all(record["mismatch"]["native"]["differing_share"] > 0 for record in records)
+
+
+def test_a_failing_engine_ends_the_run_with_its_reason(fake_settings, tmp_path):
+    told = []
+    with pytest.raises(EngineError, match="died"):
+        train(config(fake_settings("dies")), tmp_path / "run", watcher=Watcher(on_step=told.append))
+    assert not told
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        ({"precision": "fp8"}, "fp8"),
+        ({"vllm": {"mode": "server"}}, "needs url and weights_folder"),
+        ({"vllm": {"pyton": "x"}}, "did you mean python"),
+        ({"engine": "sglan"}, "embedded"),
+    ],
+)
+def test_configurations_that_cannot_work_are_refused(fake_settings, rollout, said):
+    with pytest.raises(ConfigError, match=said):
+        config(fake_settings(), **rollout)

@@ -1,0 +1,58 @@
+"""The model, the prompts and the reference of the tests with an engine."""
+
+import numpy as np
+import torch
+
+from foreroute.adapters import hf
+from foreroute.trace import concatenate, overlap
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    # vLLM's attention on the CPU has no kernel for smaller heads
+    "head_dim": 32,
+    "moe_intermediate_size": 64,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+END = 3
+SAMPLING = {"end_token": END, "max_new_tokens": 30, "temperature": 0.8}
+
+
+def policy(seed=0):
+    return hf.attach(hf.build_model("qwen3_moe", seed=seed, **SIZES).eval())
+
+
+def prompts(*lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, SIZES["vocab_size"], n).astype(np.int32) for n in lengths]
+
+
+def seeded(seed=1):
+    return torch.Generator().manual_seed(seed)
+
+
+def forward(routed, trace):
+    """Routes of the model itself on the trace's sequences, and the log-probs [T - 1] of each sequence's next tokens."""
+    routes, logprobs = [], []
+    for s in range(len(trace)):
+        tokens = torch.from_numpy(trace.tokens(s))[None].long()
+        with torch.no_grad(), routed.record() as recording:
+            logits = routed.model(input_ids=tokens, use_cache=False).logits[0, :-1] / SAMPLING["temperature"]
+        routes.append(recording.trace())
+        logprobs.append(logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].numpy())
+    return concatenate(routes), logprobs
+
+
+def set_match(routed, trace):
+    """Share of routed (token, layer) whose expert set is the model's own."""
+    shared = overlap(trace, forward(routed, trace)[0]).shared_RL
+    assert shared.size
+    return float((shared == trace.spec.top_k).mean())

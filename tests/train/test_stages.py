@@ -1,0 +1,134 @@
+"""What the stages of a step really do: whose routes the update runs on, which log-probs it starts from, what it counts.
+
+The routes are those that the experts were given, seen by a hook on them, not those that the trainer says it used.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.balance import contiguous_imbalance
+from foreroute.errors import StaleTraceError
+from foreroute.train import loop, rollout
+from foreroute.train.forward import pad
+from foreroute.train.rollout import roll_out
+from foreroute.train.update import update
+from small_runs import small_config, trainer_of
+
+
+def seen_step(monkeypatch, **sections):
+    """Run one step; returns the trainer, its rollout, its record, and what went into and on in the update."""
+    rewards = np.random.default_rng(0).random
+    monkeypatch.setattr(rollout, "score", lambda problems, generation, group_size: rewards(len(generation)))
+    trainer = trainer_of(small_config(rollout={"prompts": 8, "precision": "fp8"}, **sections))
+    trainer.run_step()  # a second step has weights that differ from the engine's in more than precision
+    seen = {"experts": []}
+    layers = {path: i for i, path in enumerate(p.removesuffix("gate") + "experts" for p in trainer.policy.router_paths)}
+
+    def watched(routed, optimizer, experience, old_logprobs, routes, *rest, **options):
+        handles = [
+            routed.model.get_submodule(path).register_forward_pre_hook(
+                lambda _, args, path=path: seen["experts"].append((layers[path], args[1].clone().numpy()))
+            )
+            for path in layers
+        ]
+        seen["old"], seen["lr"] = old_logprobs, optimizer.param_groups[0]["lr"]
+        result = update(routed, optimizer, experience, old_logprobs, routes, *rest, **options)
+        for handle in handles:
+            handle.remove()
+        seen["result"] = result
+        return result
+
+    passes = []
+    real = trainer._recompute
+    trainer._recompute = lambda *a: passes.append(real(*a)) or passes[-1]
+    monkeypatch.setattr(loop, "update", watched)
+    experience, record = trainer.run_step()
+    return trainer, experience, record, passes, seen
+
+
+def executed_rows(experience, result, seen, num_layers):
+    """Per micro-step and layer, the ids at the experts without padding, and the rows of the trace they belong to."""
+    generation = experience.generation
+    order = np.random.default_rng([0, 1, 2]).permutation(np.flatnonzero(experience.informative_S))
+    calls = iter(seen["experts"])
+    for micro_step in range(result.micro_step_S.max() + 1):
+        members = [s for s in order if result.micro_step_S[s] == micro_step]
+        part = generation.select(members)
+        kept = pad(part)[1].reshape(-1).astype(bool)
+        for _ in range(num_layers):
+            layer, ids = next(calls)
+            yield part.trace, members, layer, ids[kept]
+    assert next(calls, None) is None
+
+
+@pytest.mark.parametrize(("routing", "mini_steps"), [("R3", 1), ("R3", 2), ("R2", 2), ("none", 1)])
+def test_the_update_runs_on_the_routes_it_should(monkeypatch, routing, mini_steps):
+    trainer, experience, _, passes, seen = seen_step(monkeypatch, rl={"routing": routing, "mini_steps": mini_steps})
+    native = passes[0 if routing != "R3" else 1].executed
+    agree = {"rollout": [], "native": []}
+    for part, members, layer, ids in executed_rows(experience, seen["result"], seen, trainer.policy.spec.num_layers):
+        routed = part.valid_N
+        agree["rollout"].append((np.sort(part.expert_ids_NLK[routed, layer]) == np.sort(ids[routed])).all())
+        own = native.select(members).expert_ids_NLK[:, layer]
+        agree["native"].append((np.sort(own[routed]) == np.sort(ids[routed])).all())
+    if routing == "R3":
+        assert all(agree["rollout"])
+        assert not all(agree["native"])
+    else:
+        assert all(agree["native"])
+        assert not all(agree["rollout"])
+
+
+@pytest.mark.parametrize("routing", ["R3", "none"])
+def test_the_update_starts_from_the_recomputed_log_probs(monkeypatch, routing):
+    _, experience, _, passes, seen = seen_step(monkeypatch, rl={"routing": routing})
+    assert np.array_equal(seen["old"], passes[0].logprobs_R)
+    assert not np.array_equal(seen["old"], experience.generation.logprobs_R)
+
+
+def test_load_and_clipping_are_those_of_the_update(monkeypatch):
+    _, experience, record, _, seen = seen_step(monkeypatch, rl={"mini_steps": 6, "learning_rate": 0.05})
+    result, trace = seen["result"], experience.generation.trace
+    counts = np.zeros((result.micro_step_S.max() + 1, 2, 16), np.int64)
+    for s in np.flatnonzero(result.micro_step_S >= 0):
+        for row in range(int(trace.offsets[s]), int(trace.offsets[s + 1]) - 1):
+            for layer in range(2):
+                counts[result.micro_step_S[s], layer, trace.expert_ids_NLK[row, layer]] += 1
+    assert len(counts) > 6, "the case must have several micro-steps in a mini-step"
+    assert record["expert_load"]["4"] == pytest.approx(contiguous_imbalance(counts, 4))
+    assert 0 < record["clip_share"] < 1
+    assert record["clip_share"] == result.clip_share
+
+
+def test_the_learning_rate_warms_up(monkeypatch):
+    *_, seen = seen_step(monkeypatch, rl={"learning_rate": 3e-4, "warmup_steps": 2})
+    assert seen["lr"] == pytest.approx(3e-4 * 2 / 3)
+
+
+def test_the_update_refuses_routes_of_another_step():
+    config = small_config()
+    trainer = trainer_of(config)
+    experience = roll_out(trainer.engine, config, 0)
+    stale = experience.generation.trace.with_weight_version(999)
+    old = experience.generation.logprobs_R
+    with pytest.raises(StaleTraceError, match="expected only 0"):
+        update(
+            trainer.policy,
+            trainer.optimizer,
+            experience,
+            old,
+            stale,
+            config.rl,
+            seed=(0, 0),
+            weight_version=0,
+            temperature=1.0,
+        )
+
+
+def test_the_engine_gets_the_new_weights_each_step():
+    trainer = trainer_of(small_config())
+    trainer.run_step()
+    before = {k: v.clone() for k, v in trainer.engine._model.state_dict().items()}
+    trainer.run_step()
+    assert any(not torch.equal(before[name], value) for name, value in trainer.engine._model.state_dict().items())
