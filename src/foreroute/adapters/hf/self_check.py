@@ -89,8 +89,8 @@ def _check_other_routes(routed: RoutedModel, sites: list[RouterSite], other: Rou
             )
         if not _all_weighted(output, forced_NK, other.spec.num_experts):
             raise AttachError(
-                f"self-check failed: {name} gave weight zero to an expert that it was told to pick, as if its scores "
-                "had been masked first; this family needs an adapter of its own"
+                f"self-check failed: {name} gave weight zero, or none that is finite, to an expert that it was told to "
+                "pick, as if its scores had been masked first; this family needs an adapter of its own"
             )
     for path, ids_NK in experts:
         if not any(torch.equal(ids_NK, forced_NK) for forced_NK in forced_LNK):
@@ -115,11 +115,11 @@ def _obeyed(site: RouterSite, output: Any, forced_NK: Tensor, num_experts: int) 
 
 
 def _all_weighted(output: Any, forced_NK: Tensor, num_experts: int) -> bool:
-    """Whether no gate weight, where the router hands on one per pick, is zero."""
+    """Whether no gate weight, where the router hands on one per pick, is zero or infinite."""
     if forced_NK.shape[-1] == num_experts:
         return True
     weights = [part for part in _tensors(output) if part.is_floating_point() and part.numel() == forced_NK.numel()]
-    return all(bool((part != 0).all()) for part in weights)
+    return all(bool(((part != 0) & part.isfinite()).all()) for part in weights)
 
 
 def _tensors(output: Any) -> list[Tensor]:
