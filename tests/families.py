@@ -232,18 +232,22 @@ def build(name, *, experts="eager", dtype=torch.float32, seed=0, **overrides):
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     model_class = getattr(module, family.model)
     config_class = model_class.config_class
-    known = {*inspect.signature(config_class.__init__).parameters, *ALWAYS}
-    known |= {field for each in config_class.__mro__ for field in getattr(each, "__annotations__", {})}
+    known = config_fields(config_class) | ALWAYS
     sizes = {field: value for field, value in SIZES.items() if field in known} | family.sizes | overrides
     config = config_class(**{field: value for field, value in sizes.items() if value is not None})
     config._experts_implementation = experts
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).to(dtype).eval()
-        return _with_live_values(model)
+        return with_live_values(model)
 
 
-def _with_live_values(model):
+def config_fields(config_class):
+    declared = {field for each in config_class.__mro__ for field in getattr(each, "__annotations__", {})}
+    return declared | inspect.signature(config_class.__init__).parameters.keys()
+
+
+def with_live_values(model):
     """Gates, selection biases and hash tables that start as zeros, filled in, so that they can make a difference."""
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -13,7 +13,7 @@ from family_gates import GATES
 from family_refusals import REFUSED, refusal
 
 MODELLING = Path(transformers.__file__).parent / "models"
-ROUTES = re.compile(r"^class (\w*(?:MoE|Moe|MOE|Experts?|Router|Gating)\w*)\(", re.MULTILINE)
+ROUTES = re.compile(r"^class (\w*(?:MoE|Moe|MOE|Experts?|Router|TopKGating)\w*)\(", re.MULTILINE)
 ROUTES_NO_TOKENS = {"granite_docling": "its density router regresses a number of pages; there are no experts"}
 
 

@@ -52,7 +52,7 @@ class MaskedScores:
             self._sources.insert(0, (args[0], source))
             return result
         result = func(*args, **kwargs)
-        if func in CONSTANT or self._made_of_constants(result, args):
+        if func in CONSTANT or (self._constants and self._made_of_constants(result, args)):
             self._constants.append(result)
         elif func in FILLING:
             self._sources.append((result, self.before_masking(args[0])))
