@@ -5,6 +5,7 @@ from foreroute.layout.padded import locate_rows
 from foreroute.layout.pipeline import PipelineStages
 from foreroute.layout.rank_rows import RankRows, collect
 from foreroute.layout.runs import PAD
+from foreroute.layout.segments import starts_from_cumulative_lengths, starts_from_positions
 from foreroute.layout.slots import Layout, pack, pad
 from foreroute.layout.take import RankRoutes, block_homes, fill_padding, take
 
@@ -22,5 +23,7 @@ __all__ = [
     "locate_rows",
     "pack",
     "pad",
+    "starts_from_cumulative_lengths",
+    "starts_from_positions",
     "take",
 ]

@@ -1,8 +1,9 @@
-"""Where the tokens of a padded batch stand in a trace, found by the tokens themselves."""
+"""Where the tokens of a padded or packed batch stand in a trace, found by the tokens themselves."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,24 @@ from foreroute.trace.check import as_offsets
 
 
 def locate_rows(
-    trace: RoutingTrace, input_ids_BT: ArrayLike, attention_mask_BT: ArrayLike | None = None
+    trace: RoutingTrace,
+    input_ids_BT: ArrayLike,
+    attention_mask_BT: ArrayLike | None = None,
+    starts_BT: ArrayLike | None = None,
 ) -> NDArray[np.int64]:
-    """The packed row of every slot of a padded batch, flattened batch first.
+    """The packed row of every slot of a batch, flattened batch first.
 
-    Sequence b of the batch must be sequence b of the trace, token by token. Its tokens are those the mask keeps, in
+    Sequence s of the batch must be sequence s of the trace, token by token. Its tokens are those the mask keeps, in
     order, wherever the padding is. It may end before the trace's does if only rows without a route are left out, such
-    as that of the last sampled token.
+    as that of the last sampled token. Sequences of the batch are counted row by row, and within a row from left to
+    right.
 
     Args:
-        trace: B sequences.
+        trace: S sequences.
         input_ids_BT: integers [B, T].
         attention_mask_BT: 0 or 1 [B, T], 0 for padding; everything is a token by default.
+        starts_BT: bool [B, T], the first token of each sequence where rows hold several (see
+            `starts_from_positions`); one sequence per row by default.
 
     Returns:
         int64 [B · T], -1 where the mask is 0.
@@ -36,27 +43,39 @@ def locate_rows(
             that would fit, if there is one.
     """
     ids_BT, kept_BT = _checked(input_ids_BT, attention_mask_BT)
-    if len(ids_BT) != len(trace):
-        _refuse(trace, ids_BT, kept_BT, f"the batch has {len(ids_BT)} sequences and the trace has {len(trace)}")
-    length_B = kept_BT.sum(axis=1)
-    shared_B = np.minimum(length_B, trace.lengths)
-    rows = join_ranges(trace.offsets[:-1], shared_B)
-    tokens = ids_BT[kept_BT][join_ranges(as_offsets(length_B)[:-1], shared_B)]
+    batch = _Sequences(ids_BT[kept_BT], _lengths(kept_BT, starts_BT))
+    if len(batch.length_S) != len(trace):
+        _refuse(trace, batch, f"the batch has {len(batch.length_S)} sequences and the trace has {len(trace)}")
+    shared_S = np.minimum(batch.length_S, trace.lengths)
+    rows = join_ranges(trace.offsets[:-1], shared_S)
+    tokens = batch.token_ids[join_ranges(as_offsets(batch.length_S)[:-1], shared_S)]
     differs = tokens != trace.token_ids_N[rows]
     if differs.any():
-        b, position = _place(int(differs.argmax()), shared_B)
-        row = int(trace.offsets[b]) + position
+        s, position = _place(int(differs.argmax()), shared_S)
+        row = int(trace.offsets[s]) + position
         ours, theirs = int(tokens[differs.argmax()]), int(trace.token_ids_N[row])
-        _refuse(
-            trace,
-            ids_BT,
-            kept_BT,
-            f"sequence {b}, position {position}: token {ours} in the batch, {theirs} in the trace",
-        )
-    _check_ends(trace, ids_BT, kept_BT)
+        _refuse(trace, batch, f"sequence {s}, position {position}: token {ours} in the batch, {theirs} in the trace")
+    _check_ends(trace, batch)
     located = np.full(ids_BT.size, PAD, np.int64)
     located[kept_BT.reshape(-1)] = rows
     return located
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """The tokens of a batch without padding, sequence after sequence, and the length of each."""
+
+    token_ids: NDArray[Any]
+    length_S: NDArray[np.int64]
+
+
+def _lengths(kept_BT: NDArray[np.bool_], starts_BT: ArrayLike | None) -> NDArray[np.int64]:
+    if starts_BT is None:
+        return np.asarray(kept_BT.sum(axis=1))
+    begins = np.flatnonzero(np.asarray(starts_BT, np.bool_)[kept_BT])
+    if len(begins) and begins[0]:
+        raise BatchMismatchError("the first token of the batch is in no sequence; expected it to start one")
+    return np.diff(begins, append=kept_BT.sum())
 
 
 def _checked(ids: ArrayLike, mask: ArrayLike | None) -> tuple[NDArray[Any], NDArray[np.bool_]]:
@@ -75,41 +94,39 @@ def _checked(ids: ArrayLike, mask: ArrayLike | None) -> tuple[NDArray[Any], NDAr
     return ids_BT, kept_BT
 
 
-def _check_ends(trace: RoutingTrace, ids_BT: NDArray[Any], kept_BT: NDArray[np.bool_]) -> None:
+def _check_ends(trace: RoutingTrace, batch: _Sequences) -> None:
     """Refuse sequences that go on after the trace's, and such as leave out rows that have a route."""
-    length_B = kept_BT.sum(axis=1)
-    longer = length_B > trace.lengths
+    length_S = batch.length_S
+    longer = length_S > trace.lengths
     if longer.any():
-        b = int(longer.argmax())
+        s = int(longer.argmax())
         _refuse(
             trace,
-            ids_BT,
-            kept_BT,
-            f"sequence {b} has {int(length_B[b])} tokens in the batch and {int(trace.lengths[b])} in the trace, equal "
+            batch,
+            f"sequence {s} has {int(length_S[s])} tokens in the batch and {int(trace.lengths[s])} in the trace, equal "
             "up to there; pass the attention mask if the rest is padding, or join the rest with trace.continued_by",
         )
     routed_before = as_offsets(trace.valid_N.astype(np.int64))
-    left_out = routed_before[trace.offsets[1:]] - routed_before[trace.offsets[:-1] + length_B]
+    left_out = routed_before[trace.offsets[1:]] - routed_before[trace.offsets[:-1] + length_S]
     if left_out.any():
-        b = int(left_out.argmax())
+        s = int(left_out.argmax())
         _refuse(
             trace,
-            ids_BT,
-            kept_BT,
-            f"sequence {b} ends after {int(length_B[b])} of {int(trace.lengths[b])} tokens and leaves out "
-            f"{int(left_out[b])} rows that have a route; cut them on purpose with trace.truncated(lengths)",
+            batch,
+            f"sequence {s} ends after {int(length_S[s])} of {int(trace.lengths[s])} tokens and leaves out "
+            f"{int(left_out[s])} rows that have a route; cut them on purpose with trace.truncated(lengths)",
         )
 
 
-def _place(token: int, shared_B: NDArray[np.int64]) -> tuple[int, int]:
+def _place(token: int, shared_S: NDArray[np.int64]) -> tuple[int, int]:
     """Sequence and position of the token of that number among the shared ones."""
-    offsets = as_offsets(shared_B)
-    b = int(np.searchsorted(offsets, token, side="right") - 1)
-    return b, token - int(offsets[b])
+    offsets = as_offsets(shared_S)
+    s = int(np.searchsorted(offsets, token, side="right") - 1)
+    return s, token - int(offsets[s])
 
 
-def _refuse(trace: RoutingTrace, ids_BT: NDArray[Any], kept_BT: NDArray[np.bool_], seen: str) -> None:
-    order = _matching_order(trace, ids_BT, kept_BT)
+def _refuse(trace: RoutingTrace, batch: _Sequences, seen: str) -> None:
+    order = _matching_order(trace, batch)
     if order is None:
         hint = "expected the batch that the trace was recorded for, sequence by sequence"
     else:
@@ -118,7 +135,7 @@ def _refuse(trace: RoutingTrace, ids_BT: NDArray[Any], kept_BT: NDArray[np.bool_
     raise BatchMismatchError(f"{seen}. {hint[0].upper()}{hint[1:]}")
 
 
-def _matching_order(trace: RoutingTrace, ids_BT: NDArray[Any], kept_BT: NDArray[np.bool_]) -> list[int] | None:
+def _matching_order(trace: RoutingTrace, batch: _Sequences) -> list[int] | None:
     """The sequence of the trace that each of the batch equals, whole or without its unrouted last token."""
     free = defaultdict(list)
     for s in reversed(range(len(trace))):
@@ -128,8 +145,8 @@ def _matching_order(trace: RoutingTrace, ids_BT: NDArray[Any], kept_BT: NDArray[
             free[tokens[:-1].tobytes()].append(s)
     order = []
     used: set[int] = set()
-    for ids, kept in zip(ids_BT, kept_BT, strict=True):
-        candidates = free.get(ids[kept].astype(np.int64).tobytes(), [])
+    for token_ids in np.split(batch.token_ids.astype(np.int64), as_offsets(batch.length_S)[1:-1]):
+        candidates = free.get(token_ids.tobytes(), [])
         chosen = next((s for s in reversed(candidates) if s not in used), candidates[-1] if candidates else None)
         if chosen is None:
             return None

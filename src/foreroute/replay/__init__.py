@@ -1,6 +1,19 @@
-"""Trace to routers: replayed rows of one forward, the selection they force, and the proof that it happened."""
+"""Trace to routers: replayed rows of one forward, the selection they force, and what came of it."""
 
+from foreroute.replay.agreement_sums import AgreementSums
+from foreroute.replay.missing import MissingRows
+from foreroute.replay.notes import Counts, LayerNotes, Watch, id_dtype
 from foreroute.replay.rows import ReplayRows
-from foreroute.replay.selection import forced_selection
+from foreroute.replay.selection import Forced, forced_selection
 
-__all__ = ["ReplayRows", "forced_selection"]
+__all__ = [
+    "AgreementSums",
+    "Counts",
+    "Forced",
+    "LayerNotes",
+    "MissingRows",
+    "ReplayRows",
+    "Watch",
+    "forced_selection",
+    "id_dtype",
+]

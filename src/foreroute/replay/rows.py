@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.errors import BatchMismatchError
+from foreroute.replay.missing import MissingRows, is_faithful, is_routed, refuse_missing
 from foreroute.trace import RoutingTrace
 
 
@@ -19,50 +19,49 @@ class ReplayRows:
 
     Attributes:
         ids_LRK: uint8 or uint16 [L, R, K]; arbitrary where a slot has no route.
-        unrouted_Q: int64 [Q], the slots without a route, or None when there is none.
+        routed_R: bool [R], slots that have a route.
+        unrouted_Q: int64 [Q], the slots that have none, or None where all have one.
+        counted_R: bool [R], tokens that belong in the loss under the policy for missing rows; False for padding.
+        ask_all: whether routers are to select by themselves in every slot, beside what is forced on them.
     """
 
     ids_LRK: Tensor
+    routed_R: Tensor
     unrouted_Q: Tensor | None
+    counted_R: Tensor
+    ask_all: bool = False
 
     @classmethod
-    def gather(cls, trace: RoutingTrace, row_of_slot: NDArray[np.int64], device: torch.device) -> ReplayRows:
+    def gather(
+        cls,
+        trace: RoutingTrace,
+        row_of_slot: NDArray[np.int64],
+        device: torch.device,
+        missing: MissingRows = "error",
+    ) -> ReplayRows:
         """Fetch the routes of each slot and move them to the device, once for all layers.
 
-        Padding and the trailing tokens of a sequence that no router saw in the rollout stay unrouted: the model routes
-        them itself. A gap before a routed row is refused, because later rows depend on it.
+        Padding and the last token of a sequence, which no router saw in the rollout, stay unrouted: the model routes
+        them itself. Other rows without a route follow the policy.
 
         Args:
             trace: where the rows are.
             row_of_slot: int64 [R], packed row of each slot; -1 for padding.
             device: where the model runs.
+            missing: the policy.
 
         Raises:
-            BatchMismatchError: when a row in the middle of a sequence is absent.
+            BatchMismatchError: under "error", when a row is missing that later tokens depend on.
         """
-        _refuse_gaps(trace)
-        is_routed = (row_of_slot >= 0) & trace.valid_N[row_of_slot] if trace.num_rows else row_of_slot >= 0
+        if missing == "error":
+            refuse_missing(trace, row_of_slot)
+        routed = is_routed(trace, row_of_slot)
+        counted = is_faithful(trace, row_of_slot) if missing == "drop" else row_of_slot >= 0
         ids_LRK = np.ascontiguousarray(trace.expert_ids_NLK[row_of_slot].transpose(1, 0, 2))
-        unrouted = np.flatnonzero(~is_routed)
+        unrouted = np.flatnonzero(~routed)
         return cls(
             torch.from_numpy(ids_LRK).to(device),
+            torch.from_numpy(routed).to(device),
             torch.from_numpy(unrouted).to(device) if len(unrouted) else None,
-        )
-
-    @property
-    def num_slots(self) -> int:
-        """R, the slots of the flattened batch."""
-        return self.ids_LRK.shape[1]
-
-
-def _refuse_gaps(trace: RoutingTrace) -> None:
-    absent_before_routed = ~trace.valid_N[:-1] & trace.valid_N[1:]
-    same_sequence = np.ones(len(absent_before_routed), bool)
-    same_sequence[trace.offsets[1:-1][(trace.offsets[1:-1] > 0) & (trace.offsets[1:-1] < trace.num_rows)] - 1] = False
-    gaps = np.flatnonzero(absent_before_routed & same_sequence)
-    if len(gaps):
-        sequence = int(np.searchsorted(trace.offsets, gaps[0], side="right") - 1)
-        raise BatchMismatchError(
-            f"sequence {sequence} has no route at position {int(gaps[0] - trace.offsets[sequence])} but has one after "
-            f"it ({len(gaps)} such gaps). Record the missing rows, or leave the sequence out"
+            torch.from_numpy(counted).to(device),
         )

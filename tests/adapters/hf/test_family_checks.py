@@ -22,7 +22,9 @@ def changed_selection(monkeypatch, change):
     """`change` gets the forced values and ids and returns others."""
 
     def changed(*args):
-        return change(*forced_selection(*args))
+        forced = forced_selection(*args)
+        values, ids = change(forced.values_RK, forced.ids_RK)
+        return forced._replace(values_RK=values, ids_RK=ids)
 
     monkeypatch.setattr(selection_mode, "forced_selection", changed)
 

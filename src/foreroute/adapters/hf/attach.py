@@ -39,7 +39,9 @@ def attach(model: nn.Module) -> RoutedModel:
     with _untouched(model):
         seen = probe(model, candidates)
         spec = _spec_of(model, seen)
-        interceptor = Interceptor(seen.trunk, seen.sites, [len(selections) - 1 for selections in seen.seen])
+        interceptor = Interceptor(
+            model, seen.trunk, seen.sites, [len(selections) - 1 for selections in seen.seen], spec
+        )
         routed = RoutedModel(model, spec, seen.sites, interceptor)
         self_check(routed, seen.sites)
     return routed
@@ -79,11 +81,11 @@ def _spec_of(model: nn.Module, seen: Probe) -> RoutingSpec:
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients; random state, flags, buffers and plain attributes of all modules kept."""
+    """Eval mode, no gradients, nothing compiled; random state, flags, buffers and attributes of all modules kept."""
     before = [(module, _state(module)) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for module, (attributes, buffers) in before:

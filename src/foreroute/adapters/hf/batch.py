@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,49 +13,115 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.errors import BatchMismatchError
+from foreroute.layout import starts_from_cumulative_lengths, starts_from_positions
+
+
+@dataclass(frozen=True)
+class BatchTensors:
+    """The arguments of one forward that tell which token is where, still on the device.
+
+    Attributes:
+        input_ids_BT: integers [B, T].
+        mask: the attention mask, of zeros and ones [B, T' >= T], or None.
+        position_ids: integers [B, T] or [1, T], or None.
+        cumulative: offsets of packed sequences (`cu_seq_lens_q`), or None.
+        past: how many positions the key-value cache already held.
+    """
+
+    input_ids_BT: Tensor
+    mask: Tensor | None
+    position_ids: Tensor | None
+    cumulative: Tensor | None
+    past: int
+
+    @classmethod
+    def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchTensors:
+        """Find them among the arguments of a call whose parameters have these names.
+
+        Raises:
+            BatchMismatchError: when the call passes embeddings instead of tokens, or an attention mask that is none of
+                tokens.
+        """
+        given = dict(zip(names, args, strict=False)) | kwargs
+        input_ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        if not isinstance(input_ids, Tensor):
+            raise BatchMismatchError(
+                "the forward got no input_ids; pass tokens, so that routes and batch can be checked to belong together"
+            )
+        if mask is not None and not isinstance(mask, Tensor):
+            raise BatchMismatchError(f"attention_mask is a {type(mask).__name__}; {WANTED_MASK}")
+        if isinstance(positions, Tensor) and positions.ndim == 1:
+            positions = positions[None]
+        if not isinstance(positions, Tensor) or positions.ndim != 2:  # three axes of image positions, which do not grow
+            positions = None
+        cumulative = given.get("cu_seq_lens_q")
+        cache = given.get("past_key_values")
+        past = 0 if cache is None else cache.get_seq_length()
+        return cls(input_ids, mask, positions, cumulative, past)
+
+
+WANTED_MASK = "expected [batch, tokens], 1 for tokens and 0 for padding"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens of one forward.
+    """Tokens of one forward, on the host.
 
     Attributes:
         input_ids_BT: int64 [B, T].
         mask_BT: bool [B, T], False where padded, or None when nothing is.
+        starts_BT: bool [B, T], the first token of each sequence, or None when every row holds one sequence.
         past: how many positions the key-value cache already held.
         device: where the tokens are.
     """
 
     input_ids_BT: NDArray[np.int64]
     mask_BT: NDArray[np.bool_] | None
+    starts_BT: NDArray[np.bool_] | None
     past: int
     device: torch.device
 
     @classmethod
-    def of_call(cls, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
-        """Read the batch off the arguments of a call. Copies token ids to the host, once per forward.
+    def read(cls, tensors: BatchTensors) -> Batch:
+        """Copy token ids, mask and positions to the host, once per forward.
 
         Raises:
-            BatchMismatchError: when the call passes embeddings instead of tokens, or a mask that is not 2-D.
+            BatchMismatchError: when mask or positions do not fit the tokens.
         """
-        given = signature.bind_partial(*args, **kwargs).arguments
-        given |= given.get("kwargs", {})
-        input_ids = given.get("input_ids")
-        if not isinstance(input_ids, Tensor):
-            raise BatchMismatchError(
-                "the forward got no input_ids; pass tokens, so that routes and batch can be checked to belong together"
-            )
-        tokens = input_ids.detach().cpu().numpy().astype(np.int64, copy=False)
-        cache = given.get("past_key_values")
-        past = 0 if cache is None else int(cache.get_seq_length())
-        return cls(tokens, _mask(given.get("attention_mask"), tokens.shape), past, input_ids.device)
+        tokens = _to_host(tensors.input_ids_BT).astype(np.int64, copy=False)
+        mask = _mask(tensors.mask, tokens.shape)
+        starts = None if tensors.past else _starts(tensors, np.ones(tokens.shape, np.bool_) if mask is None else mask)
+        return cls(tokens, mask, starts, int(tensors.past), tensors.input_ids_BT.device)
+
+    @property
+    def kept_BT(self) -> NDArray[np.bool_]:
+        """Bool [B, T], False where padded."""
+        return np.ones(self.input_ids_BT.shape, np.bool_) if self.mask_BT is None else self.mask_BT
 
 
-def _mask(mask: Any, shape: tuple[int, ...]) -> NDArray[np.bool_] | None:
+def parameter_names(forward: Callable[..., Any]) -> list[str]:
+    """The parameters of a forward, in order."""
+    return list(inspect.signature(forward).parameters)
+
+
+def _mask(mask: Tensor | None, shape: tuple[int, ...]) -> NDArray[np.bool_] | None:
     if mask is None:
         return None
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
-        seen = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise BatchMismatchError(f"attention_mask is {seen}; expected [batch, tokens], 1 for tokens and 0 for padding")
-    kept = mask.detach()[:, mask.shape[1] - shape[1] :].cpu().numpy().astype(np.bool_)
+    if mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
+        raise BatchMismatchError(f"attention_mask is {tuple(mask.shape)}; {WANTED_MASK}")
+    kept = _to_host(mask[:, mask.shape[1] - shape[1] :]).astype(np.bool_)
     return None if kept.all() else kept
+
+
+def _starts(tensors: BatchTensors, kept_BT: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
+    if tensors.cumulative is not None:
+        starts_BT = starts_from_cumulative_lengths(_to_host(tensors.cumulative), kept_BT)
+    elif tensors.position_ids is not None:
+        starts_BT = starts_from_positions(_to_host(tensors.position_ids), kept_BT)
+    else:
+        return None
+    return starts_BT if (starts_BT.sum(axis=1) > 1).any() else None
+
+
+def _to_host(tensor: Tensor) -> NDArray[Any]:
+    return np.asarray(tensor.detach().cpu().numpy())

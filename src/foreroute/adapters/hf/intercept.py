@@ -1,95 +1,92 @@
 """Standing between a model and its routers while a session is open, and nowhere near it otherwise.
 
-Three things are overridden on instances, never on classes, and put back when the last session closes: the forward of
-the trunk (to know where one pass over a batch begins and ends), the forward of each router (to watch or force its
-selection), and the activation-checkpointing function of each layer (to know which pass a recomputation belongs to).
+Three kinds of thing are overridden on instances, never on classes, and put back when the last session closes: the
+forward of the trunk (to know where one pass over a batch begins and ends), the forward of each router (to watch or
+force its selection), and the activation-checkpointing function of each layer (to know which pass a recomputation
+belongs to).
 
 What a router does is decided by the pass on top of a per-model stack. A pass is pushed when the trunk's forward begins
-and popped when it ends. A checkpointed layer keeps the pass it ran in, and pushes it again around its recomputation, so
-that a backward may run after the session has closed, or between the forwards of other micro-batches, and still sees its
-own rows.
+and popped when it ends. A checkpointed layer keeps the input of the pass it ran in, and pushes it again around its
+recomputation, so that a backward may run after the session has closed, or between the forwards of other micro-batches,
+and still sees its own rows.
+
+Compiled by `torch.compile`, the same code is traced: routes and notes are tensors of the graph, the host is called at
+both ends of a pass (`graph_ops`), and a recomputation inside the graph needs nothing, since the graph kept the routes.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from foreroute.adapters.hf.batch import Batch
+from foreroute.adapters.hf import graph_ops
+from foreroute.adapters.hf.aux_counts import ExecutedCounts
+from foreroute.adapters.hf.batch import Batch, BatchTensors, parameter_names
+from foreroute.adapters.hf.checkpointing import CHECKPOINTS_IN, compilable_under_checkpointing, require_prepared
 from foreroute.adapters.hf.discover import RouterSite
-from foreroute.adapters.hf.selection_mode import Selection
+from foreroute.adapters.hf.passes import Listener, Pass, PassInput, Seat, require_each_router_once
 from foreroute.errors import ReplayError
-from foreroute.replay import ReplayRows
-
-
-class Listener:
-    """What a session wants to know and to decide. The default does nothing."""
-
-    def begin(self, batch: Batch) -> ReplayRows | None:
-        """A pass over `batch` begins. Returns the routes to force on it, or None."""
-        return None
-
-    def selected(self, layer: int, selection: Selection) -> None:
-        """The router at position `layer` has selected."""
-
-    def end(self, batch: Batch) -> None:
-        """The pass is over and every router selected once in it."""
-
-
-@dataclass(eq=False)
-class Pass:
-    """One forward over one batch, or the recomputation of a part of it.
-
-    Attributes:
-        batch: the tokens.
-        rows: the routes to force, or None where routers choose themselves.
-        calls: how often each router has selected.
-        with_grad: whether gradients were recorded when the pass began.
-        recompute: whether this is a recomputation in backward, which is not counted or recorded again.
-    """
-
-    batch: Batch
-    rows: ReplayRows | None
-    calls: list[int]
-    with_grad: bool
-    recompute: bool = False
+from foreroute.replay import LayerNotes, ReplayRows, Watch, id_dtype
+from foreroute.trace import RoutingSpec
 
 
 class Interceptor:
     """The hooks of one model.
 
     Args:
+        model: the whole model, whose forward may go on to losses after the trunk's.
         trunk: the module whose forward is one pass.
         sites: the routers, in layer order.
         finals: which top-k of each router's forward is its selection.
+        spec: of the model.
     """
 
-    def __init__(self, trunk: nn.Module, sites: list[RouterSite], finals: list[int]) -> None:
+    def __init__(
+        self, model: nn.Module, trunk: nn.Module, sites: list[RouterSite], finals: list[int], spec: RoutingSpec
+    ) -> None:
+        self._model = model
         self._trunk = trunk
         self._sites = sites
-        self._finals = finals
-        self._signature = inspect.signature(trunk.forward)
+        self._seats = [Seat(site.path, layer, site.plan.mode, finals[layer]) for layer, site in enumerate(sites)]
+        self._spec = spec
+        self._names = parameter_names(trunk.forward)
         self._listeners: list[Listener] = []
+        self._watch = Watch()
+        self._forcing = False
+        self._counts_executed = False
         self._passes: list[Pass] = []
         self._installed = False
         self._checkpoints_open = 0
+        self._number = graph_ops.register(self)
+        self._ledger = torch.zeros(1, dtype=torch.int64)
+        self._executed: list[Tensor] = []
+        self._begun_in_graph: tuple[Batch, ReplayRows | None] | None = None
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
         """Keep the hooks in place, and `listener` informed, while the context is open."""
-        with self._hooks(whole=True):
+        with self._hooks(whole=True), ExitStack() as stack:
+            if listener.counts_executed:
+                stack.enter_context(overridden(self._model, "forward", self._run_model))
             self._listeners.append(listener)
+            self._heed_listeners()
             try:
                 yield
             finally:
                 self._listeners.remove(listener)
+                self._heed_listeners()
+
+    def _heed_listeners(self) -> None:
+        self._forcing = any(listener.forces for listener in self._listeners)
+        self._counts_executed = any(listener.counts_executed for listener in self._listeners)
+        self._watch = Watch()
+        for listener in self._listeners:
+            self._watch |= listener.watch
 
     @contextmanager
     def _hooks(self, *, whole: bool) -> Iterator[None]:
@@ -100,65 +97,158 @@ class Interceptor:
         with ExitStack() as stack:
             self._installed = True
             stack.callback(setattr, self, "_installed", False)
-            for layer, site in enumerate(self._sites):
-                stack.enter_context(overridden(*site.selecting, partial(self._run_router, layer)))
+            for seat, site in zip(self._seats, self._sites, strict=True):
+                stack.enter_context(overridden(*site.selecting, partial(self._run_router, seat)))
             if whole:
+                stack.enter_context(compilable_under_checkpointing())
                 stack.enter_context(overridden(self._trunk, "forward", self._run_trunk))
-                for module in self._trunk.modules():
-                    if "_gradient_checkpointing_func" in module.__dict__:
-                        name = "_gradient_checkpointing_func"
-                        stack.enter_context(overridden(module, name, self._run_checkpoint))
+                self._hook_layers(stack)
             yield
 
-    def _run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        batch = Batch.of_call(self._signature, args, kwargs)
-        listeners = list(self._listeners)
-        forced = [rows for rows in (listener.begin(batch) for listener in listeners) if rows is not None]
-        current = Pass(batch, forced[0] if forced else None, [0] * len(self._sites), torch.is_grad_enabled())
-        with self._on_top(current):
-            result = forward(*args, **kwargs)
-        self._require_each_router_once(current)
-        for listener in listeners:
-            listener.end(batch)
+    def _hook_layers(self, stack: ExitStack) -> None:
+        """Hooks on whatever checkpoints a part of the trunk, or was compiled on its own with a router in it."""
+        routers = {site.selecting[0] for site in self._sites}
+        for path, module in self._trunk.named_modules():
+            for name in CHECKPOINTS_IN:
+                if callable(module.__dict__.get(name)):
+                    stack.enter_context(overridden(module, name, self._run_checkpoint))
+            compiled = "forward" if hasattr(module, "dynamo_ctx") else "_compiled_call_impl"
+            if callable(module.__dict__.get(compiled)) and not routers.isdisjoint(module.modules()):
+                stack.enter_context(overridden(module, compiled, partial(self._run_compiled, path)))
+
+    def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        counts = ExecutedCounts(lambda: self._executed, self._spec.num_experts)
+        self._executed = []
+        try:
+            with counts:
+                result = forward(*args, **kwargs)
+            counts.require_counted(result)
+        finally:
+            self._executed = []
         return result
 
-    def _run_router(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        current = self._current(layer)
-        with self._sites[layer].plan.mode(self._finals[layer], current.rows, layer) as mode:
+    def _run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensors = BatchTensors.of_call(self._names, args, kwargs)
+        if torch.compiler.is_compiling():
+            return self._run_trunk_in_graph(tensors, forward, args, kwargs)
+        listeners = list(self._listeners)
+        batch = Batch.read(tensors)
+        rows = self._begin(batch)
+        real_R = torch.from_numpy(batch.kept_BT.reshape(-1)).to(batch.device)
+        current = PassInput(self._spec, rows, real_R, self._watch).open()
+        with self._on_top(current):
             result = forward(*args, **kwargs)
-        if len(mode.seen) != self._finals[layer] + 1:
-            raise ReplayError(
-                f"router {self._sites[layer].path} made {len(mode.seen)} top-k selections, but "
-                f"{self._finals[layer] + 1} when it was attached; its forward takes another path now. Attach again"
-            )
-        if len(mode.seen[-1].ids_RK) != current.batch.input_ids_BT.size:
-            raise ReplayError(
-                f"router {self._sites[layer].path} saw {len(mode.seen[-1].ids_RK)} of the "
-                f"{current.batch.input_ids_BT.size} positions of the batch; a router that sees only the text of it "
-                "cannot be recorded or replayed"
-            )
-        if not current.recompute:
-            current.calls[layer] += 1
-            for listener in self._listeners:
-                listener.selected(layer, mode.seen[-1])
+        self._executed = current.executed if self._counts_executed else []
+        require_each_router_once(self._seats, current.calls, current.calls_L)
+        for listener in listeners:
+            listener.end(batch, current.notes)
         return result
+
+    def _run_trunk_in_graph(
+        self, tensors: BatchTensors, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        ids_LRK, routed_R, real_R = graph_ops.begin_pass(
+            self._number,
+            self._ledger,
+            tensors.input_ids_BT,
+            tensors.mask,
+            tensors.position_ids,
+            tensors.cumulative,
+            tensors.past,
+        )
+        rows = ReplayRows(ids_LRK, routed_R, None, real_R) if self._forcing else None
+        current = PassInput(self._spec, rows, real_R, self._watch).open()
+        with self._on_top(current):
+            result = forward(*args, **kwargs)
+        self._executed = current.executed if self._counts_executed else []
+        graph_ops.end_pass(self._number, self._ledger, current.calls_L, graph_ops.flatten_notes(current.notes))
+        return result
+
+    def begin_from_graph(
+        self, input_ids: Tensor, mask: Tensor | None, positions: Tensor | None, cumulative: Tensor | None, past: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `graph_ops.Host`."""
+        batch = Batch.read(BatchTensors(input_ids, mask, positions, cumulative, past))
+        rows = self._begin(batch)
+        self._begun_in_graph = (batch, rows)
+        real_R = torch.from_numpy(batch.kept_BT.reshape(-1).copy()).to(batch.device)
+        if rows is not None:
+            return rows.ids_LRK, rows.routed_R, real_R
+        shape, dtype = self.shapes_for_graph(len(real_R))
+        return torch.empty(shape, dtype=dtype, device=batch.device), torch.zeros_like(real_R), real_R
+
+    def end_from_graph(self, calls_L: Tensor, notes: list[Tensor]) -> None:
+        """See `graph_ops.Host`."""
+        require_each_router_once(self._seats, [0] * len(self._seats), calls_L)
+        assert self._begun_in_graph is not None, "a compiled pass ends after it has begun"
+        (batch, _), self._begun_in_graph = self._begun_in_graph, None
+        left = list(notes)
+        layers = [] if self._watch.nothing else [LayerNotes.from_tensors(self._watch, left) for _ in self._seats]
+        for listener in list(self._listeners):
+            listener.end(batch, layers)
+
+    def shapes_for_graph(self, num_slots: int) -> tuple[list[int], torch.dtype]:
+        """See `graph_ops.Host`."""
+        return [self._spec.num_layers, num_slots if self._forcing else 0, self._spec.top_k], id_dtype(self._spec)
+
+    def _begin(self, batch: Batch) -> ReplayRows | None:
+        given = [listener.begin(batch) for listener in self._listeners]
+        return next((rows for rows in given if rows is not None), None)
+
+    def _run_router(self, seat: Seat, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        now = seat.now
+        if now is None:
+            raise ReplayError(
+                f"router {seat.path} ran outside a forward of {type(self._trunk).__name__}; call the model that was "
+                "attached, not a part of it"
+            )
+        if not torch.compiler.is_compiling():
+            self._require_own_checkpointing(seat.path)
+        mode = seat.mode(seat.final, now.rows)
+        with mode:
+            result = forward(*args, **kwargs)
+        if len(mode.seen) != seat.final + 1:
+            raise ReplayError(
+                f"router {seat.path} made {len(mode.seen)} top-k selections, but {seat.final + 1} when it was "
+                "attached; its forward takes another path now. Attach again"
+            )
+        chosen = mode.seen[-1]
+        if chosen.ids_RK.shape[0] != now.real_R.shape[0]:
+            raise ReplayError(
+                f"router {seat.path} saw {chosen.ids_RK.shape[0]} of the {now.real_R.shape[0]} positions of the batch; "
+                "a router that sees only the text of it cannot be recorded or replayed"
+            )
+        if now.notes is not None:
+            own_ids = chosen.ids_RK if chosen.own_ids_RK is None else chosen.own_ids_RK
+            scores = chosen.scores_RE.detach()
+            now.notes.write(scores, chosen.ids_RK, own_ids, now.real_R, by_probability=chosen.by_probability)
+        if torch.compiler.is_compiling():
+            now.calls_1.add_(1)
+        else:
+            self._passes[-1].calls[seat.layer] += 1
+        return result
+
+    def _run_compiled(self, path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A layer with a graph of its own, in which its router cannot look around."""
+        if self._passes and not torch.compiler.is_compiling():
+            self._require_own_checkpointing(path)
+        return call(*args, **kwargs)
 
     def _run_checkpoint(
         self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if not self._passes:
+        if torch.compiler.is_compiling() or not self._passes:
             return checkpoint(function, *args, **kwargs)
-        return checkpoint(self._rearmed(function, self._passes[-1]), *args, **kwargs)
+        return checkpoint(self._rearmed(function, self._passes[-1].input), *args, **kwargs)
 
-    def _rearmed(self, function: Callable[..., Any], first: Pass) -> Callable[..., Any]:
-        """A checkpointed function that runs within its own pass again whenever it is recomputed."""
-        again = Pass(first.batch, first.rows, first.calls, first.with_grad, recompute=True)
+    def _rearmed(self, function: Callable[..., Any], first: PassInput) -> Callable[..., Any]:
+        """A checkpointed function that runs on the input of its own pass again whenever it is recomputed."""
         ran_before = False
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal ran_before
             if ran_before:
-                with self._hooks(whole=False), self._on_top(again):
+                with self._hooks(whole=False), self._on_top(first.open(recompute=True)):
                     return function(*args, **kwargs)
             ran_before = True
             self._checkpoints_open += 1
@@ -169,45 +259,25 @@ class Interceptor:
 
         return run
 
-    def _current(self, layer: int) -> Pass:
-        if not self._passes:
-            raise ReplayError(
-                f"router {self._sites[layer].path} ran outside a forward of {type(self._trunk).__name__}; call the "
-                "model that was attached, not a part of it"
-            )
+    def _require_own_checkpointing(self, path: str) -> None:
         current = self._passes[-1]
-        if not current.recompute and not self._checkpoints_open and _in_checkpoint(current):
-            raise ReplayError(
-                f"router {self._sites[layer].path} runs inside torch.utils.checkpoint called by hand, whose "
-                "recomputation cannot be told which routes to use. Use the model's own activation checkpointing "
-                "(model.gradient_checkpointing_enable()), switched on before the session is opened"
-            )
-        return current
-
-    def _require_each_router_once(self, current: Pass) -> None:
-        for site, calls in zip(self._sites, current.calls, strict=True):
-            if calls != 1:
-                why = "its rows would be consumed twice" if calls else "a fused kernel or another branch bypassed it"
-                raise ReplayError(
-                    f"router {site.path} selected {calls} times in one forward, expected once: {why}. "
-                    "Its routes cannot be recorded or replayed in this configuration"
-                )
+        if not current.recompute and not self._checkpoints_open:
+            require_prepared(path, began_with_grad=current.with_grad)
 
     @contextmanager
     def _on_top(self, current: Pass) -> Iterator[None]:
         self._passes.append(current)
+        self._arm()
         try:
             yield
         finally:
             self._passes.pop()
+            self._arm()
 
-
-def _in_checkpoint(current: Pass) -> bool:
-    """Whether a recomputation that `_run_checkpoint` has not prepared will follow."""
-    if current.with_grad and not torch.is_grad_enabled():  # use_reentrant=True runs its first forward without
-        return True
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", "")
+    def _arm(self) -> None:
+        layers = self._passes[-1].layers if self._passes else [None] * len(self._seats)
+        for seat, layer in zip(self._seats, layers, strict=True):
+            seat.now = layer
 
 
 @contextmanager

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, get_args
 
 import transformers
 from torch import nn
 
-from foreroute.adapters.hf.batch import Batch
 from foreroute.adapters.hf.discover import RouterSite
-from foreroute.adapters.hf.intercept import Interceptor, Listener
+from foreroute.adapters.hf.intercept import Interceptor
 from foreroute.adapters.hf.plans.hash_lookup import require_looked_up
 from foreroute.adapters.hf.recording import Recording
-from foreroute.errors import BatchMismatchError, ReplayError, StaleTraceError
-from foreroute.layout import locate_rows
-from foreroute.replay import ReplayRows
+from foreroute.adapters.hf.session import ReplaySession
+from foreroute.errors import ConfigError, ReplayError, StaleTraceError
+from foreroute.replay import Counts, MissingRows
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
 
 
@@ -57,59 +57,59 @@ class RoutedModel:
             yield recording
 
     @contextmanager
-    def replay(self, trace: RoutingTrace, *, weight_version: int | None = None) -> Iterator[None]:
+    def replay(
+        self,
+        trace: RoutingTrace,
+        *,
+        weight_version: int | None = None,
+        missing: MissingRows = "error",
+        telemetry: bool = False,
+        counts: Counts = "native",
+    ) -> Iterator[ReplaySession]:
         """Force the routes of `trace` in every forward of the model while the context is open.
 
         Only the selection is forced; gate weights and their gradients come from live scores. Each forward must run on
-        the sequences of the trace, in order; the tokens are compared. Padding, and trailing tokens that the rollout
-        never routed, are routed by the model itself. With the model's own activation checkpointing, `backward()` may
-        run inside or outside the context.
+        the sequences of the trace, in order: one per row, padded on either side, or several per row where
+        `position_ids` start anew at 0 (or `cu_seq_lens_q` says so). The tokens are compared. Padding and the last token
+        of each sequence are routed by the model itself. With activation checkpointing, `backward()` may run inside or
+        outside the context.
 
         Args:
             trace: routes of the sequences of the batch, as `trace.select(...)` gives them for a micro-batch.
             weight_version: when given, the version that every routed row must have been recorded under.
+            missing: what to do when any other row has no route: refuse the batch ("error"), let the model route it
+                ("native"), or that and take the tokens after it out of the loss by `session.loss_mask_BT` ("drop").
+            telemetry: also let each router select by itself, for `session.agreement()` and `expert_counts_LE()`.
+            counts: which selection the model's auxiliary load-balancing loss, and `expert_counts_LE()`, count.
+
+        Yields:
+            The session.
 
         Raises:
             SpecMismatchError: when the trace belongs to another model.
             StaleTraceError: when it was recorded under another weight version.
+            ConfigError: for a policy or a count that does not exist.
             BatchMismatchError: when a layer that routes by a table of tokens says otherwise; in the forward, when batch
-                and trace hold different tokens.
+                and trace hold different tokens, or rows are missing.
             ReplayError: when a router bypassed replay, or no forward ran in the session.
         """
         self.spec.require_same(trace.spec, what="the trace")
         _require_version(trace, weight_version)
+        _require_choice("missing", missing, MissingRows)
+        _require_choice("counts", counts, Counts)
         for position, site in enumerate(self._sites):
             if site.plan.is_lookup:
                 require_looked_up(trace, position, site.module)
         if self._replaying:
             raise ReplayError("this model is already replaying a trace; close that session before opening another")
-        session = _Replaying(trace)
+        session = ReplaySession(trace, missing, telemetry=telemetry, counts=counts)
         self._replaying = True
         try:
             with self._interceptor.listening(session):
-                yield
+                yield session
         finally:
             self._replaying = False
-        if not session.num_forwards:
-            raise ReplayError("nothing was replayed: no forward of the attached model ran in the replay() session")
-
-
-class _Replaying(Listener):
-    def __init__(self, trace: RoutingTrace) -> None:
-        self.num_forwards = 0
-        self._trace = trace
-
-    def begin(self, batch: Batch) -> ReplayRows:
-        if batch.past:
-            raise BatchMismatchError(
-                f"the forward continues a key-value cache of {batch.past} positions; replay whole sequences, "
-                "without a cache"
-            )
-        row_of_slot = locate_rows(self._trace, batch.input_ids_BT, batch.mask_BT)
-        return ReplayRows.gather(self._trace, row_of_slot, batch.device)
-
-    def end(self, batch: Batch) -> None:
-        self.num_forwards += 1
+        session.close()
 
 
 def _require_version(trace: RoutingTrace, expected: int | None) -> None:
@@ -118,3 +118,8 @@ def _require_version(trace: RoutingTrace, expected: int | None) -> None:
             f"the trace was recorded under weight versions {list(trace.versions)}, expected only {expected} "
             f"({NO_VERSION} means not stated). Replay the trace of the rollout that this update belongs to"
         )
+
+
+def _require_choice(name: str, value: str, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(choices)))}")

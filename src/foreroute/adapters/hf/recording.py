@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,20 +10,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters.hf.batch import Batch
-from foreroute.adapters.hf.intercept import Listener
-from foreroute.adapters.hf.selection_mode import Selection
+from foreroute.adapters.hf.passes import Listener
 from foreroute.errors import ReplayError
-from foreroute.replay import ReplayRows
+from foreroute.replay import LayerNotes, Watch
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace, concatenate
 
 
-@dataclass
+@dataclass(frozen=True)
 class RecordedPass:
     """One forward: its tokens, and per layer the selected ids [R, K] (and margins [R]), still on the device."""
 
     batch: Batch
-    ids: list[Tensor] = field(default_factory=list)
-    margins: list[Tensor] = field(default_factory=list)
+    ids: list[Tensor]
+    margins: list[Tensor]
 
 
 class Recording(Listener):
@@ -38,31 +37,17 @@ class Recording(Listener):
         self._version = weight_version
         self._provenance = provenance
         self._with_margins = margins
+        self.watch = Watch(ids=True, margins=margins)
         self._passes: list[RecordedPass] = []
-        self._open: RecordedPass | None = None
 
-    def begin(self, batch: Batch) -> ReplayRows | None:
-        """Starts a pass; one that failed before its end is forgotten."""
-        self._open = RecordedPass(batch)
-        return None
-
-    def selected(self, layer: int, selection: Selection) -> None:
-        """Keeps the executed ids, narrowed to the width of the trace."""
-        if self._open is None:
-            raise ReplayError("a router selected before the forward of its model began")
-        narrow = torch.uint8 if self._spec.num_experts <= 256 else torch.uint16
-        self._open.ids.append(selection.ids_RK.detach().to(narrow))
-        if self._with_margins:
-            self._open.margins.append(_margin(selection.scores_RE.detach(), self._spec.top_k))
-
-    def end(self, batch: Batch) -> None:
-        """Keeps the pass."""
-        if self._open is not None:
-            self._passes.append(self._open)
-        self._open = None
+    def end(self, batch: Batch, notes: list[LayerNotes]) -> None:
+        """Keeps the pass; one that failed is forgotten."""
+        ids = [layer.ids_RK for layer in notes if layer.ids_RK is not None]
+        margins = [layer.margin_R for layer in notes if layer.margin_R is not None]
+        self._passes.append(RecordedPass(batch, ids, margins))
 
     def trace(self) -> RoutingTrace:
-        """Everything recorded so far, one sequence per batch row, in the order of the forwards.
+        """Everything recorded so far, in the order of the forwards, of their rows, and of the sequences in a row.
 
         Padding is left out. Rows carry the weight version given to `record()`.
 
@@ -110,30 +95,34 @@ class Recording(Listener):
 
     def _trace_of(self, group: list[RecordedPass]) -> RoutingTrace:
         kept_BT = _joined_mask(group)
-        num_sequences = len(kept_BT)
         tokens_BT = np.concatenate([p.batch.input_ids_BT for p in group], axis=1)
         ids_BTLK = np.concatenate(
             [
-                torch.stack(p.ids).cpu().numpy().reshape(self._spec.num_layers, num_sequences, -1, self._spec.top_k)
+                torch.stack(p.ids).cpu().numpy().reshape(self._spec.num_layers, len(kept_BT), -1, self._spec.top_k)
                 for p in group
             ],
             axis=2,
         ).transpose(1, 2, 0, 3)
+        ends = np.cumsum(_sequence_lengths(group, kept_BT))[:-1]
         return RoutingTrace.from_sequences(
             self._spec,
-            [tokens[kept] for tokens, kept in zip(tokens_BT, kept_BT, strict=True)],
-            [ids[kept] for ids, kept in zip(ids_BTLK, kept_BT, strict=True)],
+            np.split(tokens_BT[kept_BT], ends),
+            np.split(ids_BTLK[kept_BT], ends),
             weight_version=NO_VERSION,
         )
 
 
+def _sequence_lengths(group: list[RecordedPass], kept_BT: NDArray[np.bool_]) -> NDArray[np.int64]:
+    starts_BT = group[0].batch.starts_BT
+    if starts_BT is None:
+        return np.asarray(kept_BT.sum(axis=1))
+    if len(group) > 1:
+        raise ReplayError(
+            "sequences packed into one row cannot be continued with a key-value cache: which of them a later token "
+            "belongs to is not known. Record such a batch in one forward"
+        )
+    return np.diff(np.flatnonzero(starts_BT[kept_BT]), append=kept_BT.sum())
+
+
 def _joined_mask(group: list[RecordedPass]) -> NDArray[np.bool_]:
-    masks = [
-        np.ones(p.batch.input_ids_BT.shape, np.bool_) if p.batch.mask_BT is None else p.batch.mask_BT for p in group
-    ]
-    return np.concatenate(masks, axis=1)
-
-
-def _margin(scores_RE: Tensor, top_k: int) -> Tensor:
-    best = torch.topk(scores_RE.float(), min(top_k + 1, scores_RE.shape[-1]), dim=-1).values
-    return best[:, top_k - 1] - best[:, -1]
+    return np.concatenate([p.batch.kept_BT for p in group], axis=1)

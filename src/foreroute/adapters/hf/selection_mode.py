@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from foreroute.adapters.hf.masks import MaskedScores
 from foreroute.replay import ReplayRows, forced_selection
 
 TOP_K = frozenset({torch.topk, Tensor.topk})
+SQUASHING = frozenset(
+    {torch.softmax, Tensor.softmax, functional.softmax, torch.sigmoid, Tensor.sigmoid, functional.sigmoid}
+)
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,14 @@ class Selection:
     Attributes:
         scores_RE: [R, E], what was selected by.
         ids_RK: int64 [R, K], the experts that were selected, forced or not.
+        own_ids_RK: int64 [R, K], what the router picks by itself; None where it was forced and not asked.
+        by_probability: whether it selected by probabilities, and not by logits.
     """
 
     scores_RE: Tensor
     ids_RK: Tensor
+    own_ids_RK: Tensor | None
+    by_probability: bool = False
 
 
 class SelectionMode(TorchFunctionMode):
@@ -39,19 +47,18 @@ class SelectionMode(TorchFunctionMode):
 
     Args:
         final: which top-k of the call is the final selection, from 0; None where that is not known yet.
-        rows: the routes to force, or None to watch only.
-        layer: the position of the router on the layer axis.
+        rows: the routes to force, those of this router alone, or None to watch only.
 
     Attributes:
         seen: every selection so far, in order.
     """
 
-    def __init__(self, final: int | None, rows: ReplayRows | None = None, layer: int = 0) -> None:
+    def __init__(self, final: int | None, rows: ReplayRows | None = None) -> None:
         super().__init__()
         self.final = final
         self.rows = rows
-        self.layer = layer
         self.seen: list[Selection] = []
+        self._squashed = False
         self.masked = MaskedScores()
 
     def __torch_function__(
@@ -65,6 +72,7 @@ class SelectionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in TOP_K:
             return self._top_k(func, args, kwargs)
+        self._squashed = self._squashed or func in SQUASHING
         return self.masked.run(func, args, kwargs)
 
     def _top_k(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -73,7 +81,8 @@ class SelectionMode(TorchFunctionMode):
         scores = args[0]
         if self.rows is None or len(self.seen) != self.final:
             result = func(*args, **kwargs)
-            self.seen.append(Selection(_flat(scores), _flat(result.indices)))
+            ids_RK = _flat(result.indices)
+            self.seen.append(Selection(_flat(scores), ids_RK, ids_RK, self._squashed))
             return result
         values, ids = self.forced(scores, lambda own_scores: func(own_scores, *args[1:], **kwargs).indices)
         return torch.return_types.topk((values, ids))
@@ -86,14 +95,9 @@ class SelectionMode(TorchFunctionMode):
         """
         if self.rows is None:
             raise AssertionError("there are no routes to force")
-        values_RK, ids_RK = forced_selection(
-            _flat(scores),
-            _flat(self.masked.before_masking(scores)),
-            self.rows.ids_LRK[self.layer],
-            self.rows.unrouted_Q,
-            own_choice,
-        )
-        self.seen.append(Selection(_flat(scores), ids_RK))
+        dense_RE = _flat(self.masked.before_masking(scores))
+        values_RK, ids_RK, own_ids_RK = forced_selection(_flat(scores), dense_RE, self.rows, 0, own_choice)
+        self.seen.append(Selection(_flat(scores), ids_RK, own_ids_RK, self._squashed))
         shape = (*scores.shape[:-1], ids_RK.shape[-1])
         return values_RK.view(shape), ids_RK.view(shape)
 

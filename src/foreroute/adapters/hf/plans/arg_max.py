@@ -43,8 +43,10 @@ class ArgMaxMode(SelectionMode):
         scores: Tensor = args[0]
         if self.rows is None:
             ids: Tensor = func(*args, **kwargs)
-            self.seen.append(Selection(scores.reshape(-1, scores.shape[-1]), ids.reshape(-1, 1)))
+            ids_R1 = ids.reshape(-1, 1)
+            self.seen.append(Selection(scores.reshape(-1, scores.shape[-1]), ids_R1, ids_R1, by_probability=True))
             return ids
+        self._squashed = True
         _, ids = self.forced(scores, lambda own_scores: own_scores.argmax(dim=-1, keepdim=True))
         self._ids = ids[..., 0]
         return self._ids

@@ -33,7 +33,7 @@ class HashLookupMode(SelectionMode):
         """Runs every torch function of the router."""
         result = func(*args, **(kwargs or {}))
         if func in GATHER:
-            self.seen.append(Selection(args[0], args[2]))
+            self.seen.append(Selection(args[0], args[2], args[2]))
         return result
 
 

@@ -64,14 +64,17 @@ class SparseMixerMode(SelectionMode):
         """Note the selection, complete only now."""
         super().__exit__(*exc)
         if self._scores is not None and len(self._picks) > 1:
-            self.seen.append(Selection(self._scores, torch.cat(self._picks, dim=-1)))
+            ids_RK = torch.cat(self._picks, dim=-1)
+            own_ids_RK = ids_RK if self.rows is None else self._scores.detach().topk(2, dim=-1).indices
+            self.seen.append(Selection(self._scores, ids_RK, own_ids_RK))
 
     def _forced(self, own_R1: Tensor) -> Tensor:
         if self.rows is None:
             return own_R1
-        if len(own_R1) != self.rows.num_slots:
-            raise ReplayError(f"the router selects for {len(own_R1)} rows; the batch has {self.rows.num_slots} slots")
+        if len(own_R1) != len(self.rows.routed_R):
+            raise ReplayError(
+                f"the router selects for {len(own_R1)} rows; the batch has {len(self.rows.routed_R)} slots"
+            )
         pick = len(self._picks) - self._in_band
-        ids_R1 = self.rows.ids_LRK[self.layer][:, pick : pick + 1].to(own_R1)
-        unrouted = self.rows.unrouted_Q
-        return ids_R1 if unrouted is None else ids_R1.index_copy(0, unrouted, own_R1[unrouted])
+        ids_R1 = self.rows.ids_LRK[0][:, pick : pick + 1].to(own_R1)
+        return torch.where(self.rows.routed_R.to(own_R1.device)[:, None], ids_R1, own_R1)

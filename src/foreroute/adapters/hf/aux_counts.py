@@ -1,0 +1,73 @@
+"""Which selection the auxiliary load-balancing loss of transformers counts.
+
+`load_balancing_loss_func` is handed the router logits once the trunk is done, selects the top K of them again, and
+counts those: the model's own selection, whatever was executed. Under `counts="replayed"` its top-k gives the executed
+selection instead. The probabilities that the loss multiplies the counts with stay live, and with them its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from foreroute.errors import ReplayError
+
+TOP_K = frozenset({torch.topk, Tensor.topk})
+
+
+class ExecutedCounts(TorchFunctionMode):
+    """Watches one forward of the whole model.
+
+    Args:
+        executed: the ids [R, K] of each router, from the end of the trunk's forward on; an empty list before it.
+        num_experts: E.
+    """
+
+    def __init__(self, executed: Callable[[], list[Tensor]], num_experts: int) -> None:
+        super().__init__()
+        self._executed = executed
+        self._num_experts = num_experts
+        self._used = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs everything as it is, but for the top-k of router probabilities after the trunk."""
+        result = func(*args, **(kwargs or {}))
+        if func not in TOP_K:
+            return result
+        scores = args[0] if args else (kwargs or {})["input"]
+        ids = self._next(scores, result.indices)
+        return result if ids is None else torch.return_types.topk((scores.gather(-1, ids), ids))
+
+    def _next(self, scores: Tensor, own_ids: Tensor) -> Tensor | None:
+        executed = self._executed()
+        if not executed or scores.shape[-1] != self._num_experts or own_ids.shape[-1] != executed[0].shape[-1]:
+            return None
+        if scores.shape[0] == executed[0].shape[0] and self._used < len(executed):
+            chosen = executed[self._used]
+            self._used += 1
+        elif scores.shape[0] == sum(ids.shape[0] for ids in executed) and not self._used:
+            chosen = torch.cat([ids.to(scores.device) for ids in executed])
+            self._used = len(executed)
+        else:
+            return None
+        return chosen.to(device=scores.device, dtype=torch.int64)
+
+    def require_counted(self, result: Any) -> None:
+        """Raise `ReplayError` if the model made an auxiliary loss of something else than the executed selection."""
+        has_loss = isinstance(getattr(result, "aux_loss", None), Tensor)
+        executed = self._executed()
+        if has_loss and self._used != len(executed):
+            raise ReplayError(
+                f"the auxiliary loss of this model selects {self._used} times where it has {len(executed)} routers, so "
+                'that it cannot be told to count the replayed selection; replay with counts="native"'
+            )

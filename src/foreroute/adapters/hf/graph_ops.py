@@ -1,0 +1,94 @@
+"""Where a compiled model meets the host: one operator before a pass and one after it.
+
+Finding the rows of a batch is work for the host: tokens are compared, and a batch that does not fit is refused. Traced
+into a graph it would break it. So a compiled forward calls `foreroute::begin_pass`, which hands it the routes as
+tensors, and `foreroute::end_pass`, which takes its notes. The graph depends on the shape of the batch and on nothing in
+the trace. Both operators write to a ledger, which keeps them in order and from being optimised away.
+
+An operator takes tensors and numbers, so that it names its model by a number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from foreroute.replay import LayerNotes
+
+
+class Host(Protocol):
+    """What the operators call: the interceptor of a model."""
+
+    def begin_from_graph(
+        self, input_ids: Tensor, mask: Tensor | None, positions: Tensor | None, cumulative: Tensor | None, past: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A compiled pass begins. Returns ids [L, R, K] (empty without replay), routed [R] and real [R]."""
+
+    def end_from_graph(self, calls_L: Tensor, notes: list[Tensor]) -> None:
+        """It is over."""
+
+    def shapes_for_graph(self, num_slots: int) -> tuple[list[int], torch.dtype]:
+        """Shape and dtype of the ids that `begin_from_graph` returns."""
+
+
+_hosts: WeakValueDictionary[int, Host] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(host: Host) -> int:
+    """The number by which the operators find a host, for as long as it lives."""
+    number = next(_numbers)
+    _hosts[number] = host
+    return number
+
+
+@torch.library.custom_op("foreroute::begin_pass", mutates_args=("ledger",), tags=(torch.Tag.cudagraph_unsafe,))
+def begin_pass(
+    host: int,
+    ledger: Tensor,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    cumulative: Tensor | None,
+    past: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Locate the rows of a batch; see `Host.begin_from_graph`."""
+    ledger.add_(1)
+    return _hosts[host].begin_from_graph(input_ids, mask, positions, cumulative, past)
+
+
+@begin_pass.register_fake
+def _(
+    host: int,
+    ledger: Tensor,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    cumulative: Tensor | None,
+    past: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_slots = input_ids.shape[0] * input_ids.shape[1]
+    shape, dtype = _hosts[host].shapes_for_graph(num_slots)
+    flags = (input_ids.new_empty(num_slots, dtype=torch.bool) for _ in range(2))
+    return (input_ids.new_empty(shape, dtype=dtype), *flags)  # type: ignore[return-value]
+
+
+@torch.library.custom_op("foreroute::end_pass", mutates_args=("ledger",), tags=(torch.Tag.cudagraph_unsafe,))
+def end_pass(host: int, ledger: Tensor, calls_L: Tensor, notes: list[Tensor]) -> None:
+    """Hand over what routers noted; see `Host.end_from_graph`."""
+    ledger.add_(1)
+    _hosts[host].end_from_graph(calls_L, notes)
+
+
+@end_pass.register_fake
+def _(host: int, ledger: Tensor, calls_L: Tensor, notes: list[Tensor]) -> None:
+    return None
+
+
+def flatten_notes(layers: list[LayerNotes]) -> list[Tensor]:
+    """The tensors of all notes, in a fixed order."""
+    return [tensor for notes in layers for tensor in notes.tensors()]

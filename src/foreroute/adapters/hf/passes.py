@@ -1,0 +1,151 @@
+"""One forward over one batch, and what each router of the model has to do in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from foreroute.adapters.hf.batch import Batch
+from foreroute.adapters.hf.selection_mode import SelectionMode
+from foreroute.errors import ReplayError
+from foreroute.replay import LayerNotes, ReplayRows, Watch
+from foreroute.trace import RoutingSpec
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """What one router does in one pass.
+
+    Attributes:
+        rows: the routes to force, those of this router alone, or None where it chooses itself.
+        notes: where it writes down what it did, or None where nobody wants to know.
+        real_R: bool [R], False for padding; counted only where notes count.
+        calls_1: int32 [1], how often it has selected inside a compiled graph.
+    """
+
+    rows: ReplayRows | None
+    notes: LayerNotes | None
+    real_R: Tensor
+    calls_1: Tensor
+
+
+@dataclass(frozen=True)
+class PassInput:
+    """What is fixed before a pass begins, and the same when a part of it is recomputed.
+
+    Attributes:
+        spec: of the model.
+        rows: the routes to force, or None.
+        real_R: bool [R], False for padding.
+        watch: what to note.
+    """
+
+    spec: RoutingSpec
+    rows: ReplayRows | None
+    real_R: Tensor
+    watch: Watch
+
+    def open(self, *, recompute: bool = False) -> Pass:
+        """A pass over this, with room for its notes."""
+        device, num_layers = self.real_R.device, self.spec.num_layers
+        calls_L = torch.zeros(num_layers, dtype=torch.int32, device=device)
+        layers = []
+        for layer in range(num_layers):
+            notes = None
+            if not self.watch.nothing:
+                notes = LayerNotes.empty(self.watch, self.real_R.shape[0], self.spec, device)
+            rows = self.rows
+            if rows is not None:
+                rows = replace(rows, ids_LRK=rows.ids_LRK[layer : layer + 1], ask_all=self.watch.needs_own)
+            layers.append(LayerPass(rows, notes, self.real_R, calls_L[layer : layer + 1]))
+        return Pass(self, layers, [0] * num_layers, calls_L, torch.is_grad_enabled(), recompute)
+
+
+@dataclass(eq=False)
+class Pass:
+    """One forward over one batch, or the recomputation of a part of it.
+
+    Attributes:
+        input: what it runs on.
+        layers: what each router does.
+        calls: how often each router has selected, outside compiled graphs.
+        calls_L: int32 [L], the same inside them, on the device.
+        with_grad: whether gradients were recorded when it began.
+        recompute: whether this is a recomputation in backward, whose notes and counts nobody reads.
+    """
+
+    input: PassInput
+    layers: list[LayerPass]
+    calls: list[int]
+    calls_L: Tensor
+    with_grad: bool
+    recompute: bool
+
+    @property
+    def notes(self) -> list[LayerNotes]:
+        """What was noted, router by router; empty where nothing was watched."""
+        return [layer.notes for layer in self.layers if layer.notes is not None]
+
+    @property
+    def executed(self) -> list[Tensor]:
+        """The noted ids [R, K] of each router; empty where they were not noted."""
+        return [notes.ids_RK for notes in self.notes if notes.ids_RK is not None]
+
+
+@dataclass(eq=False)
+class Seat:
+    """One router.
+
+    Attributes:
+        path: dotted name inside the model.
+        layer: its position on the layer axis.
+        mode: what watches its selection.
+        final: which top-k of its forward is its selection.
+        now: what it does in the pass on top; None outside of any.
+    """
+
+    path: str
+    layer: int
+    mode: type[SelectionMode]
+    final: int
+    now: LayerPass | None = None
+
+
+def require_each_router_once(seats: list[Seat], calls: list[int], in_graph_L: Tensor) -> None:
+    """Raise `ReplayError` naming the first router that did not select exactly once.
+
+    The device is waited for only if a router ran in a compiled graph.
+    """
+    if all(count == 1 for count in calls):
+        return
+    for seat, outside, inside in zip(seats, calls, in_graph_L.tolist(), strict=True):
+        count = outside + inside
+        if count != 1:
+            why = "its rows would be consumed twice" if count else "a fused kernel or another branch bypassed it"
+            raise ReplayError(
+                f"router {seat.path} selected {count} times in one forward, expected once: {why}. "
+                "Its routes cannot be recorded or replayed in this configuration"
+            )
+
+
+class Listener:
+    """What a session wants to know and to decide. The default does nothing.
+
+    Attributes:
+        watch: what its passes note.
+        forces: whether `begin` gives routes.
+        counts_executed: whether losses after the trunk are to count the executed selection.
+    """
+
+    watch = Watch()
+    forces = False
+    counts_executed = False
+
+    def begin(self, batch: Batch) -> ReplayRows | None:
+        """A pass over `batch` begins. Returns the routes to force on it, or None."""
+        return None
+
+    def end(self, batch: Batch, notes: list[LayerNotes]) -> None:
+        """The pass is over and every router selected once in it."""

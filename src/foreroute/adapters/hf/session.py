@@ -1,0 +1,117 @@
+"""One replay session: which routes each forward gets, and what is known about it afterwards."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foreroute.adapters.hf.batch import Batch
+from foreroute.adapters.hf.passes import Listener
+from foreroute.errors import BatchMismatchError, ReplayError
+from foreroute.layout import locate_rows
+from foreroute.mismatch import LOG10_EDGES, LiveAgreement
+from foreroute.replay import AgreementSums, Counts, LayerNotes, MissingRows, ReplayRows, Watch
+from foreroute.trace import RoutingTrace
+
+
+class ReplaySession(Listener):
+    """What `RoutedModel.replay` yields.
+
+    Attributes:
+        num_forwards: completed so far.
+    """
+
+    forces = True
+
+    def __init__(self, trace: RoutingTrace, missing: MissingRows, *, telemetry: bool, counts: Counts) -> None:
+        self.num_forwards = 0
+        self.watch = Watch(ids=counts == "replayed", comparison=telemetry, counts=counts if telemetry else None)
+        self.counts_executed = counts == "replayed"
+        self._trace = trace
+        self._missing = missing
+        self._sums = AgreementSums(trace.spec.top_k, LOG10_EDGES) if telemetry else None
+        self._counts_LE: Tensor | None = None
+        self._rows: ReplayRows | None = None
+        self._loss_mask_BT: Tensor | None = None
+        self._mask_was_read = False
+        self._drops = False
+
+    def begin(self, batch: Batch) -> ReplayRows:
+        """Locate the rows of the batch."""
+        if batch.past:
+            raise BatchMismatchError(
+                f"the forward continues a key-value cache of {batch.past} positions; replay whole sequences, "
+                "without a cache"
+            )
+        row_of_slot = locate_rows(self._trace, batch.input_ids_BT, batch.mask_BT, batch.starts_BT)
+        self._rows = ReplayRows.gather(self._trace, row_of_slot, batch.device, self._missing)
+        self._loss_mask_BT = self._rows.counted_R.view(batch.input_ids_BT.shape)
+        self._drops = self._drops or (self._missing == "drop" and not _all_counted(self._rows, row_of_slot))
+        return self._rows
+
+    def end(self, batch: Batch, notes: list[LayerNotes]) -> None:
+        """Add up the telemetry, on the device."""
+        self.num_forwards += 1
+        if self._sums is None or self._rows is None:
+            return
+        self._sums.add(notes, self._rows.routed_R)
+        counts_LE = torch.stack([n.counts_E.to(batch.device) for n in notes if n.counts_E is not None])
+        self._counts_LE = counts_LE if self._counts_LE is None else self._counts_LE + counts_LE
+
+    def close(self) -> None:
+        """Called when the session ends without an error.
+
+        Raises:
+            ReplayError: when it was a session in name only.
+        """
+        if not self.num_forwards:
+            raise ReplayError("nothing was replayed: no forward of the attached model ran in the replay() session")
+        if self._drops and not self._mask_was_read:
+            raise ReplayError(
+                'rows were missing and missing="drop" was asked for, but nobody read session.loss_mask_BT: multiply '
+                'the loss of each token by it, or let the model route such rows with missing="native"'
+            )
+
+    @property
+    def loss_mask_BT(self) -> Tensor:
+        """Bool [B, T] on the device: tokens of the last forward that belong in the loss, in the place of each token.
+
+        Padding is False. Under `missing="drop"` so is a token with a row before it, in its sequence, that was not
+        replayed. To weigh predictions made at position p, take `loss_mask_BT[:, 1:]`.
+
+        Raises:
+            ReplayError: before the first forward.
+        """
+        if self._loss_mask_BT is None:
+            raise ReplayError("there is no loss mask before the first forward of a session")
+        self._mask_was_read = True
+        return self._loss_mask_BT
+
+    def agreement(self) -> LiveAgreement:
+        """The model's own selections beside the replayed ones, over all forwards so far. Waits for the device, once.
+
+        Recomputation in backward is not counted again.
+
+        Raises:
+            ReplayError: without `telemetry=True`, or before the first forward.
+        """
+        sums = {} if self._sums is None else self._sums.to_host()
+        if not sums:
+            raise ReplayError("no telemetry: open the session with replay(trace, telemetry=True) and run a forward")
+        return LiveAgreement.from_sums(sums, self._trace.spec.top_k)
+
+    def expert_counts_LE(self) -> NDArray[np.int64]:
+        """int64 [L, E], tokens of each expert over all forwards so far, by the session's `counts`; padding left out.
+
+        Raises:
+            ReplayError: without `telemetry=True`, or before the first forward.
+        """
+        if self._counts_LE is None:
+            raise ReplayError("no telemetry: open the session with replay(trace, telemetry=True) and run a forward")
+        return np.asarray(self._counts_LE.cpu().numpy())
+
+
+def _all_counted(rows: ReplayRows, row_of_slot: NDArray[np.int64]) -> bool:
+    return bool(rows.counted_R.sum() == (row_of_slot >= 0).sum())

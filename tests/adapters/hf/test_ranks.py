@@ -1,0 +1,137 @@
+"""Data parallel training replays each rank's own sequences: losses and gradients are those of a single process."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from driving import batch_of, enable_checkpointing, gradients, loss_of, random_routes
+from foreroute.adapters import hf
+from models import tiny
+from ranks import on_two_ranks
+
+BATCH = batch_of(9, 9, 6, 6)
+"""Each rank takes every second sequence: both have as many tokens, so that the mean of their losses is the loss."""
+
+CASES = [
+    ("fsdp", "plain", False),
+    ("fsdp", "reentrant", False),
+    ("fsdp", "non_reentrant", True),
+    ("fsdp", "wrapper_reentrant", True),
+    ("fsdp", "wrapper_non_reentrant", False),
+    ("ddp", "plain", True),
+    ("ddp", "non_reentrant", False),
+]
+"""How it is distributed, how it checkpoints, and whether it is attached before it is distributed."""
+
+
+def wrap_layers(model, impl):
+    model.train()
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, checkpoint_impl=impl),
+        check_fn=lambda module: type(module).__name__.endswith("DecoderLayer"),
+    )
+
+
+CHECKPOINTING = {
+    "plain": lambda model: model.train(),
+    "reentrant": lambda model: enable_checkpointing(model, True),
+    "non_reentrant": lambda model: enable_checkpointing(model, False),
+    "wrapper_reentrant": lambda model: wrap_layers(model, CheckpointImpl.REENTRANT),
+    "wrapper_non_reentrant": lambda model: wrap_layers(model, CheckpointImpl.NO_REENTRANT),
+}
+
+
+def policy():
+    return tiny("deepseek_v3", experts="grouped_mm")
+
+
+def shard(model):
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train_on_rank(rank, parallel, kind, attach_first):
+    """Loss, gradients and telemetry; backward runs outside the session."""
+    model = policy()
+    CHECKPOINTING[kind](model)
+    routed = hf.attach(model) if attach_first else None
+    wrapped = shard(model) if parallel == "fsdp" else DistributedDataParallel(model)
+    routed = routed or hf.attach(model)
+    mine = {name: value[rank::2] for name, value in BATCH.items()}
+    trace = random_routes(routed.spec, BATCH).select(np.arange(rank, 4, 2))
+    with routed.replay(trace, telemetry=True) as session:
+        loss = loss_of(wrapped, mine)
+    loss.backward()
+    return outcome(loss, full_gradients(model), session)
+
+
+def outcome(loss, grads, session):
+    shared_L, counts_LE = session.agreement().routing.shared_L, session.expert_counts_LE()
+    return loss.detach(), grads, torch.from_numpy(shared_L), torch.from_numpy(counts_LE)
+
+
+def full_gradients(model):
+    return {
+        name.replace("_checkpoint_wrapped_module.", ""): value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in gradients(model).items()
+    }
+
+
+def every_case(rank):
+    results = []
+    for case in CASES:
+        results.append(train_on_rank(rank, *case))
+        dist.barrier()
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return on_two_ranks(every_case)
+
+
+@pytest.fixture(scope="module")
+def single():
+    model = policy().train()
+    routed = hf.attach(model)
+    with routed.replay(random_routes(routed.spec, BATCH), telemetry=True) as session:
+        loss = loss_of(model, BATCH)
+        loss.backward()
+    return outcome(loss, gradients(model), session)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
+def test_losses_and_gradients_are_those_of_a_single_process(ranks, single, case):
+    loss, grads, shared_L, counts_LE = single
+    one, other = (rank[case] for rank in ranks)
+    torch.testing.assert_close((one[0] + other[0]) / 2, loss, rtol=1e-6, atol=0)
+    for rank in (one, other):
+        assert rank[1].keys() == grads.keys()
+        for name, gradient in grads.items():
+            torch.testing.assert_close(rank[1][name], gradient, rtol=1e-4, atol=1e-6)
+    assert torch.equal(one[2] + other[2], shared_L)
+    assert torch.equal(one[3] + other[3], counts_LE)
+
+
+def test_other_routes_would_be_seen(single):
+    """The control: gradients under other routes are a thousand times further off than the tolerance."""
+    model = policy().train()
+    routed = hf.attach(model)
+    with routed.replay(random_routes(routed.spec, BATCH, seed=2)):
+        loss_of(model, BATCH).backward()
+    name = "model.layers.1.mlp.gate.weight"
+    assert (gradients(model)[name] - single[1][name]).abs().max() > 1e-3
