@@ -203,7 +203,7 @@ def checkpointed_gradients(name, use_reentrant, *, replayed=True):
     routed = hf.attach(model) if replayed else None
     model.train()
     if use_reentrant is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
     with routed.replay(foreign_routes(routed)) if routed else nullcontext():
         loss = run(model)
     loss.backward()
@@ -212,7 +212,7 @@ def checkpointed_gradients(name, use_reentrant, *, replayed=True):
 
 def can_checkpoint(model):
     try:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     except ValueError:
         return False
     return True

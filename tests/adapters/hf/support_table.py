@@ -41,6 +41,7 @@ def _cells(line):
 def write():
     """Run every check on every family and put the outcome into the page."""
     import torch
+    import transformers
 
     from families import FAMILIES
     from family_checks import CHECKS
@@ -55,7 +56,8 @@ def write():
     refused = [["family", "reason"], *([name, refusal(name)] for name in REFUSED)]
     before, _, rest = PAGE.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}\n\n{_table(rows)}\n\nRefused:\n\n{_table(refused)}\n\n{END}{after}")
+    told = f"{len(rows) - 1} families of transformers {transformers.__version__} pass:"
+    PAGE.write_text(f"{before}{BEGIN}\n\n{told}\n\n{_table(rows)}\n\nRefused:\n\n{_table(refused)}\n\n{END}{after}")
 
 
 def _table(rows):

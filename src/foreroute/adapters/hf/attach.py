@@ -82,14 +82,14 @@ def _spec_of(model: nn.Module, seen: Probe) -> RoutingSpec:
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Eval mode, no gradients, nothing compiled; random state, flags, buffers and attributes of all modules kept."""
-    before = [(module, _state(module)) for module in model.modules()]
+    before = [(module, _attributes(module), _buffers(module)) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for module, (attributes, buffers) in before:
-            for name in _state(module)[0].keys() - attributes.keys():
+        for module, attributes, buffers in before:
+            for name in _attributes(module).keys() - attributes.keys():
                 del module.__dict__[name]
             module.__dict__.update(attributes)
             for name, (buffer, values) in buffers.items():
@@ -98,8 +98,11 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(values)
 
 
-def _state(module: nn.Module) -> tuple[dict[str, Any], dict[str, tuple[Tensor, Tensor]]]:
-    """Plain attributes of the instance (counters, caches, flags), and its buffers with copies of their values."""
-    attributes = {name: value for name, value in module.__dict__.items() if isinstance(value, PLAIN)}
-    buffers = {name: (buffer, buffer.clone()) for name, buffer in module._buffers.items() if buffer is not None}
-    return attributes, buffers
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Plain attributes of the instance: counters, caches, flags."""
+    return {name: value for name, value in module.__dict__.items() if isinstance(value, PLAIN)}
+
+
+def _buffers(module: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Buffers of the module itself, with copies of their values."""
+    return {name: (buffer, buffer.clone()) for name, buffer in module._buffers.items() if buffer is not None}
