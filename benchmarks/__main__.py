@@ -15,7 +15,7 @@ from typing import Any
 import benchmarks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-HARNESS = {"__main__", "fuzz_targets_capture", "pairs", "wires"}
+HARNESS = {"__main__", "fuzz_targets_capture", "mutations", "pairs", "wires"}
 
 
 def main() -> None:

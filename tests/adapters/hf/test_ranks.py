@@ -1,24 +1,18 @@
 """Data parallel training replays each rank's own sequences: losses and gradients are those of a single process."""
 
-import functools
-
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from driving import batch_of, enable_checkpointing, gradients, loss_of, random_routes
+from driving import batch_of, gradients, loss_of, random_routes
 from foreroute.adapters import hf
 from models import tiny
 from ranks import on_two_ranks
+from wrapping import CHECKPOINTING
 
 BATCH = batch_of(9, 9, 6, 6)
 """Each rank takes every second sequence: both have as many tokens, so that the mean of their losses is the loss."""
@@ -33,24 +27,6 @@ CASES = [
     ("ddp", "non_reentrant", False),
 ]
 """How it is distributed, how it checkpoints, and whether it is attached before it is distributed."""
-
-
-def wrap_layers(model, impl):
-    model.train()
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, checkpoint_impl=impl),
-        check_fn=lambda module: type(module).__name__.endswith("DecoderLayer"),
-    )
-
-
-CHECKPOINTING = {
-    "plain": lambda model: model.train(),
-    "reentrant": lambda model: enable_checkpointing(model, True),
-    "non_reentrant": lambda model: enable_checkpointing(model, False),
-    "wrapper_reentrant": lambda model: wrap_layers(model, CheckpointImpl.REENTRANT),
-    "wrapper_non_reentrant": lambda model: wrap_layers(model, CheckpointImpl.NO_REENTRANT),
-}
 
 
 def policy():

@@ -70,8 +70,8 @@ class ReplaySession(Listener):
             raise ReplayError("nothing was replayed: no forward of the attached model ran in the replay() session")
         if self._drops and not self._mask_was_read:
             raise ReplayError(
-                'rows were missing and missing="drop" was asked for, but nobody read session.loss_mask_BT: multiply '
-                'the loss of each token by it, or let the model route such rows with missing="native"'
+                'rows were missing and missing="drop" was asked for, but nobody read the loss mask: multiply the '
+                'loss of each token by session.loss_mask_BT, or let the model route such rows with missing="native"'
             )
 
     @property

@@ -1,0 +1,104 @@
+"""Which selection the auxiliary loss and the counters count, against sums written out by hand."""
+
+import numpy as np
+import pytest
+import torch
+
+from driving import batch_of, random_routes
+from foreroute.adapters import hf
+from foreroute.errors import ReplayError
+from models import tiny
+
+BATCH = batch_of(9, 6, 4)
+KEPT = BATCH["attention_mask"].bool().reshape(-1)
+
+
+def executed_and_native(routed, trace, **kwargs):
+    """The model's output, the session, and per layer the ids [R, K] executed and those of the live logits."""
+    with routed.replay(trace, telemetry=True, **kwargs) as session, routed.record() as recording:
+        output = routed.model(**BATCH, output_router_logits=True, labels=BATCH["input_ids"])
+    native = [logits.topk(routed.spec.top_k).indices for logits in output.router_logits]
+    executed = [torch.zeros_like(ids) for ids in native]
+    for layer, ids in enumerate(executed):
+        ids[KEPT] = torch.from_numpy(recording.trace().expert_ids_NLK[:, layer].astype(np.int64))
+    return output, session, {"replayed": executed, "native": native}
+
+
+def switch_loss(router_logits, ids, num_experts):
+    """E · Σ_e f_e · P_e over rows of all layers that are no padding (Switch Transformer, arXiv 2101.03961, 4 to 6)."""
+    rows, assigned = 0, torch.zeros(num_experts, dtype=torch.float64)
+    probability = torch.zeros(num_experts, dtype=torch.float64)
+    for logits, picks in zip(router_logits, ids, strict=True):
+        for row in KEPT.nonzero()[:, 0]:
+            rows += 1
+            probability += logits[row].detach().double().softmax(-1)
+            for expert in picks[row]:
+                assigned[expert] += 1
+    return num_experts * (assigned / rows * probability / rows).sum()
+
+
+@pytest.mark.parametrize("counts", ["native", "replayed"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "gpt_oss"])
+def test_the_auxiliary_loss_counts_what_it_is_told_to(family, counts):
+    model = tiny(family)
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    output, _, ids = executed_and_native(routed, trace, counts=counts)
+    losses = {name: switch_loss(output.router_logits, ids[name], 8) for name in ids}
+    torch.testing.assert_close(output.aux_loss.double(), losses[counts], rtol=1e-6, atol=0)
+    assert (losses["native"] - losses["replayed"]).abs() > 1e-2, "the check must be able to see a difference"
+
+
+def test_the_loss_of_the_model_contains_it_and_its_gradient_reaches_the_router():
+    gates = {}
+    for counts in ("native", "replayed"):
+        model = tiny("qwen3_moe")
+        routed = hf.attach(model)
+        output, _, _ = executed_and_native(routed, random_routes(routed.spec, BATCH), counts=counts)
+        gates[counts] = output.loss
+        output.aux_loss.backward()
+        gradient = model.model.layers[2].mlp.gate.weight.grad
+        gates[counts, "grad"] = gradient
+        assert gradient.abs().max() > 1e-4
+        assert not model.lm_head.weight.grad
+    assert gates["native"] != gates["replayed"]
+    assert not torch.equal(gates["native", "grad"], gates["replayed", "grad"])
+
+
+@pytest.mark.parametrize("counts", ["native", "replayed"])
+def test_counters_leave_padding_out(counts):
+    """For an expert-bias update of one's own: transformers has none."""
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    _, session, ids = executed_and_native(routed, trace, counts=counts)
+    expected = np.stack([np.bincount(layer[KEPT].reshape(-1), minlength=8) for layer in ids[counts]])
+    assert np.array_equal(session.expert_counts_LE(), expected)
+    assert expected.sum() == KEPT.sum() * routed.spec.num_layers * routed.spec.top_k
+
+
+def test_outside_a_session_nothing_is_counted_differently():
+    model, untouched = tiny("qwen3_moe"), tiny("qwen3_moe")
+    routed = hf.attach(model)
+    with routed.replay(random_routes(routed.spec, BATCH), counts="replayed"):
+        model(**BATCH, output_router_logits=True)
+    after, expected = (each(**BATCH, output_router_logits=True).aux_loss for each in (model, untouched))
+    assert torch.equal(after, expected)
+
+
+def test_a_loss_that_cannot_be_told_is_refused():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    forward = model.forward
+
+    def with_a_loss_of_its_own(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.aux_loss = output.logits.sum()
+        return output
+
+    model.forward = with_a_loss_of_its_own
+    with (
+        pytest.raises(ReplayError, match="selects 0 times where it has 3 routers"),
+        routed.replay(random_routes(routed.spec, BATCH), counts="replayed"),
+    ):
+        model(**BATCH)

@@ -1,0 +1,209 @@
+"""`torch.compile` of a replayed model: what eager computes, in as many graphs as without replay, whatever the trace.
+
+The oracle is the same model, eager. Backend `aot_eager` runs what AOTAutograd makes of a graph (its forward and its
+backward cut apart, recomputation and mutation included) without waiting for a C++ compiler.
+"""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from driving import batch_of, enable_checkpointing, gradients, loss_of, random_routes
+from foreroute.adapters import hf
+from foreroute.errors import BatchMismatchError, ReplayError
+from models import tiny
+from wrapping import CHECKPOINTING
+
+BATCH = batch_of(9, 6, 4)
+OTHER = batch_of(9, 6, 4, seed=5)
+
+
+@pytest.fixture(autouse=True)
+def no_graphs_left():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def step(routed, call, seed, batch=BATCH, *, inside=True, **kwargs):
+    """Loss, gradients and session of one replayed step."""
+    routed.model.zero_grad()
+    with routed.replay(random_routes(routed.spec, batch, seed), **kwargs) as session:
+        loss = loss_of(call, batch)
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    names = ("_orig_mod.", "_checkpoint_wrapped_module.")
+    grads = {name.replace(names[0], "").replace(names[1], ""): g for name, g in gradients(routed.model).items()}
+    return loss.detach(), grads, session
+
+
+def assert_same(seen, expected):
+    torch.testing.assert_close(seen[0], expected[0], rtol=1e-6, atol=0)
+    assert seen[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(seen[1][name], gradient, rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "use_reentrant", "attach_first"),
+    [("qwen3_moe", None, True), ("qwen3_moe", False, False), ("deepseek_v3", True, True)],
+)
+def test_one_graph_replays_every_trace(family, use_reentrant, attach_first):
+    model, eager = tiny(family, experts="grouped_mm"), hf.attach(tiny(family, experts="grouped_mm"))
+    for each in (model, eager.model):
+        enable_checkpointing(each, use_reentrant)
+    routed = hf.attach(model) if attach_first else None
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        native = compiled(**BATCH, use_cache=False).logits
+    assert graphs() == 1
+    routed = routed or hf.attach(compiled)
+
+    for seed, batch in enumerate([BATCH, BATCH, OTHER]):
+        assert_same(step(routed, compiled, seed, batch, inside=bool(seed)), step(eager, eager.model, seed, batch))
+    assert graphs() == 2, "replay takes one graph more, and no trace another one"
+
+    for seed in range(2):
+        seen = step(routed, compiled, seed, telemetry=True)
+        expected = step(eager, eager.model, seed, telemetry=True)
+        assert_same(seen, expected)
+        ours, theirs = seen[2].agreement(), expected[2].agreement()
+        assert (ours.routing.shared_L == theirs.routing.shared_L).all()
+        assert (ours.margins.counts_LB == theirs.margins.counts_LB).all()
+        assert ours.replaced_mass_L == pytest.approx(theirs.replaced_mass_L, rel=1e-5)
+        assert (seen[2].expert_counts_LE() == expected[2].expert_counts_LE()).all()
+    assert graphs() == 3
+
+    with routed.record() as recording, torch.no_grad():
+        compiled(**BATCH, use_cache=False)
+    with eager.record() as expected_recording, torch.no_grad():
+        eager.model(**BATCH, use_cache=False)
+    assert recording.trace().equals(expected_recording.trace())
+    with torch.no_grad():
+        assert torch.equal(compiled(**BATCH, use_cache=False).logits, native), "the session left a graph behind"
+    assert graphs() == 4
+
+
+def compile_each_layer(model):
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+
+
+def replace_each_layer(model):
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = torch.compile(layer, backend="aot_eager")
+
+
+@pytest.mark.parametrize(
+    ("how", "checkpointing", "attach_first"),
+    [
+        (compile_each_layer, "plain", True),
+        (compile_each_layer, "non_reentrant", False),
+        (compile_each_layer, "wrapper_non_reentrant", True),
+        (replace_each_layer, "plain", False),
+    ],
+)
+def test_layers_compiled_one_by_one_share_a_graph(how, checkpointing, attach_first):
+    model, eager = tiny("qwen3_moe", experts="grouped_mm"), hf.attach(tiny("qwen3_moe", experts="grouped_mm").train())
+    routed = hf.attach(model) if attach_first else None
+    CHECKPOINTING[checkpointing](model)
+    how(model)
+    routed = routed or hf.attach(model)
+    assert graphs() == 0, "attaching compiles nothing"
+    for seed in range(3):
+        seen = step(routed, model, seed, inside=seed > 0, telemetry=True)
+        expected = step(eager, eager.model, seed, telemetry=True)
+        assert_same(seen, expected)
+        assert (seen[2].agreement().routing.shared_L == expected[2].agreement().routing.shared_L).all()
+    assert graphs() == 1
+
+
+def test_a_model_that_breaks_into_many_graphs_is_replayed_too():
+    """The eager experts loop over the experts that were hit, which Dynamo cannot trace."""
+    model, eager = tiny("mixtral"), hf.attach(tiny("mixtral"))
+    routed = hf.attach(model)
+    compiled = torch.compile(model, backend="eager")
+    step(routed, compiled, 0)
+    before = graphs()
+    assert before > 3
+    for seed in (1, 2):
+        assert_same(step(routed, compiled, seed), step(eager, eager.model, seed))
+    assert graphs() == before
+
+
+def test_a_compiled_forward_checks_its_batch():
+    model = tiny("qwen3_moe", experts="grouped_mm")
+    routed = hf.attach(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    step(routed, compiled, 0)
+    with (
+        pytest.raises(BatchMismatchError, match="sequence 0, position 0"),
+        routed.replay(random_routes(routed.spec, OTHER)),
+    ):
+        compiled(**BATCH, use_cache=False)
+    step(routed, compiled, 1)
+
+
+def test_a_router_bypassed_in_a_compiled_forward_is_named():
+    model = tiny("qwen3_moe", experts="grouped_mm")
+    routed = hf.attach(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    block = model.model.layers[2].mlp
+    block.forward = lambda hidden: hidden
+    with (
+        pytest.raises(ReplayError, match=r"model\.layers\.2\.mlp\.gate selected 0 times"),
+        routed.replay(random_routes(routed.spec, BATCH)),
+    ):
+        compiled(**BATCH, use_cache=False)
+
+
+class ByHand(torch.nn.Module):
+    """A layer that somebody checkpoints without anybody's knowing."""
+
+    def __init__(self, layer, use_reentrant):
+        super().__init__()
+        self.layer, self.use_reentrant = layer, use_reentrant
+
+    def forward(self, hidden, **kwargs):
+        return checkpoint(lambda x: self.layer(x, **kwargs), hidden, use_reentrant=self.use_reentrant)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.layer, name)
+
+
+@pytest.mark.parametrize("how", [compile_each_layer, replace_each_layer])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_compiled_layer_checkpointed_by_hand_is_refused(how, use_reentrant):
+    model = tiny("qwen3_moe", experts="grouped_mm").train()
+    routed = hf.attach(model)
+    how(model)
+    model.model.layers[1] = ByHand(model.model.layers[1], use_reentrant)
+    with pytest.raises(ReplayError, match="by hand"), routed.replay(random_routes(routed.spec, BATCH)):
+        loss_of(model, BATCH)
+
+
+def test_the_auxiliary_loss_counts_executed_routes_in_a_graph():
+    model, eager = tiny("qwen3_moe", experts="grouped_mm"), hf.attach(tiny("qwen3_moe", experts="grouped_mm"))
+    routed = hf.attach(model)
+    model(**BATCH, output_router_logits=True)  # transformers installs its hooks now, which it cannot in a graph
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    trace = random_routes(routed.spec, BATCH)
+    losses = []
+    for each, call in ((routed, compiled), (eager, eager.model)):
+        with each.replay(trace, counts="replayed"):
+            losses.append(call(**BATCH, output_router_logits=True, use_cache=False).aux_loss)
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
+    with routed.replay(trace):
+        native = compiled(**BATCH, output_router_logits=True, use_cache=False).aux_loss
+    assert (native - losses[0]).abs() > 1e-2

@@ -1,0 +1,115 @@
+"""Several sequences in one row: each is replayed as if it were alone. The oracle is one forward per sequence."""
+
+import numpy as np
+import pytest
+import torch
+
+from driving import batch_of, experts_log, random_routes, sequences_of
+from foreroute.adapters import hf
+from foreroute.errors import BatchMismatchError, ReplayError
+from models import tiny
+
+ALONE = batch_of(5, 1, 4, 6, 3, 3)
+
+
+def packed(rows):
+    """The sequences of `ALONE`, those of `rows[b]` one after the other in row b, positions counted in each."""
+    tokens = sequences_of(ALONE)
+    lines = [np.concatenate([tokens[s] for s in row]) for row in rows]
+    positions = [np.concatenate([np.arange(len(tokens[s])) for s in row]) for row in rows]
+    return {
+        "input_ids": torch.from_numpy(np.stack(lines)).long(),
+        "position_ids": torch.from_numpy(np.stack(positions)).long(),
+    }
+
+
+ROWS = {"one row": [[0, 1, 2, 3, 4, 5]], "two rows": [[0, 1, 4, 5], [3, 2, 1, 1]]}
+"""The sequences of each row; in both rows of two they add up to 12 tokens."""
+
+
+def sequence_order(rows):
+    return [s for row in rows for s in row]
+
+
+def logits_alone(model, routed, trace, order):
+    """[tokens, V], sequence by sequence, each replayed in a forward of its own."""
+    parts = []
+    for place, s in enumerate(order):
+        tokens = torch.from_numpy(sequences_of(ALONE)[s])[None]
+        with routed.replay(trace.select([place])):
+            parts.append(model(input_ids=tokens, use_cache=False).logits[0])
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_a_packed_batch_replays_each_sequence_as_if_alone(family, rows):
+    model = tiny(family)
+    routed = hf.attach(model)
+    order = sequence_order(rows)
+    trace = random_routes(routed.spec, ALONE).select(order)
+    batch = packed(rows)
+    with torch.no_grad(), experts_log(model) as log:
+        expected = logits_alone(model, routed, trace, order)
+        log.clear()
+        with routed.replay(trace), routed.record() as recording:
+            seen = model(**batch, use_cache=False).logits.reshape(-1, expected.shape[-1])
+    for layer, (_, ids) in enumerate(log):
+        assert np.array_equal(ids.numpy(), trace.expert_ids_NLK[:, layer])
+    torch.testing.assert_close(seen, expected, rtol=0, atol=2e-5)
+    recorded = recording.trace()
+    assert np.array_equal(recorded.offsets, trace.offsets)
+    assert np.array_equal(recorded.expert_ids_NLK, trace.expert_ids_NLK)
+
+
+def test_without_positions_a_packed_row_is_refused():
+    """The control: one long sequence is not six short ones."""
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, ALONE)
+    with (
+        pytest.raises(BatchMismatchError, match="the batch has 1 sequences and the trace has 6"),
+        routed.replay(trace),
+    ):
+        model(input_ids=packed(ROWS["one row"])["input_ids"])
+    with (
+        pytest.raises(BatchMismatchError, match=r"holds the sequences \[1, 0, 2, 3, 4, 5\]"),
+        routed.replay(trace),
+    ):
+        model(**packed([[1, 0, 2, 3, 4, 5]]))
+
+
+def test_cumulative_lengths_say_it_as_well():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, ALONE)
+    batch = packed(ROWS["one row"])
+    cumulative = torch.from_numpy(trace.offsets.astype(np.int32))
+    with torch.no_grad(), routed.replay(trace):
+        by_positions = model(**batch, use_cache=False).logits
+        by_both = model(**batch, cu_seq_lens_q=cumulative, cu_seq_lens_k=cumulative, use_cache=False).logits
+    assert torch.equal(by_both, by_positions)
+    with pytest.raises(BatchMismatchError, match="expected 0 to 22"), routed.replay(trace):
+        model(**batch, cu_seq_lens_q=cumulative[:-1], use_cache=False)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_positions_of_padding_start_no_sequence(side):
+    batch = batch_of(7, 4, side=side)
+    positions = (batch["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, batch)
+    with routed.replay(trace), routed.record() as recording, torch.no_grad():
+        model(**batch, position_ids=positions)
+    assert np.array_equal(recording.trace().expert_ids_NLK, trace.expert_ids_NLK)
+
+
+def test_packed_sequences_cannot_go_on_over_a_cache():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    with routed.record() as recording, torch.no_grad():
+        cache = model(**packed(ROWS["one row"]), use_cache=True).past_key_values
+        model(input_ids=torch.tensor([[7]]), past_key_values=cache)
+    with pytest.raises(ReplayError, match="packed into one row cannot be continued"):
+        recording.trace()

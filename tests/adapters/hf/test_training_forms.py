@@ -1,0 +1,173 @@
+"""What training puts around a model: adapters, autocast, noise, dense and shared layers, other heads.
+
+The oracle is the same thing without replay: under the routes that it takes by itself, replay changes no bit of loss or
+gradients. Under other routes, the experts are seen to get exactly those.
+"""
+
+import numpy as np
+import pytest
+import torch
+from transformers.modeling_layers import MtpModel
+
+from driving import batch_of, enable_checkpointing, experts_log, gradients, loss_of, random_routes
+from foreroute.adapters import hf
+from models import FAMILIES, tiny
+
+BATCH = batch_of(9, 6, 4)
+KEPT = BATCH["attention_mask"].bool().reshape(-1)
+
+
+def noisy(**sizes):
+    """Jitter on what routers see, dropout in attention."""
+    return hf.build_model(
+        "mixtral",
+        seed=0,
+        experts_implementation="eager",
+        **{**FAMILIES["mixtral"], "router_jitter_noise": 0.3, "attention_dropout": 0.2, **sizes},
+    )
+
+
+def interleaved():
+    """Layers 1 and 3 of 5 are sparse; qwen3 also has a dense one by name."""
+    sizes = {**FAMILIES["qwen3_moe"], "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [5]}
+    return hf.build_model("qwen3_moe", seed=0, experts_implementation="eager", **sizes)
+
+
+def with_shared_expert():
+    sizes = {k: v for k, v in FAMILIES["qwen3_moe"].items() if k != "head_dim"}
+    return hf.build_model(
+        "qwen2_moe", seed=0, experts_implementation="eager", **sizes, shared_expert_intermediate_size=16
+    )
+
+
+def with_lora(**kwargs):
+    peft = pytest.importorskip("peft")
+    model = tiny("qwen3_moe")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **kwargs)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return peft.get_peft_model(model, config)
+
+
+def with_lora_on_experts_and_routers():
+    return with_lora(target_parameters=["experts.down_proj", "gate.weight"])
+
+
+def with_bfloat16_autocast():
+    model = tiny("qwen3_moe")
+    forward = model.forward
+
+    def under_autocast(*args, **kwargs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(*args, **kwargs)
+
+    model.forward = under_autocast
+    return model
+
+
+FORMS = [noisy, interleaved, with_shared_expert, with_lora, with_lora_on_experts_and_routers, with_bfloat16_autocast]
+
+
+def ready(model, use_reentrant):
+    if use_reentrant is not None:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base.enable_input_require_grads()
+        enable_checkpointing(base, use_reentrant)
+    return model.train()
+
+
+def seeded_loss(model):
+    torch.manual_seed(7)
+    return loss_of(model, BATCH).float()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_native_replay_is_bit_equal(form, checkpointing):
+    untouched, model = ready(form(), checkpointing), ready(form(), checkpointing)
+    expected = seeded_loss(untouched)
+    expected.backward()
+    routed = hf.attach(model)
+    with routed.record() as recording, torch.no_grad():
+        seeded_loss(model)
+    with routed.replay(recording.trace(), telemetry=True) as session:
+        loss = seeded_loss(model)
+    loss.backward()
+    assert torch.equal(loss, expected)
+    mine, theirs = gradients(model), gradients(untouched)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert session.agreement().routing.differing_tokens_share == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_get_exactly_the_replayed_ids_also_in_recomputation(form, checkpointing):
+    plain, model = ready(form(), None), ready(form(), checkpointing)
+    grads = []
+    for each in (plain, model):
+        routed = hf.attach(each)
+        trace = random_routes(routed.spec, BATCH)
+        with experts_log(each) as log:
+            with routed.replay(trace):
+                loss = seeded_loss(each)
+            loss.backward()
+        layers = {path: layer for layer, path in enumerate(sorted({path for path, _ in log}))}
+        assert len(layers) == routed.spec.num_layers
+        for path, ids in log:
+            assert np.array_equal(ids[KEPT].numpy(), trace.expert_ids_NLK[:, layers[path]])
+        grads.append(gradients(each))
+    for name, gradient in grads[0].items():
+        torch.testing.assert_close(grads[1][name], gradient, rtol=0, atol=1e-7, msg=name)
+
+
+def test_only_sparse_layers_have_rows():
+    assert [layer.index for layer in hf.attach(interleaved()).spec.layers] == [1, 3]
+    assert [layer.index for layer in hf.attach(tiny("deepseek_v3")).spec.layers] == [1, 2]
+
+
+@pytest.mark.parametrize("form", [with_lora, with_lora_on_experts_and_routers])
+def test_attaching_before_wrapping_is_attaching_after(form, monkeypatch):
+    peft = pytest.importorskip("peft")
+    after = ready(form(), False)
+    routed_after = hf.attach(after)
+    attached = []
+    wrap = peft.get_peft_model
+    monkeypatch.setattr(peft, "get_peft_model", lambda m, c: (attached.append(hf.attach(m)), wrap(m, c))[1])
+    before = ready(form(), False)
+    for model, routed in ((after, routed_after), (before, attached[0])):
+        with routed.replay(random_routes(routed.spec, BATCH)):
+            seeded_loss(model).backward()
+    mine, theirs = gradients(before), gradients(after)
+    assert mine.keys() == theirs.keys()
+    assert all("lora" in name for name in mine)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_noise_is_no_obstacle_because_routes_are_replayed_after_it():
+    """The control: in train mode the model itself routes differently from one forward to the next."""
+    model = noisy().train()
+    routed = hf.attach(model)
+    recorded = []
+    for _ in range(2):
+        with routed.record() as recording, torch.no_grad():
+            model(**BATCH)
+        recorded.append(recording.trace())
+    assert not recorded[0].equals(recorded[1])
+
+
+def test_prediction_heads_route_themselves():
+    """Multi-token prediction layers are a model of their own, with embedding and head shared and routers not."""
+    main = tiny("deepseek_v3")
+    head = MtpModel(main, 1).eval()
+    batch = {name: value[:1] for name, value in BATCH.items()}
+    routed = hf.attach(main)
+
+    def predicted(hidden):
+        with torch.no_grad():
+            return head(batch["input_ids"], hidden, None, torch.arange(9)[None], None)[1]
+
+    with routed.replay(random_routes(routed.spec, batch)), torch.no_grad(), experts_log(head) as log:
+        hidden = main(**batch, output_hidden_states=True).hidden_states[-1]
+        seen = predicted(hidden)
+    assert len(log) == 1
+    assert torch.equal(seen, predicted(hidden))
+    assert routed.router_paths == ("model.layers.1.mlp.gate", "model.layers.2.mlp.gate")
