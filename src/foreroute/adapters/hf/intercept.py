@@ -30,7 +30,6 @@ from foreroute.adapters.hf.batch import Batch, BatchTensors, parameter_names
 from foreroute.adapters.hf.checkpointing import CHECKPOINTS_IN, compilable_under_checkpointing, require_prepared
 from foreroute.adapters.hf.discover import RouterSite
 from foreroute.adapters.hf.passes import Listener, Pass, PassInput, Seat, require_each_router_once
-from foreroute.adapters.hf.selection_mode import SelectionMode
 from foreroute.errors import ReplayError
 from foreroute.replay import LayerNotes, ReplayRows, Watch, id_dtype
 from foreroute.trace import RoutingSpec
@@ -53,7 +52,7 @@ class Interceptor:
         self._model = model
         self._trunk = trunk
         self._sites = sites
-        self._seats = [Seat(site.path, layer, finals[layer]) for layer, site in enumerate(sites)]
+        self._seats = [Seat(site.path, layer, site.plan.mode, finals[layer]) for layer, site in enumerate(sites)]
         self._spec = spec
         self._names = parameter_names(trunk.forward)
         self._listeners: list[Listener] = []
@@ -99,7 +98,7 @@ class Interceptor:
             self._installed = True
             stack.callback(setattr, self, "_installed", False)
             for seat, site in zip(self._seats, self._sites, strict=True):
-                stack.enter_context(overridden(site.module, "forward", partial(self._run_router, seat)))
+                stack.enter_context(overridden(*site.selecting, partial(self._run_router, seat)))
             if whole:
                 stack.enter_context(compilable_under_checkpointing())
                 stack.enter_context(overridden(self._trunk, "forward", self._run_trunk))
@@ -108,7 +107,7 @@ class Interceptor:
 
     def _hook_layers(self, stack: ExitStack) -> None:
         """Hooks on whatever checkpoints a part of the trunk, or was compiled on its own with a router in it."""
-        routers = {site.module for site in self._sites}
+        routers = {site.selecting[0] for site in self._sites}
         for path, module in self._trunk.named_modules():
             for name in CHECKPOINTS_IN:
                 if callable(module.__dict__.get(name)):
@@ -205,7 +204,7 @@ class Interceptor:
             )
         if not torch.compiler.is_compiling():
             self._require_own_checkpointing(seat.path)
-        mode = SelectionMode(seat.final, now.rows)
+        mode = seat.mode(seat.final, now.rows)
         with mode:
             result = forward(*args, **kwargs)
         if len(mode.seen) != seat.final + 1:
@@ -213,8 +212,13 @@ class Interceptor:
                 f"router {seat.path} made {len(mode.seen)} top-k selections, but {seat.final + 1} when it was "
                 "attached; its forward takes another path now. Attach again"
             )
+        chosen = mode.seen[-1]
+        if chosen.ids_RK.shape[0] != now.real_R.shape[0]:
+            raise ReplayError(
+                f"router {seat.path} saw {chosen.ids_RK.shape[0]} of the {now.real_R.shape[0]} positions of the batch; "
+                "a router that sees only the text of it cannot be recorded or replayed"
+            )
         if now.notes is not None:
-            chosen = mode.seen[-1]
             own_ids = chosen.ids_RK if chosen.own_ids_RK is None else chosen.own_ids_RK
             scores = chosen.scores_RE.detach()
             now.notes.write(scores, chosen.ids_RK, own_ids, now.real_R, by_probability=chosen.by_probability)

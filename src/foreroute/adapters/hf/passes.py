@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foreroute.adapters.hf.batch import Batch
+from foreroute.adapters.hf.selection_mode import SelectionMode
 from foreroute.errors import ReplayError
 from foreroute.replay import LayerNotes, ReplayRows, Watch
 from foreroute.trace import RoutingSpec
@@ -100,12 +101,14 @@ class Seat:
     Attributes:
         path: dotted name inside the model.
         layer: its position on the layer axis.
+        mode: what watches its selection.
         final: which top-k of its forward is its selection.
         now: what it does in the pass on top; None outside of any.
     """
 
     path: str
     layer: int
+    mode: type[SelectionMode]
     final: int
     now: LayerPass | None = None
 
