@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foreroute.adapters.hf.discover import RouterSite, find_routers
-from foreroute.adapters.hf.intercept import Interceptor
+from foreroute.adapters.hf.intercept import Interceptor, is_hooked
 from foreroute.adapters.hf.model import RoutedModel
 from foreroute.adapters.hf.probe import PROBE_TOKENS, Probe, probe
 from foreroute.adapters.hf.self_check import self_check
@@ -34,6 +34,8 @@ def attach(model: nn.Module) -> RoutedModel:
         AttachError: when the model has no routers, is known not to be replayable, has routers of different shapes, or
             does not pass the self-check. The message says which router and why.
     """
+    if any(is_hooked(module) for module in model.modules()):
+        raise AttachError("a session is open on this model; attach it before or after, or use the one that it has")
     candidates = find_routers(model)
     _refuse_two_stacks(model, candidates)
     with _untouched(model):

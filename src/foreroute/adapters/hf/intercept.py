@@ -60,7 +60,8 @@ class Interceptor:
         self._forcing = False
         self._counts_executed = False
         self._passes: list[Pass] = []
-        self._installed = False
+        self._installed: ExitStack | None = None
+        self._users = 0
         self._checkpoints_open = 0
         self._number = graph_ops.register(self)
         self._ledger = torch.zeros(1, dtype=torch.int64)
@@ -90,20 +91,28 @@ class Interceptor:
 
     @contextmanager
     def _hooks(self, *, whole: bool) -> Iterator[None]:
-        """Put the hooks in place, unless they are, and take them away again; only those of routers if not `whole`."""
-        if self._installed:
+        """Have the hooks in place until the last user leaves; only those of routers if not `whole`."""
+        if self._installed is None:
+            self._installed = self._install(whole=whole)
+        self._users += 1
+        try:
             yield
-            return
+        finally:
+            self._users -= 1
+            if not self._users:
+                installed, self._installed = self._installed, None
+                installed.close()
+
+    def _install(self, *, whole: bool) -> ExitStack:
         with ExitStack() as stack:
-            self._installed = True
-            stack.callback(setattr, self, "_installed", False)
             for seat, site in zip(self._seats, self._sites, strict=True):
                 stack.enter_context(overridden(*site.selecting, partial(self._run_router, seat)))
             if whole:
                 stack.enter_context(compilable_under_checkpointing())
                 stack.enter_context(overridden(self._trunk, "forward", self._run_trunk))
+                stack.enter_context(_uncopyable(self._trunk))
                 self._hook_layers(stack)
-            yield
+            return stack.pop_all()
 
     def _hook_layers(self, stack: ExitStack) -> None:
         """Hooks on whatever checkpoints a part of the trunk, or was compiled on its own with a router in it."""
@@ -294,7 +303,28 @@ def overridden(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> Ite
     try:
         yield
     finally:
-        if had_own:
+        if own.get(name) is not stand_in:  # somebody replaced it meanwhile; theirs stays
+            pass
+        elif had_own:
             own[name] = original
         else:
             del own[name]
+
+
+@contextmanager
+def _uncopyable(module: nn.Module) -> Iterator[None]:
+    """Refuse `copy.deepcopy` while hooks are in place: the copy's hooks would run the original."""
+
+    def refuse(memo: object) -> nn.Module:
+        raise ReplayError("the model cannot be copied inside a record() or replay() session; copy it before or after")
+
+    module.__dict__["__deepcopy__"] = refuse
+    try:
+        yield
+    finally:
+        del module.__dict__["__deepcopy__"]
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a session is open on a model with this trunk."""
+    return "__deepcopy__" in module.__dict__

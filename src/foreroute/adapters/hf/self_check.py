@@ -45,7 +45,9 @@ def _check_own_routes(routed: RoutedModel) -> RoutingTrace:
         raise AttachError(f"the routers do not make K different picks of E experts: {error}") from error
     with routed.replay(own), routed.record() as recording:
         replayed = hidden(routed.model)
-    if not recording.trace().equals(own) or not torch.equal(native, replayed):
+    same_routes = recording.trace().equals(own)
+    # an output that differs from itself (noise, atomics on a GPU) cannot be compared bit by bit; routes still can
+    if not same_routes or not (torch.equal(native, replayed) or not torch.equal(native, hidden(routed.model))):
         raise AttachError(
             f"self-check failed: replaying the model's own routes changed its output by up to "
             f"{(native - replayed).abs().max().item():.3g}; this family needs an adapter of its own"
