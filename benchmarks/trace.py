@@ -24,14 +24,14 @@ from foreroute.trace.codec import Codec, CodecName, encoder
 from foreroute.trace.seal import seal_payloads
 
 NUM_EXPERTS, TOP_K, NUM_LAYERS, LENGTH = 128, 8, 48, 1000
-ROWS_PER_CALL = 1000
+ROWS_PER_CALL = 2000
 MADE_LAYERS = 8
 RECORDED = Path("runs/demo")
 
 
 def run(quick: bool) -> dict[str, Any]:
     """Sizes of correlated, uncorrelated and recorded routes; speeds on the correlated ones."""
-    sequences, copies, rounds = (48, 4, 5) if quick else (128, 4, 15)
+    sequences, copies, rounds = (48, 8, 5) if quick else (128, 8, 11)
     metrics: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, correlation in (("uncorrelated", 0.0), ("correlated", 0.7)):

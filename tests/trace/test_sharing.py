@@ -88,7 +88,7 @@ def test_runs_rebuild_every_sequence(seed):
 def test_blocks_tile_the_rows_and_begin_with_a_sequence(lengths, num_experts):
     cuts = cut_blocks(np.array(lengths, np.int64), spec_of(num_experts)).tolist()
     ends = np.cumsum([0, *lengths]).tolist()
-    aim = min(max(8 * num_experts, 1024), 8192)
+    aim = min(max(16 * num_experts, 1024), 8192)
     assert cuts[0] == 0
     assert cuts[-1] == sum(lengths)
     assert all(a < b <= a + 2 * aim for a, b in pairwise(cuts))

@@ -9,17 +9,17 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.trace.check import as_offsets, segment_rows
+from foreroute.trace.check import as_offsets
 from foreroute.trace.spec import RoutingSpec
 
-ROWS_PER_EXPERT = 8
+ROWS_PER_EXPERT = 16
 LEAST_ROWS, MOST_ROWS = 1024, 8192
 
 
 def cut_blocks(stored_S: NDArray[np.int64], spec: RoutingSpec) -> NDArray[np.int64]:
     """First stored row of each block, and the number of stored rows at the end: int64 [B + 1].
 
-    A block aims at 8 rows per expert, from 1,024 to 8,192: fewer make the ranking of experts dear, more make it blunt.
+    A block aims at 16 rows per expert, from 1,024 to 8,192: fewer make the ranking of experts dear, more make it blunt.
     It takes sequences until it has three quarters of that. A sequence of twice as much has blocks of its own.
 
     Args:
@@ -45,7 +45,7 @@ def cut_blocks(stored_S: NDArray[np.int64], spec: RoutingSpec) -> NDArray[np.int
 def needed_blocks(
     block_starts: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The blocks that runs of stored rows touch, and where each row of the runs is among the rows of those blocks."""
+    """The blocks that runs of stored rows touch, and where each run starts among the rows of those blocks, joined."""
     first = np.searchsorted(block_starts, starts, side="right") - 1
     after = np.searchsorted(block_starts, starts + lengths, side="left")
     change = np.zeros(len(block_starts), np.int64)
@@ -54,7 +54,7 @@ def needed_blocks(
     blocks = np.flatnonzero(np.cumsum(change)[:-1] > 0)
     compact = as_offsets(np.diff(block_starts)[blocks])
     before = compact[np.searchsorted(blocks, first)] - block_starts[first]
-    return blocks, segment_rows(starts + before, lengths)
+    return blocks, starts + before
 
 
 def _even(total: int, parts: int) -> NDArray[np.int64]:

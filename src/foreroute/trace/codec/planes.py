@@ -67,6 +67,7 @@ class Planes:
         self._slots = as_slots(book)
         self._short = spec.num_experts <= DIRECT_EXPERTS and spec.top_k <= SHORT_PICKS
         check_lengths(lengths)
+        self._order = np.zeros(DIRECT_EXPERTS if spec.num_experts <= DIRECT_EXPERTS else MAX_EXPERTS, spec.id_dtype)
         self._planes: NDArray[Any] = np.zeros(0, spec.id_dtype)
         self._words = np.zeros(0, np.uint64)
 
@@ -129,19 +130,32 @@ class Planes:
             TraceContentError: when a payload cannot be what `encode` wrote.
         """
         from foreroute.trace.codec.planes_decode import read_block
-        from foreroute.trace.codec.sorting import comparators
 
         spec, rows = self._spec, len(dest)
         head = self._head_words(rows)
         if sizes.min() < head + 2:
             raise TraceContentError(f"a payload of {int(sizes.min())} words cannot hold {rows} rows")
         self._reserve(rows, len(starts))
-        order = np.arange(256 if spec.num_experts <= 256 else MAX_EXPERTS).astype(spec.id_dtype)
-        out, num_out, network = out_NLK.reshape(-1), out_NLK.shape[1], comparators(spec.top_k)
-        how = (head, spec.num_experts, self._short, self._decoding, self._slots, network, order, self._planes)
+        out, num_out = out_NLK.reshape(-1), out_NLK.shape[1]
+        how = (
+            head,
+            spec.num_experts,
+            self._short,
+            self._decoding,
+            self._slots,
+            self._network,
+            self._order,
+            self._planes,
+        )
         bad = read_block(words, starts, sizes, dest, columns, *how, out, num_out)
         if bad >= 0:
             raise TraceContentError(f"the payload of wanted layer {bad} of a block of {rows} rows does not decode")
+
+    @cached_property
+    def _network(self) -> NDArray[np.int64]:
+        from foreroute.trace.codec.sorting import comparators
+
+        return comparators(self._spec.top_k)
 
     @cached_property
     def _encoding(self) -> NDArray[np.uint32]:
@@ -154,7 +168,6 @@ class Planes:
     def _rank(self, expert_ids_NLK: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
         """Fill the planes with the block's ranks, sorted per row; the expert of each rank, [L, E]."""
         from foreroute.trace.codec.planes_encode import rank_experts, sorted_ranks
-        from foreroute.trace.codec.sorting import comparators
 
         spec = self._spec
         self._reserve(len(rows), spec.num_layers)
@@ -162,8 +175,7 @@ class Planes:
         flat = expert_ids_NLK.reshape(-1)
         ranked = self._head_words(len(rows)) > 2
         rank_experts(flat, spec.num_layers, spec.top_k, rows, ranked, order_LE, rank_LE)
-        network = comparators(spec.top_k)
-        sorted_ranks(flat, spec.num_layers, rows, rank_LE, network, self._slots, self._planes, len(rows))
+        sorted_ranks(flat, spec.num_layers, rows, rank_LE, self._network, self._slots, self._planes, len(rows))
         return order_LE
 
     def _head_words(self, rows: int) -> int:

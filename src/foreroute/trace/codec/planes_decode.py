@@ -218,6 +218,8 @@ def read_block(
     rows, ends, at = len(dest), np.zeros(4, np.uint64), np.zeros(4, np.uint64)
     seen = np.zeros(num_experts, np.uint8)
     width, half = uint64(8 * order.itemsize), uint64(0xFFFFFFFF)
+    for rank in range(num_experts):
+        order[rank] = rank
     for c in range(len(starts)):
         payload = words[starts[c] : starts[c] + sizes[c]]
         ends[0], ends[1] = payload[0] & half, payload[0] >> uint64(32)
