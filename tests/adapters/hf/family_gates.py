@@ -1,7 +1,7 @@
 """Gate weights of every family, written down from its definition: the oracle for replay at given experts.
 
-`test_families` also holds each formula against an untouched router on the router's own picks, so that a formula cannot
-be wrong in the way that replay is wrong.
+`test_every_family` also holds each formula against an untouched router on the router's own picks, so that a formula
+cannot be wrong in the way that replay is wrong.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The support table of docs/adapters.md: written from the checks by running this file, read by `test_families`."""
+"""The support table of docs/adapters.md: written from the checks by running this file, read by `test_every_family`."""
 
 import functools
 import sys

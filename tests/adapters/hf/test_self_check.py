@@ -154,6 +154,22 @@ def test_a_router_that_replay_would_not_reach_is_refused(router, layers, reason)
         hf.attach(with_router(router, layers=layers))
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "hunyuan_v1_moe"])
+def test_a_layer_that_runs_past_its_router_is_refused(family):
+    model = build(family)
+    model.model.layers[1].mlp.forward = lambda hidden: hidden
+    with pytest.raises(AttachError, match=r"layers\.1\.mlp\.gate .* did not run, but its layer did"):
+        hf.attach(model)
+
+
+def test_attention_that_runs_past_its_router_is_refused():
+    model = build("jetmoe")
+    attention = model.model.layers[1].self_attention
+    attention.forward = lambda hidden_states, **rest: (hidden_states, None, None)
+    with pytest.raises(AttachError, match=r"layers\.1\.self_attention\.experts\.router .* did not run"):
+        hf.attach(model)
+
+
 def test_replay_without_effect_is_refused(monkeypatch):
     monkeypatch.setattr("foreroute.adapters.hf.selection_mode.TOP_K", frozenset())
     with pytest.raises(AttachError, match="made no top-k selection"):

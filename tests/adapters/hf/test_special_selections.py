@@ -1,4 +1,4 @@
-"""Selections that are no single top-k of a router's own forward, beyond what `test_families` asks of every family."""
+"""Selections that are no single top-k of a router's own forward, beyond what `test_every_family` asks of all."""
 
 import numpy as np
 import pytest

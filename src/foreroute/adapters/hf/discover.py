@@ -36,6 +36,13 @@ class RouterSite:
     selecting: tuple[nn.Module, str]
 
     @property
+    def layer_path(self) -> str:
+        """The dotted name of the numbered layer that the router is in."""
+        parts = self.path.split(".")
+        number = next(place for place, part in enumerate(parts) if part.isdigit())
+        return ".".join(parts[: number + 1])
+
+    @property
     def may_be_another_gate(self) -> bool:
         """Whether the class name alone does not say that this is a router: forget gates and the like."""
         return bool(PERHAPS_A_ROUTER.search(type(self.module).__name__))

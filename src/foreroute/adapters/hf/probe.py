@@ -38,14 +38,16 @@ class Probe:
 def probe(model: nn.Module, candidates: list[RouterSite]) -> Probe:
     """Run the model on a few tokens and watch the candidates.
 
-    Candidates that do not run on text alone (vision experts, vision towers) are left out; so are gates that select
-    nothing.
+    Candidates that do not run on text alone (vision experts beside text experts, vision towers) are left out; so are
+    gates that select nothing.
 
     Raises:
-        AttachError: when the forward fails, no router runs, or a router runs without selecting.
+        AttachError: when the forward fails, no router runs, a router runs without selecting, or a layer runs past its
+            router.
     """
     seen: dict[str, list[Selection]] = {}
     given_tokens: list[nn.Module] = []
+    entered: set[str] = set()
 
     def watch(site: RouterSite, forward: Any, *args: Any, **kwargs: Any) -> Any:
         with site.plan.mode(final=None) as mode:
@@ -58,6 +60,9 @@ def probe(model: nn.Module, candidates: list[RouterSite]) -> Probe:
             stack.enter_context(overridden(*site.selecting, partial(watch, site)))
         for module in _common_ancestors(model, candidates):
             stack.enter_context(_noting_tokens(module, given_tokens))
+        for path in {site.layer_path for site in candidates}:
+            enter = partial(_note_entry, entered, path)
+            stack.callback(model.get_submodule(path).register_forward_pre_hook(enter).remove)
         _forward_once(model)
     for site in candidates:
         if seen.get(site.path) == [] and not site.may_be_another_gate:
@@ -65,11 +70,29 @@ def probe(model: nn.Module, candidates: list[RouterSite]) -> Probe:
                 f"router {site.path} ({type(site.module).__name__}) made no top-k selection; how it selects is not "
                 "known, so replay would have no effect"
             )
+    _refuse_bypassed(candidates, {path for path, selections in seen.items() if selections}, entered)
     by_path = {site.path: site for site in candidates}
     sites = [by_path[path] for path, selections in seen.items() if selections]
     if not sites:
         raise AttachError(f"no router of {type(model).__name__} selected anything in a forward on text")
     return Probe(sites, [seen[site.path] for site in sites], _trunk(model, sites, given_tokens))
+
+
+def _refuse_bypassed(candidates: list[RouterSite], selected: set[str], entered: set[str]) -> None:
+    active = [site for site in candidates if site.path in selected]
+    routed_layers = {(site.layer_path, site.layer) for site in active}
+    router_classes = {type(site.module) for site in active}
+    for site in candidates:
+        bypassed = site.layer_path in entered and (site.layer_path, site.layer) not in routed_layers
+        if bypassed and (not site.may_be_another_gate or type(site.module) in router_classes):
+            raise AttachError(
+                f"router {site.path} ({type(site.module).__name__}) did not run, but its layer did: a fused kernel or "
+                "another branch bypassed it, and replay would have no effect there"
+            )
+
+
+def _note_entry(entered: set[str], path: str, *_: Any) -> None:
+    entered.add(path)
 
 
 def hidden(model: nn.Module) -> Tensor:
