@@ -1,101 +1,174 @@
-"""What replay costs: time of a forward, and of forward plus backward, replayed over unpatched.
+"""What replay costs: time of a forward, and of forward plus backward, replayed with telemetry over unpatched.
 
-The two run in turn on one model with the same weights and batch. The unpatched side is the same model outside any
-session, which is bit for bit the model that was never attached. An A/A line (unpatched over unpatched) says how far
-apart two equal things measure on this machine. Times are CPU time of the one thread that works.
+The two run in turn on one model with the same weights and batch, for every implementation of the experts, eager and
+compiled. The unpatched side is the same model outside any session, which is bit for bit the model that was never
+attached. An A/A line (unpatched over unpatched) says how far apart two equal things measure on this machine. Times are
+CPU time of the one thread that works.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.pairs import PairedRatio, compare
 from foreroute.adapters import hf
+from foreroute.replay import PassNotes, ReplayRows, Watch
 from foreroute.trace import RoutingTrace
 
 VOCABULARY = 1024
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "num_experts": 64,
+    "hidden_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "num_experts": 32,
     "num_experts_per_tok": 8,
-    "moe_intermediate_size": 128,
+    "moe_intermediate_size": 384,
     "norm_topk_prob": True,
-    "initializer_range": 0.05,
+    "initializer_range": 0.02,
 }
-TOKENS = (2, 128)
+"""Layers of half the width of Qwen3-30B-A3B, with a quarter of its experts."""
+
+SMALLER = {"num_hidden_layers": 1, "num_experts": 16}
+SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "grouped_mm": (SIZES, (2, 128)),
+    "eager": (SIZES | SMALLER, (2, 128)),
+    "batched_mm": (SIZES | SMALLER, (1, 16)),
+}
+"""Sizes and batch by implementation of the experts. The backward of eager fills the gradient of every expert once for
+each of them; batched_mm copies the weights of every pick."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One model and one batch, recorded.
+
+    Attributes:
+        call: the model, or what `torch.compile` made of it.
+    """
+
+    routed: hf.RoutedModel
+    call: Any
+    batch: torch.Tensor
+    trace: RoutingTrace
+
+    @classmethod
+    def of(cls, experts: str, compiler: str | None = None) -> Bench:
+        """With these experts, eager or compiled by this backend."""
+        torch.compiler.reset()
+        sizes, shape = SETTINGS[experts]
+        model = hf.build_model("qwen3_moe", seed=0, experts_implementation=experts, **sizes)
+        routed = hf.attach(model)
+        batch = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
+        with routed.record() as recording, torch.no_grad():
+            model(input_ids=batch)
+        call = model if compiler is None else torch.compile(model, backend=compiler, fullgraph=True)
+        return cls(routed, call, batch, recording.trace())
+
+    def forward(self) -> object:
+        """Without gradients."""
+        with torch.no_grad():
+            return self.call(input_ids=self.batch, use_cache=False).logits
+
+    def step(self) -> object:
+        """Forward and backward."""
+        self.routed.model.zero_grad(set_to_none=True)
+        logits = self.call(input_ids=self.batch, use_cache=False).logits
+        return logits.float().log_softmax(-1)[..., 0].mean().backward()
+
+    def replayed(self, work: Callable[[], object], *, telemetry: bool = True) -> Callable[[], object]:
+        """The same in a session of its own."""
+
+        def run() -> object:
+            with self.routed.replay(self.trace, telemetry=telemetry):
+                return work()
+
+        return run
+
+    def recording(self) -> object:
+        """A forward that is recorded."""
+        with self.routed.record():
+            return self.forward()
 
 
 def run(*, quick: bool) -> dict[str, Any]:
     """Medians and quartiles over interleaved pairs."""
     torch.set_num_threads(1)
-    model = hf.build_model("qwen3_moe", seed=0, **SIZES)
-    routed = hf.attach(model)
-    batch = torch.randint(0, VOCABULARY, TOKENS, generator=torch.Generator().manual_seed(0))
-    with routed.record() as recording, torch.no_grad():
-        model(input_ids=batch)
-    trace = recording.trace()
-    few, many = (20, 50) if quick else (100, 250)
-
-    def ratio(candidate: Callable[[], object], baseline: Callable[[], object], pairs: int) -> PairedRatio:
-        return compare(candidate, baseline, pairs=pairs, clock=time.thread_time)
-
-    forward = _forward(model, batch)
-    step = _step(model, batch)
+    _keep_memory()
+    few, many = (6, 10) if quick else (40, 80)
+    compiler = "aot_eager" if quick else "inductor"
+    eager = Bench.of("grouped_mm")
     figures = {
-        "forward": ratio(_replayed(routed, trace, forward), forward, many),
-        "forward_recording": ratio(_recording(routed, forward), forward, many),
-        "step": ratio(_replayed(routed, trace, step), step, few),
-        "forward_a_over_a": ratio(_forward(model, batch), forward, many),
-        "step_a_over_a": ratio(_step(model, batch), step, few),
+        "forward": _ratio(eager.replayed(eager.forward), eager.forward, many),
+        "step": _ratio(eager.replayed(eager.step), eager.step, few),
+        "forward_without_telemetry": _ratio(eager.replayed(eager.forward, telemetry=False), eager.forward, many),
+        "forward_recording": _ratio(eager.recording, eager.forward, many),
+        "forward_a_over_a": _ratio(lambda: eager.forward(), eager.forward, many),
+        "step_a_over_a": _ratio(lambda: eager.step(), eager.step, few),
     }
+    by_kind = {"grouped_mm": {"forward": figures["forward"], "step": figures["step"]}}
+    for kind in ("eager", "batched_mm"):
+        bench = Bench.of(kind)
+        by_kind[kind] = {
+            "forward": _ratio(bench.replayed(bench.forward), bench.forward, max(many // 2, 5)),
+            "step": _ratio(bench.replayed(bench.step), bench.step, max(few // 2, 4)),
+        }
+    bench = Bench.of("grouped_mm", compiler)
+    by_kind["compiled"] = {"step": _ratio(bench.replayed(bench.step), bench.step, max(few // 2, 4))}
+    metrics: dict[str, Any] = {f"{name}_ratio": round(figure.ratio, 4) for name, figure in figures.items()}
+    metrics |= {f"{name}_quartiles": _quartiles(figure) for name, figure in figures.items()}
+    for kind, pair in by_kind.items():
+        metrics[kind] = {f"{name}_ratio": round(figure.ratio, 4) for name, figure in pair.items()}
+        metrics[kind] |= {f"{name}_quartiles": _quartiles(figure) for name, figure in pair.items()}
+    metrics["worst_step_ratio"] = max(metrics[kind]["step_ratio"] for kind in by_kind)
     return {
-        "metrics": {f"{name}_ratio": round(figure.ratio, 4) for name, figure in figures.items()}
-        | {f"{name}_quartiles": _quartiles(figure) for name, figure in figures.items()},
+        "metrics": metrics | _bytes_per_token(eager),
         "baselines": {name: asdict(figures[name]) for name in ("forward_a_over_a", "step_a_over_a")},
-        "setting": {"family": "qwen3_moe", **SIZES, "tokens": TOKENS, "pairs": [many, few], "experts": "grouped_mm"},
+        "setting": {
+            "family": "qwen3_moe",
+            "sizes_and_tokens": SETTINGS,
+            "pairs": [many, few],
+            "compiler": compiler,
+            "telemetry": "on, but for forward_without_telemetry",
+        },
     }
 
 
-def _forward(model: Any, batch: torch.Tensor) -> Callable[[], object]:
-    def run() -> object:
-        with torch.no_grad():
-            return model(input_ids=batch, use_cache=False).logits
-
-    return run
-
-
-def _step(model: Any, batch: torch.Tensor) -> Callable[[], object]:
-    def run() -> object:
-        model.zero_grad(set_to_none=True)
-        return model(input_ids=batch, use_cache=False).logits.float().log_softmax(-1)[..., 0].mean().backward()
-
-    return run
+def _keep_memory() -> None:
+    """Let glibc keep freed memory: handing it back and faulting it in again takes a varying half of all time."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for trim_or_map_threshold in (-1, -3):
+            mallopt(trim_or_map_threshold, 1 << 30)
 
 
-def _replayed(routed: hf.RoutedModel, trace: RoutingTrace, work: Callable[[], object]) -> Callable[[], object]:
-    def run() -> object:
-        with routed.replay(trace):
-            return work()
-
-    return run
-
-
-def _recording(routed: hf.RoutedModel, work: Callable[[], object]) -> Callable[[], object]:
-    def run() -> object:
-        with routed.record():
-            return work()
-
-    return run
+def _ratio(candidate: Callable[[], object], baseline: Callable[[], object], pairs: int) -> PairedRatio:
+    return compare(candidate, baseline, pairs=pairs, clock=time.thread_time)
 
 
 def _quartiles(figure: PairedRatio) -> list[float]:
     return [round(figure.low, 4), round(figure.high, 4)]
+
+
+def _bytes_per_token(bench: Bench) -> dict[str, float]:
+    """Of all layers: the trace on the host, routes on the device until backward, notes on the device in a forward."""
+    trace, device = bench.trace, torch.device("cpu")
+    rows = ReplayRows.gather(trace, np.arange(trace.num_rows), device)
+    queued = [rows.ids_LRK, rows.routed_R, rows.real_R, rows.counted_R]
+    notes = PassNotes.empty(Watch(own=True), trace.num_rows, trace.spec, device).tensors()
+    host = [trace.expert_ids_NLK, trace.valid_N, trace.token_ids_N, trace.weight_versions_N]
+    parts = {
+        "host": sum(array.nbytes for array in host),
+        "device": sum(tensor.nbytes for tensor in queued),
+        "device_telemetry": sum(tensor.nbytes for tensor in notes),
+    }
+    figures = {f"bytes_per_token_{name}": round(size / trace.num_rows, 2) for name, size in parts.items()}
+    return {"bytes_per_token": round(sum(figures.values()), 2), **figures}

@@ -16,7 +16,7 @@ def rows(ids, routed=None, *, ask_all=False):
     ids_LRK = torch.tensor([ids], dtype=torch.uint8)
     routed_R = torch.ones(len(ids), dtype=torch.bool) if routed is None else torch.tensor(routed)
     unrouted_Q = None if routed_R.all() else (~routed_R).nonzero()[:, 0]
-    return ReplayRows(ids_LRK, routed_R, unrouted_Q, routed_R, ask_all)
+    return ReplayRows(ids_LRK, routed_R, unrouted_Q, routed_R, routed_R, ask_all)
 
 
 def test_values_come_from_dense_scores_and_carry_gradient():

@@ -1,8 +1,8 @@
 """Trace to routers: replayed rows of one forward, the selection they force, and what came of it."""
 
-from foreroute.replay.agreement_sums import AgreementSums
+from foreroute.replay.agreement_sums import AgreementSums, count_experts
 from foreroute.replay.missing import MissingRows
-from foreroute.replay.notes import Counts, LayerNotes, Watch, id_dtype
+from foreroute.replay.notes import Counts, LayerNotes, PassNotes, Watch, id_dtype, required
 from foreroute.replay.rows import ReplayRows
 from foreroute.replay.selection import Forced, forced_selection
 
@@ -12,8 +12,11 @@ __all__ = [
     "Forced",
     "LayerNotes",
     "MissingRows",
+    "PassNotes",
     "ReplayRows",
     "Watch",
+    "count_experts",
     "forced_selection",
     "id_dtype",
+    "required",
 ]

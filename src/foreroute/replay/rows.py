@@ -21,6 +21,7 @@ class ReplayRows:
         ids_LRK: uint8 or uint16 [L, R, K]; arbitrary where a slot has no route.
         routed_R: bool [R], slots that have a route.
         unrouted_Q: int64 [Q], the slots that have none, or None where all have one.
+        real_R: bool [R], False for padding.
         counted_R: bool [R], tokens that belong in the loss under the policy for missing rows; False for padding.
         ask_all: whether routers are to select by themselves in every slot, beside what is forced on them.
     """
@@ -28,6 +29,7 @@ class ReplayRows:
     ids_LRK: Tensor
     routed_R: Tensor
     unrouted_Q: Tensor | None
+    real_R: Tensor
     counted_R: Tensor
     ask_all: bool = False
 
@@ -63,5 +65,6 @@ class ReplayRows:
             torch.from_numpy(ids_LRK).to(device),
             torch.from_numpy(routed).to(device),
             torch.from_numpy(unrouted).to(device) if len(unrouted) else None,
+            torch.from_numpy(row_of_slot >= 0).to(device),
             torch.from_numpy(counted).to(device),
         )

@@ -46,7 +46,8 @@ def forced_selection(
 ) -> Forced:
     """What the router's own top-k would have returned had it picked the replayed experts.
 
-    Slots without a route keep the router's own choice. Unless `rows.ask_all`, it is asked about no other slot.
+    Slots without a route keep the router's own choice. Unless `rows.ask_all`, or compiled into a
+    graph, it is asked about no other slot.
 
     Args:
         choice_scores_RE: [R, E], what the router selects by; masked entries allowed.
@@ -67,7 +68,8 @@ def forced_selection(
     device = choice_scores_RE.device
     ids = ids_RK.to(device=device, dtype=torch.int64)
     own = None
-    if rows.ask_all:
+    # which slots lack a route is data: a graph asks about all of them, so as to hold for any batch
+    if rows.ask_all or torch.compiler.is_compiling():
         own = own_choice(choice_scores_RE.detach())
         ids = torch.where(rows.routed_R.to(device)[:, None], ids, own)
     elif rows.unrouted_Q is not None:

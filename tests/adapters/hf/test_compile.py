@@ -13,6 +13,7 @@ from driving import batch_of, enable_checkpointing, gradients, loss_of, random_r
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
 from models import tiny
+from test_missing import MISSING, without
 from wrapping import CHECKPOINTING
 
 BATCH = batch_of(9, 6, 4)
@@ -137,6 +138,27 @@ def test_a_model_that_breaks_into_many_graphs_is_replayed_too():
     for seed in (1, 2):
         assert_same(step(routed, compiled, seed), step(eager, eager.model, seed))
     assert graphs() == before
+
+
+@pytest.mark.parametrize("telemetry", [False, True])
+def test_rows_without_a_route_are_routed_by_the_graph_itself(telemetry):
+    """Also in the middle, and in another place in each batch."""
+    model, eager = tiny("qwen3_moe", experts="grouped_mm"), hf.attach(tiny("qwen3_moe", experts="grouped_mm"))
+    routed = hf.attach(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for seed, missing in enumerate(MISSING.values()):
+        trace = without(random_routes(routed.spec, BATCH, seed), missing)
+        recorded = []
+        for each, call in ((routed, compiled), (eager, eager.model)):
+            with (
+                each.replay(trace, missing="native", telemetry=telemetry),
+                each.record() as recording,
+                torch.no_grad(),
+            ):
+                call(**BATCH, use_cache=False)
+            recorded.append(recording.trace())
+        assert recorded[0].equals(recorded[1])
+    assert graphs() == 1
 
 
 def test_a_compiled_forward_checks_its_batch():

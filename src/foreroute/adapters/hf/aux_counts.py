@@ -23,11 +23,11 @@ class ExecutedCounts(TorchFunctionMode):
     """Watches one forward of the whole model.
 
     Args:
-        executed: the ids [R, K] of each router, from the end of the trunk's forward on; an empty list before it.
+        executed: the ids [L, R, K], from the end of the trunk's forward on; None before it.
         num_experts: E.
     """
 
-    def __init__(self, executed: Callable[[], list[Tensor]], num_experts: int) -> None:
+    def __init__(self, executed: Callable[[], Tensor | None], num_experts: int) -> None:
         super().__init__()
         self._executed = executed
         self._num_experts = num_experts
@@ -50,13 +50,13 @@ class ExecutedCounts(TorchFunctionMode):
 
     def _next(self, scores: Tensor, own_ids: Tensor) -> Tensor | None:
         executed = self._executed()
-        if not executed or scores.shape[-1] != self._num_experts or own_ids.shape[-1] != executed[0].shape[-1]:
+        if executed is None or scores.shape[-1] != self._num_experts or own_ids.shape[-1] != executed.shape[-1]:
             return None
-        if scores.shape[0] == executed[0].shape[0] and self._used < len(executed):
+        if scores.shape[0] == executed.shape[1] and self._used < len(executed):
             chosen = executed[self._used]
             self._used += 1
-        elif scores.shape[0] == sum(ids.shape[0] for ids in executed) and not self._used:
-            chosen = torch.cat([ids.to(scores.device) for ids in executed])
+        elif scores.shape[0] == executed.shape[0] * executed.shape[1] and not self._used:
+            chosen = executed.flatten(0, 1)
             self._used = len(executed)
         else:
             return None
@@ -66,7 +66,7 @@ class ExecutedCounts(TorchFunctionMode):
         """Raise `ReplayError` if the model made an auxiliary loss of something else than the executed selection."""
         has_loss = isinstance(getattr(result, "aux_loss", None), Tensor)
         executed = self._executed()
-        if has_loss and self._used != len(executed):
+        if has_loss and executed is not None and self._used != len(executed):
             raise ReplayError(
                 f"the auxiliary loss of this model selects {self._used} times where it has {len(executed)} routers, so "
                 'that it cannot be told to count the replayed selection; replay with counts="native"'

@@ -17,16 +17,14 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from foreroute.replay import LayerNotes
-
 
 class Host(Protocol):
     """What the operators call: the interceptor of a model."""
 
     def begin_from_graph(
         self, input_ids: Tensor, mask: Tensor | None, positions: Tensor | None, cumulative: Tensor | None, past: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """A compiled pass begins. Returns ids [L, R, K] (empty without replay), routed [R] and real [R]."""
+    ) -> tuple[Tensor, Tensor]:
+        """A compiled pass begins. Returns ids [L, R, K] (empty without replay) and routed [R]."""
 
     def end_from_graph(self, calls_L: Tensor, notes: list[Tensor]) -> None:
         """It is over."""
@@ -55,7 +53,7 @@ def begin_pass(
     positions: Tensor | None,
     cumulative: Tensor | None,
     past: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Locate the rows of a batch; see `Host.begin_from_graph`."""
     ledger.add_(1)
     return _hosts[host].begin_from_graph(input_ids, mask, positions, cumulative, past)
@@ -70,11 +68,10 @@ def _(
     positions: Tensor | None,
     cumulative: Tensor | None,
     past: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     num_slots = input_ids.shape[0] * input_ids.shape[1]
     shape, dtype = _hosts[host].shapes_for_graph(num_slots)
-    flags = (input_ids.new_empty(num_slots, dtype=torch.bool) for _ in range(2))
-    return (input_ids.new_empty(shape, dtype=dtype), *flags)  # type: ignore[return-value]
+    return input_ids.new_empty(shape, dtype=dtype), input_ids.new_empty(num_slots, dtype=torch.bool)
 
 
 @torch.library.custom_op("foreroute::end_pass", mutates_args=("ledger",), tags=(torch.Tag.cudagraph_unsafe,))
@@ -87,8 +84,3 @@ def end_pass(host: int, ledger: Tensor, calls_L: Tensor, notes: list[Tensor]) ->
 @end_pass.register_fake
 def _(host: int, ledger: Tensor, calls_L: Tensor, notes: list[Tensor]) -> None:
     return None
-
-
-def flatten_notes(layers: list[LayerNotes]) -> list[Tensor]:
-    """The tensors of all notes, in a fixed order."""
-    return [tensor for notes in layers for tensor in notes.tensors()]

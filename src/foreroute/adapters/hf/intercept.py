@@ -31,7 +31,7 @@ from foreroute.adapters.hf.checkpointing import CHECKPOINTS_IN, compilable_under
 from foreroute.adapters.hf.discover import RouterSite
 from foreroute.adapters.hf.passes import Listener, Pass, PassInput, Seat, require_each_router_once
 from foreroute.errors import ReplayError
-from foreroute.replay import LayerNotes, ReplayRows, Watch, id_dtype
+from foreroute.replay import PassNotes, ReplayRows, Watch, id_dtype
 from foreroute.trace import RoutingSpec
 
 
@@ -65,8 +65,8 @@ class Interceptor:
         self._checkpoints_open = 0
         self._number = graph_ops.register(self)
         self._ledger = torch.zeros(1, dtype=torch.int64)
-        self._executed: list[Tensor] = []
-        self._begun_in_graph: tuple[Batch, ReplayRows | None] | None = None
+        self._executed: Tensor | None = None
+        self._begun_in_graph: Batch | None = None
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
@@ -108,7 +108,6 @@ class Interceptor:
             for seat, site in zip(self._seats, self._sites, strict=True):
                 stack.enter_context(overridden(*site.selecting, partial(self._run_router, seat)))
             if whole:
-                stack.enter_context(compilable_under_checkpointing())
                 stack.enter_context(overridden(self._trunk, "forward", self._run_trunk))
                 stack.enter_context(_uncopyable(self._trunk))
                 self._hook_layers(stack)
@@ -117,23 +116,28 @@ class Interceptor:
     def _hook_layers(self, stack: ExitStack) -> None:
         """Hooks on whatever checkpoints a part of the trunk, or was compiled on its own with a router in it."""
         routers = {site.selecting[0] for site in self._sites}
+        checkpoints = False
         for path, module in self._trunk.named_modules():
+            own = module.__dict__
             for name in CHECKPOINTS_IN:
-                if callable(module.__dict__.get(name)):
+                if callable(own.get(name)):
                     stack.enter_context(overridden(module, name, self._run_checkpoint))
-            compiled = "forward" if hasattr(module, "dynamo_ctx") else "_compiled_call_impl"
-            if callable(module.__dict__.get(compiled)) and not routers.isdisjoint(module.modules()):
+                    checkpoints = True
+            compiled = "forward" if "dynamo_ctx" in own else "_compiled_call_impl"
+            if own.get(compiled) is not None and not routers.isdisjoint(module.modules()):
                 stack.enter_context(overridden(module, compiled, partial(self._run_compiled, path)))
+        if checkpoints:
+            stack.enter_context(compilable_under_checkpointing())
 
     def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         counts = ExecutedCounts(lambda: self._executed, self._spec.num_experts)
-        self._executed = []
+        self._executed = None
         try:
             with counts:
                 result = forward(*args, **kwargs)
             counts.require_counted(result)
         finally:
-            self._executed = []
+            self._executed = None
         return result
 
     def _run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -143,11 +147,10 @@ class Interceptor:
         listeners = list(self._listeners)
         batch = Batch.read(tensors)
         rows = self._begin(batch)
-        real_R = torch.from_numpy(batch.kept_BT.reshape(-1)).to(batch.device)
-        current = PassInput(self._spec, rows, real_R, self._watch).open()
+        current = PassInput(self._spec, rows, batch.input_ids_BT.size, batch.device, self._watch).open()
         with self._on_top(current):
             result = forward(*args, **kwargs)
-        self._executed = current.executed if self._counts_executed else []
+        self._executed = current.notes.ids_LRK if self._counts_executed else None
         require_each_router_once(self._seats, current.calls, current.calls_L)
         for listener in listeners:
             listener.end(batch, current.notes)
@@ -156,7 +159,7 @@ class Interceptor:
     def _run_trunk_in_graph(
         self, tensors: BatchTensors, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        ids_LRK, routed_R, real_R = graph_ops.begin_pass(
+        ids_LRK, routed_R = graph_ops.begin_pass(
             self._number,
             self._ledger,
             tensors.input_ids_BT,
@@ -165,36 +168,36 @@ class Interceptor:
             tensors.cumulative,
             tensors.past,
         )
-        rows = ReplayRows(ids_LRK, routed_R, None, real_R) if self._forcing else None
-        current = PassInput(self._spec, rows, real_R, self._watch).open()
+        rows = ReplayRows(ids_LRK, routed_R, None, routed_R, routed_R) if self._forcing else None
+        slots = tensors.input_ids_BT
+        current = PassInput(self._spec, rows, slots.numel(), slots.device, self._watch).open()
         with self._on_top(current):
             result = forward(*args, **kwargs)
-        self._executed = current.executed if self._counts_executed else []
-        graph_ops.end_pass(self._number, self._ledger, current.calls_L, graph_ops.flatten_notes(current.notes))
+        self._executed = current.notes.ids_LRK if self._counts_executed else None
+        graph_ops.end_pass(self._number, self._ledger, current.calls_L, current.notes.tensors())
         return result
 
     def begin_from_graph(
         self, input_ids: Tensor, mask: Tensor | None, positions: Tensor | None, cumulative: Tensor | None, past: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """See `graph_ops.Host`."""
         batch = Batch.read(BatchTensors(input_ids, mask, positions, cumulative, past))
         rows = self._begin(batch)
-        self._begun_in_graph = (batch, rows)
-        real_R = torch.from_numpy(batch.kept_BT.reshape(-1).copy()).to(batch.device)
+        self._begun_in_graph = batch
         if rows is not None:
-            return rows.ids_LRK, rows.routed_R, real_R
-        shape, dtype = self.shapes_for_graph(len(real_R))
-        return torch.empty(shape, dtype=dtype, device=batch.device), torch.zeros_like(real_R), real_R
+            return rows.ids_LRK, rows.routed_R
+        num_slots = batch.input_ids_BT.size
+        shape, dtype = self.shapes_for_graph(num_slots)
+        nothing = torch.zeros(num_slots, dtype=torch.bool, device=batch.device)
+        return torch.empty(shape, dtype=dtype, device=batch.device), nothing
 
     def end_from_graph(self, calls_L: Tensor, notes: list[Tensor]) -> None:
         """See `graph_ops.Host`."""
         require_each_router_once(self._seats, [0] * len(self._seats), calls_L)
         assert self._begun_in_graph is not None, "a compiled pass ends after it has begun"
-        (batch, _), self._begun_in_graph = self._begun_in_graph, None
-        left = list(notes)
-        layers = [] if self._watch.nothing else [LayerNotes.from_tensors(self._watch, left) for _ in self._seats]
+        batch, self._begun_in_graph = self._begun_in_graph, None
         for listener in list(self._listeners):
-            listener.end(batch, layers)
+            listener.end(batch, PassNotes.from_tensors(self._watch, notes))
 
     def shapes_for_graph(self, num_slots: int) -> tuple[list[int], torch.dtype]:
         """See `graph_ops.Host`."""
@@ -230,7 +233,7 @@ class Interceptor:
         if now.notes is not None:
             own_ids = chosen.ids_RK if chosen.own_ids_RK is None else chosen.own_ids_RK
             scores = chosen.scores_RE.detach()
-            now.notes.write(scores, chosen.ids_RK, own_ids, now.real_R, by_probability=chosen.by_probability)
+            now.notes.write(scores, chosen.ids_RK, own_ids, by_probability=chosen.by_probability)
         if torch.compiler.is_compiling():
             now.calls_1.add_(1)
         else:

@@ -10,7 +10,7 @@ from torch import Tensor
 from foreroute.adapters.hf.batch import Batch
 from foreroute.adapters.hf.selection_mode import SelectionMode
 from foreroute.errors import ReplayError
-from foreroute.replay import LayerNotes, ReplayRows, Watch
+from foreroute.replay import LayerNotes, PassNotes, ReplayRows, Watch
 from foreroute.trace import RoutingSpec
 
 
@@ -21,13 +21,11 @@ class LayerPass:
     Attributes:
         rows: the routes to force, those of this router alone, or None where it chooses itself.
         notes: where it writes down what it did, or None where nobody wants to know.
-        real_R: bool [R], False for padding; counted only where notes count.
         calls_1: int32 [1], how often it has selected inside a compiled graph.
     """
 
     rows: ReplayRows | None
     notes: LayerNotes | None
-    real_R: Tensor
     calls_1: Tensor
 
 
@@ -38,29 +36,30 @@ class PassInput:
     Attributes:
         spec: of the model.
         rows: the routes to force, or None.
-        real_R: bool [R], False for padding.
+        num_slots: R.
+        device: where the tokens are.
         watch: what to note.
     """
 
     spec: RoutingSpec
     rows: ReplayRows | None
-    real_R: Tensor
+    num_slots: int
+    device: torch.device
     watch: Watch
 
     def open(self, *, recompute: bool = False) -> Pass:
         """A pass over this, with room for its notes."""
-        device, num_layers = self.real_R.device, self.spec.num_layers
-        calls_L = torch.zeros(num_layers, dtype=torch.int32, device=device)
+        num_layers = self.spec.num_layers
+        calls_L = torch.zeros(num_layers, dtype=torch.int32, device=self.device)
+        notes = PassNotes.empty(self.watch, self.num_slots, self.spec, self.device)
         layers = []
         for layer in range(num_layers):
-            notes = None
-            if not self.watch.nothing:
-                notes = LayerNotes.empty(self.watch, self.real_R.shape[0], self.spec, device)
             rows = self.rows
             if rows is not None:
-                rows = replace(rows, ids_LRK=rows.ids_LRK[layer : layer + 1], ask_all=self.watch.needs_own)
-            layers.append(LayerPass(rows, notes, self.real_R, calls_L[layer : layer + 1]))
-        return Pass(self, layers, [0] * num_layers, calls_L, torch.is_grad_enabled(), recompute)
+                rows = replace(rows, ids_LRK=rows.ids_LRK[layer : layer + 1], ask_all=self.watch.own)
+            layer_notes = None if self.watch.nothing else notes.layer(layer)
+            layers.append(LayerPass(rows, layer_notes, calls_L[layer : layer + 1]))
+        return Pass(self, layers, notes, [0] * num_layers, calls_L, torch.is_grad_enabled(), recompute)
 
 
 @dataclass(eq=False)
@@ -70,6 +69,7 @@ class Pass:
     Attributes:
         input: what it runs on.
         layers: what each router does.
+        notes: what they note.
         calls: how often each router has selected, outside compiled graphs.
         calls_L: int32 [L], the same inside them, on the device.
         with_grad: whether gradients were recorded when it began.
@@ -78,20 +78,11 @@ class Pass:
 
     input: PassInput
     layers: list[LayerPass]
+    notes: PassNotes
     calls: list[int]
     calls_L: Tensor
     with_grad: bool
     recompute: bool
-
-    @property
-    def notes(self) -> list[LayerNotes]:
-        """What was noted, router by router; empty where nothing was watched."""
-        return [layer.notes for layer in self.layers if layer.notes is not None]
-
-    @property
-    def executed(self) -> list[Tensor]:
-        """The noted ids [R, K] of each router; empty where they were not noted."""
-        return [notes.ids_RK for notes in self.notes if notes.ids_RK is not None]
 
 
 @dataclass(eq=False)
@@ -147,5 +138,5 @@ class Listener:
         """A pass over `batch` begins. Returns the routes to force on it, or None."""
         return None
 
-    def end(self, batch: Batch, notes: list[LayerNotes]) -> None:
+    def end(self, batch: Batch, notes: PassNotes) -> None:
         """The pass is over and every router selected once in it."""

@@ -5,24 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters.hf.batch import Batch
 from foreroute.adapters.hf.passes import Listener
 from foreroute.errors import ReplayError
-from foreroute.replay import LayerNotes, Watch
+from foreroute.replay import PassNotes, Watch, required
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace, concatenate
 
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """One forward: its tokens, and per layer the selected ids [R, K] (and margins [R]), still on the device."""
+    """One forward: its tokens, and what was selected (and by which margin), still on the device."""
 
     batch: Batch
-    ids: list[Tensor]
-    margins: list[Tensor]
+    ids_LRK: Tensor
+    margin_LR: Tensor | None
 
 
 class Recording(Listener):
@@ -37,14 +36,13 @@ class Recording(Listener):
         self._version = weight_version
         self._provenance = provenance
         self._with_margins = margins
-        self.watch = Watch(ids=True, margins=margins)
+        self.watch = Watch(ids=True, own=margins)
         self._passes: list[RecordedPass] = []
 
-    def end(self, batch: Batch, notes: list[LayerNotes]) -> None:
+    def end(self, batch: Batch, notes: PassNotes) -> None:
         """Keeps the pass; one that failed is forgotten."""
-        ids = [layer.ids_RK for layer in notes if layer.ids_RK is not None]
-        margins = [layer.margin_R for layer in notes if layer.margin_R is not None]
-        self._passes.append(RecordedPass(batch, ids, margins))
+        margin_LR = notes.margin_LR if self._with_margins else None
+        self._passes.append(RecordedPass(batch, required(notes.ids_LRK), margin_LR))
 
     def trace(self) -> RoutingTrace:
         """Everything recorded so far, in the order of the forwards, of their rows, and of the sequences in a row.
@@ -73,7 +71,7 @@ class Recording(Listener):
         for group in self._groups():
             kept_BT = _joined_mask(group)
             margins_LBT = [
-                np.concatenate([p.margins[layer].float().cpu().numpy().reshape(len(kept_BT), -1) for p in group], 1)
+                np.concatenate([required(p.margin_LR)[layer].cpu().numpy().reshape(len(kept_BT), -1) for p in group], 1)
                 for layer in range(self._spec.num_layers)
             ]
             parts.append(np.stack([m[kept_BT] for m in margins_LBT], axis=-1))
@@ -102,10 +100,7 @@ class Recording(Listener):
         kept_BT = _joined_mask(group)
         tokens_BT = np.concatenate([p.batch.input_ids_BT for p in group], axis=1)
         ids_BTLK = np.concatenate(
-            [
-                torch.stack(p.ids).cpu().numpy().reshape(self._spec.num_layers, len(kept_BT), -1, self._spec.top_k)
-                for p in group
-            ],
+            [p.ids_LRK.cpu().numpy().reshape(self._spec.num_layers, len(kept_BT), -1, self._spec.top_k) for p in group],
             axis=2,
         ).transpose(1, 2, 0, 3)
         ends = np.cumsum(_sequence_lengths(group, kept_BT))[:-1]

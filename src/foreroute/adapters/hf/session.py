@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from foreroute.adapters.hf.passes import Listener
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.layout import locate_rows
 from foreroute.mismatch import LOG10_EDGES, LiveAgreement
-from foreroute.replay import AgreementSums, Counts, LayerNotes, MissingRows, ReplayRows, Watch
+from foreroute.replay import AgreementSums, Counts, MissingRows, PassNotes, ReplayRows, Watch, count_experts, required
 from foreroute.trace import RoutingTrace
 
 
@@ -27,11 +26,11 @@ class ReplaySession(Listener):
 
     def __init__(self, trace: RoutingTrace, missing: MissingRows, *, telemetry: bool, counts: Counts) -> None:
         self.num_forwards = 0
-        self.watch = Watch(ids=counts == "replayed", comparison=telemetry, counts=counts if telemetry else None)
+        self.watch = Watch(ids=counts == "replayed", own=telemetry)
         self.counts_executed = counts == "replayed"
         self._trace = trace
         self._missing = missing
-        self._sums = AgreementSums(trace.spec.top_k, LOG10_EDGES) if telemetry else None
+        self._sums = AgreementSums(LOG10_EDGES) if telemetry else None
         self._counts_LE: Tensor | None = None
         self._rows: ReplayRows | None = None
         self._loss_mask_BT: Tensor | None = None
@@ -51,13 +50,14 @@ class ReplaySession(Listener):
         self._drops = self._drops or (self._missing == "drop" and not _all_counted(self._rows, row_of_slot))
         return self._rows
 
-    def end(self, batch: Batch, notes: list[LayerNotes]) -> None:
+    def end(self, batch: Batch, notes: PassNotes) -> None:
         """Add up the telemetry, on the device."""
         self.num_forwards += 1
         if self._sums is None or self._rows is None:
             return
-        self._sums.add(notes, self._rows.routed_R)
-        counts_LE = torch.stack([n.counts_E.to(batch.device) for n in notes if n.counts_E is not None])
+        self._sums.add(notes, self._rows)
+        counted = required(notes.ids_LRK if self.counts_executed else notes.own_ids_LRK)
+        counts_LE = count_experts(counted, self._rows.real_R, self._trace.spec.num_experts)
         self._counts_LE = counts_LE if self._counts_LE is None else self._counts_LE + counts_LE
 
     def close(self) -> None:
