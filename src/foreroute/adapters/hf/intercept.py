@@ -225,9 +225,9 @@ class Interceptor:
                 "attached; its forward takes another path now. Attach again"
             )
         chosen = mode.seen[-1]
-        if chosen.ids_RK.shape[0] != now.real_R.shape[0]:
+        if chosen.ids_RK.shape[0] != now.num_slots:
             raise ReplayError(
-                f"router {seat.path} saw {chosen.ids_RK.shape[0]} of the {now.real_R.shape[0]} positions of the batch; "
+                f"router {seat.path} saw {chosen.ids_RK.shape[0]} of the {now.num_slots} positions of the batch; "
                 "a router that sees only the text of it cannot be recorded or replayed"
             )
         if now.notes is not None:

@@ -22,11 +22,13 @@ class LayerPass:
         rows: the routes to force, those of this router alone, or None where it chooses itself.
         notes: where it writes down what it did, or None where nobody wants to know.
         calls_1: int32 [1], how often it has selected inside a compiled graph.
+        num_slots: R, positions of the batch, padding included.
     """
 
     rows: ReplayRows | None
     notes: LayerNotes | None
     calls_1: Tensor
+    num_slots: int
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class PassInput:
             if rows is not None:
                 rows = replace(rows, ids_LRK=rows.ids_LRK[layer : layer + 1], ask_all=self.watch.own)
             layer_notes = None if self.watch.nothing else notes.layer(layer)
-            layers.append(LayerPass(rows, layer_notes, calls_L[layer : layer + 1]))
+            layers.append(LayerPass(rows, layer_notes, calls_L[layer : layer + 1], self.num_slots))
         return Pass(self, layers, notes, [0] * num_layers, calls_L, torch.is_grad_enabled(), recompute)
 
 
