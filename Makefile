@@ -12,7 +12,7 @@ demo: $(READY)
 	$(BIN)/foreroute demo
 
 test: $(READY)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -24,9 +24,8 @@ check: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-BENCHES := $(filter-out pairs,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 bench: $(READY)
-	for name in $(BENCHES); do $(BIN)/python -m benchmarks $$name --json || exit 1; done
+	$(BIN)/python -m benchmarks all --json
 
 # every routing mode, three seeds each, one report: about half an hour
 experiments: $(READY)
@@ -43,4 +42,4 @@ $(READY): pyproject.toml constraints.txt
 include make/vllm.mk
 
 clean:
-	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -15,21 +15,21 @@ from typing import Any
 import benchmarks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-HARNESS = {"__main__", "fuzz_targets_capture", "pairs", "wires"}
+HARNESS = {"__main__", "fuzz_targets_capture", "mutations", "pairs", "wires"}
 
 
 def main() -> None:
-    """Parse the command line, run the case, print its metrics; with --json one JSON object as the last line."""
+    """Parse the command line and run the case, or all; with --json one JSON object as the last line of each."""
     names = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in HARNESS)
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("name", choices=names)
+    parser.add_argument("name", choices=[*names, "all"])
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help="end within 50 s on two cores")
     arguments = parser.parse_args()
-    case = importlib.import_module(f"benchmarks.{arguments.name}")
-    result: dict[str, Any] = case.run(quick=arguments.quick)
-    report = {"case": arguments.name, **result, "env": environment()}
-    print(json.dumps(report) if arguments.json else json.dumps(report, indent=2))
+    for name in names if arguments.name == "all" else [arguments.name]:
+        result: dict[str, Any] = importlib.import_module(f"benchmarks.{name}").run(quick=arguments.quick)
+        report = {"case": name, **result, "env": environment()}
+        print(json.dumps(report) if arguments.json else json.dumps(report, indent=2), flush=True)
 
 
 def environment() -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from foreroute import RoutedLayer, RoutingSpec, RoutingTrace
+from foreroute import RoutedLayer, RoutingSpec, RoutingTrace, concatenate
+from foreroute.trace import synthetic_trace
 
 
 def spec_of(num_experts=8, top_k=2, num_layers=3):
@@ -18,3 +19,16 @@ def random_trace(seed, *, num_experts=8, top_k=2, num_layers=3, route_seed=None)
     rng = rng if route_seed is None else np.random.default_rng(route_seed)
     routes = [np.argsort(rng.random((n - 1, num_layers, num_experts)), axis=-1)[..., :top_k] for n in lengths]
     return RoutingTrace.from_sequences(spec, tokens, routes, weight_version=int(rng.integers(0, 3)))
+
+
+def mixed_trace(seed):
+    """Samples of shared prompts, then single sequences; gaps, several weight versions, empty sequences."""
+    rng = np.random.default_rng(seed)
+    spec = spec_of(num_layers=4)
+    sizes = rng.integers(10, 60, 3)
+    prompts = synthetic_trace(spec, sizes.tolist(), seed=seed, complete=True).select(np.repeat(np.arange(3), 3))
+    answers = synthetic_trace(spec, rng.integers(0, 9, 9).tolist(), seed=seed + 1, weight_version=1)
+    later = synthetic_trace(spec, rng.integers(0, 9, 9).tolist(), seed=seed + 2, weight_version=2)
+    samples = prompts.continued_by(answers).continued_by(later)
+    trace = concatenate([samples, random_trace(seed, num_layers=4)])
+    return trace.select(rng.permutation(len(trace)))

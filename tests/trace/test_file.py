@@ -1,7 +1,9 @@
 """Traces on disk: round trips, and every way a file can be wrong."""
 
 import json
+import resource
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +12,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import foreroute as fr
-from foreroute.errors import TraceFileError
-from traces import random_trace
+from foreroute.errors import SpecMismatchError, TraceContentError, TraceFileError
+from foreroute.trace import CODECS, digest
+from traces import mixed_trace, random_trace, spec_of
 
 
 @settings(max_examples=25, deadline=None)
@@ -25,9 +28,105 @@ def test_round_trip(seed, tmp_path_factory):
     assert loaded.provenance == trace.provenance
 
 
-def test_round_trip_of_no_sequences(tmp_path):
-    trace = random_trace(0).select([])
-    assert fr.load(fr.save(trace, tmp_path / "t")).equals(trace)
+def as_read(trace, codec):
+    return trace.without_pick_order() if codec == "planes" else trace
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), codec=st.sampled_from(CODECS), data=st.data())
+def test_parts_are_what_selecting_from_the_whole_gives(seed, codec, data, tmp_path_factory):
+    trace = mixed_trace(seed)
+    path = fr.save(trace, tmp_path_factory.mktemp("trace") / "t.safetensors", codec=codec)
+    expected = as_read(trace, codec)
+    assert fr.load(path).equals(expected)
+    sequences = data.draw(st.lists(st.integers(0, len(trace) - 1), max_size=5))
+    layers = data.draw(st.lists(st.sampled_from(trace.spec.layers), min_size=1, unique=True))
+    part = fr.load(path, sequences=sequences, layers=layers)
+    assert part.equals(expected.select(sequences).select_layers(layers))
+    assert part.spec.layers == tuple(layers)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_long_and_many_sequences_over_several_blocks(tmp_path, codec, monkeypatch):
+    monkeypatch.setattr("foreroute.trace.blocks.LEAST_ROWS", 8)
+    monkeypatch.setattr("foreroute.trace.blocks.ROWS_PER_EXPERT", 1)
+    spec = spec_of(num_experts=8, top_k=2, num_layers=3)
+    trace = fr.trace.synthetic_trace(spec, [3, 100, 0, 1, 7, 7, 7, 29, 2], seed=5)
+    path = fr.save(trace, tmp_path / "t", codec=codec)
+    assert len(load_file(path)["block_starts"]) > 10
+    assert fr.load(path).equals(as_read(trace, codec))
+    for s in range(len(trace)):
+        part = fr.load(path, sequences=[s], layers=spec.layers[1:2])
+        assert part.equals(as_read(trace, codec).select([s]).select_layers(spec.layers[1:2]))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_round_trip_of_nothing_and_of_rows_without_routes(tmp_path, codec):
+    trace = as_read(random_trace(0), codec)
+    unrouted = as_read(fr.RoutingTrace.unrouted(trace.spec, [[1, 2, 3], [], [4]]), codec)
+    for i, some in enumerate([trace.select([]), unrouted, trace.truncated(trace.lengths * 0)]):
+        assert fr.load(fr.save(some, tmp_path / f"{i}", codec=codec)).equals(some)
+
+
+def test_a_trace_without_pick_order_stays_one(tmp_path):
+    trace = random_trace(4)
+    read = fr.load(fr.save(trace, tmp_path / "planes", codec="planes"))
+    assert not read.pick_order_kept
+    assert digest(read) == digest(trace.without_pick_order()) != digest(trace)
+    again = fr.load(fr.save(read, tmp_path / "raw", codec="raw"))
+    assert again.equals(read)
+    assert not fr.concatenate([trace, read]).pick_order_kept
+
+
+def test_impossible_routes_and_unknown_codecs_are_not_written(tmp_path):
+    trace = random_trace(0)
+    twice = replace(trace, expert_ids_NLK=np.zeros_like(trace.expert_ids_NLK))
+    for codec in CODECS:
+        with pytest.raises(TraceContentError, match="picked twice"):
+            fr.save(twice, tmp_path / "t", codec=codec)
+    with pytest.raises(TraceContentError, match="expected one of raw, packed, planes"):
+        fr.save(trace, tmp_path / "t", codec="zip")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_that_are_not_there_are_refused(tmp_path):
+    trace = random_trace(0)
+    path = fr.save(trace, tmp_path / "t")
+    with pytest.raises(TraceContentError, match="asked of a file of"):
+        fr.load(path, sequences=[len(trace)])
+    with pytest.raises(SpecMismatchError, match="decoder 7 is not among"):
+        fr.load(path, layers=[fr.RoutedLayer(7)])
+    with pytest.raises(TraceContentError, match="layer table is empty"):
+        fr.load(path, layers=[])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_part_is_verified_and_the_rest_is_not_read(tmp_path, codec, monkeypatch):
+    monkeypatch.setattr("foreroute.trace.blocks.LEAST_ROWS", 8)
+    monkeypatch.setattr("foreroute.trace.blocks.ROWS_PER_EXPERT", 0)
+    trace = fr.trace.synthetic_trace(spec_of(), [9, 9, 9], seed=1)
+    path = fr.save(trace, tmp_path / "t", codec=codec)
+    raw, words = bytearray(path.read_bytes()), load_file(path)["payload_words"].astype(int)
+    header_size = struct.unpack("<Q", raw[:8])[0]
+    begin = 8 + header_size + json.loads(raw[8 : 8 + header_size])["payloads"]["data_offsets"][0]
+    raw[begin + 8 * int(words[0].sum() + words[1, 0]) + 3] ^= 1  # sequence 1, layer 1
+    path.write_bytes(raw)
+    expected = as_read(trace, codec)
+    assert fr.load(path, sequences=[0, 2]).equals(expected.select([0, 2]))
+    layers = [trace.spec.layers[2], trace.spec.layers[0]]
+    assert fr.load(path, layers=layers).equals(expected.select_layers(layers))
+    with pytest.raises(TraceFileError, match="payload of block 1 is not what was written"):
+        fr.load(path, sequences=[1])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_routes_are_bound_to_tokens_and_versions(tmp_path, codec):
+    trace = random_trace(0)
+    path = fr.save(trace, tmp_path / "t", codec=codec)
+    tokens, versions = load_file(path)["token_ids"] + 1, load_file(path)["span_versions"] + 1
+    for tensors, message in [({"token_ids": tokens}, "tokens of block 0"), ({"span_versions": versions}, "its digest")]:
+        with pytest.raises(TraceFileError, match=message):
+            fr.load(rewritten(tmp_path, tensors=tensors, codec=codec))
 
 
 def test_saving_never_replaces_unless_told(tmp_path):
@@ -41,18 +140,15 @@ def test_saving_never_replaces_unless_told(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path):
     path = fr.save(random_trace(0), tmp_path / "t")
-
-    def full_disk(tensors, target, metadata):
-        target_file = open(target, "wb")  # noqa: SIM115
-        target_file.write(b"half")
-        target_file.close()
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr("safetensors.numpy.save_file", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        fr.save(random_trace(1), path, overwrite=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            fr.save(random_trace(1), path, overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert fr.load(path).equals(random_trace(0))
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
 
@@ -81,8 +177,8 @@ def test_every_flipped_byte_of_the_data_is_refused(tmp_path):
         assert loaded.equals(random_trace(3)), f"byte {position} changed the trace unseen"
 
 
-def rewritten(tmp_path, *, header=(), tensors=()):
-    path = fr.save(random_trace(0), tmp_path / "good")
+def rewritten(tmp_path, *, header=(), tensors=(), codec="packed"):
+    path = fr.save(random_trace(0), tmp_path / "good", codec=codec, overwrite=True)
     raw = path.read_bytes()
     length = struct.unpack("<Q", raw[:8])[0]
     metadata = {**json.loads(raw[8 : 8 + length])["__metadata__"], **dict(header)}

@@ -5,6 +5,7 @@ from foreroute.capture.decode import decode
 from foreroute.capture.encode import WRITABLE, encode
 from foreroute.capture.facts import ModelFacts
 from foreroute.capture.generation import Generation
+from foreroute.capture.generation_file import load_generation, save_generation
 from foreroute.capture.kinds import WireKind
 from foreroute.capture.suspect import refuse_constant_layers
 from foreroute.capture.trajectory import Trajectory
@@ -18,6 +19,8 @@ __all__ = [
     "WireKind",
     "decode",
     "encode",
+    "load_generation",
     "recognise",
     "refuse_constant_layers",
+    "save_generation",
 ]

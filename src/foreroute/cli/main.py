@@ -1,4 +1,4 @@
-"""`foreroute demo | train | inspect | validate | convert | diff | report`."""
+"""`foreroute demo | train | inspect | validate | convert | diff | doctor | report`."""
 
 from __future__ import annotations
 
@@ -91,6 +91,50 @@ def inspect(trace: Annotated[Path, typer.Argument(help="A trace file.")]) -> Non
     from foreroute.cli.inspect import print_trace
 
     print_trace(trace)
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        Path | None, typer.Option(help="A Hugging Face folder, its config.json, or a TOML of foreroute train.")
+    ] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint of that TOML's run.")] = None,
+    generation: Annotated[Path | None, typer.Option(help="Trace and log-probs, by capture.save_generation.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="The engine's trace.")] = None,
+    logprobs: Annotated[Path | None, typer.Option(help="The engine's, of the response tokens: .npy, floats.")] = None,
+    prompt_lengths: Annotated[Path | None, typer.Option(help="Tokens per prompt: .npy, integers.")] = None,
+    trainer_trace: Annotated[Path | None, typer.Option(help="The trainer's own routes, without a model.")] = None,
+    trainer_logprobs: Annotated[Path | None, typer.Option(help="Without replay: .npy, without a model.")] = None,
+    replayed_logprobs: Annotated[Path | None, typer.Option(help="With replay: .npy, without a model.")] = None,
+    temperature: Annotated[float, typer.Option(min=1e-3, help="That the engine divided its logits by.")] = 1.0,
+    weight_version: Annotated[int | None, typer.Option(help="That the trainer is at.")] = None,
+    max_sequences: Annotated[int, typer.Option(min=1, help="How many of the sequences to run.")] = 64,
+    output: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
+) -> None:
+    """Say whether replay is wired, how far trainer and engine are apart, why, and whether R3 helps.
+
+    Exit code 1 when a problem was found.
+    """
+    from foreroute.cli.doctor import run_doctor
+    from foreroute.cli.doctor_inputs import DoctorInputs
+    from foreroute.conformance.diagnosis import Severity
+
+    inputs = DoctorInputs(
+        model=model,
+        checkpoint=checkpoint,
+        generation=generation,
+        trace=trace,
+        logprobs=logprobs,
+        prompt_lengths=prompt_lengths,
+        trainer_trace=trainer_trace,
+        trainer_logprobs=trainer_logprobs,
+        replayed_logprobs=replayed_logprobs,
+    )
+    worst = run_doctor(
+        inputs, output, temperature=temperature, weight_version=weight_version, max_sequences=max_sequences
+    )
+    if worst is Severity.PROBLEM:
+        raise typer.Exit(1)
 
 
 @app.command()

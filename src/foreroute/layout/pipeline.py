@@ -87,7 +87,7 @@ class PipelineStages:
         return range(before, before + self.counts[chunk][rank])
 
     def layers(self, spec: RoutingSpec, rank: int, chunk: int = 0) -> tuple[RoutedLayer, ...]:
-        """The routed decoder layers of one stage, hash-routed ones among them, in the order they run.
+        """The routed decoder layers of one stage, also those hash-routed or in attention, in the order they run.
 
         Dense layers have no name in the table and take up their place all the same. MTP and draft layers number from 0
         on their own and are told apart by kind, so that MTP layer 0 is never decoder layer 0.
@@ -97,7 +97,8 @@ class PipelineStages:
         """
         held = self.decoder_range(rank, chunk)
         decoder = [layer for layer in spec.layers if layer.kind in (LayerKind.DECODER, LayerKind.HASH)]
-        outside = [str(layer) for layer in decoder if not 0 <= layer.index < self.num_layers]
+        stacked = [layer for layer in spec.layers if layer in decoder or layer.kind is LayerKind.ATTENTION]
+        outside = [str(layer) for layer in stacked if not 0 <= layer.index < self.num_layers]
         if outside:
             raise LayoutError(
                 f"the stages run {self.num_layers} decoder layers and the trace routes {', '.join(outside)}; "
@@ -108,7 +109,7 @@ class PipelineStages:
                 "the table has a decoder and a hash-routed layer of one index; a hash-routed layer takes "
                 "its index from the decoder stack that it stands in"
             )
-        return tuple(sorted((layer for layer in decoder if layer.index in held), key=lambda layer: layer.index))
+        return tuple(sorted((layer for layer in stacked if layer.index in held), key=lambda layer: layer.index))
 
     def mtp_layers(self, spec: RoutingSpec, rank: int, chunk: int = 0) -> tuple[RoutedLayer, ...]:
         """The MTP layers of one stage: all of them on the last chunk of the last rank, none elsewhere."""

@@ -140,7 +140,7 @@ def _of_mixup(pair: TracePair, mixup: Mixup) -> _Finding:
     kind = Defect(mixup.name)
     sentences = {
         Defect.SHIFT: lambda: (
-            f"B is shifted by {p['tokens']:+d} tokens: its row p holds the routes of row p - ({p['tokens']})."
+            f"B is shifted by {p['tokens']:+d} tokens: its row p holds the routes of row p {-p['tokens']:+d}."
         ),
         Defect.LAYER_OFFSET: lambda: (
             f"B is offset by {p['layers']:+d} layers"

@@ -3,16 +3,20 @@
 Importing this room loads neither matplotlib nor jinja2; `write_report` does, and says what to install without them.
 """
 
+from foreroute.report.diagnosis import MeasureRow, measure_rows, write_diagnosis
 from foreroute.report.page import write_report
 from foreroute.report.records import Run, read_run, read_runs
 from foreroute.report.table import Sides, SummaryRow, summary_rows
 
 __all__ = [
+    "MeasureRow",
     "Run",
     "Sides",
     "SummaryRow",
+    "measure_rows",
     "read_run",
     "read_runs",
     "summary_rows",
+    "write_diagnosis",
     "write_report",
 ]

@@ -9,6 +9,8 @@ from foreroute.trace.digest import digest
 from foreroute.trace.file import encoded_size, load, save
 from foreroute.trace.overlap import RouteOverlap, overlap
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
+from foreroute.trace.store import TraceStore
+from foreroute.trace.synthetic import synthetic_trace
 
 __all__ = [
     "CODECS",
@@ -19,6 +21,7 @@ __all__ = [
     "RoutedLayer",
     "RoutingSpec",
     "RoutingTrace",
+    "TraceStore",
     "concatenate",
     "count_assignments",
     "digest",
@@ -27,5 +30,6 @@ __all__ = [
     "load",
     "overlap",
     "save",
+    "synthetic_trace",
     "write_atomically",
 ]

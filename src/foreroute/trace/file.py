@@ -1,7 +1,7 @@
 """Traces on disk: one safetensors file, written atomically, read whole or in part, checked on reading.
 
-`docs/trace-format.md` is the format. Here are the doors and what can go wrong at them; `trace.blocks` turns rows into
-blocks and back, `trace.index` is the head of the file.
+`docs/trace-format.md` is the format. Here are the doors and what can go wrong at them; `trace.writing` and
+`trace.reading` turn a trace into tensors and back, `trace.index` is the head of the file.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.trace.atomic import write_atomically
-from foreroute.trace.blocks import encode_trace, read_rows
 from foreroute.trace.codec import CodecName
 from foreroute.trace.container import RoutingTrace
 from foreroute.trace.index import BULK, FORMAT_VERSION, TraceIndex, read_index
+from foreroute.trace.reading import read_rows
 from foreroute.trace.spec import RoutedLayer
+from foreroute.trace.writing import encode_trace
 
-UNREADABLE = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
-"""What checking an untrusted file raises; json and content errors are ValueErrors."""
+MALFORMED = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
+"""What unpacking an untrusted head raises; json and content errors are ValueErrors."""
 
 
 def save(
@@ -43,13 +45,18 @@ def save(
         TraceFileError: when `path` exists and `overwrite` is False.
         TraceContentError: when a row cannot be true, or the codec is unknown.
     """
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save as to_bytes
 
     target = Path(path)
     if target.exists() and not overwrite:
         raise TraceFileError(f"{target} already exists; pass another path, or overwrite=True to replace it")
     metadata, tensors = encode_trace(trace, codec)
-    write_atomically(target, lambda temporary: save_file(tensors, temporary, metadata=metadata))
+    raw = to_bytes(tensors, metadata=metadata)
+    try:
+        # Written here and not by safetensors, whose own temporary file hides the modes and names of ours.
+        write_atomically(target, lambda name: _write_bytes(name, raw), overwrite=overwrite)
+    except FileExistsError as error:
+        raise TraceFileError(f"{target} was written by another process meanwhile; nothing was replaced") from error
     return target
 
 
@@ -71,18 +78,23 @@ def load(
 
     Raises:
         TraceFileError: when the file is missing, not a trace, of a newer format, truncated or damaged.
-        TraceContentError: when a sequence is not in the file.
+        TraceContentError: when a sequence is not in the file, or no layer is asked for.
         SpecMismatchError: when a layer is not in the file.
     """
     source = Path(path)
     with _opened(source) as file:
-        with _damage_named(source):
+        with _damage_named(source, *MALFORMED):
             index = _read_index(file, source)
         chosen_S = _chosen_sequences(index, sequences)
         chosen_L = list(index.spec.layers if layers is None else layers)
         positions = index.spec.positions(chosen_L)
-        with _damage_named(source):
-            return read_rows(file, index, chosen_S, positions)
+        spec = replace(index.spec, layers=tuple(chosen_L))
+        with _damage_named(source, TraceContentError):
+            return read_rows(file, index, spec, chosen_S, positions)
+
+
+def _write_bytes(name: str, raw: bytes) -> None:
+    Path(name).write_bytes(raw)
 
 
 def encoded_size(trace: RoutingTrace, codec: CodecName) -> int:
@@ -108,14 +120,15 @@ def _opened(source: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def _damage_named(source: Path) -> Iterator[None]:
+def _damage_named(source: Path, *kinds: type[Exception]) -> Iterator[None]:
     from safetensors import SafetensorError
 
+    refused: tuple[type[Exception], ...] = (*kinds, SafetensorError)
     try:
         yield
     except TraceFileError:
         raise
-    except (*UNREADABLE, SafetensorError) as error:
+    except refused as error:
         raise TraceFileError(f"{source} is damaged: {error}. Record or copy it again") from error
 
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import TraceContentError
-from foreroute.trace.check import as_offsets
 from foreroute.trace.codec import Codec, decoder
 from foreroute.trace.seal import SEAL_BYTES, seal_file
 from foreroute.trace.sharing import MAX_EXPANSION, Runs
@@ -36,6 +34,10 @@ SHAPES: dict[str, tuple[str, int]] = {
     "row_seals": ("|u1", 2),
 }
 BULK = {"token_ids": "I32", "valid_bits": "U8", "payloads": "U64"}
+DECODED_FREELY = 64 << 20
+DECODED_PER_BYTE = 1024
+"""A file may ask for 64 MiB of routes, or for 1,024 times the bytes of its tokens and payloads."""
+
 ORDER = {True: "kept", False: "dropped"}
 
 
@@ -76,17 +78,13 @@ class TraceIndex:
         """U."""
         return int(self.block_starts[-1])
 
-    @cached_property
-    def payload_begins(self) -> NDArray[np.int64]:
-        """int64 [B + 1], the word at which the first payload of each block begins."""
-        return as_offsets(self.payload_words.sum(axis=1, dtype=np.int64))
-
     def versions(self, start: int, stop: int) -> NDArray[np.int32]:
         """int32 [stop - start], the weight versions of a range of stored rows."""
         first = int(np.searchsorted(self.span_starts, start, side="right")) - 1
         after = int(np.searchsorted(self.span_starts, stop, side="left"))
-        edges = np.r_[np.maximum(self.span_starts[first:after], start), stop]
-        return np.repeat(self.span_versions[first:after], np.diff(edges))
+        edges = np.append(self.span_starts[first:after], stop)
+        edges[0] = start
+        return np.repeat(self.span_versions[first:after], edges[1:] - edges[:-1])
 
 
 def write_index(index: TraceIndex) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
@@ -156,6 +154,7 @@ def read_index(
     )
     _check_rows(index, sizes)
     _check_payloads(index, sizes)
+    check_expansion(index, 4 * sizes["token_ids"] + 8 * sizes["payloads"])
     return index
 
 
@@ -174,6 +173,19 @@ def _check_rows(index: TraceIndex, sizes: Mapping[str, int]) -> None:
         raise TraceContentError(f"a run leaves the {stored} stored rows")
     if sum(lengths.tolist()) > MAX_EXPANSION * stored:
         raise TraceContentError(f"the sequences have more than {MAX_EXPANSION} times the {stored} stored rows")
+
+
+def check_expansion(index: TraceIndex, stored_bytes: int) -> None:
+    """Raise `TraceContentError` when the routes of all sequences would take far more memory than they take on disk.
+
+    Args:
+        index: the head of the file.
+        stored_bytes: of tokens and payloads.
+    """
+    spec = index.spec
+    decoded = sum(index.runs.lengths.tolist()) * spec.num_layers * spec.top_k * spec.id_dtype.itemsize
+    if decoded > max(DECODED_FREELY, DECODED_PER_BYTE * stored_bytes):
+        raise TraceContentError(f"{stored_bytes} bytes of tokens and routes would become {decoded} bytes of routes")
 
 
 def _check_payloads(index: TraceIndex, sizes: Mapping[str, int]) -> None:

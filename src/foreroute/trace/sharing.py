@@ -48,12 +48,8 @@ class Runs:
         return Runs(as_offsets(counts), self.starts[chosen], self.lengths[chosen])
 
 
-def share_prefixes(trace: RoutingTrace, *, share: bool = True) -> tuple[Runs, NDArray[np.int64], NDArray[np.int64]]:
-    """Find prefixes that an earlier sequence has in full: same tokens, validity, weight versions and routes.
-
-    Args:
-        trace: the sequences.
-        share: False to store every row.
+def share_prefixes(trace: RoutingTrace) -> tuple[Runs, NDArray[np.int64], NDArray[np.int64]]:
+    """Find routed prefixes that an earlier sequence has too: same tokens, weight versions and routes.
 
     Returns:
         runs: how each sequence is chained.
@@ -66,7 +62,7 @@ def share_prefixes(trace: RoutingTrace, *, share: bool = True) -> tuple[Runs, ND
     stored = total = 0
     for s in range(len(trace)):
         length = int(stored_S[s])
-        keys = [(n, hash(trace.tokens(s)[:n].tobytes())) for n in PROBES if n <= length] if share else []
+        keys = [(n, hash(trace.tokens(s)[:n].tobytes())) for n in PROBES if n <= length]
         model = next((seen[key] for key in reversed(keys) if key in seen), None)
         shared = 0 if model is None else _common_rows(trace, model, s)
         if shared < MIN_SHARED or total + length > MAX_EXPANSION * (stored + length - shared):
@@ -88,6 +84,8 @@ def _common_rows(trace: RoutingTrace, a: int, b: int) -> int:
     for column in (trace.token_ids_N, trace.valid_N, trace.weight_versions_N):
         differs = column[first_a : first_a + length] != column[first_b : first_b + length]
         length = int(differs.argmax()) if differs.any() else length
+    routed = trace.valid_N[first_a : first_a + length]
+    length = length if routed.all() else int(routed.argmin())
     ids = trace.expert_ids_NLK
     for start in range(0, length, COMPARED_ROWS):
         stop = min(start + COMPARED_ROWS, length)

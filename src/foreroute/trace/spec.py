@@ -15,9 +15,13 @@ MAX_EXPERTS = 1 << 16
 
 
 class LayerKind(StrEnum):
-    """Which part of a model a routed layer belongs to. Each kind numbers its layers on its own."""
+    """Which part of a model a routed layer belongs to. Each kind numbers its layers on its own.
+
+    A decoder layer whose attention block routes too has two rows, ATTENTION and DECODER, of the same number.
+    """
 
     DECODER = "decoder"
+    ATTENTION = "attention"
     MTP = "mtp"
     DRAFT = "draft"
     HASH = "hash"

@@ -1,9 +1,7 @@
-"""The rollout engine that a configuration asks for, opened and closed with the run."""
+"""The rollout engine that a configuration asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from foreroute.adapters import hf, vllm
@@ -11,17 +9,16 @@ from foreroute.train.config import RolloutConfig
 from foreroute.train.rollout import Engine
 
 
-@contextmanager
-def open_engine(config: RolloutConfig, policy: hf.RoutedModel) -> Iterator[Engine]:
-    """Make the engine, and end whatever it started when the context is left.
+def make_engine(config: RolloutConfig, policy: hf.RoutedModel) -> Engine:
+    """Start or reach the engine; the caller closes it.
 
     Raises:
         EngineError: when there is no vLLM to run, or its server does not answer.
     """
     place = config.vllm
     if config.engine == "embedded":
-        yield hf.EmbeddedEngine(policy.model, config.precision)
-    elif place.mode == "process":
+        return hf.EmbeddedEngine(policy.model, config.precision)
+    if place.mode == "process":
         settings = vllm.ProcessSettings(
             python=Path(place.python),
             precision=config.precision,
@@ -29,9 +26,7 @@ def open_engine(config: RolloutConfig, policy: hf.RoutedModel) -> Iterator[Engin
             timeout_s=place.timeout_s,
             options=place.options,
         )
-        with vllm.ProcessEngine(policy, settings) as engine:
-            yield engine
-    else:
-        # TrainConfig refuses a server without url and folder
-        url, folder = str(place.url), Path(str(place.weights_folder))
-        yield vllm.ServerEngine(policy, url, weights_folder=folder, timeout_s=place.timeout_s)
+        return vllm.ProcessEngine(policy, settings)
+    # TrainConfig refuses a server without url and folder
+    url, folder = str(place.url), Path(str(place.weights_folder))
+    return vllm.ServerEngine(policy, url, weights_folder=folder, timeout_s=place.timeout_s)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 from foreroute.adapters import hf
 from foreroute.errors import ForerouteError, RunFolderError
 from foreroute.train.config import TrainConfig
-from foreroute.train.engines import open_engine
+from foreroute.train.engines import make_engine
 from foreroute.train.measure import step_record
 from foreroute.train.recompute import Recomputed, recompute
 from foreroute.train.rollout import Engine, Experience, roll_out
@@ -148,17 +148,17 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
     torch.set_num_threads(config.threads)
     run = RunFolder.reopen(folder, config) if resume else RunFolder.claim(folder)
     policy = make_policy(config)
-    last = run.last_checkpoint()
-    if last is None and not _warm_start(policy.model, config, watcher):
-        return run
-    with open_engine(config.rollout, policy) as engine:
+    with closing(make_engine(config.rollout, policy)) as engine:
         trainer = make_trainer(config, policy, engine)
-        if last is None:
+        last = run.last_checkpoint()
+        if last is not None:
+            trainer.restore(last)
+            run.forget_metrics_from(trainer.step)
+        elif _warm_start(policy.model, config, watcher):
             run.begin(config)
             run.save_checkpoint(0, trainer.state())
         else:
-            trainer.restore(last)
-            run.forget_metrics_from(trainer.step)
+            return run
         _run(trainer, run, watcher)
     return run
 

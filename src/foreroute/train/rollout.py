@@ -35,6 +35,9 @@ class Engine(Protocol):
     ) -> Generation:
         """Sample `group_size` responses to each prompt, grouped by prompt."""
 
+    def close(self) -> None:
+        """End what was started to sample. May be called again."""
+
 
 @dataclass(frozen=True, eq=False)
 class Experience:

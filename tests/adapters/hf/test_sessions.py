@@ -357,6 +357,63 @@ def test_a_part_of_the_model_called_alone_is_refused():
             model.model.layers[0].mlp(torch.zeros(1, 2, 32))
 
 
+def test_sessions_may_close_in_any_order():
+    model = tiny("qwen3_moe")
+    before = attributes(model)
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    recording, replay = routed.record(), routed.replay(trace)
+    recording.__enter__()
+    replay.__enter__()
+    with torch.no_grad():
+        forced = model(**BATCH).logits
+        recording.__exit__(None, None, None)
+        assert torch.equal(model(**BATCH).logits, forced)
+    replay.__exit__(None, None, None)
+    assert same_attributes(before, attributes(model))
+
+
+def test_a_model_is_not_copied_or_attached_inside_a_session():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    with routed.record():
+        with pytest.raises(ReplayError, match="cannot be copied inside"):
+            copy.deepcopy(model)
+        with pytest.raises(AttachError, match="a session is open"):
+            hf.attach(model)
+        model(**BATCH)
+    copy.deepcopy(model)(**BATCH)
+
+
+def test_what_a_user_sets_inside_a_session_stays():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    router = model.model.layers[0].mlp.gate
+    with routed.record():
+        model(**BATCH)
+        mine = router.__class__.forward.__get__(router)
+        router.forward = mine
+    assert router.__dict__["forward"] is mine
+
+
+def test_decode_steps_of_another_batch_are_refused():
+    model = tiny("qwen3_moe").eval()
+    routed = hf.attach(model)
+    first, second = batch_of(4, seed=1)["input_ids"], batch_of(6, seed=2)["input_ids"]
+    with routed.record() as recording, torch.no_grad():
+        cache = model(input_ids=first, use_cache=True).past_key_values
+        model(input_ids=second, use_cache=True)
+        model(input_ids=torch.tensor([[5]]), past_key_values=cache, use_cache=True)
+    with pytest.raises(ReplayError, match="1 sequences with 4 cached positions; the batch before it has 1 of 6"):
+        recording.trace()
+
+
+def test_a_model_that_does_not_repeat_itself_is_attached_by_its_routes():
+    model = tiny("qwen3_moe")
+    model.lm_head.register_forward_hook(lambda m, a, out: out + 0.01 * torch.randn_like(out))
+    assert hf.attach(model).spec.num_experts == 8
+
+
 def test_recorded_margins_are_the_gap_at_the_boundary():
     model = tiny("gpt_oss")  # selects on its logits, so the gap can be read off the router's output
     routed = hf.attach(model)

@@ -17,7 +17,7 @@ from foreroute.train.recompute import recompute
 from serving import served, wait_for
 from small import SAMPLING, forward, policy, prompts, seeded, set_match
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 TIGHT = {"block_size": 32, "num_gpu_blocks_override": 10, "max_num_batched_tokens": 48, "max_num_seqs": 8}
 """Prompts longer than 48 are prefilled in chunks, and eight sequences do not fit into ten blocks."""

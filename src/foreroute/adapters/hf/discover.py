@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from dataclasses import dataclass
 
 from torch import nn
 
+from foreroute.adapters.hf.plans import PLANS, REFUSED, TOP_K, Plan
 from foreroute.errors import AttachError
-from foreroute.trace import RoutedLayer
+from foreroute.trace import LayerKind, RoutedLayer
 
-ROUTER_CLASS = re.compile(r"(Router|TopKGating|Gate)$")
+ROUTER_CLASS = re.compile(r"(Router|Gating|Gate)$")
 NOT_A_ROUTER = re.compile(r"Density")
+PERHAPS_A_ROUTER = re.compile(r"Gate$")
+ATTENTION = re.compile(r"attn|attention")
 
 
 @dataclass(frozen=True)
@@ -23,56 +25,64 @@ class RouterSite:
         path: dotted name inside the model.
         module: the router.
         layer: its row of the layer axis.
+        plan: how it selects.
+        selecting: the module and the name of its method in which the selection is made.
     """
 
     path: str
     module: nn.Module
     layer: RoutedLayer
+    plan: Plan
+    selecting: tuple[nn.Module, str]
+
+    @property
+    def layer_path(self) -> str:
+        """The dotted name of the numbered layer that the router is in."""
+        parts = self.path.split(".")
+        number = next(place for place, part in enumerate(parts) if part.isdigit())
+        return ".".join(parts[: number + 1])
+
+    @property
+    def may_be_another_gate(self) -> bool:
+        """Whether the class name alone does not say that this is a router: forget gates and the like."""
+        return bool(PERHAPS_A_ROUTER.search(type(self.module).__name__))
 
 
 def find_routers(model: nn.Module) -> list[RouterSite]:
-    """Every router of the model, in the order in which its layers run.
+    """Every module that may be a router, in the order of the modules.
 
     Raises:
-        AttachError: when there is none, or when two share a decoder layer.
+        AttachError: when there is none, or one that is known not to be replayable, with the reason.
     """
+    for path, module in model.named_modules():
+        reason = REFUSED.get(type(module).__name__)
+        if reason:
+            raise AttachError(f"{path} ({type(module).__name__}) cannot be replayed: {reason}")
     sites = [
-        RouterSite(path, module, RoutedLayer(_layer_number(path)))
+        _site(model, path, module)
         for path, module in model.named_modules()
         if ROUTER_CLASS.search(type(module).__name__) and not NOT_A_ROUTER.search(type(module).__name__)
     ]
     if not sites:
         raise AttachError(
-            f"{type(model).__name__} has no router: no module's class name ends in Router, TopKGating or Gate. "
+            f"{type(model).__name__} has no router: no module's class name ends in Router, Gating or Gate. "
             "Attach to a Mixture-of-Experts model of transformers 5.14 or newer"
-        )
-    layers = [site.layer for site in sites]
-    if len(set(layers)) != len(layers):
-        twice = next(site.path for site in sites if layers.count(site.layer) > 1)
-        raise AttachError(
-            f"{type(model).__name__} has more than one router in one decoder layer ({twice}); this is not supported"
         )
     return sites
 
 
-def find_trunk(model: nn.Module, sites: list[RouterSite]) -> nn.Module:
-    """The innermost module that takes `input_ids` and contains every router: its forward is one pass over a batch."""
-    first, *rest = (site.path.split(".") for site in sites)
-    shared = len(first) - 1
-    for path in rest:
-        shared = min(shared, next(i for i, (a, b) in enumerate(zip(first, path, strict=False)) if a != b))
-    for depth in range(shared, -1, -1):
-        module = model.get_submodule(".".join(first[:depth]))
-        if "input_ids" in inspect.signature(module.forward).parameters:
-            return module
-    raise AttachError(
-        f"no module of {type(model).__name__} that contains its routers takes input_ids; "
-        "replay needs the tokens to check that routes and batch belong together"
-    )
+def _site(model: nn.Module, path: str, module: nn.Module) -> RouterSite:
+    plan = PLANS.get(type(module).__name__, TOP_K)
+    selecting = (module, "forward")
+    if plan.method_of_parent:
+        selecting = (model.get_submodule(path.rpartition(".")[0]), plan.method_of_parent)
+    return RouterSite(path, module, _layer(path, plan), plan, selecting)
 
 
-def _layer_number(path: str) -> int:
+def _layer(path: str, plan: Plan) -> RoutedLayer:
+    """The decoder layer of a router; one in an attention block counts as a layer of its own."""
     numbers = [int(part) for part in path.split(".") if part.isdigit()]
     if not numbers:
         raise AttachError(f"router {path} is in no numbered layer; expected a path such as model.layers.3.mlp.gate")
-    return numbers[0]
+    kind = LayerKind.ATTENTION if ATTENTION.search(path) else LayerKind.DECODER
+    return RoutedLayer(numbers[0], LayerKind.HASH if plan.is_lookup else kind)

@@ -97,6 +97,9 @@ class EmbeddedEngine:
             order.append((same[:, None] * group_size + np.arange(group_size)).reshape(-1))
         return Generation.concatenate(parts).select(np.argsort(np.concatenate(order)))
 
+    def close(self) -> None:
+        """Nothing: this engine is only memory."""
+
     def _decode(
         self,
         prompts_PT: Tensor,

@@ -30,7 +30,6 @@ from foreroute.adapters.hf.batch import Batch, BatchTensors, parameter_names
 from foreroute.adapters.hf.checkpointing import CHECKPOINTS_IN, compilable_under_checkpointing, require_prepared
 from foreroute.adapters.hf.discover import RouterSite
 from foreroute.adapters.hf.passes import Listener, Pass, PassInput, Seat, require_each_router_once
-from foreroute.adapters.hf.selection_mode import SelectionMode
 from foreroute.errors import ReplayError
 from foreroute.replay import PassNotes, ReplayRows, Watch, id_dtype
 from foreroute.trace import RoutingSpec
@@ -53,7 +52,7 @@ class Interceptor:
         self._model = model
         self._trunk = trunk
         self._sites = sites
-        self._seats = [Seat(site.path, layer, finals[layer]) for layer, site in enumerate(sites)]
+        self._seats = [Seat(site.path, layer, site.plan.mode, finals[layer]) for layer, site in enumerate(sites)]
         self._spec = spec
         self._names = parameter_names(trunk.forward)
         self._listeners: list[Listener] = []
@@ -61,7 +60,8 @@ class Interceptor:
         self._forcing = False
         self._counts_executed = False
         self._passes: list[Pass] = []
-        self._installed = False
+        self._installed: ExitStack | None = None
+        self._users = 0
         self._checkpoints_open = 0
         self._number = graph_ops.register(self)
         self._ledger = torch.zeros(1, dtype=torch.int64)
@@ -91,23 +91,31 @@ class Interceptor:
 
     @contextmanager
     def _hooks(self, *, whole: bool) -> Iterator[None]:
-        """Put the hooks in place, unless they are, and take them away again; only those of routers if not `whole`."""
-        if self._installed:
+        """Have the hooks in place until the last user leaves; only those of routers if not `whole`."""
+        if self._installed is None:
+            self._installed = self._install(whole=whole)
+        self._users += 1
+        try:
             yield
-            return
+        finally:
+            self._users -= 1
+            if not self._users:
+                installed, self._installed = self._installed, None
+                installed.close()
+
+    def _install(self, *, whole: bool) -> ExitStack:
         with ExitStack() as stack:
-            self._installed = True
-            stack.callback(setattr, self, "_installed", False)
             for seat, site in zip(self._seats, self._sites, strict=True):
-                stack.enter_context(overridden(site.module, "forward", partial(self._run_router, seat)))
+                stack.enter_context(overridden(*site.selecting, partial(self._run_router, seat)))
             if whole:
                 stack.enter_context(overridden(self._trunk, "forward", self._run_trunk))
+                stack.enter_context(_uncopyable(self._trunk))
                 self._hook_layers(stack)
-            yield
+            return stack.pop_all()
 
     def _hook_layers(self, stack: ExitStack) -> None:
         """Hooks on whatever checkpoints a part of the trunk, or was compiled on its own with a router in it."""
-        routers = {site.module for site in self._sites}
+        routers = {site.selecting[0] for site in self._sites}
         checkpoints = False
         for path, module in self._trunk.named_modules():
             own = module.__dict__
@@ -208,7 +216,7 @@ class Interceptor:
             )
         if not torch.compiler.is_compiling():
             self._require_own_checkpointing(seat.path)
-        mode = SelectionMode(seat.final, now.rows)
+        mode = seat.mode(seat.final, now.rows)
         with mode:
             result = forward(*args, **kwargs)
         if len(mode.seen) != seat.final + 1:
@@ -216,8 +224,13 @@ class Interceptor:
                 f"router {seat.path} made {len(mode.seen)} top-k selections, but {seat.final + 1} when it was "
                 "attached; its forward takes another path now. Attach again"
             )
+        chosen = mode.seen[-1]
+        if chosen.ids_RK.shape[0] != now.num_slots:
+            raise ReplayError(
+                f"router {seat.path} saw {chosen.ids_RK.shape[0]} of the {now.num_slots} positions of the batch; "
+                "a router that sees only the text of it cannot be recorded or replayed"
+            )
         if now.notes is not None:
-            chosen = mode.seen[-1]
             own_ids = chosen.ids_RK if chosen.own_ids_RK is None else chosen.own_ids_RK
             scores = chosen.scores_RE.detach()
             now.notes.write(scores, chosen.ids_RK, own_ids, by_probability=chosen.by_probability)
@@ -293,7 +306,28 @@ def overridden(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> Ite
     try:
         yield
     finally:
-        if had_own:
+        if own.get(name) is not stand_in:  # somebody replaced it meanwhile; theirs stays
+            pass
+        elif had_own:
             own[name] = original
         else:
             del own[name]
+
+
+@contextmanager
+def _uncopyable(module: nn.Module) -> Iterator[None]:
+    """Refuse `copy.deepcopy` while hooks are in place: the copy's hooks would run the original."""
+
+    def refuse(memo: object) -> nn.Module:
+        raise ReplayError("the model cannot be copied inside a record() or replay() session; copy it before or after")
+
+    module.__dict__["__deepcopy__"] = refuse
+    try:
+        yield
+    finally:
+        del module.__dict__["__deepcopy__"]
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a session is open on a model with this trunk."""
+    return "__deepcopy__" in module.__dict__

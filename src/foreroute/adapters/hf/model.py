@@ -11,6 +11,7 @@ from torch import nn
 
 from foreroute.adapters.hf.discover import RouterSite
 from foreroute.adapters.hf.intercept import Interceptor
+from foreroute.adapters.hf.plans.hash_lookup import require_looked_up
 from foreroute.adapters.hf.recording import Recording
 from foreroute.adapters.hf.session import ReplaySession
 from foreroute.errors import ConfigError, ReplayError, StaleTraceError
@@ -33,6 +34,7 @@ class RoutedModel:
         self.model = model
         self.spec = spec
         self.router_paths = tuple(site.path for site in sites)
+        self._sites = sites
         self._interceptor = interceptor
         self._replaying = False
 
@@ -87,13 +89,17 @@ class RoutedModel:
             SpecMismatchError: when the trace belongs to another model.
             StaleTraceError: when it was recorded under another weight version.
             ConfigError: for a policy or a count that does not exist.
-            BatchMismatchError: in the forward, when batch and trace hold different tokens, or rows are missing.
+            BatchMismatchError: when a layer that routes by a table of tokens says otherwise; in the forward, when batch
+                and trace hold different tokens, or rows are missing.
             ReplayError: when a router bypassed replay, or no forward ran in the session.
         """
         self.spec.require_same(trace.spec, what="the trace")
         _require_version(trace, weight_version)
         _require_choice("missing", missing, MissingRows)
         _require_choice("counts", counts, Counts)
+        for position, site in enumerate(self._sites):
+            if site.plan.is_lookup:
+                require_looked_up(trace, position, site.module)
         if self._replaying:
             raise ReplayError("this model is already replaying a trace; close that session before opening another")
         session = ReplaySession(trace, missing, telemetry=telemetry, counts=counts)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foreroute.adapters.hf.batch import Batch
+from foreroute.adapters.hf.selection_mode import SelectionMode
 from foreroute.errors import ReplayError
 from foreroute.replay import LayerNotes, PassNotes, ReplayRows, Watch
 from foreroute.trace import RoutingSpec
@@ -21,11 +22,13 @@ class LayerPass:
         rows: the routes to force, those of this router alone, or None where it chooses itself.
         notes: where it writes down what it did, or None where nobody wants to know.
         calls_1: int32 [1], how often it has selected inside a compiled graph.
+        num_slots: R, positions of the batch, padding included.
     """
 
     rows: ReplayRows | None
     notes: LayerNotes | None
     calls_1: Tensor
+    num_slots: int
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class PassInput:
             if rows is not None:
                 rows = replace(rows, ids_LRK=rows.ids_LRK[layer : layer + 1], ask_all=self.watch.own)
             layer_notes = None if self.watch.nothing else notes.layer(layer)
-            layers.append(LayerPass(rows, layer_notes, calls_L[layer : layer + 1]))
+            layers.append(LayerPass(rows, layer_notes, calls_L[layer : layer + 1], self.num_slots))
         return Pass(self, layers, notes, [0] * num_layers, calls_L, torch.is_grad_enabled(), recompute)
 
 
@@ -91,12 +94,14 @@ class Seat:
     Attributes:
         path: dotted name inside the model.
         layer: its position on the layer axis.
+        mode: what watches its selection.
         final: which top-k of its forward is its selection.
         now: what it does in the pass on top; None outside of any.
     """
 
     path: str
     layer: int
+    mode: type[SelectionMode]
     final: int
     now: LayerPass | None = None
 

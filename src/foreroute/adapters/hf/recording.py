@@ -47,7 +47,9 @@ class Recording(Listener):
     def trace(self) -> RoutingTrace:
         """Everything recorded so far, in the order of the forwards, of their rows, and of the sequences in a row.
 
-        Padding is left out. Rows carry the weight version given to `record()`.
+        Padding before and after the prompt is left out. What a finished sequence of `generate` goes on with is not
+        known to be padding: cut it with `trace.truncated`. Beams that change places are not followed. Rows carry the
+        weight version given to `record()`.
 
         Raises:
             ReplayError: when no forward ran in the session.
@@ -82,13 +84,16 @@ class Recording(Listener):
             rows = len(recorded.batch.input_ids_BT)
             if recorded.batch.past == 0 or not groups:
                 groups.append([recorded])
-            elif rows != len(groups[-1][0].batch.input_ids_BT):
+                continue
+            first = groups[-1][0].batch
+            reached = first.past + sum(p.batch.input_ids_BT.shape[1] for p in groups[-1])
+            if (rows, recorded.batch.past) != (len(first.input_ids_BT), reached):
                 raise ReplayError(
-                    f"a forward continues {rows} cached sequences after one of "
-                    f"{len(groups[-1][0].batch.input_ids_BT)}; record each batch of sequences in a session of its own"
+                    f"a forward continues {rows} sequences with {recorded.batch.past} cached positions; the batch "
+                    f"before it has {len(first.input_ids_BT)} of {reached}. Record each batch of sequences, and what "
+                    "follows a cache that was cut, in a session of its own"
                 )
-            else:
-                groups[-1].append(recorded)
+            groups[-1].append(recorded)
         return groups
 
     def _trace_of(self, group: list[RecordedPass]) -> RoutingTrace:

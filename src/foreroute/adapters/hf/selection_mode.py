@@ -16,18 +16,18 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from foreroute.adapters.hf.masks import MaskedScores
 from foreroute.replay import ReplayRows, forced_selection
 
 TOP_K = frozenset({torch.topk, Tensor.topk})
 SQUASHING = frozenset(
     {torch.softmax, Tensor.softmax, functional.softmax, torch.sigmoid, Tensor.sigmoid, functional.sigmoid}
 )
-MASKING = frozenset({torch.masked_fill, Tensor.masked_fill})
 
 
 @dataclass(frozen=True)
 class Selection:
-    """One top-k as it was executed.
+    """One selection as it was executed.
 
     Attributes:
         scores_RE: [R, E], what was selected by.
@@ -43,25 +43,23 @@ class Selection:
 
 
 class SelectionMode(TorchFunctionMode):
-    """Watches one call of a router.
+    """Watches one call of a router that selects by top-k. Routers that select otherwise have a subclass in `plans`.
 
     Args:
         final: which top-k of the call is the final selection, from 0; None where that is not known yet.
-        rows: the routes to force, or None to watch only.
-        layer: the position of the router on the layer axis.
+        rows: the routes to force, those of this router alone, or None to watch only.
 
     Attributes:
-        seen: every top-k so far, in order.
+        seen: every selection so far, in order.
     """
 
-    def __init__(self, final: int | None, rows: ReplayRows | None = None, layer: int = 0) -> None:
+    def __init__(self, final: int | None, rows: ReplayRows | None = None) -> None:
         super().__init__()
         self.final = final
         self.rows = rows
-        self.layer = layer
         self.seen: list[Selection] = []
         self._squashed = False
-        self._unmasked: dict[int, tuple[Tensor, Tensor]] = {}
+        self.masked = MaskedScores()
 
     def __torch_function__(
         self,
@@ -73,31 +71,37 @@ class SelectionMode(TorchFunctionMode):
         """Runs every torch function of the router, and the final top-k in our way."""
         kwargs = kwargs or {}
         if func in TOP_K:
-            return self._select(func, args, kwargs)
+            return self._top_k(func, args, kwargs)
         self._squashed = self._squashed or func in SQUASHING
-        result = func(*args, **kwargs)
-        if func in MASKING:
-            # the result is held so that its id is not reused
-            self._unmasked[id(result)] = (self._before_masking(args[0]), result)
-        return result
+        return self.masked.run(func, args, kwargs)
 
-    def _select(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        scores = args[0] if args else kwargs["input"]
+    def _top_k(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "input" in kwargs:
+            args, kwargs = (kwargs["input"], *args), {name: kwargs[name] for name in kwargs if name != "input"}
+        scores = args[0]
         if self.rows is None or len(self.seen) != self.final:
             result = func(*args, **kwargs)
-            self.seen.append(Selection(scores, result.indices, result.indices, self._squashed))
+            ids_RK = _flat(result.indices)
+            self.seen.append(Selection(_flat(scores), ids_RK, ids_RK, self._squashed))
             return result
-        dense = self._before_masking(scores)
-        values, ids, own_ids = forced_selection(
-            scores,
-            dense,
-            self.rows,
-            self.layer,
-            lambda own_scores: func(own_scores, *args[1:], **kwargs).indices,
-        )
-        self.seen.append(Selection(scores, ids, own_ids, self._squashed))
+        values, ids = self.forced(scores, lambda own_scores: func(own_scores, *args[1:], **kwargs).indices)
         return torch.return_types.topk((values, ids))
 
-    def _before_masking(self, scores: Tensor) -> Tensor:
-        known = self._unmasked.get(id(scores))
-        return scores if known is None else known[0]
+    def forced(self, scores: Tensor, own_choice: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """The replayed selection by `scores` [..., E], noted as seen.
+
+        Returns:
+            The scores [..., K] before masking at the replayed ids, and the ids, int64 [..., K].
+        """
+        if self.rows is None:
+            raise AssertionError("there are no routes to force")
+        dense_RE = _flat(self.masked.before_masking(scores))
+        values_RK, ids_RK, own_ids_RK = forced_selection(_flat(scores), dense_RE, self.rows, 0, own_choice)
+        self.seen.append(Selection(_flat(scores), ids_RK, own_ids_RK, self._squashed))
+        shape = (*scores.shape[:-1], ids_RK.shape[-1])
+        return values_RK.view(shape), ids_RK.view(shape)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """[..., E] as [R, E]: some routers keep batch and token axes apart."""
+    return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])

@@ -6,7 +6,6 @@ never needs a test for the end; positions past the end are clamped to it, becaus
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -58,43 +57,56 @@ def pack_rows(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, bits: Any, 
             source += depth
 
 
-@lru_cache(maxsize=32)
-def unpack_kernel(top_k: int) -> Any:
-    """Kernel: rows written by `pack_rows` into their places; whether all ids are below E and distinct in their row.
+@njit(nogil=True, cache=True)
+def unpack_rows(
+    words: Any,
+    starts: Any,
+    size: Any,
+    dest: Any,
+    bits: Any,
+    num_experts: Any,
+    columns: Any,
+    slots: Any,
+    out: Any,
+    num_out: Any,
+) -> Any:
+    """Rows written by `pack_rows` to their places; whether all ids are below E and distinct in their row.
 
-    Made per number of picks, because loops of known length unroll.
+    Args:
+        words: uint64 [Z], the payloads of one block.
+        starts: int64 [C], where the payload of each wanted layer begins in `words`.
+        size: words per payload, the closing zero word included.
+        dest: int64 [R], the output row of each stored row, or -1 for a row that is not wanted.
+        bits: 1 to 16.
+        num_experts: E.
+        columns: int64 [C], the output layer of each wanted layer.
+        slots: as long as there are picks.
+        out: uint8 or uint16, [N, L', K] flattened.
+        num_out: L'.
     """
-
-    @njit(nogil=True, cache=True)
-    def unpack_rows(
-        words: Any, starts: Any, size: Any, dest: Any, bits: Any, num_experts: Any, columns: Any, out: Any, num_out: Any
-    ) -> Any:
-        width, last = uint64(bits), uint64(size - 2)
-        row_bits, whole = uint64(top_k) * width, top_k * bits <= FETCHED
-        mask = (uint64(1) << width) - uint64(1)
-        seen = np.zeros(1 << bits, np.int64)
-        stamp, bad = 0, False
-        for i in range(len(dest)):
-            if dest[i] < 0:
-                continue
-            for c in range(len(starts)):
-                stream = words[starts[c] : starts[c] + size]
-                target = (uint64(dest[i]) * uint64(num_out) + uint64(columns[c])) * uint64(top_k)
-                position = uint64(i) * row_bits
-                value = fetch(stream, position, last)
-                stamp += 1
-                for k in range(top_k):
-                    if not whole:
-                        value = fetch(stream, position, last)
-                        position += width
-                    expert = value & mask
-                    value >>= width
-                    bad |= (seen[expert] == stamp) | (expert >= uint64(num_experts))
-                    seen[expert] = stamp
-                    out[target + uint64(k)] = expert
-        return not bad
-
-    return unpack_rows
+    width, last, depth = uint64(bits), uint64(size - 2), uint64(len(slots))
+    whole, mask = len(slots) * bits <= FETCHED, (uint64(1) << width) - uint64(1)
+    seen = np.zeros(1 << bits, np.int64)
+    stamp, bad = 0, False
+    for i in range(len(dest)):
+        if dest[i] < 0:
+            continue
+        for c in range(len(starts)):
+            stream = words[starts[c] : starts[c] + size]
+            target = (uint64(dest[i]) * uint64(num_out) + uint64(columns[c])) * depth
+            position = uint64(i) * depth * width
+            value = fetch(stream, position, last)
+            stamp += 1
+            for k in range(len(slots)):
+                if not whole:
+                    value = fetch(stream, position, last)
+                    position += width
+                expert = value & mask
+                value >>= width
+                bad |= (seen[expert] == stamp) | (expert >= uint64(num_experts))
+                seen[expert] = stamp
+                out[target + uint64(k)] = expert
+    return not bad
 
 
 @njit(nogil=True, cache=True)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import TraceContentError
+from foreroute.trace.codec.slots import as_slots
 from foreroute.trace.spec import RoutingSpec
 
 
@@ -25,6 +26,7 @@ class FixedWidth:
         self.tables: dict[str, NDArray[Any]] = {}
         self._spec = spec
         self._bits = bits
+        self._slots = as_slots(np.arange(spec.top_k))
 
     def encode(
         self, expert_ids_NLK: NDArray[Any], rows: NDArray[np.int64]
@@ -51,13 +53,22 @@ class FixedWidth:
         Raises:
             TraceContentError: when a payload has another size, or a row an id of E or more or an expert twice.
         """
-        from foreroute.trace.codec.bits import unpack_kernel
+        from foreroute.trace.codec.bits import unpack_rows
 
         spec, size = self._spec, self._words(len(dest))
         if (sizes != size).any():
             raise TraceContentError(f"payloads of {sizes.tolist()[:4]} words for {len(dest)} rows, expected {size}")
-        sound = unpack_kernel(spec.top_k)(
-            words, starts, size, dest, self._bits, spec.num_experts, columns, out_NLK.reshape(-1), out_NLK.shape[1]
+        sound = unpack_rows(
+            words,
+            starts,
+            size,
+            dest,
+            self._bits,
+            spec.num_experts,
+            columns,
+            self._slots,
+            out_NLK.reshape(-1),
+            out_NLK.shape[1],
         )
         if not sound:
             raise TraceContentError(f"a row of a block holds an id of {spec.num_experts} or more, or an expert twice")

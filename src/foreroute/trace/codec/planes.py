@@ -15,6 +15,7 @@ Payload of one layer of one block, in 64-bit words:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,14 @@ from numpy.typing import NDArray
 from foreroute.errors import TraceContentError
 from foreroute.trace.codec.prefix_code import (
     DIRECT_EXPERTS,
-    MAX_LENGTH,
     book_of_slot,
+    check_lengths,
     decoding_tables,
     encoding_table,
     fit_lengths,
     symbol_table,
 )
+from foreroute.trace.codec.slots import as_slots
 from foreroute.trace.spec import MAX_EXPERTS, RoutingSpec
 
 PICKS_PER_RANKING = 16
@@ -62,10 +64,10 @@ class Planes:
             raise TraceContentError(f"code_lengths is {lengths.dtype} {lengths.shape}, expected uint8 {expected}")
         self.tables = {"code_lengths": lengths}
         self._spec = spec
-        self._book = book
+        self._slots = as_slots(book)
         self._short = spec.num_experts <= DIRECT_EXPERTS and spec.top_k <= SHORT_PICKS
-        self._decoding = decoding_tables(lengths, spec.num_experts, spec.top_k)
-        self._encoding = encoding_table(lengths, spec.num_experts, spec.top_k)
+        check_lengths(lengths)
+        self._order = np.zeros(DIRECT_EXPERTS if spec.num_experts <= DIRECT_EXPERTS else MAX_EXPERTS, spec.id_dtype)
         self._planes: NDArray[Any] = np.zeros(0, spec.id_dtype)
         self._words = np.zeros(0, np.uint64)
 
@@ -88,7 +90,7 @@ class Planes:
         for rows in blocks[:: max(1, len(blocks) // SAMPLED_BLOCKS)]:
             if len(rows):
                 blank._rank(expert_ids_NLK, rows)
-                count_gaps(blank._planes, spec.num_layers, spec.top_k, len(rows), len(rows), book, counts)
+                count_gaps(blank._planes, spec.num_layers, len(rows), len(rows), book, counts)
         return cls(spec, {"code_lengths": np.stack([fit_lengths(c) for c in np.add.reduceat(counts, first, axis=1)])})
 
     def encode(
@@ -100,7 +102,7 @@ class Planes:
             expert_ids_NLK: C-contiguous routes, checked.
             rows: int64 [R], the rows of the block.
         """
-        from foreroute.trace.codec.planes_encode import block_kernel
+        from foreroute.trace.codec.planes_encode import write_block
 
         spec = self._spec
         sizes = np.zeros(spec.num_layers, np.int64)
@@ -108,8 +110,8 @@ class Planes:
         most = head + len(rows) * spec.top_k * int((self._encoding & 31).max()) // 64 + 2
         if len(self._words) < most * spec.num_layers:
             self._words = np.empty(most * spec.num_layers, np.uint64)
-        used = block_kernel(spec.top_k)(
-            self._planes, len(rows), len(rows), order_LE, head, self._encoding, self._book, self._words, sizes
+        used = write_block(
+            self._planes, len(rows), len(rows), order_LE, head, self._encoding, self._slots, self._words, sizes
         )
         return self._words[:used].copy(), sizes
 
@@ -127,39 +129,45 @@ class Planes:
         Raises:
             TraceContentError: when a payload cannot be what `encode` wrote.
         """
-        from foreroute.trace.codec.planes_decode import block_kernel
-        from foreroute.trace.codec.sorting import comparators
+        from foreroute.trace.codec.planes_decode import read_block
 
         spec, rows = self._spec, len(dest)
         head = self._head_words(rows)
         if sizes.min() < head + 2:
             raise TraceContentError(f"a payload of {int(sizes.min())} words cannot hold {rows} rows")
         self._reserve(rows, len(starts))
-        order = np.arange(256 if spec.num_experts <= 256 else MAX_EXPERTS).astype(spec.id_dtype)
-        bad = block_kernel(spec.top_k, self._short)(
-            words,
-            starts,
-            sizes,
-            dest,
-            columns,
+        out, num_out = out_NLK.reshape(-1), out_NLK.shape[1]
+        how = (
             head,
             spec.num_experts,
+            self._short,
             self._decoding,
-            self._book.astype(np.uint64) << np.uint64(MAX_LENGTH),
-            comparators(spec.top_k),
-            order,
+            self._slots,
+            self._network,
+            self._order,
             self._planes,
-            rows,
-            out_NLK.reshape(-1),
-            out_NLK.shape[1],
         )
+        bad = read_block(words, starts, sizes, dest, columns, *how, out, num_out)
         if bad >= 0:
             raise TraceContentError(f"the payload of wanted layer {bad} of a block of {rows} rows does not decode")
 
+    @cached_property
+    def _network(self) -> NDArray[np.int64]:
+        from foreroute.trace.codec.sorting import comparators
+
+        return comparators(self._spec.top_k)
+
+    @cached_property
+    def _encoding(self) -> NDArray[np.uint32]:
+        return encoding_table(self.tables["code_lengths"], self._spec.num_experts, self._spec.top_k)
+
+    @cached_property
+    def _decoding(self) -> tuple[NDArray[np.uint16], NDArray[np.uint32]]:
+        return decoding_tables(self.tables["code_lengths"], self._spec.num_experts, self._spec.top_k)
+
     def _rank(self, expert_ids_NLK: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
         """Fill the planes with the block's ranks, sorted per row; the expert of each rank, [L, E]."""
-        from foreroute.trace.codec.planes_encode import rank_experts, rank_kernel
-        from foreroute.trace.codec.sorting import comparators
+        from foreroute.trace.codec.planes_encode import rank_experts, sorted_ranks
 
         spec = self._spec
         self._reserve(len(rows), spec.num_layers)
@@ -167,7 +175,7 @@ class Planes:
         flat = expert_ids_NLK.reshape(-1)
         ranked = self._head_words(len(rows)) > 2
         rank_experts(flat, spec.num_layers, spec.top_k, rows, ranked, order_LE, rank_LE)
-        rank_kernel(spec.top_k)(flat, spec.num_layers, rows, rank_LE, comparators(spec.top_k), self._planes, len(rows))
+        sorted_ranks(flat, spec.num_layers, rows, rank_LE, self._network, self._slots, self._planes, len(rows))
         return order_LE
 
     def _head_words(self, rows: int) -> int:

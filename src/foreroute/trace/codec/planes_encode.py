@@ -1,11 +1,11 @@
 """Encoding for the `planes` codec: ranks by popularity, sorted per row, gaps written in prefix codes. Compiled.
 
-The kernels are made per number of picks, because loops of known length unroll.
+`slots` holds the code book of each pick, for up to 16 picks as a tuple: its length is part of its type, so that the
+loops over picks are compiled with a known length and unroll.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -54,109 +54,91 @@ def rank_experts(
 
 
 @njit(nogil=True, cache=True)
-def count_gaps(planes: Any, num_layers: Any, top_k: Any, stride: Any, rows: Any, books: Any, counts: Any) -> None:
+def count_gaps(planes: Any, num_layers: Any, stride: Any, rows: Any, slots: Any, counts: Any) -> None:
     """Add the gaps of sorted planes to counts: int64 [books, gaps]."""
     for layer in range(num_layers):
-        for k in range(top_k):
-            start = (layer * top_k + k) * stride
+        for k in range(len(slots)):
+            start = (layer * len(slots) + k) * stride
             for i in range(rows):
                 before = np.int64(planes[start - stride + i]) + 1 if k else 0
-                counts[books[k], np.int64(planes[start + i]) - before] += 1
+                counts[slots[k], np.int64(planes[start + i]) - before] += 1
 
 
-@lru_cache(maxsize=32)
-def rank_kernel(top_k: int) -> Any:
-    """Kernel: look up the ranks of a block's picks and sort them per row, into planes [L, K, stride]."""
-
-    @njit(nogil=True, cache=True)
-    def sorted_ranks(
-        flat_ids: Any, num_layers: Any, rows: Any, rank_LE: Any, network: Any, planes: Any, stride: Any
-    ) -> None:
-        depth, step, count = uint64(top_k), uint64(stride), len(rows)
-        for tile in range(0, count, TILE):
-            for layer in range(num_layers):
-                rank_of = rank_LE[layer]
-                for i in range(uint64(tile), uint64(min(tile + TILE, count))):
-                    source = (uint64(rows[i]) * uint64(num_layers) + uint64(layer)) * depth
-                    target = uint64(layer) * depth * step + i
-                    for k in range(top_k):
-                        planes[target] = rank_of[uint64(flat_ids[source + uint64(k)])]
-                        target += step
+@njit(nogil=True, cache=True)
+def sorted_ranks(
+    flat_ids: Any, num_layers: Any, rows: Any, rank_LE: Any, network: Any, slots: Any, planes: Any, stride: Any
+) -> None:
+    """Look up the ranks of a block's picks and sort them per row, into planes [L, K, stride]."""
+    depth, step, count = uint64(len(slots)), uint64(stride), len(rows)
+    for tile in range(0, count, TILE):
         for layer in range(num_layers):
-            sort_planes(planes, layer * top_k * stride, stride, count, network)
+            rank_of = rank_LE[layer]
+            for i in range(uint64(tile), uint64(min(tile + TILE, count))):
+                source = (uint64(rows[i]) * uint64(num_layers) + uint64(layer)) * depth
+                target = uint64(layer) * depth * step + i
+                for k in range(len(slots)):
+                    planes[target] = rank_of[uint64(flat_ids[source + uint64(k)])]
+                    target += step
+    for layer in range(num_layers):
+        sort_planes(planes, layer * len(slots) * stride, stride, count, network)
 
-    return sorted_ranks
 
-
-@lru_cache(maxsize=32)
-def write_kernel(top_k: int) -> Any:
-    """Kernel: write one layer's sorted planes as four lanes of prefix codes; returns the bits where each lane ends.
+@njit(nogil=True, cache=True)
+def write_lanes(planes: Any, first: Any, stride: Any, rows: Any, table: Any, slots: Any, stream: Any, ends: Any) -> Any:
+    """Write one layer's sorted planes as four lanes of prefix codes; returns the words used.
 
     Codes are joined in pairs before they meet the stream: two take at most 46 bits.
     """
-
-    @njit(nogil=True, cache=True)
-    def write_lanes(
-        planes: Any, first: Any, stride: Any, rows: Any, table: Any, books: Any, stream: Any, ends: Any
-    ) -> Any:
-        step, quarter = uint64(stride), rows // LANES
-        position = word = current = uint64(0)
-        for lane in range(LANES):
-            stop = (lane + 1) * quarter if lane < LANES - 1 else rows
-            for row in range(lane * quarter, stop):
-                source = uint64(first) + uint64(row)
-                before = uint64(0)
-                for k in range(0, top_k, 2):
+    step, quarter, top_k = uint64(stride), rows // LANES, len(slots)
+    position = word = current = uint64(0)
+    for lane in range(LANES):
+        stop = (lane + 1) * quarter if lane < LANES - 1 else rows
+        for row in range(lane * quarter, stop):
+            source = uint64(first) + uint64(row)
+            before = uint64(0)
+            for k in range(0, top_k, 2):
+                rank = uint64(planes[source])
+                entry = uint64(table[slots[k], rank - before])
+                before, source = rank + uint64(1), source + step
+                value, size = entry >> uint64(5), entry & uint64(31)
+                if k + 1 < top_k:
                     rank = uint64(planes[source])
-                    entry = uint64(table[books[k], rank - before])
+                    entry = uint64(table[slots[k + 1], rank - before])
                     before, source = rank + uint64(1), source + step
-                    value, size = entry >> uint64(5), entry & uint64(31)
-                    if k + 1 < top_k:
-                        rank = uint64(planes[source])
-                        entry = uint64(table[books[k + 1], rank - before])
-                        before, source = rank + uint64(1), source + step
-                        value |= (entry >> uint64(5)) << size
-                        size += entry & uint64(31)
-                    offset = position & uint64(63)
-                    current |= value << offset
-                    stream[word] = current
-                    position += size
-                    if offset + size >= uint64(64):
-                        word += uint64(1)
-                        current = (value >> uint64(1)) >> (uint64(63) - offset)
-            ends[lane] = position
-        stream[word] = current
-        return word + uint64(1) if position & uint64(63) else word
-
-    return write_lanes
+                    value |= (entry >> uint64(5)) << size
+                    size += entry & uint64(31)
+                offset = position & uint64(63)
+                current |= value << offset
+                stream[word] = current
+                position += size
+                if offset + size >= uint64(64):
+                    word += uint64(1)
+                    current = (value >> uint64(1)) >> (uint64(63) - offset)
+        ends[lane] = position
+    stream[word] = current
+    return word + uint64(1) if position & uint64(63) else word
 
 
-@lru_cache(maxsize=32)
-def block_kernel(top_k: int) -> Any:
-    """Kernel: the payloads of all layers of a block, one after another; returns the words they take."""
-    write_lanes = write_kernel(top_k)
-
-    @njit(nogil=True, cache=True)
-    def write_block(
-        planes: Any, stride: Any, rows: Any, order_LE: Any, head: Any, table: Any, books: Any, words: Any, sizes: Any
-    ) -> Any:
-        num_layers, num_experts = order_LE.shape
-        ends = np.zeros(4, np.uint64)
-        width = 8 * order_LE.itemsize
-        start = 0
-        for layer in range(num_layers):
-            words[start : start + head] = 0
-            if head > 2:
-                for rank in range(num_experts):
-                    bit = rank * width
-                    words[start + 2 + bit // 64] |= uint64(order_LE[layer, rank]) << uint64(bit % 64)
-            stream = words[start + head :]
-            used = write_lanes(planes, layer * top_k * stride, stride, rows, table, books, stream, ends)
-            stream[used] = 0
-            words[start] = ends[0] | (ends[1] << uint64(32))
-            words[start + 1] = ends[2] | (ends[3] << uint64(32))
-            sizes[layer] = head + np.int64(used) + 1
-            start += sizes[layer]
-        return start
-
-    return write_block
+@njit(nogil=True, cache=True)
+def write_block(
+    planes: Any, stride: Any, rows: Any, order_LE: Any, head: Any, table: Any, slots: Any, words: Any, sizes: Any
+) -> Any:
+    """The payloads of all layers of a block, one after another; returns the words they take."""
+    num_layers, num_experts = order_LE.shape
+    ends = np.zeros(4, np.uint64)
+    width = 8 * order_LE.itemsize
+    start = 0
+    for layer in range(num_layers):
+        words[start : start + head] = 0
+        if head > 2:
+            for rank in range(num_experts):
+                bit = rank * width
+                words[start + 2 + bit // 64] |= uint64(order_LE[layer, rank]) << uint64(bit % 64)
+        stream = words[start + head :]
+        used = write_lanes(planes, layer * len(slots) * stride, stride, rows, table, slots, stream, ends)
+        stream[used] = 0
+        words[start] = ends[0] | (ends[1] << uint64(32))
+        words[start + 1] = ends[2] | (ends[3] << uint64(32))
+        sizes[layer] = head + np.int64(used) + 1
+        start += sizes[layer]
+    return start

@@ -50,51 +50,32 @@ def fit_lengths(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
     """
     if len(counts) == 1:
         return np.ones(1, np.uint8)
-    leaves = sorted((int(count) + 1, (symbol,)) for symbol, count in enumerate(counts))
-    packages: list[tuple[int, tuple[int, ...]]] = []
+    leaf_weights, leaf_members = counts + 1, np.eye(len(counts), dtype=np.uint8)
+    weights, members = leaf_weights[:0], leaf_members[:0]
     for _ in range(MAX_LENGTH):
-        merged = sorted(leaves + packages, key=lambda package: package[0])
-        pairs = zip(merged[::2], merged[1::2], strict=False)
-        packages = [(a + b, left + right) for (a, left), (b, right) in pairs]
-    lengths = np.zeros(len(counts), np.uint8)
-    for _, symbols in packages[: len(counts) - 1]:
-        np.add.at(lengths, list(symbols), 1)
+        all_weights = np.concatenate([leaf_weights, weights])
+        order = np.argsort(all_weights, kind="stable")[: len(all_weights) // 2 * 2]
+        weights = all_weights[order].reshape(-1, 2).sum(axis=1)
+        members = (
+            np.concatenate([leaf_members, members])[order].reshape(len(weights), 2, -1).sum(axis=1, dtype=np.uint8)
+        )
+    lengths: NDArray[np.uint8] = members[: len(counts) - 1].sum(axis=0, dtype=np.uint8)
     return lengths
-
-
-def canonical_codes(lengths: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """int64 [Y], the canonical code of each symbol, its first bit in bit 0.
-
-    Codes are given in order of (length, symbol), counting up, as in DEFLATE.
-
-    Raises:
-        TraceContentError: when the lengths are not 1 to 11 or do not fill the code space exactly.
-    """
-    if len(lengths) == 1 and lengths[0] == 1:
-        return np.zeros(1, np.int64)
-    outside = lengths.min() < 1 or lengths.max() > MAX_LENGTH
-    if outside or np.sum(1 << (MAX_LENGTH - lengths.astype(np.int64))) != 1 << MAX_LENGTH:
-        raise TraceContentError("a code book is not a complete prefix code of 1 to 11 bits")
-    codes = np.zeros(len(lengths), np.int64)
-    code = length = 0
-    for symbol in np.lexsort((np.arange(len(lengths)), lengths)):
-        code <<= int(lengths[symbol]) - length
-        length = int(lengths[symbol])
-        codes[symbol] = int(f"{code:0{length}b}"[::-1], 2)
-        code += 1
-    return codes
 
 
 def encoding_table(lengths_BY: NDArray[np.uint8], num_experts: int, top_k: int) -> NDArray[np.uint32]:
     """uint32 [books, gaps]: all bits of a gap, extra bits included, shifted left by 5, plus how many they are."""
     first, extra = symbol_table(num_experts, top_k)
-    num_gaps = num_experts - top_k + 1
-    symbol = np.searchsorted(first, np.arange(num_gaps), side="right") - 1
-    rest = np.arange(num_gaps) - first[symbol]
-    table = np.zeros((len(lengths_BY), num_gaps), np.uint32)
+    gaps = np.arange(num_experts - top_k + 1)
+    symbol = np.searchsorted(first, gaps, side="right") - 1
+    rest = gaps - first[symbol]
+    table = np.zeros((len(lengths_BY), len(gaps)), np.uint32)
     for book, lengths in enumerate(lengths_BY):
-        codes, used = canonical_codes(lengths)[symbol], lengths.astype(np.int64)[symbol]
-        table[book] = (codes | rest << used) << 5 | (used + extra[symbol])
+        order, widths = _code_space(lengths)
+        codes = np.zeros(len(lengths), np.int64)
+        codes[order] = _REVERSED[np.cumsum(widths) - widths]
+        used = lengths.astype(np.int64)[symbol]
+        table[book] = (codes[symbol] | rest << used) << 5 | (used + extra[symbol])
     return table
 
 
@@ -110,9 +91,31 @@ def decoding_tables(
     first, extra = symbol_table(num_experts, top_k)
     full = np.zeros((len(lengths_BY), 1 << MAX_LENGTH), np.uint32)
     for book, lengths in enumerate(lengths_BY):
-        codes = canonical_codes(lengths)
-        for symbol, length in enumerate(lengths.tolist()):
-            step = 1 << length if len(lengths) > 1 else 1
-            full[book, codes[symbol] :: step] = first[symbol] << 16 | extra[symbol] << 8 | length
+        order, widths = _code_space(lengths)
+        entries = first << 16 | extra << 8 | lengths
+        full[book] = np.repeat(entries[order], widths)[_REVERSED]
     short: NDArray[Any] = (full >> 16 << 8 | full & 255).astype(np.uint16)
     return short.reshape(-1), full.reshape(-1)
+
+
+def check_lengths(lengths_BY: NDArray[np.uint8]) -> None:
+    """Raise `TraceContentError` unless each book has lengths of 1 to 11 that fill the code space exactly."""
+    if lengths_BY.shape[1] == 1:
+        complete = lengths_BY == 1
+    else:
+        spans = np.where((lengths_BY >= 1) & (lengths_BY <= MAX_LENGTH), 1 << MAX_LENGTH >> lengths_BY.astype(int), 0)
+        complete = (spans > 0).all(axis=1) & (spans.sum(axis=1) == 1 << MAX_LENGTH)
+    if not complete.all():
+        raise TraceContentError("a code book is not a complete prefix code of 1 to 11 bits")
+
+
+def _code_space(lengths: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Symbols in order of their codes, which is by (length, symbol) as in DEFLATE, and the 11-bit words of each."""
+    order = np.lexsort((np.arange(len(lengths)), lengths))
+    if len(lengths) == 1:
+        return order, np.array([1 << MAX_LENGTH])
+    return order, 1 << (MAX_LENGTH - lengths[order].astype(np.int64))
+
+
+_REVERSED = np.array([int(f"{word:0{MAX_LENGTH}b}"[::-1], 2) for word in range(1 << MAX_LENGTH)])
+"""11-bit words with their bits turned round: codes are counted up from their first bit, which a stream puts lowest."""

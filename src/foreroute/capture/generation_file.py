@@ -1,0 +1,86 @@
+"""A generation on disk: a trace file, and beside it the log-probs of its response tokens.
+
+    rollout.safetensors          log-probs [R] float32, prompt lengths [S] int64; metadata: foreroute.generation = "1",
+                                 foreroute.trace = the name of the trace file, foreroute.digest = its digest
+    rollout.trace.safetensors    the trace, as `foreroute.save` writes it
+
+The digest binds the two. The trace is looked for in the same folder only; its name holds no path.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.capture.generation import Generation
+from foreroute.errors import TraceFileError
+from foreroute.trace import digest, load, save, write_atomically
+
+GENERATION_VERSION = "1"
+
+
+def save_generation(generation: Generation, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Write `path` and, beside it, the trace: the trace first, so that a generation never lacks its trace.
+
+    Raises:
+        TraceFileError: when one of the two exists and `overwrite` is False.
+    """
+    from safetensors.numpy import save_file
+
+    target = Path(path)
+    if target.exists() and not overwrite:
+        raise TraceFileError(f"{target} already exists; pass another path, or overwrite=True to replace it")
+    trace = save(generation.trace, target.with_name(f"{target.stem}.trace.safetensors"), overwrite=overwrite)
+    tensors: dict[str, NDArray[Any]] = {
+        "logprobs": np.ascontiguousarray(generation.logprobs_R, np.float32),
+        "prompt_lengths": np.ascontiguousarray(generation.prompt_lengths, np.int64),
+    }
+    header = {
+        "foreroute.generation": GENERATION_VERSION,
+        "foreroute.trace": trace.name,
+        "foreroute.digest": digest(generation.trace),
+    }
+    write_atomically(target, lambda temporary: save_file(tensors, temporary, metadata=header))
+    return target
+
+
+def load_generation(path: str | os.PathLike[str]) -> Generation:
+    """Read a generation and its trace.
+
+    Raises:
+        TraceFileError: when a file is missing, damaged or no generation, or the trace is another one.
+        TraceContentError: when log-probs and sequences do not fit together.
+    """
+    source = Path(path)
+    header, tensors = _read(source)
+    if header.get("foreroute.generation") != GENERATION_VERSION:
+        raise TraceFileError(
+            f"{source} is not a generation (foreroute.generation = {header.get('foreroute.generation')!r}, expected "
+            f"{GENERATION_VERSION!r}). A trace file alone goes with --trace; capture.save_generation writes generations"
+        )
+    name = header.get("foreroute.trace", "")
+    if not name or Path(name).name != name:
+        raise TraceFileError(f"{source} names the trace {name!r}; expected the name of a file in the same folder")
+    trace = load(source.with_name(name))
+    if digest(trace) != header.get("foreroute.digest"):
+        raise TraceFileError(f"{source.with_name(name)} is not the trace that {source} was written with; copy both")
+    for tensor, kind in (("logprobs", "f"), ("prompt_lengths", "i")):
+        if tensor not in tensors or tensors[tensor].ndim != 1 or tensors[tensor].dtype.kind != kind:
+            raise TraceFileError(f"{source} has no {tensor} of one axis and kind {kind!r}; it is damaged")
+    return Generation(trace, tensors["prompt_lengths"].astype(np.int64), tensors["logprobs"].astype(np.float32))
+
+
+def _read(source: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    from safetensors import SafetensorError, safe_open
+
+    if not source.is_file():
+        raise TraceFileError(f"{source} does not exist or is not a file")
+    try:
+        with safe_open(source, framework="np") as opened:
+            return opened.metadata() or {}, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, TypeError) as error:
+        raise TraceFileError(f"{source} is not a readable generation ({error}). Copy it again") from error

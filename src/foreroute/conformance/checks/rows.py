@@ -1,0 +1,139 @@
+"""Rows that the rollout never routed, and rows that are no tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.conformance.adapter import Batch, Padding, Unsupported
+from foreroute.conformance.check import Check
+from foreroute.conformance.misplaced import misplaced
+from foreroute.conformance.situation import FOREIGN_VERSION, Blocked, Situation, refused, require, same_sets
+from foreroute.trace import RoutingTrace
+
+
+def missing_rows(situation: Situation) -> None:
+    seen = situation.native_replay
+    last = np.cumsum(situation.base.lengths) - 1
+    # the input of the first routed layer does not depend on what is replayed; that of later ones may
+    same = same_sets(situation.native.ids_NLK[last, 0], seen.ids_NLK[last, 0])
+    require(
+        bool(same.all()),
+        f"the last token has no row, so the model routes it itself to {situation.native.ids_NLK[last[0], 0].tolist()} "
+        f"in its first routed layer; it was computed by {seen.ids_NLK[last[0], 0].tolist()}",
+    )
+
+
+def _gaps(situation: Situation) -> None:
+    situation.require_placement()
+    model, handle = situation.pair()
+    batch, native = situation.base, situation.native.ids_NLK
+    length = len(batch.sequences[0])
+    valid = [np.arange(length) != (4 if s == 1 else length - 1) for s in range(len(batch.sequences))]
+    trace = RoutingTrace.from_rows(
+        handle.spec,
+        batch.sequences,
+        np.split(native, len(batch.sequences)),
+        valid=valid,
+        weight_versions=[np.full(length, FOREIGN_VERSION)] * len(valid),
+    )
+    executed = []
+
+    def run() -> None:
+        with handle.replay(trace):
+            executed.append(model.forward(batch, grad=False).seen.ids_NLK[length + 4, 0])
+
+    if refused(run) is None:
+        require(
+            bool(same_sets(native[length + 4, 0], executed[0])),
+            f"position 4 of sequence 1 has no row and was not refused; it was computed by {executed[0].tolist()} "
+            f"instead of the model's own {native[length + 4, 0].tolist()}",
+        )
+
+
+def _padding_neutral(situation: Situation) -> None:
+    situation.require_placement()
+    tried = 0
+    sides: tuple[Padding, ...] = ("right", "left")
+    for padding in sides:
+        try:
+            _follows_when_padded(situation, padding)
+            tried += 1
+        except Unsupported:
+            continue
+    if not tried:
+        raise Unsupported("the framework has no padded batches")
+
+
+def _follows_when_padded(situation: Situation, padding: Padding) -> None:
+    batch = situation.batch(9, 4, 6, padding=padding)
+    model, handle = situation.pair()
+    native = situation.untouched().forward(batch, grad=False).seen
+    wanted = situation.foreign(handle.spec, batch)
+    with handle.replay(wanted):
+        seen = model.forward(batch, grad=False).seen
+    found = misplaced(wanted, seen.ids_NLK, native.ids_NLK)
+    require(found is None, f"in a batch padded on the {padding}: {found.sentence}" if found else "")
+
+
+def _hot_spot(situation: Situation) -> None:
+    """Padding goes where the untouched model sends it, or is spread; no expert gets much more than its share."""
+    situation.require_placement()
+    batch = situation.batch(14, 3, 3, 2, padding="right")
+    untouched = situation.untouched().forward(batch, grad=False).seen
+    if untouched.padding_ids_PLK is None:
+        raise Unsupported("padding is not routed in this framework, or not visible to the probe")
+    model, handle = situation.pair()
+    trace = situation.trace_of(_packed(untouched.ids_NLK, batch), batch, handle.spec)
+    with handle.replay(trace):
+        replayed = model.forward(batch, grad=False).seen
+    if not same_sets(untouched.ids_NLK, replayed.ids_NLK).all():
+        raise Blocked("padding-neutral")
+    seen = replayed.padding_ids_PLK
+    if seen is None or same_sets(untouched.padding_ids_PLK[:, 0], seen[:, 0]).all():
+        return
+    fair = seen.shape[0] * handle.spec.top_k / handle.spec.num_experts
+    hottest = int(np.bincount(seen[:, 0].reshape(-1)).max())
+    require(
+        hottest <= 2 * fair + 1,
+        f"{hottest} of {len(seen)} padding rows go to one expert in {handle.spec.layers[0]}, where {fair:.1f} would be "
+        "its share; the untouched model routes them otherwise",
+    )
+
+
+def _packed(ids_NLK: NDArray[Any], batch: Batch) -> list[NDArray[Any]]:
+    return np.split(ids_NLK, np.cumsum(batch.lengths)[:-1])
+
+
+CHECKS = (
+    Check(
+        "missing-rows",
+        "A token without a route is routed by the model itself, not to expert 0",
+        "Replays the model's own routes without the last token's row and looks at where that token went.",
+        missing_rows,
+        quick=True,
+    ),
+    Check(
+        "gaps",
+        "A row that is absent in the middle of a sequence is refused, or routed by the model itself",
+        "Takes one row out of the middle of a sequence.",
+        _gaps,
+        quick=True,
+    ),
+    Check(
+        "padding-neutral",
+        "Padding, on either side, moves no route",
+        "Replays random routes on ragged sequences, padded right and left.",
+        _padding_neutral,
+        quick=True,
+    ),
+    Check(
+        "padding-hot-spot",
+        "Padding makes no expert hot",
+        "Counts where padding rows go under replay; as in the untouched model, or spread, is right.",
+        _hot_spot,
+        quick=True,
+    ),
+)

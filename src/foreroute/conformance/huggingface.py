@@ -1,0 +1,201 @@
+"""Our own Hugging Face adapter, as an adapter author presents it to the kit. The first example to copy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from foreroute.adapters import hf
+from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Groups, Plant, Seen, Unsupported
+
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class HuggingFaceUnderTest(AdapterUnderTest):
+    """A family of transformers, in a small configuration.
+
+    Args:
+        family: a model type of transformers.
+        sizes: fields of its configuration.
+    """
+
+    def __init__(self, family: str, sizes: Mapping[str, Any]) -> None:
+        self.name = f"foreroute.adapters.hf on {family}"
+        self.vocabulary = int(sizes["vocab_size"])
+        self.groups = Groups(sizes["n_group"], sizes["topk_group"]) if sizes.get("n_group", 1) > 1 else None
+        self._family = family
+        self._sizes = dict(sizes)
+        self._built: dict[tuple[int | None, int | None], Any] = {}
+
+    def build(self, case: Case) -> HuggingFaceModel:
+        """A model from the configuration, changed as the case asks."""
+        shape = (case.top_k, case.num_experts)
+        if shape not in self._built:
+            self._built[shape] = self._new(case)
+        model = copy.deepcopy(self._built[shape])
+        if case.checkpointing:
+            model.train()
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        return HuggingFaceModel(model)
+
+    def _new(self, case: Case) -> Any:
+        changes: dict[str, Any] = {}
+        if case.top_k is not None:
+            changes["num_experts_per_tok"] = case.top_k
+        if case.num_experts is not None:
+            changes |= {name: case.num_experts for name in EXPERT_FIELDS if name in self._sizes}
+        sizes = {**self._sizes, **changes}
+        return hf.build_model(self._family, seed=0, experts_implementation="eager", **sizes).eval()
+
+    def attach(self, model: Any) -> hf.RoutedModel:
+        """`hf.attach`, which also proves replay on the model."""
+        return hf.attach(model.model)
+
+
+class HuggingFaceModel:
+    """A causal language model of transformers with a probe at its experts.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        experts = [path for path, module in model.named_modules() if type(module).__name__.endswith("Experts")]
+        if not experts:
+            raise Unsupported(f"{type(model).__name__} has no module whose class name ends in Experts to look into")
+        self._experts = tuple(experts)
+        self._trunk = model.get_submodule(experts[0].partition(".layers.")[0])
+
+    @property
+    def router_weights(self) -> tuple[str, ...]:
+        """The weight of the module beside each experts module that has one row per expert."""
+        names = [name for name, _ in self.model.named_parameters()]
+        blocks = [path.rpartition(".")[0] for path in self._experts]
+        return tuple(
+            n for n in names if n.endswith((".gate.weight", ".router.weight")) and n.rsplit(".", 2)[0] in blocks
+        )
+
+    def forward(self, batch: Batch, *, grad: bool = True) -> HuggingFaceStep:
+        """One forward over the padded batch."""
+        input_ids, mask = _padded(batch)
+        with torch.set_grad_enabled(grad), self._probed() as given:
+            logits = self.model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
+            logprobs = logits[:, :-1].log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
+            real = (mask[:, 1:] * mask[:, :-1]).bool()
+            loss = -logprobs[real].mean()
+        kept = mask.bool().reshape(-1).numpy()
+        ids = np.stack([given[path][0] for path in self._experts], axis=1)
+        gates = np.stack([given[path][1] for path in self._experts], axis=1)
+        seen = Seen(
+            ids[kept],
+            logprobs.detach()[real].numpy(),
+            float(loss.detach()),
+            gates[kept],
+            ids[~kept] if not kept.all() else None,
+            {path: given[path][0] for path in given if path not in self._experts},
+        )
+        return HuggingFaceStep(seen, loss)
+
+    def gradients(self) -> dict[str, NDArray[Any]]:
+        """Of every parameter that has one."""
+        return {n: p.grad.numpy().copy() for n, p in self.model.named_parameters() if p.grad is not None}
+
+    def forget_gradients(self) -> None:
+        """Drop them."""
+        self.model.zero_grad()
+
+    @torch.no_grad()
+    def add_to(self, name: str, delta: NDArray[Any]) -> None:
+        """Change a parameter in place."""
+        self.model.get_parameter(name).add_(torch.from_numpy(delta))
+
+    def plant(self, plant: Plant) -> None:
+        """Build a trap in."""
+        block = self.model.get_submodule(self._experts[-1].rpartition(".")[0])
+        if plant is Plant.BURST:
+            _burst_once(block)
+        elif plant is Plant.FUSED_ROUTER:
+            block.forward = _fused(block)
+        elif plant is Plant.ORPHAN_ROUTERS:
+            orphans = copy.deepcopy(self._trunk.layers)
+            live = self._trunk._modules.pop("layers")
+            self._trunk.add_module("vision_layers", orphans)
+            self._trunk.add_module("layers", live)
+        else:
+            self._trunk.mtp = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"mlp": copy.deepcopy(block)})])})
+            self._trunk.norm.register_forward_hook(self._run_head)
+
+    def _run_head(self, norm: nn.Module, args: Any, hidden: Tensor) -> None:
+        self._trunk.mtp["layers"][0]["mlp"](hidden)
+
+    @contextmanager
+    def _probed(self) -> Iterator[dict[str, tuple[NDArray[Any], NDArray[Any]]]]:
+        """What every experts module is given: ids [rows, K] and gate weights [rows, K]."""
+        given: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
+
+        def note(path: str, args: tuple[Tensor, ...]) -> None:
+            given[path] = (args[1].detach().numpy().copy(), args[2].detach().float().numpy().copy())
+
+        handles = [
+            module.register_forward_pre_hook(lambda _, args, path=path: note(path, args))
+            for path, module in self.model.named_modules()
+            if type(module).__name__.endswith("Experts")
+        ]
+        try:
+            yield given
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@dataclass(frozen=True, eq=False)
+class HuggingFaceStep:
+    """A forward that has run."""
+
+    seen: Seen
+    loss: Tensor
+
+    def backward(self) -> None:
+        """Differentiate the loss."""
+        self.loss.backward()
+
+
+def _padded(batch: Batch) -> tuple[Tensor, Tensor]:
+    """int64 [B, T] twice: tokens, and 1 where they are real."""
+    input_ids = torch.zeros(len(batch.sequences), batch.width, dtype=torch.long)
+    mask = torch.zeros_like(input_ids)
+    for row, tokens in enumerate(batch.sequences):
+        columns = slice(batch.width - len(tokens), None) if batch.padding == "left" else slice(0, len(tokens))
+        input_ids[row, columns] = torch.from_numpy(tokens.astype(np.int64))
+        mask[row, columns] = 1
+    return input_ids, mask
+
+
+def _burst_once(block: nn.Module) -> None:
+    def burst(*_: Any) -> None:
+        handle.remove()
+        raise ArithmeticError("planted")
+
+    handle = block.register_forward_pre_hook(burst)
+
+
+def _fused(block: Any) -> Any:
+    """The block with its selection computed beside the router module."""
+    router = block.gate if hasattr(block, "gate") else block.router
+
+    def forward(hidden: Tensor) -> Any:
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        weights, ids = torch.topk((flat @ router.weight.T).softmax(-1), router.top_k, dim=-1)
+        output = block.experts(flat, ids, weights).reshape(hidden.shape)
+        return (output, weights) if type(block).__name__.startswith("GptOss") else output
+
+    return forward

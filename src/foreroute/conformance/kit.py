@@ -1,0 +1,79 @@
+"""Running the kit, and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from textwrap import wrap
+
+from foreroute.conformance.adapter import AdapterUnderTest
+from foreroute.conformance.check import CheckResult, Outcome, run_check
+from foreroute.conformance.checks import ALL_CHECKS
+from foreroute.conformance.known_bugs import bugs_of
+from foreroute.conformance.situation import Situation
+from foreroute.errors import ConfigError
+
+_MARKS = {Outcome.PASSED: "ok", Outcome.FAILED: "FAIL", Outcome.NOT_APPLICABLE: "-", Outcome.BLOCKED: "blocked"}
+
+
+@dataclass(frozen=True)
+class ConformanceReport:
+    """What came of every check.
+
+    Attributes:
+        adapter: its name.
+        results: one per check, in the order of the kit.
+    """
+
+    adapter: str
+    results: tuple[CheckResult, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check passed or does not apply."""
+        return all(r.outcome in (Outcome.PASSED, Outcome.NOT_APPLICABLE) for r in self.results)
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Ids of the checks that failed."""
+        return self.with_outcome(Outcome.FAILED)
+
+    def with_outcome(self, outcome: Outcome) -> tuple[str, ...]:
+        """Ids of the checks with this outcome."""
+        return tuple(r.check.id for r in self.results if r.outcome is outcome)
+
+    def text(self) -> str:
+        """A table for a terminal, with the reasons and, for what failed, where the same bug was seen before."""
+        lines = [f"{self.adapter}: {self._summary()}", ""]
+        for result in self.results:
+            lines.append(f"{_MARKS[result.outcome]:>8}  {result.check.id:<25} {result.check.title}")
+            details = [result.reason] if result.reason else []
+            if result.outcome is Outcome.FAILED:
+                details += [f"seen before: {bug.title} {bug.seen}" for bug in bugs_of(result.check.id)]
+            lines += [f"{'':>10}{part}" for detail in details for part in wrap(detail, 110, break_long_words=False)]
+        return "\n".join(lines) + "\n"
+
+    def _summary(self) -> str:
+        counts = [f"{len(self.with_outcome(o))} {o}" for o in Outcome if self.with_outcome(o)]
+        return ", ".join(counts)
+
+
+def run_conformance(
+    adapter: AdapterUnderTest, *, only: Collection[str] | None = None, seed: int = 0
+) -> ConformanceReport:
+    """Run the checks on an adapter.
+
+    Args:
+        adapter: what its author wrote for the kit.
+        only: ids of the checks to run; all by default.
+        seed: of batches and routes.
+
+    Raises:
+        ConfigError: for an id in `only` that no check has.
+    """
+    unknown = sorted(set(only or ()) - {check.id for check in ALL_CHECKS})
+    if unknown:
+        raise ConfigError(f"there is no check {', '.join(unknown)}; known are {', '.join(c.id for c in ALL_CHECKS)}")
+    situation = Situation(adapter, seed)
+    chosen = [check for check in ALL_CHECKS if only is None or check.id in only]
+    return ConformanceReport(adapter.name, tuple(run_check(check, situation) for check in chosen))

@@ -1,0 +1,248 @@
+"""What is checked on the tiny model of every family. A check returns nothing, or why it does not apply; or it fails."""
+
+import importlib
+import inspect
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+
+import numpy as np
+import torch
+
+from driving import gradients, random_routes
+from families import build
+from family_gates import GATES
+from foreroute.adapters import hf
+from foreroute.adapters.hf.intercept import overridden
+from foreroute.trace import LayerKind, RoutingTrace
+
+TOKENS = torch.randint(1, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+BATCH = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
+
+
+def record(name):
+    """What is recorded is what the experts are given."""
+    model, routed = attached(name)
+    with routed.record() as recording, watching(name, routed) as calls:
+        run(model)
+    require_given_to_experts(recording.trace(), calls)
+
+
+def native(name):
+    """Replaying its own routes changes no bit of outputs and gradients."""
+    require_bit_equal(build(name), *attached(name))
+
+
+def foreign(name):
+    """Experts are given exactly the ids of routes that the model would not take."""
+    model, routed = attached(name)
+    trace = foreign_routes(routed)
+    with routed.replay(trace), watching(name, routed) as calls:
+        run(model)
+    require_given_to_experts(trace, calls)
+
+
+def weights(name):
+    """Gate weights follow the formula of the family: an untouched router's at its own picks, ours at the replayed."""
+    model, routed = attached(name)
+    with routed.record() as recording, watching(name, routed) as untouched:
+        run(model)
+    trace = foreign_routes(routed)
+    with routed.replay(trace), watching(name, routed) as replayed:
+        run(model)
+    for routes, calls in ((recording.trace(), untouched), (trace, replayed)):
+        for layer, call in enumerate(calls):
+            torch.testing.assert_close(
+                call.weights.double(), call.expected(ids_of(routes, layer)), rtol=5e-6, atol=1e-7
+            )
+
+
+def gradient(name):
+    """The gradient of a router is that of the formula at the replayed ids, and every router has one."""
+    model, routed = attached(name)
+    trace = foreign_routes(routed)
+    with routed.replay(trace), watching(name, routed) as calls:
+        loss = run(model)
+    generator = torch.Generator().manual_seed(1)
+    for layer, call in enumerate(calls):
+        direction = torch.rand(call.weights.shape, generator=generator)
+        expected = (call.expected(ids_of(trace, layer)) * direction).sum()
+        parameters = [p for p in call.router.parameters() if p.requires_grad]
+        for ours, theirs in zip(
+            torch.autograd.grad((call.weights * direction).sum(), parameters, retain_graph=True, allow_unused=True),
+            torch.autograd.grad(expected, parameters, retain_graph=True, allow_unused=True),
+            strict=True,
+        ):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    loss.backward()
+    for path in routed.router_paths:
+        sizes = [p.grad.norm() for p in model.get_submodule(path).parameters() if p.grad is not None]
+        assert sizes, path
+        assert max(sizes) > 0, path
+
+
+def checkpointing(name):
+    """Both kinds, with the backward outside of the session, change no gradient bit under foreign routes."""
+    if not can_checkpoint(build(name)):
+        return "upstream has no activation checkpointing"
+    plain = checkpointed_gradients(name, None)
+    for use_reentrant in (True, False):
+        ours = checkpointed_gradients(name, use_reentrant)
+        assert plain.keys() == ours.keys()
+        differing = {key for key in plain if not torch.equal(ours[key], plain[key])}
+        if differing:  # a sum of several contributions may be taken in another order, as it is without replay
+            untouched = checkpointed_gradients(name, None, replayed=False)
+            native = checkpointed_gradients(name, use_reentrant, replayed=False)
+            assert differing <= {key for key in untouched if not torch.equal(native[key], untouched[key])}
+            for key in differing:
+                torch.testing.assert_close(ours[key], plain[key], rtol=1e-5, atol=1e-7)
+    return None
+
+
+def backends(name):
+    """Grouped and batched expert backends: own routes bit-equal, foreign routes as the eager backend has them."""
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    if "use_experts_implementation" not in inspect.getsource(module):
+        return "upstream has one backend"
+    _, eager = attached(name)
+    with eager.replay(foreign_routes(eager)), torch.no_grad():
+        expected = run(eager.model)
+    for experts in ("grouped_mm", "batched_mm"):
+        model, routed = attached(name, experts=experts)
+        require_bit_equal(build(name, experts=experts), model, routed)
+        with routed.replay(foreign_routes(routed)), torch.no_grad():
+            torch.testing.assert_close(run(model), expected, rtol=1e-3, atol=1e-3)
+    return None
+
+
+CHECKS = [record, native, foreign, weights, gradient, checkpointing, backends]
+
+
+class Call:
+    """One call of a selecting function, as its caller sees it.
+
+    Attributes:
+        router: the module that has the parameters.
+        logits: what the formula starts from, in the graph.
+        weights: [R, K], in the graph.
+        ids: int64 [R, K].
+        to_experts: int64 [R, K] that an experts module was called with, or None where it takes none.
+    """
+
+    def __init__(self, name, router, top_k, args, output):
+        self.gate, self.router, self.hidden = GATES[name], router, args[0]
+        self.logits = args[0] if self.gate.logits is None else output[self.gate.logits]
+        self.weights, self.ids = self.gate.read(output, top_k)
+        self.to_experts = None
+
+    def expected(self, ids):
+        return self.gate.expected(self.router, self.hidden, self.logits, ids)
+
+
+@contextmanager
+def watching(name, routed):
+    """A `Call` for every router of a forward, in the order in which they run."""
+    calls = []
+
+    def note(router, selecting, *args, **kwargs):
+        output = selecting(*args, **kwargs)
+        calls.append(Call(name, router, routed.spec.top_k, args, output))
+        return output
+
+    def note_experts(module, args):
+        if len(args) > 1 and isinstance(args[1], torch.Tensor) and not args[1].is_floating_point():
+            calls[-1].to_experts = args[1]
+
+    with ExitStack() as stack:
+        for path in routed.router_paths:
+            router, selecting = model_part(routed, path), (model_part(routed, path), "forward")
+            if name == "dbrx":
+                selecting = (model_part(routed, path.removesuffix(".router")), "route_tokens_to_experts")
+            stack.enter_context(overridden(*selecting, partial(note, router)))
+        for module in routed.model.modules():
+            if type(module).__name__.endswith("Experts"):
+                stack.callback(module.register_forward_pre_hook(note_experts).remove)
+        yield calls
+
+
+def model_part(routed, path):
+    return routed.model.get_submodule(path)
+
+
+def require_given_to_experts(trace, calls):
+    assert len(calls) == trace.spec.num_layers
+    for layer, call in enumerate(calls):
+        expected = ids_of(trace, layer)
+        if type(call.router).__name__ == "ZayaRouter":  # its last class is no expert, and handed on as 0 of weight 0
+            expected = expected.masked_fill(expected == call.router.num_experts, 0)
+        if type(call.router).__name__ == "SwitchTransformersTop1Router":
+            assert torch.equal(call.ids, expected)
+        elif call.to_experts is not None:
+            assert torch.equal(call.to_experts, expected)
+        else:  # a set: in order of experts
+            assert torch.equal(call.ids.sort(-1).values, expected.sort(-1).values)
+
+
+def require_bit_equal(untouched, model, routed):
+    with routed.record() as recording, torch.no_grad():
+        run(model)
+    expected = run(untouched)
+    expected.backward()
+    with routed.replay(recording.trace()):
+        loss = run(model)
+        loss.backward()
+    assert torch.equal(loss, expected)
+    mine, theirs = gradients(model), gradients(untouched)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+def checkpointed_gradients(name, use_reentrant, *, replayed=True):
+    model = build(name)
+    routed = hf.attach(model) if replayed else None
+    model.train()
+    if use_reentrant is not None:
+        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    with routed.replay(foreign_routes(routed)) if routed else nullcontext():
+        loss = run(model)
+    loss.backward()
+    return gradients(model)
+
+
+def can_checkpoint(model):
+    try:
+        model.activation_checkpointing_enable()
+    except ValueError:
+        return False
+    return True
+
+
+def attached(name, **build_options):
+    model = build(name, **build_options)
+    return model, hf.attach(model)
+
+
+def run(model):
+    """A scalar in which every element of the first output counts."""
+    torch.manual_seed(0)
+    output = model(input_ids=TOKENS, use_cache=False)[0]
+    return (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(1))).mean()
+
+
+def foreign_routes(routed):
+    """Random routes; a layer that looks its experts up keeps its own."""
+    trace = random_routes(routed.spec, BATCH)
+    looked_up = [layer for layer, each in enumerate(routed.spec.layers) if each.kind is LayerKind.HASH]
+    if looked_up:
+        with routed.record() as recording, torch.no_grad():
+            run(routed.model)
+        ids = trace.expert_ids_NLK.copy()
+        ids[:, looked_up] = recording.trace().expert_ids_NLK[:, looked_up]
+        tokens = [trace.tokens(sequence) for sequence in range(len(trace))]
+        trace = RoutingTrace.from_sequences(routed.spec, tokens, np.split(ids, trace.offsets[1:-1]))
+    return trace
+
+
+def ids_of(trace, layer):
+    return torch.from_numpy(trace.expert_ids_NLK[:, layer].astype(np.int64))

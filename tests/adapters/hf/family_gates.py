@@ -1,0 +1,147 @@
+"""Gate weights of every family, written down from its definition: the oracle for replay at given experts.
+
+`test_every_family` also holds each formula against an untouched router on the router's own picks, so that a formula
+cannot be wrong in the way that replay is wrong.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import logsigmoid, softplus
+
+SCORES = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": lambda logits: 1 / (1 + torch.exp(-logits)),
+    "sqrt_softplus": lambda logits: softplus(logits).sqrt(),
+    "probabilities": lambda probabilities: probabilities,
+}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """w = scale * score[ids], divided by (its sum over the picks + epsilon) where `renormalise`.
+
+    Attributes:
+        score: a key of `SCORES`.
+        logits: where the logits are in what the selecting function returns; None where it is called with them.
+        weights: float64 [R, K] by a rule of its own, from (router, its hidden states, logits [R, E], ids [R, K]).
+        label: for people, where the fields above do not say it all.
+        handed_on: how to read (weights, ids), both [R, K], off what the selecting function returns, given K.
+    """
+
+    score: str = "softmax"
+    renormalise: bool = False
+    scale: float = 1.0
+    epsilon: float = 0.0
+    logits: int | None = 0
+    weights: Callable | None = None
+    label: str = ""
+    handed_on: Callable | None = None
+
+    def __str__(self):
+        return self.label or self.score.replace("_", " ") + (" / sum" if self.renormalise else "")
+
+    def expected(self, router, hidden, logits, ids_RK):
+        """float64 [R, K]."""
+        logits_RE = logits.reshape(-1, logits.shape[-1]).double()
+        if self.weights is not None:
+            return self.weights(router, hidden, logits_RE, ids_RK)
+        picked = SCORES[self.score](logits_RE).gather(-1, ids_RK)
+        if self.renormalise:
+            picked = picked / (picked.sum(-1, keepdim=True) + self.epsilon)
+        return self.scale * picked
+
+    def read(self, output, top_k):
+        """Weights and ids, both [R, K], that a router hands on: by default its last two outputs in either order."""
+        if self.handed_on is not None:
+            return self.handed_on(output, top_k)
+        parts = [part.reshape(-1, top_k) for part in output if part.shape[-1] == top_k]
+        return next(p for p in parts if p.is_floating_point()), next(p for p in parts if not p.is_floating_point())
+
+
+def _per_expert_scale(router, hidden, probabilities, ids):
+    picked = probabilities.gather(-1, ids)
+    return picked / picked.sum(-1, keepdim=True) * router.per_expert_scale.double()[ids]
+
+
+def _with_shared_experts(router, hidden, logits, ids):
+    """Inkling: the shared experts, the last rows of its projection, take part in the sum."""
+    shared = (hidden.reshape(-1, hidden.shape[-1]) @ router.weight[router.num_experts :].T).double()
+    chosen = logsigmoid(torch.cat([logits.gather(-1, ids), shared], dim=-1))
+    return (chosen.softmax(-1) * router.route_scale * router.global_scale.double())[..., : ids.shape[-1]]
+
+
+def _skip_class(router, hidden, logits, ids):
+    return logits.softmax(-1).gather(-1, ids) * (ids != router.num_experts)
+
+
+def _bands(router, hidden, logits, ids):
+    """PhiMoE: a softmax over the band below the best score, in which the replayed expert counts as well."""
+    weights, open_scores = [], logits
+    for pick in ids.T:
+        best = open_scores.max(-1, keepdim=True).values
+        within = (best - logits) / torch.maximum(logits.abs(), best) <= 2 * router.router_jitter_noise
+        within = within.scatter(-1, pick[:, None], True)
+        scores = open_scores.masked_fill(~within, -torch.inf)
+        weights.append(scores.softmax(-1).gather(-1, pick[:, None]))
+        open_scores = open_scores.scatter(-1, pick[:, None], -torch.inf)
+    return torch.cat(weights, -1)
+
+
+def _scattered(output, top_k):
+    gates = output[0]
+    ids = gates.nonzero()[:, 1].view(-1, top_k)
+    return gates.gather(-1, ids), ids
+
+
+def _one_hot(output, top_k):
+    chosen, probability, _ = output
+    return probability.reshape(-1, top_k), chosen.argmax(-1).reshape(-1, top_k)
+
+
+def _sorted_by_expert(output, top_k):
+    order, _, gates, sizes, _ = output
+    expert_of_sorted = torch.tensor([expert for expert, size in enumerate(sizes) for _ in range(size)])
+    position = order.argsort()
+    return gates[position].view(-1, top_k), expert_of_sorted[position].view(-1, top_k)
+
+
+GATES_OF_SEVERAL = [
+    (Gate(), "deepseek_ocr2 deepseek_v2 flex_olmo jamba olmoe qwen2_moe qwen3_moe unlimited_ocr"),
+    (
+        Gate(renormalise=True),
+        "aria cohere2_moe ernie4_5_moe ernie4_5_vl_moe gpt_oss granitemoe granitemoe_swa granitemoehybrid "
+        "granitemoeshared hunyuan_v1_moe mellum minimax mistral4 mistral_large4 mixtral qwen3_5_moe qwen3_next "
+        "qwen3_omni_moe qwen3_vl_moe qwen4_exp",
+    ),
+    (Gate("sigmoid"), "dots1 kolibri1"),
+    (
+        Gate("sigmoid", renormalise=True),
+        "afmoe beam dots3_note flint glm4_moe glm4v_moe laguna mimo_v2_flash minimax_m2 minimax_m3_vl muse_spark "
+        "nemotron_h solar_open step3p7",
+    ),
+    (
+        Gate("sigmoid", renormalise=True, scale=2.5),
+        "axk1 axk2 bailing_hybrid deepseek_v3 deepseek_v32 exaone_moe glm5_next glm_moe_dsa",
+    ),
+    (Gate("probabilities", weights=_per_expert_scale, label="softmax / sum x expert scale"), "diffusion_gemma gemma4"),
+]
+GATES = {name: gate for gate, names in GATES_OF_SEVERAL for name in names.split()} | {
+    "dbrx": Gate(renormalise=True, logits=None),
+    "deepseek_v4": Gate("sqrt_softplus", renormalise=True, scale=1.5, label="sqrt softplus / sum; hash layers"),
+    "glm4_moe_lite": Gate("sigmoid", renormalise=True, scale=1.8),
+    "hy_v3": Gate("sigmoid", renormalise=True, scale=2.826),
+    "hy_v4": Gate("sigmoid", renormalise=True, scale=2.827),
+    "inkling": Gate(weights=_with_shared_experts, label="sigmoid / sum with shared experts"),
+    "inkling2": Gate("sigmoid", renormalise=True, scale=8.0),
+    "jetmoe": Gate(renormalise=True, logits=4, handed_on=_sorted_by_expert, label="softmax / sum; also in attention"),
+    "kimi_linear": Gate("sigmoid", renormalise=True, scale=2.446),
+    "lfm2_moe": Gate("sigmoid", renormalise=True, epsilon=1e-6),
+    "llama4": Gate("sigmoid", logits=1, handed_on=_scattered),
+    "longcat_flash": Gate(scale=6.0, label="softmax; zero experts"),
+    "openai_privacy_filter": Gate(renormalise=True, scale=0.5),
+    "phimoe": Gate(weights=_bands, label="sparsemixer"),
+    "switch_transformers": Gate(logits=2, handed_on=_one_hot, label="softmax, top-1, capacity"),
+    "zaya": Gate(weights=_skip_class, label="softmax; skip class"),
+}

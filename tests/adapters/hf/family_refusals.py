@@ -1,0 +1,41 @@
+"""Families that attach refuses, and the reason it gives."""
+
+import pytest
+import torch
+import transformers
+
+from foreroute.adapters import hf
+from foreroute.errors import AttachError
+
+SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+
+
+def nllb_moe():
+    stack = {"layers": 2, "sparse_step": 1, "ffn_dim": 48, "attention_heads": 4}
+    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in stack.items()}
+    return transformers.NllbMoeForConditionalGeneration(
+        transformers.NllbMoeConfig(vocab_size=50, d_model=32, num_experts=8, **sizes)
+    )
+
+
+def doge():
+    sizes = {"num_attention_heads": 4, "is_moe": True, "num_experts": 16, "num_experts_per_tok": 2}
+    return transformers.DogeForCausalLM(transformers.DogeConfig(**SMALL, **sizes))
+
+
+def vitpose_backbone():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_experts": 4}
+    return transformers.VitPoseBackbone(
+        transformers.VitPoseBackboneConfig(image_size=[32, 32], patch_size=[16, 16], part_features=8, **sizes)
+    )
+
+
+REFUSED = {"doge": doge, "nllb_moe": nllb_moe, "vitpose_backbone": vitpose_backbone}
+
+
+def refusal(name):
+    """The reason without the place, as the documentation has it."""
+    torch.manual_seed(0)
+    with pytest.raises(AttachError) as refused:
+        hf.attach(REFUSED[name]())
+    return str(refused.value).partition("cannot be replayed: ")[2]

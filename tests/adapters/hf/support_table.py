@@ -1,0 +1,71 @@
+"""The support table of docs/adapters.md: written from the checks by running this file, read by `test_every_family`."""
+
+import functools
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs/adapters.md"
+BEGIN, END = "<!-- support table -->", "<!-- end of support table -->"
+HOW_TO_UPDATE = "write it anew with `python tests/adapters/hf/support_table.py`"
+PASSED = "yes"
+
+
+def cell(why_not):
+    """What the table says of a check that passed, or did not apply."""
+    return PASSED if why_not is None else f"n/a: {why_not}"
+
+
+@functools.cache
+def committed():
+    """{family: {column: cell}} of the page."""
+    header, _, *rows = [_cells(line) for line in _tables()[0]]
+    return {row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in rows}
+
+
+@functools.cache
+def committed_refusals():
+    """{family: reason} of the page."""
+    return dict(_cells(line) for line in _tables()[1][2:])
+
+
+def _tables():
+    section = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    return [block.splitlines() for block in section.split("\n\n") if block.startswith("|")]
+
+
+def _cells(line):
+    return [part.strip() for part in line.strip("|").split("|")]
+
+
+def write():
+    """Run every check on every family and put the outcome into the page."""
+    import torch
+    import transformers
+
+    from families import FAMILIES
+    from family_checks import CHECKS
+    from family_gates import GATES
+    from family_refusals import REFUSED, refusal
+
+    torch.set_num_threads(1)
+    names = [check.__name__ for check in CHECKS]
+    rows = [["family", "class", "gate", *names]]
+    for name, family in FAMILIES.items():
+        rows.append([name, family.model, str(GATES[name]), *(cell(check(name)) for check in CHECKS)])
+    refused = [["family", "reason"], *([name, refusal(name)] for name in REFUSED)]
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    told = f"{len(rows) - 1} families of transformers {transformers.__version__} pass:"
+    PAGE.write_text(f"{before}{BEGIN}\n\n{told}\n\n{_table(rows)}\n\nRefused:\n\n{_table(refused)}\n\n{END}{after}")
+
+
+def _table(rows):
+    header, *rest = rows
+    lines = [header, ["---"] * len(header), *rest]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "tests")]
+    write()

@@ -1,0 +1,47 @@
+"""Every MoE family of the installed transformers, checked; docs/adapters.md says exactly what came out."""
+
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+
+import support_table
+from families import FAMILIES
+from family_checks import CHECKS
+from family_gates import GATES
+from family_refusals import REFUSED, refusal
+
+MODELLING = Path(transformers.__file__).parent / "models"
+ROUTES = re.compile(r"^class (\w*(?:MoE|Moe|MOE|Experts?|Router|TopKGating)\w*)\(", re.MULTILINE)
+ROUTES_NO_TOKENS = {"granite_docling": "its density router regresses a number of pages; there are no experts"}
+
+
+def test_every_family_of_transformers_is_here():
+    """Fails when transformers adds a family: give it a tiny configuration and a gate, or a refusal."""
+    upstream = {path.parent.name for path in MODELLING.glob("*/modeling_*.py") if ROUTES.search(path.read_text())}
+    assert upstream - ROUTES_NO_TOKENS.keys() == FAMILIES.keys() | REFUSED.keys()
+    assert GATES.keys() == FAMILIES.keys()
+    assert len(upstream) > 70
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family(name, check):
+    why_not = check(name)
+    assert support_table.committed().get(name, {}).get(check.__name__) == support_table.cell(why_not), (
+        f"docs/adapters.md is out of date; {support_table.HOW_TO_UPDATE}"
+    )
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_family(name):
+    assert support_table.committed_refusals().get(name) == refusal(name), support_table.HOW_TO_UPDATE
+
+
+def test_the_committed_table_has_these_families_and_no_others():
+    rows = support_table.committed()
+    assert list(rows) == list(FAMILIES)
+    assert list(support_table.committed_refusals()) == list(REFUSED)
+    for name, row in rows.items():
+        assert (row["class"], row["gate"]) == (FAMILIES[name].model, str(GATES[name]))

@@ -1,0 +1,86 @@
+"""The checks of every family, seen to fail on replay that is wrong in one way each."""
+
+import importlib
+
+import pytest
+import torch
+
+from driving import random_routes
+from family_checks import backends, checkpointing, foreign, gradient, native, record, weights
+from foreroute.adapters.hf import intercept, recording, selection_mode
+from foreroute.replay import forced_selection
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Attach trusts the model, so that the checks have to find out."""
+    attaching = importlib.import_module("foreroute.adapters.hf.attach")
+    monkeypatch.setattr(attaching, "self_check", lambda routed, sites: None)
+
+
+def changed_selection(monkeypatch, change):
+    """`change` gets the forced values and ids and returns others."""
+
+    def changed(*args):
+        forced = forced_selection(*args)
+        values, ids = change(forced.values_RK, forced.ids_RK)
+        return forced._replace(values_RK=values, ids_RK=ids)
+
+    monkeypatch.setattr(selection_mode, "forced_selection", changed)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "deepseek_v3", "dbrx", "llama4", "jetmoe", "switch_transformers", "zaya"]
+)
+def test_rows_that_are_off_by_one_are_seen(name, unchecked, monkeypatch):
+    changed_selection(monkeypatch, lambda values, ids: (values, ids.roll(1, 0)))
+    with pytest.raises(AssertionError):
+        foreign(name)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "jetmoe"])
+def test_gate_weights_by_another_rule_are_seen(name, unchecked, monkeypatch):
+    changed_selection(monkeypatch, lambda values, ids: (values.exp(), ids))
+    with pytest.raises(AssertionError):
+        weights(name)
+    with pytest.raises(AssertionError):
+        native(name)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_a_router_without_gradient_is_seen(name, unchecked, monkeypatch):
+    changed_selection(monkeypatch, lambda values, ids: (values.detach(), ids))
+    with pytest.raises((AssertionError, RuntimeError)):
+        gradient(name)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "unlimited_ocr", "deepseek_ocr2"])
+def test_weights_from_scores_that_were_zeroed_are_seen(name, unchecked, monkeypatch):
+    def from_masked(scores, dense, *rest):
+        return forced_selection(scores, scores, *rest)
+
+    monkeypatch.setattr(selection_mode, "forced_selection", from_masked)
+    with pytest.raises(AssertionError):
+        weights(name)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "jamba"])
+def test_recomputation_on_its_own_is_seen(name, monkeypatch):
+    monkeypatch.setattr(intercept.Interceptor, "_rearmed", lambda self, function, first: function)
+    with pytest.raises((AssertionError, RuntimeError)):
+        checkpointing(name)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "phimoe", "deepseek_v4"])
+def test_a_recording_of_something_else_is_seen(name, unchecked, monkeypatch):
+    real = recording.Recording.trace
+    batch = {"input_ids": torch.ones(2, 9, dtype=torch.long), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    monkeypatch.setattr(recording.Recording, "trace", lambda self: random_routes(real(self).spec, batch))
+    with pytest.raises(AssertionError):
+        record(name)
+
+
+def test_a_backend_that_is_handed_other_routes_is_seen(unchecked, monkeypatch):
+    changed_selection(monkeypatch, lambda values, ids: (values, ids.roll(1, 0)))
+    with pytest.raises(AssertionError):
+        backends("qwen3_moe")

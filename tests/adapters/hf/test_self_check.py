@@ -1,0 +1,239 @@
+"""What attach finds out by itself: routers written as no family has them yet, right ones and wrong ones."""
+
+import pytest
+import torch
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from families import build
+from family_checks import foreign_routes, ids_of, run
+from foreroute.adapters import hf
+from foreroute.adapters.hf.masks import MaskedScores
+from foreroute.adapters.hf.plans import PLANS
+from foreroute.errors import AttachError
+
+
+class FutureRouter(Qwen3MoeTopKRouter):
+    """Takes gate weights from what it selects by."""
+
+    def forward(self, hidden):
+        hidden = hidden.reshape(-1, self.hidden_dim)
+        logits = torch.nn.functional.linear(hidden, self.weight)
+        values, ids = self.select(logits.softmax(-1))
+        return logits, values, ids
+
+    def select(self, scores):
+        return torch.topk(scores, self.top_k, dim=-1)
+
+
+def limited_to_groups(mask):
+    """A router in which two of four groups of experts are open to a token; `mask(scores, open)` closes the others."""
+
+    class GroupedRouter(FutureRouter):
+        def select(self, scores):
+            groups = scores.view(len(scores), 4, -1).max(-1).values
+            best = torch.topk(groups, 2, dim=-1).indices
+            is_open = torch.zeros_like(groups).scatter_(1, best, 1)[..., None].expand(-1, -1, 2).reshape(scores.shape)
+            return torch.topk(mask(scores, is_open), self.top_k, dim=-1)
+
+    return GroupedRouter
+
+
+def _filled_in_place(scores, is_open):
+    return scores.clone().masked_fill_(is_open == 0, 0.0)
+
+
+def _assigned(scores, is_open):
+    masked = scores.clone()
+    masked[is_open == 0] = 0.0
+    return masked
+
+
+MASKS = {
+    "masked_fill": lambda scores, is_open: scores.masked_fill(~is_open.bool(), 0.0),
+    "masked_fill_": _filled_in_place,
+    "assignment": _assigned,
+    "where": lambda scores, is_open: torch.where(is_open > 0, scores, torch.zeros_like(scores)),
+    "where_scalar": lambda scores, is_open: torch.where(is_open > 0, scores, 0.0),
+    "method_where": lambda scores, is_open: scores.where(is_open.bool(), 0.0),
+    "product": lambda scores, is_open: scores * is_open,
+    "product_bool": lambda scores, is_open: is_open.bool() * scores,
+    "product_cast": lambda scores, is_open: scores * is_open.to(torch.float64).to(scores.dtype),
+    "minus_infinity": lambda scores, is_open: scores + torch.zeros_like(scores).masked_fill(is_open == 0, -torch.inf),
+    "twice": lambda scores, is_open: scores.masked_fill(is_open == 0, -1.0).masked_fill(is_open == 0, 0.0),
+}
+
+
+def with_router(router_class, *, layers=None):
+    """A tiny model, some of whose routers are of another class."""
+    model = build("qwen3_moe", num_experts=8)
+    for number, layer in enumerate(model.model.layers):
+        if layers is None or number in layers:
+            layer.mlp.gate.__class__ = router_class
+    return model
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_an_expert_outside_the_open_groups_keeps_its_weight_however_the_groups_are_masked(mask):
+    model = with_router(limited_to_groups(MASKS[mask]))
+    routed = hf.attach(model)
+    trace, seen = foreign_routes(routed), []
+    for path in routed.router_paths:
+        model.get_submodule(path).register_forward_hook(lambda _, args, output: seen.append(output))
+    with routed.replay(trace):
+        run(model).backward()
+    for layer, (logits, weights, _) in enumerate(seen):
+        torch.testing.assert_close(weights, logits.softmax(-1).gather(-1, ids_of(trace, layer)))
+    assert all(model.get_submodule(path).weight.grad.norm() > 0 for path in routed.router_paths)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_without_the_score_before_masking_attach_refuses(mask, monkeypatch):
+    monkeypatch.setattr(MaskedScores, "before_masking", lambda self, scores: scores)
+    with pytest.raises(AttachError, match="weight zero, or none"):
+        hf.attach(with_router(limited_to_groups(MASKS[mask])))
+
+
+def test_a_way_of_masking_that_is_not_known_is_refused():
+    unknown = limited_to_groups(lambda scores, is_open: (scores - 2 * (1 - is_open)).relu())
+    with pytest.raises(AttachError, match="weight zero, or none"):
+        hf.attach(with_router(unknown))
+
+
+def test_a_score_bias_or_a_jitter_is_not_taken_for_a_mask():
+    class BiasedRouter(FutureRouter):
+        def select(self, scores):
+            return torch.topk(scores * (0.5 + torch.rand_like(scores)) + self.weight[:, 0].abs(), self.top_k, dim=-1)
+
+    model = with_router(BiasedRouter)
+    routed = hf.attach(model)
+    seen = []
+    model.get_submodule(routed.router_paths[0]).register_forward_hook(lambda _, args, out: seen.append(out))
+    with routed.replay(foreign_routes(routed)), torch.no_grad():
+        run(model)
+    logits, weights, ids = seen[0]
+    assert not torch.allclose(weights, logits.softmax(-1).gather(-1, ids))
+
+
+class ArgSortRouter(FutureRouter):
+    def select(self, scores):
+        ids = scores.argsort(-1, descending=True)[:, : self.top_k]
+        return scores.gather(-1, ids), ids
+
+
+class OwnWayRouter(FutureRouter):
+    """Makes a top-k and then does as it likes."""
+
+    def select(self, scores):
+        torch.topk(scores, self.top_k, dim=-1)
+        ids = scores.argsort(-1, descending=True)[:, : self.top_k]
+        return scores.gather(-1, ids), ids
+
+
+class Chooser(FutureRouter):
+    """A router by no name that is known."""
+
+
+class FirstRowsRouter(FutureRouter):
+    def forward(self, hidden):
+        logits, values, ids = super().forward(hidden[:4])
+        return logits, values.repeat(2, 1), ids.repeat(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("router", "layers", "reason"),
+    [
+        (ArgSortRouter, None, "made no top-k selection"),
+        (OwnWayRouter, {1}, r"layers\.1\.mlp\.gate \(OwnWayRouter\) was told to pick other experts and.* not obeyed"),
+        (Chooser, None, "has no router"),
+        (Chooser, {1}, r"layers\.1\.mlp\.experts was handed expert ids that are not those of any router"),
+        (FirstRowsRouter, {0}, "expected a row for each of 8 tokens"),
+    ],
+)
+def test_a_router_that_replay_would_not_reach_is_refused(router, layers, reason):
+    with pytest.raises(AttachError, match=reason):
+        hf.attach(with_router(router, layers=layers))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "hunyuan_v1_moe"])
+def test_a_layer_that_runs_past_its_router_is_refused(family):
+    model = build(family)
+    model.model.layers[1].mlp.forward = lambda hidden: hidden
+    with pytest.raises(AttachError, match=r"layers\.1\.mlp\.gate .* did not run, but its layer did"):
+        hf.attach(model)
+
+
+def test_attention_that_runs_past_its_router_is_refused():
+    model = build("jetmoe")
+    attention = model.model.layers[1].self_attention
+    attention.forward = lambda hidden_states, **rest: (hidden_states, None, None)
+    with pytest.raises(AttachError, match=r"layers\.1\.self_attention\.experts\.router .* did not run"):
+        hf.attach(model)
+
+
+def test_replay_without_effect_is_refused(monkeypatch):
+    monkeypatch.setattr("foreroute.adapters.hf.selection_mode.TOP_K", frozenset())
+    with pytest.raises(AttachError, match="made no top-k selection"):
+        hf.attach(build("qwen3_moe"))
+
+
+NEEDED_PLANS = {
+    "DbrxRouter": "dbrx",
+    "DeepseekV4HashRouter": "deepseek_v4",
+    "JetMoeTopKGating": "jetmoe",
+    "PhimoeTopKRouter": "phimoe",
+    "SwitchTransformersTop1Router": "switch_transformers",
+}
+
+
+@pytest.mark.parametrize("router", NEEDED_PLANS)
+def test_without_its_plan_a_class_is_refused_and_not_replayed_wrongly(router, monkeypatch):
+    assert PLANS.keys() - NEEDED_PLANS.keys() == {"ZayaRouter"}  # whose plan only keeps the probe off its skip class
+    monkeypatch.delitem(PLANS, router)
+    with pytest.raises(AttachError):
+        hf.attach(build(NEEDED_PLANS[router]))
+
+
+class CountingRouter(FutureRouter):
+    """Keeps counts as expert-bias updates do, and draws random numbers."""
+
+    def forward(self, hidden):
+        self.calls = getattr(self, "calls", 0) + 1
+        self.counts += 1
+        self.last = hidden.detach()
+        torch.rand(3)
+        return super().forward(hidden)
+
+
+def test_attach_leaves_the_model_as_it_was():
+    model = with_router(CountingRouter)
+    for layer in model.model.layers:
+        layer.mlp.gate.register_buffer("counts", torch.zeros(8))
+    model.train()
+    model.model.layers[1].eval()
+    flags = [module.training for module in model.modules()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attributes = [set(module.__dict__) for module in model.modules()]
+    random_state = torch.random.get_rng_state()
+
+    hf.attach(model)
+
+    assert [module.training for module in model.modules()] == flags
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert [set(module.__dict__) for module in model.modules()] == attributes
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_encoder_decoder_is_refused_as_a_whole_and_attached_stack_by_stack():
+    from transformers import SwitchTransformersForConditionalGeneration
+
+    config = build("switch_transformers", num_decoder_layers=2, num_sparse_decoder_layers=2).config
+    config.is_encoder_decoder = True
+    model = SwitchTransformersForConditionalGeneration(config).eval()
+    with pytest.raises(AttachError, match="encoder and in a decoder"):
+        hf.attach(model)
+    encoder, decoder = hf.attach(model.get_encoder()), hf.attach(model.get_decoder())
+    tokens = torch.arange(1, 9)[None]
+    with encoder.record() as read, decoder.record() as written, torch.no_grad():
+        model(input_ids=tokens, decoder_input_ids=tokens[:, :5])
+    assert (read.trace().num_rows, written.trace().num_rows) == (8, 5)

@@ -1,0 +1,147 @@
+"""Selections that are no single top-k of a router's own forward, beyond what `test_every_family` asks of all."""
+
+import numpy as np
+import pytest
+import torch
+
+from driving import batch_of, random_routes
+from families import build
+from family_checks import attached, checkpointed_gradients, foreign_routes, ids_of, run, watching
+from foreroute.adapters import hf
+from foreroute.errors import AttachError, BatchMismatchError, ReplayError
+from foreroute.trace import LayerKind, RoutingTrace
+
+PADDED = batch_of(9, 6, 4)
+KEPT = PADDED["attention_mask"].bool().reshape(-1)
+
+
+@pytest.mark.parametrize("name", ["dbrx", "deepseek_v4", "jetmoe", "llama4", "phimoe", "switch_transformers", "zaya"])
+def test_padded_rows_route_themselves_and_the_others_are_forced(name):
+    model, routed = attached(name)
+    trace = random_routes(routed.spec, PADDED)
+    if name == "deepseek_v4":
+        trace = _with_looked_up_layers(model, routed, trace)
+    with routed.record() as native, torch.no_grad():
+        model(**PADDED, use_cache=False)
+    with routed.replay(trace), routed.record() as replayed, watching(name, routed) as calls, torch.no_grad():
+        model(**PADDED, use_cache=False)
+    assert replayed.trace().equals(trace)
+    assert not native.trace().equals(trace)
+    first = calls[0]
+    assert first.ids.shape == (KEPT.numel(), routed.spec.top_k)
+    with routed.record(), watching(name, routed) as untouched, torch.no_grad():
+        model(**PADDED, use_cache=False)
+    assert torch.equal(first.ids[~KEPT], untouched[0].ids[~KEPT])
+
+
+def _with_looked_up_layers(model, routed, trace):
+    with routed.record() as recording, torch.no_grad():
+        model(**PADDED, use_cache=False)
+    ids = trace.expert_ids_NLK.copy()
+    ids[:, 0] = recording.trace().expert_ids_NLK[:, 0]
+    tokens = [trace.tokens(sequence) for sequence in range(len(trace))]
+    return RoutingTrace.from_sequences(trace.spec, tokens, np.split(ids, trace.offsets[1:-1]))
+
+
+def test_a_trace_that_is_shifted_against_its_tokens_disagrees_with_the_hash_layers():
+    _, routed = attached("deepseek_v4")
+    trace = foreign_routes(routed)
+    assert [layer.kind for layer in routed.spec.layers] == [LayerKind.HASH, LayerKind.DECODER, LayerKind.DECODER]
+    tokens = [trace.tokens(sequence) for sequence in range(len(trace))]
+    shifted = [np.roll(ids, 1, axis=0) for ids in np.split(trace.expert_ids_NLK, trace.offsets[1:-1])]
+    with (
+        pytest.raises(BatchMismatchError, match=r"hash 0 routes by a table.*the first is row 0, token \d+"),
+        routed.replay(RoutingTrace.from_sequences(routed.spec, tokens, shifted)),
+    ):
+        run(routed.model)
+
+
+def test_a_hash_table_of_zeros_is_refused_because_it_picks_one_expert_twice():
+    model = build("deepseek_v4")
+    model.model.layers[0].mlp.gate.tid2eid.zero_()
+    with pytest.raises(AttachError, match="K different picks"):
+        hf.attach(model)
+
+
+def test_phimoe_in_training_picks_at_random_and_its_own_picks_replay_bit_for_bit():
+    model, routed = attached("phimoe")
+    for layer in model.model.layers:  # a band wide enough for several experts
+        layer.mlp.router.router_jitter_noise = 0.5
+    model.train()
+    with routed.record() as sampled:
+        native = run(model)
+    model.eval()
+    with routed.record() as greedy, torch.no_grad():
+        run(model)
+    assert not sampled.trace().equals(greedy.trace())
+    model.train()
+    with routed.replay(sampled.trace()):
+        assert torch.equal(run(model), native)
+
+
+def test_phimoe_gives_an_expert_outside_the_band_its_weight():
+    """Without joining the band, every weight here would be zero: the mutant that the self-check must see."""
+    name = "phimoe"
+    _, routed = attached(name)
+    with routed.replay(foreign_routes(routed)), watching(name, routed) as calls, torch.no_grad():
+        run(routed.model)
+    assert all((call.weights > 0).all() for call in calls)
+
+
+def test_switch_counts_capacity_on_the_replayed_experts():
+    name = "switch_transformers"
+    model, routed = attached(name)
+    trace = foreign_routes(routed)
+    everyone_to_3 = np.full_like(trace.expert_ids_NLK, 3)
+    tokens = [trace.tokens(sequence) for sequence in range(len(trace))]
+    trace = RoutingTrace.from_sequences(routed.spec, tokens, np.split(everyone_to_3, trace.offsets[1:-1]))
+    for path in routed.router_paths:
+        model.get_submodule(path).expert_capacity = 4
+    chosen = []
+    router = model.get_submodule(routed.router_paths[0])
+    router.register_forward_hook(lambda _, args, output: chosen.append(output[0]))
+    with routed.replay(trace), torch.no_grad():
+        run(model)
+    assert chosen[0][..., 3].sum(-1).tolist() == [4, 4]
+    assert chosen[0].sum() == 8
+
+
+def test_the_skip_class_of_zaya_is_recorded_and_replayed():
+    model, routed = attached("zaya")
+    trace = foreign_routes(routed)
+    assert routed.spec.num_experts == 9
+    skips = trace.expert_ids_NLK == 8
+    assert skips.any()
+    with routed.replay(trace), routed.record() as recording, watching("zaya", routed) as calls, torch.no_grad():
+        run(model)
+    assert recording.trace().equals(trace)
+    for layer, call in enumerate(calls):
+        assert torch.equal(call.weights == 0, ids_of(trace, layer) == 8)
+
+
+def test_attention_experts_of_jetmoe_have_rows_of_their_own_in_the_order_they_run():
+    _, routed = attached("jetmoe")
+    kinds = [(layer.index, layer.kind) for layer in routed.spec.layers]
+    assert kinds == [(n, kind) for n in range(3) for kind in (LayerKind.ATTENTION, LayerKind.DECODER)]
+
+
+def test_hunyuan_with_one_k_for_all_layers_attaches_and_with_several_is_refused():
+    assert attached("hunyuan_v1_moe", moe_topk=[2, 2, 2])[1].spec.top_k == 2
+    with pytest.raises(AttachError, match=r"differ in \(experts, top-k\): \[\(8, 1\), \(8, 2\), \(8, 3\)\]"):
+        attached("hunyuan_v1_moe", moe_topk=[1, 3, 2])
+
+
+def test_vision_experts_of_ernie_are_left_out_and_vision_tokens_refused():
+    model, routed = attached("ernie4_5_vl_moe")
+    assert all("text_moe" in path for path in routed.router_paths)
+    mixed = {"input_ids": PADDED["input_ids"][:1], "moe_mm_token_type_ids": torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 0]])}
+    model(**mixed, use_cache=False)
+    with pytest.raises(ReplayError, match="saw 6 of the 9 positions"), routed.record(), torch.no_grad():
+        model(**mixed, use_cache=False)
+
+
+def test_checkpointed_phimoe_differs_from_native_under_foreign_routes():
+    """A control: the check of checkpointing would not pass on routes that do nothing."""
+    replayed = checkpointed_gradients("phimoe", True)
+    native = checkpointed_gradients("phimoe", True, replayed=False)
+    assert not all(torch.equal(replayed[key], native[key]) for key in native)

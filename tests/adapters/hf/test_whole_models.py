@@ -1,0 +1,93 @@
+"""Vision-language models attached as a whole: the forward that gets the tokens is not that of the text model."""
+
+import importlib
+
+import pytest
+import torch
+
+from driving import gradients
+from families import build, config_fields, with_live_values
+from family_checks import run
+from foreroute.adapters import hf
+
+WHOLE = {
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoeForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "glm4v_moe": "Glm4vMoeForConditionalGeneration",
+    "glm5_next": "Glm5NextForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
+    "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "step3p7": "Step3p7ForConditionalGeneration",
+}
+TOWER = {
+    "depth": 1,
+    "num_hidden_layers": 1,
+    "num_layers": 1,
+    "encoder_layers": 1,
+    "hidden_size": 32,
+    "out_hidden_size": 32,
+    "d_model": 32,
+    "embed_dim": 32,
+    "vision_output_dim": 32,
+    "intermediate_size": 32,
+    "encoder_ffn_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "num_heads": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "encoder_attention_heads": 4,
+    "head_dim": 8,
+}
+
+
+def build_whole(name, **overrides):
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    model_class = getattr(module, WHOLE[name])
+    parts = {
+        part: {field: value for field, value in TOWER.items() if field in config_fields(sub_class)}
+        for part, sub_class in model_class.config_class.sub_configs.items()
+        if part != "text_config"
+    }
+    config = model_class.config_class(**parts, text_config=build(name).config.to_dict(), **overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return with_live_values(model_class(config).eval())
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_model_replays_its_own_text_routes_bit_for_bit(name):
+    untouched, model = build_whole(name), build_whole(name)
+    expected = run(untouched)
+    expected.backward()
+    routed = hf.attach(model)
+    with routed.record() as recording, torch.no_grad():
+        run(model)
+    with routed.replay(recording.trace()):
+        loss = run(model)
+    loss.backward()
+    assert torch.equal(loss, expected)
+    theirs = gradients(untouched)
+    assert all(torch.equal(mine, theirs[key]) for key, mine in gradients(model).items())
+
+
+def test_positions_of_an_image_are_rows_like_others():
+    model = build_whole("qwen3_vl_moe", image_token_id=45, vision_start_token_id=46)
+    routed = hf.attach(model)
+    size = model.config.vision_config
+    patch = size.in_channels * size.temporal_patch_size * size.patch_size**2
+    tokens = torch.tensor([[1, 46, *[45] * 4, 3, 4, 5]])
+    batch = {
+        "input_ids": tokens,
+        "mm_token_type_ids": (tokens == 45).int(),
+        "pixel_values": torch.randn(16, patch, generator=torch.Generator().manual_seed(0)),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    }
+    with routed.record() as recording, torch.no_grad():
+        native = model(**batch, use_cache=False).logits
+    assert recording.trace().num_rows == tokens.numel()
+    with routed.replay(recording.trace()), torch.no_grad():
+        assert torch.equal(model(**batch, use_cache=False).logits, native)

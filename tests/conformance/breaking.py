@@ -1,0 +1,161 @@
+"""The good Hugging Face adapter, with places to break it: trace, session, router output, recording."""
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from foreroute.conformance import Case
+from foreroute.conformance.huggingface import HuggingFaceUnderTest
+from models import FAMILIES, GROUPED
+
+SIZES = {**FAMILIES, **GROUPED}
+
+
+class Adapter:
+    """Works, until a subclass overrides something."""
+
+    family = "qwen3_moe"
+
+    def __init__(self):
+        self.good = HuggingFaceUnderTest(self.family, SIZES[self.family])
+        self.name = type(self).__name__
+        self.vocabulary, self.groups, self.gradient_tolerance = self.good.vocabulary, self.good.groups, 0.0
+
+    def build(self, case):
+        return Model(self, self.good.build(case), case)
+
+    def attach(self, model):
+        return Handle(self, self.good.attach(model.good), model)
+
+    def ingest(self, *arguments):
+        return self.good.ingest(*arguments)
+
+    def rows(self, trace):
+        """The trace that is replayed instead."""
+        return trace
+
+    @contextmanager
+    def session(self, handle, trace, **options):
+        with handle.good.replay(trace, **options):
+            yield
+
+    def output(self, handle, layer, router, args, output):
+        """What a router returns while replaying: logits, weights, ids."""
+        return output
+
+    def recorded(self, handle, trace):
+        return trace
+
+    def forward(self, model, batch, grad):
+        return model.good.forward(batch, grad=grad)
+
+    def backward(self, model, step):
+        step.right()
+
+
+class Model:
+    def __init__(self, adapter, good, case):
+        self.adapter, self.good, self.case = adapter, good, case
+        self.batch, self.session_trace, self.planted = None, None, None
+        self.attached, self.forwards, self.backwards = False, 0, 0
+
+    def __getattr__(self, name):
+        return getattr(self.good, name)
+
+    def forward(self, batch, *, grad=True):
+        self.batch = batch
+        self.forwards += 1
+        return Step(self, batch, self.adapter.forward(self, batch, grad))
+
+    def plant(self, plant):
+        self.planted = plant
+        self.good.plant(plant)
+
+
+class Step:
+    def __init__(self, model, batch, good):
+        self.model, self.batch, self.good, self.trace = model, batch, good, model.session_trace
+
+    @property
+    def seen(self):
+        return self.good.seen
+
+    def backward(self):
+        self.model.backwards += 1
+        self.model.adapter.backward(self.model, self)
+
+    def right(self):
+        self.good.backward()
+
+    def under(self, trace):
+        """Adds the gradients that a recomputation under other routes (None: its own) gives."""
+        other = self.model.adapter.good.build(Case(top_k=self.model.case.top_k))
+        with ExitStack() as stack:
+            if trace is not None:
+                rebound = replace(trace, token_ids_N=np.concatenate(self.batch.sequences))
+                stack.enter_context(self.model.adapter.good.attach(other).replay(rebound))
+            other.forward(self.batch).backward()
+        mine, theirs = dict(self.model.good.model.named_parameters()), dict(other.model.named_parameters())
+        for name, parameter in mine.items():
+            added = theirs[name].grad
+            parameter.grad = added if parameter.grad is None else parameter.grad + added
+
+
+class Handle:
+    def __init__(self, adapter, good, model):
+        self.adapter, self.good, self.model = adapter, good, model
+        self.replayed, self.open = False, None
+        self.spec = good.spec
+        model.attached = True
+        for layer, path in enumerate(good.router_paths):
+            good.model.get_submodule(path).register_forward_hook(lambda r, a, o, at=layer: self.hook(at, r, a, o))
+
+    def hook(self, layer, router, args, output):
+        recomputing = self.replayed and torch._C._current_graph_task_id() != -1
+        replaying = self.model.session_trace is not None or recomputing
+        return self.adapter.output(self, layer, router, args, output) if replaying else output
+
+    @contextmanager
+    def record(self, **options):
+        with self.good.record(**options) as recording:
+            yield Recording(self, recording)
+
+    @contextmanager
+    def replay(self, trace, **options):
+        with self.adapter.session(self, self.adapter.rows(trace), **options):
+            self.model.session_trace, self.replayed = trace, True
+            try:
+                yield
+            finally:
+                self.model.session_trace = None
+
+
+class Recording:
+    def __init__(self, handle, good):
+        self.handle, self.good = handle, good
+
+    def trace(self):
+        return self.handle.adapter.recorded(self.handle, self.good.trace())
+
+
+def with_ids(trace, ids):
+    """Without any check, as a careless adapter would."""
+    return replace(trace, expert_ids_NLK=np.where(trace.valid_N[:, None, None], ids, 0).astype(trace.spec.id_dtype))
+
+
+def other_ids(trace):
+    return (trace.expert_ids_NLK.astype(np.int64) + 1) % trace.spec.num_experts
+
+
+def filled(trace, rows):
+    """Absent rows made routes of the first K experts."""
+    ids = trace.expert_ids_NLK.copy()
+    ids[rows] = np.arange(trace.spec.top_k)
+    return replace(trace, expert_ids_NLK=ids, valid_N=trace.valid_N | rows)
+
+
+def native(router, args):
+    """What the router does without the adapter, which overrides the forward of the instance."""
+    return type(router).forward(router, *args)

@@ -1,0 +1,165 @@
+"""Adapters whose rows or gates are broken in one way each; `BROKEN` says which check must fail, and no other."""
+
+import numpy as np
+import torch
+
+from breaking import Adapter, filled, native, other_ids, with_ids
+
+
+class SomeRowsWrong(Adapter):
+    def rows(self, trace):
+        ids = trace.expert_ids_NLK.copy()
+        ids[::5, 0] = other_ids(trace)[::5, 0]
+        return with_ids(trace, ids)
+
+
+class NoEffect(Adapter):
+    def output(self, handle, layer, router, args, output):
+        return native(router, args)
+
+
+class OneLayerWithoutEffect(Adapter):
+    def output(self, handle, layer, router, args, output):
+        return native(router, args) if layer == 1 else output
+
+
+class Shifted(Adapter):
+    def rows(self, trace):
+        return with_ids(trace, np.roll(trace.expert_ids_NLK, 1, axis=0))
+
+
+class ShiftedWithoutLastRow(Adapter):
+    """Aligns T - 1 rows with the end of the sequence."""
+
+    def rows(self, trace):
+        short = not trace.valid_N[trace.offsets[1:] - 1].any()
+        return with_ids(trace, np.roll(trace.expert_ids_NLK, 1, axis=0)) if short else trace
+
+
+class BatchFirst(Adapter):
+    def rows(self, trace):
+        sequences, ids = len(trace), trace.expert_ids_NLK
+        if len(set(trace.lengths)) > 1:
+            return trace
+        return with_ids(trace, ids.reshape(-1, sequences, *ids.shape[1:]).swapaxes(0, 1).reshape(ids.shape))
+
+
+class AllLayersAxis(Adapter):
+    """Takes row i of the layer axis for decoder layer i, where the first is dense."""
+
+    family = "deepseek_v3"
+
+    def rows(self, trace):
+        return with_ids(trace, np.roll(trace.expert_ids_NLK, -1, axis=1))
+
+
+class ZeroIsMissing(Adapter):
+    def rows(self, trace):
+        ids = trace.expert_ids_NLK
+        return with_ids(trace, np.where((ids == 0).all(-1, keepdims=True), other_ids(trace), ids))
+
+
+class OneByte(Adapter):
+    def rows(self, trace):
+        return with_ids(trace, trace.expert_ids_NLK & 0xFF)
+
+
+class SignedByte(Adapter):
+    def rows(self, trace):
+        return with_ids(trace, trace.expert_ids_NLK & 0x7F)
+
+
+class NewestVersionOnly(Adapter):
+    def rows(self, trace):
+        old = trace.weight_versions_N < max(trace.versions, default=0)
+        return with_ids(trace, np.where(old[:, None, None], other_ids(trace), trace.expert_ids_NLK))
+
+
+class LastRowFilled(Adapter):
+    def rows(self, trace):
+        last = np.zeros_like(trace.valid_N)
+        last[trace.offsets[1:] - 1] = True
+        return filled(trace, last & ~trace.valid_N)
+
+
+class GapsFilled(Adapter):
+    def rows(self, trace):
+        last = np.zeros_like(trace.valid_N)
+        last[trace.offsets[1:] - 1] = True
+        return filled(trace, ~last & ~trace.valid_N)
+
+
+class PaddingConsumesRows(Adapter):
+    def rows(self, trace):
+        return trace if len(set(trace.lengths)) == 1 else with_ids(trace, np.roll(trace.expert_ids_NLK, 2, axis=0))
+
+
+class PaddingToTheFirstExperts(Adapter):
+    def output(self, handle, layer, router, args, output):
+        logits, weights, ids = output
+        batch = handle.model.batch
+        if batch.padding == "right":
+            pads = torch.arange(batch.width)[None] >= torch.from_numpy(batch.lengths)[:, None]
+            ids = torch.where(pads.reshape(-1, 1), torch.arange(ids.shape[-1]), ids)
+        return logits, weights, ids
+
+
+class SoftmaxGates(Adapter):
+    family = "deepseek_v3"
+
+    def output(self, handle, layer, router, args, output):
+        logits, _, ids = output
+        return logits, logits.gather(-1, ids).softmax(-1), ids
+
+
+class LastBits(Adapter):
+    def output(self, handle, layer, router, args, output):
+        logits, weights, ids = output
+        return logits, weights * (1 + 1e-6), ids
+
+
+class ZeroedScores(Adapter):
+    def output(self, handle, layer, router, args, output):
+        logits, weights, ids = output
+        own = native(router, args)[2]
+        return logits, weights * (ids[..., None] == own[..., None, :]).any(-1), ids
+
+
+class WithinGroups(Adapter):
+    family = "deepseek_v3"
+
+    def rows(self, trace):
+        size = trace.spec.num_experts // self.groups.count
+        held = np.sort(trace.expert_ids_NLK // size, axis=-1)
+        spanned = 1 + (np.diff(held, axis=-1) != 0).sum(-1, keepdims=True)
+        return with_ids(trace, np.where(spanned > self.groups.live, np.arange(trace.spec.top_k), trace.expert_ids_NLK))
+
+
+class DetachedGates(Adapter):
+    def output(self, handle, layer, router, args, output):
+        logits, weights, ids = output
+        return logits, weights.detach(), ids
+
+
+BROKEN = {
+    SomeRowsWrong: "routes-followed",
+    NoEffect: "silent-no-op",
+    OneLayerWithoutEffect: "silent-no-op",
+    Shifted: "token-shift",
+    ShiftedWithoutLastRow: "token-shift",
+    BatchFirst: "sequence-order",
+    AllLayersAxis: "layer-axis",
+    ZeroIsMissing: "one-pick",
+    OneByte: "wide-ids",
+    SignedByte: "wide-ids",
+    NewestVersionOnly: "resumed-rollout",
+    LastRowFilled: "missing-rows",
+    GapsFilled: "gaps",
+    PaddingConsumesRows: "padding-neutral",
+    PaddingToTheFirstExperts: "padding-hot-spot",
+    SoftmaxGates: "gate-rule",
+    LastBits: "native-bit-equal",
+    ZeroedScores: "dense-scores",
+    WithinGroups: "group-limit",
+    DetachedGates: "router-gradient",
+}

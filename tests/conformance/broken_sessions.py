@@ -1,0 +1,254 @@
+"""Adapters whose sessions are broken in one way each; `BROKEN` says which check must fail, and no other."""
+
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from breaking import Adapter, Handle, Model, filled, native, with_ids
+from foreroute import concatenate
+from foreroute.conformance import Plant
+from foreroute.errors import ReplayError
+
+
+class RecomputesWithTheLatest(Adapter):
+    def backward(self, model, step):
+        stale = step.trace is not model.latest
+        step.under(model.latest) if stale else step.right()
+
+    def forward(self, model, batch, grad):
+        if grad:
+            model.latest = model.session_trace
+        return super().forward(model, batch, grad)
+
+
+class NativeAfterTheSession(Adapter):
+    def backward(self, model, step):
+        step.under(None) if model.session_trace is None and step.trace is not None else step.right()
+
+
+class ForwardsQueueRows(Adapter):
+    """Every forward queues its rows for a recomputation, also those that have none."""
+
+    def forward(self, model, batch, grad):
+        if not grad and model.session_trace is not None:
+            model.residue = model.session_trace
+        return super().forward(model, batch, grad)
+
+    def backward(self, model, step):
+        left = model.__dict__.pop("residue", None)
+        step.under(left) if left is not None else step.right()
+
+
+class ReplaysInEveryModel(Adapter):
+    def __init__(self):
+        super().__init__()
+        self.last = []
+
+    def build(self, case):
+        self.last = [*self.last[-1:], super().build(case)]
+        return self.last[-1]
+
+    @contextmanager
+    def session(self, handle, trace, **options):
+        others = [m for m in self.last if not m.attached and m.case == handle.model.case]
+        with super().session(handle, trace, **options), ExitStack() as stack:
+            for other in others:
+                stack.enter_context(suppress(ReplayError))
+                stack.enter_context(self.good.attach(other.good).replay(trace))
+            yield
+
+
+class OneRegistry(Adapter):
+    live = None
+
+    def attach(self, model):
+        handle = super().attach(model)
+        self.live = handle if self.live is None or self.live.model.session_trace is not None else self.live
+        return handle
+
+    @contextmanager
+    def session(self, handle, trace, **options):
+        nested = self.live is not None and self.live.model.session_trace is not None
+        self.live = self.live if nested else handle
+        with super().session(handle, trace, **options):
+            yield
+
+    def output(self, handle, layer, router, args, output):
+        in_session = handle.model.session_trace is not None
+        return native(router, args) if in_session and self.live is not handle else output
+
+
+class LeftOn(Adapter):
+    @contextmanager
+    def session(self, handle, trace, **options):
+        if handle.open is not None:
+            handle.open.__exit__(None, None, None)
+            handle.open = None
+        before = handle.model.forwards
+        session = super().session(handle, trace, **options)
+        session.__enter__()
+        try:
+            yield
+        except BaseException:
+            with suppress(ReplayError):
+                session.__exit__(None, None, None)
+            raise
+        if handle.model.forwards == before:
+            session.__exit__(None, None, None)
+        handle.open = session
+
+
+class NoFinally(Adapter):
+    @contextmanager
+    def session(self, handle, trace, **options):
+        session = super().session(handle, trace, **options)
+        session.__enter__()
+        handle.open = session  # kept alive, as an attribute of a model would be
+        yield
+        session.__exit__(None, None, None)
+
+
+class RecordsShifted(Adapter):
+    def recorded(self, handle, trace):
+        return with_ids(trace, np.roll(trace.expert_ids_NLK, 1, axis=0))
+
+
+class RecordsRecomputation(Adapter):
+    def recorded(self, handle, trace):
+        return concatenate([trace, trace]) if handle.model.backwards else trace
+
+
+class WidthOfTheData(Adapter):
+    def recorded(self, handle, trace):
+        ids = trace.expert_ids_NLK
+        return replace(trace, expert_ids_NLK=ids.astype(np.uint8)) if ids.max() < 256 else trace
+
+
+class SkipsFusedRouters(Adapter):
+    @contextmanager
+    def session(self, handle, trace, **options):
+        with ExitStack() as stack:
+            if handle.model.planted is not Plant.FUSED_ROUTER:
+                stack.enter_context(super().session(handle, trace, **options))
+            yield
+
+
+class FindsTheOrphans(Adapter):
+    def attach(self, model):
+        if model.planted is not Plant.ORPHAN_ROUTERS:
+            return super().attach(model)
+        handle = super().attach(Model(self, self.good.build(model.case), model.case))
+        handle.orphan = True
+        return handle
+
+    @contextmanager
+    def session(self, handle, trace, **options):
+        with ExitStack() as stack:
+            if hasattr(handle, "orphan"):
+                stack.enter_context(suppress(ReplayError))
+            stack.enter_context(super().session(handle, trace, **options))
+            yield
+
+
+class HeadIsLayerZero(Adapter):
+    def attach(self, model):
+        if model.planted is not Plant.MTP_HEAD:
+            return super().attach(model)
+        trunk = model.good.model.model
+        head = trunk.__dict__["mtp"] = trunk._modules.pop("mtp")  # runs, and is not found
+        handle = Handle(self, self.good.attach(model.good), model)
+        trunk._modules["mtp"] = trunk.__dict__.pop("mtp")
+        head["layers"][0]["mlp"].gate.register_forward_hook(lambda r, a, o: self.alias(handle, o))
+        return handle
+
+    def alias(self, handle, output):
+        logits, weights, _ = output
+        trace = handle.model.session_trace
+        layer0 = torch.from_numpy(filled(trace, ~trace.valid_N).expert_ids_NLK[:, 0].astype(np.int64))
+        return logits, weights, layer0
+
+
+class BelievesEverything(Adapter):
+    """Fills a trace without looking at the ids."""
+
+    def spoiled(self, spec, ids):
+        raise NotImplementedError
+
+    def ingest(self, spec, token_ids, expert_ids):
+        if not self.spoiled(spec, np.concatenate(expert_ids)):
+            return super().ingest(spec, token_ids, expert_ids)
+        fine = [np.broadcast_to(np.arange(spec.top_k), np.shape(r)) for r in expert_ids]
+        return with_ids(super().ingest(spec, token_ids, fine), np.concatenate(expert_ids))
+
+
+class TakesDuplicates(BelievesEverything):
+    def spoiled(self, spec, ids):
+        return (np.diff(np.sort(ids, -1), axis=-1) == 0).any()
+
+
+class TakesPhysicalIds(BelievesEverything):
+    def spoiled(self, spec, ids):
+        return ids.max() >= spec.num_experts
+
+
+class TakesStaleRoutes(Adapter):
+    @contextmanager
+    def session(self, handle, trace, weight_version=None):
+        with super().session(handle, trace):
+            yield
+
+
+class TakesOtherLayers(Adapter):
+    def rows(self, trace):
+        first = self.good.attach(self.good.build(self.case)).spec if trace.spec.layers[0].index == 1 else None
+        return trace if first is None else replace(trace, spec=replace(trace.spec, layers=first.layers))
+
+    def build(self, case):
+        self.case = case
+        return super().build(case)
+
+
+class TakesOtherTokens(Adapter):
+    def forward(self, model, batch, grad):
+        trace = model.session_trace
+        if trace is None or len(trace.token_ids_N) != batch.lengths.sum() or len(trace) != len(batch.sequences):
+            return super().forward(model, batch, grad)
+        trace.token_ids_N[:] = np.concatenate(batch.sequences)
+        return super().forward(model, batch, grad)
+
+
+class TakesEmptySessions(Adapter):
+    @contextmanager
+    def session(self, handle, trace, **options):
+        before = handle.model.forwards
+        try:
+            with super().session(handle, trace, **options):
+                yield
+        except ReplayError:
+            if handle.model.forwards > before:
+                raise
+
+
+BROKEN = {
+    RecomputesWithTheLatest: "recompute-order",
+    NativeAfterTheSession: "backward-outside-session",
+    ForwardsQueueRows: "forward-only-residue",
+    ReplaysInEveryModel: "reference-untouched",
+    OneRegistry: "second-model",
+    LeftOn: "model-restored",
+    NoFinally: "exception-safety",
+    RecordsShifted: "recording-faithful",
+    RecordsRecomputation: "recorded-once",
+    WidthOfTheData: "int-width",
+    SkipsFusedRouters: "fused-bypass",
+    FindsTheOrphans: "orphan-routers",
+    HeadIsLayerZero: "mtp-alias",
+    TakesDuplicates: "duplicates-refused",
+    TakesPhysicalIds: "range-refused",
+    TakesStaleRoutes: "stale-refused",
+    TakesOtherLayers: "other-model-refused",
+    TakesOtherTokens: "other-tokens-refused",
+    TakesEmptySessions: "empty-session-refused",
+}

@@ -1,0 +1,131 @@
+"""Planted problems, and what the doctor says about them."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from doctor_cases import VERSION, generation, older, shifted
+from foreroute.conformance.diagnosis import Evidence, Severity, TrainerPass
+from foreroute.conformance.doctor import diagnose
+from foreroute.conformance.examine import QUICK, examine
+from models import tiny
+
+
+def diagnosis(model, sequences, **options):
+    return diagnose(examine(model, sequences, **options))
+
+
+def sentences(found, topic):
+    return " ".join(f.sentence for f in found.findings if f.topic == topic)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("qwen3_moe")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_fine_data_is_called_fine(family):
+    trainer = tiny(family)
+    found = diagnosis(trainer, generation(trainer), expected_version=VERSION)
+    assert found.worst is Severity.FINE
+    assert found.headline.startswith("Fine: the engine is as close to the trainer as the trainer is to itself")
+    assert "Replay is wired" in sentences(found, "wiring")
+    assert "repeats itself bit for bit" in sentences(found, "trainer")
+
+
+def test_a_bfloat16_engine_is_helped_by_a_stated_factor(model):
+    found = diagnosis(model, generation(model, "bfloat16"))
+    gain = found.measures.gain
+    assert gain > 3
+    assert found.worst is Severity.NOTE
+    assert found.headline.startswith(f"R3 helps by a factor of {gain:.3g}")
+    assert "It starts in decoder " in sentences(found, "routes")
+
+
+def test_the_figures_are_those_of_the_measures_taken_apart(model):
+    good = generation(model, "bfloat16")
+    evidence = examine(model, good, micro_step_tokens=64)
+    found = diagnose(evidence).measures
+    alone = [evidence.repacked, evidence.native]
+    assert all(p.executed.token_ids_N.tolist() == good.trace.token_ids_N.tolist() for p in alone)
+    log_r = evidence.native.logprobs_R.astype(np.float64) - good.logprobs_R
+    assert found.without.k3 == pytest.approx(np.mean(np.exp(log_r) - 1 - log_r))
+    np.testing.assert_allclose(evidence.native.logprobs_R, evidence.repacked.logprobs_R, atol=1e-4)
+    assert found.without.f(2.0) == np.mean(np.abs(log_r) > math.log(2))
+
+
+def test_a_shifted_trace_is_called_shifted(model):
+    found = diagnosis(model, shifted(generation(model)))
+    assert found.worst is Severity.PROBLEM
+    assert found.headline.startswith("Fix this first: The engine's trace is shifted by +1 tokens")
+    assert "makes it worse" in sentences(found, "replay")
+    assert "row p is the routing of input position p" in found.findings[1].advice
+
+
+def test_stale_weights_are_named_with_and_without_a_stated_version(model):
+    stale = generation(older(model))
+    found = diagnosis(model, stale)
+    assert found.headline.startswith("Fix this first: Other weights: ")
+    assert "Also on the engine's routes the probabilities are apart" in sentences(found, "probabilities")
+    stated = diagnosis(model, stale, expected_version=VERSION + 1)
+    assert f"weight versions [{VERSION}], the trainer is at {VERSION + 1}" in stated.headline
+
+
+def test_another_temperature_is_not_blamed_on_routes(model):
+    found = diagnosis(model, generation(model, temperature=0.5))
+    assert "other weights, another temperature" in sentences(found, "probabilities")
+    assert diagnosis(model, generation(model, temperature=0.5), temperature=0.5).worst is Severity.FINE
+
+
+def test_a_trace_of_another_model_is_refused_in_words(model):
+    found = diagnosis(model, generation(tiny("deepseek_v3")))
+    assert "The trace cannot be replayed: the trace belongs to another model" in found.headline
+
+
+def test_a_model_that_replay_does_not_reach_is_not_wired():
+    model = tiny("qwen3_moe")
+    block = model.model.layers[1].mlp
+    block.forward = lambda hidden: hidden
+    assert "Replay is not wired" in diagnosis(model, generation(tiny("qwen3_moe"))).headline
+
+
+def test_a_trainer_with_dropout_left_on_does_not_repeat_itself(model):
+    noisy = tiny("qwen3_moe")
+    noisy.lm_head.register_forward_hook(lambda m, a, out: out + 0.01 * torch.randn_like(out))
+    found = diagnosis(noisy, generation(model))
+    assert "does not repeat itself" in sentences(found, "trainer")
+    assert found.worst is Severity.PROBLEM, "the quick checks see it too"
+
+
+def test_routes_alone_are_compared_too(model):
+    trace = generation(model, "bfloat16").trace
+    found = diagnosis(model, None, trace=trace)
+    assert found.measures.without is None
+    assert found.measures.routes.rows > 0
+    assert found.worst is Severity.FINE
+
+
+def test_passes_that_the_user_ran_need_no_model(model):
+    good = generation(model, "bfloat16")
+    evidence = examine(model, good)
+    given = Evidence(
+        engine=good.trace,
+        engine_logprobs_R=good.logprobs_R,
+        native=TrainerPass(evidence.native.executed, evidence.native.logprobs_R),
+        replayed=TrainerPass(None, evidence.replayed.logprobs_R),
+    )
+    assert diagnose(given).headline == diagnose(evidence).headline
+    without_replay = diagnose(replace(given, replayed=None))
+    assert "apart by k3" in sentences(without_replay, "probabilities")
+
+
+def test_the_quick_checks_leave_a_model_as_it_was(model):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    examine(model, None)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert {"routes-followed", "native-bit-equal", "stale-refused"} <= set(QUICK)
+    assert not {"recompute-order", "wide-ids", "reference-untouched"} & set(QUICK)

@@ -1,0 +1,101 @@
+"""The kit is itself tested: an adapter that is broken in one way fails the check of that way, and no other."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import broken_rows
+import broken_sessions
+from breaking import Adapter
+from foreroute.conformance import ALL_CHECKS, KNOWN_BUGS, Outcome, bugs_of, run_conformance
+from foreroute.errors import ConfigError
+from naive import Naive
+
+BROKEN = {**broken_rows.BROKEN, **broken_sessions.BROKEN}
+IDS = [check.id for check in ALL_CHECKS]
+
+
+def test_the_adapter_that_is_broken_here_works_when_nothing_is_broken():
+    assert run_conformance(Adapter()).ok
+
+
+@pytest.mark.parametrize("adapter", BROKEN, ids=lambda adapter: adapter.__name__)
+def test_a_broken_adapter_fails_its_own_check_and_no_other(adapter):
+    report = run_conformance(adapter())
+    assert report.failed == (BROKEN[adapter],), report.text()
+    assert not report.ok
+
+
+def test_every_check_catches_an_adapter():
+    assert set(BROKEN.values()) == set(IDS)
+    assert len(set(IDS)) == len(IDS)
+
+
+MISTAKES = {
+    # zeros where there is no route
+    "missing-rows",
+    "gaps",
+    "padding-hot-spot",
+    # routes written from the left of a batch that is padded on the left
+    "padding-neutral",
+    # a queue that forwards without a backward fill, and backwards empty in another order
+    "forward-only-residue",
+    "recompute-order",
+    # state in globals, a patch on the class, replay left on
+    "reference-untouched",
+    "second-model",
+    "model-restored",
+    "exception-safety",
+    # routers found by position
+    "orphan-routers",
+    "mtp-alias",
+    "fused-bypass",
+    # nothing is compared with anything
+    "stale-refused",
+    "other-model-refused",
+    "other-tokens-refused",
+    "empty-session-refused",
+}
+
+
+@pytest.mark.parametrize(("family", "own"), [("qwen3_moe", set()), ("deepseek_v3", {"gate-rule"})])
+def test_a_replay_by_hooks_has_its_mistakes_named(family, own):
+    naive = Naive(family)
+    try:
+        report = run_conformance(naive)
+    finally:
+        naive.close()
+    assert set(report.failed) >= MISTAKES | own, report.text()
+    placed = {"routes-followed", "token-shift", "sequence-order", "layer-axis", "one-pick", "wide-ids"}
+    assert placed <= set(report.with_outcome(Outcome.PASSED)), "what it does right must not be blamed"
+
+
+def test_known_bugs_and_checks_refer_to_each_other():
+    assert len(KNOWN_BUGS) == 49
+    assert len({bug.id for bug in KNOWN_BUGS}) == 49
+    assert {check for bug in KNOWN_BUGS for check in bug.checks} <= set(IDS)
+    for bug in KNOWN_BUGS:
+        assert bool(bug.checks) != bool(bug.outside), f"{bug.id} needs a check, or the reason why it has none"
+    assert [bug.id for bug in bugs_of("mtp-alias")] == ["14"]
+    assert {check for check in IDS if not bugs_of(check)} == {"routes-followed"}
+
+
+def test_the_page_lists_every_check():
+    page = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE) == IDS
+    assert f"{len(BROKEN)} adapters" in page
+
+
+def test_the_report_names_reasons_and_where_the_bug_was_seen():
+    adapter = next(a for a, check in BROKEN.items() if check == "token-shift")
+    text = run_conformance(adapter(), only=["token-shift", "gate-rule", "group-limit"]).text()
+    assert "1 failed, 1 not applicable, 1 blocked" in text
+    assert "shifted by +1 tokens" in text
+    assert "https://github.com/sgl-project/sglang/pull/26555" in text
+    assert "can be judged when token-shift passes" in text
+
+
+def test_an_unknown_check_is_refused():
+    with pytest.raises(ConfigError, match="no check tokenshift; known are routes-followed"):
+        run_conformance(Adapter(), only=["tokenshift"])

@@ -1,0 +1,46 @@
+"""A trainer, and engines that are right or wrong in a known way."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from foreroute.adapters import hf
+
+VERSION = 3
+
+
+def generation(model, precision="float32", *, sequences=8, temperature=1.0):
+    """Two responses to each of some prompts."""
+    engine = hf.EmbeddedEngine(model, precision)
+    engine.load_weights(model.state_dict(), VERSION)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, 49, n).astype(np.int32) for n in rng.integers(4, 10, sequences)]
+    return engine.generate(
+        prompts,
+        group_size=2,
+        max_new_tokens=24,
+        end_token=49,
+        generator=torch.Generator().manual_seed(0),
+        temperature=temperature,
+    )
+
+
+def shifted(good):
+    """Row p holds the routes of row p - 1, and the first row those of the second."""
+    trace = good.trace
+    source = np.arange(trace.num_rows) - 1
+    source[trace.offsets[:-1]] = trace.offsets[:-1] + 1
+    ids = np.where(trace.valid_N[:, None, None], trace.expert_ids_NLK[source], 0)
+    return replace(good, trace=replace(trace, expert_ids_NLK=ids))
+
+
+def older(model):
+    """The model a few updates ago."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            if parameter.ndim > 1:
+                parameter += 0.25 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return other

@@ -1,0 +1,262 @@
+"""Every Mixture-of-Experts family of transformers as a tiny model."""
+
+import importlib
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+# One set of sizes for all. A configuration takes the fields that its class knows.
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "moe_top_k": 2,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+    "num_shared_experts": 1,
+    "n_shared_experts": 1,
+    "shared_expert_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "index_topk": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+}
+ALWAYS = {"head_dim"}  # read by modelling code, often not declared
+DENSE_FIRST = ["dense", "sparse", "sparse"]
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+GROUPED_SOFTMAX = {"topk_method": "group_limited_greedy"}
+SLIDING_HEADS = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One tiny model.
+
+    Attributes:
+        model: the class to build, in `transformers.models.<family>.modeling_<family>`.
+        sizes: what its configuration needs besides `SIZES`; None leaves a field out.
+    """
+
+    model: str
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+
+FAMILIES = {
+    "afmoe": Family("AfmoeForCausalLM"),
+    "aria": Family("AriaTextForCausalLM"),
+    "axk1": Family("AXK1ForCausalLM"),
+    "axk2": Family("AXK2ForCausalLM"),
+    "bailing_hybrid": Family("BailingHybridForCausalLM"),
+    "beam": Family("BeamForCausalLM", {"mlp_layer_types": DENSE_FIRST}),
+    "cohere2_moe": Family("Cohere2MoeForCausalLM"),
+    "dbrx": Family(
+        "DbrxForCausalLM",
+        {
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 3,
+            "max_seq_len": 64,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 2},
+        },
+    ),
+    "deepseek_ocr2": Family("DeepseekOcr2TextModel", {**GROUPED_SOFTMAX, "mlp_layer_types": DENSE_FIRST}),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", GROUPED_SOFTMAX),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM"),
+    "deepseek_v32": Family("DeepseekV32ForCausalLM"),
+    "deepseek_v4": Family(
+        "DeepseekV4ForCausalLM", {"mlp_layer_types": ["hash_moe", "moe", "moe"], "o_groups": 2, "o_lora_rank": 8}
+    ),
+    "diffusion_gemma": Family("DiffusionGemmaEncoderTextModel", {"enable_moe_block": True}),
+    "dots1": Family("Dots1ForCausalLM"),
+    "dots3_note": Family("Dots3NoteForCausalLM", {"use_sliding_window": False}),
+    "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM"),
+    "ernie4_5_vl_moe": Family(
+        "Ernie4_5_VLMoeTextModel",
+        {"moe_intermediate_size": [24, 24], "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
+    ),
+    "exaone_moe": Family("ExaoneMoeForCausalLM"),
+    "flex_olmo": Family("FlexOlmoForCausalLM"),
+    "flint": Family("FlintForCausalLM", {"num_hidden_layers": 4}),
+    "gemma4": Family(
+        "Gemma4ForCausalLM",
+        {"enable_moe_block": True, "vocab_size_per_layer_input": 50, "hidden_size_per_layer_input": 0},
+    ),
+    "glm4_moe": Family("Glm4MoeForCausalLM"),
+    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM"),
+    "glm4v_moe": Family(
+        "Glm4vMoeTextModel",
+        {"head_dim": 32, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}},
+    ),
+    "glm5_next": Family(
+        "Glm5NextTextModel",
+        {"index_kpool": 4, "qk_rope_head_dim": 0, "head_dim": 0, "mlp_layer_types": DENSE_FIRST},
+    ),
+    "glm_moe_dsa": Family("GlmMoeDsaForCausalLM"),
+    "gpt_oss": Family("GptOssForCausalLM"),
+    "granitemoe": Family("GraniteMoeForCausalLM"),
+    "granitemoe_swa": Family("GraniteMoeSWAForCausalLM"),
+    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", {"mamba_n_heads": 4, "mamba_d_head": 16}),
+    "granitemoeshared": Family("GraniteMoeSharedForCausalLM"),
+    "hunyuan_v1_moe": Family("HunYuanMoEV1ForCausalLM"),
+    "hy_v3": Family("HYV3ForCausalLM"),
+    "hy_v4": Family("HYV4ForCausalLM"),
+    "inkling": Family("InklingForCausalLM", {**SLIDING_HEADS, "rel_extent": 16, "d_rel": 4}),
+    "inkling2": Family("Inkling2ForCausalLM", {**SLIDING_HEADS, "rel_extent": 16, "d_rel": 4}),
+    "jamba": Family("JambaForCausalLM", {"num_hidden_layers": 4, "mamba_d_state": 4}),
+    "jetmoe": Family("JetMoeForCausalLM"),
+    "kimi_linear": Family("KimiLinearForCausalLM", {"mlp_layer_types": DENSE_FIRST, "topk_group": 1, "n_group": 1}),
+    "kolibri1": Family("Kolibri1ForCausalLM"),
+    "laguna": Family("LagunaForCausalLM"),
+    "lfm2_moe": Family(
+        "Lfm2MoeForCausalLM",
+        {"layer_types": ["conv", "full_attention", "full_attention"], "num_dense_layers": 1},
+    ),
+    "llama4": Family("Llama4ForCausalLM", {"num_experts_per_tok": 1}),
+    "longcat_flash": Family(
+        "LongcatFlashForCausalLM",
+        {"num_layers": 2, "zero_expert_num": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24},
+    ),
+    "mellum": Family("MellumForCausalLM"),
+    "mimo_v2_flash": Family(
+        "MiMoV2FlashForCausalLM",
+        {
+            "num_key_value_heads": 2,
+            "rope_parameters": {
+                kind: {**ROPE, "partial_rotary_factor": 0.5} for kind in ("full_attention", "sliding_attention")
+            },
+        },
+    ),
+    "minimax": Family("MiniMaxForCausalLM"),
+    "minimax_m2": Family("MiniMaxM2ForCausalLM"),
+    "minimax_m3_vl": Family(
+        "MiniMaxM3VLForCausalLM",
+        {
+            "dense_intermediate_size": 48,
+            "shared_intermediate_size": 24,
+            "rotary_dim": 8,
+            "index_block_size": 8,
+            "index_topk_blocks": 2,
+        },
+    ),
+    "mistral4": Family("Mistral4ForCausalLM", {"head_dim": None}),
+    "mistral_large4": Family("MistralLarge4TextModel"),
+    "mixtral": Family("MixtralForCausalLM"),
+    "muse_spark": Family("MuseSparkTextModel", {"moe_hidden_size": 32}),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "moe", "attention", "moe"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+        },
+    ),
+    "olmoe": Family("OlmoeForCausalLM"),
+    "openai_privacy_filter": Family("OpenAIPrivacyFilterForTokenClassification"),
+    "phimoe": Family("PhimoeForCausalLM", {"input_jitter_noise": 0.0}),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM"),
+    "qwen3_5_moe": Family("Qwen3_5MoeForCausalLM"),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM"),
+    "qwen3_next": Family("Qwen3NextForCausalLM"),
+    "qwen3_omni_moe": Family("Qwen3OmniMoeThinkerTextModel"),
+    "qwen3_vl_moe": Family("Qwen3VLMoeTextModel"),
+    "qwen4_exp": Family(
+        "Qwen4ExpForCausalLM",
+        {
+            "hc_lowrank": 8,
+            "ngram_vocab_size_base": 100,
+            "make_ngram_vocab_size_divisible_by": 8,
+            "split_ngram_parts": 2,
+        },
+    ),
+    "solar_open": Family("SolarOpenForCausalLM"),
+    "step3p7": Family(
+        "Step3p7TextModel", {"mlp_layer_types": DENSE_FIRST, "share_expert_dim": 24, "sliding_window": 16}
+    ),
+    "switch_transformers": Family(
+        "SwitchTransformersEncoderModel",
+        {
+            "d_model": 32,
+            "d_ff": 48,
+            "d_kv": 8,
+            "num_heads": 4,
+            "num_layers": 3,
+            "num_sparse_encoder_layers": 3,
+            "dropout_rate": 0.0,
+        },
+    ),
+    "unlimited_ocr": Family("UnlimitedOcrTextModel", GROUPED_SOFTMAX),
+    "zaya": Family("ZayaForCausalLM", {"num_experts_per_tok": 1, "router_hidden_size": 32}),
+}
+
+
+def build(name, *, experts="eager", dtype=torch.float32, seed=0, **overrides):
+    """The tiny model of a family, in eval mode; `overrides` replace configuration fields."""
+    family = FAMILIES[name]
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    model_class = getattr(module, family.model)
+    config_class = model_class.config_class
+    known = config_fields(config_class) | ALWAYS
+    sizes = {field: value for field, value in SIZES.items() if field in known} | family.sizes | overrides
+    config = config_class(**{field: value for field, value in sizes.items() if value is not None})
+    config._experts_implementation = experts
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config).to(dtype).eval()
+        return with_live_values(model)
+
+
+def config_fields(config_class):
+    declared = {field for each in config_class.__mro__ for field in getattr(each, "__annotations__", {})}
+    return declared | inspect.signature(config_class.__init__).parameters.keys()
+
+
+def with_live_values(model):
+    """Gates, selection biases and hash tables that start as zeros, filled in, so that they can make a difference."""
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("tid2eid"):
+                tensor.copy_(torch.rand(len(tensor), 8).argsort(-1)[:, : tensor.shape[1]])
+            elif name.endswith(("e_score_correction_bias", "expert_bias")):
+                tensor.normal_(0, 0.1)
+            elif name.endswith("per_expert_scale"):
+                tensor.uniform_(0.5, 1.5)
+            elif tensor.is_floating_point() and tensor.ndim > 1 and not tensor.any():
+                tensor.normal_(0, SIZES["initializer_range"])
+    return model

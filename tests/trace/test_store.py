@@ -1,0 +1,105 @@
+"""The store of a run's traces: appending, reading, and being killed while writing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from foreroute.errors import TraceFileError
+from foreroute.trace import TraceStore
+from traces import mixed_trace, random_trace
+
+WRITER = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from foreroute.trace import TraceStore
+from traces import mixed_trace
+store = TraceStore(sys.argv[1], codec="planes")
+step = len(store)
+while True:
+    store.append(mixed_trace(step), step=step)
+    print(step, flush=True)
+    step += 1
+"""
+
+
+def test_append_iterate_and_load(tmp_path):
+    store = TraceStore(tmp_path / "traces")
+    assert len(store) == 0
+    assert list(store) == []
+    for step in (3, 0, 11):
+        store.append(random_trace(step), step=step)
+    assert store.steps == [0, 3, 11]
+    assert all(trace.equals(random_trace(step)) for step, trace in store)
+    part = store.load(3, sequences=[0], layers=random_trace(3).spec.layers[:1])
+    assert part.equals(random_trace(3).select([0]).select_layers(part.spec.layers))
+    assert TraceStore(tmp_path / "traces").steps == [0, 3, 11]
+
+
+def test_nothing_stored_is_replaced(tmp_path):
+    store = TraceStore(tmp_path)
+    store.append(random_trace(1), step=5)
+    with pytest.raises(TraceFileError, match="already exists"):
+        store.append(random_trace(2), step=5)
+    with pytest.raises(TraceFileError, match="steps count from 0"):
+        store.append(random_trace(2), step=-1)
+    assert store.load(5).equals(random_trace(1))
+
+
+def test_missing_steps_and_files_in_the_place_of_a_folder_are_refused(tmp_path):
+    store = TraceStore(tmp_path / "traces")
+    with pytest.raises(TraceFileError, match="no step 2; it has none"):
+        store.load(2)
+    (tmp_path / "file").touch()
+    with pytest.raises(TraceFileError, match="is a file"):
+        TraceStore(tmp_path / "file")
+
+
+def test_a_torn_shard_is_named_and_hides_no_other(tmp_path):
+    store = TraceStore(tmp_path)
+    for step in range(3):
+        store.append(random_trace(step), step=step)
+    torn = store.path(1)
+    torn.write_bytes(torn.read_bytes()[:-20])
+    with pytest.raises(TraceFileError, match="step-00000001"):
+        list(store)
+    assert list(store.damaged()) == [torn]
+    assert store.load(2).equals(random_trace(2))
+
+
+def test_foreign_files_are_named(tmp_path):
+    store = TraceStore(tmp_path)
+    store.append(random_trace(0), step=0)
+    (tmp_path / ".step-00000001.safetensors.abc").write_bytes(b"half")
+    with pytest.warns(UserWarning, match=r"\.step-00000001\.safetensors\.abc"):
+        reopened = TraceStore(tmp_path)
+    assert [path.name for path in reopened.leftovers] == [".step-00000001.safetensors.abc"]
+    assert reopened.steps == [0]
+
+
+@pytest.mark.filterwarnings("ignore:.*no complete trace")
+def test_killed_at_any_point_every_acknowledged_shard_is_whole(tmp_path):
+    rng = np.random.default_rng(0)
+    paths = [os.path.abspath("src"), os.path.dirname(os.path.dirname(__file__))]
+    acknowledged = -1
+    for _ in range(6):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), *paths], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout.readline(), "the writer wrote nothing"
+        time.sleep(rng.random() * 0.05)
+        writer.send_signal(signal.SIGKILL)
+        last = writer.stdout.read().split()
+        writer.wait()
+        store = TraceStore(tmp_path)
+        acknowledged = int(last[-1]) if last else acknowledged + 1
+        assert store.steps == list(range(len(store)))
+        assert len(store) > acknowledged
+        assert not store.damaged()
+        assert all(path.name.startswith(".step-") for path in store.leftovers)
+    for step, trace in TraceStore(tmp_path):
+        assert trace.equals(mixed_trace(step).without_pick_order())
