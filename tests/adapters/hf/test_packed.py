@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import foreroute as fr
 from driving import batch_of, experts_log, random_routes, sequences_of
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
@@ -103,6 +104,19 @@ def test_positions_of_padding_start_no_sequence(side):
     with routed.replay(trace), routed.record() as recording, torch.no_grad():
         model(**batch, position_ids=positions)
     assert np.array_equal(recording.trace().expert_ids_NLK, trace.expert_ids_NLK)
+
+
+def test_padding_at_the_end_of_a_row_is_sequences_without_a_route():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, ALONE)
+    batch = {name: torch.nn.functional.pad(value, (0, 2)) for name, value in packed(ROWS["one row"]).items()}
+    with pytest.raises(BatchMismatchError, match="the batch has 8 sequences"), routed.replay(trace):
+        model(**batch)
+    padded = fr.concatenate([trace, fr.RoutingTrace.unrouted(trace.spec, [[0], [0]])])
+    with routed.replay(padded), routed.record() as recording, torch.no_grad():
+        model(**batch)
+    assert np.array_equal(recording.trace().expert_ids_NLK[:-2], trace.expert_ids_NLK)
 
 
 def test_packed_sequences_cannot_go_on_over_a_cache():
