@@ -41,7 +41,7 @@ SMALLER = {"num_hidden_layers": 1, "num_experts": 16}
 SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "grouped_mm": (SIZES, (2, 128)),
     "eager": (SIZES | SMALLER, (2, 128)),
-    "batched_mm": (SIZES | SMALLER, (1, 16)),
+    "batched_mm": (SIZES | SMALLER, (1, 32)),
 }
 """Sizes and batch by implementation of the experts. The backward of eager fills the gradient of every expert once for
 each of them; batched_mm copies the weights of every pick."""

@@ -178,6 +178,18 @@ def test_checkpointing_called_by_hand_is_refused(use_reentrant):
         loss_of(model, BATCH)
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_whole_model_checkpointed_by_hand_is_refused(use_reentrant):
+    model = tiny("qwen3_moe").train()
+    routed = hf.attach(model)
+    anchor = torch.zeros(1, requires_grad=True)
+    with routed.replay(random_routes(routed.spec, BATCH)):
+        with torch.no_grad():
+            model(**BATCH)
+        with pytest.raises(ReplayError, match="called by hand"):
+            checkpoint(lambda zero: loss_of(model, BATCH) + zero, anchor, use_reentrant=use_reentrant)
+
+
 def test_a_bypassed_router_is_named():
     model = tiny("qwen3_moe")
     routed = hf.attach(model)

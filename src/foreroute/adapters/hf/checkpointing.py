@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from foreroute.errors import ReplayError
 
@@ -23,11 +24,19 @@ def require_prepared(path: str, *, began_with_grad: bool) -> None:
     """
     # use_reentrant=True runs its first forward without gradients
     if (began_with_grad and not torch.is_grad_enabled()) or _saves_for_checkpoint():
-        raise ReplayError(
-            f"{path} runs inside torch.utils.checkpoint called by hand, whose recomputation cannot be told which "
-            "routes to use. Use the model's own activation checkpointing (model.gradient_checkpointing_enable()) or "
-            "torch's CheckpointWrapper, switched on before the session is opened"
-        )
+        raise _by_hand(path)
+
+
+def require_unchecked(path: str) -> None:
+    """Raise `ReplayError` if a whole pass that begins now is the first forward of a reentrant checkpoint.
+
+    It runs without gradients like any evaluation; what tells it apart is who called.
+    """
+    frame = None if torch.is_grad_enabled() else sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise _by_hand(path)
+        frame = frame.f_back
 
 
 def compilable_under_checkpointing() -> AbstractContextManager[Any]:
@@ -37,6 +46,14 @@ def compilable_under_checkpointing() -> AbstractContextManager[Any]:
     """
     dynamo = sys.modules.get("torch._dynamo")  # where nothing was compiled yet, importing it would cost seconds
     return nullcontext() if dynamo is None else dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+
+
+def _by_hand(path: str) -> ReplayError:
+    return ReplayError(
+        f"{path} runs inside torch.utils.checkpoint called by hand, whose recomputation cannot be told which "
+        "routes to use. Use the model's own activation checkpointing (model.gradient_checkpointing_enable()) or "
+        "torch's CheckpointWrapper, switched on before the session is opened"
+    )
 
 
 def _saves_for_checkpoint() -> bool:

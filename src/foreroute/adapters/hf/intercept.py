@@ -27,7 +27,12 @@ from torch import Tensor, nn
 from foreroute.adapters.hf import graph_ops
 from foreroute.adapters.hf.aux_counts import ExecutedCounts
 from foreroute.adapters.hf.batch import Batch, BatchTensors, parameter_names
-from foreroute.adapters.hf.checkpointing import CHECKPOINTS_IN, compilable_under_checkpointing, require_prepared
+from foreroute.adapters.hf.checkpointing import (
+    CHECKPOINTS_IN,
+    compilable_under_checkpointing,
+    require_prepared,
+    require_unchecked,
+)
 from foreroute.adapters.hf.discover import RouterSite
 from foreroute.adapters.hf.passes import Listener, Pass, PassInput, Seat, require_each_router_once
 from foreroute.errors import ReplayError
@@ -145,6 +150,7 @@ class Interceptor:
         if torch.compiler.is_compiling():
             return self._run_trunk_in_graph(tensors, forward, args, kwargs)
         listeners = list(self._listeners)
+        require_unchecked(type(self._trunk).__name__)
         batch = Batch.read(tensors)
         rows = self._begin(batch)
         current = PassInput(self._spec, rows, batch.input_ids_BT.size, batch.device, self._watch).open()
