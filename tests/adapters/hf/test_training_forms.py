@@ -158,6 +158,10 @@ def test_prediction_heads_route_themselves():
     """Multi-token prediction layers are a model of their own, with embedding and head shared and routers not."""
     main = tiny("deepseek_v3")
     head = MtpModel(main, 1).eval()
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        for parameter in head.parameters():  # some of it comes uninitialised
+            parameter.copy_(0.3 * torch.randn(parameter.shape))
     batch = {name: value[:1] for name, value in BATCH.items()}
     routed = hf.attach(main)
 
