@@ -41,7 +41,7 @@ SMALLER = {"num_hidden_layers": 1, "num_experts": 16}
 SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "grouped_mm": (SIZES, (2, 128)),
     "eager": (SIZES | SMALLER, (2, 128)),
-    "batched_mm": (SIZES | SMALLER, (1, 32)),
+    "batched_mm": (SIZES | SMALLER, (1, 16)),
 }
 """Sizes and batch by implementation of the experts. The backward of eager fills the gradient of every expert once for
 each of them; batched_mm copies the weights of every pick."""
@@ -103,7 +103,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     """Medians and quartiles over interleaved pairs."""
     torch.set_num_threads(1)
     _keep_memory()
-    few, many = (6, 10) if quick else (40, 80)
+    few, many = (5, 8) if quick else (40, 80)
     compiler = "aot_eager" if quick else "inductor"
     eager = Bench.of("grouped_mm")
     figures = {
@@ -119,10 +119,10 @@ def run(*, quick: bool) -> dict[str, Any]:
         bench = Bench.of(kind)
         by_kind[kind] = {
             "forward": _ratio(bench.replayed(bench.forward), bench.forward, max(many // 2, 5)),
-            "step": _ratio(bench.replayed(bench.step), bench.step, max(few // 2, 4)),
+            "step": _ratio(bench.replayed(bench.step), bench.step, max(few // 2, 3)),
         }
     bench = Bench.of("grouped_mm", compiler)
-    by_kind["compiled"] = {"step": _ratio(bench.replayed(bench.step), bench.step, max(few // 2, 4))}
+    by_kind["compiled"] = {"step": _ratio(bench.replayed(bench.step), bench.step, max(few // 2, 3))}
     metrics: dict[str, Any] = {f"{name}_ratio": round(figure.ratio, 4) for name, figure in figures.items()}
     metrics |= {f"{name}_quartiles": _quartiles(figure) for name, figure in figures.items()}
     for kind, pair in by_kind.items():
