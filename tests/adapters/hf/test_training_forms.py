@@ -42,6 +42,7 @@ def with_shared_expert():
 
 def with_lora(**kwargs):
     import peft
+
     model = tiny("qwen3_moe")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **kwargs)
     with torch.random.fork_rng():
@@ -127,6 +128,7 @@ def test_only_sparse_layers_have_rows():
 @pytest.mark.parametrize("form", [with_lora, with_lora_on_experts_and_routers])
 def test_attaching_before_wrapping_is_attaching_after(form, monkeypatch):
     import peft
+
     after = ready(form(), False)
     routed_after = hf.attach(after)
     attached = []
