@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from foreroute.adapters import hf
+from foreroute.capture import Sampling
 from foreroute.trace import concatenate, overlap
 
 SIZES = {
@@ -23,7 +24,7 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 END = 3
-SAMPLING = {"end_token": END, "max_new_tokens": 30, "temperature": 0.8}
+SAMPLING = Sampling(max_new_tokens=30, end_token=END, temperature=0.8)
 
 
 def policy(seed=0):
@@ -45,7 +46,7 @@ def forward(routed, trace):
     for s in range(len(trace)):
         tokens = torch.from_numpy(trace.tokens(s))[None].long()
         with torch.no_grad(), routed.record() as recording:
-            logits = routed.model(input_ids=tokens, use_cache=False).logits[0, :-1] / SAMPLING["temperature"]
+            logits = routed.model(input_ids=tokens, use_cache=False).logits[0, :-1] / SAMPLING.temperature
         routes.append(recording.trace())
         logprobs.append(logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].numpy())
     return concatenate(routes), logprobs

@@ -7,6 +7,7 @@ from foreroute.capture.facts import ModelFacts
 from foreroute.capture.generation import Generation
 from foreroute.capture.generation_file import load_generation, save_generation
 from foreroute.capture.kinds import WireKind
+from foreroute.capture.sampling import Sampling
 from foreroute.capture.suspect import refuse_constant_layers
 from foreroute.capture.trajectory import Trajectory
 
@@ -15,6 +16,7 @@ __all__ = [
     "Generation",
     "ModelFacts",
     "Recognised",
+    "Sampling",
     "Trajectory",
     "WireKind",
     "decode",

@@ -1,12 +1,14 @@
 """The embedded engine against full forwards of the model that it copied."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.engine import _through_e4m3
-from foreroute.capture import Generation
+from foreroute.capture import Generation, Sampling
 from foreroute.errors import TraceContentError
 from models import tiny
 
@@ -14,14 +16,9 @@ END = 3
 PROMPTS = [np.array(p, np.int32) for p in ([5, 6, 7, 8], [9, 10], [11, 12, 13, 14], [15, 16])]
 
 
-def sampled(engine, **changes):
-    settings = {
-        "group_size": 3,
-        "max_new_tokens": 7,
-        "end_token": END,
-        "generator": torch.Generator().manual_seed(1),
-    }
-    return engine.generate(PROMPTS, **{**settings, **changes})
+def sampled(engine, seed=1, **changes):
+    sampling = replace(Sampling(group_size=3, max_new_tokens=7, end_token=END), **changes)
+    return engine.generate(PROMPTS, sampling, torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
@@ -74,7 +71,7 @@ def test_the_same_generator_state_gives_the_same_rollout():
     one, two = sampled(engine), sampled(engine)
     assert one.trace.equals(two.trace)
     assert np.array_equal(one.logprobs_R, two.logprobs_R)
-    other = sampled(engine, generator=torch.Generator().manual_seed(2))
+    other = sampled(engine, seed=2)
     assert not np.array_equal(one.trace.token_ids_N, other.trace.token_ids_N)
 
 

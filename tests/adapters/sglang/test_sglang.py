@@ -7,6 +7,7 @@ import pytest
 
 from foreroute import capture
 from foreroute.adapters import sglang
+from foreroute.capture import Sampling
 from foreroute.errors import CaptureError, EngineError
 from recorded import assert_routes, payload, serving
 from small import END, policy, seeded
@@ -97,7 +98,7 @@ def rollout(routed, url, folder, prompt):
     engine = sglang.ServerEngine(routed, url, weights_folder=folder, timeout_s=5)
     engine.load_weights(routed.model.state_dict(), version=3)
     generation = engine.generate(
-        [prompt], group_size=2, max_new_tokens=5, end_token=END, generator=seeded(), temperature=0.8
+        [prompt], Sampling(group_size=2, max_new_tokens=5, end_token=END, temperature=0.8), seeded()
     )
     engine.close()
     return generation

@@ -27,9 +27,9 @@ def test_sequences_are_grouped_by_prompt_with_one_row_less_than_tokens(routed, f
     asked = prompts(5, 9)
     with vllm.ProcessEngine(routed, fake_settings()) as engine:
         engine.load_weights(routed.model.state_dict(), version=4)
-        first = engine.generate(asked, group_size=3, generator=seeded(), **SAMPLING)
-        again = engine.generate(asked, group_size=3, generator=seeded(), **SAMPLING)
-        other = engine.generate(asked, group_size=3, generator=seeded(2), **SAMPLING)
+        first = engine.generate(asked, replace(SAMPLING, group_size=3), seeded())
+        again = engine.generate(asked, replace(SAMPLING, group_size=3), seeded())
+        other = engine.generate(asked, replace(SAMPLING, group_size=3), seeded(2))
         assert engine.counters() == {"preemptions": 2, "prefix_cache_queries": 0, "prefix_cache_hits": 0}
     trace = first.trace
     assert [trace.tokens(s)[: len(asked[s // 3])].tolist() for s in range(6)] == [
@@ -39,7 +39,7 @@ def test_sequences_are_grouped_by_prompt_with_one_row_less_than_tokens(routed, f
     assert (~trace.valid_N).nonzero()[0].tolist() == (trace.offsets[1:] - 1).tolist()
     assert trace.provenance["engine_version"] == "0.30.0-fake"
     assert set(first.logprobs_R) == {-1.5}
-    assert first.response_lengths.max() <= SAMPLING["max_new_tokens"]
+    assert first.response_lengths.max() <= SAMPLING.max_new_tokens
     assert again.trace.equals(trace)
     assert not other.trace.equals(trace)
 
@@ -47,10 +47,10 @@ def test_sequences_are_grouped_by_prompt_with_one_row_less_than_tokens(routed, f
 def test_a_resumed_rollout_keeps_rows_and_versions_of_its_beginning(routed, fake_settings):
     with vllm.ProcessEngine(routed, fake_settings()) as engine:
         engine.load_weights(routed.model.state_dict(), version=1)
-        partial = engine.generate_until(prompts(5, 9), engine_steps=4, group_size=2, generator=seeded(), **SAMPLING)
+        partial = engine.generate_until(prompts(5, 9), replace(SAMPLING, group_size=2), seeded(), engine_steps=4)
         engine.load_weights(routed.model.state_dict(), version=2)
-        done = engine.resume(partial, generator=seeded(5), **SAMPLING)
-        assert engine.resume(done, generator=seeded(6), **SAMPLING) is done
+        done = engine.resume(partial, SAMPLING, seeded(5))
+        assert engine.resume(done, SAMPLING, seeded(6)) is done
     assert not partial.finished_S.all()
     assert done.finished_S.all()
     for s in range(4):
@@ -59,7 +59,7 @@ def test_a_resumed_rollout_keeps_rows_and_versions_of_its_beginning(routed, fake
         assert after.truncated([kept]).equals(before.truncated([kept]))
         if not partial.finished_S[s]:
             assert set(after.weight_versions_N[kept:-1]) == {2}
-    assert done.generation().response_lengths.max() <= SAMPLING["max_new_tokens"]
+    assert done.generation().response_lengths.max() <= SAMPLING.max_new_tokens
     assert len(done.logprobs_R) == done.response_lengths.sum()
 
 
@@ -88,7 +88,7 @@ def test_a_worker_that_hangs_is_ended_in_time(routed, fake_settings):
         engine._settings = replace(engine._settings, timeout_s=0.5)
         start = time.monotonic()
         with pytest.raises(EngineError, match=r"did not generate within 0\.5 s and was ended"):
-            engine.generate(prompts(4), group_size=2, generator=seeded(), **SAMPLING)
+            engine.generate(prompts(4), replace(SAMPLING, group_size=2), seeded())
         assert time.monotonic() - start < 10
         assert not engine._worker.alive
         with pytest.raises(EngineError, match="died"):
@@ -110,7 +110,7 @@ def test_options_that_foreroute_sets_and_sequences_too_long_are_refused(routed, 
         vllm.ProcessEngine(routed, fake_settings()) as engine,
         pytest.raises(ConfigError, match="max_model_len is 256"),
     ):
-        engine.generate(prompts(230), group_size=2, generator=seeded(), **SAMPLING)
+        engine.generate(prompts(230), replace(SAMPLING, group_size=2), seeded())
 
 
 def test_an_exception_in_the_trainer_ends_the_worker(routed, fake_settings):
@@ -201,4 +201,4 @@ def test_a_frame_cut_short_is_noticed():
 
 def rollout(engine, routed):
     engine.load_weights(routed.model.state_dict(), version=1)
-    return engine.generate(prompts(4, 40), group_size=2, generator=seeded(), **SAMPLING)
+    return engine.generate(prompts(4, 40), replace(SAMPLING, group_size=2), seeded())

@@ -5,6 +5,7 @@ All engines start at once, because each takes a while to load.
 
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,8 @@ from foreroute.adapters import vllm
 from foreroute.adapters.checkpoint import CheckpointWriter
 from foreroute.mismatch import routing_mismatch, token_mismatch
 from foreroute.train.recompute import recompute
+from foreroute.train.schedule import Stage
+from foreroute.train.whole import Whole
 from serving import served, wait_for
 from small import SAMPLING, forward, policy, prompts, seeded, set_match
 
@@ -59,8 +62,8 @@ def test_groups_with_prefix_cache_chunked_prefill_and_preemption(real):
     routed = load(real.full, real, 0)
     before = real.full.counters()
     asked = prompts(100, 70, 5)
-    first = real.full.generate(asked, group_size=4, generator=seeded(), **SAMPLING | {"max_new_tokens": 100})
-    again = real.full.generate(asked, group_size=4, generator=seeded(), **SAMPLING | {"max_new_tokens": 100})
+    first = real.full.generate(asked, replace(SAMPLING, group_size=4, max_new_tokens=100), seeded())
+    again = real.full.generate(asked, replace(SAMPLING, group_size=4, max_new_tokens=100), seeded())
     after = real.full.counters()
     assert after["preemptions"] > before["preemptions"]
     assert after["prefix_cache_hits"] > before["prefix_cache_hits"]
@@ -74,10 +77,10 @@ def test_groups_with_prefix_cache_chunked_prefill_and_preemption(real):
 def test_new_weights_leave_nothing_of_the_old_in_the_prefix_cache(real):
     load(real.full, real, 0)
     asked = prompts(100)
-    real.full.generate(asked, group_size=2, generator=seeded(), **SAMPLING)
+    real.full.generate(asked, replace(SAMPLING, group_size=2), seeded())
     routed = load(real.full, real, 1)
     hits = real.full.counters()["prefix_cache_hits"]
-    generation = real.full.generate(asked, group_size=2, generator=seeded(), **SAMPLING | {"max_new_tokens": 1})
+    generation = real.full.generate(asked, replace(SAMPLING, group_size=2, max_new_tokens=1), seeded())
     # the second of the group may hit what the first has just computed, no more
     assert real.full.counters()["prefix_cache_hits"] - hits <= 96
     assert generation.trace.versions == (1,)
@@ -89,12 +92,12 @@ def test_new_weights_leave_nothing_of_the_old_in_the_prefix_cache(real):
 def test_abort_and_resume_under_new_weights(real):
     old = load(real.full, real, 0)
     asked = prompts(40, 20)
-    partial = real.full.generate_until(asked, engine_steps=9, group_size=2, generator=seeded(), **SAMPLING)
+    partial = real.full.generate_until(asked, replace(SAMPLING, group_size=2), seeded(), engine_steps=9)
     assert not partial.finished_S.all()
     assert set_match(old, partial.trace) == 1.0
 
     new = load(real.full, real, 1)
-    done = real.full.resume(partial, generator=seeded(), **SAMPLING)
+    done = real.full.resume(partial, SAMPLING, seeded())
     assert done.finished_S.all()
     own = forward(new, done.trace)[0]
     for s in np.flatnonzero(~partial.finished_S):
@@ -113,7 +116,7 @@ def test_the_server_serves_the_same_routes_and_takes_new_weights(real):
     for version in (0, 1):
         routed = load(engine, real, version)
         for _ in range(2):
-            generation = engine.generate(prompts(70, 5), group_size=2, generator=seeded(), **SAMPLING)
+            generation = engine.generate(prompts(70, 5), replace(SAMPLING, group_size=2), seeded())
             assert set_match(routed, generation.trace) == 1.0
             assert largest_difference(routed, generation) < 1e-3
             assert generation.trace.versions == (version,)
@@ -121,14 +124,15 @@ def test_the_server_serves_the_same_routes_and_takes_new_weights(real):
 
 def test_replay_takes_the_mismatch_of_bfloat16_away(real, capsys):
     routed = load(real.half, real, 0)
-    generation = real.half.generate(prompts(*[20] * 16), group_size=8, generator=seeded(), **SAMPLING)
+    generation = real.half.generate(prompts(*[20] * 16), replace(SAMPLING, group_size=8), seeded())
     figures = {}
     for replay in (False, True):
         passed = recompute(
             routed,
+            Whole(routed),
             generation,
-            micro_step_tokens=4096,
-            temperature=SAMPLING["temperature"],
+            Stage("recompute", 0, [np.arange(len(generation))]),
+            temperature=SAMPLING.temperature,
             replay=replay,
             weight_version=0,
         )

@@ -9,6 +9,7 @@ import pytest
 from foreroute import capture
 from foreroute.adapters import vllm
 from foreroute.adapters.vllm.server import EXTENSION, sampled_of
+from foreroute.capture import Sampling
 from foreroute.errors import ConfigError, EngineError
 from recorded import assert_routes, payload, serving
 from small import END, policy, seeded
@@ -61,7 +62,7 @@ def test_a_rollout_asks_for_what_it_needs_and_reads_the_answer(tmp_path):
         engine = vllm.ServerEngine(routed, server.url, weights_folder=tmp_path)
         engine.load_weights(routed.model.state_dict(), version=6)
         got = engine.generate(
-            [prompt], group_size=2, max_new_tokens=5, end_token=END, generator=seeded(), temperature=0.8
+            [prompt], Sampling(group_size=2, max_new_tokens=5, end_token=END, temperature=0.8), seeded()
         )
         engine.close()
     assert_routes(got.trace, record)
@@ -101,7 +102,7 @@ def test_what_the_server_fails_at_is_reported(tmp_path, changes, said):
         engine = vllm.ServerEngine(routed, url, weights_folder=tmp_path, timeout_s=5)
         engine.load_weights(routed.model.state_dict(), version=0)
         prompt = np.arange(8, dtype=np.int32)
-        engine.generate([prompt], group_size=2, max_new_tokens=5, end_token=END, generator=seeded())
+        engine.generate([prompt], Sampling(group_size=2, max_new_tokens=5, end_token=END), seeded())
 
     with serving(Server(**changes)) as server, pytest.raises(EngineError, match=said):
         use(server.url)

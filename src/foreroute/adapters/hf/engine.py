@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters.hf.attach import attach
-from foreroute.capture import Generation
+from foreroute.capture import Generation, Sampling
 from foreroute.errors import DivergedError
 from foreroute.trace import NO_VERSION, RoutingTrace
 
@@ -63,27 +63,17 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def generate(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        *,
-        group_size: int,
-        max_new_tokens: int,
-        end_token: int,
-        generator: torch.Generator,
-        temperature: float = 1.0,
+        self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
     ) -> Generation:
-        """Sample `group_size` responses to each prompt.
+        """Sample `sampling.group_size` responses to each prompt.
 
         A prompt is prefilled once; its cache and its routes are shared by the group. Prompts of one length are decoded
         together, so that nothing is padded.
 
         Args:
             prompts: integer arrays [T].
-            group_size: responses per prompt.
-            max_new_tokens: a response ends here unless `end_token` came first.
-            end_token: ends a response and is part of it.
+            sampling: how.
             generator: the source of randomness.
-            temperature: divides the logits; the log-probs are those of the distribution sampled from.
 
         Returns:
             Sequences grouped by prompt, in the order of the prompts.
@@ -93,22 +83,15 @@ class EmbeddedEngine:
         for length in np.unique(lengths):
             same = np.flatnonzero(lengths == length)
             tokens = torch.from_numpy(np.stack([prompts[int(i)] for i in same]).astype(np.int64))
-            parts.append(self._decode(tokens, group_size, max_new_tokens, end_token, generator, temperature))
-            order.append((same[:, None] * group_size + np.arange(group_size)).reshape(-1))
+            parts.append(self._decode(tokens, sampling, generator))
+            order.append((same[:, None] * sampling.group_size + np.arange(sampling.group_size)).reshape(-1))
         return Generation.concatenate(parts).select(np.argsort(np.concatenate(order)))
 
     def close(self) -> None:
         """Nothing: this engine is only memory."""
 
-    def _decode(
-        self,
-        prompts_PT: Tensor,
-        group_size: int,
-        max_new_tokens: int,
-        end_token: int,
-        generator: torch.Generator,
-        temperature: float,
-    ) -> Generation:
+    def _decode(self, prompts_PT: Tensor, sampling: Sampling, generator: torch.Generator) -> Generation:
+        group_size, end_token = sampling.group_size, sampling.end_token
         with self._routed.record(weight_version=self.weight_version) as recording:
             output = self._model(input_ids=prompts_PT, use_cache=True)
         prompt_trace = recording.trace().select(np.repeat(np.arange(len(prompts_PT)), group_size))
@@ -118,11 +101,11 @@ class EmbeddedEngine:
         tokens, logprobs, done = [], [], torch.zeros(len(logits), dtype=torch.bool)
         with self._routed.record(weight_version=self.weight_version) as recording:
             while True:
-                token, logprob = _sample(logits, temperature, generator)
+                token, logprob = _sample(logits, sampling.temperature, generator)
                 tokens.append(token)
                 logprobs.append(logprob)
                 done |= token == end_token
-                if bool(done.all()) or len(tokens) == max_new_tokens:
+                if bool(done.all()) or len(tokens) == sampling.max_new_tokens:
                     break
                 logits = self._model(input_ids=token[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
         responses_SR, logprobs_SR = torch.stack(tokens, 1).numpy(), torch.stack(logprobs, 1).numpy()

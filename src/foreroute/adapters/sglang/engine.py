@@ -14,7 +14,7 @@ from foreroute.adapters.checkpoint import CheckpointWriter
 from foreroute.adapters.endpoint import Endpoint
 from foreroute.adapters.hf import RoutedModel
 from foreroute.adapters.sampled import Sampled, draw_seeds, facts_of, generation_of, require_version
-from foreroute.capture import Generation
+from foreroute.capture import Generation, Sampling
 from foreroute.errors import EngineError
 from foreroute.trace import NO_VERSION
 
@@ -58,27 +58,20 @@ class ServerEngine:
         self.weight_version = version
 
     def generate(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        *,
-        group_size: int,
-        max_new_tokens: int,
-        end_token: int,
-        generator: torch.Generator,
-        temperature: float = 1.0,
+        self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
     ) -> Generation:
-        """Sample `group_size` responses to each prompt; as `hf.EmbeddedEngine.generate`.
+        """Sample `sampling.group_size` responses to each prompt; as `hf.EmbeddedEngine.generate`.
 
         A response also ends at the end-of-text token of the model's configuration. SGLang minds the seeds, which come
         from `generator`, only when it was started with --enable-deterministic-inference.
         """
         # one request for each response, so that each has a seed of its own
-        asked = [prompt for prompt in prompts for _ in range(group_size)]
+        asked = [prompt for prompt in prompts for _ in range(sampling.group_size)]
         params = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
             # with ignore_eos SGLang ignores these too
-            "stop_token_ids": [end_token],
+            "stop_token_ids": [sampling.end_token],
         }
         body = {
             "input_ids": [prompt.tolist() for prompt in asked],

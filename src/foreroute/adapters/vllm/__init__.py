@@ -4,7 +4,7 @@
 
     with vllm.ProcessEngine(hf.attach(model), vllm.ProcessSettings(precision="bfloat16")) as engine:
         engine.load_weights(model.state_dict(), version=0)
-        generation = engine.generate(prompts, group_size=8, ...)
+        generation = engine.generate(prompts, Sampling(max_new_tokens=512, end_token=0, group_size=8), generator)
 
 vLLM itself is not imported in the trainer's process: it pins other versions, and lives in an environment of its own.
 """

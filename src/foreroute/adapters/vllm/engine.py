@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from foreroute.adapters.vllm.partial import PartialGeneration
 from foreroute.adapters.vllm.process import WorkerProcess
 from foreroute.adapters.vllm.settings import ProcessSettings
 from foreroute.adapters.vllm.worker import FOLDER_PREFIX
-from foreroute.capture import Generation
+from foreroute.capture import Generation, Sampling
 from foreroute.errors import ConfigError
 from foreroute.trace import NO_VERSION, RoutingTrace, concatenate, extended
 
@@ -84,47 +85,26 @@ class ProcessEngine:
         self.weight_version = version
 
     def generate(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        *,
-        group_size: int,
-        max_new_tokens: int,
-        end_token: int,
-        generator: torch.Generator,
-        temperature: float = 1.0,
+        self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
     ) -> Generation:
-        """Sample `group_size` responses to each prompt; as `hf.EmbeddedEngine.generate`.
+        """Sample `sampling.group_size` responses to each prompt; as `hf.EmbeddedEngine.generate`.
 
         After `load_weights`, the same calls with the same state of `generator` give the same responses.
         """
-        common = {"n": group_size, "end_token": end_token, "temperature": temperature}
-        done = self._sample(prompts, common, max_new_tokens, generator)
-        return done.generation()
+        return self._sample(prompts, sampling, generator).generation()
 
     def generate_until(
         self,
         prompts: Sequence[NDArray[np.int32]],
+        sampling: Sampling,
+        generator: torch.Generator,
         *,
         engine_steps: int,
-        group_size: int,
-        max_new_tokens: int,
-        end_token: int,
-        generator: torch.Generator,
-        temperature: float = 1.0,
     ) -> PartialGeneration:
         """As `generate`, but what is not finished after `engine_steps` scheduler steps is aborted."""
-        common = {"n": group_size, "end_token": end_token, "temperature": temperature, "abort_after": engine_steps}
-        return self._sample(prompts, common, max_new_tokens, generator)
+        return self._sample(prompts, sampling, generator, abort_after=engine_steps)
 
-    def resume(
-        self,
-        partial: PartialGeneration,
-        *,
-        max_new_tokens: int,
-        end_token: int,
-        generator: torch.Generator,
-        temperature: float = 1.0,
-    ) -> PartialGeneration:
+    def resume(self, partial: PartialGeneration, sampling: Sampling, generator: torch.Generator) -> PartialGeneration:
         """Go on with the sequences that were aborted, under the weights of now.
 
         Rows that were routed before stay as they are, with the version that computed them, because the log-probs of
@@ -132,10 +112,9 @@ class ProcessEngine:
 
         Args:
             partial: from `generate_until`.
-            max_new_tokens: of the whole response, what was sampled before included.
-            end_token: as in `generate`.
+            sampling: as in `generate_until`; `max_new_tokens` counts what was sampled before too. Each sequence goes on
+                alone, whatever the group size.
             generator: as in `generate`.
-            temperature: as in `generate`.
         """
         open_S = np.flatnonzero(~partial.finished_S)
         if not len(open_S):
@@ -143,9 +122,8 @@ class ProcessEngine:
         before = partial.trace.select(open_S)
         kept = _leading_rows(before)
         so_far = [before.tokens(s) for s in range(len(before))]
-        left = max_new_tokens - partial.response_lengths[open_S]
-        common = {"n": 1, "end_token": end_token, "temperature": temperature}
-        later = self._sample(so_far, common, left, generator, starts=kept)
+        left = sampling.max_new_tokens - partial.response_lengths[open_S]
+        later = self._sample(so_far, replace(sampling, group_size=1), generator, max_tokens=left, starts=kept)
         logprobs = partial.logprobs()
         for s, more in zip(open_S, later.logprobs(), strict=True):
             logprobs[s] = np.concatenate([logprobs[s], more])
@@ -163,13 +141,16 @@ class ProcessEngine:
     def _sample(
         self,
         prompts: Sequence[NDArray[np.int32]],
-        common: Mapping[str, Any],
-        max_tokens: ArrayLike,
+        sampling: Sampling,
         generator: torch.Generator,
+        *,
+        max_tokens: ArrayLike | None = None,
         starts: ArrayLike = 0,
+        abort_after: int | None = None,
     ) -> PartialGeneration:
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
-        limits = np.broadcast_to(np.asarray(max_tokens, np.int64), lengths.shape)
+        limit = sampling.max_new_tokens if max_tokens is None else max_tokens
+        limits = np.broadcast_to(np.asarray(limit, np.int64), lengths.shape)
         self._refuse_long(int((lengths + limits).max()))
         arrays: dict[str, NDArray[Any]] = {
             "tokens": np.concatenate(prompts).astype(np.int32),
@@ -178,9 +159,17 @@ class ProcessEngine:
             "starts": np.broadcast_to(np.asarray(starts, np.int64), lengths.shape),
         }
         (seed,) = draw_seeds(generator, 1).tolist()
-        reply = self._ask({"op": "generate", "seed": seed, **common}, "generate", arrays)
+        request = {
+            "op": "generate",
+            "seed": seed,
+            "n": sampling.group_size,
+            "end_token": sampling.end_token,
+            "temperature": sampling.temperature,
+            "abort_after": abort_after,
+        }
+        reply = self._ask(request, "generate", arrays)
         require_version(reply.header["weight_version"], self.weight_version)
-        of_prompt = np.repeat(np.arange(len(prompts)), common["n"])
+        of_prompt = np.repeat(np.arange(len(prompts)), sampling.group_size)
         sequences = _sequences(reply.arrays, [prompts[int(i)] for i in of_prompt], arrays["starts"][of_prompt])
         stamp: Any = {
             "weight_version": self.weight_version,

@@ -15,7 +15,7 @@ from foreroute.adapters.checkpoint import CheckpointWriter
 from foreroute.adapters.endpoint import Endpoint
 from foreroute.adapters.hf import RoutedModel
 from foreroute.adapters.sampled import Sampled, draw_seeds, facts_of, generation_of, require_version
-from foreroute.capture import Generation
+from foreroute.capture import Generation, Sampling
 from foreroute.errors import EngineError
 from foreroute.trace import NO_VERSION
 
@@ -79,22 +79,15 @@ class ServerEngine:
         self.weight_version = version
 
     def generate(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        *,
-        group_size: int,
-        max_new_tokens: int,
-        end_token: int,
-        generator: torch.Generator,
-        temperature: float = 1.0,
+        self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
     ) -> Generation:
-        """Sample `group_size` responses to each prompt; as `hf.EmbeddedEngine.generate`."""
+        """Sample `sampling.group_size` responses to each prompt; as `hf.EmbeddedEngine.generate`."""
         body = {
             "model": self._model,
-            "n": group_size,
-            "max_tokens": max_new_tokens,
-            "temperature": temperature,
-            "stop_token_ids": [end_token],
+            "n": sampling.group_size,
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "stop_token_ids": [sampling.end_token],
             "ignore_eos": True,
             "logprobs": 0,
             "return_token_ids": True,
@@ -107,8 +100,10 @@ class ServerEngine:
             answers = list(pool.map(lambda one: self._server.post("/v1/completions", one), bodies))
         require_version(str(self._server.get("/weight_info")["weight_version"]), self.weight_version)
         sequences = [s for p, answer in zip(prompts, answers, strict=True) for s in sampled_of(answer, p)]
-        if len(sequences) != group_size * len(prompts):
-            raise EngineError(f"the server returned {len(sequences)} responses to {len(prompts)} x {group_size}")
+        if len(sequences) != sampling.group_size * len(prompts):
+            raise EngineError(
+                f"the server returned {len(sequences)} responses to {len(prompts)} x {sampling.group_size}"
+            )
         return generation_of(
             sequences,
             self._facts,
