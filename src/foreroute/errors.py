@@ -11,9 +11,16 @@
     │   │   ├── BatchMismatchError        a trace that does not fit the batch it should be replayed on
     │   │   └── StaleTraceError           a trace recorded under other weights than expected
     │   ├── LayoutError                   a parallel layout that these sequences, layers or ranks cannot have
+    │   ├── TopologyError                 ranks, nodes, links or slots that cannot be
+    │   ├── CountsError                   counts of assignments that cannot be planned, or are not those of a plan
+    │   ├── PlanError                     a plan that is damaged, breaks its own limits, or belongs to other counts
     │   └── RunFolderError                a run folder or checkpoint
     ├── AttachError (also TypeError)      a model whose routing cannot be recorded and replayed
+    ├── PlacementError (also RuntimeError) a model spread over ranks is used as if it were whole
     ├── EngineError (also RuntimeError)   a rollout engine that cannot be started, does not answer, or fails
+    ├── PlanLateError (also TimeoutError) a part of a plan that is not there yet
+    ├── TransferError (also RuntimeError) weights or gradients that did not get from rank to rank
+    ├── RankError (also RuntimeError)     another process of the run failed
     ├── DivergedError (also ArithmeticError)  training whose numbers are no longer finite
     └── ReplayError (also RuntimeError)   replay was asked for and did not take effect
 
@@ -65,6 +72,18 @@ class LayoutError(InputError):
     """Raised when sequences or layers cannot be laid out as asked: lengths that do not divide, a rank too many."""
 
 
+class TopologyError(InputError):
+    """Raised when ranks do not fill nodes, experts do not divide over ranks, or a bandwidth or budget is impossible."""
+
+
+class CountsError(InputError):
+    """Raised when counts of assignments have a wrong shape, are negative or not whole, or differ from a plan's."""
+
+
+class PlanError(InputError):
+    """Raised when a plan is damaged, breaks the limits that it states, or was made for other counts or ranks."""
+
+
 class RunFolderError(InputError):
     """Raised when a run folder is missing, damaged, or already in use."""
 
@@ -73,8 +92,24 @@ class AttachError(ForerouteError, TypeError):
     """Raised when a model's routing cannot be recorded and replayed exactly."""
 
 
+class PlacementError(ForerouteError, RuntimeError):
+    """Raised when a model whose experts are spread over ranks is used as if it were whole."""
+
+
 class EngineError(ForerouteError, RuntimeError):
     """Raised when a rollout engine cannot be started, does not answer in time, dies, or answers with nonsense."""
+
+
+class PlanLateError(ForerouteError, TimeoutError):
+    """Raised when a part of a plan is asked for and is not planned in the time given."""
+
+
+class TransferError(ForerouteError, RuntimeError):
+    """Raised when weights or gradients of experts do not get from rank to rank: a peer is gone, late or out of step."""
+
+
+class RankError(ForerouteError, RuntimeError):
+    """Raised on the ranks that were well when another process of the run failed."""
 
 
 class DivergedError(ForerouteError, ArithmeticError):
