@@ -101,3 +101,14 @@ def test_indices_widen_only_when_rows_need_it():
 def test_impossible_layouts_are_refused(make, message):
     with pytest.raises(LayoutError, match=message):
         make()
+
+
+def test_packed_sequences_may_have_slots_of_their_own():
+    lengths, slots = [3, 1, 4], [4, 4, 4]
+    by_slots = layout.pack(lengths, slots=slots).rows().row_of_slot_R
+    assert by_slots.tolist() == [0, 1, 2, -1, 3, -1, -1, -1, 4, 5, 6, 7]
+    uneven = layout.pack(lengths, slots=[3, 5, 4], sequences=[0, 1, 2]).rows().row_of_slot_R
+    assert uneven.tolist() == [0, 1, 2, 3, -1, -1, -1, -1, 4, 5, 6, 7]
+    for wrong in ([2, 4, 4], [4, 4]):
+        with pytest.raises(LayoutError, match=r"slots"):
+            layout.pack(lengths, slots=wrong)

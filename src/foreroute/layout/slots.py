@@ -25,22 +25,33 @@ Order = Literal["thd", "bshd", "sbhd"]
 Scheme = Literal["zigzag", "contiguous"]
 
 
-def pack(lengths: ArrayLike, *, sequences: ArrayLike | None = None, align: int = 1) -> Layout:
-    """THD: sequences one after the other, each padded on the right to a multiple of `align`.
+def pack(
+    lengths: ArrayLike, *, sequences: ArrayLike | None = None, align: int = 1, slots: ArrayLike | None = None
+) -> Layout:
+    """THD: sequences one after the other, each padded on the right.
 
     Args:
         lengths: integers [S], tokens per sequence of the trace (`trace.lengths`).
         sequences: integers, the sequences to lay out, in batch order; all of them by default.
         align: slots of a sequence are a multiple of this. With context and sequence parallelism over CP x TP ranks,
             Megatron-Core and Transformer Engine need 2·CP·TP.
+        slots: integers, the slots of each chosen sequence where no one multiple says them (the differences of
+            `cu_seqlens_q_padded`); rounded up to `align` too.
 
     Raises:
-        LayoutError: for an `align` below 1, negative lengths, or a sequence that is not there.
+        LayoutError: for an `align` below 1, negative lengths, a sequence that is not there, or one that does not fit
+            its slots.
     """
     offsets, chosen = _checked(lengths, sequences)
     _require(align >= 1, f"align is {align}; expected at least 1")
     low, high = offsets[chosen], offsets[chosen + 1]
-    return Layout(Runs(low, _round_up(high - low, align), low, high), "thd", 1, int(offsets[-1]))
+    count = high - low if slots is None else np.asarray(slots, np.int64)
+    _require(count.shape == low.shape, f"got slots of {count.size} sequences; expected those of {len(low)}")
+    for j in np.flatnonzero(high - low > count)[:1]:
+        raise LayoutError(
+            f"sequence {chosen[j]} has {high[j] - low[j]} tokens and {count[j]} slots; give it more slots"
+        )
+    return Layout(Runs(low, _round_up(count, align), low, high), "thd", 1, int(offsets[-1]))
 
 
 def pad(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -60,11 +60,27 @@ class ReplayRows:
         routed = is_routed(trace, row_of_slot)
         counted = is_faithful(trace, row_of_slot) if missing == "drop" else row_of_slot >= 0
         ids_LRK = np.ascontiguousarray(trace.expert_ids_NLK[row_of_slot].transpose(1, 0, 2))
-        unrouted = np.flatnonzero(~routed)
+        return cls.from_host(torch.from_numpy(ids_LRK), routed, row_of_slot >= 0, counted, device)
+
+    @classmethod
+    def from_host(
+        cls,
+        ids_LRK: Tensor,
+        routed_R: NDArray[np.bool_],
+        real_R: NDArray[np.bool_],
+        counted_R: NDArray[np.bool_],
+        device: torch.device,
+    ) -> ReplayRows:
+        """Move what is known on the host, attributes as above, to the device; ids in pinned memory do not wait."""
+        unrouted = np.flatnonzero(~routed_R)
         return cls(
-            torch.from_numpy(ids_LRK).to(device),
-            torch.from_numpy(routed).to(device),
+            ids_LRK.to(device, non_blocking=True),
+            torch.from_numpy(routed_R).to(device),
             torch.from_numpy(unrouted).to(device) if len(unrouted) else None,
-            torch.from_numpy(row_of_slot >= 0).to(device),
-            torch.from_numpy(counted).to(device),
+            torch.from_numpy(real_R).to(device),
+            torch.from_numpy(counted_R).to(device),
         )
+
+    def asking_all(self) -> ReplayRows:
+        """The same, with routers to select by themselves in every slot."""
+        return replace(self, ask_all=True)
