@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from foreroute.adapters.hf.discover import RouterSite, find_routers
-from foreroute.adapters.hf.intercept import Interceptor, is_hooked
+from foreroute.adapters.hf.intercept import Interceptor
 from foreroute.adapters.hf.model import RoutedModel
 from foreroute.adapters.hf.probe import PROBE_TOKENS, Probe, probe
 from foreroute.adapters.hf.self_check import self_check
+from foreroute.adapters.overriding import is_hooked
 from foreroute.errors import AttachError
 from foreroute.trace import RoutingSpec
 

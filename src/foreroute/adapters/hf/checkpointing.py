@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from foreroute.adapters.recomputation import runs_without_gradients_in, saves_for_checkpoint
 from foreroute.errors import ReplayError
 
 CHECKPOINTS_IN = ("_gradient_checkpointing_func", "checkpoint_fn")
@@ -23,20 +24,14 @@ def require_prepared(path: str, *, began_with_grad: bool) -> None:
         began_with_grad: whether gradients were recorded when its pass began.
     """
     # use_reentrant=True runs its first forward without gradients
-    if (began_with_grad and not torch.is_grad_enabled()) or _saves_for_checkpoint():
+    if (began_with_grad and not torch.is_grad_enabled()) or saves_for_checkpoint():
         raise _by_hand(path)
 
 
 def require_unchecked(path: str) -> None:
-    """Raise `ReplayError` if a whole pass that begins now is the first forward of a reentrant checkpoint.
-
-    It runs without gradients like any evaluation; what tells it apart is who called.
-    """
-    frame = None if torch.is_grad_enabled() else sys._getframe()
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            raise _by_hand(path)
-        frame = frame.f_back
+    """Raise `ReplayError` if a whole pass that begins now is the first forward of a reentrant checkpoint."""
+    if runs_without_gradients_in(CheckpointFunction.forward.__code__):
+        raise _by_hand(path)
 
 
 def compilable_under_checkpointing() -> AbstractContextManager[Any]:
@@ -50,12 +45,7 @@ def compilable_under_checkpointing() -> AbstractContextManager[Any]:
 
 def _by_hand(path: str) -> ReplayError:
     return ReplayError(
-        f"{path} runs inside torch.utils.checkpoint called by hand, whose recomputation cannot be told which "
-        "routes to use. Use the model's own activation checkpointing (model.gradient_checkpointing_enable()) or "
+        f"{path} runs inside torch.utils.checkpoint called by hand, whose recomputation cannot be told which forward "
+        "it belongs to. Use the model's own activation checkpointing (model.gradient_checkpointing_enable()) or "
         "torch's CheckpointWrapper, switched on before the session is opened"
     )
-
-
-def _saves_for_checkpoint() -> bool:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", "")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from foreroute.adapters.hf.checkpointing import (
 )
 from foreroute.adapters.hf.discover import RouterSite
 from foreroute.adapters.hf.passes import Listener, Pass, PassInput, Seat, require_each_router_once
+from foreroute.adapters.overriding import overridden, uncopyable
 from foreroute.errors import ReplayError
 from foreroute.replay import PassNotes, ReplayRows, Watch, id_dtype
 from foreroute.trace import RoutingSpec
@@ -114,7 +115,7 @@ class Interceptor:
                 stack.enter_context(overridden(*site.selecting, partial(self._run_router, seat)))
             if whole:
                 stack.enter_context(overridden(self._trunk, "forward", self._run_trunk))
-                stack.enter_context(_uncopyable(self._trunk))
+                stack.enter_context(uncopyable(self._trunk))
                 self._hook_layers(stack)
             return stack.pop_all()
 
@@ -296,44 +297,3 @@ class Interceptor:
         layers = self._passes[-1].layers if self._passes else [None] * len(self._seats)
         for seat, layer in zip(self._seats, layers, strict=True):
             seat.now = layer
-
-
-@contextmanager
-def overridden(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
-    """Let `wrapper(original, ...)` stand in for an attribute of the instance; restore exactly what was there."""
-    own = module.__dict__
-    had_own, original = name in own, getattr(module, name)
-
-    @wraps(original)
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    own[name] = stand_in
-    try:
-        yield
-    finally:
-        if own.get(name) is not stand_in:  # somebody replaced it meanwhile; theirs stays
-            pass
-        elif had_own:
-            own[name] = original
-        else:
-            del own[name]
-
-
-@contextmanager
-def _uncopyable(module: nn.Module) -> Iterator[None]:
-    """Refuse `copy.deepcopy` while hooks are in place: the copy's hooks would run the original."""
-
-    def refuse(memo: object) -> nn.Module:
-        raise ReplayError("the model cannot be copied inside a record() or replay() session; copy it before or after")
-
-    module.__dict__["__deepcopy__"] = refuse
-    try:
-        yield
-    finally:
-        del module.__dict__["__deepcopy__"]
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether a session is open on a model with this trunk."""
-    return "__deepcopy__" in module.__dict__

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from foreroute.adapters.hf.discover import RouterSite
-from foreroute.adapters.hf.intercept import overridden
 from foreroute.adapters.hf.selection_mode import Selection
+from foreroute.adapters.overriding import overridden
 from foreroute.errors import AttachError
 
 PROBE_TOKENS = 8

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from foreroute.adapters.hf.discover import RouterSite
-from foreroute.adapters.hf.intercept import overridden
 from foreroute.adapters.hf.model import RoutedModel
 from foreroute.adapters.hf.probe import hidden
+from foreroute.adapters.overriding import overridden
 from foreroute.errors import AttachError, TraceContentError
 from foreroute.trace import RoutingTrace
 
