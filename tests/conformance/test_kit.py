@@ -27,6 +27,16 @@ def test_a_broken_adapter_fails_its_own_check_and_no_other(adapter):
     assert not report.ok
 
 
+class RecordsShiftedSets(broken_sessions.RecordsShifted):
+    """Of a framework that hands its experts a map and no list."""
+
+    picks_in_order = False
+
+
+def test_recordings_of_sets_are_compared_as_sets():
+    assert run_conformance(RecordsShiftedSets(), only=["recording-faithful"]).failed == ("recording-faithful",)
+
+
 def test_every_check_catches_an_adapter():
     assert set(BROKEN.values()) == set(IDS)
     assert len(set(IDS)) == len(IDS)

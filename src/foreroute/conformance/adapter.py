@@ -172,12 +172,15 @@ class AdapterUnderTest(Protocol):
         vocabulary: token ids 1 .. vocabulary - 1 may be used.
         groups: the group limit of the router, or None.
         gradient_tolerance: relative difference allowed between gradients that should be the same; 0 for bit-equal.
+        picks_in_order: whether the probe sees the picks of a row in the router's order; where experts are given a set,
+            recordings are compared as sets.
     """
 
     name: str
     vocabulary: int = 32
     groups: Groups | None = None
     gradient_tolerance: float = 0.0
+    picks_in_order: bool = True
 
     def build(self, case: Case) -> ModelUnderTest:
         """A new model that no adapter has touched.

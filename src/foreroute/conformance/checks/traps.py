@@ -48,12 +48,14 @@ def _mtp(situation: Situation) -> None:
     untouched.plant(Plant.MTP_HEAD)
     native = untouched.forward(situation.base, grad=False).seen
     require(bool(native.other_ids), "the probe reports no router beside the decoder's (Seen.other_ids)")
+    # every row has a route, so that what an adapter does without one is left to missing-rows
+    trace = situation.trace_of(np.split(situation.native.ids_NLK, len(situation.base.sequences)), situation.base)
     model = situation.untouched()
     model.plant(Plant.MTP_HEAD)
     seen: list[Seen] = []
 
     def run() -> None:
-        with situation.adapter.attach(model).replay(situation.native_trace()):
+        with situation.adapter.attach(model).replay(trace):
             seen.append(model.forward(situation.base, grad=False).seen)
 
     if refused(run) is None:

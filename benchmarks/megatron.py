@@ -1,0 +1,229 @@
+"""What replay costs in Megatron-Core: step time, replayed over native, and host memory of routes that wait their turn.
+
+A step runs through Megatron's own schedule: forward and backward of two micro-batches, their routes placed in the step.
+Both sides are the same model on its own routes, so that experts have the same work; the native side calls the forward
+step unwrapped, outside any session. An A/A line says how far apart two equal things measure on this machine. Times are
+CPU time of the one thread that works.
+
+Memory is that of the buffers themselves: what Megatron's `RouterReplay` objects hold after `set_replay_data`, and what
+`place` makes of the same trace, found by walking over both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.pairs import PairedRatio, compare
+from benchmarks.replay import keep_memory
+from examples.megatron import on_cpu
+from foreroute import layout
+from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace, synthetic_trace
+
+SIZES: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_query_groups": 4,
+    "ffn_hidden_size": 1024,
+    "num_moe_experts": 16,
+    "moe_router_topk": 8,
+    "moe_ffn_hidden_size": 384,
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+}
+"""Layers of half the width of Qwen3-30B-A3B, with an eighth of its experts."""
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+VOCABULARY, SEQUENCES, WIDTH, MICRO_BATCHES = 1024, 2, 64, 2
+QUEUED = {"queue": (48, 128, 8), "queue_above_256_experts": (61, 512, 8)}
+"""(layers, experts, K) of models whose routes wait: Qwen3-30B-A3B, and one whose ids take two bytes."""
+
+
+def run(*, quick: bool) -> dict[str, Any]:
+    """Medians and quartiles over interleaved pairs, and bytes per token."""
+    torch.set_num_threads(1)
+    keep_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        _start(folder)
+        return _measured(*((7, 3) if quick else (40, 20)))
+
+
+def _measured(many: int, few: int) -> dict[str, Any]:
+    figures: dict[str, PairedRatio] = {}
+    for name, settings in RECOMPUTE.items():
+        bench = Bench.of(settings)
+        if name == "none":
+            figures["step"] = _ratio(bench.replayed(), bench.native, many)
+            figures["step_a_over_a"] = _ratio(partial(bench.native), bench.native, many)
+            figures["step_with_telemetry"] = _ratio(bench.replayed(telemetry=True), bench.native, few)
+        else:
+            figures[f"step_{name}_recompute"] = _ratio(bench.replayed(), bench.native, few)
+    metrics: dict[str, Any] = {f"{name}_ratio": round(figure.ratio, 4) for name, figure in figures.items()}
+    metrics |= {f"{name}_quartiles": [round(f.low, 4), round(f.high, 4)] for name, f in figures.items()}
+    for name, shape in QUEUED.items():
+        theirs, ours = _queued_bytes_per_token(*shape)
+        metrics |= {f"{name}_bytes_ratio": round(theirs / ours, 2), f"{name}_bytes_per_token": round(ours, 1)}
+        metrics[f"{name}_bytes_per_token_of_router_replay"] = round(theirs, 1)
+    return {
+        "metrics": metrics,
+        "baselines": {"step_a_over_a": dataclasses.asdict(figures["step_a_over_a"])},
+        "setting": {
+            "sizes": SIZES,
+            "tokens": [MICRO_BATCHES, SEQUENCES, WIDTH],
+            "pairs": [many, few],
+            "queued": QUEUED,
+        },
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """One model, its micro-batches and their own routes."""
+
+    model: Any
+    routed: Any
+    tokens: list[Tensor]
+    traces: list[RoutingTrace]
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Bench:
+        """With this recomputation."""
+        from foreroute.adapters import megatron
+
+        model = _model(settings)
+        generator = torch.Generator().manual_seed(0)
+        tokens = [torch.randint(0, VOCABULARY, (SEQUENCES, WIDTH), generator=generator) for _ in range(MICRO_BATCHES)]
+        routed = megatron.attach(model)
+        with routed.record() as recording:
+            _step(model, _forward_step, [{"tokens": each} for each in tokens])
+        parts = np.split(np.arange(MICRO_BATCHES * SEQUENCES), MICRO_BATCHES)
+        return cls(model, routed, tokens, [recording.trace().select(part) for part in parts])
+
+    def native(self) -> None:
+        """Forward and backward of all micro-batches."""
+        _step(self.model, _forward_step, [{"tokens": each} for each in self.tokens])
+
+    def replayed(self, *, telemetry: bool = False) -> Callable[[], None]:
+        """The same on the routes, which are placed here too."""
+        forward = self.routed.replaying(_forward_step, telemetry=telemetry)
+
+        def run() -> None:
+            batches = []
+            for tokens, trace in zip(self.tokens, self.traces, strict=True):
+                whole = layout.pad(trace.lengths, side="right", order="sbhd")
+                batches.append({"tokens": tokens, "routes": self.routed.place(trace, whole)})
+            _step(self.model, forward, batches)
+
+        return run
+
+
+def _start(folder: str) -> None:
+    """Megatron on this machine, in a world of one rank."""
+    on_cpu.install()
+    from megatron.core import parallel_state
+
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+
+
+def _model(settings: dict[str, Any]) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import TransformerConfig
+
+    torch.manual_seed(0)
+    silu = {"activation_func": torch.nn.functional.silu}
+    config = TransformerConfig(**{**on_cpu.CONFIG, **SIZES, **silu, **settings})
+    return GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False),
+        vocab_size=VOCABULARY,
+        max_sequence_length=WIDTH,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    ).train()
+
+
+def _forward_step(batches: Iterator[dict[str, Any]], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    tokens = next(batches)["tokens"]
+    positions = torch.arange(WIDTH).expand_as(tokens)
+    ahead = torch.ones(WIDTH, WIDTH, dtype=torch.bool).triu(1)[None, None]
+    losses = model(tokens, positions, ahead, labels=tokens.roll(-1, 1))
+    return losses, lambda losses: (losses.mean(), {})
+
+
+def _step(model: Any, forward: Callable[..., Any], batches: list[dict[str, Any]]) -> None:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    model.zero_grad(set_to_none=True)
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(batches),
+        model=model,
+        num_microbatches=len(batches),
+        seq_length=WIDTH,
+        micro_batch_size=SEQUENCES,
+        forward_only=False,
+    )
+
+
+def _ratio(candidate: Callable[[], object], baseline: Callable[[], object], pairs: int) -> PairedRatio:
+    return compare(candidate, baseline, pairs=pairs, clock=time.thread_time)
+
+
+def _queued_bytes_per_token(num_layers: int, num_experts: int, top_k: int) -> tuple[float, float]:
+    """Of one micro-batch of 8 sequences, held by `RouterReplay` objects and by `PlacedRoutes`."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    from foreroute.adapters.megatron.placing import place
+    from foreroute.adapters.megatron.ranks import Share
+
+    spec = RoutingSpec(num_experts, top_k, tuple(map(RoutedLayer, range(num_layers))))
+    trace = synthetic_trace(spec, [1024] * 8, seed=0, complete=True)
+    RouterReplay.clear_global_router_replay_instances()
+    routers = [RouterReplay() for _ in range(num_layers)]
+    ids_NLK = torch.from_numpy(trace.expert_ids_NLK.astype(np.int64))
+    RouterReplay.set_replay_data([ids_NLK[:, i].contiguous() for i in range(num_layers)])
+    placed = place(trace, layout.pad(trace.lengths, side="right", order="sbhd"), Share(), spec.layers)
+    return _held(routers) / trace.num_rows, _held(placed) / trace.num_rows
+
+
+def _held(root: object) -> int:
+    """Bytes of all arrays and tensors that can be reached from an object, each once."""
+    found: dict[int, int] = {}
+    waiting, seen = [root], set()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, Tensor):
+            storage = each.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(each, np.ndarray):
+            owner = each if each.base is None or not isinstance(each.base, np.ndarray) else each.base
+            found[owner.__array_interface__["data"][0]] = owner.nbytes
+        elif isinstance(each, list | tuple):
+            waiting += each
+        elif hasattr(each, "__dict__") and not isinstance(each, type):
+            waiting += vars(each).values()
+    return sum(found.values())

@@ -1,0 +1,15 @@
+"""Megatron-Core: record and replay the routing of its MoE models, in its own pipeline schedules and parallelisms.
+
+from foreroute.adapters import megatron
+
+routed = megatron.attach(model_or_chunks)
+forward_step = routed.replaying(forward_step)
+"""
+
+from foreroute.adapters.megatron.attach import attach
+from foreroute.adapters.megatron.model import RoutedModel
+from foreroute.adapters.megatron.placing import PaddingRows, PlacedRoutes
+from foreroute.adapters.megatron.recording import Recording
+from foreroute.adapters.megatron.session import ReplaySession
+
+__all__ = ["PaddingRows", "PlacedRoutes", "Recording", "ReplaySession", "RoutedModel", "attach"]

@@ -1,0 +1,106 @@
+"""The Megatron model of a cell: its process groups, its configuration, its chunks on this rank."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer import TransformerConfig
+
+from cpu_modules import Norm, PackedAttention, RMSNorm
+from examples.megatron import on_cpu
+
+RECOMPUTE_SETTINGS = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+    "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+}
+VOCABULARY = 64
+EXPERTS, TOP_K = 8, 2
+
+
+def initialize(cell):
+    """Megatron's process groups for this cell."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=cell.tp,
+        pipeline_model_parallel_size=cell.pp,
+        virtual_pipeline_model_parallel_size=cell.vpp if cell.vpp > 1 else None,
+        context_parallel_size=cell.cp,
+        expert_model_parallel_size=cell.ep,
+        expert_tensor_parallel_size=cell.etp,
+        create_gloo_process_groups=False,
+    )
+
+
+def config(cell):
+    """Its TransformerConfig."""
+    settings = {
+        "num_layers": cell.layers,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 64,
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": TOP_K,
+        "moe_ffn_hidden_size": 32,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": cell.dispatcher,
+        "moe_enable_routing_replay": True,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "init_method_std": 0.2,
+        "tensor_model_parallel_size": cell.tp,
+        "sequence_parallel": cell.tp > 1,
+        "pipeline_model_parallel_size": cell.pp,
+        "virtual_pipeline_model_parallel_size": cell.vpp if cell.vpp > 1 else None,
+        "context_parallel_size": cell.cp,
+        "expert_model_parallel_size": cell.ep,
+        "expert_tensor_parallel_size": cell.etp,
+        "variable_seq_lengths": cell.packed and not cell.same_shapes,
+        # two ranks in a ring: only separate groups tell what comes from the rank before and what from the rank after
+        "overlap_p2p_comm": cell.vpp > 1,
+        "batch_p2p_comm": cell.vpp == 1,
+    }
+    return TransformerConfig(
+        **{**on_cpu.CONFIG, **settings, **RECOMPUTE_SETTINGS[cell.recompute], **dict(cell.settings)}
+    )
+
+
+def build(cell, seed=0, **more):
+    """The model chunks of this rank, a list of one without virtual stages; `more` is said to GPTModel."""
+    torch.manual_seed(seed)
+    configured = config(cell)
+    stages = range(cell.vpp) if cell.vpp > 1 else [None]
+    return [_chunk(cell, configured, stage, **more) for stage in stages]
+
+
+def _chunk(cell, configured, stage, **more):
+    block = get_gpt_decoder_block_spec(configured, use_transformer_engine=False, vp_stage=stage)
+    if not cell.as_shipped:
+        norm = RMSNorm if configured.normalization == "RMSNorm" else Norm
+        block.layer_norm = norm
+        for layer in block.layer_specs:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+            attention = layer.submodules.self_attention.submodules
+            attention.core_attention = PackedAttention
+            if configured.qk_layernorm:
+                attention.q_layernorm = attention.k_layernorm = norm
+    extra = get_gpt_mtp_block_spec(configured, block, use_transformer_engine=False, vp_stage=stage)
+    is_stage = {"ignore_virtual": False, "vp_stage": stage}
+    return GPTModel(
+        configured,
+        block,
+        vocab_size=VOCABULARY,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        pre_process=parallel_state.is_pipeline_first_stage(**is_stage),
+        post_process=parallel_state.is_pipeline_last_stage(**is_stage),
+        mtp_block_spec=extra,
+        vp_stage=stage,
+        **more,
+    )

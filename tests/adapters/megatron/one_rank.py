@@ -1,0 +1,163 @@
+"""A small model on one rank, called by hand: what the checks of sessions, exactness and refusals share."""
+
+import contextlib
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import model_chunks
+from foreroute import RoutingTrace
+from foreroute.adapters import megatron
+from grid import Cell
+from model_chunks import RECOMPUTE_SETTINGS, VOCABULARY, initialize
+
+ROUTINGS = {
+    "softmax after": {},
+    "softmax before": {"moe_router_pre_softmax": True},
+    "softmax before, scaled": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
+    "softmax before, one pick": {"moe_router_pre_softmax": True, "moe_router_topk": 1},
+    "softmax before, of groups": {
+        "moe_router_pre_softmax": True,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+    },
+    "sigmoid": {"moe_router_score_function": "sigmoid"},
+    "sigmoid with bias": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    "sigmoid with bias, of groups, scaled": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+    },
+    "double precision": {"moe_router_dtype": "fp64"},
+    "parameters' precision": {"moe_router_dtype": None},
+    "input jitter": {"moe_input_jitter_eps": 0.01},
+    "roomy capacity": {"moe_expert_capacity_factor": 4.0, "moe_token_drop_policy": "position"},
+}
+WIDTH = 12
+
+
+def model(recompute="none", seed=0, layers=3, **settings):
+    """A model in training mode. The expert bias, where it has one, is not zero."""
+    settings = {"moe_layer_freq": [0, 1, 1], **settings} if layers == 3 else settings
+    initialize(Cell())
+    settings |= RECOMPUTE_SETTINGS[recompute]
+    [built] = model_chunks.build(Cell(layers=layers, settings=tuple(settings.items())), seed)
+    for name, buffer in built.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.copy_(torch.linspace(-0.2, 0.2, len(buffer)))
+    return built.train()
+
+
+def tokens(seed=0, lengths=(WIDTH, WIDTH)):
+    """Integers [B, WIDTH], zero beyond each length."""
+    drawn = torch.randint(1, VOCABULARY, (len(lengths), WIDTH), generator=torch.Generator().manual_seed(seed))
+    for row, length in zip(drawn, lengths, strict=True):
+        row[length:] = 0
+    return drawn
+
+
+def forward(built, ids, lengths=(WIDTH, WIDTH), **more):
+    """The mean loss of the tokens that are no padding, drawn with the same random numbers every time."""
+    torch.manual_seed(7)
+    positions = torch.arange(WIDTH).expand_as(ids)
+    causal = torch.ones(WIDTH, WIDTH, dtype=torch.bool).triu(1)[None, None]
+    losses = built(ids, positions, causal, labels=ids.roll(-1, 1), **more)
+    kept = positions < torch.tensor(lengths)[:, None]
+    return (losses * kept).sum() / kept.sum()
+
+
+def step(built, ids, **more):
+    """Loss and gradients."""
+    built.zero_grad(set_to_none=True)
+    loss = forward(built, ids, **more)
+    loss.backward()
+    return loss.detach(), gradients(built)
+
+
+def gradients(built):
+    return {name: p.grad.clone() for name, p in built.named_parameters() if p.grad is not None}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def recorded(routed, ids, **more):
+    with routed.record() as recording, torch.no_grad():
+        forward(routed.chunks[0].trunk, ids, **more)
+    return recording.trace()
+
+
+def foreign(spec, ids, seed=3, lengths=(WIDTH, WIDTH), complete=True):
+    """Routes that no router chose."""
+    rng = np.random.default_rng(seed)
+    rows = [length - (not complete) for length in lengths]
+    routes = [np.argsort(rng.random((n, spec.num_layers, spec.num_experts)), -1)[..., : spec.top_k] for n in rows]
+    kept = [row[:length].numpy() for row, length in zip(ids, lengths, strict=True)]
+    return RoutingTrace.from_sequences(spec, kept, routes)
+
+
+def attached(recompute="none", seed=0, **settings):
+    built = model(recompute, seed, **settings)
+    return built, megatron.attach(built)
+
+
+@contextlib.contextmanager
+def maps_given(routed):
+    """Per MoE layer, the maps bool [B, T, E] that its dispatcher was given, forwards and recomputations in turn."""
+    maps = {site.layer.index: [] for chunk in routed.chunks for site in chunk.sites}
+    sites = [site for chunk in routed.chunks for site in chunk.sites]
+
+    def watch(site):
+        inner = site.block.token_dispatcher.dispatch_preprocess
+
+        def preprocess(hidden, routing_map, probs):
+            map_TBE = routing_map.view(hidden.shape[0], hidden.shape[1], -1)
+            maps[site.layer.index].append(map_TBE.transpose(0, 1).numpy().copy())
+            return inner(hidden, routing_map, probs)
+
+        site.block.token_dispatcher.dispatch_preprocess = preprocess
+
+    for site in sites:
+        watch(site)
+    try:
+        yield maps
+    finally:
+        for site in sites:
+            del site.block.token_dispatcher.dispatch_preprocess
+
+
+def map_of(trace, lengths=(WIDTH, WIDTH)):
+    """Per layer, bool [B, T, E] of what the trace says; all False in padding and where there is no route."""
+    maps = {}
+    for column, layer in enumerate(trace.spec.layers):
+        map_BTE = np.zeros((len(lengths), WIDTH, trace.spec.num_experts), bool)
+        for s, length in enumerate(lengths):
+            for t in range(length):
+                row = trace.offsets[s] + t
+                if trace.valid_N[row]:
+                    map_BTE[s, t, trace.expert_ids_NLK[row, column]] = True
+        maps[layer.index] = map_BTE
+    return maps
+
+
+def assert_followed(maps, trace, lengths=(WIDTH, WIDTH), calls=1):
+    """Every call of every dispatcher got the routes of the trace."""
+    wanted = map_of(trace, lengths)
+    assert maps.keys() == wanted.keys()
+    for layer, given in maps.items():
+        assert len(given) == calls, f"layer {layer} was given {len(given)} maps, expected {calls}"
+        routed = wanted[layer].any(-1)
+        for map_BTE in given:
+            assert np.array_equal(map_BTE[routed], wanted[layer][routed]), f"layer {layer} was not followed"
+            assert (map_BTE.sum(-1) == trace.spec.top_k).all()
+
+
+def refuses(kind, said, call):
+    """`call()` raises this error with these words in it."""
+    with pytest.raises(kind, match=re.escape(said)):
+        call()

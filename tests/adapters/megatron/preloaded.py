@@ -1,0 +1,14 @@
+"""Imported once by the process that ranks are forked from: Megatron, on the CPU."""
+
+import warnings
+
+warnings.filterwarnings("ignore")
+
+from examples.megatron import on_cpu  # noqa: E402
+
+on_cpu.install()
+
+import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402, F401
+import pytest  # noqa: E402, F401
+from megatron.core.models.gpt import GPTModel  # noqa: E402, F401
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402, F401

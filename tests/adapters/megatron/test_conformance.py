@@ -1,0 +1,54 @@
+"""The conformance kit on Megatron-Core: green on the adapter, and what it says of the bare primitive."""
+
+import pytest
+
+from forked_ranks import run
+
+ROUTINGS = {
+    "softmax after, full recompute": {
+        "one-pick": "Megatron refuses softmax over a single pick; it wants moe_router_pre_softmax then",
+        "group-limit": "the router has no group limit",
+    },
+    "softmax before, selective recompute": {"group-limit": "the router has no group limit"},
+    "sigmoid with bias, of groups, block recompute": {},
+}
+"""configuration: what does not apply to it, and why."""
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_every_check_passes(name):
+    [(text, checks)] = run("conforming.report_of", name, timeout=300)
+    others = {check: given for check, given in checks.items() if given != ("passed", "")}
+    assert others == {check: ("not applicable", reason) for check, reason in ROUTINGS[name].items()}, text
+
+
+BARE_FAILS = {
+    # the first experts where an engine returned no route, and where a batch is padded
+    "missing-rows": "the model routes it itself to",
+    "gaps": "was not refused; it was computed by",
+    "padding-hot-spot": "padding rows go to one expert",
+    # one list per router, filled by every forward and emptied from its front by every recomputation
+    "recompute-order": "forward A, forward B, backward B, backward A",
+    "forward-only-residue": "a forward-only pass before the update",
+    # one list of all routers in the process, and an action that stays set
+    "second-model": "no layer followed the trace, and nothing was raised",
+    "exception-safety": "the forward is not the untouched model's",
+    "fused-bypass": "did not follow the trace, and nothing was raised",
+    # one action at a time: what is replayed cannot be recorded
+    "int-width": "raised",
+    # ids without tokens, layers, versions or a count of their use
+    "stale-refused": "was replayed",
+    "other-model-refused": "was replayed",
+    "other-tokens-refused": "was replayed",
+    "empty-session-refused": "ended without an error",
+}
+"""check: words of what it says."""
+
+
+def test_the_bare_primitive_fails_what_known_bugs_are_made_of():
+    [(text, checks)] = run("conforming.bare_report", timeout=300)
+    failed = {check: reason for check, (outcome, reason) in checks.items() if outcome == "failed"}
+    assert set(failed) == set(BARE_FAILS), text
+    assert all(words in failed[check] for check, words in BARE_FAILS.items()), text
+    placed = {"routes-followed", "token-shift", "sequence-order", "layer-axis", "wide-ids", "gate-rule"}
+    assert all(checks[check][0] == "passed" for check in placed), "what it does right must not be blamed"

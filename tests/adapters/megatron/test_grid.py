@@ -1,0 +1,20 @@
+"""Replay in every way of training in parallel that runs on the CPU.
+
+One test per split of the model. Four of its 16 variants run by default, so that every recomputation, dispatcher and
+packing occurs on every split; `make test-megatron-grid` runs all of them.
+"""
+
+import os
+
+import pytest
+
+from forked_ranks import run
+from grid import MOST_RANKS, PARALLEL, variants_of
+
+EVERY = "FOREROUTE_MEGATRON_GRID" in os.environ
+SPLITS = [cell for cell in PARALLEL if cell.ranks <= MOST_RANKS]
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=[cell.split for cell in SPLITS])
+def test_routes_reach_every_router_as_recorded(split):
+    run("replayed.check_cells", variants_of(split, EVERY), ranks=split.ranks, timeout=300)

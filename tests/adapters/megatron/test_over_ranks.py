@@ -1,0 +1,25 @@
+"""What no rank can do alone: put a recording together, and refuse a model of which one stage cannot be replayed."""
+
+import pytest
+
+from forked_ranks import run
+from grid import Cell
+
+CELLS = [
+    Cell(pp=2),
+    Cell(pp=2, vpp=2, recompute="block"),
+    Cell(cp=2, recompute="uniform"),
+    Cell(cp=2, packed=True),
+    Cell(tp=2, packed=True, recompute="selective"),
+    Cell(ep=2),
+]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_a_recording_is_put_together_on_every_rank(cell):
+    rows = run("over_ranks.check_recording", cell, ranks=2)
+    assert rows[0] == rows[1] > 0
+
+
+def test_the_refusal_of_one_stage_reaches_all():
+    run("over_ranks.check_a_stage_that_cannot_be_attached", Cell(pp=2), ranks=2, timeout=60)

@@ -1,0 +1,52 @@
+"""What the documentation says about Megatron runs: its code blocks, and the example."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from forked_ranks import ROOT, run
+
+FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks_of(text):
+    """(number of the line before it, code) of each Python block."""
+    return [(text[: found.start(1)].count("\n"), found.group(1)) for found in FENCE.finditer(text)]
+
+
+def test_every_block_of_the_page_runs():
+    blocks = blocks_of((ROOT / "docs" / "megatron.md").read_text())
+    assert len(blocks) == 8
+    run("page.run_blocks", "docs/megatron.md", blocks)
+
+
+def test_the_block_of_the_readme_runs():
+    [block] = [b for b in blocks_of((ROOT / "README.md").read_text()) if "adapters import megatron" in b[1]]
+    run("page.run_blocks", "README.md", [block])
+
+
+def test_a_block_that_fails_is_seen():
+    with pytest.raises(AssertionError, match=r'File "docs/megatron.md", line 3(.|\n)*NameError'):
+        run("page.run_blocks", "docs/megatron.md", [(2, "no_such_name\n")])
+
+
+@pytest.mark.parametrize("arguments", [(), ("--pipeline", "2")], ids=["experts", "pipeline"])
+def test_the_example_trains_on_two_ranks(arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [*command, "examples/megatron/grpo.py", "--steps", "3", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = re.findall(r"^step \d: .*k3 on own routes (\S+), k3 on the engine's (\S+),", done.stdout, re.MULTILINE)
+    assert len(lines) == 3, done.stdout
+    native, replayed = (sum(map(float, column)) for column in zip(*lines, strict=True))
+    assert 0 < replayed < native / 2, lines
