@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import fuzz_targets_capture
+from benchmarks import fuzz_targets_capture, fuzz_targets_plan
 from benchmarks.mutations import damage, forge
+from foreroute.balance.verify import check_structure
 from foreroute.errors import ForerouteError
 from foreroute.trace import CODECS, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, synthetic_trace
 from foreroute.trace.check import check_rows
@@ -82,7 +83,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 def targets(folder: Path) -> list[Target]:
     """Every decoder that is tried; rooms that read foreign input add theirs here."""
-    return [*trace_targets(folder), *capture_targets()]
+    return [*trace_targets(folder), *capture_targets(), plan_target(folder)]
 
 
 def capture_targets() -> list[Target]:
@@ -96,6 +97,18 @@ def capture_targets() -> list[Target]:
         Target(f"capture {wire.name}", wire.make_valid, wire.decode, possible)
         for wire in fuzz_targets_capture.targets()
     ]
+
+
+def plan_target(folder: Path) -> Target:
+    """The plan file reader."""
+    return Target(
+        name="plan file",
+        make=fuzz_targets_plan.plan_bytes,
+        decode=lambda raw: fuzz_targets_plan.load_bytes(raw, folder / "tried"),
+        same=fuzz_targets_plan.same,
+        forge=forge,
+        check=check_structure,
+    )
 
 
 def fuzz(target: Target, cases: int, *, seed: int) -> Tally:

@@ -1,0 +1,156 @@
+"""The planner on the calibrated workloads: balance, replicas, transfers, time, and what other balancers reach.
+
+Cells G8 to G64 have 128 experts on so many ranks, in nodes of 8; E256 has 256 on 64. A step is 32 micro-steps of 48
+layers (`--quick`: of 4). Modes: `exact_r1` and `exact_r2` balance exactly with one or two redundant slots per rank,
+`eps02_r2` stops at 1.02 times the mean; each with contiguous homes and with homes relocated without a limit. Figures
+are of slots that are empty at every cell, those named `persistent` of slots that every layer keeps.
+
+Times of planning are processor time of one thread, the best of several, from counts to token splits, homes given.
+Seconds of the step are modelled (Qwen3-30B-A3B on H100, deduplicated dispatch): no GPU is measured here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks import planner_against, planner_oracles
+from foreroute.balance import PlanOptions, StepPlan, Topology, plan
+from foreroute.balance.baselines import Problem
+from foreroute.balance.bounds import best_split
+from foreroute.balance.compare import Record, compare, record_of
+from foreroute.balance.costs import CostModel
+from foreroute.balance.placement import place_homes
+from foreroute.balance.presets import HARDWARE, MODELS
+from foreroute.balance.time_bound import least_seconds
+from foreroute.balance.workload import WORKLOADS
+
+CELLS = ("G8", "G16", "G32", "G64", "E256")
+MODES = {"exact_r1": (0.0, 1), "exact_r2": (0.0, 2), "eps02_r2": (0.02, 2)}
+STEP_LAYERS, SEED = 48, 0
+BUDGET = 16
+
+Ints = NDArray[np.int32]
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Figures by cell; in `baselines` the other balancers with two slots, contiguous homes, and the bound."""
+    layers, repeats, sampled = (4, 3, 2) if quick else (STEP_LAYERS, 5, 16)
+    metrics, baselines = {}, {}
+    for name in CELLS:
+        workload = replace(WORKLOADS[name], num_layers=layers)
+        counts, before = (workload.draw(seed=SEED, step=step).counts() for step in (1, 0))
+        costs = costs_of(workload.num_experts)
+        figures, others = _cell(counts, before.sum(axis=(0, 2), dtype=np.int64), costs, repeats, sampled)
+        figures["traffic_r8"] = planner_against.traffic(name, costs, quick=quick)
+        metrics[name], baselines[name] = figures, others
+    return {"metrics": {"layers": layers, **metrics}, "baselines": baselines}
+
+
+def costs_of(num_experts: int) -> CostModel:
+    """Qwen3-30B-A3B with so many experts."""
+    return CostModel(model=replace(MODELS["qwen3-30b-a3b"], num_experts=num_experts), hardware=HARDWARE["h100"])
+
+
+def _cell(
+    counts: Ints, previous_LE: NDArray[np.int64], costs: CostModel, repeats: int, sampled: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    topology = costs.hardware.topology(counts.shape[2], 2)
+    contiguous = np.tile(topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
+    homes = {"contiguous": contiguous, "relocated": place_homes(counts, topology, contiguous, seed=SEED)}
+    figures: dict[str, Any] = {}
+    for mode, (tolerance, slots) in MODES.items():
+        there = replace(topology, redundant_slots=slots)
+        figures[mode] = {
+            home: _mode(counts, there, home_LE, tolerance, costs, repeats, sampled) for home, home_LE in homes.items()
+        }
+    budgeted = _least(lambda: place_homes(counts, topology, contiguous, max_moves=BUDGET, seed=SEED), repeats)
+    unlimited = _least(lambda: place_homes(counts, topology, contiguous, seed=SEED), 2)
+    figures["relocation"] = {
+        "budget_16_ms_per_layer": round(budgeted * 1e3 / counts.shape[1], 3),
+        "unlimited_ms_per_layer": round(unlimited * 1e3 / counts.shape[1], 3),
+    }
+    problem = Problem(counts, topology, contiguous, previous_LE)
+    others: dict[str, Any] = {record.name: _figures(record) for record in compare(problem, costs, plans={})}
+    others["least_seconds"] = round(float(least_seconds(counts, topology, costs).sum()), 4)
+    figures["static"] = others["static"]
+    figures["against_eplb"] = {
+        home: planner_against.eplb(counts, topology, home_LE, figures["exact_r2"][home])
+        for home, home_LE in homes.items()
+    }
+    return figures, others
+
+
+def _mode(
+    counts: Ints,
+    topology: Topology,
+    home_LE: NDArray[np.int16],
+    tolerance: float,
+    costs: CostModel,
+    repeats: int,
+    sampled: int,
+) -> dict[str, float]:
+    cells = counts.shape[0] * counts.shape[1]
+    found: dict[str, StepPlan] = {}
+    records: dict[str, Record] = {}
+    us: dict[str, float] = {}
+    for slots in ("shared", "layer"):
+        options = PlanOptions(tolerance=tolerance, slots=slots)
+
+        def planned(options: PlanOptions = options) -> StepPlan:
+            return plan(counts, topology, options, home_LE=home_LE)
+
+        found[slots] = planned()
+        us[slots] = _least(planned, repeats) * 1e6 / cells
+        records[slots] = record_of(found[slots], counts, costs, label=slots, planning_s=us[slots] * cells / 1e6)
+    empty, kept = records["shared"], records["layer"]
+    figures = {
+        "mean": empty.imbalance_mean,
+        "p99": empty.imbalance_p99,
+        "worst": empty.imbalance_worst,
+        "replicas": empty.fetches_per_cell,
+        "us_per_cell": us["shared"],
+        "step_ms": us["shared"] * counts.shape[0] * STEP_LAYERS / 1e3,
+        "seconds": empty.seconds,
+        "cross_node_share": empty.cross_node_share,
+        "persistent_mean": kept.imbalance_mean,
+        "persistent_p99": kept.imbalance_p99,
+        "persistent_worst": kept.imbalance_worst,
+        "transfers_persistent": kept.fetches_per_cell,
+        "persistent_us_per_cell": us["layer"],
+        "persistent_seconds": kept.seconds,
+    }
+    if tolerance == 0:
+        gap_ML = found["shared"].max_load_ML / np.maximum(best_split(counts, found["shared"]), 1) - 1
+        figures |= {"split_gap_mean": float(gap_ML.mean()), "split_gap_worst": float(gap_ML.max())}
+    elif topology.num_nodes > 1:
+        for slots, name in (("shared", "cross_node_gap"), ("layer", "persistent_cross_node_gap")):
+            figures[name] = planner_oracles.cross_node_gap(found[slots], counts, tolerance, sampled)
+    return {name: round(value, 5) for name, value in figures.items()}
+
+
+def _figures(record: Record) -> dict[str, float]:
+    return {
+        "mean": round(record.imbalance_mean, 5),
+        "p99": round(record.imbalance_p99, 5),
+        "worst": round(record.imbalance_worst, 5),
+        "moves": round(record.fetches_per_cell, 2),
+        "cross_node_share": round(record.cross_node_share, 4),
+        "seconds": round(record.seconds, 4),
+        "us_per_cell": round(record.planning_s / record.cells * 1e6, 1),
+    }
+
+
+def _least(work: Callable[[], object], repeats: int) -> float:
+    """Processor seconds of the quickest of several runs, all threads together; planners run one."""
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        work()
+        times.append(time.process_time() - start)
+    return min(times)

@@ -1,0 +1,116 @@
+"""The planner against EPLB planned anew in every cell, and against itself without replicas for traffic."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.eplb_published import published_placement
+from foreroute.balance import PlanOptions, StepPlan, Topology, plan
+from foreroute.balance.baselines import BASELINES, Problem
+from foreroute.balance.compare import compare, record_of
+from foreroute.balance.costs import CostModel
+from foreroute.balance.workload import WORKLOADS, Workload
+
+PUBLISHED_CELLS = 4
+TOKENS = {"8k": 8192, "2k": 2048}
+
+
+def eplb(
+    counts: NDArray[np.int32], topology: Topology, home_LE: NDArray[np.int16], ours: Mapping[str, float]
+) -> dict[str, float]:
+    """Ours exact, slots kept per layer, against EPLB per micro-step with as many slots, which may re-home every expert.
+
+    Args:
+        counts: int32 [M, L, G, E].
+        topology: ranks and slots.
+        home_LE: where experts are when the step begins, for ours; EPLB begins with the contiguous homes.
+        ours: figures of ours in exact mode, of which microseconds per cell are read.
+    """
+    found = plan(counts, topology, PlanOptions(tolerance=0.0), home_LE=home_LE)
+    cells = counts.shape[0] * counts.shape[1]
+    method = BASELINES["eplb_micro_step"].method
+    contiguous_LE = np.tile(topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
+    problem = Problem(counts, topology, contiguous_LE)
+    before = time.process_time()
+    theirs = list(method(problem))
+    fast_us = (time.process_time() - before) * 1e6 / cells
+    worse = sum(most > int(other.loads_G.max()) for most, other in zip(found.max_load_ML.ravel(), theirs, strict=True))
+    moves = sum(int(other.fetched_H.sum()) for other in theirs)
+    ours_moves = int(found.fetched_R.sum()) + int((home_LE != contiguous_LE).sum())
+    published_us = _published_us(counts, topology)
+    return {
+        "cells_worse_balanced": int(worse),
+        "cells": cells,
+        "moves_ratio": round(ours_moves / moves, 4),
+        "published_torch_us_per_cell": round(published_us, 1),
+        "published_torch_over_ours": round(published_us / ours["us_per_cell"], 1),
+        "published_torch_over_ours_persistent": round(published_us / ours["persistent_us_per_cell"], 1),
+        "own_numba_eplb_us_per_cell": round(fast_us, 1),
+        "own_numba_eplb_over_ours": round(fast_us / ours["us_per_cell"], 2),
+        "own_numba_eplb_over_ours_persistent": round(fast_us / ours["persistent_us_per_cell"], 2),
+    }
+
+
+def _published_us(counts: NDArray[np.int32], topology: Topology) -> float:
+    """Of placing alone, without a token split; the best of some cells."""
+    num_experts, num_ranks = counts.shape[3], topology.num_ranks
+    copies = num_experts + num_ranks * topology.redundant_slots
+    times = []
+    for m in range(PUBLISHED_CELLS):
+        weight = torch.tensor(counts[m, :1].sum(axis=1))
+        start = time.process_time()
+        published_placement(weight, copies, 1, 1, num_ranks)
+        times.append(time.process_time() - start)
+    return min(times) * 1e6
+
+
+def traffic(name: str, costs: CostModel, *, quick: bool) -> dict[str, float]:
+    """Replicas against traffic in 8 slots over load balancing alone in 2, empty slots; even sources.
+
+    Beside it, likewise over ours with 2 slots: the LAER-style balancer, which lays all experts anew in every cell with
+    traffic in view, with as many slots.
+    """
+    figures = {}
+    for label, tokens in TOKENS.items():
+        workload = _even(WORKLOADS[name], tokens, cells=4 if quick else 32)
+        counts = workload.draw(seed=1).counts()
+        priced = replace(costs, sequence_tokens=min(4096.0, float(tokens)))
+        balanced, _ = _planned(counts, PlanOptions(slots="shared"), 2, priced)
+        short, us = _planned(counts, PlanOptions(slots="shared", traffic=True), 8, priced)
+        seconds = [record_of(one, counts, priced, label="", planning_s=0.0).seconds for one in (balanced, short)]
+        (laer,) = compare(Problem(counts, short.topology, short.home_LE), priced, plans={}, baselines=["laer"])
+        suffix = "" if label == "8k" else f"_{label}"
+        figures[f"time_gain{suffix}"] = round(seconds[0] / seconds[1], 4)
+        figures[f"laer_time_gain{suffix}"] = round(seconds[0] / laer.seconds, 4)
+        figures[f"us_per_cell{suffix}"] = round(us, 1)
+    return figures
+
+
+def _planned(counts: NDArray[np.int32], options: PlanOptions, slots: int, costs: CostModel) -> tuple[StepPlan, float]:
+    """The plan, and processor microseconds per cell."""
+    topology = costs.hardware.topology(counts.shape[2], slots)
+    times = []
+    for _ in range(2):
+        start = time.process_time()
+        found = plan(counts, topology, options, costs=costs)
+        times.append(time.process_time() - start)
+    return found, min(times) * 1e6 / (counts.shape[0] * counts.shape[1])
+
+
+def _even(workload: Workload, tokens: int, cells: int) -> Workload:
+    """Sequences dealt evenly, about `tokens` a rank."""
+    return replace(
+        workload,
+        num_micro_steps=cells // 2,
+        num_layers=2,
+        even_sources=True,
+        sequences_per_rank=(4, 5),
+        mean_length=tokens * 10 // 42,
+        longest=max(tokens, 2048),
+    )

@@ -1,0 +1,64 @@
+"""Linear programs that a plan is held against."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.balance import StepPlan
+from foreroute.balance.assignment import Assignment
+
+
+def cross_node_gap(plan: StepPlan, counts_MLGE: NDArray[np.integer], tolerance: float, sampled: int) -> float:
+    """Share of assignments served on another node, above the least with the same replicas, on average over cells.
+
+    Args:
+        plan: of these counts.
+        counts_MLGE: integers [M, L, G, E].
+        tolerance: of the plan: no rank serves more than 1 + this times the mean, or than the plan's slowest.
+        sampled: how many cells to look at, spread over the step.
+    """
+    num_micro_steps, num_layers, _ = plan.shape
+    cells = np.unique(np.linspace(0, num_micro_steps * num_layers - 1, sampled).astype(int))
+    gaps = []
+    for m, layer in (divmod(int(c), num_layers) for c in cells):
+        counts_GE = counts_MLGE[m, layer].astype(np.int64)
+        assignment = Assignment.of(plan.cell(m, layer), counts_GE)
+        node_G = plan.topology.node_G
+        here_HG = node_G[assignment.rank_H][:, None] == node_G
+        crossing = int(assignment.tokens_HG[~here_HG].sum())
+        mean = counts_GE.sum() / plan.topology.num_ranks
+        most = max(math.ceil(mean * (1 + tolerance)), int(assignment.loads_G.max()))
+        gaps.append((crossing - least_crossing(assignment, counts_GE, node_G, most)) / counts_GE.sum())
+    return float(np.mean(gaps))
+
+
+def least_crossing(
+    assignment: Assignment, counts_GE: NDArray[np.int64], node_G: NDArray[np.integer], most: int
+) -> float:
+    """The fewest assignments that cross nodes when these hosts serve all and no rank more than `most`."""
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_array
+
+    num_nodes, num_experts, num_hosts = int(node_G[-1]) + 1, counts_GE.shape[1], len(assignment.rank_H)
+    counts_NE = np.zeros((num_nodes, num_experts))
+    np.add.at(counts_NE, node_G, counts_GE)
+    node_V, host_V = (index.ravel() for index in np.indices((num_nodes, num_hosts)))  # a variable per node and host
+    expert_V, rank_V = assignment.expert_H[host_V], assignment.rank_H[host_V]
+    every = np.arange(len(node_V))
+
+    def rows(row_V: NDArray[Any], count: int) -> Any:
+        return csr_array((np.ones(len(every)), (row_V, every)), shape=(count, len(every)))
+
+    answer = linprog(
+        (node_G[rank_V] != node_V).astype(float),
+        A_ub=rows(rank_V, len(node_G)),
+        b_ub=np.full(len(node_G), float(most)),
+        A_eq=rows(node_V * num_experts + expert_V, num_nodes * num_experts),
+        b_eq=counts_NE.ravel(),
+        method="highs",
+    )
+    return float(answer.fun)

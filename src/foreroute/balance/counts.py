@@ -1,0 +1,143 @@
+"""The input of a plan: assignments per micro-step, layer, source rank and expert, from traces or from anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from foreroute.balance.packing import Packing
+from foreroute.errors import CountsError
+from foreroute.trace.container import RoutingTrace
+from foreroute.trace.counts import add_assignments
+
+MOST = 2**31 - 1
+"""Most assignments of a cell: planners count in int32."""
+MOST_EXPERTS = 2**15
+"""Plans name experts and ranks in int16."""
+
+
+def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packing, *, threads: int = 1) -> NDArray[Any]:
+    """Count the assignments of packed sequences, straight from their traces.
+
+    Args:
+        traces: one trace or several of one model, S sequences in all.
+        packing: the micro-step and the rank of each sequence, in the order of the traces.
+        threads: of the counting.
+
+    Returns:
+        counts_MLGE: int32 [M, L, G, E].
+
+    Raises:
+        CountsError: when there is no trace, or the packing is of another number of sequences.
+        SpecMismatchError: when the traces are of different models.
+        TraceContentError: when the packing puts a sequence beyond its own micro-steps or ranks.
+    """
+    several = [traces] if isinstance(traces, RoutingTrace) else list(traces)
+    sizes = [len(trace) for trace in several]
+    if not several or sum(sizes) != len(packing.micro_step_S):
+        raise CountsError(
+            f"got {len(several)} traces with {sum(sizes)} sequences and a packing of {len(packing.micro_step_S)}; "
+            "expected one place for each sequence of at least one trace"
+        )
+    spec = several[0].spec
+    for trace in several[1:]:
+        spec.require_same(trace.spec, what="a trace to be counted")
+    counts = np.zeros((packing.num_micro_steps, spec.num_layers, packing.num_ranks, spec.num_experts), np.int32)
+    first = 0
+    for trace, size in zip(several, sizes, strict=True):
+        part = slice(first, first + size)
+        add_assignments(trace, packing.micro_step_S[part], packing.rank_S[part], counts, threads=threads)
+        first += size
+    return counts
+
+
+def check_counts(counts: ArrayLike, *, num_ranks: int | None = None, top_k: int | None = None) -> NDArray[np.int32]:
+    """Check counts that were handed in, once, for all levels of the planner.
+
+    Args:
+        counts: integers [M, L, G, E].
+        num_ranks: the G that is expected, from a topology.
+        top_k: when given, the counts must be those of whole tokens with K distinct experts each: what a rank sends in
+            a micro-step is the same in all layers, a multiple of K, and K times its largest entry at least.
+
+    Returns:
+        counts_MLGE: int32 [M, L, G, E], C-contiguous and writeable; the array itself where it is that already.
+
+    Raises:
+        CountsError: naming what is wrong and where.
+    """
+    given: NDArray[Any] = np.asarray(counts)
+    _check_shape(given, num_ranks)
+    if given.dtype.kind not in "iu":
+        raise CountsError(
+            f"counts are of dtype {given.dtype}; expected integers. Round and convert them where they arise"
+        )
+    if given.dtype != np.int32 and int(given.max(initial=0)) > MOST:
+        raise CountsError(f"counts have an entry of {int(given.max())}; expected at most {MOST}, in a cell together")
+    if given.dtype != np.int32 and int(given.min(initial=0)) < 0:
+        raise CountsError(f"counts have a negative entry, {int(given.min())}; expected 0 or more")
+    counts_MLGE = np.require(given, np.int32, ["C", "A", "W"])  # one kind of array: kernels are compiled once
+    total_MLG = _check_entries(counts_MLGE)
+    if top_k is not None:
+        _check_tokens(counts_MLGE, total_MLG, top_k)
+    return counts_MLGE
+
+
+def _check_shape(given: NDArray[Any], num_ranks: int | None) -> None:
+    if given.ndim != 4 or 0 in given.shape:
+        raise CountsError(
+            f"counts have shape {given.shape}; expected [micro-steps, layers, source ranks, experts], none of them 0"
+        )
+    ranks, experts = given.shape[2:]
+    if num_ranks is not None and ranks != num_ranks:
+        raise CountsError(f"counts have {ranks} source ranks and the topology {num_ranks}; expected the same")
+    if experts % ranks:
+        raise CountsError(
+            f"{experts} experts cannot be placed evenly on {ranks} ranks; "
+            "use a number of expert-parallel ranks that divides the number of experts"
+        )
+    if experts > MOST_EXPERTS:
+        raise CountsError(f"counts have {experts} experts; expected at most {MOST_EXPERTS}")
+
+
+def _check_entries(counts_MLGE: NDArray[np.int32]) -> NDArray[np.int64]:
+    """int64 [M, L, G], what each rank sends."""
+    from foreroute.balance.counts_kernel import scan_counts
+
+    shape = counts_MLGE.shape[:3]
+    least, total = np.empty(shape, np.int64), np.empty(shape, np.int64)
+    scan_counts(counts_MLGE.reshape(-1, counts_MLGE.shape[3]), least.reshape(-1), total.reshape(-1))
+    if least.min() < 0:
+        m, layer, g = np.unravel_index(int(least.argmin()), shape)
+        raise CountsError(
+            f"counts have a negative entry, {least.min()}, in micro-step {m}, layer {layer}, source rank {g}; "
+            "expected 0 or more"
+        )
+    cell_ML = total.sum(axis=2)
+    if cell_ML.max() > MOST:
+        m, layer = np.unravel_index(int(cell_ML.argmax()), cell_ML.shape)
+        raise CountsError(
+            f"micro-step {m}, layer {layer} holds {cell_ML.max()} assignments; expected at most {MOST} in a cell"
+        )
+    return total
+
+
+def _check_tokens(counts_MLGE: NDArray[np.int32], total_MLG: NDArray[np.int64], top_k: int) -> None:
+    if not 1 <= top_k <= counts_MLGE.shape[3]:
+        raise CountsError(f"top_k is {top_k}; expected 1 to the {counts_MLGE.shape[3]} experts of the counts")
+    uneven = total_MLG != total_MLG[:, :1]
+    broken = total_MLG % top_k != 0
+    crowded = counts_MLGE.max(axis=3) > total_MLG // top_k
+    for wrong, what in (
+        (uneven, "expected as many assignments as in layer 0, since the same tokens pass all layers"),
+        (broken, f"expected a multiple of top_k = {top_k}"),
+        (crowded, f"one expert has more than 1/{top_k} of them, but a token picks an expert once at most"),
+    ):
+        if wrong.any():
+            m, layer, g = np.unravel_index(int(wrong.argmax()), wrong.shape)
+            raise CountsError(
+                f"in micro-step {m}, layer {layer}, source rank {g} sends {total_MLG[m, layer, g]} assignments; {what}"
+            )

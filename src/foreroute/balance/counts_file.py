@@ -1,0 +1,80 @@
+"""Counts from anywhere: an integer array `counts` [M, L, G, E] in a file of `numpy.savez`."""
+
+from __future__ import annotations
+
+import math
+import os
+import zipfile
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from foreroute.errors import CountsError
+
+MEMBER = "counts.npy"
+MOST_ENTRIES = 2**30
+DEFLATE_RATIO = 1032
+"""No deflated stream is larger than this many times its size."""
+
+
+def load_counts(path: str | os.PathLike[str]) -> NDArray[np.integer]:
+    """Read the array `counts` of an .npz file, which is taken to be hostile: no pickle, no size taken on trust.
+
+    Returns:
+        counts_MLGE: integers of the dtype in the file. `check_counts` checks their values.
+
+    Raises:
+        CountsError: when the file is missing, no .npz file or damaged, or its array is missing, not of integers, not of
+            four axes, larger than `MOST_ENTRIES` or of another size than it states.
+    """
+    source = Path(path)
+    if not source.is_file():
+        raise CountsError(f"{source} does not exist or is not a file")
+    try:
+        with zipfile.ZipFile(source) as archive:
+            if MEMBER not in archive.namelist():
+                names = ", ".join(archive.namelist()[:8]) or "nothing"
+                raise CountsError(
+                    f"{source} holds {names}; expected an array called counts, as written by "
+                    "numpy.savez_compressed(path, counts=counts_MLGE)"
+                )
+            return _read(source, archive)
+    except CountsError:
+        raise
+    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise CountsError(f"{source} is not a readable .npz file: {error}") from error
+
+
+def _read(source: Path, archive: zipfile.ZipFile) -> NDArray[Any]:
+    stated = archive.getinfo(MEMBER)
+    with archive.open(MEMBER) as member:
+        shape, dtype = _header(source, member)
+        header = member.tell()
+    size = math.prod(shape) * dtype.itemsize
+    if stated.file_size != header + size or size > stated.compress_size * DEFLATE_RATIO:
+        raise CountsError(
+            f"{source}: counts of shape {shape} take {size} bytes, but {stated.file_size - header} are there, "
+            f"{stated.compress_size} compressed; the file is damaged"
+        )
+    with archive.open(MEMBER) as member:
+        counts: NDArray[Any] = npy.read_array(member, allow_pickle=False)
+        if member.read(1):
+            raise CountsError(f"{source}: there are bytes behind the counts; the file is damaged")
+    return counts
+
+
+def _header(source: Path, member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype, once they are known to be those of counts."""
+    version = npy.read_magic(member)
+    if version != (1, 0):  # later ones have headers of any size
+        raise CountsError(f"{source}: counts are in version {version} of the .npy format; expected (1, 0)")
+    shape, _, dtype = npy.read_array_header_1_0(member)
+    if dtype.kind not in "iu" or len(shape) != 4:
+        raise CountsError(f"{source}: counts are {dtype} {list(shape)}; expected integers [M, L, G, E]")
+    if min(shape) < 0 or math.prod(shape) > MOST_ENTRIES:
+        raise CountsError(f"{source}: counts have the shape {list(shape)}; expected {MOST_ENTRIES} entries at most")
+    return shape, dtype

@@ -1,0 +1,56 @@
+"""What a plan may do. Every level of the planner can be switched off by one field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from foreroute.errors import ConfigError
+
+SlotUse = Literal["layer", "shared"]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The switches of the planner.
+
+    Attributes:
+        tolerance: a cell is balanced when its slowest rank has at most (1 + tolerance) times the mean. 0 is exact mode,
+            0.02 the economical one.
+        home_moves: most experts of a layer that may change their home at the start of the step; 0 keeps the homes, None
+            sets no limit.
+        replicas: False serves every expert at its home alone.
+        slots: "layer": each layer has its own redundant slots, which keep what they hold from micro-step to
+            micro-step. "shared": one set of slots serves all layers and is empty at every cell.
+        locality: False splits tokens without regard to where they come from.
+        traffic: also replicate what cuts the slowest link's bytes, where the cost model says that it pays. It refills
+            all slots in every cell, and so needs `slots="shared"`.
+        pay_off: drop replicas whose transfer exposes more time than they save, by the cost model.
+        threads: of the planner. Plans do not depend on it.
+        seed: of the placement search. The same seed gives the same plan.
+    """
+
+    tolerance: float = 0.02
+    home_moves: int | None = 0
+    replicas: bool = True
+    slots: SlotUse = "layer"
+    locality: bool = True
+    traffic: bool = False
+    pay_off: bool = False
+    threads: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance < 1:
+            raise ConfigError(f"tolerance is {self.tolerance}; expected 0 to 1, as a share of the mean load")
+        if self.home_moves is not None and self.home_moves < 0:
+            raise ConfigError(f"home_moves is {self.home_moves}; expected 0 or more, or None for no limit")
+        if self.threads < 1:
+            raise ConfigError(f"threads is {self.threads}; expected at least 1")
+        if self.slots not in ("layer", "shared"):
+            raise ConfigError(f"slots is {self.slots!r}; expected 'layer' or 'shared'")
+        if self.traffic and not (self.replicas and self.slots == "shared"):
+            raise ConfigError(
+                f"traffic is on with slots={self.slots!r} and replicas={self.replicas}; it refills all slots in every "
+                "cell, so use slots='shared' and replicas=True"
+            )

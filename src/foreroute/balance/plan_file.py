@@ -1,0 +1,194 @@
+"""Plans on disk: one safetensors file, written atomically, sealed, and checked on reading.
+
+`docs/plan-format.md` is the format.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.balance.step_plan import StepPlan
+from foreroute.balance.topology import Links, Topology
+from foreroute.balance.verify import check_structure
+from foreroute.errors import InputError, PlanError
+from foreroute.trace.atomic import write_atomically
+from foreroute.trace.seal import seal_file
+
+FORMAT_VERSION = 1
+KEY = "foreroute."
+METADATA = tuple(KEY + name for name in ("plan_version", "topology", "shape", "counts", "digest"))
+TENSORS: dict[str, tuple[tuple[str, ...], int]] = {
+    "previous_home_LE": (("I16",), 2),
+    "home_LE": (("I16",), 2),
+    "offsets": (("I64",), 1),
+    "expert_R": (("I16",), 1),
+    "rank_R": (("I16",), 1),
+    "slot_R": (("I16",), 1),
+    "fetched_R": (("U8",), 1),
+    "used_bits": (("U8",), 1),
+    "tokens": (("U8", "U16", "U32"), 1),
+    "max_load_ML": (("I64",), 2),
+    "bound_ML": (("F64",), 2),
+}
+"""Types and number of axes of every tensor."""
+
+
+def save_plan(plan: StepPlan, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Write `plan` to `path`: the whole file or nothing.
+
+    Args:
+        plan: what to write.
+        path: where to.
+        overwrite: whether an existing file may be replaced.
+
+    Raises:
+        PlanError: when `path` exists and `overwrite` is False, or the plan contradicts itself.
+    """
+    from safetensors.numpy import save as to_bytes
+
+    target = Path(path)
+    if target.exists() and not overwrite:
+        raise PlanError(f"{target} already exists; pass another path, or overwrite=True to replace it")
+    check_structure(plan)
+    metadata, tensors = encode_plan(plan)
+    raw = to_bytes(tensors, metadata=metadata)
+    try:
+        write_atomically(target, lambda name: _write_bytes(name, raw), overwrite=overwrite)
+    except FileExistsError as error:
+        raise PlanError(f"{target} was written by another process meanwhile; nothing was replaced") from error
+    return target
+
+
+def load_plan(path: str | os.PathLike[str]) -> StepPlan:
+    """Read a plan and check all that can be checked without its counts; `balance.verify` does the rest.
+
+    Raises:
+        PlanError: when the file is missing, not a plan, of a newer format, truncated or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    source = Path(path)
+    if not source.is_file():
+        raise PlanError(f"{source} does not exist or is not a file")
+    try:
+        with safe_open(source, framework="np") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            _check_version(source, metadata)
+            return decode_plan(metadata, _read_tensors(file))
+    except OSError as error:
+        raise PlanError(f"{source} cannot be read ({error})") from error
+    except (SafetensorError, InputError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise PlanError(f"{source} is not a readable plan: {error}. Plan again, or copy the file again") from error
+
+
+def encode_plan(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """Metadata, sealed, and tensors. Of `tokens_RG`, only what is not 0 is kept, in the fewest bytes that hold all."""
+    used = plan.tokens_RG.reshape(-1) != 0
+    tokens = plan.tokens_RG.reshape(-1)[used]
+    widest = int(tokens.max(initial=0))
+    tensors = {
+        **{name: np.ascontiguousarray(getattr(plan, name)) for name in TENSORS if hasattr(plan, name)},
+        "fetched_R": plan.fetched_R.astype(np.uint8),
+        "used_bits": np.packbits(used, bitorder="little"),
+        "tokens": tokens.astype(np.min_scalar_type(widest)),
+    }
+    metadata = {
+        "foreroute.plan_version": str(FORMAT_VERSION),
+        "foreroute.topology": json.dumps(asdict(plan.topology)),
+        "foreroute.shape": json.dumps(plan.shape),
+        "foreroute.counts": plan.counts_digest,
+    }
+    return {**metadata, "foreroute.digest": seal_file(metadata, tensors)}, tensors
+
+
+def decode_plan(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> StepPlan:
+    """Check and unpack what `encode_plan` made.
+
+    Raises:
+        InputError, KeyError, TypeError, ValueError, OverflowError, RecursionError: when it cannot be right.
+    """
+    ours = {key: value for key, value in metadata.items() if key.startswith(KEY)}
+    if set(ours) != set(METADATA):
+        raise PlanError(f"metadata are {sorted(ours)}, expected {sorted(METADATA)}")
+    stated = ours.pop("foreroute.digest")
+    digest = seal_file(ours, tensors)
+    if digest != stated:
+        raise PlanError(f"its digest is {digest}, the file states {stated}")
+    topology = _topology_from_json(ours["foreroute.topology"])
+    shape = json.loads(ours["foreroute.shape"])
+    if not (isinstance(shape, list) and len(shape) == 3 and all(type(size) is int for size in shape)):
+        raise PlanError(f"shape is {shape!r}; expected [M, L, E]")
+    columns = {name: tensors[name] for name in TENSORS if name not in ("used_bits", "tokens", "fetched_R")}
+    if tensors["fetched_R"].max(initial=0) > 1:
+        raise PlanError(f"fetched_R has values up to {tensors['fetched_R'].max()}; expected 0 and 1")
+    plan = StepPlan(
+        topology=topology,
+        shape=(shape[0], shape[1], shape[2]),
+        fetched_R=tensors["fetched_R"].astype(np.bool_),
+        tokens_RG=_unpack_tokens(tensors["used_bits"], tensors["tokens"], len(columns["rank_R"]), topology.num_ranks),
+        counts_digest=ours["foreroute.counts"],
+        **columns,
+    )
+    check_structure(plan)
+    return plan
+
+
+def _unpack_tokens(bits: NDArray[np.uint8], tokens: NDArray[Any], replicas: int, ranks: int) -> NDArray[np.int32]:
+    size = replicas * ranks
+    if len(bits) != (size + 7) // 8:
+        raise PlanError(f"used_bits has {len(bits)} bytes for {replicas} replicas and {ranks} ranks")
+    used = np.unpackbits(bits, bitorder="little")
+    if used[size:].any() or int(used.sum()) != len(tokens):
+        raise PlanError(f"used_bits marks {int(used.sum())} splits, {len(tokens)} are there")
+    if len(tokens) and (tokens.min() == 0 or tokens.max() > np.iinfo(np.int32).max):
+        raise PlanError(f"splits are {tokens.min()} to {tokens.max()}; expected 1 to 2**31 - 1")
+    tokens_RG = np.zeros(size, np.int32)
+    tokens_RG[used[:size] != 0] = tokens
+    return tokens_RG.reshape(replicas, ranks)
+
+
+def _topology_from_json(text: str) -> Topology:
+    values = json.loads(text)
+    links = values.pop("links")
+    if set(values) | {"links"} != {field.name for field in fields(Topology)}:
+        raise PlanError(f"the topology has the keys {sorted(values)}")
+    memory = values["slot_memory_bytes"]
+    if not all(type(v) is int for name, v in values.items() if name != "slot_memory_bytes" or memory is not None):
+        raise PlanError(f"the topology {values} is not of integers")
+    if not all(type(v) in (int, float) for v in links.values()):
+        raise PlanError(f"the links {links} are not numbers")
+    return Topology(**values, links=Links(**links))
+
+
+def _read_tensors(file: Any) -> dict[str, NDArray[Any]]:
+    """All tensors, each looked at before it is read: what is read is no larger than the file."""
+    names = set(file.keys())
+    if names != set(TENSORS):
+        raise PlanError(f"its tensors are {sorted(names)}, expected {sorted(TENSORS)}")
+    tensors = {}
+    for name, (dtypes, axes) in TENSORS.items():
+        view = file.get_slice(name)
+        if view.get_dtype() not in dtypes or len(view.get_shape()) != axes:
+            raise PlanError(f"tensor {name} is {view.get_dtype()} {view.get_shape()}, expected {dtypes} of {axes} axes")
+        tensors[name] = file.get_tensor(name)
+    return tensors
+
+
+def _check_version(source: Path, metadata: Mapping[str, str]) -> None:
+    version = metadata.get("foreroute.plan_version")
+    if version is None:
+        raise PlanError(f"{source} is a safetensors file but not a plan (no foreroute.plan_version in it)")
+    if version != str(FORMAT_VERSION):
+        raise PlanError(f"{source} has plan format {version}; this foreroute reads {FORMAT_VERSION}. Upgrade foreroute")
+
+
+def _write_bytes(name: str, raw: bytes) -> None:
+    Path(name).write_bytes(raw)

@@ -1,0 +1,85 @@
+"""Where experts can live: ranks, nodes, redundant slots, and the links between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.errors import TopologyError
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bandwidths of one rank, each direction, in bytes per second, and the latency of one all-to-all in seconds.
+
+    Attributes:
+        node_bytes_per_s: to other ranks of the same node (NVLink class).
+        cluster_bytes_per_s: to other nodes (the rank's own NIC).
+        host_bytes_per_s: from the host's memory to the rank (PCIe class).
+        node_latency_s: of an all-to-all that stays in the node.
+        cluster_latency_s: of one that crosses nodes.
+    """
+
+    node_bytes_per_s: float
+    cluster_bytes_per_s: float
+    host_bytes_per_s: float
+    node_latency_s: float
+    cluster_latency_s: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise TopologyError(f"{name} is {value}; expected more than 0")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """G expert-parallel ranks in nodes of equal size. Rank g is on node g // ranks_per_node.
+
+    Attributes:
+        num_ranks: G.
+        ranks_per_node: ranks joined by the fast link; divides G.
+        redundant_slots: slots for replicas on every rank, beside its E / G home experts.
+        links: bandwidths.
+        slot_memory_bytes: most bytes that the redundant slots of a rank may take over all layers, or None for no limit.
+            `plan` refuses to exceed it.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+    redundant_slots: int
+    links: Links
+    slot_memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.ranks_per_node < 1 or self.num_ranks % self.ranks_per_node:
+            raise TopologyError(
+                f"{self.num_ranks} ranks do not fill nodes of {self.ranks_per_node}; expected a multiple, at least one"
+            )
+        if self.redundant_slots < 0:
+            raise TopologyError(f"redundant_slots is {self.redundant_slots}; expected 0 or more")
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes the ranks fill."""
+        return self.num_ranks // self.ranks_per_node
+
+    @property
+    def node_G(self) -> NDArray[np.int16]:
+        """int16 [G], the node of each rank."""
+        return (np.arange(self.num_ranks) // self.ranks_per_node).astype(np.int16)
+
+    def contiguous_home_E(self, num_experts: int) -> NDArray[np.int16]:
+        """int16 [E], the usual placement: rank g is home to the experts g * E / G to (g + 1) * E / G - 1.
+
+        Raises:
+            TopologyError: when G does not divide E.
+        """
+        if num_experts % self.num_ranks:
+            raise TopologyError(
+                f"{num_experts} experts cannot be placed evenly on {self.num_ranks} ranks; "
+                "use a number of expert-parallel ranks that divides the number of experts"
+            )
+        return np.repeat(np.arange(self.num_ranks, dtype=np.int16), num_experts // self.num_ranks)

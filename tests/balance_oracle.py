@@ -1,0 +1,108 @@
+"""The cost model once more, slowly, token by token and from its description: an oracle for compiled pricing."""
+
+import math
+
+STAGES = {"recompute": [["f"]], "update": [["f"], ["f", "b"]]}
+GEMM, WEIGHTS, MEMORY, CORE = {"f": 1, "b": 2}, {"f": 1, "b": 4}, {"f": 1, "b": 1.6}, {"f": 1, "b": 3}
+
+
+def messages(sends, ranks_per_node, dispatcher):
+    """Rows over (link, direction, rank) for `sends`: per token its source rank and the ranks that serve its picks."""
+    rows = {}
+
+    def count(link, source, target):
+        for direction, rank in (("out", source), ("in", target)):
+            rows[link, direction, rank] = rows.get((link, direction, rank), 0) + 1
+
+    for source, targets in sends:
+        if dispatcher == "copies":
+            for target in targets:
+                if target // ranks_per_node != source // ranks_per_node:
+                    count("cluster", source, target)
+                elif target != source:
+                    count("node", source, target)
+            continue
+        for node in {target // ranks_per_node for target in targets}:
+            place = source
+            if node != source // ranks_per_node:
+                place = node * ranks_per_node + source % ranks_per_node
+                count("cluster", source, place)
+            for target in set(targets):
+                if target // ranks_per_node == node and target != place:
+                    count("node", place, target)
+    return rows
+
+
+def expected_messages(pairs_GG, top_k, ranks_per_node):
+    """The same for deduplicated dispatch, in expectation, when the picks of a token are independent draws."""
+    rows = {}
+    ranks = range(len(pairs_GG))
+    for g in ranks:
+        total = sum(int(n) for n in pairs_GG[g])
+        for node in {q // ranks_per_node for q in ranks} if total else ():
+            inside = [q for q in ranks if q // ranks_per_node == node]
+            place = g
+            if node != g // ranks_per_node:
+                place = node * ranks_per_node + g % ranks_per_node
+                reached = total / top_k * (1 - (1 - sum(int(pairs_GG[g][q]) for q in inside) / total) ** top_k)
+                for key in (("cluster", "out", g), ("cluster", "in", place)):
+                    rows[key] = rows.get(key, 0) + reached
+            for q in inside:
+                if q != place:
+                    reached = total / top_k * (1 - (1 - int(pairs_GG[g][q]) / total) ** top_k)
+                    for key in (("node", "out", place), ("node", "in", q)):
+                        rows[key] = rows.get(key, 0) + reached
+    return rows
+
+
+def seconds(hosts, home_E, rows, tokens_G, squares_G, topology, costs):
+    """Seconds by stage and part. `hosts` are (expert, rank, tokens, fetched)."""
+    model, machine, links = costs.model, costs.hardware, topology.links
+    width = topology.ranks_per_node
+    bandwidth = {"node": links.node_bytes_per_s, "cluster": links.cluster_bytes_per_s}
+    leg = links.cluster_latency_s if topology.num_ranks > width else links.node_latency_s
+    leg += max((n * model.hidden * model.activation_bytes / bandwidth[key[0]] for key, n in rows.items()), default=0)
+    parameters = 3 * model.hidden * model.intermediate
+    result = {}
+    for stage, groups in STAGES.items():
+        parts = dict.fromkeys(("attention", "all_to_all", "experts", "fixed", "exposed"), 0.0)
+        for group in groups:
+            here = dict.fromkeys(parts, 0.0)
+            for one in group:
+                here["attention"] += max(
+                    GEMM[one] * 2 * model.dense_parameters * t / machine.gemm_flops_per_s
+                    + CORE[one] * 2 * model.attention_width * s / machine.attention_flops_per_s
+                    for t, s in zip(tokens_G, squares_G, strict=True)
+                )
+                here["all_to_all"] += 2 * leg
+                experts_G = [0.0] * topology.num_ranks
+                for _, rank, tokens, _ in hosts:
+                    if tokens:
+                        tiles = math.ceil(tokens / machine.tile_rows) * machine.tile_rows
+                        moved = WEIGHTS[one] * parameters * model.weight_bytes
+                        moved += MEMORY[one] * tokens * (8 * model.hidden + 6 * model.intermediate)
+                        flops = GEMM[one] * 2 * parameters * tiles
+                        experts_G[rank] += flops / machine.gemm_flops_per_s + moved / machine.memory_bytes_per_s
+                here["experts"] += max(experts_G)
+                here["fixed"] += machine.layer_s
+            if stage == "recompute" or costs.update_path == "host":
+                fetches = [sum(f for _, rank, _, f in hosts if rank == g) for g in range(topology.num_ranks)]
+                there = max(fetches) * parameters * model.weight_bytes / links.host_bytes_per_s
+                here["exposed"] = max(0.0, there - sum(here.values()))
+            parts = {name: parts[name] + here[name] for name in parts}
+        result[stage] = parts
+    busy = {}
+    for expert, rank, _, fetched in hosts:
+        home = int(home_E[expert])
+        if fetched and rank != home:
+            link = "node" if rank // width == home // width else "cluster"
+            moves = [(rank, home, model.gradient_bytes)]
+            if costs.update_path == "direct":
+                moves += 2 * [(home, rank, model.weight_bytes)]
+            for source, target, size in moves:
+                for key in ((link, "out", source), (link, "in", target)):
+                    busy[key] = busy.get(key, 0.0) + parameters * size / bandwidth[link]
+    update = result["update"]
+    left = update["attention"] + update["experts"] + update["fixed"] + update["exposed"]
+    update["exposed"] += max(0.0, max(busy.values(), default=0.0) - left)
+    return result
