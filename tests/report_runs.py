@@ -68,6 +68,21 @@ def step_line(step, *, seed=0, native=True, replayed=True, total=80, share=0.1, 
     }
 
 
+def execution(step, *, ranks=4, micro_steps=3, layers=2):
+    """What an expert-parallel run records: uneven with experts at their homes, even as executed."""
+    rng = np.random.default_rng([7, step])
+    at_home = rng.integers(40, 160, (micro_steps, layers, ranks))
+    executed = np.broadcast_to(at_home.sum(axis=2, keepdims=True) // ranks, at_home.shape)
+    stage = {"planned_MLG": executed.tolist(), "executed_MLG": executed.tolist(), "at_home_MLG": at_home.tolist()}
+    most = float(at_home.max(axis=2).sum() / at_home.mean(axis=2).sum())
+    return {
+        "ranks": ranks,
+        "max_over_mean": {"planned": 1.0, "executed": 1.0, "at_home": most},
+        "replicas": 12,
+        "stages": {name: stage | {"replicas": 6} for name in ("recompute", "update 0")},
+    }
+
+
 def config(name="run", *, seed=0, precision="bfloat16", routing="none", **rl):
     return {
         "name": name,

@@ -10,7 +10,7 @@ import pytest
 
 from foreroute.errors import InputError, RunFolderError
 from foreroute.report import write_report
-from report_runs import config, step_line, write_run
+from report_runs import config, execution, step_line, write_run
 
 TITLES = [
     "Reward",
@@ -221,3 +221,36 @@ def test_a_folder_as_target_is_refused(tmp_path):
 def test_reading_and_rows_load_no_plotting_library():
     code = "import foreroute.report, sys; sys.exit(bool({'matplotlib', 'jinja2'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_expert_parallel_runs_show_the_load_of_their_ranks(tmp_path):
+    lines = [step_line(step) | {"execution": execution(step)} for step in range(4)]
+    spread = write_run(tmp_path / "spread", config("spread", routing="R3"), lines)
+    alone = write_run(tmp_path / "alone", config("alone"), [step_line(step) for step in range(4)])
+    page = write_report([alone, spread], tmp_path / "report.html").read_text()
+    assert "Load of the busiest rank" in page
+    assert "Load of every rank, step 3 of spread" in page
+    assert "Not recorded by: alone." in page
+    assert "Load of" not in write_report([alone], tmp_path / "alone.html").read_text()
+
+
+def test_loads_of_a_live_run_are_not_drawn(tmp_path):
+    lines = [step_line(step) | {"execution": {"ranks": 2}} for step in range(3)]
+    run = write_run(tmp_path / "live", config(), lines)
+    assert "Load of" not in write_report([run], tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranks": 3}, "stages need loads of 3 ranks"),
+        ({"max_over_mean": {}}, "max_over_mean needs at_home and executed"),
+        ({"stages": {"recompute": {"at_home_MLG": [[[1, 2, 3, 4]]], "executed_MLG": [[[1, 2]]]}}}, "the same numbers"),
+        ({"stages": {"recompute": {"at_home_MLG": [], "executed_MLG": []}}}, "the same numbers"),
+    ],
+)
+def test_damaged_loads_are_refused(tmp_path, change, message):
+    lines = [step_line(0) | {"execution": execution(0) | change}, step_line(1)]
+    run = write_run(tmp_path / "run", config(), lines)
+    with pytest.raises(RunFolderError, match=message):
+        write_report([run], tmp_path / "report.html")

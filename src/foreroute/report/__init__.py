@@ -5,18 +5,24 @@ Importing this room loads neither matplotlib nor jinja2; `write_report` does, an
 
 from foreroute.report.diagnosis import MeasureRow, measure_rows, write_diagnosis
 from foreroute.report.page import write_report
+from foreroute.report.plan import write_plan_page
+from foreroute.report.plan_rows import MethodRow, method_rows, plan_summary
 from foreroute.report.records import Run, read_run, read_runs
 from foreroute.report.table import Sides, SummaryRow, summary_rows
 
 __all__ = [
     "MeasureRow",
+    "MethodRow",
     "Run",
     "Sides",
     "SummaryRow",
     "measure_rows",
+    "method_rows",
+    "plan_summary",
     "read_run",
     "read_runs",
     "summary_rows",
     "write_diagnosis",
+    "write_plan_page",
     "write_report",
 ]

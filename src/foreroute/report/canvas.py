@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import matplotlib
@@ -131,19 +131,25 @@ def plot_figure(
     """Let `fill` draw a whole figure, unless there is nothing to draw."""
     if not any(np.isfinite(line.y).any() for line in series):
         return Plot(caption=caption)
+    drawn = picture(caption, fill, _alt(caption, runs, series), inches)
+    return replace(drawn, keys=_keys(runs, series), notes=_notes(runs, series))
+
+
+def picture(
+    caption: Caption,
+    fill: Callable[[Figure], None],
+    alt: str,
+    inches: tuple[float, float] = INCHES,
+    keys: tuple[Key, ...] = (),
+) -> Plot:
+    """A card with what `fill` draws."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=inches)
         fill(figure)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     image = "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
-    return Plot(
-        caption=caption,
-        image=image,
-        alt=_alt(caption, runs, series),
-        keys=_keys(runs, series),
-        notes=_notes(runs, series),
-    )
+    return Plot(caption=caption, image=image, alt=alt, keys=keys)
 
 
 def colour_of(position: int) -> str:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Callable
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from foreroute.conformance.diagnosis import Measures
-from foreroute.report.canvas import COLOURS, INCHES, STYLE, Caption, Plot
+from foreroute.report.canvas import COLOURS, Caption, Plot, picture
 
 
 def diagnosis_plots(measures: Measures) -> list[Plot]:
@@ -74,14 +71,11 @@ def _by_position(measures: Measures) -> Plot:
 
 
 def _picture(caption: Caption, draw: Callable[[Any], None], text: str) -> Plot:
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=INCHES)
+    def fill(figure: Figure) -> None:
         axes = figure.subplots()
         draw(axes)
         axes.set_xlabel(caption.x_label)
         axes.set_ylabel(caption.y_label)
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None, symbol=" %"))
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    image = "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
-    return Plot(caption=caption, image=image, alt=text)
+
+    return picture(caption, fill, text)

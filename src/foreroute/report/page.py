@@ -53,6 +53,7 @@ def _render(runs: Sequence[Run]) -> str:
 
         from foreroute.report import curves, distributions
         from foreroute.report.canvas import colour_of
+        from foreroute.report.rank_load import rank_load_plots
     except ModuleNotFoundError as error:
         raise InputError(f"a report needs {error.name}; install it with: pip install 'foreroute[report]'") from error
     environment = Environment(
@@ -71,6 +72,7 @@ def _render(runs: Sequence[Run]) -> str:
         *(draw(runs) for draw in (curves.k3, curves.f2, curves.disagreement)),
         *(draw(runs) for draw in (distributions.by_layer, distributions.differing_layers, distributions.margins)),
         curves.expert_load(runs),
+        *rank_load_plots(runs),
     ]
     return environment.get_template("page.html.j2").render(
         title=f"Run {runs[0].label}" if len(runs) == 1 else f"Comparison of {len(runs)} runs",

@@ -9,12 +9,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from foreroute.errors import InputError, RunFolderError
 
 Side = Literal["native", "replayed"]
 """How the trainer was routed when the mismatch was measured: by itself, or with the rollout's routes replayed."""
+
+Load = Literal["at_home", "planned", "executed"]
+"""Whose load of the ranks: every expert at its home, the plan's, or what ran."""
 
 SIDES: tuple[Side, ...] = ("native", "replayed")
 
@@ -54,6 +59,46 @@ class Margins:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageLoads:
+    """Assignments [M][L][G] of every rank in every cell of a stage: with experts at their homes, and as executed."""
+
+    at_home_MLG: tuple[tuple[tuple[int, ...], ...], ...]
+    executed_MLG: tuple[tuple[tuple[int, ...], ...], ...]
+
+    def __post_init__(self) -> None:
+        shapes = {_shape(self.at_home_MLG), _shape(self.executed_MLG)}
+        if len(shapes) > 1 or None in shapes:
+            raise ValueError("at_home_MLG and executed_MLG need the same numbers of micro-steps, layers and ranks")
+
+    def of(self, load: Load) -> NDArray[np.int64]:
+        """int64 [M, L, G]."""
+        return np.array(self.at_home_MLG if load == "at_home" else self.executed_MLG, np.int64)
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.executed_MLG) * len(self.executed_MLG[0])
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.executed_MLG[0][0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How an expert-parallel step was executed. Without a plan there are no stages."""
+
+    ranks: int
+    max_over_mean: dict[Load, float] = field(default_factory=dict)
+    stages: dict[str, StageLoads] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.stages and {"at_home", "executed"} - self.max_over_mean.keys():
+            raise ValueError("max_over_mean needs at_home and executed where there are stages")
+        if any(stage.num_ranks != self.ranks for stage in self.stages.values()):
+            raise ValueError(f"stages need loads of {self.ranks} ranks")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """One line of `metrics.jsonl`. None or an empty mapping: not recorded at this step."""
 
@@ -65,6 +110,7 @@ class Step:
     mismatch: dict[Side, Mismatch] = field(default_factory=dict)
     margins: Margins | None = None
     expert_load: dict[int, float] = field(default_factory=dict)
+    execution: Execution | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +264,14 @@ def _check_like(shapes: dict[str, object], step: Step) -> None:
     for what, shape in found:
         if shape and shapes.setdefault(what, shape) != shape:
             raise ValueError(f"the {what} are {shape}, on earlier lines they are {shapes[what]}")
+
+
+def _shape(loads_MLG: tuple[tuple[tuple[int, ...], ...], ...]) -> tuple[int, int, int] | None:
+    """M, L and G, or None when they are uneven or 0."""
+    layers = {len(cells) for cells in loads_MLG}
+    ranks = {len(cell) for cells in loads_MLG for cell in cells}
+    even = len(layers) == len(ranks) == 1 and min(layers) > 0 and min(ranks) > 0
+    return (len(loads_MLG), min(layers), min(ranks)) if even else None
 
 
 def _is_torn(error: ValueError) -> bool:

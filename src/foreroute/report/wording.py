@@ -72,3 +72,11 @@ def scientific(value: float | None) -> str:
 def seconds(value: float | None) -> str:
     """Two decimals, or three digits where that is too many or too few."""
     return ABSENT if value is None else f"{value:.2f}{GAP}s" if 0.1 <= value < 10 else f"{value:.3g}{GAP}s"
+
+
+def duration(value: float) -> str:
+    """A short time in the unit that suits it: 3.21 s, 45.6 ms, 78.9 us."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.3g}{GAP}{unit}"
+    return f"{value * 1e6:.3g}{GAP}us"

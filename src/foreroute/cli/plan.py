@@ -1,0 +1,195 @@
+"""`foreroute plan`: plan a step, compare with other balancers, write the plan and a page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from foreroute.balance import PlanOptions, StepPlan, plan, save_plan, verify
+from foreroute.balance.baselines import BASELINES, Problem
+from foreroute.balance.compare import Record, compare, record_of
+from foreroute.balance.costs import CostModel
+from foreroute.balance.survey import survey
+from foreroute.cli.plan_inputs import PlanInputs, StepToPlan, read_step
+from foreroute.errors import ConfigError, InputError, PlanError
+from foreroute.report import MethodRow, method_rows, plan_summary, write_plan_page
+from foreroute.report.wording import duration
+
+
+def run_plan(
+    inputs: PlanInputs, options: PlanOptions, output: Path, *, baselines: Sequence[str] | None, overwrite: bool
+) -> None:
+    """Plan what `inputs` point at, print the table, write `output` and the page beside it.
+
+    Args:
+        inputs: what to plan.
+        options: of the planner.
+        output: the plan file; the page is the same with the suffix .html.
+        baselines: the names of those to compare with; None takes all that can be had.
+        overwrite: whether files that exist may be replaced.
+
+    Raises:
+        InputError: for everything that a user can mend.
+    """
+    page = output.with_suffix(".html")
+    _check_target(output, page, overwrite)
+    _check_baselines(baselines, inputs)
+    console = Console()
+    step = read_step(inputs)
+    facts = {**step.facts, **_facts(step, options)}
+    console.print(_list(facts))
+    found, planning_s = _planned(step, options, console)
+    verify(found, step.counts_MLGE, options)
+    save_plan(found, output, overwrite=overwrite)
+    console.print(f"{'plan':<9} {output}, {output.stat().st_size:,} bytes, verified", soft_wrap=True, markup=False)
+    records = _others(step, baselines, console)
+    with console.status("pricing every cell"):
+        records.append(record_of(found, step.counts_MLGE, step.costs, label="foreroute", planning_s=planning_s))
+        seen = survey(found, step.counts_MLGE, step.costs, previous_LE=step.previous_LE)
+    rows = method_rows(records, seen)
+    console.print(_table(rows))
+    for sentence in plan_summary(found, seen):
+        console.print(sentence, highlight=False, markup=False)
+    write_plan_page(found, seen, records, facts, page)
+    console.print(f"{'page':<9} {page}", soft_wrap=True, highlight=False, markup=False)
+
+
+def read_home_moves(text: str) -> int | None:
+    """The value of --home-moves: a number, or "all" for no limit.
+
+    Raises:
+        InputError: for anything else.
+    """
+    if text == "all":
+        return None
+    if not text.isdecimal():
+        raise InputError(f"--home-moves is {text!r}; expected a number from 0, or all")
+    return int(text)
+
+
+def _check_target(output: Path, page: Path, overwrite: bool) -> None:
+    if output == page:
+        raise InputError(f"--output {output} is the name of the page; name the plan file, for example plan.safetensors")
+    for path in (output, page):
+        if path.exists() and (path.is_dir() or not overwrite):
+            raise PlanError(f"{path} already exists; pass another --output, or --overwrite to replace it")
+
+
+def _check_baselines(baselines: Sequence[str] | None, inputs: PlanInputs) -> None:
+    for name in baselines or ():
+        if name not in BASELINES:
+            raise ConfigError(f"there is no baseline called {name}; expected some of {', '.join(BASELINES)}")
+        if BASELINES[name].knows == "previous step" and not inputs.previous_step:
+            raise InputError(f"the baseline {name} plans from the step before; give it with --previous-step")
+
+
+def _facts(step: StepToPlan, options: PlanOptions) -> dict[str, str]:
+    num_micro_steps, num_layers, num_ranks, num_experts = step.counts_MLGE.shape
+    topology, costs = step.topology, step.costs
+    moves = {None: "homes move without limit", 0: "homes stay"}.get(
+        options.home_moves, f"at most {options.home_moves} homes move per layer"
+    )
+    switched = [
+        f"stops at {1 + options.tolerance:g} times the mean",
+        moves,
+        "slots shared by the layers" if options.slots == "shared" else "slots of every layer's own",
+        *(["replicas against traffic"] if options.traffic else []),
+        *([] if options.pay_off else ["no pay-off test"]),
+        *([] if options.replicas else ["no replicas"]),
+        *([] if options.locality else ["no locality"]),
+    ]
+    return {
+        "step": f"{num_micro_steps} micro-steps of {num_layers} layers, {num_experts} experts, "
+        f"{int(step.counts_MLGE.sum(dtype=np.int64)):,} assignments",
+        "cluster": f"{num_ranks} ranks in nodes of {topology.ranks_per_node}, redundant slots per rank: "
+        f"{topology.redundant_slots}",
+        "costs": f"{costs.model.expert_bytes / 1e6:.1f} MB an expert, {_dispatch(costs)}",
+        "options": ", ".join(switched),
+    }
+
+
+def _list(facts: Mapping[str, str]) -> Table:
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(min_width=9)
+    for name, value in facts.items():
+        table.add_row(Text(name), Text(value))
+    return table
+
+
+def _dispatch(costs: CostModel) -> str:
+    return "dispatch without duplicates" if costs.dispatcher == "dedup" else "dispatch of every copy"
+
+
+def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[StepPlan, float]:
+    """The plan and the seconds that it took, without those of compiling."""
+    with _progress(console) as progress:
+        task = progress.add_task("compiling", total=None)
+        plan(step.counts_MLGE[:1], step.topology, options, home_LE=step.home_LE, costs=step.costs)
+        cells = step.counts_MLGE.shape[0] * step.counts_MLGE.shape[1]
+        progress.update(task, description="planning", total=cells)
+        before = time.perf_counter()
+        found = plan(
+            step.counts_MLGE,
+            step.topology,
+            options,
+            home_LE=step.home_LE,
+            costs=step.costs,
+            on_progress=lambda done, _: progress.update(task, completed=done),
+        )
+        planning_s = time.perf_counter() - before
+    threads = "one thread" if options.threads == 1 else f"{options.threads} threads"
+    console.print(f"{'planned':<9} {cells} cells in {duration(planning_s)} with {threads}", highlight=False)
+    return found, planning_s
+
+
+def _others(step: StepToPlan, baselines: Sequence[str] | None, console: Console) -> list[Record]:
+    """Records of the baselines, static first."""
+    names = list(BASELINES) if baselines is None else list(dict.fromkeys(["static", *baselines]))
+    problem = Problem(step.counts_MLGE, step.topology, step.home_LE, step.previous_LE)
+    records = []
+    if step.by_length_MLGE is not None:
+        by_length = replace(problem, counts_MLGE=step.by_length_MLGE)
+        (record,) = compare(by_length, step.costs, plans={}, baselines=["static"])
+        records.append(replace(record, name="by_length", label="static, packed by length"))
+    with _progress(console) as progress:
+        task = progress.add_task("comparing", total=len(names))
+        for record in compare(problem, step.costs, plans={}, baselines=names):
+            progress.update(task, advance=1, description=f"comparing: {record.label}")
+            records.append(record)
+    return records
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+
+
+def _table(rows: Sequence[MethodRow]) -> Table:
+    table = Table(
+        box=None, padding=(0, 1, 0, 0), title="\nSlowest rank over mean, and what it costs", title_justify="left"
+    )
+    table.add_column("", no_wrap=True)
+    for heading in (
+        "mean",
+        "worst",
+        "time, s\nmodelled",
+        "static\n/ this",
+        "moves\na cell",
+        "other\nnode",
+        "planned\nin",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        style = "bold" if row.ours else ""
+        table.add_row(
+            row.label, row.mean, row.worst, row.seconds, row.gain, row.moves, row.crossing, row.planning, style=style
+        )
+    return table

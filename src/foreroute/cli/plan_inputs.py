@@ -1,0 +1,195 @@
+"""What `foreroute plan` is pointed at: counts or traces, a cluster, the step before; checked before it plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.balance import load_plan
+from foreroute.balance.costs import CostModel
+from foreroute.balance.counts import check_counts, packed_counts
+from foreroute.balance.counts_file import load_counts
+from foreroute.balance.packing import Packing, pack_sequences
+from foreroute.balance.topology import Topology
+from foreroute.balance.topology_file import load_cluster
+from foreroute.errors import ConfigError, CountsError, InputError, PlanError
+from foreroute.trace import RoutingTrace, count_assignments, load
+
+DEFAULT_BUDGET = 16_384
+PACKING_LAYERS = 8
+"""Layers that packing by routes looks at, spread over the depth."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs:
+    """Paths and settings as the user gave them; None or empty where not given.
+
+    Attributes:
+        topology: a TOML file, see `foreroute.balance.topology_file`.
+        traces: of one step. Either these or `counts`.
+        counts: an .npz file.
+        previous_plan: the plan of the step before, whose homes are where the experts are now.
+        previous_step: traces, or one .npz file, of the step before.
+        token_budget: most tokens of a rank in a micro-step, for traces.
+        pack: "routes" packs with the routes in view, "lengths" without; for traces.
+        seed: of packing.
+        threads: of counting.
+    """
+
+    topology: Path
+    traces: Sequence[Path] = ()
+    counts: Path | None = None
+    previous_plan: Path | None = None
+    previous_step: Sequence[Path] = ()
+    token_budget: int | None = None
+    pack: str | None = None
+    seed: int = 0
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuses combinations that say nothing, or two things at once."""
+        if bool(self.traces) == (self.counts is not None):
+            raise InputError("give either trace files or --counts FILE.npz: one of the two says what is to be planned")
+        if self.counts is not None and (self.token_budget is not None or self.pack is not None):
+            raise InputError("--token-budget and --pack are for traces; --counts are packed already")
+        if self.pack not in (None, "routes", "lengths"):
+            raise InputError(f"--pack is {self.pack!r}; expected routes or lengths")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepToPlan:
+    """A step, ready to be planned.
+
+    Attributes:
+        counts_MLGE: int32.
+        by_length_MLGE: int32, the same sequences packed without regard to routes, when `counts_MLGE` is not.
+        topology: ranks and slots.
+        costs: the cost model.
+        home_LE: int16, where the experts are now.
+        previous_LE: int64, assignments of the step before, or None.
+        facts: for people, by name.
+    """
+
+    counts_MLGE: NDArray[np.int32]
+    by_length_MLGE: NDArray[np.int32] | None
+    topology: Topology
+    costs: CostModel
+    home_LE: NDArray[np.int16]
+    previous_LE: NDArray[np.int64] | None
+    facts: dict[str, str]
+
+
+def read_step(inputs: PlanInputs) -> StepToPlan:
+    """Read everything, and pack the sequences of traces.
+
+    Raises:
+        InputError: when a file is missing, damaged, or does not fit the others.
+    """
+    cluster = load_cluster(inputs.topology)
+    topology, costs = cluster.topology, cluster.costs
+    traces = _traces(inputs.traces)
+    if traces:
+        shape, picks = (traces[0].spec.num_layers, traces[0].spec.num_experts), traces[0].spec.top_k
+        counts = None
+    else:
+        assert inputs.counts is not None, "checked when the inputs were made"
+        counts = check_counts(load_counts(inputs.counts), num_ranks=topology.num_ranks)
+        shape, picks = (counts.shape[1], counts.shape[3]), None
+    _check_model(costs, shape[1], picks, inputs.topology)
+    home_LE = _homes(inputs.previous_plan, topology, shape)
+    facts, by_length = {"input": ", ".join(str(path) for path in [*inputs.traces, inputs.counts] if path)}, None
+    if counts is None:
+        counts, by_length, facts["packing"] = _packed(traces, inputs, topology, costs, home_LE)
+    return StepToPlan(
+        counts_MLGE=counts,
+        by_length_MLGE=by_length,
+        topology=topology,
+        costs=costs,
+        home_LE=home_LE,
+        previous_LE=_loads(inputs.previous_step, shape) if inputs.previous_step else None,
+        facts=facts,
+    )
+
+
+def _check_model(costs: CostModel, num_experts: int, top_k: int | None, source: Path) -> None:
+    model = costs.model
+    if model.num_experts != num_experts or (top_k is not None and model.top_k != top_k):
+        routed = f"{num_experts} experts" if top_k is None else f"top-{top_k} of {num_experts} experts"
+        raise ConfigError(
+            f"{source} describes a model with top-{model.top_k} of {model.num_experts} experts, the input has "
+            f"{routed}; set num_experts and top_k in its [model]"
+        )
+
+
+def _homes(previous: Path | None, topology: Topology, shape: tuple[int, int]) -> NDArray[np.int16]:
+    if previous is None:
+        return np.tile(topology.contiguous_home_E(shape[1]), (shape[0], 1))
+    plan = load_plan(previous)
+    if plan.home_LE.shape != shape or plan.topology.num_ranks != topology.num_ranks:
+        raise PlanError(
+            f"{previous} is a plan of {list(plan.home_LE.shape)} layers and experts on {plan.topology.num_ranks} "
+            f"ranks; expected {list(shape)} on {topology.num_ranks}"
+        )
+    return plan.home_LE
+
+
+def _packed(
+    traces: list[RoutingTrace], inputs: PlanInputs, topology: Topology, costs: CostModel, home_LE: NDArray[np.int16]
+) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, str]:
+    """Counts, those of packing by lengths when they are others, and what was done."""
+    lengths = np.concatenate([trace.lengths for trace in traces])
+    budget = DEFAULT_BUDGET if inputs.token_budget is None else inputs.token_budget
+    token_s, square_s = costs.attention_seconds(np.array([1, 0]), np.array([0, 1]))
+    rule = inputs.pack or "routes"
+
+    def count(packing: Packing) -> NDArray[np.int32]:
+        return check_counts(packed_counts(traces, packing, threads=inputs.threads))
+
+    def pack(counts_SLE: NDArray[np.int32] | None, homes: NDArray[np.int16] | None) -> Packing:
+        return pack_sequences(
+            lengths,
+            topology.num_ranks,
+            budget,
+            token_cost=float(token_s),
+            square_cost=float(square_s),
+            counts_SLE=counts_SLE,
+            home_LE=homes,
+            seed=inputs.seed,
+        )
+
+    by_length = pack(None, None)
+    words = f"{len(lengths)} sequences by {rule}, at most {budget} tokens of a rank in a micro-step"
+    if rule == "lengths":
+        return count(by_length), None, words
+    layers = np.unique(np.linspace(0, len(home_LE) - 1, PACKING_LAYERS).astype(int))
+    few = [trace.select_layers([trace.spec.layers[layer] for layer in layers]) for trace in traces]
+    each = Packing(np.arange(len(lengths), dtype=np.int32), np.zeros(len(lengths), np.int32), len(lengths), 1)
+    counts_SLE = packed_counts(few, each, threads=inputs.threads)[:, :, 0]
+    return count(pack(counts_SLE, home_LE[layers])), count(by_length), words
+
+
+def _traces(paths: Sequence[Path]) -> list[RoutingTrace]:
+    """Traces of one step, and so of one model."""
+    traces = [load(path) for path in paths]
+    for path, trace in zip(paths, traces, strict=True):
+        traces[0].spec.require_same(trace.spec, what=str(path))
+    return traces
+
+
+def _loads(paths: Sequence[Path], shape: tuple[int, int]) -> NDArray[np.int64]:
+    """Assignments [L, E] of the step before, from an .npz file or from traces."""
+    if len(paths) == 1 and paths[0].suffix == ".npz":
+        loads_LE: NDArray[np.int64] = check_counts(load_counts(paths[0])).sum(axis=(0, 2), dtype=np.int64)
+    else:
+        parts = [count_assignments(trace, np.zeros(len(trace), np.int64)).sum(axis=0) for trace in _traces(paths)]
+        loads_LE = np.sum(parts, axis=0)
+    if loads_LE.shape != shape:
+        raise CountsError(
+            f"{paths[0]} has {loads_LE.shape[0]} layers of {loads_LE.shape[1]} experts, the step to plan "
+            f"{shape[0]} of {shape[1]}; expected the same model"
+        )
+    return loads_LE

@@ -1,0 +1,252 @@
+"""The plots of a plan over layers, micro-steps, cells and methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from numpy.typing import NDArray
+
+from foreroute.report.canvas import COLOURS, INCHES, Caption, Key, Plot, picture
+from foreroute.report.plan_rows import over_mean, step_seconds
+
+if TYPE_CHECKING:
+    from foreroute.balance.compare import Record
+    from foreroute.balance.step_plan import StepPlan
+    from foreroute.balance.survey import Survey
+
+BEFORE, AFTER, STEP = COLOURS[1], COLOURS[0], COLOURS[6]
+LAYER, MICRO_STEP = "routed layer, first to last", "micro-step"
+BAR_INCHES = 0.27
+
+
+def stability(survey: Survey) -> Plot:
+    """How far micro-steps are from their step, and the step from the one before."""
+    fluctuation_ML, drift_L = survey.fluctuation_ML, survey.drift_L
+    caption = Caption(
+        title="How stable the step is",
+        sentence="Share of assignments that go to other experts: of each micro-step against the whole step (line: "
+        "mean, band: least and most)"
+        + (", and of the step against the step before." if drift_L is not None else ". The step before was not given."),
+        x_label=LAYER,
+        y_label="share of assignments",
+        absent="The step has no assignments.",
+    )
+    known_M = np.isfinite(fluctuation_ML).all(axis=1)
+    if not known_M.any():
+        return Plot(caption=caption)
+    shares_ML = fluctuation_ML[known_M]
+    keys = [Key("micro-steps against their step", AFTER)]
+    keys += [] if drift_L is None else [Key("step against the step before", STEP)]
+
+    def draw(axes: Any) -> None:
+        layers = np.arange(shares_ML.shape[1])
+        axes.fill_between(layers, shares_ML.min(axis=0), shares_ML.max(axis=0), color=AFTER, alpha=0.15, linewidth=0)
+        axes.plot(layers, shares_ML.mean(axis=0), color=AFTER, **_marks(layers))
+        if drift_L is not None:
+            axes.plot(layers, drift_L, color=STEP, **_marks(layers))
+        axes.set_ylim(bottom=0)
+        _whole(axes)
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %"))
+
+    alt = f"{caption.title}. Micro-steps differ from their step by {shares_ML.min():.1%} to {shares_ML.max():.1%}."
+    return _picture(caption, draw, alt, keys)
+
+
+def by_layer(survey: Survey) -> Plot:
+    """What a balancer sees that plans once for the step, and what the micro-steps are like."""
+    caption = Caption(
+        title="The step hides its micro-steps",
+        sentence="Load of the slowest rank over the mean: if the whole step ran at once, which is all that a plan made "
+        "once per step can level, and on average over its micro-steps.",
+        x_label=LAYER,
+        y_label="slowest rank over mean",
+        absent="",
+    )
+    lines = (
+        ("whole step at once", STEP, survey.step_imbalance_L),
+        ("micro-steps, without balancing", BEFORE, survey.before.imbalance_ML.mean(axis=0)),
+        ("micro-steps, under the plan", AFTER, survey.after.imbalance_ML.mean(axis=0)),
+    )
+
+    def draw(axes: Any) -> None:
+        for _, colour, values_L in lines:
+            axes.plot(np.arange(len(values_L)), values_L, color=colour, **_marks(values_L))
+        axes.set_ylim(bottom=0.95)
+        _whole(axes)
+
+    spans = "; ".join(f"{name} {over_mean(v.min())} to {over_mean(v.max())}" for name, _, v in lines)
+    return _picture(caption, draw, f"{caption.title}. {spans}.", [Key(name, colour) for name, colour, _ in lines])
+
+
+def gap_to_bound(survey: Survey) -> Plot:
+    """All cells, from the best to the worst."""
+    bound_ML = survey.bound_ML
+    before_C, after_C = (np.sort((side.imbalance_ML / bound_ML).ravel()) - 1 for side in (survey.before, survey.after))
+    caption = Caption(
+        title="Gap to the bound",
+        sentence="By how much the slowest rank's load exceeds the least that any plan of these homes and slots can "
+        "reach, for all cells from the best to the worst.",
+        x_label="share of cells",
+        y_label="above the bound (logarithmic)",
+        absent="",
+    )
+    least = 1e-4
+
+    def draw(axes: Any) -> None:
+        share_C = (np.arange(len(before_C)) + 1) / len(before_C)
+        for values_C, colour in ((before_C, BEFORE), (after_C, AFTER)):
+            axes.plot(share_C, values_C, color=colour, drawstyle="steps-post", **_marks(values_C))
+        axes.set_yscale("symlog", linthresh=least, linscale=0.5)
+        axes.set_ylim(bottom=-least / 4)
+        axes.set_xlim(0, 1)
+        axes.xaxis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %"))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+        axes.yaxis.set_minor_locator(MaxNLocator(1))
+
+    alt = f"{caption.title}. Half of the cells are within {np.median(after_C):.2%}, all within {after_C[-1]:.2%}."
+    return _picture(caption, draw, alt, [Key("without balancing", BEFORE), Key("under the plan", AFTER)])
+
+
+def replicas(plan: StepPlan, survey: Survey) -> Plot:
+    """What is held and what is fetched, over the micro-steps."""
+    fetched_M, all_M = survey.fetched_ML.mean(axis=1), plan.num_replicas_ML.mean(axis=1)
+    caption = Caption(
+        title="Replicas and transfers",
+        sentence="Replicas of a cell, on average over layers: those whose weights are fetched for it, and those that "
+        "their slot holds since an earlier micro-step.",
+        x_label=MICRO_STEP,
+        y_label="replicas per cell",
+        absent="The plan has no replicas.",
+    )
+    if not len(plan.expert_R):
+        return Plot(caption=caption)
+
+    def draw(axes: Any) -> None:
+        steps = np.arange(len(all_M))
+        axes.bar(steps, fetched_M, color=COLOURS[0], width=0.8)
+        axes.bar(steps, all_M - fetched_M, bottom=fetched_M, color=COLOURS[5], width=0.8)
+        _whole(axes)
+
+    alt = f"{caption.title}. {all_M.mean():.1f} replicas per cell, {fetched_M.mean():.1f} of them fetched."
+    return _picture(caption, draw, alt, [Key("fetched", COLOURS[0]), Key("held", COLOURS[5])])
+
+
+def crossing(survey: Survey) -> Plot:
+    """Traffic between nodes, over the micro-steps."""
+    caption = Caption(
+        title="Traffic between nodes",
+        sentence="Share of assignments that are served on another node than their token's, on average over layers.",
+        x_label=MICRO_STEP,
+        y_label="share of assignments",
+        absent="All ranks are in one node: no traffic leaves it.",
+    )
+    sides = ((survey.before.crossing_ML.mean(axis=1), BEFORE), (survey.after.crossing_ML.mean(axis=1), AFTER))
+    if not any(share_M.any() for share_M, _ in sides):
+        return Plot(caption=caption)
+
+    def draw(axes: Any) -> None:
+        for share_M, colour in sides:
+            axes.plot(np.arange(len(share_M)), share_M, color=colour, **_marks(share_M))
+        axes.set_ylim(bottom=0)
+        _whole(axes)
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %"))
+
+    alt = (
+        f"{caption.title}. {survey.before.crossing:.1%} without balancing, {survey.after.crossing:.1%} under the plan."
+    )
+    return _picture(caption, draw, alt, [Key("without balancing", BEFORE), Key("under the plan", AFTER)])
+
+
+def parts(survey: Survey) -> Plot:
+    """Where the modelled time goes."""
+    from foreroute.balance.survey import PARTS, STAGES
+
+    caption = Caption(
+        title="Where the time goes (modelled)",
+        sentence="Seconds of the step by the cost model, not measured: without balancing and under the plan.",
+        x_label="seconds, modelled",
+        y_label="",
+        absent="",
+    )
+    sides = (("without", survey.before), ("plan", survey.after))
+    bars = [
+        (f"{stage}, {name}", side.parts_MLSP.sum(axis=(0, 1))[s])
+        for s, stage in enumerate(STAGES)
+        for name, side in sides
+    ]
+
+    def draw(axes: Any) -> None:
+        left_B = np.zeros(len(bars))
+        for p in range(len(PARTS)):
+            width_B = np.array([seconds_P[p] for _, seconds_P in bars])
+            axes.barh(np.arange(len(bars)), width_B, left=left_B, color=COLOURS[p], height=0.65)
+            left_B += width_B
+        axes.set_yticks(np.arange(len(bars)), [name for name, _ in bars])
+        _upside_down(axes)
+
+    alt = f"{caption.title}. " + ", ".join(f"{name} {step_seconds(float(v.sum()))} s" for name, v in bars) + "."
+    return _picture(caption, draw, alt, [Key(name, COLOURS[p]) for p, name in enumerate(PARTS)])
+
+
+def by_method(records: Sequence[Record], survey: Survey) -> Plot:
+    """Modelled time of all methods; the last record is ours."""
+    caption = Caption(
+        title="Time of the step by method (modelled)",
+        sentence="Recompute and update by the cost model, not measured. The line is what no plan of any method can "
+        "beat: experts level to the last row, and not one byte over any link.",
+        x_label="seconds, modelled",
+        y_label="",
+        absent="",
+    )
+
+    def draw(axes: Any) -> None:
+        places = np.arange(len(records))
+        colours = [*["#9aa5b1"] * (len(records) - 1), AFTER]
+        axes.barh(places, [record.seconds for record in records], color=colours, height=0.7)
+        for place, record in zip(places, records, strict=True):
+            axes.text(
+                record.seconds, place, f" {step_seconds(record.seconds)}", va="center", fontsize=9.5, color="#3b4550"
+            )
+        axes.axvline(survey.least_seconds, color=STEP, linewidth=1.2, linestyle=(0, (4, 2)))
+        axes.set_yticks(places, [record.label for record in records])
+        axes.set_xlim(0, 1.12 * max(record.seconds for record in records))
+        _upside_down(axes)
+
+    alt = f"{caption.title}. " + ", ".join(f"{r.label} {step_seconds(r.seconds)} s" for r in records) + "."
+    return _picture(caption, draw, alt, [], (INCHES[0], 1.0 + BAR_INCHES * len(records)))
+
+
+def _picture(
+    caption: Caption,
+    draw: Callable[[Any], None],
+    alt: str,
+    keys: Sequence[Key],
+    inches: tuple[float, float] = INCHES,
+) -> Plot:
+    def fill(figure: Figure) -> None:
+        axes = figure.subplots()
+        draw(axes)
+        axes.set_xlabel(caption.x_label)
+        axes.set_ylabel(caption.y_label)
+
+    return picture(caption, fill, alt, inches, tuple(keys))
+
+
+def _marks(values_X: NDArray[Any]) -> dict[str, Any]:
+    """A single point is no line."""
+    return {"marker": "o", "markersize": 4} if len(values_X) < 3 else {}
+
+
+def _whole(axes: Any) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+
+
+def _upside_down(axes: Any) -> None:
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6))

@@ -1,0 +1,216 @@
+"""`foreroute plan` as a user meets it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import foreroute as fr
+from foreroute.balance import PlanOptions, Topology, load_plan, verify
+from foreroute.balance.counts import packed_counts
+from foreroute.balance.packing import pack_sequences
+from foreroute.balance.topology_file import load_cluster
+from foreroute.cli.main import main
+from foreroute.cli.plan import read_home_moves, run_plan
+from foreroute.cli.plan_inputs import PlanInputs, read_step
+from foreroute.errors import InputError
+from foreroute.trace import synthetic_trace
+from traces import random_trace, spec_of
+
+TOML = """
+[topology]
+num_ranks = 4
+ranks_per_node = 2
+redundant_slots = 2
+[hardware]
+preset = "h100"
+[model]
+preset = "qwen3-30b-a3b"
+num_experts = 8
+top_k = 2
+"""
+
+
+def foreroute(*arguments, folder, columns="80"):
+    return subprocess.run(
+        [sys.executable, "-m", "foreroute.cli", "plan", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": columns},
+    )
+
+
+def counts(seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.poisson(rng.pareto(2.0, (3, 2, 1, 8)) * 40, (3, 2, 4, 8))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A topology, counts, and two traces of one step, as `foreroute demo` writes them."""
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "cluster.toml").write_text(TOML)
+    np.savez_compressed(folder / "counts.npz", counts=counts())
+    np.savez_compressed(folder / "before.npz", counts=counts(1))
+    for n in range(2):
+        trace = synthetic_trace(spec_of(), [20, 12, 12, 12, 12, 20, 12, 20], seed=n, correlation=0.7)
+        fr.save(trace, folder / f"step-{n:06d}.safetensors")
+    return folder
+
+
+def test_counts_to_table_plan_and_page(files, tmp_path):
+    output = tmp_path / "out.safetensors"
+    options = ("--counts", "counts.npz", "--previous-step", "before.npz", "--output", output, "--home-moves", "2")
+    result = foreroute("--topology", "cluster.toml", *options, folder=files)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    paths = [line for line in lines if str(tmp_path) in line]
+    assert max(len(line.rstrip()) for line in lines if line not in paths) <= 80
+    for label in ("static", "EPLB, previous step", "ReLibra-style", "foreroute", "no plan beats"):
+        assert sum(line.startswith(label) for line in lines) == 1
+    assert "modelled" in result.stdout
+    found = load_plan(output)
+    verify(found, counts(), PlanOptions(home_moves=2))
+    assert "foreroute plan" in output.with_suffix(".html").read_text()
+    again = foreroute("--topology", "cluster.toml", "--counts", "counts.npz", "--output", output, folder=files)
+    assert again.returncode == 2
+    assert "already exists" in again.stderr
+    warm = ("--counts", "before.npz", "--previous-plan", output, "--output", tmp_path / "next.safetensors")
+    chosen = ("--baseline", "fastermoe", "--threads", "2")
+    result = foreroute("--topology", "cluster.toml", *warm, *chosen, folder=files)
+    assert result.returncode == 0, result.stderr
+    assert np.array_equal(load_plan(tmp_path / "next.safetensors").previous_home_LE, found.home_LE)
+    assert "FasterMoE-style" in result.stdout
+    assert "ReLibra-style" not in result.stdout
+    paid = load_plan(tmp_path / "next.safetensors")
+    free = ("--no-pay-off", "--no-baselines", "--overwrite")
+    result = foreroute("--topology", "cluster.toml", *warm, *free, folder=files)
+    assert result.returncode == 0, result.stderr
+    assert len(load_plan(tmp_path / "next.safetensors").expert_R) > len(paid.expert_R), "few tokens pay for few"
+
+
+def test_traces_are_packed_with_their_routes_in_view(files, tmp_path):
+    traces = sorted(files.glob("step-*.safetensors"))
+    output = tmp_path / "plan.safetensors"
+    arguments = ("--topology", "cluster.toml", "--token-budget", "40", "--output", output, "--no-baselines")
+    result = foreroute(*traces, *arguments, folder=files)
+    assert result.returncode == 0, result.stderr
+    assert "16 sequences by routes, at most 40 tokens" in result.stdout
+    assert "static, packed by length" in result.stdout
+    step = read_step(PlanInputs(topology=files / "cluster.toml", traces=traces, token_budget=40))
+    verify(load_plan(output), step.counts_MLGE)
+    loaded = [fr.load(path) for path in traces]
+    total = sum(int(trace.valid_N.sum()) for trace in loaded) * 2
+    for packed in (step.counts_MLGE, step.by_length_MLGE):
+        assert packed.sum(axis=(0, 2, 3)).tolist() == [total] * 3
+        assert packed.sum(axis=3).max() <= 40 * 2
+    assert not np.array_equal(step.counts_MLGE, step.by_length_MLGE)
+
+
+def test_packing_by_length_alone(files):
+    traces = sorted(files.glob("step-*.safetensors"))
+    inputs = PlanInputs(topology=files / "cluster.toml", traces=traces, token_budget=40, pack="lengths")
+    step = read_step(inputs)
+    assert step.by_length_MLGE is None
+    loaded, costs = [fr.load(path) for path in traces], load_cluster(files / "cluster.toml").costs
+    token_s, square_s = costs.attention_seconds(np.array([1, 0]), np.array([0, 1]))
+    lengths = np.concatenate([trace.lengths for trace in loaded])
+    packing = pack_sequences(lengths, 4, 40, token_cost=token_s, square_cost=square_s)
+    assert np.array_equal(step.counts_MLGE, packed_counts(loaded, packing))
+
+
+def test_the_step_before_from_traces(files):
+    traces = sorted(files.glob("step-*.safetensors"))
+    np.savez(files / "three.npz", counts=np.ones((1, 3, 4, 8), np.int64))
+    inputs = PlanInputs(topology=files / "cluster.toml", counts=files / "three.npz", previous_step=traces)
+    step = read_step(inputs)
+    expected = np.zeros((3, 8), np.int64)
+    for path in traces:
+        trace = fr.load(path)
+        for layer in range(3):
+            ids = trace.expert_ids_NLK[trace.valid_N, layer]
+            expected[layer] += np.bincount(ids.ravel(), minlength=8)
+    assert step.previous_LE.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--counts", "none.npz"), "none.npz does not exist"),
+        ((), "give either trace files or --counts"),
+        (("none.safetensors",), "none.safetensors"),
+        (("--counts", "counts.npz", "--pack", "routes"), "--pack are for traces"),
+        (("--counts", "counts.npz", "--tolerance", "2"), "tolerance is 2.0"),
+        (("--counts", "counts.npz", "--home-moves", "many"), "expected a number from 0, or all"),
+        (("--counts", "counts.npz", "--baseline", "eplp"), "there is no baseline called eplp"),
+        (("--counts", "counts.npz", "--baseline", "eplb_previous"), "give it with --previous-step"),
+        (("--counts", "counts.npz", "--traffic"), "use slots='shared'"),
+        (("--counts", "counts.npz", "--baseline", "lplb", "--no-baselines"), "contradict each other"),
+        (("--counts", "counts.npz", "--previous-step", "three.npz"), "three.npz has 3 layers of 8 experts"),
+        (("step-000000.safetensors", "other.safetensors"), "other.safetensors"),
+        (("--counts", "counts.npz", "--output", "plan.html"), "is the name of the page"),
+        (("--counts", "counts.npz", "--previous-plan", "counts.npz"), "counts.npz is not a readable plan"),
+        (("--counts", "odd.npz"), "cannot be placed evenly"),
+        (("--counts", "ranks.npz"), "counts have 8 source ranks and the topology 4"),
+        (("--counts", "large.npz"), "describes a model with top-2 of 8 experts, the input has 16 experts"),
+    ],
+)
+def test_a_users_error_is_one_message_and_exit_code_2(files, monkeypatch, capsys, arguments, message):
+    np.savez(files / "three.npz", counts=np.ones((1, 3, 4, 8), np.int64))
+    fr.save(random_trace(0, num_layers=2), files / "other.safetensors", overwrite=True)
+    np.savez(files / "odd.npz", counts=np.ones((1, 1, 4, 6), np.int64))
+    np.savez(files / "ranks.npz", counts=np.ones((1, 1, 8, 8), np.int64))
+    np.savez(files / "large.npz", counts=np.ones((1, 1, 4, 16), np.int64))
+    monkeypatch.chdir(files)
+    monkeypatch.setattr(sys, "argv", ["foreroute", "plan", "--topology", "cluster.toml", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    output = capsys.readouterr()
+    assert output.err.startswith("error: ")
+    assert message in output.err
+    assert output.out == ""
+    assert not list(files.glob("plan.*")), "nothing is written"
+
+
+def test_a_plan_of_other_ranks_is_no_start(files, tmp_path):
+    (tmp_path / "two.toml").write_text(TOML.replace("num_ranks = 4", "num_ranks = 2"))
+    np.savez(tmp_path / "two.npz", counts=np.ones((1, 2, 2, 8), np.int64))
+    two = PlanInputs(topology=tmp_path / "two.toml", counts=tmp_path / "two.npz")
+    run_plan(two, PlanOptions(), tmp_path / "two.safetensors", baselines=(), overwrite=False)
+    with pytest.raises(InputError, match=r"on 2 ranks; expected \[2, 8\] on 4"):
+        read_step(
+            PlanInputs(
+                topology=files / "cluster.toml",
+                counts=files / "counts.npz",
+                previous_plan=tmp_path / "two.safetensors",
+            )
+        )
+
+
+def test_existing_files_are_replaced_only_when_asked(files, tmp_path):
+    inputs = PlanInputs(topology=files / "cluster.toml", counts=files / "counts.npz")
+    (tmp_path / "plan.html").write_text("mine")
+    with pytest.raises(InputError, match=r"plan.html already exists; pass another --output, or --overwrite"):
+        run_plan(inputs, PlanOptions(), tmp_path / "plan.safetensors", baselines=(), overwrite=False)
+    assert (tmp_path / "plan.html").read_text() == "mine"
+    assert not (tmp_path / "plan.safetensors").exists()
+    run_plan(inputs, PlanOptions(), tmp_path / "plan.safetensors", baselines=(), overwrite=True)
+    assert "Plan of a step" in (tmp_path / "plan.html").read_text()
+
+
+@pytest.mark.parametrize(("text", "moves"), [("0", 0), ("16", 16), ("all", None)])
+def test_home_moves(text, moves):
+    assert read_home_moves(text) == moves
+
+
+def test_the_topology_of_the_tests_is_what_they_think(files):
+    topology = load_cluster(Path(files) / "cluster.toml").topology
+    assert isinstance(topology, Topology)
+    assert (topology.num_ranks, topology.num_nodes, topology.redundant_slots) == (4, 2, 2)

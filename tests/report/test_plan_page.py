@@ -1,0 +1,117 @@
+"""The page of a plan: complete, self-contained, and safe to open; and its rows and sentences."""
+
+import re
+
+import numpy as np
+import pytest
+
+from balance_plans import LINKS, random_counts, random_plan
+from foreroute.balance import Topology
+from foreroute.balance.baselines import Problem
+from foreroute.balance.compare import compare, record_of
+from foreroute.balance.costs import CostModel
+from foreroute.balance.presets import hardware_preset, model_preset
+from foreroute.balance.survey import survey
+from foreroute.errors import InputError
+from foreroute.report import method_rows, plan_summary, write_plan_page
+from foreroute.report.plan_rows import over_mean, step_seconds
+from foreroute.report.wording import duration
+
+COSTS = CostModel(model=model_preset("qwen3-30b-a3b"), hardware=hardware_preset("h100"))
+
+
+def case(topology=None, shape=(3, 2, 4, 8), *, known=True, empty=False):
+    topology = topology or Topology(4, 2, 2, LINKS)
+    counts = random_counts(0, shape, most=1 if empty else 900)
+    plan = random_plan(counts, topology, seed=1, moves=4)
+    seen = survey(plan, counts, COSTS, previous_LE=np.ones((shape[1], shape[3]), np.int64) if known else None)
+    problem = Problem(counts, topology, plan.previous_home_LE)
+    others = compare(problem, COSTS, plans={}, baselines=["static", "fastermoe"])
+    ours = record_of(plan, counts, COSTS, label="foreroute", planning_s=0.0123)
+    return plan, seen, [*others, ours]
+
+
+def text_of(html):
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html)).replace("&#39;", "'")
+
+
+def test_everything_is_on_the_page(tmp_path):
+    plan, seen, records = case()
+    html = write_plan_page(plan, seen, records, {"step": "3 micro-steps"}, tmp_path / "page.html").read_text()
+    text = text_of(html)
+    assert html.count("data:image/svg+xml;base64,") == 9
+    assert 'class="absent"' not in html
+    for sentence in plan_summary(plan, seen):
+        assert re.sub(r"\s+", " ", sentence) in text
+    for row in method_rows(records, seen):
+        assert f"{row.label} {row.mean} {row.p99} {row.worst} {row.seconds} {row.gain}" in text
+    assert html.count('class="ours"') == 1
+    assert "modelled" in text
+    assert "3 micro-steps" in text
+    assert not re.search(r"<script|<link|https?://|@import|url\(", html)
+
+
+def test_the_same_plan_gives_the_same_page(tmp_path):
+    given = case()
+    pages = [write_plan_page(*given, {}, tmp_path / f"{n}.html").read_text() for n in range(2)]
+    assert pages[0] == pages[1]
+
+
+def test_rows_say_what_records_say():
+    plan, seen, records = case()
+    static, _, ours, bound = method_rows(records, seen)
+    assert static.label == "static"
+    assert static.gain == "1.00"
+    assert static.planning == ""
+    assert static.mean == f"{seen.before.imbalance_ML.mean():.3f}"
+    assert ours.ours
+    assert ours.moves == f"{plan.fetched_R.sum() / 6:.1f}"
+    assert ours.gain == f"{seen.before.seconds / seen.after.seconds:.2f}"
+    assert ours.planning == "12.3\N{NO-BREAK SPACE}ms"
+    assert bound.seconds == step_seconds(seen.least_seconds)
+    assert bound.worst == f"{seen.bound_ML.max():.3f}"
+
+
+def test_what_is_missing_is_said(tmp_path):
+    plan, seen, records = case(Topology(4, 4, 0, LINKS), known=False)
+    html = write_plan_page(plan, seen, records, {}, tmp_path / "page.html").read_text()
+    assert "The step before was not given." in html
+    assert "All ranks are in one node" in html
+    assert "The plan has no replicas." in html
+    assert html.count('class="absent"') == 2
+    assert "step before by" not in " ".join(plan_summary(plan, seen))
+
+
+def test_one_empty_cell(tmp_path):
+    plan, seen, records = case(shape=(1, 1, 4, 8), known=False, empty=True)
+    html = write_plan_page(plan, seen, records, {}, tmp_path / "page.html").read_text()
+    assert "The step has no assignments." in html
+    assert plan_summary(plan, seen)[1].startswith("The slowest rank has 1.000 times the mean load without balancing")
+
+
+def test_words_from_outside_are_text(tmp_path):
+    html = write_plan_page(*case(), {"input": "<script>alert(1)</script>"}, tmp_path / "page.html").read_text()
+    assert "<script" not in html
+    assert "&lt;script&gt;" in html
+
+
+def test_a_folder_as_target_is_refused(tmp_path):
+    with pytest.raises(InputError, match="is a folder"):
+        write_plan_page(*case(), {}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(3.21, "3.21 s"), (0.0456, "45.6 ms"), (7.89e-5, "78.9 us"), (1.0, "1 s"), (0.001, "1 ms")]
+)
+def test_short_times(value, text):
+    assert duration(value).replace("\N{NO-BREAK SPACE}", " ") == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.00123, "0.00123"), (5.678, "5.68"), (14.0, "14.0"), (1234.5, "1,234")])
+def test_seconds_of_a_step(value, text):
+    assert step_seconds(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(1.0, "1.000"), (1.02004, "1.020"), (12.34, "12.3")])
+def test_loads_over_the_mean(value, text):
+    assert over_mean(value) == text
