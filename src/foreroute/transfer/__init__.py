@@ -1,0 +1,9 @@
+"""From a plan to moved weights: moves and rounds (no torch), and the engines that carry them out (torch.distributed).
+
+Importing this package loads no torch; `foreroute.transfer.direct` and its neighbours do.
+"""
+
+from foreroute.transfer.cell import Cell, ReplicaWeights
+from foreroute.transfer.moves import Moves, gradient_moves, home_row_E, replica_moves, shard_moves
+
+__all__ = ["Cell", "Moves", "ReplicaWeights", "gradient_moves", "home_row_E", "replica_moves", "shard_moves"]

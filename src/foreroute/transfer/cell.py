@@ -1,0 +1,61 @@
+"""What names a cell, and what the expert-parallel layer asks of whoever moves its replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Cell(NamedTuple):
+    """One routed layer in one micro-step of one step: a barrier for all ranks."""
+
+    step: int
+    micro_step: int
+    layer: int
+
+    def __str__(self) -> str:
+        return f"step {self.step}, micro-step {self.micro_step}, routed layer {self.layer}"
+
+
+class ReplicaWeights(Protocol):
+    """Brings the weights of this rank's replicas, and takes their gradients home.
+
+    All ranks call both methods for the same cells in the same order, those with nothing to send or receive too. A cell
+    may be asked for any number of times (recomputation, backward): no call depends on which came before it.
+    """
+
+    def fetch(self, cell: Cell, home: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """The weights of the replicas that this rank serves in a cell.
+
+        Args:
+            cell: of the plan in force.
+            home: name -> [E / G, ...], this rank's shard of the layer; experts in ascending order of their id.
+
+        Returns:
+            name -> [replicas here, ...] in ascending order of slot, valid until the slots are filled again; or None, on
+            every rank alike, when the home placement is in force for this cell: the homes then serve all its tokens,
+            in this and every later pass of the step.
+
+        Raises:
+            TransferError: when the weights cannot be had at all.
+        """
+        ...
+
+    def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the gradients of replicas to the ranks that their experts live on.
+
+        Args:
+            cell: of the plan in force.
+            grads: name -> [replicas here, ...] in the order of `fetch`.
+
+        Returns:
+            name -> [E / G, ...], what came home, to be added to the gradient of this rank's shard. The replicas of an
+            expert are added in ascending order of their rank, in float32 (float64 for gradients in float64).
+
+        Raises:
+            TransferError: when a gradient cannot be brought home.
+        """
+        ...

@@ -1,0 +1,273 @@
+"""Replica weights by both paths, ahead of their use, with deadlines: the engine that carries out a plan's transfers.
+
+    fetch(cell):  in the slots? ── no ─▶ host memory │ peers, begun a cell earlier ─▶ here and whole on all ranks?
+                       └── yes ─▶ weights ◀── yes ──────────────────────────────────────┴─ no ─▶ served at home
+
+Ranks hold the same books and take the same decisions without asking each other, with one exception: whether a cell's
+replicas arrived is put to the vote where a deadline or checksums are in force (docs/decisions, "Votes at the cell").
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from foreroute.balance import CellPlan, StepPlan, Topology
+from foreroute.errors import PlanError, TransferError
+from foreroute.transfer.agreement import Votes, agree_on_plan, agree_on_shapes
+from foreroute.transfer.burst import Burst, Channels
+from foreroute.transfer.cell import Cell
+from foreroute.transfer.direct import cell_of, return_gradients
+from foreroute.transfer.exchange import PeerGroup
+from foreroute.transfer.host_memory import HostMemory
+from foreroute.transfer.moves import replica_moves, without_replicas
+from foreroute.transfer.order import next_cell
+from foreroute.transfer.paths import choose_host_V
+from foreroute.transfer.records import TransferOptions, TransferRecord
+from foreroute.transfer.slots import SlotSet, SlotSets
+
+ATTEMPTS = 3
+"""Times that weights or gradients which must arrive are sent before the engine gives up."""
+
+
+class TransferEngine:
+    """Implements `ReplicaWeights` for the plans of one expert-parallel group.
+
+    Public methods are collective calls, the same on all ranks in the same order, but for `close` and `take_records`.
+
+    Args:
+        homes: per routed layer, name -> [E / G, ...], this rank's shard, experts in ascending order of their id. The
+            tensors that training updates; shapes and dtypes are the same on all ranks.
+        topology: of the plans to come.
+        options: the same on all ranks.
+        peers: the ranks of the topology, in its order.
+
+    Raises:
+        TransferError: on every rank alike, when shards differ in shape or shared memory cannot be had.
+    """
+
+    def __init__(
+        self, homes: Sequence[Mapping[str, Tensor]], topology: Topology, options: TransferOptions, peers: PeerGroup
+    ) -> None:
+        self._homes, self._topology, self._options, self._peers = homes, topology, options, peers
+        self._votes = Votes(timeout_s=options.timeout_s, ranks=peers.global_ranks)
+        agree_on_shapes(self._votes, homes, topology.num_ranks)
+        memory = None
+        if options.paths != "direct":
+            memory = HostMemory(self._votes, topology, homes, directory=options.directory, checksums=options.checksums)
+        self._channels = Channels(peers, memory, options.checksums)
+        self._slots = SlotSets(options.slots, 1 + options.prefetch, homes, topology)
+        self._versions: list[tuple[int, ...]] = []
+        self._abandoned: list[Burst] = []
+        self._records: list[TransferRecord] = []
+        # by host memory and from peers, since the last record
+        self._settled_bytes = (0, 0)
+        self._plan: StepPlan | None = None
+        self._in_force, self._updating = (-1, ""), False
+        self._previous: Cell | None = None
+        self._current: Cell | None = None
+        self._running: SlotSet | None = None
+        self._served: set[Cell] = set()
+        self._at_home: dict[Cell, str] = {}
+
+    def publish(self) -> None:
+        """Take up the weights that the home shards hold now: before the first step, and after each optimizer step.
+
+        Replicas of the weights before are forgotten, and the shards are copied to host memory where it is used.
+
+        Raises:
+            TransferError: on every rank alike, when a rank does not follow.
+        """
+        for slots in self._slots:
+            self._settle(slots, self._patience_s)
+            slots.forget()
+        self._running = None
+        if self._channels.memory is not None:
+            self._channels.memory.publish(self._homes, self._options.timeout_s)
+        self._versions = [_versions(home) for home in self._homes]
+
+    def begin_step(self, step: int, plan: StepPlan, *, updating: bool) -> None:
+        """Put a plan in force, once for the recompute and once for the update of a step.
+
+        A cell that fell back to its homes in the recompute keeps them in the update of the same step.
+
+        Args:
+            step: its number.
+            plan: the same on all ranks.
+            updating: whether backward passes follow the forward passes; it tells what to prefetch.
+
+        Raises:
+            PlanError: on every rank alike, when plans differ, or are for other ranks, slots, layers or experts.
+            TransferError: when a rank does not answer.
+        """
+        digest = agree_on_plan(self._votes, step, plan)
+        self._require_fitting(plan)
+        for slots in self._slots:
+            self._settle(slots, self._patience_s)
+        if (step, digest) != self._in_force:
+            self._served, self._at_home = set(), {}
+        self._plan, self._in_force, self._updating = plan, (step, digest), updating
+        self._previous, self._current, self._running = None, None, None
+
+    def fetch(self, cell: Cell, home: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """As in `ReplicaWeights`; starts the transfers of the cells after it.
+
+        Views of slots, which the next filling of the slots overwrites: a backward pass that needs them later fetches
+        the cell again (as `foreroute.experts` does), or is refused by autograd.
+        """
+        begun = time.monotonic()
+        plan = self._cell_plan(cell)
+        self._require_published(cell, home)
+        was_prefetched = False
+        if cell not in self._at_home:
+            slots = self._running = self._slots.of(cell)
+            was_prefetched = slots.cell == cell and slots.burst is not None
+            self._begin(slots, cell)
+            self._finish(slots, cell)
+        exposed_s = time.monotonic() - begun
+        because = self._at_home.get(cell)
+        self._records.append(TransferRecord(cell, "fetch", *self._settled_bytes, exposed_s, was_prefetched, because))
+        self._settled_bytes = (0, 0)
+        if cell != self._current:
+            self._previous, self._current = self._current, cell
+        self._prefetch(cell)
+        return None if because is not None else slots.replicas(plan, self._peers.rank)
+
+    def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As in `ReplicaWeights`; peer to peer."""
+        begun = time.monotonic()
+        plan = self._cell_plan(cell)
+        if cell in self._at_home:
+            plan = without_replicas(plan)
+        what = f"returning the gradients of {cell}"
+        for _ in range(ATTEMPTS):
+            returned, objection = return_gradients(self._peers, plan, grads, what, checksums=self._options.checksums)
+            objections = self._votes.objections(objection, what) if self._options.checksums else []
+            if not objections:
+                break
+        else:
+            raise TransferError(f"{what} failed {ATTEMPTS} times: " + "; ".join(objections))
+        here = int((plan.home_E[plan.expert_R] == self._peers.rank).sum())
+        row_bytes = sum(grad.shape[1:].numel() * grad.element_size() for grad in grads.values())
+        self._records.append(TransferRecord(cell, "return", 0, here * row_bytes, time.monotonic() - begun))
+        return returned
+
+    def take_records(self) -> list[TransferRecord]:
+        """What happened on this rank since the last call, in order."""
+        records, self._records = self._records, []
+        return records
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Wait so long for transfers under way, and give the shared memory back. Never raises: errors end here too."""
+        end = time.monotonic() + seconds
+        for burst in [*self._abandoned, *(s.burst for s in self._slots if s.burst is not None)]:
+            burst.end(max(0.0, end - time.monotonic()))
+        self._abandoned = []
+        if self._channels.memory is not None:
+            self._channels.memory.close()
+        self._channels = Channels(self._peers, None, self._options.checksums)
+
+    @property
+    def _patience_s(self) -> float:
+        deadline_s = self._options.deadline_s
+        return self._options.timeout_s if deadline_s is None else deadline_s
+
+    def _begin(self, slots: SlotSet, cell: Cell) -> None:
+        """Turn slots to a cell and start what they lack of it, unless that is under way."""
+        if slots.cell != cell:
+            self._settle(slots, self._patience_s)
+            slots.turn_to(cell)
+        if slots.burst is not None:
+            return
+        moves = replica_moves(self._cell_plan(cell), slots.held_GP)
+        if not len(moves):
+            return
+        row_bytes = sum(tensor[0].numel() * tensor.element_size() for tensor in slots.tensors.values())
+        paths = "direct" if self._channels.memory is None else self._options.paths
+        host_V = choose_host_V(moves, row_bytes, self._topology, paths)
+        slots.expect(moves, self._peers.rank)
+        what = f"fetching the replicas of {cell}"
+        home = self._homes[cell.layer]
+        slots.burst = Burst(self._channels, moves, host_V, cell.layer, home, slots.tensors, what)
+
+    def _finish(self, slots: SlotSet, cell: Cell) -> None:
+        """Wait for the replicas of a cell, and decide on all ranks alike who serves it."""
+        if cell not in self._served:
+            if objections := self._settle(slots, self._patience_s):
+                self._at_home[cell] = "; ".join(objections)
+            else:
+                self._served.add(cell)
+            return
+        # tokens have been sent to these replicas: a backward pass or a recomputation cannot do without them
+        for _ in range(ATTEMPTS):
+            self._begin(slots, cell)
+            if not (objections := self._settle(slots, self._options.timeout_s)):
+                return
+        raise TransferError(f"fetching the replicas of {cell} failed {ATTEMPTS} times: " + "; ".join(objections))
+
+    def _settle(self, slots: SlotSet, patience_s: float) -> list[str]:
+        """Wait for the transfers into these slots; after an objection of any rank, all take them for empty."""
+        burst, slots.burst = slots.burst, None
+        if burst is None:
+            return []
+        host_bytes, direct_bytes = self._settled_bytes
+        self._settled_bytes = (host_bytes + burst.host_bytes, direct_bytes + burst.direct_bytes)
+        objection = burst.wait(patience_s)
+        if not self._options.votes:
+            if objection is not None:
+                raise TransferError(f"{burst.what}: rank {self._peers.rank}: {objection}")
+            return []
+        objections = self._votes.objections(objection, burst.what)
+        if objections:
+            slots.renew()
+            self._abandoned = [b for b in self._abandoned if not b.is_over] + [burst]
+        return objections
+
+    def _prefetch(self, cell: Cell) -> None:
+        """Begin the transfers of the next cells that replicas serve."""
+        assert self._plan is not None, "a cell runs only under a plan"
+        ahead, previous, current = 0, self._previous, cell
+        # as far as from a layer around the turn and back to it
+        for _ in range(2 * len(self._homes)):
+            guess = next_cell(previous, current, self._plan.shape[:2], updating=self._updating)
+            if guess is None or ahead == self._options.prefetch:
+                return
+            previous, current = current, guess
+            if guess in self._at_home or not len(self._cell_plan(guess).expert_R):
+                continue
+            # the slots of the cell that runs are in use
+            if (slots := self._slots.of(guess)) is not self._running:
+                self._begin(slots, guess)
+                ahead += 1
+
+    def _cell_plan(self, cell: Cell) -> CellPlan:
+        return cell_of(self._plan, self._in_force[0], cell)
+
+    def _require_fitting(self, plan: StepPlan) -> None:
+        num_layers, num_experts = plan.shape[1:]
+        shard_sizes = {len(shard) for home in self._homes for shard in home.values()}
+        here = (len(self._homes), {size * self._topology.num_ranks for size in shard_sizes}, self._topology)
+        if (num_layers, {num_experts}, plan.topology) != here:
+            raise PlanError(
+                f"the plan is for {num_layers} routed layers of {num_experts} experts on {plan.topology}; the engine "
+                f"has {here[0]} layers of {sorted(here[1])} experts on {here[2]}. Plan for the model and topology here"
+            )
+
+    def _require_published(self, cell: Cell, home: Mapping[str, Tensor]) -> None:
+        mine = self._homes[cell.layer]
+        if {name: shard.data_ptr() for name, shard in home.items()} != {n: s.data_ptr() for n, s in mine.items()}:
+            raise TransferError(
+                f"{cell} hands in {sorted(home)}, which are not the home shards of this layer that the engine was made "
+                "with; pass the same parameters, and make a new engine after replacing them"
+            )
+        if not self._versions or _versions(mine) != self._versions[cell.layer]:
+            raise TransferError(
+                f"the home shards of {cell} hold other weights than were published; call publish() before the first "
+                "step and after every optimizer step or change of homes"
+            )
+
+
+def _versions(home: Mapping[str, Tensor]) -> tuple[int, ...]:
+    return tuple(home[name]._version for name in sorted(home))

@@ -1,0 +1,111 @@
+"""Peer-to-peer sends and receives of rows, all posted at once, on a process group of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from foreroute.errors import TransferError
+
+MESSAGES_PER_EXCHANGE = 2**16
+EXCHANGES_IN_FLIGHT = 2**15
+
+
+@dataclass(frozen=True)
+class Message:
+    """One tensor on its way to or from a peer.
+
+    Attributes:
+        peer: rank in the group.
+        number: of the message in its exchange, the same on both ends.
+        tensor: contiguous; read or written in place.
+    """
+
+    peer: int
+    number: int
+    tensor: Tensor
+
+
+class PeerGroup:
+    """A process group for transfers alone, so that they never mix with the collectives of the model.
+
+    All ranks of the group must begin the same exchanges in the same order; what one of them holds may be empty.
+
+    Args:
+        timeout_s: seconds after which a peer that does not answer is taken for dead.
+        ranks: global ranks, ascending; all by default. Only they need to make the group.
+    """
+
+    def __init__(self, *, timeout_s: float = 600.0, ranks: list[int] | None = None) -> None:
+        self.global_ranks = list(range(dist.get_world_size())) if ranks is None else ranks
+        self.group = dist.new_group(
+            self.global_ranks, timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
+        )
+        # NCCL wants all ranks in the first call on a group, and the first exchange may leave some out
+        dist.barrier(self.group)
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
+        self._begun = 0
+
+    def begin(self, sends: Iterable[Message], receives: Iterable[Message], what: str) -> Exchange:
+        """Post all messages and return at once.
+
+        Args:
+            sends: must not be written to until the exchange is over.
+            receives: must not be read until then.
+            what: the exchange in words, for errors.
+        """
+        sends, receives = list(sends), list(receives)
+        assert all(m.number < MESSAGES_PER_EXCHANGE for m in (*sends, *receives)), "tags of two exchanges would overlap"
+        first_tag = self._begun % EXCHANGES_IN_FLIGHT * MESSAGES_PER_EXCHANGE
+        self._begun += 1
+        operations = [
+            dist.P2POp(operation, m.tensor, group=self.group, tag=first_tag + m.number, group_peer=m.peer)
+            for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
+            for m in messages
+        ]
+        try:
+            # an empty batch is an error to torch
+            works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise lost(what, self.rank, error) from error
+        return Exchange(what, self.rank, works)
+
+
+@dataclass
+class Exchange:
+    """Messages under way."""
+
+    what: str
+    rank: int
+    works: list[dist.Work]
+
+    def wait(self) -> None:
+        """Return when everything has left and arrived.
+
+        Raises:
+            TransferError: when a peer is gone or does not answer within the group's timeout.
+        """
+        begun = time.monotonic()
+        for work in self.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise lost(self.what, self.rank, error, time.monotonic() - begun) from error
+        self.works = []
+
+
+def lost(what: str, rank: int, error: Exception, seconds: float = 0.0) -> TransferError:
+    """The error of an exchange that another rank did not take part in."""
+    # gloo adds advice of its own
+    reason = str(error).splitlines()[0].partition(". ")[0]
+    return TransferError(
+        f"{what}: rank {rank} waited {seconds:.1f} s for another rank in vain ({reason}). "
+        "A process died, or took no part: look for the first error in the logs of all ranks, then resume from the last "
+        "checkpoint"
+    )

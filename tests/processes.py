@@ -1,0 +1,93 @@
+"""Worker processes in a gloo group, started once and fed with functions. Every wait has an end."""
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+
+START_S = 300
+"""Importing torch takes seconds, and on a machine with more workers than cores, minutes."""
+
+
+@dataclass
+class Raised:
+    """An error of a worker, in the caller's process."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+class Workers:
+    """G processes in one gloo group. `run` calls a module-level function as `function(rank, *args)` on all of them."""
+
+    def __init__(self, num_ranks, *, timeout_s=60):
+        self.timeout_s = timeout_s
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        rendezvous = os.path.join(self._folder.name, "store")
+        self._pipes, self.processes = [], []
+        for rank in range(num_ranks):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, num_ranks, rendezvous, there), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self.processes.append(process)
+        end = time.monotonic() + START_S
+        for rank in range(num_ranks):
+            self._receive(rank, end)
+
+    def run(self, function, *args):
+        """What every rank returns; an error of any rank fails the test with its traceback."""
+        outcomes = self.outcomes(function, *args)
+        failed = [f"rank {rank}:\n{o.trace}" for rank, o in enumerate(outcomes) if isinstance(o, Raised)]
+        assert not failed, "\n".join(failed)
+        return outcomes
+
+    def outcomes(self, function, *args):
+        """What every rank returns or raises; None for a process that is gone."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        end = time.monotonic() + self.timeout_s
+        return [self._receive(rank, end) for rank in range(len(self._pipes))]
+
+    def _receive(self, rank, end):
+        if not self._pipes[rank].poll(max(0.0, end - time.monotonic())):
+            self.close()
+            raise AssertionError(f"rank {rank} did not answer in time")
+        try:
+            return self._pipes[rank].recv()
+        except EOFError:
+            return None
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self._folder.cleanup()
+
+
+def _serve(rank, num_ranks, rendezvous, pipe):
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(rendezvous, num_ranks)
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store, timeout=timedelta(seconds=START_S))
+    pipe.send("ready")
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = function(rank, *args)
+        except Exception as error:
+            answer = Raised(type(error).__name__, str(error), traceback.format_exc())
+        pipe.send(answer)
