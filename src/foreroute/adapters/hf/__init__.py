@@ -6,9 +6,10 @@ routed = hf.attach(model)
 """
 
 from foreroute.adapters.hf.attach import attach
+from foreroute.adapters.hf.distribute import distribute
 from foreroute.adapters.hf.engine import EmbeddedEngine
 from foreroute.adapters.hf.model import RoutedModel
 from foreroute.adapters.hf.models import build_model
 from foreroute.adapters.hf.recording import Recording
 
-__all__ = ["EmbeddedEngine", "Recording", "RoutedModel", "attach", "build_model"]
+__all__ = ["EmbeddedEngine", "Recording", "RoutedModel", "attach", "build_model", "distribute"]

@@ -1,0 +1,199 @@
+"""Spreading the experts of a Hugging Face model over ranks, through the library's registry of expert functions."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
+from transformers.integrations.moe import ExpertsInterface
+
+from foreroute.adapters.hf.recomputing import Recomputing
+from foreroute.adapters.overriding import is_hooked
+from foreroute.errors import AttachError, TopologyError
+from foreroute.experts import Execution, ExpertLayer, ExpertShards, PlacedModel
+from foreroute.experts.execution import Executions
+from foreroute.transfer.agreement import Votes
+from foreroute.transfer.exchange import PeerGroup
+
+NAME = "foreroute"
+"""Of our function in the registry of transformers."""
+STAND_IN = "_foreroute_experts"
+"""Where an experts module keeps what runs in the place of its forward."""
+LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "_is_expert_parallel")
+"""What transformers' `use_experts_implementation` puts on an experts module."""
+EXPERTS = re.compile(r"(?<!Shared)Experts$")
+"""Classes of modules that hold routed experts."""
+WEIGHT = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?")
+"""Parameters of an experts module that have a row for each expert."""
+
+
+def distribute(
+    model: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    home_LE: NDArray[np.integer] | None = None,
+    timeout_s: float = 600.0,
+) -> PlacedModel:
+    """Keep on each rank only the experts that live there, and run the model expert-parallel from now on.
+
+    A collective call. All ranks hand in the same whole model with the same weights, which are compared by a checksum.
+    Routers, shared experts and everything dense stay as they are, on every rank.
+
+    Args:
+        model: of a family whose experts transformers' `use_experts_implementation` decorates, before it is given to an
+            optimizer, FSDP, or expert parallelism of transformers' own.
+        group: the expert-parallel ranks, on which rows are exchanged; all by default.
+        home_LE: integers [L, E], the rank that every expert lives on, E / G on each; in blocks of E / G by default.
+        timeout_s: seconds after which a rank that does not answer a transfer or a vote is taken for dead.
+
+    Raises:
+        AttachError: when the model has no experts that can be spread, or, on every rank alike, when ranks hand in
+            different models.
+        TopologyError: when homes are not E / G experts on each rank.
+    """
+    ranks = dist.group.WORLD if group is None else group
+    assert ranks is not None, "torch.distributed has a default group once it is initialised"
+    members = dist.get_process_group_ranks(ranks)
+    sites = _find_experts(model)
+    homes_LE = _checked_homes(sites, len(members), home_LE)
+    votes = Votes(timeout_s=timeout_s, ranks=members)
+    _require_same_models(model, homes_LE, votes)
+    executions = Executions(Execution(ranks, len(sites)))
+    recomputing = Recomputing(model, executions)
+    ExpertsInterface.register(NAME, _run_stand_in)
+    layers = []
+    for number, (path, module) in enumerate(sites):
+        names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
+        shards = ExpertShards(module, names, homes_LE[number], ranks)
+        layers.append(ExpertLayer(number, path, shards, ranks, lambda: executions.now))
+        module.__dict__[STAND_IN] = recomputing.guarded(layers[-1])
+        # a configuration of its own: other modules, and other models made from this one, keep theirs
+        config: Any = copy.copy(module.config)
+        config._experts_implementation_internal = NAME
+        module.config = config
+    peers = PeerGroup(timeout_s=timeout_s, ranks=members)
+    return PlacedModel(model, layers, executions, votes, peers, recomputing.captured)
+
+
+def _run_stand_in(module: nn.Module, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
+    stand_in = module.__dict__.get(STAND_IN)
+    if stand_in is None:
+        raise AttachError(
+            f"{type(module).__name__} is to run as experts implementation {NAME!r}, but was not distributed; call "
+            "foreroute.adapters.hf.distribute(model), which chooses it"
+        )
+    out: Tensor = stand_in(hidden_ND, ids_NK, weights_NK)
+    return out
+
+
+def _find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The experts modules in order of the model, all of which can be spread."""
+    if any(is_hooked(module) for module in model.modules()):
+        raise AttachError("a replay or record session is open on this model; distribute it before")
+    named = [(path, module) for path, module in model.named_modules() if EXPERTS.search(type(module).__name__)]
+    sites = []
+    for path, module in named:
+        if all(hasattr(module, name) for name in LAYOUT):
+            _require_spreadable(path, module)
+            _require_unwrapped(path, model)
+            sites.append((path, module))
+        elif any(True for _ in module.parameters()):
+            raise AttachError(
+                f"{path} is a {type(module).__name__}, whose layout transformers does not declare "
+                "(use_experts_implementation); its experts cannot be spread over ranks"
+            )
+    if not sites:
+        raise AttachError(f"{type(model).__name__} has no experts modules that transformers declares the layout of")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) or parameter.is_meta:
+            raise AttachError(
+                f"{name} is {'on the meta device' if parameter.is_meta else 'a DTensor'}; distribute the whole model, "
+                "with its weights, before anything else shards it"
+            )
+    return sites
+
+
+def _require_spreadable(path: str, module: nn.Module) -> None:
+    if STAND_IN in module.__dict__:
+        raise AttachError(f"{path} is distributed already; load other weights with PlacedModel.load_state_dict")
+    if "forward" in module.__dict__:
+        raise AttachError(
+            f"{path} has a forward of its own, put there by another library (expert parallelism of transformers, "
+            "accelerate, a kernel); distribute the model without it"
+        )
+    if is_parametrized(module):
+        raise AttachError(f"{path} has parametrized weights, as LoRA leaves them; merge them first")
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if not WEIGHT.fullmatch(name) or len(parameter) != module.num_experts or not parameter.is_floating_point():
+            raise AttachError(
+                f"{path}.{name} is {parameter.dtype} {list(parameter.shape)}; expected floats [{module.num_experts}, "
+                "...] named gate_up_proj, up_proj or down_proj, or _bias of these"
+            )
+
+
+def _require_unwrapped(path: str, model: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    if name == "base_layer":
+        wrapper = type(model.get_submodule(parent)).__name__
+        raise AttachError(f"{parent} is wrapped by a {wrapper}, as PEFT adapts experts; merge it first")
+
+
+def _checked_homes(
+    sites: list[tuple[str, nn.Module]], num_ranks: int, home_LE: NDArray[np.integer] | None
+) -> NDArray[np.int16]:
+    sizes = sorted({int(module.num_experts) for _, module in sites})  # type: ignore[arg-type]
+    if len(sizes) > 1:
+        raise AttachError(f"layers have {sizes} experts; expected the same number in all of them")
+    num_experts = sizes[0]
+    if num_experts % num_ranks:
+        raise TopologyError(
+            f"{num_experts} experts cannot be placed evenly on {num_ranks} ranks; "
+            "use a number of expert-parallel ranks that divides the number of experts"
+        )
+    each = num_experts // num_ranks
+    if home_LE is None:
+        return np.tile(np.repeat(np.arange(num_ranks, dtype=np.int16), each), (len(sites), 1))
+    if home_LE.shape != (len(sites), num_experts) or any(
+        home_E.min() < 0 or not np.array_equal(np.bincount(home_E), np.full(num_ranks, each)) for home_E in home_LE
+    ):
+        raise TopologyError(
+            f"home_LE has shape {list(home_LE.shape)}; expected [{len(sites)}, {num_experts}], with {each} experts of "
+            f"each layer on each of {num_ranks} ranks"
+        )
+    return home_LE.astype(np.int16)
+
+
+def _require_same_models(model: nn.Module, home_LE: NDArray[np.int16], votes: Votes) -> None:
+    """Gradients flow, and rows arrive, only where all ranks agree on what is trained and what the weights are."""
+    what = "comparing the models of all ranks"
+    names = ["the homes of experts", *(name for name, _ in model.named_parameters())]
+    hashes = [xxhash.xxh3_64_intdigest(home_LE.tobytes())]
+    for name, parameter in model.named_parameters():
+        facts = (name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad, _checksum(parameter))
+        hashes.append(xxhash.xxh3_64_intdigest(repr(facts).encode()))
+    if len(set(votes.texts(str(len(names)), what))) > 1:
+        raise AttachError("ranks hand in models with different numbers of parameters; expected the same model")
+    mine = torch.tensor([number >> 1 for number in hashes])  # a bit less, so that it has a negative
+    most, minus_least = votes.most(torch.stack([mine, -mine]), what)
+    for name, differs in zip(names, (most != -minus_least).tolist(), strict=True):
+        if differs:
+            raise AttachError(
+                f"ranks differ in {name}: its shape, dtype, requires_grad or values; hand in the same model, from the "
+                "same checkpoint or seed, on all of them"
+            )
+
+
+def _checksum(parameter: Tensor) -> int:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
+    return int(parameter.detach().contiguous().view(integers).sum(dtype=torch.int64))

@@ -1,0 +1,86 @@
+"""What is equal bit for bit, on the CPU: everything, to the static placement, but the gradients of split experts."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import working
+from foreroute.experts import compute
+from training import MICRO_STEPS, Case
+
+FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+UNSPLIT = [
+    Case(plan="static", ahead=False),
+    Case(plan="static", use_reentrant=True),
+    Case(plan="static", use_reentrant=False),
+    Case(plan="shuffled"),
+    Case(plan="shuffled", ahead=False, use_reentrant=True),
+]
+SPLIT = [Case(plan=1), Case(plan=2, use_reentrant=False), Case(plan=3, weights="shared")]
+
+
+@pytest.fixture(scope="module")
+def static(workers):
+    """Under the static placement."""
+    found = {}
+
+    def of(family, dtype):
+        if (family, dtype) not in found:
+            found[family, dtype] = workers(4).run(working.train, Case(family, plan="static", dtype=dtype))
+        return found[family, dtype]
+
+    return of
+
+
+@pytest.mark.parametrize("case", UNSPLIT, ids=lambda case: case.id)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_where_no_expert_is_split_losses_gradients_and_weights_are_equal(workers, static, family, case):
+    outcomes = workers(4).run(working.train, replace(case, family=family))
+    for outcome, expected in zip(outcomes, static(family, torch.float32), strict=True):
+        assert outcome["losses"] == expected["losses"]
+        for kind in ("grads", "state"):
+            assert [n for n, tensor in expected[kind].items() if not torch.equal(outcome[kind][n], tensor)] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.id)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_where_experts_are_split_all_is_equal_but_their_gradients(workers, static, family, case, dtype):
+    outcomes = workers(4).run(working.train, replace(case, family=family, dtype=dtype))
+    differing = 0
+    for outcome, expected in zip(outcomes, static(family, dtype), strict=True):
+        # the first optimizer step takes up the gradients of split experts
+        assert outcome["losses"][:MICRO_STEPS] == expected["losses"][:MICRO_STEPS]
+        (split_LE,) = outcome["split"]
+        experts = sorted({_layer(name) for name in expected["grads"] if ".experts." in name})
+        for name, grad in expected["grads"].items():
+            differs = (outcome["grads"][name] != grad).flatten(1 if grad.ndim > 1 else 0).any(-1)
+            if ".mlp.experts." not in name:
+                assert not differs.any(), name
+            else:
+                differing += int(differs.sum())
+                assert not (differs.numpy() & ~split_LE[experts.index(_layer(name))]).any(), name
+    assert differing
+
+
+def _layer(name):
+    return int(re.search(r"layers\.(\d+)\.", name).group(1))
+
+
+@pytest.mark.parametrize(
+    ("family", "rule", "value"), [("qwen3_moe", "LEAST_ROWS", {}), ("gpt_oss", "WHOLE_VECTORS", 1)]
+)
+def test_without_the_rules_bits_do_differ(workers, family, rule, value):
+    """The control: each rule is needed, and the comparison sees it."""
+    cases = [Case(family, plan=plan) for plan in ("static", "shuffled", 1, 2)]
+    (expected, *others), *_ = workers(4).run(without_rule, rule, value, cases)
+    dense = [name for name in expected["grads"] if ".experts." not in name]
+    assert any(not torch.equal(other["grads"][name], expected["grads"][name]) for other in others for name in dense)
+
+
+def without_rule(rank, rule, value, cases):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compute, rule, value)
+        return [working.train(rank, case) for case in cases]

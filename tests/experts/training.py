@@ -1,0 +1,126 @@
+"""Three optimizer steps on tiny models, on one process and on many."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+import foreroute as fr
+from driving import batch_of, enable_checkpointing, log_probs, sequences_of
+from foreroute.adapters import hf
+from models import tiny
+
+STEPS, MICRO_STEPS = 3, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train.
+
+    Attributes:
+        family: of the model.
+        ranks: G.
+        routing: "live", "replay" of random routes, or "crowded": of routes to the first experts alone, so that other
+            ranks have nothing to do.
+        plan: None; "static" for homes alone; "planned" by the planner; "shuffled" for random homes
+            alone; a seed for random homes, replicas and splits.
+        use_reentrant: of activation checkpointing; None without.
+        ahead: whether counts are known before the forward.
+        unrouted: whether last tokens have no route.
+        dtype: of the model.
+        weights: where replicas come from: "direct", or an engine with slots by "layer" or "shared"; "late" is
+            "direct" with every second cell served at home; "lost" and "doubled" with gradients tampered with.
+    """
+
+    family: str = "qwen3_moe"
+    ranks: int = 4
+    routing: str = "replay"
+    plan: str | int | None = None
+    use_reentrant: bool | None = None
+    ahead: bool = True
+    unrouted: bool = False
+    dtype: torch.dtype = torch.float32
+    weights: str = "direct"
+
+    @property
+    def id(self):
+        ways = {None: "plain", True: "reentrant", False: "non_reentrant"}
+        parts = [self.family, f"{self.ranks}_ranks", self.routing, f"plan_{self.plan}", ways[self.use_reentrant]]
+        parts += ["last_tokens_unrouted"] * self.unrouted + ["counts_exchanged"] * (not self.ahead) + [self.weights]
+        return "-".join([*parts, str(self.dtype).removeprefix("torch.")])
+
+    @property
+    def alone(self):
+        """The same training of the plain model."""
+        return replace(self, plan=None, use_reentrant=None, ahead=True, weights="direct")
+
+
+def policy(case):
+    # grouped_mm knows no float64
+    model = tiny(case.family, experts="eager" if case.dtype == torch.float64 else "grouped_mm").to(case.dtype)
+    enable_checkpointing(model.train(), case.use_reentrant)
+    return model
+
+
+def batch(rank, step, micro_step):
+    """Padded on either side; ranks have different numbers of tokens."""
+    lengths = np.random.default_rng([rank, step, micro_step]).integers(3, 12, size=2)
+    return batch_of(*lengths, seed=100 * step + 10 * micro_step + rank, side=("left", "right")[micro_step % 2])
+
+
+def num_targets(num_ranks, step):
+    """Of all ranks and micro-steps."""
+    masks = [batch(r, step, m)["attention_mask"] for r in range(num_ranks) for m in range(MICRO_STEPS)]
+    return sum(int((mask.sum(dim=1) - 1).sum()) for mask in masks)
+
+
+def routes(spec, case, rank, step, micro_step):
+    """Random, and uneven as trained routers are."""
+    rng = np.random.default_rng([7, rank, step, micro_step])
+    favour = np.linspace(1.2, 0, spec.num_experts)
+    favour[: spec.top_k] += 2.0 * (case.routing == "crowded")
+    tokens = sequences_of(batch(rank, step, micro_step))
+    left_out = 1 if case.unrouted else 0
+    shape = (spec.num_layers, spec.num_experts)
+    ids = [np.argsort(rng.random((len(t) - left_out, *shape)) - favour, axis=-1)[..., : spec.top_k] for t in tokens]
+    return fr.RoutingTrace.from_sequences(spec, tokens, ids)
+
+
+def optimizer_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@lru_cache
+def train_alone(case):
+    """Losses of every rank and micro-step, gradients of the first step, and the last weights, of the plain model."""
+    model = policy(case)
+    routed = hf.attach(model)
+    optimizer = optimizer_of(model)
+    losses, first = [], None
+    for step in range(STEPS):
+        for m in range(MICRO_STEPS):
+            for rank in range(case.ranks):
+                with replaying(routed, case, rank, step, m):
+                    loss = -log_probs(model, batch(rank, step, m)).sum() / num_targets(case.ranks, step)
+                    loss.backward()
+                losses.append(loss.item())
+        first = first or gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": torch.tensor(losses, dtype=torch.float64), "grads": first, "state": state(model)}
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def state(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def replaying(routed, case, rank, step, micro_step):
+    if case.routing == "live":
+        return nullcontext()
+    return routed.replay(routes(routed.spec, case, rank, step, micro_step))
