@@ -5,6 +5,7 @@ import json
 from foreroute.adapters import hf
 from foreroute.train import parse_config
 from foreroute.train.loop import make_policy, make_trainer
+from foreroute.train.whole import Whole
 
 SIZES = {
     "hidden_size": 32,
@@ -32,7 +33,7 @@ def small_values(**sections):
         "measure": {"save_trace_every": 2},
     }
     for name, section in sections.items():
-        values[name] = {**values[name], **section} if isinstance(section, dict) else section
+        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
     return values
 
 
@@ -49,4 +50,5 @@ def records(folder):
 def trainer_of(config):
     """A trainer at its initial weights, with the embedded engine."""
     policy = make_policy(config)
-    return make_trainer(config, policy, hf.EmbeddedEngine(policy.model, config.rollout.precision))
+    engine = hf.EmbeddedEngine(policy.model, config.rollout.precision)
+    return make_trainer(config, policy, Whole(policy), engine)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.train.forward import pad, response_logprobs
+from foreroute.train.forward import inputs, pad, response_logprobs
+from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import group_advantages, roll_out
 from foreroute.train.task import END_TOKEN, VOCABULARY, Problem, decode, encode, reward, sample_problems
 from foreroute.train.update import clipped_loss
@@ -70,7 +71,7 @@ def test_clipped_tokens_have_no_gradient():
 def test_log_probs_and_entropy_match_one_sequence_at_a_time():
     config = small_config(rollout={"temperature": 0.8})
     trainer = trainer_of(config)
-    generation = roll_out(trainer.engine, config, 0).generation
+    generation = roll_out(trainer.engine, config, 0, Ranks()).generation
     assert len(set(generation.trace.lengths.tolist())) > 1, "the case must be padded"
     model = trainer.policy.model.eval()
     with torch.no_grad():
@@ -87,18 +88,20 @@ def test_log_probs_and_entropy_match_one_sequence_at_a_time():
     np.testing.assert_allclose(entropy.numpy(), expected_entropy, atol=2e-5)
 
 
-def test_padding_marks_exactly_the_response():
+def test_all_but_the_last_token_of_each_sequence_is_put_in():
     config = small_config()
-    generation = roll_out(trainer_of(config).engine, config, 0).generation
-    input_ids, mask, is_response = pad(generation)
-    for s in range(len(generation)):
-        assert np.array_equal(input_ids[s][mask[s] == 1], generation.trace.tokens(s))
-        assert np.array_equal(input_ids[s][is_response[s]], generation.response(s))
+    trace = roll_out(trainer_of(config).engine, config, 0, Ranks()).generation.trace
+    input_ids, mask = pad(inputs(trace))
+    assert inputs(trace).valid_N.all()
+    for s in range(len(trace)):
+        assert np.array_equal(input_ids[s][mask[s] == 1], trace.tokens(s)[:-1])
 
 
 def test_the_problems_of_a_step_follow_from_seed_and_step():
     config = small_config()
     engine = trainer_of(config).engine
-    assert roll_out(engine, config, 3).generation.trace.equals(roll_out(engine, config, 3).generation.trace)
-    other = roll_out(engine, config, 4).generation.trace
-    assert not roll_out(engine, config, 3).generation.trace.equals(other)
+    assert roll_out(engine, config, 3, Ranks()).generation.trace.equals(
+        roll_out(engine, config, 3, Ranks()).generation.trace
+    )
+    other = roll_out(engine, config, 4, Ranks()).generation.trace
+    assert not roll_out(engine, config, 3, Ranks()).generation.trace.equals(other)

@@ -10,7 +10,9 @@ import torch
 import foreroute as fr
 from foreroute.errors import ConfigError, DivergedError, RunFolderError, StaleTraceError
 from foreroute.train import Watcher, load_checkpoint, load_config, parse_config, train
+from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Experience, roll_out
+from foreroute.train.schedule import make_schedule
 from foreroute.train.update import update
 from models import FAMILIES
 from small_runs import SIZES, records, small_config, small_values, trainer_of
@@ -87,7 +89,7 @@ def test_what_a_step_records(tmp_path):
         assert native["response_tokens"] == replayed["response_tokens"] > 0
         assert native["routed_rows"] == replayed["routed_rows"] == record["tokens"] - 24
         assert sum(native["differing_layers_histogram"]) == native["routed_rows"]
-        assert sum(record["margins"]["counts_LB"][0]) == record["tokens"]
+        assert sum(record["margins"]["counts_LB"][0]) == record["tokens"] - 24
         assert 0 <= record["reward_mean"] <= 1
     assert any(record["mismatch"]["native"]["differing_share"] > 0 for record in records(run.path))
     assert any(record["grad_norm"] > 0 for record in records(run.path))
@@ -124,9 +126,10 @@ def test_micro_steps_do_not_change_the_update(tmp_path):
 def test_routes_of_another_step_are_refused(tmp_path):
     trainer = trainer_of(small_config())
     experience, _ = trainer.run_step()
+    schedule = make_schedule(experience, trainer.config.rl, Ranks(), seed=(0, 0))
     trainer.run_step()
     with pytest.raises(StaleTraceError, match="expected only 2"):
-        trainer._recompute(experience, "replayed")
+        trainer._recompute(experience, schedule, "replayed")
 
 
 def test_a_warm_start_is_shared(tmp_path):
@@ -190,7 +193,7 @@ def test_a_checkpoint_executes_nothing(tmp_path):
         ({"task": {"min_operands": 9}}, "min_operands = 9 exceeds max_operands = 4"),
         ({"rl": {"clip_low": 1.5}}, r"rl\.clip_low"),
         ({"rl": {"learning_rate": float("inf")}}, r"rl\.learning_rate"),
-        ({"rl": {"micro_step_tokens": 8}}, "cannot hold a sequence of up to 13 tokens"),
+        ({"rl": {"micro_step_tokens": 8}}, "cannot hold a sequence of up to 12 tokens"),
         ({"model": {"sizes": {"vocab_size": 7}}}, "vocab_size comes from the task"),
         ({"name": "../up"}, "name"),
     ],
@@ -265,16 +268,17 @@ def test_all_equal_rewards_leave_the_policy_alone():
     config = small_config()
     trainer = trainer_of(config)
     before = {k: v.clone() for k, v in trainer.policy.model.state_dict().items()}
-    experience = roll_out(trainer.engine, config, 0)
+    experience = roll_out(trainer.engine, config, 0, Ranks())
     equal = Experience(experience.generation, np.ones(24), np.zeros(24), np.zeros(24, bool))
     result = update(
         trainer.policy,
+        trainer.execution,
         trainer.optimizer,
         equal,
+        make_schedule(equal, config.rl, Ranks(), seed=(0, 0)).update,
         experience.generation.logprobs_R,
         None,
         config.rl,
-        seed=(0, 0),
         weight_version=0,
         temperature=1.0,
     )

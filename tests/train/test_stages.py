@@ -10,8 +10,10 @@ import torch
 from foreroute.balance import contiguous_imbalance
 from foreroute.errors import StaleTraceError
 from foreroute.train import loop, rollout
-from foreroute.train.forward import pad
+from foreroute.train.forward import inputs, pad
+from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
+from foreroute.train.schedule import make_schedule
 from foreroute.train.update import update
 from small_runs import small_config, trainer_of
 
@@ -25,7 +27,7 @@ def seen_step(monkeypatch, **sections):
     seen = {"experts": []}
     layers = {path: i for i, path in enumerate(p.removesuffix("gate") + "experts" for p in trainer.policy.router_paths)}
 
-    def watched(routed, optimizer, experience, old_logprobs, routes, *rest, **options):
+    def watched(routed, execution, optimizer, experience, stages, old_logprobs, *rest, **options):
         handles = [
             routed.model.get_submodule(path).register_forward_pre_hook(
                 lambda _, args, path=path: seen["experts"].append((layers[path], args[1].clone().numpy()))
@@ -33,7 +35,7 @@ def seen_step(monkeypatch, **sections):
             for path in layers
         ]
         seen["old"], seen["lr"] = old_logprobs, optimizer.param_groups[0]["lr"]
-        result = update(routed, optimizer, experience, old_logprobs, routes, *rest, **options)
+        result = update(routed, execution, optimizer, experience, stages, old_logprobs, *rest, **options)
         for handle in handles:
             handle.remove()
         seen["result"] = result
@@ -54,11 +56,11 @@ def executed_rows(experience, result, seen, num_layers):
     calls = iter(seen["experts"])
     for micro_step in range(result.micro_step_S.max() + 1):
         members = [s for s in order if result.micro_step_S[s] == micro_step]
-        part = generation.select(members)
+        part = inputs(generation.select(members).trace)
         kept = pad(part)[1].reshape(-1).astype(bool)
         for _ in range(num_layers):
             layer, ids = next(calls)
-            yield part.trace, members, layer, ids[kept]
+            yield part, members, layer, ids[kept]
     assert next(calls, None) is None
 
 
@@ -70,7 +72,7 @@ def test_the_update_runs_on_the_routes_it_should(monkeypatch, routing, mini_step
     for part, members, layer, ids in executed_rows(experience, seen["result"], seen, trainer.policy.spec.num_layers):
         routed = part.valid_N
         agree["rollout"].append((np.sort(part.expert_ids_NLK[routed, layer]) == np.sort(ids[routed])).all())
-        own = native.select(members).expert_ids_NLK[:, layer]
+        own = inputs(native.select(members)).expert_ids_NLK[:, layer]
         agree["native"].append((np.sort(own[routed]) == np.sort(ids[routed])).all())
     if routing == "R3":
         assert all(agree["rollout"])
@@ -109,18 +111,19 @@ def test_the_learning_rate_warms_up(monkeypatch):
 def test_the_update_refuses_routes_of_another_step():
     config = small_config()
     trainer = trainer_of(config)
-    experience = roll_out(trainer.engine, config, 0)
+    experience = roll_out(trainer.engine, config, 0, Ranks())
     stale = experience.generation.trace.with_weight_version(999)
     old = experience.generation.logprobs_R
     with pytest.raises(StaleTraceError, match="expected only 0"):
         update(
             trainer.policy,
+            trainer.execution,
             trainer.optimizer,
             experience,
+            make_schedule(experience, config.rl, Ranks(), seed=(0, 0)).update,
             old,
             stale,
             config.rl,
-            seed=(0, 0),
             weight_version=0,
             temperature=1.0,
         )

@@ -46,8 +46,13 @@ def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: 
     console.print(f"trace   {trace}   (foreroute inspect shows it)", soft_wrap=True, highlight=False, markup=False)
 
 
+def demo_values() -> dict[str, Any]:
+    """The demo's configuration, as `parse_config` takes it."""
+    return tomllib.loads((files("foreroute.cli") / "arithmetic.toml").read_text(encoding="utf-8"))
+
+
 def _config(routing: str, steps: int | None, precision: str, engine: str, warm_start: dict[str, Any]) -> TrainConfig:
-    values = tomllib.loads((files("foreroute.cli") / "arithmetic.toml").read_text(encoding="utf-8"))
+    values = demo_values()
     values["name"] = routing
     values["rl"]["routing"] = routing
     values["rollout"] |= {"precision": precision, "engine": engine}

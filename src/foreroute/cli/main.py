@@ -1,4 +1,4 @@
-"""`foreroute demo | train | inspect | validate | convert | diff | doctor | report`."""
+"""`foreroute demo | demo-ep | train | inspect | validate | convert | diff | doctor | plan | report`."""
 
 from __future__ import annotations
 
@@ -71,6 +71,17 @@ def demo(
     from foreroute.cli.demo import run_demo
 
     run_demo(folder, steps=steps, precision=precision, engine=engine)
+
+
+@app.command("demo-ep")
+def demo_ep(
+    folder: Annotated[Path, typer.Option(help="The run's folder.")],
+    steps: Annotated[int, typer.Option(min=1)] = 30,
+) -> None:
+    """Train the demo's task on expert-parallel ranks: torchrun --nproc-per-node 4 -m foreroute.cli demo-ep."""
+    from foreroute.cli.demo_ep import run_demo_ep
+
+    run_demo_ep(folder, steps=steps)
 
 
 @app.command()
@@ -178,6 +189,75 @@ def diff(
 
     if not print_difference(reference, other):
         raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    topology: Annotated[Path, typer.Option(help="TOML: ranks, slots, hardware, model, costs.")],
+    traces: Annotated[list[Path] | None, typer.Argument(help="Trace files of one step.")] = None,
+    counts: Annotated[
+        Path | None, typer.Option(help=".npz with an integer array counts [M, L, G, E], instead of traces.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="The plan file; the page is named alike, with .html.")] = Path(
+        "plan.safetensors"
+    ),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a plan and a page that are there.")] = False,
+    tolerance: Annotated[float, typer.Option(help="Stop at 1 + this times the mean load; 0 balances exactly.")] = 0.02,
+    home_moves: Annotated[str, typer.Option(help="Most experts of a layer that may change their home; or all.")] = "0",
+    replicas: Annotated[bool, typer.Option(help="Replicate experts in redundant slots.")] = True,
+    shared_slots: Annotated[
+        bool, typer.Option("--shared-slots", help="One set of slots for all layers, empty at every cell.")
+    ] = False,
+    locality: Annotated[bool, typer.Option(help="Serve tokens near their source.")] = True,
+    traffic: Annotated[
+        bool, typer.Option("--traffic", help="Also replicate what cuts traffic, where that pays; with --shared-slots.")
+    ] = False,
+    pay_off: Annotated[bool, typer.Option(help="Drop replicas that expose more time than they save.")] = True,
+    previous_plan: Annotated[Path | None, typer.Option(help="Plan of the step before: where experts live now.")] = None,
+    previous_step: Annotated[
+        list[Path] | None, typer.Option(help="Traces (repeat it), or one .npz, of the step before.")
+    ] = None,
+    token_budget: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of a rank in a micro-step, for traces [default: 16384].")
+    ] = None,
+    pack: Annotated[
+        str | None, typer.Option(help="How traces are packed: routes, or lengths [default: routes].")
+    ] = None,
+    baseline: Annotated[list[str] | None, typer.Option(help="Compare with this one alone; repeat it.")] = None,
+    baselines: Annotated[bool, typer.Option(help="Compare with other balancers.")] = True,
+    threads: Annotated[int, typer.Option(min=1, help="Of the planner; plans do not depend on it.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of searches; the same seed gives the same plan.")] = 0,
+) -> None:
+    """Plan a step before it runs: where experts live, which are replicated, and who serves which token."""
+    from foreroute.balance import PlanOptions
+    from foreroute.cli.plan import read_home_moves, run_plan
+    from foreroute.cli.plan_inputs import PlanInputs
+
+    inputs = PlanInputs(
+        topology=topology,
+        traces=traces or (),
+        counts=counts,
+        previous_plan=previous_plan,
+        previous_step=previous_step or (),
+        token_budget=token_budget,
+        pack=pack,
+        seed=seed,
+        threads=threads,
+    )
+    options = PlanOptions(
+        tolerance=tolerance,
+        home_moves=read_home_moves(home_moves),
+        replicas=replicas,
+        slots="shared" if shared_slots else "layer",
+        locality=locality,
+        traffic=traffic,
+        pay_off=pay_off,
+        threads=threads,
+        seed=seed,
+    )
+    if baseline and not baselines:
+        raise InputError("--baseline and --no-baselines contradict each other; leave one of them out")
+    run_plan(inputs, options, output, baselines=(baseline or None) if baselines else (), overwrite=overwrite)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from foreroute.train import TrainConfig, Watcher
 
 LINES_EVERY = 20
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for the run: it is alone, or rank 0 of those that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def console_of_rank() -> Console:
+    """The terminal, for rank 0; the others are silent but for their errors."""
+    return Console(quiet=not is_first_rank())
 
 
 @contextmanager

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-
-from foreroute.cli.progress import watching
+from foreroute.cli.progress import console_of_rank, is_first_rank, watching
 from foreroute.report import write_report
-from foreroute.train import load_config, train
+from foreroute.train import TrainConfig, load_config, train
 
 
 def run_training(config_path: Path, folder: Path | None, *, resume: bool) -> None:
-    """Train, write the report, and say where things are."""
-    console = Console()
+    """Train, write the report, and say where things are. Under torchrun, rank 0 does the last two."""
     config = load_config(config_path)
-    folder = folder or Path("runs") / config.name
+    train_and_report(config, folder or Path("runs") / config.name, resume=resume)
+
+
+def train_and_report(config: TrainConfig, folder: Path, *, resume: bool = False) -> None:
+    """Train a configuration in a folder, write the report, and say where things are."""
+    console = console_of_rank()
     with watching(config, console) as watcher:
         run = train(config, folder, resume=resume, watcher=watcher)
+    if not is_first_rank():
+        return
     saved = run.last_checkpoint() or "none: stopped in the warm start, nothing was written"
     console.print(f"checkpoint  {saved}", soft_wrap=True, highlight=False, markup=False)
     if (folder / "metrics.jsonl").exists():

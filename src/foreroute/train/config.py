@@ -142,6 +142,41 @@ class CheckpointConfig(Section):
     """Steps between checkpoints."""
 
 
+class ParallelConfig(Section):
+    """Expert parallelism: one process for each rank, started by torchrun. Nothing here changes what a run learns."""
+
+    expert: Count = 1
+    """Ranks that the experts are spread over, and the prompts dealt to; the number of processes."""
+    ranks_per_node: Count | None = None
+    """Ranks that share a node's memory; all of them by default."""
+    redundant_slots: Annotated[int, Field(ge=0)] = 2
+    """Replicas that a rank may serve in each layer; 0 leaves every expert at its home."""
+    tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.02
+    """Of the planner: a cell is balanced when its busiest rank has at most this share more than the mean."""
+    slots: Literal["layer", "shared"] = "layer"
+    """Redundant slots for each layer, which keep what they hold, or one set for all layers."""
+    paths: Literal["auto", "host", "direct"] = "auto"
+    """How replicas travel: through the node's memory, peer to peer, or by whichever is expected to end sooner."""
+    prefetch: Annotated[int, Field(ge=0)] = 1
+    """Cells ahead of the one that runs whose replicas are fetched."""
+    deadline_s: Annotated[float, Field(ge=0)] | None = None
+    """A cell waits this long for its replicas; then its tokens go to the homes."""
+    checksums: bool = False
+    """Verify what arrives."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """A rank that does not answer for so long in the middle of a stage is taken for dead."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ParallelConfig:
+        if self.ranks_per_node is not None and self.expert % self.ranks_per_node:
+            raise ValueError(
+                f"expert = {self.expert} ranks do not fill nodes of ranks_per_node = {self.ranks_per_node}"
+            )
+        if self.deadline_s is not None and self.deadline_s >= self.timeout_s:
+            raise ValueError(f"deadline_s = {self.deadline_s} is not below timeout_s = {self.timeout_s}")
+        return self
+
+
 class TrainConfig(Section):
     """A run."""
 
@@ -157,17 +192,29 @@ class TrainConfig(Section):
     rl: RLConfig = RLConfig()
     measure: MeasureConfig = MeasureConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     @model_validator(mode="after")
     def _enough_sequences(self) -> TrainConfig:
         sequences = self.rollout.prompts * self.rollout.group_size
         if self.rl.mini_steps > sequences:
             raise ValueError(f"rl.mini_steps = {self.rl.mini_steps} exceeds the {sequences} sequences of a rollout")
-        longest = 3 * self.task.max_operands + 1  # operands, operators and "=", then one result each and the end
+        longest = 3 * self.task.max_operands  # operands, operators and "=", then one result each; the end is no input
         if self.rl.micro_step_tokens < longest:
             raise ValueError(
                 f"rl.micro_step_tokens = {self.rl.micro_step_tokens} cannot hold a sequence of up to {longest} tokens"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_spread(self) -> TrainConfig:
+        num_ranks = self.parallel.expert
+        if self.rollout.prompts % num_ranks:
+            raise ValueError(
+                f"rollout.prompts = {self.rollout.prompts} cannot be dealt to parallel.expert = {num_ranks} evenly"
+            )
+        if num_ranks > 1 and self.rollout.engine != "embedded":
+            raise ValueError(f'parallel.expert = {num_ranks} needs rollout.engine = "embedded", which every rank has')
         return self
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.capture import Generation
+from foreroute.trace import RoutingTrace
 from foreroute.train.task import PAD_TOKEN
 
 
@@ -18,30 +19,38 @@ def response_logprobs(model: Any, generation: Generation, temperature: float) ->
 
     Args:
         model: a causal language model.
-        generation: the sequences of one micro-batch; they are padded on the right.
+        generation: the sequences of one micro-batch; their `inputs` are padded on the right.
         temperature: of the rollout.
 
     Returns:
-        Two float32 tensors [R], response tokens packed sequence after sequence; entropy is in nats, without gradient.
+        Two tensors [R] in float32, or in the logits' dtype where that is wider: response tokens packed sequence after
+        sequence. Entropy is in nats, without gradient.
     """
-    input_ids_BT, mask_BT, is_response_BT = pad(generation)
+    input_ids_BT, mask_BT = pad(inputs(generation.trace))
     logits = model(
         input_ids=torch.from_numpy(input_ids_BT), attention_mask=torch.from_numpy(mask_BT), use_cache=False
     ).logits
     # the logits at position p are those of token p + 1
-    chosen = torch.from_numpy(is_response_BT[:, 1:])
-    logprobs_RV = (logits[:, :-1][chosen].float() / temperature).log_softmax(-1)
-    targets_R = torch.from_numpy(input_ids_BT)[:, 1:][chosen]
+    predicts_BT = mask_BT.astype(bool) & (np.arange(mask_BT.shape[1]) >= generation.prompt_lengths[:, None] - 1)
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    logprobs_RV = (logits[torch.from_numpy(predicts_BT)].to(precise) / temperature).log_softmax(-1)
+    responses = [generation.response(s) for s in range(len(generation))]
+    targets_R = torch.from_numpy(np.concatenate(responses).astype(np.int64))
     entropy_R = -(logprobs_RV.detach().exp() * logprobs_RV.detach()).sum(-1)
     return logprobs_RV.gather(-1, targets_R[:, None])[:, 0], entropy_R
 
 
-def pad(generation: Generation) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Tokens and mask [B, T], padded on the right, and which of them are response tokens."""
-    trace = generation.trace
-    lengths = trace.lengths
-    position_T = np.arange(int(lengths.max()))
-    mask_BT = position_T < lengths[:, None]
+def inputs(trace: RoutingTrace) -> RoutingTrace:
+    """What is put into the model: all but the last token of each sequence, whose logits nobody asks for.
+
+    The engine never routed that token either, so every row that is left can be replayed, and counted ahead.
+    """
+    return trace.truncated(trace.lengths - 1)
+
+
+def pad(trace: RoutingTrace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens and mask [B, T], padded on the right."""
+    mask_BT = np.arange(int(trace.lengths.max())) < trace.lengths[:, None]
     input_ids_BT = np.full(mask_BT.shape, PAD_TOKEN, np.int64)
     input_ids_BT[mask_BT] = trace.token_ids_N
-    return input_ids_BT, mask_BT.astype(np.int64), mask_BT & (position_T >= generation.prompt_lengths[:, None])
+    return input_ids_BT, mask_BT.astype(np.int64)

@@ -14,9 +14,10 @@ again in stage 3;  R3, those of stage 1 in both.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,20 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.errors import ForerouteError, RunFolderError
+from foreroute.trace import RoutingTrace
 from foreroute.train.config import TrainConfig
 from foreroute.train.engines import make_engine
-from foreroute.train.measure import step_record
+from foreroute.train.measure import StepPart, merged, step_record
+from foreroute.train.ranks import Ranks, joined
 from foreroute.train.recompute import Recomputed, recompute
 from foreroute.train.rollout import Engine, Experience, roll_out
 from foreroute.train.run_folder import RunFolder, load_checkpoint
+from foreroute.train.schedule import Schedule, Stage, make_schedule
+from foreroute.train.spread import Spread
 from foreroute.train.task import VOCABULARY
-from foreroute.train.update import update
+from foreroute.train.update import Updated, update
 from foreroute.train.warm_start import warm_start
+from foreroute.train.whole import Execution, Whole
 
 
 @dataclass
@@ -56,46 +62,49 @@ class Trainer:
 
     config: TrainConfig
     policy: hf.RoutedModel
+    execution: Execution
     engine: Engine
     optimizer: torch.optim.Optimizer
     step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     def run_step(self) -> tuple[Experience, dict[str, Any]]:
-        """One rollout and the update on it. Returns the rollout and the step's record."""
+        """One rollout and the update on it.
+
+        Returns:
+            The rollout and the step's record, on rank 0 those of all ranks; elsewhere the record is empty.
+        """
         self.seconds.clear()
+        ranks, version, routing = self.execution.ranks, self.step, self.config.rl.routing
         with self._timed("rollout"):
-            self.engine.load_weights(self.policy.model.state_dict(), version=self.step)
-            experience = roll_out(self.engine, self.config, self.step)
-        trained_with = "replayed" if self.config.rl.routing == "R3" else "native"
+            weights = self.execution.state_dict()
+            experience = ranks.together(f"the rollout of step {version}", lambda: self._roll_out(weights))
+        schedule = make_schedule(experience, self.config.rl, ranks, seed=(self.config.seed, version))
+        if routing == "R3":
+            self._plan(experience.generation.trace, [schedule.recompute, *schedule.update])
+        trained_with = "replayed" if routing == "R3" else "native"
         with self._timed("recompute"):
-            passes = {trained_with: self._recompute(experience, trained_with)}
-        if self.step % self.config.measure.compare_every == 0:
+            passes = {trained_with: self._recompute(experience, schedule, trained_with)}
+        if routing == "R2":
+            self._plan(passes[trained_with].executed, schedule.update)
+        if version % self.config.measure.compare_every == 0:
             other = "native" if trained_with == "replayed" else "replayed"
             with self._timed("measure"):
-                passes[other] = self._recompute(experience, other)
+                passes[other] = self._recompute(experience, schedule, other)
         with self._timed("update"):
-            self._set_learning_rate()
-            updated = update(
-                self.policy,
-                self.optimizer,
-                experience,
-                passes[trained_with].logprobs_R,
-                {"none": None, "R2": passes[trained_with].executed, "R3": experience.generation.trace}[
-                    self.config.rl.routing
-                ],
-                self.config.rl,
-                seed=(self.config.seed, self.step),
-                weight_version=self.step,
-                temperature=self.config.rollout.temperature,
-            )
-        record = step_record(self.step, experience, passes, trained_with, updated, self.seconds)
+            updated = self._update(experience, schedule, passes[trained_with])
         self.step += 1
-        return experience, record
+        execution = self.execution.record()
+        parts = ranks.gathered(StepPart(experience, passes, updated))
+        if not parts:
+            return experience, {}
+        whole = merged(parts)
+        return whole.experience, step_record(version, whole, trained_with, self.seconds) | execution
 
     def state(self) -> dict[str, Any]:
         """Everything that a resumed run needs; randomness follows from the seed and the step."""
-        return {"model": self.policy.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        weights = dict(self.execution.state_dict())
+        return {"model": weights, "optimizer": self.execution.optimizer_state(self.optimizer)}
 
     def restore(self, checkpoint: Path) -> None:
         """Continue from a checkpoint of the same run.
@@ -105,18 +114,41 @@ class Trainer:
         """
         state = load_checkpoint(checkpoint)
         with _misfit_named(f"checkpoint {checkpoint}"):
-            self.policy.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.execution.load(state["model"], self.optimizer, state["optimizer"])
         self.step = state["step"]
 
-    def _recompute(self, experience: Experience, routes: str) -> Recomputed:
+    def _roll_out(self, weights: Mapping[str, torch.Tensor]) -> Experience:
+        self.engine.load_weights(weights, version=self.step)
+        return roll_out(self.engine, self.config, self.step, self.execution.ranks)
+
+    def _plan(self, routes: RoutingTrace, stages: list[Stage]) -> None:
+        self.execution.plan(self.step * self.config.rl.mini_steps, routes, stages)
+
+    def _recompute(self, experience: Experience, schedule: Schedule, routes: str) -> Recomputed:
         return recompute(
             self.policy,
+            self.execution,
             experience.generation,
-            micro_step_tokens=self.config.rl.micro_step_tokens,
+            schedule.recompute,
             temperature=self.config.rollout.temperature,
             replay=routes == "replayed",
             weight_version=self.step,
+        )
+
+    def _update(self, experience: Experience, schedule: Schedule, recomputed: Recomputed) -> Updated:
+        self._set_learning_rate()
+        routes = {"none": None, "R2": recomputed.executed, "R3": experience.generation.trace}
+        return update(
+            self.policy,
+            self.execution,
+            self.optimizer,
+            experience,
+            schedule.update,
+            recomputed.logprobs_R,
+            routes[self.config.rl.routing],
+            self.config.rl,
+            weight_version=self.step,
+            temperature=self.config.rollout.temperature,
         )
 
     def _set_learning_rate(self) -> None:
@@ -135,48 +167,84 @@ class Trainer:
 def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: Watcher | None = None) -> RunFolder:
     """Run or resume a configuration in a folder.
 
-    A resumed run ends with the same bits as one that was never interrupted (on the CPU, with as many threads). Nothing
-    is written before the first checkpoint can be: a run that fails or is stopped in its warm start leaves no folder.
+    With `parallel.expert` above 1 every process of the run calls this; rank 0 writes the folder, and all of them read
+    it. A resumed run ends with the same bits as one that was never interrupted (on the CPU, with as many threads and
+    ranks). Nothing is written before the first checkpoint can be: a run that fails or is stopped in its warm start
+    leaves no folder.
 
     Raises:
-        ConfigError: when the model cannot be made or trained as configured.
+        ConfigError: when the model cannot be made or trained as configured, or other processes run than configured.
         RunFolderError: when the folder is in use, or cannot be resumed.
         EngineError: when the rollout engine cannot be started, or fails.
         DivergedError: when loss, gradients or probabilities stop being finite; the checkpoints before stay.
+        RankError, TransferError: when another process fails, or is gone; the checkpoints before stay.
     """
     watcher = watcher or Watcher()
     torch.set_num_threads(config.threads)
-    run = RunFolder.reopen(folder, config) if resume else RunFolder.claim(folder)
-    policy = make_policy(config)
-    with closing(make_engine(config.rollout, policy)) as engine:
-        trainer = make_trainer(config, policy, engine)
-        last = run.last_checkpoint()
-        if last is not None:
-            trainer.restore(last)
-            run.forget_metrics_from(trainer.step)
-        elif _warm_start(policy.model, config, watcher):
-            run.begin(config)
-            run.save_checkpoint(0, trainer.state())
-        else:
-            return run
-        _run(trainer, run, watcher)
+    with joined(config.parallel.expert, config.parallel.timeout_s) as ranks:
+        ranks.first("opening the run folder", lambda: _open(config, folder, resume))
+        run = RunFolder(folder)
+        policy = make_policy(config)
+        with closing(make_engine(config.rollout, policy)) as engine:
+            last = run.last_checkpoint()
+            if last is None and not _begin(policy.model, config, ranks, watcher):
+                return run
+            with closing(make_execution(config, policy, ranks)) as execution:
+                trainer = make_trainer(config, policy, execution, engine)
+                _start(trainer, run, last)
+                _run(trainer, run, watcher)
     return run
 
 
+def _open(config: TrainConfig, folder: Path, resume: bool) -> None:
+    if resume:
+        RunFolder.reopen(folder, config)
+    else:
+        RunFolder.claim(folder)
+
+
+def _begin(model: Any, config: TrainConfig, ranks: Ranks, watcher: Watcher) -> bool:
+    """The weights that RL starts from, made by rank 0. False when it was stopped meanwhile."""
+    begun = []
+    ranks.first("the warm start", lambda: begun.append(_warm_start(model, config, watcher)))
+    ranks.copy_from_first(model.state_dict())
+    return bool(ranks.most([begun == [True]])[0])
+
+
+def _start(trainer: Trainer, run: RunFolder, last: Path | None) -> None:
+    ranks = trainer.execution.ranks
+    if last is not None:
+        ranks.together(f"loading {last}", lambda: trainer.restore(last))
+        ranks.first("taking up the metrics", lambda: run.forget_metrics_from(trainer.step))
+        return
+    ranks.first("making the run folder", lambda: run.begin(trainer.config))
+    _save(trainer, run)
+
+
 def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
-    config, saved_at = trainer.config, trainer.step
-    while trainer.step < config.rl.steps and not watcher.should_stop():
+    config, ranks, saved_at = trainer.config, trainer.execution.ranks, trainer.step
+    while trainer.step < config.rl.steps and not ranks.most([watcher.should_stop()])[0]:
         step = trainer.step
         experience, record = trainer.run_step()
-        if step % config.measure.save_trace_every == 0:
-            run.save_trace(step, experience.generation.trace)
-        run.append_metrics(record)
-        watcher.on_step(record)
+        ranks.first(f"writing the metrics of step {step}", partial(_write, run, config, step, experience, record))
+        if record:
+            watcher.on_step(record)
         if trainer.step % config.checkpoint.every == 0:
-            run.save_checkpoint(trainer.step, trainer.state())
+            _save(trainer, run)
             saved_at = trainer.step
     if trainer.step != saved_at:
-        run.save_checkpoint(trainer.step, trainer.state())
+        _save(trainer, run)
+
+
+def _write(run: RunFolder, config: TrainConfig, step: int, experience: Experience, record: dict[str, Any]) -> None:
+    if step % config.measure.save_trace_every == 0:
+        run.save_trace(step, experience.generation.trace)
+    run.append_metrics(record)
+
+
+def _save(trainer: Trainer, run: RunFolder) -> None:
+    state = trainer.state()
+    trainer.execution.ranks.first("saving a checkpoint", lambda: run.save_checkpoint(trainer.step, state))
 
 
 def make_policy(config: TrainConfig) -> hf.RoutedModel:
@@ -191,12 +259,17 @@ def make_policy(config: TrainConfig) -> hf.RoutedModel:
     return hf.attach(model)
 
 
-def make_trainer(config: TrainConfig, policy: hf.RoutedModel, engine: Engine) -> Trainer:
-    """Policy, engine and a new optimizer."""
+def make_execution(config: TrainConfig, policy: hf.RoutedModel, ranks: Ranks) -> Whole | Spread:
+    """The policy, whole in one process or its experts spread over all."""
+    return Whole(policy) if ranks.size == 1 else Spread(policy, config.parallel, ranks)
+
+
+def make_trainer(config: TrainConfig, policy: hf.RoutedModel, execution: Execution, engine: Engine) -> Trainer:
+    """All of these, and a new optimizer."""
     optimizer = torch.optim.AdamW(
         policy.model.parameters(), lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
     )
-    return Trainer(config, policy, engine, optimizer)
+    return Trainer(config, policy, execution, engine, optimizer)
 
 
 def _warm_start(model: Any, config: TrainConfig, watcher: Watcher) -> bool:

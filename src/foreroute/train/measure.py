@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from foreroute.mismatch import (
     token_mismatch,
 )
 from foreroute.mismatch.margins import LOG10_EDGES
-from foreroute.trace import count_assignments
+from foreroute.trace import concatenate, count_assignments
 from foreroute.train.recompute import Recomputed
 from foreroute.train.rollout import Experience
 from foreroute.train.update import Updated
@@ -24,25 +25,56 @@ from foreroute.train.update import Updated
 HYPOTHETICAL_RANKS = (4, 8, 16)
 
 
-def step_record(
-    step: int,
-    experience: Experience,
-    passes: dict[str, Recomputed],
-    trained_with: str,
-    updated: Updated,
-    seconds: dict[str, float],
-) -> dict[str, Any]:
+@dataclass(frozen=True, eq=False)
+class StepPart:
+    """What one rank saw of a step, or all of them.
+
+    Attributes:
+        experience: the rollout.
+        passes: forwards of the trainer on it at the same weights: "native" on its own routes, "replayed" on the
+            rollout's; one of them may be missing.
+        updated: what the update did. Loss, norm and share are those of all ranks.
+    """
+
+    experience: Experience
+    passes: dict[str, Recomputed]
+    updated: Updated
+
+
+def merged(parts: list[StepPart]) -> StepPart:
+    """The step of all ranks, whose sequences follow each other."""
+    if len(parts) == 1:
+        return parts[0]
+    experiences = [part.experience for part in parts]
+    passes = {
+        name: Recomputed(
+            np.concatenate([part.passes[name].logprobs_R for part in parts]),
+            np.concatenate([part.passes[name].entropy_R for part in parts]),
+            concatenate([part.passes[name].executed for part in parts]),
+            np.concatenate([part.passes[name].margins_NL for part in parts]),
+        )
+        for name in parts[0].passes
+    }
+    experience = Experience(
+        Generation.concatenate([each.generation for each in experiences]),
+        np.concatenate([each.rewards_S for each in experiences]),
+        np.concatenate([each.advantages_S for each in experiences]),
+        np.concatenate([each.informative_S for each in experiences]),
+    )
+    micro_step_S = np.concatenate([part.updated.micro_step_S for part in parts])
+    return StepPart(experience, passes, replace(parts[0].updated, micro_step_S=micro_step_S))
+
+
+def step_record(step: int, whole: StepPart, trained_with: str, seconds: dict[str, float]) -> dict[str, Any]:
     """One line of metrics.jsonl.
 
     Args:
         step: from 0.
-        experience: the rollout.
-        passes: forwards of the trainer on it at the same weights: "native" on its own routes, "replayed" on the
-            rollout's; one of them may be missing.
-        trained_with: which of the two the step trained with.
-        updated: what the update did.
+        whole: what all ranks saw.
+        trained_with: which pass the step trained with.
         seconds: time by stage.
     """
+    experience, passes, updated = whole.experience, whole.passes, whole.updated
     generation = experience.generation
     record: dict[str, Any] = {
         "step": step,

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from foreroute.adapters.hf import RoutedModel
 from foreroute.capture import Generation
-from foreroute.layout import by_token_budget
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.train.forward import response_logprobs
+from foreroute.train.forward import inputs, response_logprobs
+from foreroute.train.schedule import Stage
+from foreroute.train.whole import Execution
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +25,8 @@ class Recomputed:
     Attributes:
         logprobs_R: float32 [R], of the response tokens, sequence after sequence.
         entropy_R: float32 [R], in nats.
-        executed: the routes that this pass took.
-        margins_NL: float32 [N, L], top-k margins of its routers.
+        executed: the routes that this pass took; last tokens have none.
+        margins_NL: float32 [N - S, L], top-k margins of its routers; last tokens are not put into the model.
     """
 
     logprobs_R: NDArray[np.float32]
@@ -36,9 +37,10 @@ class Recomputed:
 
 def recompute(
     routed: RoutedModel,
+    execution: Execution,
     generation: Generation,
+    stage: Stage,
     *,
-    micro_step_tokens: int,
     temperature: float,
     replay: bool,
     weight_version: int,
@@ -47,24 +49,29 @@ def recompute(
 
     Args:
         routed: the policy.
+        execution: how it is executed.
         generation: S sequences.
-        micro_step_tokens: token slots of one forward.
+        stage: the sequences of each forward, in their order.
         temperature: of the rollout.
         replay: force the routes of `generation.trace`, which must carry `weight_version`.
         weight_version: the version of the policy's weights.
     """
     logprobs, entropies, executed, margins = [], [], [], []
-    for sequences in by_token_budget(generation.trace.lengths, micro_step_tokens, padded=True):
-        part = generation.select(sequences)
-        forced: AbstractContextManager[Any] = (
-            routed.replay(part.trace, weight_version=weight_version) if replay else nullcontext()
-        )
-        with torch.no_grad(), forced, routed.record(weight_version=weight_version, margins=True) as recording:
-            logprobs_R, entropy_R = response_logprobs(routed.model, part, temperature)
-        logprobs.append(logprobs_R.numpy())
-        entropies.append(entropy_R.numpy())
-        executed.append(recording.trace())
-        margins.append(recording.margins_NL())
+    with torch.no_grad(), execution.running(stage) if replay else nullcontext():
+        for number, sequences in enumerate(stage.micro_steps):
+            part = generation.select(sequences)
+            routes = inputs(part.trace)
+            forced: AbstractContextManager[Any] = (
+                routed.replay(routes, weight_version=weight_version) if replay else nullcontext()
+            )
+            recorded = routed.record(weight_version=weight_version, margins=True)
+            with forced, execution.micro_step(number, routes), recorded as recording:
+                logprobs_R, entropy_R = response_logprobs(routed.model, part, temperature)
+            logprobs.append(logprobs_R.numpy())
+            entropies.append(entropy_R.numpy())
+            last = [part.trace.tokens(s)[-1:] for s in range(len(part))]
+            executed.append(recording.trace().continued_by(RoutingTrace.unrouted(routed.spec, last)))
+            margins.append(recording.margins_NL())
     return Recomputed(
         np.concatenate(logprobs), np.concatenate(entropies), concatenate(executed), np.concatenate(margins)
     )

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.capture import Generation
+from foreroute.capture import Generation, Sampling
 from foreroute.train.config import TrainConfig
+from foreroute.train.ranks import Ranks
 from foreroute.train.task import END_TOKEN, Problem, decode, encode, reward, sample_problems
 
 
@@ -24,16 +25,9 @@ class Engine(Protocol):
         """Take over the trainer's weights; what follows is stamped with `version`."""
 
     def generate(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        *,
-        group_size: int,
-        max_new_tokens: int,
-        end_token: int,
-        generator: torch.Generator,
-        temperature: float,
+        self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
     ) -> Generation:
-        """Sample `group_size` responses to each prompt, grouped by prompt."""
+        """Sample `sampling.group_size` responses to each prompt, grouped by prompt."""
 
     def close(self) -> None:
         """End what was started to sample. May be called again."""
@@ -56,21 +50,28 @@ class Experience:
     informative_S: NDArray[np.bool_]
 
 
-def roll_out(engine: Engine, config: TrainConfig, step: int) -> Experience:
-    """Sample this step's problems and responses; both follow from the seed and the step alone."""
+def roll_out(engine: Engine, config: TrainConfig, step: int, ranks: Ranks) -> Experience:
+    """Sample this step's problems, which are dealt to the ranks in blocks, and the responses to those of this rank.
+
+    Problems follow from the seed and the step alone, responses from the number of ranks too.
+    """
     rng = np.random.default_rng([config.seed, step, 1])
-    generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
+    generator = torch.Generator().manual_seed(int(rng.integers(2**62)) + ranks.rank)
     task = config.task
     problems = sample_problems(
         rng, config.rollout.prompts, min_operands=task.min_operands, max_operands=task.max_operands
     )
+    each = len(problems) // ranks.size
+    problems = problems[each * ranks.rank : each * (ranks.rank + 1)]
     generation = engine.generate(
         [encode(problem.prompt) for problem in problems],
-        group_size=config.rollout.group_size,
-        max_new_tokens=task.max_operands + 1,
-        end_token=END_TOKEN,
-        generator=generator,
-        temperature=config.rollout.temperature,
+        Sampling(
+            max_new_tokens=task.max_operands + 1,
+            end_token=END_TOKEN,
+            group_size=config.rollout.group_size,
+            temperature=config.rollout.temperature,
+        ),
+        generator,
     )
     rewards = score(problems, generation, config.rollout.group_size)
     return Experience(generation, rewards, *group_advantages(rewards, config.rollout.group_size))

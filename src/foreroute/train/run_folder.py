@@ -56,7 +56,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, config: TrainConfig) -> RunFolder:
-        """Take up a run with the same configuration; only `rl.steps` may differ.
+        """Take up a run with the same configuration; only `rl.steps` and what is under `parallel` may differ.
 
         Raises:
             RunFolderError: when there is no run, or its configuration is another.
@@ -65,8 +65,9 @@ class RunFolder:
             stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise RunFolderError(f"{path} holds no run to resume (config.json: {error})") from error
-        changed = _changed_keys(stored, config.model_dump())
-        if changed - {"rl.steps"}:
+        keys = _changed_keys(stored, config.model_dump())
+        changed = {key for key in keys if key != "rl.steps" and not key.startswith("parallel.")}
+        if changed:
             raise RunFolderError(
                 f"{path} was started with another configuration; these keys differ: {', '.join(sorted(changed))}. "
                 "Resume with the configuration in its config.json, or start in another folder"

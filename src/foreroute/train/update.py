@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from foreroute.adapters.hf import RoutedModel
 from foreroute.errors import DivergedError
-from foreroute.layout import by_token_budget
 from foreroute.trace import RoutingTrace
 from foreroute.train.config import RLConfig
-from foreroute.train.forward import response_logprobs
+from foreroute.train.forward import inputs, response_logprobs
 from foreroute.train.rollout import Experience
+from foreroute.train.schedule import MicroSteps, Stage
+from foreroute.train.whole import Execution
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Updated:
         loss: mean over mini-steps.
         grad_norm: mean over mini-steps, before clipping.
         clip_share: share of the trained response tokens whose ratio was clipped.
-        micro_step_S: int64 [S], the micro-step of each sequence; -1 where it was left out.
+        micro_step_S: int64 [S], the micro-step of each sequence of this rank; -1 where it was left out.
     """
 
     loss: float
@@ -40,26 +41,28 @@ class Updated:
 
 def update(
     routed: RoutedModel,
+    execution: Execution,
     optimizer: torch.optim.Optimizer,
     experience: Experience,
+    mini_steps: list[Stage],
     old_logprobs_R: NDArray[np.float32],
     routes: RoutingTrace | None,
     config: RLConfig,
     *,
-    seed: tuple[int, int],
     weight_version: int,
     temperature: float,
 ) -> Updated:
-    """Take `config.mini_steps` optimizer steps on one rollout.
+    """Take an optimizer step for each mini-step, on one rollout.
 
     Args:
         routed: the policy.
+        execution: how it is executed.
         optimizer: over its parameters.
-        experience: the rollout with its advantages; groups of equal rewards are left out.
+        experience: the rollout with its advantages.
+        mini_steps: the sequences of each forward and backward.
         old_logprobs_R: float32 [R], from recompute.
         routes: of all S sequences, to replay in every forward and recomputation; None for the policy's own.
-        config: of the loss and of the batches.
-        seed: of the order of the sequences.
+        config: of the loss.
         weight_version: of the policy before this update; `routes` must carry it.
         temperature: of the rollout.
 
@@ -67,24 +70,27 @@ def update(
         StaleTraceError: when `routes` belong to another step.
         DivergedError: when loss or gradients are not finite; no optimizer step is taken with them.
     """
-    batch = _Batch(routed, experience, old_logprobs_R, routes, config, weight_version, temperature)
-    order = np.random.default_rng([*seed, 2]).permutation(np.flatnonzero(experience.informative_S))
-    micro_step_S = np.full(len(experience.generation), -1, np.int64)
-    losses, norms, clipped = [], [], 0
-    mini_batches = [part for part in np.array_split(order, config.mini_steps) if len(part)]
-    for mini_batch in mini_batches:
-        loss, num_clipped = batch.accumulate(mini_batch, micro_step_S)
-        norm = torch.nn.utils.clip_grad_norm_(routed.model.parameters(), config.max_grad_norm).item()
+    batch = _Batch(routed, execution, experience, old_logprobs_R, routes, config, weight_version, temperature)
+    losses, norms, clipped, num_tokens = [], [], 0, 0
+    for stage in mini_steps:
+        with nullcontext() if routes is None else execution.running(stage, updating=True):
+            summed, num_clipped, tokens = batch.accumulate(stage.micro_steps)
+        loss, norm = summed / tokens, execution.finish_gradients(config.max_grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise DivergedError(f"loss {loss} and gradient norm {norm} in step {seed[1]}; lower rl.learning_rate")
+            raise DivergedError(
+                f"loss {loss} and gradient norm {norm} in step {weight_version}; lower rl.learning_rate"
+            )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        execution.weights_changed()
         losses.append(loss)
         norms.append(norm)
-        clipped += num_clipped
-    num_tokens = int(experience.generation.response_lengths[order].sum())
+        clipped, num_tokens = clipped + num_clipped, num_tokens + tokens
     return Updated(
-        float(np.mean(losses or [0.0])), float(np.mean(norms or [0.0])), clipped / max(num_tokens, 1), micro_step_S
+        float(np.mean(losses or [0.0])),
+        float(np.mean(norms or [0.0])),
+        clipped / max(num_tokens, 1),
+        _micro_step_S(mini_steps, len(experience.generation)),
     )
 
 
@@ -109,6 +115,7 @@ class _Batch:
     """What every micro-step of an update needs."""
 
     routed: RoutedModel
+    execution: Execution
     experience: Experience
     old_logprobs_R: NDArray[np.float32]
     routes: RoutingTrace | None
@@ -116,20 +123,24 @@ class _Batch:
     weight_version: int
     temperature: float
 
-    def accumulate(self, mini_batch: NDArray[np.int64], micro_step_S: NDArray[np.int64]) -> tuple[float, int]:
-        """Gradients of the mean token loss of a mini-batch; numbers its micro-steps. Returns loss, clipped tokens."""
-        generation = self.experience.generation
-        num_tokens = int(generation.response_lengths[mini_batch].sum())
+    def accumulate(self, micro_steps: MicroSteps) -> tuple[float, int, int]:
+        """Gradients of the mean token loss of a mini-batch.
+
+        Returns:
+            Summed loss, clipped tokens, and tokens, of all ranks.
+        """
+        ranks, taken = self.execution.ranks, np.concatenate(micro_steps)
+        informative = taken[self.experience.informative_S[taken]]
+        num_tokens = int(ranks.total([self.experience.generation.response_lengths[informative].sum()])[0])
         total, clipped = 0.0, 0
-        for picked in by_token_budget(generation.trace.lengths[mini_batch], self.config.micro_step_tokens, padded=True):
-            sequences = mini_batch[picked]
-            micro_step_S[sequences] = micro_step_S.max() + 1
-            with self._replaying(sequences):
+        for number, sequences in enumerate(micro_steps):
+            with self._replaying(number, sequences):
                 loss, num_clipped = self._loss(sequences)
                 (loss / num_tokens).backward()
             total += loss.item()
             clipped += num_clipped
-        return total / num_tokens, clipped
+        summed, all_clipped = ranks.total([total, clipped]).tolist()
+        return summed, int(all_clipped), num_tokens
 
     def _loss(self, sequences: NDArray[np.int64]) -> tuple[Tensor, int]:
         generation = self.experience.generation
@@ -145,7 +156,18 @@ class _Batch:
             self.config.clip_high,
         )
 
-    def _replaying(self, sequences: NDArray[np.int64]) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _replaying(self, number: int, sequences: NDArray[np.int64]) -> Iterator[None]:
         if self.routes is None:
-            return nullcontext()
-        return self.routed.replay(self.routes.select(sequences), weight_version=self.weight_version)
+            yield
+            return
+        routes = inputs(self.routes.select(sequences))
+        with self.routed.replay(routes, weight_version=self.weight_version), self.execution.micro_step(number, routes):
+            yield
+
+
+def _micro_step_S(mini_steps: list[Stage], num_sequences: int) -> NDArray[np.int64]:
+    micro_step_S = np.full(num_sequences, -1, np.int64)
+    for number, sequences in enumerate(sequences for stage in mini_steps for sequences in stage.micro_steps):
+        micro_step_S[sequences] = number
+    return micro_step_S

@@ -1,0 +1,145 @@
+"""The processes of a run: what they tell each other between the stages of a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from foreroute.errors import ConfigError, ForerouteError, RankError
+from foreroute.transfer.agreement import Votes
+from foreroute.transfer.exchange import lost
+
+PATIENCE_S = 86400.0
+"""Ranks wait this long for the work of others, such as a warm start. One that dies is noticed at once."""
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """G processes, or one, for which every question has its own answer. Methods are collective calls.
+
+    Attributes:
+        rank: of this process.
+        size: G.
+    """
+
+    def __init__(self, votes: Votes | None = None) -> None:
+        """Of the voters; None for one process alone."""
+        self._votes = votes
+        self.rank = 0 if votes is None else votes.rank
+        self.size = 1 if votes is None else votes.size
+
+    def together(self, what: str, work: Callable[[], T]) -> T:
+        """Every rank does its part, and all go on or none.
+
+        Args:
+            what: the work in words.
+            work: of this rank.
+
+        Raises:
+            RankError: when another rank failed; a rank that fails raises what went wrong there.
+        """
+        if self._votes is None:
+            return work()
+        error, done = None, None
+        try:
+            done = work()
+        except ForerouteError as raised:
+            error = raised
+        objections = self._votes.objections(None if error is None else str(error), what)
+        if error is not None:
+            raise error
+        if objections:
+            raise RankError(f"{what} failed on another rank: " + "; ".join(objections))
+        return done  # type: ignore[return-value]  # without an error there is one
+
+    def first(self, what: str, work: Callable[[], object]) -> None:
+        """Rank 0 alone does it, and the others wait. Raises as `together`."""
+        self.together(what, lambda: work() if self.rank == 0 else None)
+
+    def most(self, numbers: ArrayLike) -> NDArray[np.int64]:
+        """The elementwise largest of the integers of all ranks."""
+        mine = np.asarray(numbers, np.int64)
+        if self._votes is None:
+            return mine
+        return self._votes.most(torch.from_numpy(mine), "agreeing on numbers").numpy()
+
+    def total(self, numbers: ArrayLike) -> NDArray[np.float64]:
+        """The elementwise sum of the numbers of all ranks."""
+        mine = np.asarray(numbers, np.float64)
+        if self._votes is None:
+            return mine
+        return self.stacked(mine).sum(axis=0)  # type: ignore[no-any-return]
+
+    def stacked(self, array: NDArray[Any]) -> NDArray[Any]:
+        """[G, ...], the arrays of all ranks, which have one shape and dtype."""
+        if self._votes is None:
+            return array[None]
+        mine = torch.from_numpy(np.ascontiguousarray(array))
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        with self._answered("gathering arrays"):
+            dist.all_gather(parts, mine, group=self._votes.group)
+        return torch.stack(parts).numpy()
+
+    def gathered(self, part: T) -> list[T]:
+        """The parts of all ranks, on rank 0; none elsewhere."""
+        if self._votes is None:
+            return [part]
+        parts: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with self._answered("gathering records"):
+            dist.gather_object(part, parts, group=self._votes.group, group_dst=0)
+        return parts or []
+
+    def copy_from_first(self, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite tensors with those of rank 0."""
+        if self._votes is None:
+            return
+        with self._answered("copying weights from rank 0"):
+            for tensor in tensors.values():
+                dist.broadcast(tensor, group=self._votes.group, group_src=0)
+
+    @contextmanager
+    def _answered(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise lost(what, self.rank, error) from error
+
+
+@contextmanager
+def joined(num_ranks: int, timeout_s: float) -> Iterator[Ranks]:
+    """The processes that were started for this run, by torchrun or in a group that exists already.
+
+    Args:
+        num_ranks: how many there must be.
+        timeout_s: seconds that they have to find each other, and to answer in the middle of a stage.
+
+    Raises:
+        ConfigError: when there are more or fewer.
+    """
+    started = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if started != num_ranks:
+        raise ConfigError(
+            f"parallel.expert is {num_ranks} and {started} process{'es run' if started > 1 else ' runs'}; start one "
+            f"for each rank: torchrun --nproc-per-node {num_ranks} -m foreroute.cli train CONFIG"
+        )
+    if num_ranks == 1:
+        yield Ranks()
+        return
+    made_here = not dist.is_initialized()
+    if made_here:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        yield Ranks(Votes(timeout_s=PATIENCE_S))
+    finally:
+        if made_here:
+            dist.destroy_process_group()

@@ -1,0 +1,103 @@
+"""Steps of the trainer in float64, on several ranks, and on one process that is given their rollouts."""
+
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreroute.adapters import hf
+from foreroute.capture import Generation
+from foreroute.experts import PlacedModel
+from foreroute.train import rollout
+from foreroute.train.loop import make_execution, make_policy, make_trainer
+from foreroute.train.ranks import Ranks, joined
+from foreroute.train.task import decode
+from small_runs import SIZES, small_config
+
+
+@dataclass
+class Steps:
+    """What rank 0 knows of them, and the state after the last."""
+
+    records: list
+    generations: list[Generation]
+    state: dict
+
+
+def config_of(num_ranks, *, routing="R3", mini_steps=1, **parallel):
+    # grouped_mm knows no float64
+    return small_config(
+        model={"experts_implementation": "eager", "sizes": dict(SIZES)},
+        rollout={"prompts": 8},
+        rl={"routing": routing, "mini_steps": mini_steps, "micro_step_tokens": 96},
+        parallel={"expert": num_ranks, "tolerance": 0.0, "timeout_s": 30.0, **parallel},
+    )
+
+
+def spread_steps(rank, config, count):
+    """On every rank."""
+    with joined(config.parallel.expert, config.parallel.timeout_s) as ranks:
+        policy = precise_policy(config)
+        engine = hf.EmbeddedEngine(policy.model, config.rollout.precision)
+        with closing(make_execution(config, policy, ranks)) as execution:
+            return steps_of(make_trainer(config, policy, execution, engine), count)
+
+
+def steps_without_sums(rank, config, count):
+    kept, PlacedModel.sum_gradients = PlacedModel.sum_gradients, lambda self: None
+    try:
+        return spread_steps(rank, config, count)
+    finally:
+        PlacedModel.sum_gradients = kept
+
+
+def steps_alone(config, generations):
+    """By one process, on these rollouts."""
+    policy = precise_policy(config)
+    engine = Canned(generations)
+    return steps_of(make_trainer(config, policy, make_execution(config, policy, Ranks()), engine), len(generations))
+
+
+def steps_of(trainer, count):
+    with scored_by_tokens():
+        experiences, records = zip(*[trainer.run_step() for _ in range(count)], strict=True)
+    return Steps(list(records), [experience.generation for experience in experiences], trainer.state())
+
+
+def precise_policy(config):
+    policy = make_policy(config)
+    policy.model.double()
+    return policy
+
+
+class Canned:
+    """An engine that has sampled already."""
+
+    def __init__(self, generations):
+        self.waiting = list(generations)
+
+    def load_weights(self, weights, version):
+        pass
+
+    def generate(self, prompts, sampling, generator):
+        return self.waiting.pop(0)
+
+    def close(self):
+        pass
+
+
+@contextmanager
+def scored_by_tokens():
+    """Rewards that a model without training gets too, and that leave some ranks with less to learn than others."""
+
+    def score(problems, generation, group_size):
+        responses = [decode(generation.response(s)) for s in range(len(generation))]
+        hard = [problems[s // group_size].prompt[0] in "01234" for s in range(len(generation))]
+        points = [0 if hard[s] else sum(map(ord, text)) % 5 for s, text in enumerate(responses)]
+        return np.array(points, np.float64)
+
+    kept, rollout.score = rollout.score, score
+    try:
+        yield
+    finally:
+        rollout.score = kept
