@@ -5,11 +5,18 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export OMP_NUM_THREADS = 1
 export HF_HUB_OFFLINE = 1
+# numba looks at the file of a compiled function, not at those of the functions that it calls: one cache for each state
+KERNELS := $(shell find src/foreroute/trace src/foreroute/balance -name '*.py' | sort | xargs cat | sha256sum | cut -c1-12)
+export NUMBA_CACHE_DIR = $(CURDIR)/.numba_cache/$(KERNELS)
 
-.PHONY: demo test check bench experiments docs clean
+.PHONY: demo demo-ep test check bench experiments docs clean
 
 demo: $(READY)
 	$(BIN)/foreroute demo
+
+# the demo's task on four expert-parallel ranks of this machine
+demo-ep: $(READY)
+	$(BIN)/torchrun --standalone --nproc-per-node 4 -m foreroute.cli demo-ep --folder runs/demo-ep/$$(date +%Y-%m-%d_%H-%M-%S)
 
 test: $(READY)
 	$(BIN)/pytest -n 2 --dist loadfile
@@ -40,6 +47,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 include make/vllm.mk
+include make/megatron.mk
 
 clean:
-	rm -rf $(VENV) .venv-vllm site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .numba_cache .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -8,6 +8,8 @@ import json
 import os
 import pkgutil
 import platform
+import subprocess
+import sys
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -15,7 +17,17 @@ from typing import Any
 import benchmarks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-HARNESS = {"__main__", "fuzz_targets_capture", "mutations", "pairs", "wires"}
+HARNESS = {
+    "__main__",
+    "eplb_published",
+    "fuzz_targets_capture",
+    "fuzz_targets_plan",
+    "mutations",
+    "pairs",
+    "planner_against",
+    "planner_oracles",
+    "wires",
+}
 
 
 def main() -> None:
@@ -26,16 +38,20 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help="end within 50 s on two cores")
     arguments = parser.parse_args()
-    for name in names if arguments.name == "all" else [arguments.name]:
-        result: dict[str, Any] = importlib.import_module(f"benchmarks.{name}").run(quick=arguments.quick)
-        report = {"case": name, **result, "env": environment()}
-        print(json.dumps(report) if arguments.json else json.dumps(report, indent=2), flush=True)
+    if arguments.name == "all":
+        flags = [f"--{flag}" for flag in ("json", "quick") if getattr(arguments, flag)]
+        for name in names:  # each in a process of its own, which it may set up as it likes
+            subprocess.run([sys.executable, "-m", "benchmarks", name, *flags], check=True)
+        return
+    result: dict[str, Any] = importlib.import_module(f"benchmarks.{arguments.name}").run(quick=arguments.quick)
+    report = {"case": arguments.name, **result, "env": environment()}
+    print(json.dumps(report) if arguments.json else json.dumps(report, indent=2), flush=True)
 
 
 def environment() -> dict[str, str]:
     """What the figures depend on."""
     packages = {}
-    for name in ("foreroute", "numpy", "numba", "torch", "transformers", "zstandard"):
+    for name in ("foreroute", "numpy", "numba", "torch", "transformers", "megatron-core", "zstandard"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

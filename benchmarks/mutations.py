@@ -115,13 +115,14 @@ def _changed(tensor: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
     if kind < 0.2:
         return tensor[:-1].copy()
     if kind < 0.3:
-        return tensor.astype(("<i4", "|u1", "<i8", "<u8")[int(rng.integers(4))])
+        with np.errstate(invalid="ignore"):  # of numbers that an integer cannot hold
+            return tensor.astype(("<i4", "|u1", "<i8", "<u8")[int(rng.integers(4))])
     flat = tensor.reshape(-1).copy()
+    words = flat.view(f"u{flat.itemsize}")
     for place in rng.integers(flat.size, size=int(rng.integers(1, 5))):
-        near = int(flat[place]) + int(rng.integers(-2, 3))
+        near = int(words[place]) + int(rng.integers(-2, 3))
         number = near if rng.random() < 0.5 else EXTREMES[int(rng.integers(len(EXTREMES)))]
-        bits = 8 * flat.itemsize
-        flat[place] = np.array(number % (1 << bits), np.dtype(f"u{flat.itemsize}")).view(flat.dtype)
+        words[place] = number % (1 << 8 * flat.itemsize)
     return flat.reshape(tensor.shape)
 
 

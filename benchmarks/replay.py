@@ -102,7 +102,7 @@ class Bench:
 def run(*, quick: bool) -> dict[str, Any]:
     """Medians and quartiles over interleaved pairs."""
     torch.set_num_threads(1)
-    _keep_memory()
+    keep_memory()
     few, many = (5, 8) if quick else (40, 80)
     compiler = "aot_eager" if quick else "inductor"
     eager = Bench.of("grouped_mm")
@@ -142,7 +142,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     }
 
 
-def _keep_memory() -> None:
+def keep_memory() -> None:
     """Let glibc keep freed memory: handing it back and faulting it in again takes a varying half of all time."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from foreroute.adapters import hf
+from foreroute.capture import Sampling
 
 VERSION = 3
 
@@ -19,11 +20,8 @@ def generation(model, precision="float32", *, sequences=8, temperature=1.0):
     prompts = [rng.integers(1, 49, n).astype(np.int32) for n in rng.integers(4, 10, sequences)]
     return engine.generate(
         prompts,
-        group_size=2,
-        max_new_tokens=24,
-        end_token=49,
-        generator=torch.Generator().manual_seed(0),
-        temperature=temperature,
+        Sampling(group_size=2, max_new_tokens=24, end_token=49, temperature=temperature),
+        torch.Generator().manual_seed(0),
     )
 
 

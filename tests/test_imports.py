@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-HEAVY = ["torch", "transformers", "numba", "matplotlib", "jinja2", "pydantic", "typer", "rich", "safetensors", "scipy"]
+FRAMEWORKS = {"torch", "transformers", "megatron", "matplotlib"}
+HEAVY = FRAMEWORKS | {"numba", "jinja2", "pydantic", "typer", "rich", "safetensors", "scipy"}
 
 
 def loaded_by(statement):
@@ -21,10 +22,10 @@ def test_importing_the_package_loads_numpy_and_nothing_heavier():
     assert modules.isdisjoint(HEAVY)
 
 
-@pytest.mark.parametrize("room", ["trace", "layout", "capture", "mismatch", "balance", "conformance"])
+@pytest.mark.parametrize("room", ["trace", "layout", "capture", "mismatch", "balance", "transfer", "conformance"])
 def test_the_pure_rooms_load_no_framework(room):
-    assert loaded_by(f"import foreroute.{room}").isdisjoint({"torch", "transformers", "matplotlib"})
+    assert loaded_by(f"import foreroute.{room}").isdisjoint(FRAMEWORKS)
 
 
 def test_the_command_line_starts_without_torch():
-    assert loaded_by("import foreroute.cli.main").isdisjoint({"torch", "transformers", "matplotlib"})
+    assert loaded_by("import foreroute.cli.main").isdisjoint(FRAMEWORKS)
