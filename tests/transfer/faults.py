@@ -3,8 +3,10 @@
 import os
 import signal
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from foreroute.transfer.burst import Burst
 from foreroute.transfer.exchange import Exchange, Message, PeerGroup
 
 
@@ -13,7 +15,7 @@ class Fault:
     """What goes wrong, where and how often.
 
     Attributes:
-        kind: "slow sender", "slow receiver", "corrupt" or "killed".
+        kind: "slow sender", "slow receiver", "corrupt", "killed" or "raises".
         rank: that it happens to.
         what: exchanges whose description contains this.
         times: that it happens.
@@ -41,6 +43,8 @@ class FaultyPeers(PeerGroup):
         self.happened += 1
         if fault.kind == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault.kind == "raises":
+            raise ValueError("out of memory, say")
         if fault.kind == "slow sender":
             time.sleep(fault.seconds)
         if fault.kind == "corrupt":
@@ -64,3 +68,14 @@ def _corrupted(message):
     tensor = message.tensor.clone()
     tensor.view(-1)[0] += 1
     return Message(message.peer, message.number, tensor)
+
+
+@contextmanager
+def late_nowhere_else(fault):
+    """Deadlines hold for the transfers of the fault alone: a busy machine may be late with any of them."""
+    wait = Burst.wait
+    Burst.wait = lambda burst, seconds: wait(burst, seconds if fault and fault.what in burst.what else 20.0)
+    try:
+        yield
+    finally:
+        Burst.wait = wait

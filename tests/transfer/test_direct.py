@@ -28,7 +28,7 @@ def _check_cell(weights, plan, cell, rank, dtype, spoil):
             wanted = [weight(name, cell.layer, e, dtype) for e in here]
             assert replicas[name].shape == (len(here), *SHAPES[name])
             assert all(torch.equal(a, b) for a, b in zip(replicas[name], wanted, strict=True))
-    returned = weights.send_home(cell, {name: (rank + 1 + spoil) * replicas[name] for name in SHAPES})
+    returned = weights.send_home(cell, {name: (rank + 1 + spoil) * replicas[name] for name in SHAPES}).wait()
     mine = np.flatnonzero(plan_cell.home_E == rank).tolist()
     for name in SHAPES:
         wide = torch.promote_types(dtype, torch.float32)

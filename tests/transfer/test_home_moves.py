@@ -83,7 +83,7 @@ def test_training_with_moves_equals_training_without(workers, ranks, optimizer):
     assert sum(received for received, _ in fixed) == 0
     changed = sum((before != after).sum() for before, after in pairwise(moving))
     tensors = {"adamw": 4, "adam, one by one": 3, "sgd": 2, "plain sgd": 1}[optimizer]
-    row_bytes = 4 * sum(np.prod(shape) for shape in SHAPES.values())
+    row_bytes = 8 * sum(np.prod(shape) for shape in SHAPES.values())
     assert sum(received for received, _ in outcomes) == changed * row_bytes * tensors
 
 

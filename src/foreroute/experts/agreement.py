@@ -14,7 +14,7 @@ from foreroute.experts.execution import StepOrders
 from foreroute.transfer.agreement import Votes, agree_on_plan
 
 
-def agree_on_step(votes: Votes, orders: StepOrders, home_LE: NDArray[np.int16]) -> None:
+def agree_on_step(votes: Votes, orders: StepOrders, home_LE: NDArray[np.int16]) -> str:
     """Make sure that all ranks have the same plan, that it fits the model, and that the counts are its own.
 
     Args:
@@ -22,17 +22,21 @@ def agree_on_step(votes: Votes, orders: StepOrders, home_LE: NDArray[np.int16]) 
         orders: of this rank.
         home_LE: int16 [L, E], where experts live.
 
+    Returns:
+        `plan_digest` of the plan.
+
     Raises:
         PlanError: on every rank alike, for different plans, or one for other ranks, layers, experts or homes.
         CountsError: on every rank alike, for counts that are not those of the plan.
         TransferError: when a rank does not answer.
     """
-    agree_on_plan(votes, orders.step, orders.plan)
+    digest = agree_on_plan(votes, orders.step, orders.plan)
     what = f"agreeing on the homes and counts of step {orders.step}"
     if objections := votes.objections(_objection_to_plan(orders.plan, home_LE), what):
         raise PlanError("; ".join(objections))
     if objections := votes.objections(_objection_to_counts(orders), what):
         raise CountsError("; ".join(objections))
+    return digest
 
 
 def agree_on_rows(votes: Votes, orders: StepOrders, micro_step: int, rows: BatchRows) -> bool:

@@ -75,9 +75,7 @@ class ExpertLayer:
         planned = now.cell(self.number)
         if planned is None:
             return None
-        cell, plan, source = planned
-        weights = source.fetch(cell, self.shards.tensors)
-        return None if weights is None else Replicas(cell, plan, source, weights)
+        return Replicas.fetched(*planned, self.shards.parameters)
 
     def _compute(self, received: Tensor, rows: CellRows, replicas: Replicas | None) -> Tensor:
         """[rows received + 1, D], the last row of zeros, to [rows received, D]."""
@@ -90,8 +88,8 @@ class ExpertLayer:
         grouped = received.index_select(0, taken)
         computed = run_experts(module, shards, grouped[:num_home_rows], sizes_S[:num_home])
         if replicas is not None:
-            work = ReplicaWork(replicas.cell, replicas.source, module, sizes_S[num_home:], tuple(shards))
-            served = RunReplicas.apply(grouped[num_home_rows:], replicas.weights, work, *shards.values())
+            work = ReplicaWork(replicas.errand, module, sizes_S[num_home:])
+            served = RunReplicas.apply(grouped[num_home_rows:], replicas.weights, work, *replicas.home.values())
             computed = torch.cat([computed, served])
         if getattr(module, "has_post_expert_norm", False):
             computed = module.post_expert_norm(computed)

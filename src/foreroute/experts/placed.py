@@ -30,8 +30,8 @@ from foreroute.transfer.home_moves import move_homes
 class StepWeights(ReplicaWeights, Protocol):
     """Replica weights that are told which plan is in force, as `TransferEngine` and `DirectWeights` are."""
 
-    def begin_step(self, step: int, plan: StepPlan, *, updating: bool) -> None:
-        """A plan is in force from now on. A collective call."""
+    def begin_step(self, step: int, plan: StepPlan, *, updating: bool, digest: str | None = None) -> None:
+        """A plan is in force from now on, with this digest on all ranks. A collective call."""
         ...
 
 
@@ -116,8 +116,8 @@ class PlacedModel:
         """
         self._orders = None
         orders = StepOrders(step, plan, counts_MLGE, self._weights)
-        agree_on_step(self.votes, orders, self.home_LE)
-        self._weights.begin_step(step, plan, updating=updating)
+        digest = agree_on_step(self.votes, orders, self.home_LE)
+        self._weights.begin_step(step, plan, updating=updating, digest=digest)
         self._orders = orders
 
     @contextmanager

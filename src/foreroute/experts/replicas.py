@@ -7,12 +7,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foreroute.balance import CellPlan
 from foreroute.errors import TransferError
 from foreroute.experts.compute import run_experts
-from foreroute.transfer import Cell, ReplicaWeights
+from foreroute.transfer import Cell, ReplicaWeights, Returning
+
+
+@dataclass(eq=False)
+class Errand:
+    """Where replicas come from in one pass over a cell, and where their gradients go.
+
+    Attributes:
+        cell: which cell runs.
+        source: of the weights.
+        names: of the parameters of the home shard.
+        returning: gradients that backward has sent home and not waited for yet.
+    """
+
+    cell: Cell
+    source: ReplicaWeights
+    names: tuple[str, ...]
+    returning: Returning | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,16 +37,28 @@ class Replicas:
     """The replicas of a cell, for one pass.
 
     Attributes:
-        cell: which cell runs.
-        plan: of it.
-        source: of the weights.
+        errand: of the pass.
+        plan: of the cell.
         weights: name -> [replicas here, ...], valid until the source is asked for another cell.
+        home: name -> [E / G, ...], this rank's shard, from `BringHome`.
     """
 
-    cell: Cell
+    errand: Errand
     plan: CellPlan
-    source: ReplicaWeights
     weights: Mapping[str, Tensor]
+    home: Mapping[str, Tensor]
+
+    @classmethod
+    def fetched(
+        cls, cell: Cell, plan: CellPlan, source: ReplicaWeights, home: Mapping[str, nn.Parameter]
+    ) -> Replicas | None:
+        """All ranks call it, before they dispatch the rows of the cell; None when the homes serve it."""
+        weights = source.fetch(cell, {name: shard.detach() for name, shard in home.items()})
+        if weights is None:
+            return None
+        errand = Errand(cell, source, tuple(home))
+        brought = BringHome.apply(errand, *home.values())
+        return cls(errand, plan, weights, dict(zip(home, brought, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,22 +66,44 @@ class ReplicaWork:
     """What backward needs to know of a forward pass.
 
     Attributes:
-        cell: which cell ran.
-        source: of the weights.
+        errand: of the pass.
         module: the experts module, for its layout.
         group_rows_S: rows of each replica here.
-        names: of the parameters of the home shard.
     """
 
-    cell: Cell
-    source: ReplicaWeights
+    errand: Errand
     module: Any
     group_rows_S: list[int]
-    names: tuple[str, ...]
+
+
+class BringHome(torch.autograd.Function):
+    """`BringHome.apply(errand, *home)`: the home shards as they are, with the gradients that come home to them.
+
+    `RunReplicas` sends gradients, which are waited for here. Autograd takes nodes that were made later first. This one
+    is made before the rows are dispatched, so that while gradients travel, backward computes the home experts and
+    sends the gradients of rows back. The order is the same on all ranks, since they make the same nodes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, errand: Errand, *home: Tensor) -> tuple[Tensor, ...]:
+        ctx.errand = errand
+        ctx.set_materialize_grads(False)
+        views = tuple(shard.view_as(shard) for shard in home)
+        ctx.mark_non_differentiable(
+            *(view for view, needs in zip(views, ctx.needs_input_grad[1:], strict=True) if not needs)
+        )
+        return views
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        errand: Errand = ctx.errand
+        assert errand.returning is not None, "RunReplicas comes first, which alone is given these shards"
+        returned, errand.returning = errand.returning.wait(), None
+        return None, *(returned.get(name) for name in errand.names)
 
 
 class RunReplicas(torch.autograd.Function):
-    """`RunReplicas.apply(rows_RD, weights, work, *home)`: [R, D], with the gradient of the homes brought home.
+    """`RunReplicas.apply(rows_RD, weights, work, *home)`: [R, D]; the gradients of the weights are sent to `BringHome`.
 
     Autograd keeps the rows and nothing else. Backward asks for the weights once more, whose slots may have served other
     cells since, and computes the rows again. All ranks call it for a cell that has replicas on any of them, so that all
@@ -71,15 +122,17 @@ class RunReplicas(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, *home = ctx.saved_tensors
         work: ReplicaWork = ctx.work
-        fetched = work.source.fetch(work.cell, dict(zip(work.names, home, strict=True)))
+        errand = work.errand
+        fetched = errand.source.fetch(errand.cell, dict(zip(errand.names, home, strict=True)))
         if fetched is None:
             raise TransferError(
-                f"replicas computed the forward pass of {work.cell}, and cannot be had again for backward"
+                f"replicas computed the forward pass of {errand.cell}, and cannot be had again for backward"
             )
-        wanted = [name for i, name in enumerate(work.names) if ctx.needs_input_grad[3 + i]]
+        wanted = [name for i, name in enumerate(errand.names) if ctx.needs_input_grad[3 + i]]
         row_grad, weight_grads = _gradients(work, rows_RD, fetched, wanted, grads[0])
-        home_grads = work.source.send_home(work.cell, weight_grads) if wanted else {}
-        return row_grad, None, None, *(home_grads.get(name) for name in work.names)
+        if wanted:
+            errand.returning = errand.source.send_home(errand.cell, weight_grads)
+        return row_grad, None, None, *(None for _ in home)
 
 
 def _gradients(

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from foreroute.balance import StepPlan
+from foreroute.balance import StepPlan, Topology
 from foreroute.errors import PlanError, TransferError
-from foreroute.transfer.direct import require_ranks
 from foreroute.transfer.exchange import lost
+from foreroute.transfer.records import TransferOptions
 
 TEXT_BYTES = 1024
 
@@ -111,15 +111,33 @@ def agree_on_plan(votes: Votes, step: int, plan: StepPlan) -> str:
     return digest
 
 
-def agree_on_shapes(votes: Votes, homes: Sequence[Mapping[str, Tensor]], num_ranks: int) -> None:
-    """Make sure that the home shards of all ranks have the same names, shapes and dtypes.
+def agree_on_engine(
+    votes: Votes, homes: Sequence[Mapping[str, Tensor]], topology: Topology, options: TransferOptions
+) -> None:
+    """Make sure that all ranks move the same things in the same way.
+
+    Ranks compute alone what the others send them, so one other bandwidth or option is enough to mix up messages.
+
+    Args:
+        votes: of the ranks.
+        homes: per routed layer, name -> [E / G, ...], of this rank.
+        topology: of the plans to come.
+        options: of the transfers.
 
     Raises:
-        TransferError: on every rank alike, when they differ, or there are more or fewer ranks.
+        TransferError: on every rank alike, when topologies, options, or names, shapes or dtypes of home shards differ,
+            or when there are more or fewer ranks.
     """
-    if num_ranks != votes.size:
+    settings = votes.texts(f"{topology}, {options}", "comparing topologies and options")
+    if len(set(settings)) > 1:
         raise TransferError(
-            f"the topology has {num_ranks} ranks, and {votes.size} are here; describe the ranks that run"
+            "ranks make engines of different topologies or options: "
+            + "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(settings))
+            + ". Every rank must be given the same"
+        )
+    if topology.num_ranks != votes.size:
+        raise TransferError(
+            f"the topology has {topology.num_ranks} ranks, and {votes.size} are here; describe the ranks that run"
         )
     shards = [(name, tuple(home[name].shape), str(home[name].dtype)) for home in homes for name in sorted(home)]
     listed = f"{len(homes)} layers, {sorted(set(shards))}"
@@ -142,3 +160,11 @@ def plan_digest(plan: StepPlan) -> str:
         digest.update(repr((array.dtype.str, array.shape)).encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
+
+
+def require_ranks(plan: StepPlan, num_ranks: int) -> None:
+    """Raise `PlanError` unless a plan was made for this many ranks."""
+    if plan.topology.num_ranks != num_ranks:
+        raise PlanError(
+            f"the plan is for {plan.topology.num_ranks} ranks, and {num_ranks} are here; plan again for this world size"
+        )

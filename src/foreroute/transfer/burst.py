@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.transfer.checksums import CHECKSUMS, damaged, row_checksums, with_checksums
-from foreroute.transfer.direct import carry
-from foreroute.transfer.exchange import PeerGroup
+from foreroute.transfer.exchange import PeerGroup, carry
 from foreroute.transfer.host_memory import HostMemory
 from foreroute.transfer.moves import Moves
 
@@ -110,7 +109,7 @@ class Burst:
                 stale = self._copy_from_host()
                 self._exchange.wait()
                 self._side.synchronize()
-            self._objection = stale or self._verify()
+                self._objection = stale or self._verify()
         # whatever it is, it is for the thread that waits
         except Exception as error:
             self._error = error

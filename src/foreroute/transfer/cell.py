@@ -44,16 +44,28 @@ class ReplicaWeights(Protocol):
         """
         ...
 
-    def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the gradients of replicas to the ranks that their experts live on.
+    def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> Returning:
+        """Begin to return the gradients of replicas to the ranks that their experts live on.
 
         Args:
             cell: of the plan in force.
-            grads: name -> [replicas here, ...] in the order of `fetch`.
+            grads: name -> [replicas here, ...] in the order of `fetch`; not written to until they are home.
+
+        Raises:
+            TransferError: when a rank is gone.
+        """
+        ...
+
+
+class Returning(Protocol):
+    """Gradients of replicas on their way home. All ranks wait for the same ones in the same order."""
+
+    def wait(self) -> dict[str, Tensor]:
+        """What came home.
 
         Returns:
-            name -> [E / G, ...], what came home, to be added to the gradient of this rank's shard. The replicas of an
-            expert are added in ascending order of their rank, in float32 (float64 for gradients in float64).
+            name -> [E / G, ...], to be added to the gradient of this rank's shard. The replicas of an expert are added
+            in ascending order of their rank, in float32 (float64 for gradients in float64).
 
         Raises:
             TransferError: when a gradient cannot be brought home.

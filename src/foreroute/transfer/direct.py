@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.balance import CellPlan, StepPlan
-from foreroute.errors import PlanError, TransferError
+from foreroute.errors import TransferError
+from foreroute.transfer.agreement import require_ranks
 from foreroute.transfer.cell import Cell
-from foreroute.transfer.checksums import CHECKSUMS, damaged, with_checksums
-from foreroute.transfer.exchange import Exchange, Message, PeerGroup
-from foreroute.transfer.moves import Moves, gradient_moves, replica_moves
+from foreroute.transfer.exchange import PeerGroup, carry
+from foreroute.transfer.moves import replica_moves
+from foreroute.transfer.returns import GradientReturn
 
 
 class DirectWeights:
@@ -29,8 +27,8 @@ class DirectWeights:
         self._plan: StepPlan | None = None
         self._step = -1
 
-    def begin_step(self, step: int, plan: StepPlan, *, updating: bool) -> None:
-        """Put a plan in force. Nothing is kept or prefetched, so `updating` makes no difference.
+    def begin_step(self, step: int, plan: StepPlan, *, updating: bool, digest: str | None = None) -> None:
+        """Put a plan in force. Nothing is kept or prefetched, so `updating` and `digest` make no difference.
 
         Raises:
             PlanError: when it was made for another number of ranks.
@@ -46,12 +44,10 @@ class DirectWeights:
         carry(self._peers, moves, home, replicas, f"fetching the replicas of {cell}").wait()
         return replicas
 
-    def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> GradientReturn:
         """As in `ReplicaWeights`."""
-        returned, _ = return_gradients(
-            self._peers, cell_of(self._plan, self._step, cell), grads, f"returning the gradients of {cell}"
-        )
-        return returned
+        plan = cell_of(self._plan, self._step, cell)
+        return GradientReturn(self._peers, plan, grads, f"returning the gradients of {cell}")
 
 
 def cell_of(plan: StepPlan | None, step: int, cell: Cell) -> CellPlan:
@@ -66,83 +62,3 @@ def cell_of(plan: StepPlan | None, step: int, cell: Cell) -> CellPlan:
             f"weights of {cell} are asked for, but no plan of that step is in force, {in_force}; call begin_step first"
         )
     return plan.cell(cell.micro_step, cell.layer)
-
-
-def return_gradients(
-    peers: PeerGroup, plan: CellPlan, grads: Mapping[str, Tensor], what: str, *, checksums: bool = False
-) -> tuple[dict[str, Tensor], str | None]:
-    """Carry the gradients of a cell's replicas home and add them there.
-
-    Args:
-        peers: all ranks of the plan.
-        plan: of the cell.
-        grads: name -> [replicas here, ...] in ascending order of slot.
-        what: the exchange in words, for errors.
-        checksums: verify what arrives.
-
-    Returns:
-        As `ReplicaWeights.send_home`, and what is wrong with what arrived, or None.
-    """
-    moves, rank = gradient_moves(plan), peers.rank
-    sent = with_checksums(grads, range(len(next(iter(grads.values()))))) if checksums else grads
-    num_here = int((moves.target_V == rank).sum())
-    arrived = {name: grad.new_empty((num_here, *grad.shape[1:])) for name, grad in sent.items()}
-    carry(peers, moves.arrivals, sent, arrived, what).wait()
-    objection = None
-    if checksums:
-        sums = arrived.pop(CHECKSUMS)
-        if wrong := damaged(arrived, sums, range(num_here)):
-            objection = f"{len(wrong)} gradients arrived damaged"
-    row_V = moves.target_row_V[moves.target_V == rank]
-    return {name: added(grad, row_V, int((plan.home_E == rank).sum())) for name, grad in arrived.items()}, objection
-
-
-def carry(
-    peers: PeerGroup, moves: Moves, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], what: str
-) -> Exchange:
-    """Post the moves of rows of `sources` into rows of `targets`, on all ranks alike.
-
-    Args:
-        peers: all ranks between which the moves are.
-        moves: of all ranks, in the same order everywhere.
-        sources: name -> [rows, ...] that `source_row_V` counts; each row contiguous.
-        targets: name -> [rows, ...] that `target_row_V` counts; the same names, widths and dtypes on all ranks.
-        what: the exchange in words, for errors.
-    """
-    sends, receives = [], []
-    for v in np.argsort(moves.round_V, kind="stable").tolist():
-        source, target = int(moves.source_V[v]), int(moves.target_V[v])
-        for i, name in enumerate(sorted(sources)):
-            number = v * len(sources) + i
-            if source == peers.rank:
-                row = sources[name].detach()[moves.source_row_V[v]]
-                sends.append(Message(target, number, row.contiguous()))
-            if target == peers.rank:
-                receives.append(Message(source, number, targets[name][moves.target_row_V[v]]))
-    return peers.begin(sends, receives, what)
-
-
-def added(arrived: Tensor, row_V: NDArray[np.int64], num_rows: int) -> Tensor:
-    """Add rows into a shard of zeros, one after the other, in the order in which they are given.
-
-    Args:
-        arrived: [V, ...], gradients.
-        row_V: int64 [V], where each belongs.
-        num_rows: of the shard.
-
-    Returns:
-        [num_rows, ...] in float32, or float64 for gradients in float64.
-    """
-    wide = torch.promote_types(arrived.dtype, torch.float32)
-    total = torch.zeros((num_rows, *arrived.shape[1:]), dtype=wide, device=arrived.device)
-    for v, row in enumerate(row_V.tolist()):
-        total[row] += arrived[v]
-    return total
-
-
-def require_ranks(plan: StepPlan, num_ranks: int) -> None:
-    """Raise `PlanError` unless a plan was made for this many ranks."""
-    if plan.topology.num_ranks != num_ranks:
-        raise PlanError(
-            f"the plan is for {plan.topology.num_ranks} ranks, and {num_ranks} are here; plan again for this world size"
-        )

@@ -16,20 +16,18 @@ from torch import Tensor
 
 from foreroute.balance import CellPlan, StepPlan, Topology
 from foreroute.errors import PlanError, TransferError
-from foreroute.transfer.agreement import Votes, agree_on_plan, agree_on_shapes
+from foreroute.transfer.agreement import Votes, agree_on_engine, agree_on_plan
 from foreroute.transfer.burst import Burst, Channels
 from foreroute.transfer.cell import Cell
-from foreroute.transfer.direct import cell_of, return_gradients
-from foreroute.transfer.exchange import PeerGroup
+from foreroute.transfer.direct import cell_of
+from foreroute.transfer.exchange import ATTEMPTS, PeerGroup
 from foreroute.transfer.host_memory import HostMemory
 from foreroute.transfer.moves import replica_moves, without_replicas
 from foreroute.transfer.order import next_cell
 from foreroute.transfer.paths import choose_host_V
 from foreroute.transfer.records import TransferOptions, TransferRecord
+from foreroute.transfer.returns import GradientReturn, RepeatedReturn
 from foreroute.transfer.slots import SlotSet, SlotSets
-
-ATTEMPTS = 3
-"""Times that weights or gradients which must arrive are sent before the engine gives up."""
 
 
 class TransferEngine:
@@ -45,7 +43,8 @@ class TransferEngine:
         peers: the ranks of the topology, in its order.
 
     Raises:
-        TransferError: on every rank alike, when shards differ in shape or shared memory cannot be had.
+        TransferError: on every rank alike, when topologies, options or shapes of shards differ, or shared memory cannot
+            be had.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class TransferEngine:
     ) -> None:
         self._homes, self._topology, self._options, self._peers = homes, topology, options, peers
         self._votes = Votes(timeout_s=options.timeout_s, ranks=peers.global_ranks)
-        agree_on_shapes(self._votes, homes, topology.num_ranks)
+        agree_on_engine(self._votes, homes, topology, options)
         memory = None
         if options.paths != "direct":
             memory = HostMemory(self._votes, topology, homes, directory=options.directory, checksums=options.checksums)
@@ -88,7 +87,7 @@ class TransferEngine:
             self._channels.memory.publish(self._homes, self._options.timeout_s)
         self._versions = [_versions(home) for home in self._homes]
 
-    def begin_step(self, step: int, plan: StepPlan, *, updating: bool) -> None:
+    def begin_step(self, step: int, plan: StepPlan, *, updating: bool, digest: str | None = None) -> None:
         """Put a plan in force, once for the recompute and once for the update of a step.
 
         A cell that fell back to its homes in the recompute keeps them in the update of the same step.
@@ -97,12 +96,14 @@ class TransferEngine:
             step: its number.
             plan: the same on all ranks.
             updating: whether backward passes follow the forward passes; it tells what to prefetch.
+            digest: of the plan, from a caller who has made sure that all ranks hold it, as `PlacedModel` does; None to
+                ask them here.
 
         Raises:
             PlanError: on every rank alike, when plans differ, or are for other ranks, slots, layers or experts.
             TransferError: when a rank does not answer.
         """
-        digest = agree_on_plan(self._votes, step, plan)
+        digest = agree_on_plan(self._votes, step, plan) if digest is None else digest
         self._require_fitting(plan)
         for slots in self._slots:
             self._settle(slots, self._patience_s)
@@ -135,24 +136,20 @@ class TransferEngine:
         self._prefetch(cell)
         return None if because is not None else slots.replicas(plan, self._peers.rank)
 
-    def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> RepeatedReturn:
         """As in `ReplicaWeights`; peer to peer."""
-        begun = time.monotonic()
         plan = self._cell_plan(cell)
         if cell in self._at_home:
             plan = without_replicas(plan)
-        what = f"returning the gradients of {cell}"
-        for _ in range(ATTEMPTS):
-            returned, objection = return_gradients(self._peers, plan, grads, what, checksums=self._options.checksums)
-            objections = self._votes.objections(objection, what) if self._options.checksums else []
-            if not objections:
-                break
-        else:
-            raise TransferError(f"{what} failed {ATTEMPTS} times: " + "; ".join(objections))
-        here = int((plan.home_E[plan.expert_R] == self._peers.rank).sum())
-        row_bytes = sum(grad.shape[1:].numel() * grad.element_size() for grad in grads.values())
-        self._records.append(TransferRecord(cell, "return", 0, here * row_bytes, time.monotonic() - begun))
-        return returned
+        what, checksums = f"returning the gradients of {cell}", self._options.checksums
+
+        def begin() -> GradientReturn:
+            return GradientReturn(self._peers, plan, grads, what, checksums=checksums)
+
+        def record(num_bytes: int, exposed_s: float) -> None:
+            self._records.append(TransferRecord(cell, "return", 0, num_bytes, exposed_s))
+
+        return RepeatedReturn(begin, self._votes if checksums else None, what, record)
 
     def take_records(self) -> list[TransferRecord]:
         """What happened on this rank since the last call, in order."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
 from foreroute.errors import TransferError
+from foreroute.transfer.moves import Moves
 
 MESSAGES_PER_EXCHANGE = 2**16
 EXCHANGES_IN_FLIGHT = 2**15
+ATTEMPTS = 3
+"""Times that weights or gradients which must arrive are sent before a run is given up."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,31 @@ class Exchange:
             except RuntimeError as error:
                 raise lost(self.what, self.rank, error, time.monotonic() - begun) from error
         self.works = []
+
+
+def carry(
+    peers: PeerGroup, moves: Moves, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], what: str
+) -> Exchange:
+    """Post the moves of rows of `sources` into rows of `targets`, on all ranks alike.
+
+    Args:
+        peers: all ranks between which the moves are.
+        moves: of all ranks, in the same order everywhere.
+        sources: name -> [rows, ...] that `source_row_V` counts; each row contiguous.
+        targets: name -> [rows, ...] that `target_row_V` counts; the same names, widths and dtypes on all ranks.
+        what: the exchange in words, for errors.
+    """
+    sends, receives = [], []
+    for v in np.argsort(moves.round_V, kind="stable").tolist():
+        source, target = int(moves.source_V[v]), int(moves.target_V[v])
+        for i, name in enumerate(sorted(sources)):
+            number = v * len(sources) + i
+            if source == peers.rank:
+                row = sources[name].detach()[moves.source_row_V[v]]
+                sends.append(Message(target, number, row.contiguous()))
+            if target == peers.rank:
+                receives.append(Message(source, number, targets[name][moves.target_row_V[v]]))
+    return peers.begin(sends, receives, what)
 
 
 def lost(what: str, rank: int, error: Exception, seconds: float = 0.0) -> TransferError:

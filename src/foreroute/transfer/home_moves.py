@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from foreroute.errors import TransferError
 from foreroute.transfer.agreement import Votes
-from foreroute.transfer.direct import carry
-from foreroute.transfer.exchange import PeerGroup
+from foreroute.transfer.exchange import PeerGroup, carry
 from foreroute.transfer.moves import Moves, shard_moves
 
 

@@ -24,11 +24,12 @@ from foreroute.balance import Topology
 from foreroute.errors import TransferError
 from foreroute.transfer.agreement import Votes
 from foreroute.transfer.checksums import row_checksums
-from foreroute.transfer.shared_file import NamedFile, create, remove_stale
+from foreroute.transfer.shared_file import DIRECTORY, NamedFile, create, remove_stale
 
-DIRECTORY = Path("/dev/shm")
 ALIGNMENT = 64
 WRITTEN, SIGNED_OFF = 0, 1
+PORTABLE = 1
+"""cudaHostRegisterPortable: page-locked for every device, whichever is the current one."""
 
 
 class HostMemory:
@@ -59,9 +60,10 @@ class HostMemory:
         self._mine = votes.rank % topology.ranks_per_node
         bytes_ = _map_shared(votes, topology.ranks_per_node, _num_bytes(homes, topology.ranks_per_node), directory)
         self._stamps_W2, self._checksums_WLEN, self._shards_WL = _cut(bytes_, homes, topology.ranks_per_node)
-        self._page_locked = bytes_ if homes[0][min(homes[0])].is_cuda else None
-        if self._page_locked is not None:
-            _page_lock(self._page_locked)
+        self._page_locked = None
+        if homes[0][min(homes[0])].is_cuda:
+            _raise_objections(votes, _page_lock(bytes_), "page-locking the shared memory")
+            self._page_locked = bytes_
 
     def close(self) -> None:
         """Make the memory ordinary again, as it must be before it is given back."""
@@ -141,7 +143,10 @@ def open_shared(path: str, num_bytes: int) -> tuple[Tensor, str | None]:
     """uint8 [num_bytes], mapped from a file that another process has made, or what is wrong."""
     # torch would make a file that is missing, and every machine would share memory with itself
     if Path(path).exists():
-        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8), None
+        try:
+            return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8), None
+        except RuntimeError as error:
+            return torch.empty(0, dtype=torch.uint8), f"cannot map {path}: {str(error).splitlines()[0]}"
     return torch.empty(0, dtype=torch.uint8), (
         f"{path}, which the first rank of its node has made, is not there: they are on different machines, or in "
         "containers that share no memory. Give the topology the ranks per node that are true"
@@ -208,11 +213,12 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _page_lock(bytes_: Tensor) -> None:
-    """Let CUDA copy from this memory without a stop on the way."""
-    status = torch.cuda.cudart().cudaHostRegister(bytes_.data_ptr(), bytes_.numel(), 0)
-    if int(status) != 0:
-        raise TransferError(
-            f"CUDA cannot page-lock {bytes_.numel() / 1e9:.3g} GB of shared memory (error {int(status)}); raise "
-            "`ulimit -l`, or use the direct path alone (paths='direct')"
-        )
+def _page_lock(bytes_: Tensor) -> str | None:
+    """Let CUDA copy from this memory without a stop on the way. What is wrong, or None."""
+    status = int(torch.cuda.cudart().cudaHostRegister(bytes_.data_ptr(), bytes_.numel(), PORTABLE))
+    if status == 0:
+        return None
+    return (
+        f"CUDA cannot page-lock {bytes_.numel() / 1e9:.3g} GB of shared memory (error {status}); raise `ulimit -l`, or "
+        "use the direct path alone (paths='direct')"
+    )

@@ -9,8 +9,8 @@ from typing import Literal
 from foreroute.balance.options import SlotUse
 from foreroute.errors import ConfigError
 from foreroute.transfer.cell import Cell
-from foreroute.transfer.host_memory import DIRECTORY
 from foreroute.transfer.paths import Paths
+from foreroute.transfer.shared_file import DIRECTORY
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+DIRECTORY = Path("/dev/shm")
+
 
 @dataclass(frozen=True)
 class NamedFile:
