@@ -20,6 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 HARNESS = {
     "__main__",
     "eplb_published",
+    "execution_bench",
+    "execution_gpu",
+    "execution_plans",
     "fuzz_targets_capture",
     "fuzz_targets_plan",
     "mutations",

@@ -1,5 +1,6 @@
 """Worker processes in a gloo group, started once and fed with functions. Every wait has an end."""
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -18,6 +19,8 @@ IMPORTED = (
     "transformers.models.auto",
 )
 """By the one process that all workers of a test run are forked from."""
+kept = {}
+"""What functions keep in a worker for the rest of a call, such as process groups that are made once."""
 
 
 @dataclass
@@ -59,11 +62,17 @@ class Workers:
 
     def outcomes(self, function, *args):
         """What every rank returns or raises; None for a process that is gone."""
+        self._send((function, args))
+        end = time.monotonic() + self.timeout_s
+        outcomes = [self._receive(rank, end) for rank in range(len(self._pipes))]
+        # only now is no rank in need of a group that another gives up
+        self._send((_clear, ()))
+        return outcomes
+
+    def _send(self, order):
         for pipe in self._pipes:
             with suppress(BrokenPipeError):
-                pipe.send((function, args))
-        end = time.monotonic() + self.timeout_s
-        return [self._receive(rank, end) for rank in range(len(self._pipes))]
+                pipe.send(order)
 
     def _receive(self, rank, end):
         if not self._pipes[rank].poll(max(0.0, end - time.monotonic())):
@@ -97,8 +106,23 @@ def _serve(rank, num_ranks, rendezvous, pipe):
             function, args = pipe.recv()
         except EOFError:
             return
+        if function is _clear:
+            _clear()
+            continue
         try:
             answer = function(rank, *args)
         except Exception as error:
             answer = Raised(type(error).__name__, str(error), traceback.format_exc())
         pipe.send(answer)
+        del answer
+
+
+def _clear():
+    """Give up all process groups but the first. Each has a thread that wakes a hundred times a second."""
+    import torch.distributed as dist
+
+    kept.clear()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()

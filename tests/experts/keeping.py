@@ -16,7 +16,8 @@ from plans import random_homes
 from training import Case, batch, num_targets, policy, replaying
 from working import all_counts, rows_of
 
-CASE = Case(ranks=2, plan=0)
+CASE = Case(ranks=2, plan=0, dtype=torch.float64)
+SINGLE = replace(CASE, dtype=torch.float32)
 
 
 def shuffled(rank, family):
@@ -39,13 +40,13 @@ def home_LE(family, seed):
 
 def moved_between_steps(rank, moves):
     """Weights after three Adam steps; `moves` puts the homes elsewhere after each."""
-    model = policy(CASE)
+    model = policy(SINGLE)
     routed = hf.attach(model)
     placed = hf.distribute(model, timeout_s=20)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     received = 0
     for step in range(3):
-        with replaying(routed, CASE, rank, step, 0):
+        with replaying(routed, SINGLE, rank, step, 0):
             loss = -log_probs(model, batch(rank, step, 0)).sum() / num_targets(2, step)
             loss.backward()
         placed.sum_gradients()
@@ -87,9 +88,9 @@ def unused_on_one_rank(rank):
 
 def beside_a_plain_model(rank):
     """Whether a model made from the same configuration stays as it was, and one copied before."""
-    model = tiny("qwen3_moe", experts="grouped_mm")
+    model = policy(CASE)
     before = copy.deepcopy(model)
-    twin = type(model)(model.config)
+    twin = type(model)(model.config).to(CASE.dtype)
     twin.load_state_dict(model.state_dict())
     hf.distribute(model, timeout_s=20)
     here = batch(0, 0, 0)
@@ -167,7 +168,7 @@ def two_groups(rank):
 
 def padding(rank):
     """Largest difference of logits, over tokens, between padding that is sent and padding that is not."""
-    placed = hf.distribute(tiny("qwen3_moe"), timeout_s=20)
+    placed = hf.distribute(policy(CASE), timeout_s=20)
     real_BT = batch(rank, 0, 0)["attention_mask"].bool()
     counts_MLGE = np.zeros((1, 3, 2, 8), np.int64)
     everything = placed.model(**batch(rank, 0, 0), use_cache=False).logits

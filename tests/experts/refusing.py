@@ -24,21 +24,24 @@ from training import Case, batch, policy, replaying
 from working import all_counts, rows_of
 
 CASE = Case(ranks=2, plan=0)
-_kept = {}
 
 
-def execution(rank, name):
-    """Run the case of that name; returns how many all-to-alls there were before it ended."""
-    if not _kept:
-        model = policy(CASE)
-        routed = hf.attach(model)
-        _kept["all"] = hf.distribute(model, timeout_s=20), routed
-    placed, routed = _kept["all"]
+def executions(rank):
+    """Run every case, and after each of them the right one, on the same model; by name, how both ended."""
+    model = policy(CASE)
+    routed = hf.attach(model)
+    placed = hf.distribute(model, timeout_s=20)
     counts_MLGE = all_counts(routed, CASE, rank, 0)
     plan = split_plan(5, counts_MLGE, placed.home_LE)
+    situation = Situation(placed, routed, plan, counts_MLGE, rank)
+    return {name: (execution(situation, name), execution(situation, "right")) for name in CASES}
+
+
+def execution(situation, name):
+    """The error of the case of that name, and how many all-to-alls there were before it ended."""
     with counting_all_to_alls() as calls:
         try:
-            CASES[name](Situation(placed, routed, plan, counts_MLGE, rank))
+            CASES[name](situation)
         except Exception as error:
             return type(error).__name__, str(error), len(calls)
     return "nothing", "", len(calls)
@@ -322,10 +325,13 @@ ATTACHED = {
 }
 
 
-def attaching(rank, name):
-    """Distribute a model that cannot be; returns the error."""
-    try:
-        ATTACHED[name](rank)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
+def attaching(rank):
+    """Distribute models that cannot be; by name, the error."""
+    errors = {}
+    for name, distribute in ATTACHED.items():
+        try:
+            distribute(rank)
+            errors[name] = "nothing", ""
+        except Exception as error:
+            errors[name] = type(error).__name__, str(error)
+    return errors

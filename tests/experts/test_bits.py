@@ -10,7 +10,8 @@ import working
 from foreroute.experts import compute
 from training import MICRO_STEPS, Case
 
-FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+MODELS = (("qwen3_moe", 2), ("gpt_oss", 4), ("deepseek_v3", 8))
+"""Families, and the ranks that they are spread over."""
 UNSPLIT = [
     Case(plan="static", ahead=False),
     Case(plan="static", use_reentrant=True),
@@ -26,19 +27,19 @@ def static(workers):
     """Under the static placement."""
     found = {}
 
-    def of(family, dtype):
+    def of(family, ranks, dtype):
         if (family, dtype) not in found:
-            found[family, dtype] = workers(4).run(working.train, Case(family, plan="static", dtype=dtype))
+            found[family, dtype] = workers(ranks).run(working.train, Case(family, ranks, plan="static", dtype=dtype))
         return found[family, dtype]
 
     return of
 
 
 @pytest.mark.parametrize("case", UNSPLIT, ids=lambda case: case.id)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_where_no_expert_is_split_losses_gradients_and_weights_are_equal(workers, static, family, case):
-    outcomes = workers(4).run(working.train, replace(case, family=family))
-    for outcome, expected in zip(outcomes, static(family, torch.float32), strict=True):
+@pytest.mark.parametrize(("family", "ranks"), MODELS)
+def test_where_no_expert_is_split_losses_gradients_and_weights_are_equal(workers, static, family, ranks, case):
+    outcomes = workers(ranks).run(working.train, replace(case, family=family, ranks=ranks))
+    for outcome, expected in zip(outcomes, static(family, ranks, torch.float32), strict=True):
         assert outcome["losses"] == expected["losses"]
         for kind in ("grads", "state"):
             assert [n for n, tensor in expected[kind].items() if not torch.equal(outcome[kind][n], tensor)] == []
@@ -46,11 +47,11 @@ def test_where_no_expert_is_split_losses_gradients_and_weights_are_equal(workers
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.id)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_where_experts_are_split_all_is_equal_but_their_gradients(workers, static, family, case, dtype):
-    outcomes = workers(4).run(working.train, replace(case, family=family, dtype=dtype))
+@pytest.mark.parametrize(("family", "ranks"), MODELS)
+def test_where_experts_are_split_all_is_equal_but_their_gradients(workers, static, family, ranks, case, dtype):
+    outcomes = workers(ranks).run(working.train, replace(case, family=family, ranks=ranks, dtype=dtype))
     differing = 0
-    for outcome, expected in zip(outcomes, static(family, dtype), strict=True):
+    for outcome, expected in zip(outcomes, static(family, ranks, dtype), strict=True):
         # the first optimizer step takes up the gradients of split experts
         assert outcome["losses"][:MICRO_STEPS] == expected["losses"][:MICRO_STEPS]
         (split_LE,) = outcome["split"]

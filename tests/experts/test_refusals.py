@@ -34,14 +34,19 @@ LATE = {
 }
 
 
+@pytest.fixture(scope="module")
+def executions(workers):
+    return workers(2).run(refusing.executions)
+
+
 @pytest.mark.parametrize("name", [*EARLY, *LATE])
-def test_every_rank_ends_with_the_same_error_and_goes_on(workers, name):
-    outcomes = workers(2).run(refusing.execution, name)
+def test_every_rank_ends_with_the_same_error_and_goes_on(executions, name):
     kind, message = {**EARLY, **LATE}[name]
-    for found, text, all_to_alls in outcomes:
+    for outcomes in executions:
+        (found, text, all_to_alls), right = outcomes[name]
         assert (found, message in text) == (kind, True), (found, text)
         assert all_to_alls == 0 or name in LATE
-    assert workers(2).run(refusing.execution, "right") == [("nothing", "", 6)] * 2
+        assert right == ("nothing", "", 6)
 
 
 ATTACHED = {
@@ -62,10 +67,16 @@ ATTACHED = {
 }
 
 
+@pytest.fixture(scope="module")
+def attached(workers):
+    return workers(2).run(refusing.attaching)
+
+
 @pytest.mark.parametrize("name", ATTACHED)
-def test_models_that_cannot_be_spread_are_refused_by_name(workers, name):
+def test_models_that_cannot_be_spread_are_refused_by_name(attached, name):
     kind, message = ATTACHED[name]
-    for found, text in workers(2).run(refusing.attaching, name):
+    for errors in attached:
+        found, text = errors[name]
         assert (found, message in text) == (kind, True), (found, text)
 
 

@@ -5,6 +5,9 @@ import torch
 
 import keeping
 
+WITHIN = 1e-12
+"""In float64, whose rounding is 1.1e-16: sums of some thousand numbers in another order."""
+
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_state_is_in_logical_order_whatever_the_homes(workers, family):
@@ -20,9 +23,9 @@ def test_homes_move_between_steps_and_change_nothing(workers):
 
 def test_clipping_is_by_the_norm_of_the_whole_model(workers):
     for (norm, expected), worst in workers(2).run(keeping.clipped):
-        assert norm == pytest.approx(expected, rel=1e-6)
+        assert norm == pytest.approx(expected, rel=WITHIN)
         assert expected > 0.1
-        assert worst < 1e-5
+        assert worst < WITHIN
 
 
 def test_a_parameter_used_on_one_rank_has_a_gradient_on_all_and_one_used_on_none_has_none(workers):
@@ -32,11 +35,11 @@ def test_a_parameter_used_on_one_rank_has_a_gradient_on_all_and_one_used_on_none
 def test_other_models_of_the_same_configuration_never_notice(workers):
     for untouched, difference in workers(2).run(keeping.beside_a_plain_model):
         assert untouched
-        assert difference < 1e-5
+        assert difference < WITHIN
 
 
 def test_frozen_experts_under_replicas(workers):
-    assert max(workers(2).run(keeping.frozen_experts)) < 1e-5
+    assert max(workers(2).run(keeping.frozen_experts)) < WITHIN
 
 
 def test_recompute_and_update_run_the_same_cells(workers):
@@ -45,10 +48,10 @@ def test_recompute_and_update_run_the_same_cells(workers):
 
 
 def test_groups_of_ranks_beside_each_other(workers):
-    assert max(workers(4).run(keeping.two_groups)) < 1e-5
+    assert max(workers(4).run(keeping.two_groups)) < WITHIN
 
 
 def test_padding_that_is_not_sent_changes_no_token(workers):
     for difference, tokens_alone in workers(2).run(keeping.padding):
-        assert difference < 1e-5
+        assert difference < WITHIN
         assert tokens_alone

@@ -1,6 +1,8 @@
 """What a worker process does: the training of `training`, expert-parallel."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -10,7 +12,8 @@ from driving import log_probs
 from foreroute import balance
 from foreroute.adapters import hf
 from foreroute.balance import Topology
-from foreroute.experts import BatchRows
+from foreroute.experts import BatchRows, layer, replicas
+from foreroute.experts.compute import run_experts
 from foreroute.transfer.direct import DirectWeights
 from foreroute.transfer.engine import TransferEngine
 from foreroute.transfer.exchange import PeerGroup
@@ -27,20 +30,36 @@ class Load:
 
     Attributes:
         planned_L: that the plan has it compute.
-        executed_L: that it computed.
+        executed_L: that it computed, as the execution tells.
+        computed_L: the same, counted in what experts are given.
         sent: of its own rows.
     """
 
     planned_L: list[int]
     executed_L: list[int]
+    computed_L: list[int]
     sent: int
 
     @classmethod
-    def of(cls, execution, plan, counts_MLGE, rank, top_k):
+    def of(cls, execution, computed_L, plan, counts_MLGE, rank, top_k):
         m = execution.micro_step
         cells = [(plan.cell(m, layer), counts_GE) for layer, counts_GE in enumerate(counts_MLGE[m])]
         planned_L = [int(cell.loads_G(counts_GE)[rank]) for cell, counts_GE in cells]
-        return cls(planned_L, execution.executed_L.tolist(), int(execution.rows.sent_N.sum()) * top_k)
+        return cls(planned_L, execution.executed_L.tolist(), computed_L, int(execution.rows.sent_N.sum()) * top_k)
+
+
+@contextmanager
+def counting_rows(placed):
+    """How many rows the experts of each layer are given, at home and as replicas; padding is all zeros."""
+    number = {id(layer.shards.module): layer.number for layer in placed.layers}
+    computed_L = [0] * len(number)
+
+    def counting(module, weights, rows_RD, group_rows_S):
+        computed_L[number[id(module)]] += int(rows_RD.detach().any(dim=1).sum())
+        return run_experts(module, weights, rows_RD, group_rows_S)
+
+    with patch.object(layer, "run_experts", counting), patch.object(replicas, "run_experts", counting):
+        yield computed_L
 
 
 class Late(DirectWeights):
@@ -115,9 +134,10 @@ def train_step(placed, routed, case, rank, step, losses, split):
             if plan is None:
                 loss = -log_probs(placed.model, batch(rank, step, m)).sum() / num_targets(case.ranks, step)
             else:
-                with placed.executing(m, rows_of(routed, case, rank, step, m)) as execution:
+                here = rows_of(routed, case, rank, step, m)
+                with placed.executing(m, here) as execution, counting_rows(placed) as computed_L:
                     loss = -log_probs(placed.model, batch(rank, step, m)).sum() / num_targets(case.ranks, step)
-                loads.append(Load.of(execution, plan, counts_MLGE, rank, routed.spec.top_k))
+                loads.append(Load.of(execution, computed_L, plan, counts_MLGE, rank, routed.spec.top_k))
         pending.append(loss)
         losses.append(loss.item())
     # the micro-steps are all in flight: each recomputes its own cells

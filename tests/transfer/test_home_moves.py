@@ -9,6 +9,7 @@ import torch
 from foreroute.transfer.agreement import Votes
 from foreroute.transfer.home_moves import move_homes
 from plans import random_homes
+from processes import kept
 from toy import SHAPES, peers, shard
 
 EXPERTS, LAYERS = 8, 2
@@ -18,13 +19,12 @@ OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "plain sgd": lambda p: torch.optim.SGD(p, lr=0.1),
 }
-_votes = []
 
 
 def votes():
-    if not _votes:
-        _votes.append(Votes(timeout_s=20))
-    return _votes[0]
+    if "votes" not in kept:
+        kept["votes"] = Votes(timeout_s=20)
+    return kept["votes"]
 
 
 def homes_of_steps(seed, ranks, steps):

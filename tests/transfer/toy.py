@@ -15,21 +15,21 @@ from foreroute.transfer import Cell
 from foreroute.transfer.engine import TransferEngine
 from foreroute.transfer.exchange import PeerGroup
 from foreroute.transfer.records import TransferOptions
+from processes import kept
 
 DTYPE = torch.float64
 WITHIN = 1e-12
 """A loss adds 3,500 numbers at most, each rounded by 1.1e-16, in any order: 4e-13. What goes astray shows at 1e-2."""
 SHAPES = {"down_proj": (3, 4), "gate_up_proj": (4, 3), "gate_up_proj_bias": (4,)}
 ROWS = 12
-_kept = {}
 
 
 def peers(timeout_s=20.0, kind=PeerGroup):
-    """One group per process, kind and timeout: making one is a collective call."""
+    """One group per call, kind and timeout: making one is a collective call."""
     key = timeout_s, kind
-    if key not in _kept:
-        _kept[key] = kind(timeout_s=timeout_s)
-    return _kept[key]
+    if key not in kept:
+        kept[key] = kind(timeout_s=timeout_s)
+    return kept[key]
 
 
 def weight(name, layer, expert, dtype=DTYPE):

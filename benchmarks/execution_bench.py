@@ -1,0 +1,125 @@
+"""A small expert-parallel model with skewed routes on gloo processes, for the cases that execute plans."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.multiprocessing.spawn import spawn
+
+from foreroute import balance
+from foreroute.adapters import hf
+from foreroute.balance import Links, PlanOptions, StepPlan, Topology
+from foreroute.experts import BatchRows, PlacedModel
+from foreroute.trace import RoutingTrace
+from foreroute.transfer.engine import TransferEngine
+from foreroute.transfer.exchange import PeerGroup
+from foreroute.transfer.records import TransferOptions
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
+MICRO_STEPS, BATCH = 4, (4, 64)
+SLOTS = 2
+LINKS = Links(2e9, 1e9, 1e10, 5e-5, 1e-4)
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """One rank's part of the step."""
+
+    routed: hf.RoutedModel
+    placed: PlacedModel
+    batches: list[torch.Tensor]
+    traces: list[RoutingTrace]
+    counts_MLGE: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, rank: int, num_ranks: int) -> Bench:
+        """With routes that favour the first experts, as trained routers favour some."""
+        model = hf.build_model("qwen3_moe", seed=0, **SIZES)
+        routed = hf.attach(model)
+        return cls.routed_anew(routed, hf.distribute(model, timeout_s=120), rank, num_ranks)
+
+    @classmethod
+    def routed_anew(
+        cls, routed: hf.RoutedModel, placed: PlacedModel, rank: int, num_ranks: int, *, skew: float = 0.3
+    ) -> Bench:
+        """The same model on other tokens and routes; with `skew` 0 all experts are as likely."""
+        rng = np.random.default_rng([rank, int(1000 * skew)])
+        batches = [torch.from_numpy(rng.integers(0, 256, BATCH)) for _ in range(MICRO_STEPS)]
+        traces = [_skewed(routed, batch, rng, skew) for batch in batches]
+        rows = [BatchRows.replayed(trace, batch).routed_LE for trace, batch in zip(traces, batches, strict=True)]
+        mine_MLE = torch.from_numpy(np.stack([counts for counts in rows if counts is not None]).astype(np.int32))
+        parts = [torch.empty_like(mine_MLE) for _ in range(num_ranks)]
+        dist.all_gather(parts, mine_MLE)
+        return cls(routed, placed, batches, traces, torch.stack(parts, dim=2).numpy())
+
+    def plan(self, options: PlanOptions) -> StepPlan:
+        """Of the step."""
+        return balance.plan(self.counts_MLGE, self.topology, options, home_LE=self.placed.home_LE)
+
+    @property
+    def topology(self) -> Topology:
+        """One node."""
+        num_ranks = self.counts_MLGE.shape[2]
+        return Topology(num_ranks, num_ranks, SLOTS, LINKS)
+
+    def step(self, plan: StepPlan) -> NDArray[np.int64]:
+        """Forward and backward of all micro-steps; int64 [M, L], assignments that this rank computed."""
+        self.placed.begin_step(0, plan, self.counts_MLGE)
+        executed = []
+        for m, (batch, trace) in enumerate(zip(self.batches, self.traces, strict=True)):
+            rows = BatchRows.replayed(trace, batch)
+            with self.routed.replay(trace), self.placed.executing(m, rows) as execution:
+                logits = self.routed.model(input_ids=batch, use_cache=False).logits
+                logits.log_softmax(-1)[..., 0].mean().backward()
+            executed.append(execution.executed_L)
+        self.routed.model.zero_grad(set_to_none=True)
+        return np.stack(executed)
+
+    def engine(self, peers: PeerGroup, **options: Any) -> TransferEngine:
+        """That has published the weights."""
+        engine = TransferEngine(self.placed.homes, self.topology, TransferOptions(timeout_s=120, **options), peers)
+        engine.publish()
+        return engine
+
+
+def _skewed(routed: hf.RoutedModel, batch: torch.Tensor, rng: np.random.Generator, skew: float) -> RoutingTrace:
+    spec, tokens = routed.spec, batch.numpy()
+    favour_E = np.linspace(skew, 0, spec.num_experts)
+    scores = [rng.random((len(row), spec.num_layers, spec.num_experts)) + favour_E for row in tokens]
+    ids = [np.argsort(-score, axis=-1)[..., : spec.top_k] for score in scores]
+    return RoutingTrace.from_sequences(spec, list(tokens), ids)
+
+
+def in_processes(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
+    """What `work(rank, num_ranks, *args)` returns on rank 0 of as many gloo processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_work, (num_ranks, folder, work, args), num_ranks)
+        # written by our own process, and full of plans
+        return torch.load(Path(folder) / "answer.pt", weights_only=False)
+
+
+def _work(rank: int, num_ranks: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    answer = work(rank, num_ranks, *args)
+    if rank == 0:
+        torch.save(answer, Path(folder) / "answer.pt")
+    dist.destroy_process_group()
