@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from foreroute import balance
 from foreroute.adapters import hf
@@ -111,7 +111,8 @@ def _skewed(routed: hf.RoutedModel, batch: torch.Tensor, rng: np.random.Generato
 def in_processes(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
     """What `work(rank, num_ranks, *args)` returns on rank 0 of as many gloo processes."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_work, (num_ranks, folder, work, args), num_ranks)
+        # forked, for imports take longer than the work; nothing here has used CUDA or a thread by now
+        start_processes(_work, (num_ranks, folder, work, args), num_ranks, start_method="fork")
         # written by our own process, and full of plans
         return torch.load(Path(folder) / "answer.pt", weights_only=False)
 

@@ -122,7 +122,10 @@ def _clear():
     import torch.distributed as dist
 
     kept.clear()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
+    world = dist.distributed_c10d._world
+    for group, name in list(world.pg_names.items()):
+        if group in world.pg_map and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+            # the store still has the addresses of a group of that name
+            world.pg_names[f"gone: {name}"] = name
     gc.collect()

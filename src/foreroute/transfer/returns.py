@@ -43,11 +43,14 @@ class GradientReturn:
         self._arrived = {name: grad.new_empty((len(self._row_V), *grad.shape[1:])) for name, grad in sent.items()}
         self.objection: str | None = None
         self.num_bytes = sum(self._arrived[name].numel() * grad.element_size() for name, grad in grads.items())
+        # kept until all has left
+        self._sent = sent
         self._exchange = carry(peers, moves.arrivals, sent, self._arrived, what)
 
     def wait(self) -> dict[str, Tensor]:
         """As in `Returning`."""
         self._exchange.wait()
+        self._sent = {}
         grads = {name: grad for name, grad in self._arrived.items() if name != CHECKSUMS}
         if CHECKSUMS in self._arrived:
             wrong = damaged(grads, self._arrived[CHECKSUMS], range(len(self._row_V)))
