@@ -1,5 +1,6 @@
 """Steps on several ranks beside meters of what the processes really exchange, set where it leaves and arrives."""
 
+import threading
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from foreroute.train.forward import response_logprobs
 from foreroute.transfer.exchange import PeerGroup
 from foreroute.transfer.host_memory import HostMemory
 from spreading import precise_trainer, steps_of
+
+LOCK = threading.Lock()
 
 
 @dataclass
@@ -30,7 +33,9 @@ class Meters:
     planned: list = field(default_factory=list)
 
     def add(self, way, num_bytes):
-        self.arrived[way] = self.arrived.get(way, 0) + num_bytes
+        # transfers arrive in threads
+        with LOCK:
+            self.arrived[way] = self.arrived.get(way, 0) + num_bytes
 
 
 def metered_steps(rank, config, count):

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import torch
 
 from faults import FaultyPeers
 from foreroute.adapters import hf
-from foreroute.balance import PlanOptions, Topology
+from foreroute.balance import Topology
 from foreroute.errors import EngineError
 from foreroute.train import loop, spread
 from spread_runs import run
@@ -100,8 +101,8 @@ def _plan_of_four(rank):
 
     def plan_for_four(counts_MLGE, topology, options, home_LE):
         four = Topology(4, 4, topology.redundant_slots, topology.links)
-        counts_of_four_MLGE = torch.from_numpy(counts_MLGE).repeat(1, 1, 2, 1).numpy()
-        return plan(counts_of_four_MLGE, four, PlanOptions(), home_LE)
+        homes_of_four_LE = np.tile(four.contiguous_home_E(home_LE.shape[1]), (len(home_LE), 1))
+        return plan(np.tile(counts_MLGE, (1, 1, 2, 1)), four, options, homes_of_four_LE)
 
     with mock.patch.object(spread, "_plan", plan_for_four):
         yield
