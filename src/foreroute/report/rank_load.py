@@ -71,7 +71,8 @@ def by_cell(runs: Sequence[Run], position: int) -> Plot:
         absent="",
     )
     loads: dict[Load, NDArray[np.float64]] = {kind: _over_mean_GC(execution, kind) for kind in WORDS}
-    norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=max(1.05, *(float(over.max()) for over in loads.values())))
+    most = max(1.05, *(float(over.max()) for over in loads.values()))
+    norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=most)
 
     def fill(figure: Figure) -> None:
         panels = figure.subplots(len(loads), sharex=True)
@@ -88,7 +89,7 @@ def by_cell(runs: Sequence[Run], position: int) -> Plot:
         figure.supylabel(caption.y_label, fontsize=11, color=SOFT)
         bar = figure.colorbar(shown, ax=panels, location="bottom", fraction=0.05, pad=0.02, aspect=40)
         bar.set_label("load over mean")
-        bar.set_ticks([0.0, 0.5, 1.0, *(t for t in MaxNLocator(4).tick_values(1.0, norm.vmax) if 1 < t <= norm.vmax)])
+        bar.set_ticks([0.0, 0.5, 1.0, *(t for t in MaxNLocator(4).tick_values(1.0, most) if 1 < t <= most)])
         bar.outline.set_visible(False)
 
     spans = "; ".join(f"{WORDS[kind]} {over.min():.2f} to {over.max():.2f}" for kind, over in loads.items())
@@ -108,7 +109,9 @@ def _part_cells(axes: Any, execution: Execution) -> None:
 
 def _number_micro_steps(axes: Any, execution: Execution) -> None:
     """Below the cells: the numbers of the micro-steps, and the names of the stages where they begin."""
-    numbers, centres, start = [], [], 0
+    numbers: list[int] = []
+    centres: list[float] = []
+    start = 0
     every = -(-sum(stage.num_micro_steps for stage in execution.stages.values()) // MOST_LABELS)
     for name, stage in execution.stages.items():
         layers = stage.num_cells // stage.num_micro_steps
