@@ -31,9 +31,9 @@ def faulty_steps(rank, config, faults):
         return Steps(list(records), list(generations), parts[-1].state), happened
 
 
-def run_broken(rank, config, folder, way, *, resume=False):
+def resume_broken(rank, config, folder, way):
     with BREAKAGES[way](rank):
-        run(rank, config, folder, resume=resume)
+        run(rank, config, folder, resume=True)
 
 
 def run_unlike(rank, config, folder):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from broken_runs import die_in_update, faulty_steps, resume_apart, run_broken, run_unlike
+from broken_runs import die_in_update, faulty_steps, resume_apart, resume_broken, run_unlike
 from faults import Fault
 from foreroute.errors import RunFolderError
 from foreroute.train import load_checkpoint, train
@@ -71,7 +71,7 @@ def test_what_goes_wrong_on_one_rank_ends_all_and_the_run_goes_on_later(workers,
         ("bug on rank 1", ("RankError", "KeyError"), "no such thing"),
         ("full disk", ("RunFolderError", "RankError"), "step-000002.pt cannot be written"),
     ]:
-        outcomes = workers(2).outcomes(run_broken, config, folder, way, resume=True)
+        outcomes = workers(2).outcomes(resume_broken, config, folder, way)
         assert tuple(outcome.kind for outcome in outcomes) == kinds, outcomes[0].trace
         assert all(message in outcome.message for outcome in outcomes)
         assert "\n" not in outcomes[0].message
