@@ -79,7 +79,13 @@ def execution(step, *, ranks=4, micro_steps=3, layers=2):
         "ranks": ranks,
         "max_over_mean": {"planned": 1.0, "executed": 1.0, "at_home": most},
         "replicas": 12,
-        "stages": {name: stage | {"replicas": 6} for name in ("recompute", "update 0")},
+        "bytes": {"host": 3_000_000, "direct": 1_000_000 * step, "gradients": 5_000_000},
+        "cells_at_home": step,
+        "exposed_transfer_s": 0.5,
+        "planning_s": 0.2 + step,
+        "exposed_planning_s": 0.2,
+        "hidden_planning_share": step / (0.2 + step),
+        "stages": {name: stage | {"replicas": 6, "fell_back": []} for name in ("recompute", "update 0")},
     }
 
 

@@ -38,6 +38,12 @@ def test_two_processes_train_and_one_of_them_speaks(config, tmp_path):
     assert (tmp_path / "run" / "report.html").exists()
 
 
+def test_the_demo_needs_several_processes(tmp_path):
+    result = torchrun(1, "demo-ep", "--folder", tmp_path / "run")
+    assert "1 process runs; start several: torchrun --nproc-per-node 4" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_wrong_number_of_processes_is_one_clear_error(config, tmp_path):
     result = torchrun(1, "train", config, "--folder", tmp_path / "run")
     assert result.returncode != 0

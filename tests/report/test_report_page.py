@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from foreroute.errors import InputError, RunFolderError
-from foreroute.report import write_report
+from foreroute.report import load_rows, read_runs, write_report
 from report_runs import config, execution, step_line, write_run
 
 TITLES = [
@@ -229,9 +229,37 @@ def test_expert_parallel_runs_show_the_load_of_their_ranks(tmp_path):
     alone = write_run(tmp_path / "alone", config("alone"), [step_line(step) for step in range(4)])
     page = write_report([alone, spread], tmp_path / "report.html").read_text()
     assert "Load of the busiest rank" in page
-    assert "Load of every rank, step 3 of spread" in page
+    assert "Load of every rank in every micro-step, step 3 of spread" in page
+    assert "every expert at its home" in page
     assert "Not recorded by: alone." in page
     assert "Load of" not in write_report([alone], tmp_path / "alone.html").read_text()
+
+
+def test_what_plans_did_is_averaged_over_steps(tmp_path):
+    executions = [execution(step) for step in range(4)]
+    lines = [step_line(step) | {"execution": each} for step, each in enumerate(executions)]
+    spread = write_run(tmp_path / "spread", config("spread"), lines)
+    alone = write_run(tmp_path / "alone", config("alone"), [step_line(0)])
+    (row,) = load_rows(read_runs([alone, spread]))
+    assert (row.position, row.run) == (1, "spread")
+    at_home = sum(each["max_over_mean"]["at_home"] for each in executions) / 4
+    assert row.cells == {
+        "Ranks": "4",
+        "Busiest rank, at home": f"{at_home:.2f}",
+        "Busiest rank, planned": "1.00",
+        "Busiest rank, executed": "1.00",
+        "Replicas": "12",
+        # 3 MB by host memory, and 0 to 3 MB directly
+        "Weights moved": "4.5 MB",
+        "Gradients moved": "5 MB",
+        "Waited for transfers": "0.50\N{NO-BREAK SPACE}s",
+        "Waited for plans": "0.20\N{NO-BREAK SPACE}s",
+        # 0 + 1 + 2 + 3 of 6.8 seconds
+        "Planning hidden": "88.2\N{NO-BREAK SPACE}%",
+        "Cells fallen back": "6",
+    }
+    page = write_report([alone, spread], tmp_path / "report.html").read_text()
+    assert all(f"<dt>{name}</dt><dd>{value}</dd>" in page for name, value in row.cells.items())
 
 
 def test_loads_of_a_live_run_are_not_drawn(tmp_path):

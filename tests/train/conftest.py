@@ -5,12 +5,10 @@ from processes import Workers
 
 @pytest.fixture(scope="package")
 def workers():
-    """`workers(4)`: four processes. Only one group at a time: there are more processes than cores as it is."""
+    """`workers(4)`: four processes, started on first use and kept. Groups that wait cost memory alone."""
     groups = {}
 
     def of(num_ranks):
-        for other in [size for size in groups if size != num_ranks]:
-            groups.pop(other).close()
         if num_ranks not in groups:
             groups[num_ranks] = Workers(num_ranks, timeout_s=240)
         return groups[num_ranks]

@@ -1,20 +1,18 @@
 """Whole runs on several ranks, as worker processes do them."""
 
-import os
-from contextlib import closing
+from contextlib import nullcontext
+from unittest import mock
 
-from foreroute.adapters import hf
-from foreroute.errors import EngineError
-from foreroute.train import Watcher, train
-from foreroute.train.loop import make_execution, make_policy, make_trainer
-from foreroute.train.ranks import joined
+from foreroute.train import RunFolder, Watcher, train
+from foreroute.train.spread import Spread
 from small_runs import small_config
-from spreading import scored_by_tokens
+from spreading import scored_by_tokens, spread_steps
 
 
 def run_config(num_ranks, **sections):
     sections["rl"] = {"steps": 3, "micro_step_tokens": 96, **sections.get("rl", {})}
-    return small_config(rollout={"prompts": 8}, parallel={"expert": num_ranks, "timeout_s": 30.0}, **sections)
+    parallel = {"expert": num_ranks, "timeout_s": 30.0, **sections.pop("parallel", {})}
+    return small_config(rollout={"prompts": 8}, parallel=parallel, **sections)
 
 
 def run(rank, config, folder, *, resume=False, stop_after=None, watcher=None):
@@ -34,41 +32,24 @@ def stop_early(rank, config, folder):
     return run(rank, config, folder, stop_after=1)
 
 
-def restored_state(rank, config, checkpoint):
-    with joined(config.parallel.expert, config.parallel.timeout_s) as ranks:
-        policy = make_policy(config)
-        engine = hf.EmbeddedEngine(policy.model, config.rollout.precision)
-        with closing(make_execution(config, policy, ranks)) as execution:
-            trainer = make_trainer(config, policy, execution, engine)
-            trainer.restore(checkpoint)
-            return {"step": trainer.step, **trainer.state()}
+def step_on(rank, config, folder, step, wrong_state=False):
+    """Go on from a checkpoint in float64 for one step, and save the next; rank 0 tells of it."""
+    with mock.patch.object(Spread, "_converted", rolled) if wrong_state else nullcontext():
+        steps = spread_steps(rank, config, 1, path_of(folder, step))
+    if rank == 0:
+        RunFolder(folder).save_checkpoint(step + 1, steps.state)
+        return steps
+    return None
 
 
-def fail_in_rollout(rank, config, folder):
-    kept = hf.EmbeddedEngine.generate
-    if rank == 1:
-        hf.EmbeddedEngine.generate = _no_engine
-    try:
-        run(rank, config, folder)
-    finally:
-        hf.EmbeddedEngine.generate = kept
+def rolled(self, optimizer, state, *, gather, right=Spread._converted):
+    """The state of every expert is that of the expert before it on its rank."""
+    converted = right(self, optimizer, state, gather=gather)
+    for values in converted["state"].values():
+        if not gather and values["exp_avg"].dim() == 3:
+            values["exp_avg"] = values["exp_avg"].roll(1, 0)
+    return converted
 
 
-def die_in_update(rank, config, folder):
-    """Rank 1 ends in the second step, in the middle of its backward pass."""
-    from foreroute.train import loop
-
-    kept, steps = loop.update, []
-
-    def update(routed, *rest, **options):
-        steps.append(1)
-        if rank == 1 and len(steps) == 2:
-            next(routed.model.parameters()).register_hook(lambda _: os._exit(1))
-        return kept(routed, *rest, **options)
-
-    loop.update = update
-    run(rank, config, folder)
-
-
-def _no_engine(*_):
-    raise EngineError("the engine is gone")
+def path_of(folder, step):
+    return folder / "checkpoints" / f"step-{step:06d}.pt"

@@ -1,4 +1,4 @@
-"""Steps of the trainer in float64, on several ranks, and on one process that is given their rollouts."""
+"""Steps of the trainer in float64: on several ranks, and on one process that is given their rollouts."""
 
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -34,13 +34,21 @@ def config_of(num_ranks, *, routing="R3", mini_steps=1, **parallel):
     )
 
 
-def spread_steps(rank, config, count):
-    """On every rank."""
+def spread_steps(rank, config, count, checkpoint=None):
+    """On every rank, from a checkpoint or from the beginning."""
+    with precise_trainer(config) as trainer:
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+        return steps_of(trainer, count)
+
+
+@contextmanager
+def precise_trainer(config):
     with joined(config.parallel.expert, config.parallel.timeout_s) as ranks:
         policy = precise_policy(config)
         engine = hf.EmbeddedEngine(policy.model, config.rollout.precision)
         with closing(make_execution(config, policy, ranks)) as execution:
-            return steps_of(make_trainer(config, policy, execution, engine), count)
+            yield make_trainer(config, policy, execution, engine)
 
 
 def steps_without_sums(rank, config, count):

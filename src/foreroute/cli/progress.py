@@ -45,7 +45,7 @@ def watching(config: TrainConfig, console: Console) -> Iterator[Watcher]:
 
     def line(text: str) -> None:
         if not console.is_terminal:
-            console.print(text, highlight=False)
+            console.print(text, highlight=False, soft_wrap=True)
 
     def on_warm_start(step: int, loss: float) -> None:
         progress.update(warm, visible=True, completed=step + 1, figures=f"loss {loss:.2f}")
@@ -74,6 +74,8 @@ def _figures(record: dict[str, Any]) -> str:
     for name, label in (("native", "without replay"), ("replayed", "with")):
         if name in record["mismatch"]:
             parts.append(f"k3 {label} {record['mismatch'][name]['k3']:.1e}")
+    if balance := record.get("execution", {}).get("max_over_mean"):
+        parts.append(f"busiest rank {balance['at_home']:.2f} → {balance['executed']:.2f}")
     return ", ".join(parts)
 
 

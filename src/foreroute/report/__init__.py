@@ -4,6 +4,7 @@ Importing this room loads neither matplotlib nor jinja2; `write_report` does, an
 """
 
 from foreroute.report.diagnosis import MeasureRow, measure_rows, write_diagnosis
+from foreroute.report.load_rows import LoadRow, load_rows
 from foreroute.report.page import write_report
 from foreroute.report.plan import write_plan_page
 from foreroute.report.plan_rows import MethodRow, method_rows, plan_summary
@@ -11,11 +12,13 @@ from foreroute.report.records import Run, read_run, read_runs
 from foreroute.report.table import Sides, SummaryRow, summary_rows
 
 __all__ = [
+    "LoadRow",
     "MeasureRow",
     "MethodRow",
     "Run",
     "Sides",
     "SummaryRow",
+    "load_rows",
     "measure_rows",
     "method_rows",
     "plan_summary",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from foreroute.errors import InputError
+from foreroute.report.load_rows import load_rows
 from foreroute.report.records import Run, read_runs
 from foreroute.report.table import WINDOW, SummaryRow, summary_rows
 from foreroute.report.wording import describe, pace, percentage, reward, scientific, seconds
@@ -72,7 +73,6 @@ def _render(runs: Sequence[Run]) -> str:
         *(draw(runs) for draw in (curves.k3, curves.f2, curves.disagreement)),
         *(draw(runs) for draw in (distributions.by_layer, distributions.differing_layers, distributions.margins)),
         curves.expert_load(runs),
-        *rank_load_plots(runs),
     ]
     return environment.get_template("page.html.j2").render(
         title=f"Run {runs[0].label}" if len(runs) == 1 else f"Comparison of {len(runs)} runs",
@@ -85,6 +85,8 @@ def _render(runs: Sequence[Run]) -> str:
         window=WINDOW,
         notes=[*_reading_notes(runs), *_table_notes(rows)],
         plots=plots,
+        load_rows=load_rows(runs),
+        load_plots=rank_load_plots(runs),
         config=_config_lines(runs),
     )
 

@@ -3,43 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from foreroute.report.canvas import TALL_INCHES, Caption, Plot, Series, plot, plot_figure
-from foreroute.report.records import Load, Run, StageLoads
+from foreroute.report.canvas import TALL_INCHES, Caption, Key, Plot, Series, picture, plot
+from foreroute.report.load_rows import planned_steps
+from foreroute.report.records import Execution, Load, Run, StageLoads
 
 WORDS: dict[Load, str] = {"at_home": "every expert at its home", "executed": "executed under the plan"}
-STYLES: dict[Load, Any] = {"at_home": (0, (1.2, 1.2)), "executed": "-"}
+STYLES: dict[Load, Any] = {"at_home": (0, (3.2, 1.6)), "executed": "-"}
+SOFT, LINE = "#3b4550", "#1b232c"
+MOST_LABELS = 12
+"""Micro-steps that are numbered below the heat map; of more, every second one, and so on."""
 
 
 def rank_load_plots(runs: Sequence[Run]) -> list[Plot]:
     """The plots, when any run was expert-parallel under a plan; else none."""
-    if not any(_planned_steps(run) for run in runs):
-        return []
-    return [over_steps(runs), *(by_cell(runs, position) for position, run in enumerate(runs) if _planned_steps(run))]
+    planned = [position for position, run in enumerate(runs) if planned_steps(run)]
+    return [over_steps(runs), *(by_cell(runs, position) for position in planned)] if planned else []
 
 
 def over_steps(runs: Sequence[Run]) -> Plot:
+    """The busiest rank of the cells, over the run."""
     caption = Caption(
         title="Load of the busiest rank",
-        sentence="Assignments of the busiest rank over the mean of all ranks, summed over cells (1 is balance): "
-        "with every expert at its home (dotted), and as executed under the plan (solid).",
+        sentence="Assignments of the busiest rank of every cell, summed over cells, over the mean of all ranks: 1 is "
+        "perfect balance.",
         x_label="training step",
         y_label="busiest rank over mean",
         absent="No run was expert-parallel under a plan.",
     )
     found: list[tuple[Load, Series]] = []
     for position, run in enumerate(runs):
-        steps = _planned_steps(run)
-        for kind in WORDS:
-            values = [(step, execution.max_over_mean[kind]) for step, execution in steps]
-            if values:
-                x, y = np.array(values, np.float64).T
+        if steps := planned_steps(run):
+            x = np.array([step.step for step, _ in steps], np.float64)
+            for kind in WORDS:
+                y = np.array([execution.max_over_mean[kind] for _, execution in steps], np.float64)
                 found.append((kind, Series(position, None, x, y)))
 
     def draw(axes: Any) -> None:
@@ -48,52 +53,84 @@ def over_steps(runs: Sequence[Run]) -> Plot:
         axes.set_ylim(bottom=1 - 0.03 * (axes.get_ylim()[1] - 1))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
 
-    return plot(caption, runs, [line for _, line in found], draw)
+    drawn = plot(caption, runs, [line for _, line in found], draw, TALL_INCHES)
+    return replace(drawn, keys=(*drawn.keys, *(Key(WORDS[kind], None, dashed=kind == "at_home") for kind in WORDS)))
 
 
 def by_cell(runs: Sequence[Run], position: int) -> Plot:
+    """Every rank in every cell of the last step."""
     run = runs[position]
-    step, execution = _planned_steps(run)[-1]
-    names = list(execution.stages)
-    loads: dict[Load, NDArray[np.float64]] = {kind: _over_mean_GC(execution.stages, kind) for kind in WORDS}
+    step, execution = planned_steps(run)[-1]
     of_run = f" of {run.label}" if len(runs) > 1 else ""
     caption = Caption(
-        title=f"Load of every rank, step {step}{of_run}",
-        sentence="Assignments of each rank over the mean of its cell. A column is a cell, one routed layer in one "
-        f"micro-step, in the order of execution; the stages ({', '.join(names)}) are set apart by lines. "
-        "In each cell all ranks wait for the busiest one.",
-        x_label="cells in the order of execution",
+        title=f"Load of every rank in every micro-step, step {step.step}{of_run}",
+        sentence=f"Assignments of each rank over the mean of the cell. A column is a cell: in each micro-step the "
+        f"{_num_layers(execution)} routed layers from first to last. All ranks wait there for the busiest one.",
+        x_label="micro-step",
         y_label="rank",
-        absent="No run was expert-parallel under a plan.",
+        absent="",
     )
-    ends = np.cumsum([stage.num_cells for stage in execution.stages.values()])[:-1]
-    reach = max(0.05, *(float(np.abs(over - 1).max()) for over in loads.values()))
+    loads: dict[Load, NDArray[np.float64]] = {kind: _over_mean_GC(execution, kind) for kind in WORDS}
+    most = max(1.05, *(float(over.max()) for over in loads.values()))
+    norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=most)
 
     def fill(figure: Figure) -> None:
         panels = figure.subplots(len(loads), sharex=True)
         for axes, (kind, over_GC) in zip(panels, loads.items(), strict=True):
-            shown = axes.imshow(over_GC, aspect="auto", cmap="RdBu_r", vmin=1 - reach, vmax=1 + reach, rasterized=False)
-            axes.set_title(WORDS[kind], loc="left", fontsize=10.5, color="#3b4550", pad=3)
-            axes.set_yticks(range(len(over_GC)) if len(over_GC) <= 16 else [])
+            shown = axes.imshow(over_GC, aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest")
+            busiest = execution.max_over_mean[kind]
+            title = f"{WORDS[kind]}: busiest {busiest:.2f} times the mean"
+            axes.set_title(title, loc="left", fontsize=10.5, color=SOFT, pad=4)
+            axes.set_yticks(range(len(over_GC)) if len(over_GC) <= 16 else [0, len(over_GC) - 1])
             axes.grid(visible=False)
-            for end in ends:
-                axes.axvline(end - 0.5, color="#3b4550", linewidth=0.9)
-        panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        panels[-1].set_xlabel(caption.x_label)
-        figure.supylabel(caption.y_label, fontsize=11, color="#3b4550")
-        figure.colorbar(shown, ax=panels, label="load over mean")
+            _part_cells(axes, execution)
+        _number_micro_steps(panels[-1], execution)
+        panels[-1].set_xlabel(caption.x_label, labelpad=22)
+        figure.supylabel(caption.y_label, fontsize=11, color=SOFT)
+        bar = figure.colorbar(shown, ax=panels, location="bottom", fraction=0.05, pad=0.02, aspect=40)
+        bar.set_label("load over mean")
+        bar.set_ticks([0.0, 0.5, 1.0, *(t for t in MaxNLocator(4).tick_values(1.0, most) if 1 < t <= most)])
+        bar.outline.set_visible(False)
 
-    cells = np.arange(loads["executed"].shape[1], dtype=np.float64)
-    series = [Series(position, None, cells, over.max(axis=0)) for over in loads.values()]
-    return plot_figure(caption, [run], [Series(0, None, line.x, line.y) for line in series], fill, TALL_INCHES)
-
-
-def _planned_steps(run: Run) -> list[tuple[int, Any]]:
-    return [(step.step, step.execution) for step in run.steps if step.execution is not None and step.execution.stages]
+    spans = "; ".join(f"{WORDS[kind]} {over.min():.2f} to {over.max():.2f}" for kind, over in loads.items())
+    return picture(caption, fill, f"{caption.title}. {spans}.", (TALL_INCHES[0], 4.6))
 
 
-def _over_mean_GC(stages: dict[str, StageLoads], kind: Load) -> NDArray[np.float64]:
+def _part_cells(axes: Any, execution: Execution) -> None:
+    """Thin lines between micro-steps, thick ones between stages."""
+    start = 0
+    for stage in execution.stages.values():
+        layers = stage.num_cells // stage.num_micro_steps
+        for m in range(stage.num_micro_steps):
+            if start + m:
+                axes.axvline(start + m * layers - 0.5, color=LINE, linewidth=0.5 if m else 2.0)
+        start += stage.num_cells
+
+
+def _number_micro_steps(axes: Any, execution: Execution) -> None:
+    """Below the cells: the numbers of the micro-steps, and the names of the stages where they begin."""
+    numbers: list[int] = []
+    centres: list[float] = []
+    start = 0
+    every = -(-sum(stage.num_micro_steps for stage in execution.stages.values()) // MOST_LABELS)
+    for name, stage in execution.stages.items():
+        layers = stage.num_cells // stage.num_micro_steps
+        numbers += range(0, stage.num_micro_steps, every)
+        centres += [start + (m + 0.5) * layers - 0.5 for m in range(0, stage.num_micro_steps, every)]
+        place = {"xy": (start - 0.5, 0), "xycoords": ("data", "axes fraction")}
+        axes.annotate(name, **place, xytext=(1, -19), textcoords="offset points", va="top", fontsize=10.5, color=SOFT)
+        start += stage.num_cells
+    axes.set_xticks(centres, [str(number) for number in numbers])
+    axes.tick_params(axis="x", length=0)
+
+
+def _num_layers(execution: Execution) -> int:
+    stage: StageLoads = next(iter(execution.stages.values()))
+    return stage.num_cells // stage.num_micro_steps
+
+
+def _over_mean_GC(execution: Execution, kind: Load) -> NDArray[np.float64]:
     """float64 [G, C], load over the mean of the cell; 1 in a cell without tokens."""
-    loads_CG = np.concatenate([stage.of(kind).reshape(-1, stage.num_ranks) for stage in stages.values()])
+    loads_CG = np.concatenate([stage.of(kind).reshape(-1, execution.ranks) for stage in execution.stages.values()])
     mean_C = loads_CG.mean(axis=1, keepdims=True)
     return np.asarray(np.where(mean_C > 0, loads_CG / np.maximum(mean_C, 1e-12), 1.0).T, np.float64)

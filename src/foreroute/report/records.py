@@ -75,8 +75,12 @@ class StageLoads:
         return np.array(self.at_home_MLG if load == "at_home" else self.executed_MLG, np.int64)
 
     @property
+    def num_micro_steps(self) -> int:
+        return len(self.executed_MLG)
+
+    @property
     def num_cells(self) -> int:
-        return len(self.executed_MLG) * len(self.executed_MLG[0])
+        return self.num_micro_steps * len(self.executed_MLG[0])
 
     @property
     def num_ranks(self) -> int:
@@ -89,6 +93,13 @@ class Execution:
 
     ranks: int
     max_over_mean: dict[Load, float] = field(default_factory=dict)
+    replicas: int = 0
+    bytes: dict[str, int] = field(default_factory=dict)
+    cells_at_home: int = 0
+    exposed_transfer_s: float = 0.0
+    planning_s: float = 0.0
+    exposed_planning_s: float = 0.0
+    hidden_planning_share: float = 0.0
     stages: dict[str, StageLoads] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -157,6 +157,8 @@ class ParallelConfig(Section):
     """Redundant slots for each layer, which keep what they hold, or one set for all layers."""
     paths: Literal["auto", "host", "direct"] = "auto"
     """How replicas travel: through the node's memory, peer to peer, or by whichever is expected to end sooner."""
+    shared_memory: str = "/dev/shm"
+    """Folder in the memory of a node, through which replicas travel unless paths = "direct"."""
     prefetch: Annotated[int, Field(ge=0)] = 1
     """Cells ahead of the one that runs whose replicas are fetched."""
     deadline_s: Annotated[float, Field(ge=0)] | None = None

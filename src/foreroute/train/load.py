@@ -22,7 +22,9 @@ class StageLoad:
         plan: that was executed.
         counts_MLGE: int32 [M, L, G, E], that was planned for.
         planning_s: seconds that the planner took.
-        exposed_planning_s: of them, those that the stage waited for.
+        exposed_planning_s: seconds that the stage waited for its plan.
+        publishing_s: seconds that it waited for weights to be published.
+        transfers: of this rank, once the stage has ended.
         executed_ML: int64 [M, L], assignments that this rank computed.
     """
 
@@ -31,52 +33,79 @@ class StageLoad:
     counts_MLGE: NDArray[np.int32]
     planning_s: float
     exposed_planning_s: float
+    publishing_s: float
+    transfers: list[TransferRecord] = field(default_factory=list)
     executed_ML: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
         self.executed_ML = np.zeros(self.counts_MLGE.shape[:2], np.int64)
 
+    @property
+    def bytes_P(self) -> list[int]:
+        """Bytes that arrived at this rank: weights by host memory, weights directly, and gradients."""
+        fetched = [record for record in self.transfers if record.kind == "fetch"]
+        returned = [record for record in self.transfers if record.kind == "return"]
+        return [
+            sum(record.host_bytes for record in fetched),
+            sum(record.direct_bytes for record in fetched),
+            sum(record.direct_bytes for record in returned),
+        ]
 
-def execution_record(loads: list[StageLoad], transfers: list[TransferRecord], ranks: Ranks) -> dict[str, Any]:
+    @property
+    def exposed_transfer_s(self) -> float:
+        """Seconds that this rank waited for weights and gradients."""
+        return self.publishing_s + sum(record.exposed_s for record in self.transfers)
+
+    @property
+    def fell_back(self) -> list[dict[str, Any]]:
+        """The cells that their homes served alone, and why; the same on all ranks."""
+        because = {(r.cell.micro_step, r.cell.layer): r.at_home_because for r in self.transfers if r.at_home_because}
+        return [{"micro_step": m, "layer": layer, "because": because[m, layer]} for m, layer in sorted(because)]
+
+
+def execution_record(loads: list[StageLoad], ranks: Ranks) -> dict[str, Any]:
     """The record "execution" of a step, on rank 0; empty elsewhere. A collective call.
 
     Args:
         loads: of the stages that ran under a plan.
-        transfers: of this rank.
         ranks: of the run.
 
     Returns:
-        `ranks`, and where there were plans: for each stage `planned_MLG`, `executed_MLG` and `at_home_MLG`
-        (assignments that each rank has by the plan, computed, and would have with every expert at its home) and the
-        number of `replicas`; `max_over_mean` of the three, which is the sum over cells of the busiest rank's load over
-        the mean's; bytes that arrived by path, seconds that the slowest rank waited for transfers, and seconds of
-        planning, with those of them that nothing hid.
+        What `docs/ep.md` lists; `ranks` alone where nothing was planned.
     """
     if not loads:
         return {} if ranks.rank else {"execution": {"ranks": ranks.size}}
     executed = [ranks.stacked(load.executed_ML).transpose(1, 2, 0) for load in loads]
-    seconds_G2 = ranks.stacked(np.array([[load.planning_s, load.exposed_planning_s] for load in loads]))
-    moved_G = ranks.stacked(np.array(_transferred(transfers)))
+    bytes_P = ranks.total(np.sum([load.bytes_P for load in loads], axis=0)).astype(np.int64).tolist()
+    mine = [[load.planning_s, load.exposed_planning_s, load.exposed_transfer_s] for load in loads]
+    seconds_G3 = ranks.stacked(np.sum(mine, axis=0))
     if ranks.rank:
         return {}
-    record: dict[str, Any] = {"ranks": ranks.size}
     stages = {load.name: _stage(load, executed_MLG) for load, executed_MLG in zip(loads, executed, strict=True)}
-    planning_s, exposed_s = seconds_G2.sum(axis=1).max(axis=0).tolist()
-    host, direct, returned, waited_G, at_home = moved_G.T
-    record |= {
+    record = {
+        "ranks": ranks.size,
         "max_over_mean": {kind: _max_over_mean(stages, kind) for kind in ("planned", "executed", "at_home")},
         "replicas": sum(stage["replicas"] for stage in stages.values()),
-        "bytes": {"host": int(host.sum()), "direct": int(direct.sum()), "gradients": int(returned.sum())},
-        "cells_at_home": int(at_home.max()),
-        "exposed_transfer_s": round(float(waited_G.max()), 4),
-        "planning_s": round(planning_s, 4),
-        "exposed_planning_s": round(exposed_s, 4),
+        "bytes": dict(zip(("host", "direct", "gradients"), bytes_P, strict=True)),
+        "cells_at_home": sum(len(stage["fell_back"]) for stage in stages.values()),
+        **_seconds(seconds_G3),
         "stages": {
             name: {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in s.items()}
             for name, s in stages.items()
         },
     }
     return {"execution": record}
+
+
+def _seconds(seconds_G3: NDArray[np.float64]) -> dict[str, float]:
+    """Of the rank that waited longest for transfers, and of the one that waited longest for plans."""
+    planning_s, waited_s, _ = seconds_G3[np.lexsort((seconds_G3[:, 0], seconds_G3[:, 1]))[-1]].tolist()
+    return {
+        "exposed_transfer_s": round(float(seconds_G3[:, 2].max()), 4),
+        "planning_s": round(planning_s, 4),
+        "exposed_planning_s": round(waited_s, 4),
+        "hidden_planning_share": round(1 - min(1.0, waited_s / planning_s), 4),
+    }
 
 
 def _stage(load: StageLoad, executed_MLG: NDArray[np.int64]) -> dict[str, Any]:
@@ -91,6 +120,7 @@ def _stage(load: StageLoad, executed_MLG: NDArray[np.int64]) -> dict[str, Any]:
         "executed_MLG": executed_MLG,
         "at_home_MLG": at_home_MLG,
         "replicas": len(load.plan.expert_R),
+        "fell_back": load.fell_back,
     }
 
 
@@ -99,15 +129,3 @@ def _max_over_mean(stages: dict[str, dict[str, Any]], kind: str) -> float:
         [stage[f"{kind}_MLG"].reshape(-1, stage[f"{kind}_MLG"].shape[2]) for stage in stages.values()]
     )
     return float(loads_CG.max(axis=1).sum() / loads_CG.mean(axis=1).sum())
-
-
-def _transferred(records: list[TransferRecord]) -> list[float]:
-    """Bytes of weights by the host path and directly, of gradients, seconds waited, and cells served at home."""
-    fetched = [record for record in records if record.kind == "fetch"]
-    return [
-        sum(record.host_bytes for record in fetched),
-        sum(record.direct_bytes for record in fetched),
-        sum(record.direct_bytes for record in records if record.kind == "return"),
-        sum(record.exposed_s for record in records),
-        len({record.cell for record in fetched if record.at_home_because is not None}),
-    ]

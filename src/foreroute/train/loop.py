@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from foreroute.adapters import hf
-from foreroute.errors import ForerouteError, RunFolderError
+from foreroute.errors import ConfigError, ForerouteError, RunFolderError
 from foreroute.trace import RoutingTrace
 from foreroute.train.config import TrainConfig
 from foreroute.train.engines import make_engine
@@ -34,7 +34,7 @@ from foreroute.train.recompute import Recomputed, recompute
 from foreroute.train.rollout import Engine, Experience, roll_out
 from foreroute.train.run_folder import RunFolder, load_checkpoint
 from foreroute.train.schedule import Schedule, Stage, make_schedule
-from foreroute.train.spread import Spread
+from foreroute.train.spread import Spread, compile_planner
 from foreroute.train.task import VOCABULARY
 from foreroute.train.update import Updated, update
 from foreroute.train.warm_start import warm_start
@@ -182,11 +182,13 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
     watcher = watcher or Watcher()
     torch.set_num_threads(config.threads)
     with joined(config.parallel.expert, config.parallel.timeout_s) as ranks:
+        ranks.require_same(_by_key(config.model_dump()), "Start all of them with the same configuration")
         ranks.first("opening the run folder", lambda: _open(config, folder, resume))
         run = RunFolder(folder)
         policy = make_policy(config)
+        _require_divisible(policy, ranks)
         with closing(make_engine(config.rollout, policy)) as engine:
-            last = run.last_checkpoint()
+            last = _last_checkpoint(run, ranks)
             if last is None and not _begin(policy.model, config, ranks, watcher):
                 return run
             with closing(make_execution(config, policy, ranks)) as execution:
@@ -196,6 +198,13 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
     return run
 
 
+def _by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _by_key(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
 def _open(config: TrainConfig, folder: Path, resume: bool) -> None:
     if resume:
         RunFolder.reopen(folder, config)
@@ -203,10 +212,34 @@ def _open(config: TrainConfig, folder: Path, resume: bool) -> None:
         RunFolder.claim(folder)
 
 
+def _require_divisible(policy: hf.RoutedModel, ranks: Ranks) -> None:
+    """Before the warm start, which takes long."""
+    if policy.spec.num_experts % ranks.size:
+        raise ConfigError(
+            f"the model's {policy.spec.num_experts} experts cannot be dealt to parallel.expert = {ranks.size} evenly"
+        )
+
+
+def _last_checkpoint(run: RunFolder, ranks: Ranks) -> Path | None:
+    """The same on all ranks."""
+    last = run.last_checkpoint()
+    seen = None if last is None else last.name
+    ranks.require_same({"the last checkpoint": seen}, f"Put {run.path} on a file system that all of them share")
+    return last
+
+
 def _begin(model: Any, config: TrainConfig, ranks: Ranks, watcher: Watcher) -> bool:
     """The weights that RL starts from, made by rank 0. False when it was stopped meanwhile."""
     begun = []
-    ranks.first("the warm start", lambda: begun.append(_warm_start(model, config, watcher)))
+
+    def work() -> None:
+        if ranks.rank == 0:
+            begun.append(_warm_start(model, config, watcher))
+        elif ranks.rank == 1:
+            # all ranks need the kernels next, and would compile them side by side
+            compile_planner(config.parallel)
+
+    ranks.together("the warm start", work)
     ranks.copy_from_first(model.state_dict())
     return bool(ranks.most([begun == [True]])[0])
 

@@ -46,16 +46,16 @@ class Ranks:
             work: of this rank.
 
         Raises:
-            RankError: when another rank failed; a rank that fails raises what went wrong there.
+            RankError: when another rank failed; a rank that fails raises what went wrong there, whatever it is.
         """
         if self._votes is None:
             return work()
         error, done = None, None
         try:
             done = work()
-        except ForerouteError as raised:
+        except Exception as raised:
             error = raised
-        objections = self._votes.objections(None if error is None else str(error), what)
+        objections = self._votes.objections(_words(error), what)
         if error is not None:
             raise error
         if objections:
@@ -65,6 +65,27 @@ class Ranks:
     def first(self, what: str, work: Callable[[], object]) -> None:
         """Rank 0 alone does it, and the others wait. Raises as `together`."""
         self.together(what, lambda: work() if self.rank == 0 else None)
+
+    def require_same(self, facts: Mapping[str, Any], advice: str) -> None:
+        """Make sure that all ranks know the same.
+
+        Args:
+            facts: plain values by name.
+            advice: what to do where they differ.
+
+        Raises:
+            ConfigError: on every rank alike, naming what differs from rank 0.
+        """
+        if self._votes is None:
+            return
+        what, sent = f"comparing {next(iter(facts))}", [dict(facts)]
+        with self._answered(what):
+            dist.broadcast_object_list(sent, group=self._votes.group, group_src=0)
+        names = dict.fromkeys([*sent[0], *facts])
+        here = [name for name in names if facts.get(name) != sent[0].get(name)]
+        mine = ", ".join(f"{name} is {facts.get(name)!r}, {sent[0].get(name)!r} on rank 0" for name in here)
+        if objections := self._votes.objections(mine or None, what):
+            raise ConfigError(f"ranks differ: {'; '.join(objections)}. {advice}")
 
     def most(self, numbers: ArrayLike) -> NDArray[np.int64]:
         """The elementwise largest of the integers of all ranks."""
@@ -113,6 +134,12 @@ class Ranks:
             yield
         except RuntimeError as error:
             raise lost(what, self.rank, error) from error
+
+
+def _words(error: Exception | None) -> str | None:
+    if error is None:
+        return None
+    return str(error) if isinstance(error, ForerouteError) else f"{type(error).__name__}: {error}"
 
 
 @contextmanager

@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from foreroute.errors import RunFolderError
+from foreroute.errors import ForerouteError, RunFolderError
 from foreroute.trace import RoutingTrace, save, write_atomically
 from foreroute.train.config import TrainConfig
 
@@ -25,6 +27,8 @@ CHECKPOINT = re.compile(r"step-(\d{6})\.pt")
 
 class RunFolder:
     """A run's folder, newly made or taken up again.
+
+    What cannot be written, on a full disk for one, is a `RunFolderError`; what was there before is whole.
 
     Attributes:
         path: the folder.
@@ -52,7 +56,8 @@ class RunFolder:
         """
         RunFolder.claim(self.path)
         text = json.dumps(config.model_dump(), indent=2)
-        write_atomically(self.path / "config.json", lambda temporary: _write(temporary, text))
+        with _writing(self.path / "config.json") as path:
+            write_atomically(path, lambda temporary: _write(temporary, text))
 
     @classmethod
     def reopen(cls, path: Path, config: TrainConfig) -> RunFolder:
@@ -76,7 +81,7 @@ class RunFolder:
 
     def append_metrics(self, record: dict[str, Any]) -> None:
         """Add one line and flush it to disk."""
-        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+        with _writing(self.path / "metrics.jsonl") as path, open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -86,12 +91,13 @@ class RunFolder:
         path = self.path / "metrics.jsonl"
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines()[:step]
-            write_atomically(path, lambda temporary: _write(temporary, "".join(line + "\n" for line in lines)))
+            with _writing(path):
+                write_atomically(path, lambda temporary: _write(temporary, "".join(line + "\n" for line in lines)))
 
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> Path:
         """Write the state before `step`: the whole file or nothing."""
-        path = self.path / "checkpoints" / f"step-{step:06d}.pt"
-        write_atomically(path, lambda temporary: torch.save({"step": step, **state}, temporary))
+        with _writing(self.path / "checkpoints" / f"step-{step:06d}.pt") as path:
+            write_atomically(path, lambda temporary: torch.save({"step": step, **state}, temporary))
         return path
 
     def last_checkpoint(self) -> Path | None:
@@ -102,7 +108,8 @@ class RunFolder:
 
     def save_trace(self, step: int, trace: RoutingTrace) -> None:
         """Keep the routes of a step's rollout. A step that runs again writes the same trace again."""
-        save(trace, self.path / "traces" / f"step-{step:06d}.safetensors", overwrite=True)
+        with _writing(self.path / "traces" / f"step-{step:06d}.safetensors") as path:
+            save(trace, path, overwrite=True)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -118,6 +125,18 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except Exception as error:  # torch.load raises whatever its unpickler and zip reader raise
         raise RunFolderError(f"checkpoint {path} cannot be read ({error}). Remove it to use the one before") from error
     return state
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[Path]:
+    try:
+        yield path
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError where the disk is full
+        if isinstance(error, ForerouteError):
+            raise
+        raise RunFolderError(
+            f"{path} cannot be written ({error}). What was written before is whole: make room, then go on with --resume"
+        ) from error
 
 
 def _changed_keys(stored: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> set[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,7 @@ class Spread:
             deadline_s=config.deadline_s,
             checksums=config.checksums,
             timeout_s=config.timeout_s,
+            directory=Path(config.shared_memory),
         )
         peers = PeerGroup(timeout_s=config.timeout_s)
         self._engine = TransferEngine(self._placed.homes, self._topology, options, peers)
@@ -109,13 +111,15 @@ class Spread:
             return
         begun = time.monotonic()
         plan, planning_s = planned.plan.result()
-        exposed_s = time.monotonic() - begun
+        known = time.monotonic()
         if not self._published:
             self._engine.publish()
             self._published = True
+        exposed_s, publishing_s = known - begun, time.monotonic() - known
         self._placed.begin_step(planned.number, plan, planned.counts_MLGE, updating=updating)
-        self._now = StageLoad(stage.name, plan, planned.counts_MLGE, planning_s, exposed_s)
+        self._now = StageLoad(stage.name, plan, planned.counts_MLGE, planning_s, exposed_s, publishing_s)
         yield
+        self._now.transfers = self._engine.take_records()
         self._loads.append(self._now)
         self._now = None
 
@@ -136,8 +140,9 @@ class Spread:
         self._published = False
 
     def record(self) -> dict[str, Any]:
+        assert not self._planned, f"planned and never executed: {', '.join(self._planned)}"
         loads, self._loads = self._loads, []
-        return execution_record(loads, self._engine.take_records(), self.ranks)
+        return execution_record(loads, self.ranks)
 
     def close(self) -> None:
         """Give the shared memory back."""
@@ -162,6 +167,16 @@ class Spread:
                 for key, value in values.items()
             }
         return {**state, "state": converted}
+
+
+def compile_planner(config: ParallelConfig) -> None:
+    """Have the planner's kernels compiled, which takes a minute where no process of the machine has done it before."""
+    num_ranks = config.expert
+    topology = Topology(num_ranks, num_ranks, 1, LINKS)
+    # everything at one expert, so that there is something to level
+    counts_MLGE = np.zeros((1, 1, num_ranks, 2 * num_ranks), np.int32)
+    counts_MLGE[..., 0] = 64
+    _plan(counts_MLGE, topology, PlanOptions(), topology.contiguous_home_E(2 * num_ranks)[None])
 
 
 def _plan(

@@ -1,0 +1,144 @@
+"""Runs on several ranks in which something goes wrong on one of them, as worker processes do them."""
+
+import errno
+import os
+import signal
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import torch
+
+from faults import FaultyPeers
+from foreroute.adapters import hf
+from foreroute.balance import Topology
+from foreroute.errors import EngineError
+from foreroute.train import loop, spread
+from spread_runs import run
+from spreading import Steps, precise_trainer, steps_of
+
+
+def faulty_steps(rank, config, faults):
+    """A step under each fault. Returns them as one, and how often each fault happened here."""
+    with mock.patch.object(spread, "PeerGroup", FaultyPeers), precise_trainer(config) as trainer:
+        peers, parts, happened = trainer.execution._engine._peers, [], []
+        for fault in faults:
+            peers.fault, peers.happened = fault, 0
+            parts.append(steps_of(trainer, 1))
+            happened.append(peers.happened)
+        records, generations = zip(*[(part.records[0], part.generations[0]) for part in parts], strict=True)
+        return Steps(list(records), list(generations), parts[-1].state), happened
+
+
+def resume_broken(rank, config, folder, way):
+    with BREAKAGES[way](rank):
+        run(rank, config, folder, resume=True)
+
+
+def run_unlike(rank, config, folder):
+    """Rank 1 was started with another configuration."""
+    other = replace_rl(config, learning_rate=1.0)
+    run(rank, other if rank == 1 else config, folder)
+
+
+def resume_apart(rank, config, folder, elsewhere):
+    """Rank 1 sees another folder at the same path, as without a shared file system."""
+    run(rank, config, elsewhere if rank == 1 else folder, resume=True)
+
+
+def replace_rl(config, **changes):
+    return config.model_copy(update={"rl": config.rl.model_copy(update=changes)})
+
+
+def _raising(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+@contextmanager
+def _engine_gone(rank):
+    with mock.patch.object(hf.EmbeddedEngine, "generate", _raising(EngineError("the engine is gone"))):
+        yield
+
+
+@contextmanager
+def _bug(rank):
+    with mock.patch.object(hf.EmbeddedEngine, "generate", _raising(KeyError("no such thing"))):
+        yield
+
+
+@contextmanager
+def _full_memory(rank):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch("os.posix_fallocate", _raising(full)):
+        yield
+
+
+@contextmanager
+def _full_disk(rank):
+    with mock.patch.object(torch, "save", _raising(RuntimeError("PytorchStreamWriter failed writing file"))):
+        yield
+
+
+def _only(there, breakage):
+    @contextmanager
+    def on_that_rank(rank):
+        if rank != there:
+            yield
+            return
+        with breakage(rank):
+            yield
+
+    return on_that_rank
+
+
+@contextmanager
+def _plan_of_four(rank):
+    plan = spread._plan
+
+    def plan_for_four(counts_MLGE, topology, options, home_LE):
+        four = Topology(4, 4, topology.redundant_slots, topology.links)
+        homes_of_four_LE = np.tile(four.contiguous_home_E(home_LE.shape[1]), (len(home_LE), 1))
+        return plan(np.tile(counts_MLGE, (1, 1, 2, 1)), four, options, homes_of_four_LE)
+
+    with mock.patch.object(spread, "_plan", plan_for_four):
+        yield
+
+
+@contextmanager
+def _other_plan(rank):
+    plan = spread._plan
+
+    def plan_without_slots(counts_MLGE, topology, options, home_LE):
+        return plan(counts_MLGE, replace(topology, redundant_slots=0), options, home_LE)
+
+    with mock.patch.object(spread, "_plan", plan_without_slots):
+        yield
+
+
+BREAKAGES = {
+    "engine gone on rank 1": _only(1, _engine_gone),
+    "bug on rank 1": _only(1, _bug),
+    "full memory": _only(0, _full_memory),
+    "full disk": _only(0, _full_disk),
+    "plan of four": _plan_of_four,
+    "other plan on rank 1": _only(1, _other_plan),
+}
+
+
+def die_in_update(rank, config, folder):
+    """Rank 1 is killed in the second step, in the middle of its backward pass."""
+    update, steps = loop.update, []
+
+    def dying(routed, *rest, **options):
+        steps.append(1)
+        if rank == 1 and len(steps) == 2:
+            parameter = next(routed.model.parameters())
+            parameter.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        return update(routed, *rest, **options)
+
+    with mock.patch.object(loop, "update", dying):
+        run(rank, config, folder)

@@ -1,0 +1,98 @@
+"""Steps on several ranks beside meters of what the processes really exchange, set where it leaves and arrives."""
+
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch.distributed as dist
+
+from foreroute import balance
+from foreroute.train import spread
+from foreroute.train.forward import response_logprobs
+from foreroute.transfer.exchange import PeerGroup
+from foreroute.transfer.host_memory import HostMemory
+from spreading import precise_trainer, steps_of
+
+LOCK = threading.Lock()
+
+
+@dataclass
+class Meters:
+    """Of one rank.
+
+    Attributes:
+        rows: received in each all-to-all, in order.
+        arrived: bytes by "host", "fetching" and "returning".
+        planned: what the planner was given and what it made, in order.
+    """
+
+    rows: list = field(default_factory=list)
+    arrived: dict = field(default_factory=dict)
+    planned: list = field(default_factory=list)
+
+    def add(self, way, num_bytes):
+        # transfers arrive in threads
+        with LOCK:
+            self.arrived[way] = self.arrived.get(way, 0) + num_bytes
+
+
+def metered_steps(rank, config, count):
+    meters = Meters()
+    with precise_trainer(config) as trainer, metered(meters):
+        return steps_of(trainer, count), meters
+
+
+@contextmanager
+def metered(meters):
+    exchange_rows, begin, row, plan = dist.all_to_all_single, PeerGroup.begin, HostMemory.row, spread._plan
+
+    def seen_rows(arrived, sent, receive_G, *rest, **options):
+        meters.rows.append(sum(receive_G))
+        return exchange_rows(arrived, sent, receive_G, *rest, **options)
+
+    def seen_messages(self, sends, receives, what):
+        receives = list(receives)
+        meters.add(what.split()[0], sum(message.tensor.nbytes for message in receives))
+        return begin(self, sends, receives, what)
+
+    def seen_row(self, *args):
+        found = row(self, *args)
+        meters.add("host", found.nbytes)
+        return found
+
+    def seen_plan(counts_MLGE, *rest):
+        made = plan(counts_MLGE, *rest)
+        meters.planned.append((counts_MLGE, made[0]))
+        return made
+
+    with ExitStack() as stack:
+        for place, name, seen in (
+            (dist, "all_to_all_single", seen_rows),
+            (PeerGroup, "begin", seen_messages),
+            (HostMemory, "row", seen_row),
+            (spread, "_plan", seen_plan),
+        ):
+            stack.enter_context(mock.patch.object(place, name, seen))
+        yield
+
+
+def steps_with_slow_plans(rank, config, plan_s, forward_s):
+    """One step, with a planner and a recompute that take at least so long."""
+    plan = balance.plan
+
+    def slow_plan(*args, **options):
+        time.sleep(plan_s)
+        return plan(*args, **options)
+
+    def slow_forward(*args):
+        time.sleep(forward_s)
+        return response_logprobs(*args)
+
+    with (
+        mock.patch.object(balance, "plan", slow_plan),
+        mock.patch("foreroute.train.recompute.response_logprobs", slow_forward),
+        precise_trainer(config) as trainer,
+    ):
+        return steps_of(trainer, 1)
