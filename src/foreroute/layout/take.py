@@ -82,7 +82,9 @@ def fill_padding(ids_RLK: NDArray[Any], fill_R: NDArray[np.bool_], homes: ArrayL
     if fill_R.shape != (num_slots,) or fill_R.dtype != np.bool_:
         raise LayoutError(f"the mask is {fill_R.dtype} {fill_R.shape}; expected one bool for each of {num_slots} slots")
     if home_XE.ndim > 2 or len(home_XE) not in (1, num_layers):
-        raise LayoutError(f"homes are {list(np.shape(homes))}; expected one per expert, or that for {num_layers} layers")
+        raise LayoutError(
+            f"homes are {list(np.shape(homes))}; expected one per expert, or that for {num_layers} layers"
+        )
     if top_k > home_XE.shape[1]:
         raise LayoutError(f"{top_k} distinct picks cannot be made from {home_XE.shape[1]} experts; homes have one each")
     cycle_LE = np.broadcast_to([_round_robin(home_E) for home_E in home_XE], (num_layers, home_XE.shape[1]))

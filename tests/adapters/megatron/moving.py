@@ -10,20 +10,19 @@ from megatron.core import parallel_state
 
 from batches import make_batches
 from cpu_optimizers import Trained
-from foreroute import RoutedLayer, RoutingSpec, RoutingTrace
+from foreroute import RoutingTrace
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.homes import move
 from foreroute.adapters.megatron.homes.carry import Carriage
-from foreroute.balance import Links, Topology, plan
 from foreroute.trace import digest
 from grid import Cell
-from model_chunks import EXPERTS, TOP_K, build, initialize
+from model_chunks import build, initialize
 from replayed import carrying
 from routes import made_up
+from shapes import with_settings
 from steps import forward_step, moe_layers, step
 
 STEPS = 3
-LINKS = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
 
 
 def check_cases(cases):
@@ -50,14 +49,28 @@ def check_the_comparison_sees():
     inner = move.held_in
     breaks = {
         "state stays": mock.patch.object(move, "held_in", lambda slot, state: inner(slot, {})),
-        "weights stay": mock.patch.object(Carriage, "put_in_place", lambda self: None),
-        "tokens go where experts were": mock.patch.object(move, "set_home", lambda *args: None),
+        "weights stay": mock.patch.object(Carriage, "put_in_place"),
+        "tokens go where experts were": mock.patch.object(move, "set_home"),
     }
     fixed = train(cell, kind, True, moves=())
     for name, broken in breaks.items():
         with broken:
             different = differing(fixed, train(cell, kind, True, moves=(1,)))
         assert "losses" in different, f"{name}: only {different} differ"
+
+
+def check_sums_are_all_that_differs():
+    """A token's experts are added up in the order of slots, which two picks cannot tell and four can.
+
+    In float64, with an optimizer that does not divide by gradients, what is left are a few units of 2e-16.
+    """
+    precise = {"moe_router_topk": 4, "moe_router_dtype": "fp64", "params_dtype": torch.float64}
+    cell = with_settings(precise, ep=2, layers=2)
+    fixed, moved = (train(cell, "momentum", False, moves) for moves in ((), range(STEPS)))
+    assert fixed["traces"] == moved["traces"]
+    furthest = max(float((fixed["experts"][key] - moved["experts"][key]).abs().max()) for key in fixed["experts"])
+    assert 0 < furthest < 1e-13, furthest
+    assert np.allclose(fixed["losses"], moved["losses"], rtol=1e-13, atol=0)
 
 
 def train(cell, kind, replays, moves):
@@ -144,52 +157,20 @@ def total(number):
     return int(tensor)
 
 
-def check_loads_are_those_of_the_plan(cell):
-    """Measured where experts take their tokens in: per rank, layer and micro-batch what the plan says, and evener."""
+def loads(cell, lengths, routes_GM, home_LE):
+    """Tokens that the experts of this rank are given, [M, L], where Megatron puts them and where a plan does."""
     initialize(cell)
     chunks = build(cell)
     routed = megatron.attach(chunks)
     trained = Trained(chunks, "adamw")
-    batches = make_batches(cell)
-    traces = [skewed(batch, cell, seed) for seed, batch in enumerate(batches)]
-    step_plan, counts_MLGE = planned(routed, traces)
-    assert (step_plan.home_LE != routed.home_LE).any()
-    before_ML = measured(trained, carrying(batches, traces), routed)
-    routed.move_homes(step_plan, trained.optimizer)
-    after_ML = measured(trained, carrying(batches, traces), routed)
-    place = parallel_state.get_expert_model_parallel_rank()
-    for m, of_layers in enumerate(counts_MLGE):
-        for layer, counts_GE in enumerate(of_layers):
-            wanted_G = step_plan.cell(m, layer).loads_G(counts_GE)
-            assert after_ML[m][layer] == wanted_G[place], (m, layer, after_ML, wanted_G)
-            block_G = counts_GE.sum(0).reshape(cell.ep, -1).sum(1)
-            assert before_ML[m][layer] == block_G[place], (m, layer, before_ML, block_G)
-    slowest = [most(loads_ML).sum() for loads_ML in (before_ML, after_ML)]
-    assert slowest[1] < 0.8 * slowest[0], slowest
-
-
-def skewed(batch, cell, seed):
-    """Routes that like experts of the first rank."""
-    rng = np.random.default_rng((seed, dist.get_rank()))
-    chances_E = np.where(np.arange(EXPERTS) < EXPERTS // cell.ep, 4.0, 1.0)
-    layers = tuple(map(RoutedLayer, cell.routed_layers))
-    routes = [
-        np.argsort(rng.random((n, len(layers), EXPERTS)) ** (1 / chances_E), axis=-1)[..., -TOP_K:]
-        for n in batch.lengths
+    batches = make_batches(cell, lengths=lengths)
+    traces = [
+        RoutingTrace.from_sequences(routed.spec, [t.numpy() for t in batch.tokens], routes)
+        for batch, routes in zip(batches, routes_GM[dist.get_rank()], strict=True)
     ]
-    return RoutingTrace.from_sequences(RoutingSpec(EXPERTS, TOP_K, layers), [t.numpy() for t in batch.tokens], routes)
-
-
-def planned(routed, traces):
-    """A plan of homes alone, from the counts of all ranks."""
-    mine_MLE = np.stack(
-        [[np.bincount(trace.expert_ids_NLK[:, i].ravel(), minlength=EXPERTS) for i in range(2)] for trace in traces]
-    )
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, mine_MLE)
-    counts_MLGE = np.stack(everywhere, axis=2)
-    topology = Topology(len(everywhere), len(everywhere), redundant_slots=0, links=LINKS)
-    return plan(counts_MLGE, topology, home_LE=routed.home_LE), counts_MLGE
+    before_ML = measured(trained, carrying(batches, traces), routed)
+    routed.move_homes(home_LE, trained.optimizer)
+    return before_ML, measured(trained, carrying(batches, traces), routed)
 
 
 def measured(trained, batches, routed):
@@ -206,10 +187,3 @@ def measured(trained, batches, routed):
     for handle in handles:
         handle.remove()
     return np.array(seen).reshape(len(batches), len(blocks))
-
-
-def most(loads_ML):
-    """Over ranks."""
-    slowest = torch.from_numpy(loads_ML.copy())
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.numpy()

@@ -47,7 +47,7 @@ class RoutedModel:
         self._chunk_specs = [_part(spec, tuple(site.layer for site in chunk.sites)) for chunk in chunks]
         sites = [site for chunk in chunks for site in chunk.sites]
         self.layers = tuple(site.layer for site in sites)
-        self._homes = Homes(spec, sites, num_places, chunks[0].trunk.pg_collection.expt_dp)
+        self._homes = Homes(spec, sites, num_places, chunks[0].trunk.pg_collection)
         self._interceptors = [
             Interceptor(chunk, number, self._chunk_specs[number], share.sp) for number, chunk in enumerate(chunks)
         ]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from foreroute.adapters.megatron.homes.copies import Copy, Extent, LayerParts
 from foreroute.adapters.megatron.homes.optimizers import Kept
+from foreroute.errors import TransferError
 from foreroute.transfer.exchange import Message, PeerGroup
 
 
@@ -32,12 +33,21 @@ class Held:
 
 
 def held_in(slot: Mapping[str, nn.Parameter], state: Mapping[nn.Parameter, Kept]) -> dict[str, Held]:
-    """The parameters of one expert, and what the optimizer keeps for them, by name."""
+    """The parameters of one expert, and what the optimizer keeps for them, by name.
+
+    Raises:
+        TransferError: when the two are not on the same device.
+    """
     held = {}
     for name, parameter in slot.items():
         held[name] = _held(parameter.detach().view(-1), 0, None)
         kept = state.get(parameter, Kept({}))
         for key, tensor in kept.tensors.items():
+            if tensor.device != parameter.device:
+                raise TransferError(
+                    f"{key} of {name} is on {tensor.device} and the parameter on {parameter.device}; bring what was "
+                    "offloaded back before homes are moved"
+                )
             held[f"{name}, {key}"] = _held(tensor, kept.start, kept.whole)
     return held
 

@@ -36,20 +36,20 @@ class Homes:
         spec: of the whole model.
         sites: the routers of this rank, in the order of their layers.
         num_places: G, expert-parallel places.
-        copies_group: ranks that hold the same experts (expert data parallelism).
+        groups: Megatron's ProcessGroupCollection of the model.
 
     Attributes:
         home_LE: int16 [L, E], the place of every expert of the whole model.
         block_home_LE: int16 [L, E], where Megatron puts them when it builds a model.
     """
 
-    def __init__(self, spec: RoutingSpec, sites: Sequence[RouterSite], num_places: int, copies_group: Any) -> None:
+    def __init__(self, spec: RoutingSpec, sites: Sequence[RouterSite], num_places: int, groups: Any) -> None:
         block_E = block_homes(spec.num_experts, num_places).astype(np.int16)
         self.block_home_LE = _fixed(np.tile(block_E, (spec.num_layers, 1)))
         self.home_LE = self.block_home_LE
         self._num_places = num_places
         self._sites = [(spec.layers.index(site.layer), site) for site in sites]
-        self._copies_group = copies_group
+        self._groups = groups
         self._votes: Votes | None = None
         self._neighbours: Neighbours | None = None
         self._guarded: WeakSet[Optimizer] = WeakSet()
@@ -100,6 +100,8 @@ class Homes:
                     f"routed layer {row} has {num_G.tolist()} experts on its ranks, expected {shape[1] // num_places} "
                     "on each: Megatron wants equally many"
                 )
+        if self._sites and not hasattr(self._groups, "expt_dp"):
+            return "the model's pg_collection lacks expt_dp, the ranks that hold the same experts; build it with that"
         for row, site in self._sites:
             remap = remap_of(site)
             if not np.array_equal(self.block_home_LE[row] if remap is None else remap.home_E, self.home_LE[row]):
@@ -112,7 +114,7 @@ class Homes:
             _all_or_none(votes, lambda: None)
             return _all_or_none(votes, lambda: 0)
         if self._neighbours is None:
-            self._neighbours = Neighbours(self._sites[0][1].block.ep_group, self._copies_group)
+            self._neighbours = Neighbours(self._sites[0][1].block.ep_group, self._groups.expt_dp)
         peers, number_GD = self._neighbours.peers, self._neighbours.number_GD
         said = self._neighbours.gather([carriage.parts for carriage in carriages])
 
@@ -150,7 +152,12 @@ def _inspect(sites: list[RouterSite], optimizer: Any) -> list[Carriage]:
     for site in sites:
         slots = expert_slots(site)
         strangers = sorted(
-            {name for slot in slots for name, p in slot.items() if optimizer and p.requires_grad and p not in state}
+            {
+                name
+                for slot in slots
+                for name, p in slot.items()
+                if optimizer is not None and p.requires_grad and p not in state
+            }
         )
         if strangers:
             raise TransferError(

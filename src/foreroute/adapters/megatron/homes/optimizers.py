@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import FP32Optimizer, Float16OptimizerWithFloat16Params
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -73,7 +73,7 @@ def _chained(optimizer: Any) -> list[Any]:
 
 
 def _inner(part: Any) -> Any:
-    return part.optimizer if isinstance(part, MegatronOptimizer) and type(part) is not ChainedOptimizer else part
+    return part.optimizer if isinstance(part, MegatronOptimizer) else part
 
 
 def _plain(optimizer: Any) -> State:

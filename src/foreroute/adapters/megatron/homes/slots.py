@@ -29,13 +29,17 @@ def expert_slots(site: RouterSite) -> list[dict[str, nn.Parameter]]:
     block, experts = site.block, site.block.experts
     _require_known(site, block, experts)
     slots: list[dict[str, nn.Parameter]] = [{} for _ in range(block.num_local_experts)]
-    for name, parameter in experts.named_parameters():
-        match = PARAMETERS[type(experts)].fullmatch(name)
-        if match is None or int(match["slot"]) >= len(slots) or list(experts.buffers()):
+    parameters = dict(experts.named_parameters())
+    matches = {
+        name: PARAMETERS[type(experts)].fullmatch(name) for name in [*parameters, *dict(experts.named_buffers())]
+    }
+    for name, match in matches.items():
+        if match is None or name not in parameters or int(match["slot"]) >= len(slots):
             raise TransferError(
                 f"the experts of {site.path} have {name}, of which it is not known whose it is; homes of "
                 f"{' and '.join(kind.__name__ for kind in PARAMETERS)} can be moved, with parameters of one expert each"
             )
+        parameter = parameters[name]
         if isinstance(parameter, DTensor) or not parameter.is_contiguous():
             raise TransferError(
                 f"{name} of {site.path} is sharded, or not contiguous; move homes of models that FSDP does not shard"
