@@ -76,7 +76,7 @@ def check_sums_are_all_that_differs():
 def train(cell, kind, replays, moves):
     """Losses, recorded routes, experts in logical order with their state, everything dense, and bytes received."""
     initialize(cell)
-    chunks = build(cell)
+    chunks = [chunk.to(chunk.config.params_dtype) for chunk in build(cell)]
     routed = megatron.attach(chunks)
     trained = Trained(chunks, kind)
     # padding that is spread goes evenly to places, so that it goes elsewhere when homes move
