@@ -17,6 +17,7 @@ from foreroute.adapters.megatron.homes.slots import expert_slots
 from foreroute.balance import Links, Topology, plan
 from foreroute.errors import PlacementError, PlanError, TransferError
 from foreroute.trace import RoutedLayer
+from foreroute.transfer.exchange import Exchange
 from grid import Cell
 from model_chunks import build, initialize
 from steps import moe_layers
@@ -93,17 +94,17 @@ def of_layers(routed, chunks):
 
 
 def of_faults(routed, chunks):
-    inner = Carriage.carry
+    inner = Exchange.wait
 
-    def fails_on_rank_one(carriage, *args):
-        inner(carriage, *args)
+    def fails_on_rank_one(exchange):
+        inner(exchange)
         if here():
             raise TransferError("the network is down")
 
     out_of_memory = mock.Mock(side_effect=torch.OutOfMemoryError("out of memory") if here() else None)
     with mock.patch.object(Carriage, "make_room", out_of_memory):
         refused(TransferError, "none were: rank 1: out of memory", routed, swapped(routed))
-    with mock.patch.object(Carriage, "carry", fails_on_rank_one):
+    with mock.patch.object(Exchange, "wait", fails_on_rank_one):
         refused(TransferError, "none were: rank 1: the network is down", routed, swapped(routed))
 
 
@@ -150,7 +151,7 @@ def check_checkpoints_wait_until_experts_are_back():
     after = chunks[0].state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in kept.items())
     assert chunks[0].sharded_state_dict()
-    assert trained.optimizer.state_dict()
+    assert inner.state_dict()
     inner.load_state_dict(state)
 
 
@@ -162,8 +163,8 @@ def check_experts_of_transformer_engine_are_told_apart_by_name():
         for slot in range(12):
             linear.register_parameter(f"weight{slot}", torch.nn.Parameter(torch.zeros(2)))
         experts.add_module(name, linear)
-    initialize(CELL)
-    [block, *_] = moe_layers(build(CELL)).values()
+    initialize(Cell())
+    [block, *_] = moe_layers(build(Cell())).values()
     block.experts, block.num_local_experts = experts, 12
     slots = expert_slots(RouterSite("router", block.router, block, RoutedLayer(0)))
     assert [list(slot) for slot in slots] == [["linear_fc1.weight", "linear_fc2.weight"]] * 12

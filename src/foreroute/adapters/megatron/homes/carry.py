@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foreroute.adapters.megatron.homes.copies import Copy, Extent, LayerParts
 from foreroute.adapters.megatron.homes.optimizers import Kept
 from foreroute.errors import TransferError
-from foreroute.transfer.exchange import Message, PeerGroup
+from foreroute.transfer.exchange import Exchange, Message, PeerGroup
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Carriage:
         counts: as in `LayerParts`.
         copies: those that this rank takes part in.
         arriving: for each copy that it gets, where it belongs and what it is.
+        received: bytes of them that come from other ranks.
     """
 
     where: str
@@ -74,6 +75,7 @@ class Carriage:
     counts: frozenset[tuple[str, float]]
     copies: Sequence[Copy] = ()
     arriving: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    received: int = 0
 
     @property
     def parts(self) -> LayerParts:
@@ -87,12 +89,8 @@ class Carriage:
                 place = self.slots[copy.target_slot][copy.name].part(copy)
                 self.arriving.append((place, torch.empty_like(place)))
 
-    def carry(self, peers: PeerGroup) -> int:
-        """Bring what belongs on this rank into memory of its own. Returns the bytes that came from other ranks.
-
-        Raises:
-            TransferError: when a peer is gone or late.
-        """
+    def begin(self, peers: PeerGroup) -> Exchange:
+        """Begin to bring what belongs on this rank into memory of its own; it is there when the exchange is over."""
         sends, receives = [], []
         buffers = iter([buffer for _, buffer in self.arriving])
         number_of: Counter[tuple[int, int]] = Counter()
@@ -107,8 +105,8 @@ class Carriage:
                 next(buffers).copy_(leaving)
             else:
                 sends.append(Message(copy.target, number_of[pair], leaving))
-        peers.begin(sends, receives, f"moving homes of {self.where}").wait()
-        return sum(message.tensor.nbytes for message in receives)
+        self.received = sum(message.tensor.nbytes for message in receives)
+        return peers.begin(sends, receives, f"moving homes of {self.where}")
 
     def put_in_place(self) -> None:
         """Overwrite what was there, in place: buffers of gradients and optimizers go on with the same memory.

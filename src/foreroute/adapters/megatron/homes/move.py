@@ -112,7 +112,8 @@ class Homes:
         """Bring everything to its rank, beside what is there."""
         if not carriages:
             _all_or_none(votes, lambda: None)
-            return _all_or_none(votes, lambda: 0)
+            _all_or_none(votes, lambda: None)
+            return 0
         if self._neighbours is None:
             self._neighbours = Neighbours(self._sites[0][1].block.ep_group, self._groups.expt_dp)
         peers, number_GD = self._neighbours.peers, self._neighbours.number_GD
@@ -125,8 +126,14 @@ class Homes:
                 carriage.copies = copies_for(peers.rank, moves[number], number_GD, of_ranks)
                 carriage.make_room(peers.rank)
 
+        def exchange() -> None:
+            # all are posted before one is waited for: a rank that fails has sent what others wait for
+            for under_way in [carriage.begin(peers) for carriage in carriages]:
+                under_way.wait()
+
         _all_or_none(votes, prepare)
-        return _all_or_none(votes, lambda: sum(carriage.carry(peers) for carriage in carriages))
+        _all_or_none(votes, exchange)
+        return sum(carriage.received for carriage in carriages)
 
     def _guard(self, optimizer: Any) -> None:
         """Refuse the state of an optimizer as long as experts are not where Megatron puts them."""
