@@ -203,7 +203,8 @@ def _queued_bytes_per_token(num_layers: int, num_experts: int, top_k: int) -> tu
     routers = [RouterReplay() for _ in range(num_layers)]
     ids_NLK = torch.from_numpy(trace.expert_ids_NLK.astype(np.int64))
     RouterReplay.set_replay_data([ids_NLK[:, i].contiguous() for i in range(num_layers)])
-    placed = place(trace, layout.pad(trace.lengths, side="right", order="sbhd"), Share(), spec.layers)
+    home_LE = np.zeros((num_layers, num_experts), np.int16)
+    placed = place(trace, layout.pad(trace.lengths, side="right", order="sbhd"), Share(), spec.layers, home_LE)
     return _held(routers) / trace.num_rows, _held(placed) / trace.num_rows
 
 

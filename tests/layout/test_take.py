@@ -41,7 +41,8 @@ def test_padding_is_distinct_and_even_over_experts_and_ranks(seed):
     ep, per_rank = int(rng.integers(1, 9)), int(rng.integers(1, 9))
     num_experts = ep * per_rank
     top_k = int(rng.integers(1, num_experts + 1))
-    homes = layout.block_homes(num_experts, ep) if seed % 2 else rng.permutation(np.repeat(np.arange(ep), per_rank))
+    blocks = layout.block_homes(num_experts, ep)
+    homes = {0: blocks, 1: rng.permutation(blocks), 2: np.stack([rng.permutation(blocks) for _ in range(3)])}[seed % 3]
     ids = np.full((int(rng.integers(0, 40)), 3, top_k), num_experts, np.uint8)
     fill = rng.random(len(ids)) < 0.6
     filled = layout.fill_padding(ids, fill, homes, start=int(rng.integers(0, 100)))
@@ -52,7 +53,7 @@ def test_padding_is_distinct_and_even_over_experts_and_ranks(seed):
         loads = np.bincount(picks.reshape(-1), minlength=num_experts)
         assert loads.shape == (num_experts,)
         assert np.ptp(loads) <= 1
-        assert np.ptp(np.bincount(homes, weights=loads, minlength=ep)) <= 1
+        assert np.ptp(np.bincount(np.broadcast_to(homes, (3, num_experts))[layer], weights=loads, minlength=ep)) <= 1
 
 
 def test_a_rank_with_fewer_experts_gets_fewer_pads_but_none_twice():

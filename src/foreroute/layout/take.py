@@ -58,9 +58,7 @@ def take(trace: RoutingTrace, rank_rows: RankRows, layers: Sequence[RoutedLayer]
     return RankRoutes(ids_RLK, routed_R)
 
 
-def fill_padding(
-    ids_RLK: NDArray[Any], fill_R: NDArray[np.bool_], home_E: ArrayLike, *, start: int = 0
-) -> NDArray[Any]:
+def fill_padding(ids_RLK: NDArray[Any], fill_R: NDArray[np.bool_], homes: ArrayLike, *, start: int = 0) -> NDArray[Any]:
     """Legal picks for slots that a dispatcher must send somewhere: distinct, and even over EP ranks and experts.
 
     The last step before routes enter a router, and an explicit one: zeros would send all padding to expert 0, twice.
@@ -69,7 +67,7 @@ def fill_padding(
     Args:
         ids_RLK: [R, L, K] from `take`.
         fill_R: bool [R], the slots to fill, usually `rank_rows.is_pad_R`.
-        home_E: integers [E], the EP rank that hosts each expert (`block_homes(E, G)` for the usual blocks).
+        homes: integers [E], the EP rank that hosts each expert (`block_homes(E, G)` for the usual blocks), or [L, E].
         start: where in the cycle of experts to begin; give ranks different ones so that their first pads differ.
 
     Returns:
@@ -79,17 +77,21 @@ def fill_padding(
     Raises:
         LayoutError: for a mask of another length, or fewer experts than picks.
     """
-    homes = np.asarray(home_E, dtype=np.int64).reshape(-1)
     num_slots, num_layers, top_k = ids_RLK.shape
+    home_XE = np.atleast_2d(np.asarray(homes, dtype=np.int64))  # X: 1, or a row for each layer
     if fill_R.shape != (num_slots,) or fill_R.dtype != np.bool_:
         raise LayoutError(f"the mask is {fill_R.dtype} {fill_R.shape}; expected one bool for each of {num_slots} slots")
-    if top_k > len(homes):
-        raise LayoutError(f"{top_k} distinct picks cannot be made from {len(homes)} experts; home_E has one per expert")
-    cycle = _round_robin(homes)
+    if home_XE.ndim > 2 or len(home_XE) not in (1, num_layers):
+        raise LayoutError(
+            f"homes are {list(np.shape(homes))}; expected one per expert, or that for {num_layers} layers"
+        )
+    if top_k > home_XE.shape[1]:
+        raise LayoutError(f"{top_k} distinct picks cannot be made from {home_XE.shape[1]} experts; homes have one each")
+    cycle_LE = np.broadcast_to([_round_robin(home_E) for home_E in home_XE], (num_layers, home_XE.shape[1]))
     step = np.arange(int(fill_R.sum()))[:, None, None] * top_k + np.arange(top_k)
     shift = start + np.arange(num_layers)[:, None] * top_k
     filled = ids_RLK.copy()
-    filled[fill_R] = cycle[(step + shift) % len(cycle)]
+    filled[fill_R] = cycle_LE[np.arange(num_layers)[:, None], (step + shift) % cycle_LE.shape[1]]
     return filled
 
 

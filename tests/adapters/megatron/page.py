@@ -34,6 +34,7 @@ def a_users_things():
         "torch": torch,
         "get_forward_backward_func": get_forward_backward_func,
         "model": model.train(),
+        "optimizer": torch.optim.AdamW(model.parameters()),
         "forward_step": forward_step,
         "batches": batches,
         "traces": traces,

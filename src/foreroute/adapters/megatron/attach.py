@@ -36,7 +36,8 @@ def attach(model: nn.Module | Sequence[nn.Module]) -> RoutedModel:
     """
     chunks = find_chunks(model)
     sites = [site for chunk in chunks for site in chunk.sites]
-    here = Stage([site.layer for site in sites], {(s.module.num_experts, s.module.topk) for s in sites}, None)
+    places = max([1, *(site.block.ep_group.size() for site in sites)])
+    here = Stage([site.layer for site in sites], {(s.module.num_experts, s.module.topk) for s in sites}, places, None)
     problem = _problem(chunks, sites)
     # a stage that gave up without a word would leave the others waiting for it
     stages = _every_stage(chunks[0].trunk, replace(here, problem=None if problem is None else str(problem)))
@@ -45,9 +46,8 @@ def attach(model: nn.Module | Sequence[nn.Module]) -> RoutedModel:
     for rank, stage in enumerate(stages):
         if stage.problem is not None:
             raise AttachError(f"pipeline rank {rank} cannot be attached: {stage.problem}")
-    ep = sites[0].block.ep_group.size() if sites else 1
-    share = Share.of(chunks[0].trunk, [site.module for site in sites], ep)
-    return RoutedModel(chunks, _spec_of(chunks[0].trunk, stages), share)
+    share = Share.of(chunks[0].trunk, [site.module for site in sites])
+    return RoutedModel(chunks, _spec_of(chunks[0].trunk, stages), share, max(stage.places for stage in stages))
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,13 @@ class Stage:
     Attributes:
         layers: its routed layers.
         shapes: (experts, top-k) of its routers.
+        places: expert-parallel ranks that its experts are spread over; 1 where it has none.
         problem: why it cannot be attached, or None.
     """
 
     layers: list[RoutedLayer]
     shapes: set[tuple[int, int]]
+    places: int
     problem: str | None
 
 

@@ -8,9 +8,12 @@ from functools import partial
 from typing import Any, get_args
 
 import megatron.core
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from foreroute.adapters.megatron.discover import Chunk
+from foreroute.adapters.megatron.homes import Homes
 from foreroute.adapters.megatron.intercept import Interceptor
 from foreroute.adapters.megatron.passes import Listener
 from foreroute.adapters.megatron.placing import PaddingRows, PlacedRoutes, place
@@ -18,6 +21,7 @@ from foreroute.adapters.megatron.ranks import Share
 from foreroute.adapters.megatron.recording import Groups, Recording
 from foreroute.adapters.megatron.schedule import ReplayingStep, Routes, RoutesOf, StepListener, routes_in
 from foreroute.adapters.megatron.session import Policy, ReplaySession, Telemetry
+from foreroute.balance import StepPlan
 from foreroute.errors import AttachError, BatchMismatchError, ConfigError, ReplayError, StaleTraceError
 from foreroute.layout import Layout
 from foreroute.replay import Counts, MissingRows
@@ -36,12 +40,14 @@ class RoutedModel:
         layers: the routed layers of this rank, chunk after chunk.
     """
 
-    def __init__(self, chunks: tuple[Chunk, ...], spec: RoutingSpec, share: Share) -> None:
+    def __init__(self, chunks: tuple[Chunk, ...], spec: RoutingSpec, share: Share, num_places: int) -> None:
         self.chunks = chunks
         self.spec = spec
         self.share = share
         self._chunk_specs = [_part(spec, tuple(site.layer for site in chunk.sites)) for chunk in chunks]
-        self.layers = tuple(site.layer for chunk in chunks for site in chunk.sites)
+        sites = [site for chunk in chunks for site in chunk.sites]
+        self.layers = tuple(site.layer for site in sites)
+        self._homes = Homes(spec, sites, num_places, chunks[0].trunk.pg_collection)
         self._interceptors = [
             Interceptor(chunk, number, self._chunk_specs[number], share.sp) for number, chunk in enumerate(chunks)
         ]
@@ -87,7 +93,8 @@ class RoutedModel:
         _require_choice("missing", missing, MissingRows)
         _require_choice("padding", padding, PaddingRows)
         pin = next(self.chunks[0].trunk.parameters()).is_cuda
-        return place(trace, layout, self.share, self.layers, missing=missing, padding=padding, pin=pin)
+        home_LE = self.home_LE[[self.spec.layers.index(layer) for layer in self.layers]]
+        return place(trace, layout, self.share, self.layers, home_LE, missing=missing, padding=padding, pin=pin)
 
     @contextmanager
     def record(self, *, weight_version: int = NO_VERSION) -> Iterator[Recording]:
@@ -194,6 +201,40 @@ class RoutedModel:
             return self._session_for(routes, None, policy, sums)
 
         return ReplayingStep(forward_step, routes_of, open_session, self._running, policy.watch)
+
+    @property
+    def home_LE(self) -> NDArray[np.int16]:
+        """int16 [L, E], the expert-parallel rank that every expert of the whole model lives on now."""
+        return self._homes.home_LE
+
+    @property
+    def block_home_LE(self) -> NDArray[np.int16]:
+        """int16 [L, E], the homes that Megatron gives experts when it builds a model, and looks for in checkpoints."""
+        return self._homes.block_home_LE
+
+    def move_homes(self, homes: StepPlan | NDArray[np.integer], optimizer: Any) -> int:
+        """Move experts to other expert-parallel ranks, with all that the optimizer keeps for them.
+
+        A collective call on every rank of the job, between two steps, when gradients have been set to zero. Routers
+        go on in logical experts, and so do traces, auxiliary losses, expert bias and counts. What arrives on a rank
+        is held beside what is there until all ranks have everything; then it is written in place. The experts of a
+        rank are in its slots in ascending order of their ids.
+
+        Args:
+            homes: a plan without replicas, or integers [L, E] for the routed layers of `spec`: the rank of the
+                expert-parallel group that each expert lives on from now on, E / G on each. The same on every rank.
+            optimizer: the one that trains the experts, of torch or of Megatron; None where none does.
+
+        Returns:
+            Bytes that this rank received from others.
+
+        Raises:
+            PlanError: on every rank alike, when homes differ between ranks, are of other layers, experts or ranks, or
+                not E / G to a rank, or a plan has replicas.
+            TransferError: on every rank alike, when something cannot be moved, such as an expert with a gradient or
+                state of an unknown kind, or a rank is gone. Nothing has moved then.
+        """
+        return self._homes.move(homes, optimizer)
 
     @contextmanager
     def _running(self, model: nn.Module, listener: StepListener) -> Iterator[None]:

@@ -91,6 +91,7 @@ def place(
     layout: Layout,
     share: Share,
     layers: Sequence[RoutedLayer],
+    home_LE: NDArray[np.integer],
     *,
     missing: MissingRows = "error",
     padding: PaddingRows = "spread",
@@ -103,6 +104,7 @@ def place(
         layout: where they are in the micro-batch, before ranks share them.
         share: of this rank.
         layers: of this rank; may be none.
+        home_LE: integers [L, E], the expert-parallel rank that each expert of these layers lives on.
         missing: what to do with rows that have no route.
         padding: who picks for padding.
         pin: hold the ids in pinned memory.
@@ -120,7 +122,7 @@ def place(
         refuse_missing(trace, whole_rows)
     context, router = share.of_context(layout).rows().row_of_slot_R, share.of_routers(layout).rows()
     spread_R = router.is_pad_R & (padding == "spread")
-    ids_LRK, forced_R = _picks(trace, router, spread_R, share, layers)
+    ids_LRK, forced_R = _picks(trace, router, spread_R, share, layers, home_LE)
     counted_R = _counted(trace, router.row_of_slot_R, missing)
     dropped_C = (context >= 0) & ~_counted(trace, context, missing)
     return PlacedRoutes(
@@ -142,6 +144,7 @@ def _picks(
     spread_R: NDArray[np.bool_],
     share: Share,
     layers: Sequence[RoutedLayer],
+    home_LE: NDArray[np.integer],
 ) -> tuple[Tensor, NDArray[np.bool_]]:
     """Ids [L, R, K], and bool [R] of the slots that they are forced on."""
     spec = trace.spec
@@ -149,7 +152,7 @@ def _picks(
         return torch.empty((0, len(router), spec.top_k), dtype=torch.uint8), np.zeros(len(router), np.bool_)
     ids_RLK, routed_R = take(trace, router, layers)
     if spread_R.any():
-        ids_RLK = fill_padding(ids_RLK, spread_R, share.homes(spec.num_experts), start=share.number * spec.top_k)
+        ids_RLK = fill_padding(ids_RLK, spread_R, home_LE, start=share.number * spec.top_k)
     forced_R = routed_R | spread_R
     ids_RLK[~forced_R] = 0  # nobody gathers there, and E itself would not fit the width of 256 experts
     ids_LRK = np.ascontiguousarray(ids_RLK.transpose(1, 0, 2).astype(spec.id_dtype))

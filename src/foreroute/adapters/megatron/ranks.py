@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from foreroute.errors import LayoutError
-from foreroute.layout import Layout, block_homes
+from foreroute.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,6 @@ class Share:
         cp_rank: which of them this is.
         sp: ranks that cut what is left along the sequence: tensor-parallel ranks under sequence parallelism, else 1.
         sp_rank: which of them this is.
-        ep: expert-parallel ranks, which host consecutive blocks of experts.
         number: tells ranks with different rows apart, and not those with the same.
     """
 
@@ -30,11 +27,10 @@ class Share:
     cp_rank: int = 0
     sp: int = 1
     sp_rank: int = 0
-    ep: int = 1
     number: int = 0
 
     @classmethod
-    def of(cls, trunk: Any, routers: list[Any], ep: int) -> Share:
+    def of(cls, trunk: Any, routers: list[Any]) -> Share:
         """Read off the groups of the routers, or of the model where a stage has none."""
         owner = routers[0] if routers else trunk
         tp_group, cp_group = owner.tp_group, owner.cp_group
@@ -46,7 +42,6 @@ class Share:
             cp_group.rank(),
             tp if sequence_parallel else 1,
             tp_group.rank() if sequence_parallel else 0,
-            ep,
             rank if sequence_parallel else rank // tp,
         )
 
@@ -67,7 +62,3 @@ class Share:
         """The slots that routers see on this rank, or on another one. Raises as `of_context`."""
         part = self.of_context(layout, context)
         return part.split_sequence(self.sp, self.sp_rank if sequence is None else sequence)
-
-    def homes(self, num_experts: int) -> NDArray[np.int64]:
-        """int64 [E], the expert-parallel rank of each expert."""
-        return block_homes(num_experts, self.ep)

@@ -1,0 +1,5 @@
+"""Home placement: which expert-parallel rank each expert lives on, and how experts move there between two steps."""
+
+from foreroute.adapters.megatron.homes.move import Homes
+
+__all__ = ["Homes"]

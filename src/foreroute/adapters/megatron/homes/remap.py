@@ -1,0 +1,107 @@
+"""From logical experts to slots, between a router and its dispatcher; and what would take slots for logical experts.
+
+A router goes on in logical experts: its weights, bias, counters and losses, what is recorded and what is replayed. What
+it hands on, a map and weights, has a column for each expert. The columns are put in the order of the slots where the
+MoE layer hands them to its dispatcher.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foreroute.adapters.megatron.discover import RouterSite
+from foreroute.errors import PlacementError
+
+
+class Remap:
+    """What stands before the dispatcher of one MoE layer while its experts are not where Megatron puts them.
+
+    Kept by the layer, on the instance. A checkpoint of the layer is refused for as long.
+
+    Args:
+        site: of the layer.
+        home_E: int16 [E], the place of every expert; those of a place are in its slots in ascending order.
+
+    Attributes:
+        home_E: the same.
+    """
+
+    def __init__(self, site: RouterSite, home_E: NDArray[np.int16]) -> None:
+        self.home_E = home_E
+        self._site = site
+        self._preprocess = site.block.preprocess
+        # the logical expert of each slot of all places
+        self._expert_P = torch.from_numpy(np.argsort(home_E, kind="stable"))
+        experts = site.block.experts
+        self._handles = [
+            experts.register_state_dict_pre_hook(self._refuse),
+            experts.register_load_state_dict_pre_hook(self._refuse),
+        ]
+        experts.__dict__["sharded_state_dict"] = self._refuse
+        site.block.__dict__["preprocess"] = self
+
+    def __call__(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
+        """What stands where `MoELayer.preprocess` does.
+
+        Args:
+            hidden_states: [.., B, H].
+            probs: [R, E], in the order of experts.
+            routing_map: bool [R, E], likewise.
+
+        Raises:
+            PlacementError: when a router hands on something else.
+        """
+        num_experts = len(self._expert_P)
+        if routing_map.dtype != torch.bool or not probs.shape[-1] == routing_map.shape[-1] == num_experts:
+            raise PlacementError(
+                f"router {self._site.path} hands on weights {list(probs.shape)} and a map {list(routing_map.shape)} of "
+                f"{routing_map.dtype}; expected a column for each of {num_experts} experts, and a map of bool. Homes "
+                "cannot be moved in this configuration"
+            )
+        if self._expert_P.device != probs.device:
+            self._expert_P = self._expert_P.to(probs.device)
+        in_slots = probs.index_select(1, self._expert_P), routing_map.index_select(1, self._expert_P)
+        return self._preprocess(hidden_states, *in_slots)
+
+    def remove(self) -> None:
+        """Leave the layer as it was."""
+        del self._site.block.__dict__["preprocess"]
+        del self._site.block.experts.__dict__["sharded_state_dict"]
+        for handle in self._handles:
+            handle.remove()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise PlacementError(f"the experts of {self._site.path} {NOT_AT_HOME}")
+
+
+NOT_AT_HOME = (
+    "are not where Megatron's checkpoints look for them; bring them back first, "
+    "routed.move_homes(routed.block_home_LE, optimizer), on all ranks, and move them again when the checkpoint is "
+    "written or loaded"
+)
+
+
+def remap_of(site: RouterSite) -> Remap | None:
+    """What stands before the dispatcher of a layer now."""
+    found = site.block.__dict__.get("preprocess")
+    return found if isinstance(found, Remap) else None
+
+
+def set_home(site: RouterSite, home_E: NDArray[np.int16], block_home_E: NDArray[np.int16]) -> None:
+    """Have the layer send tokens where experts live from now on.
+
+    Args:
+        site: of the layer.
+        home_E: int16 [E], where they live.
+        block_home_E: int16 [E], where Megatron has built them.
+    """
+    before = remap_of(site)
+    if before is not None:
+        before.remove()
+    if not np.array_equal(home_E, block_home_E):
+        Remap(site, home_E.copy())

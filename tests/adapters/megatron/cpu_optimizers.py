@@ -1,0 +1,110 @@
+"""Megatron's DistributedDataParallel and optimizers on the CPU: they ask tensors for the names of CUDA types.
+
+What they do with parameters, gradients and state is theirs.
+"""
+
+import torch
+from megatron.core import utils
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+    param_and_grad_buffer,
+)
+from megatron.core.optimizer import OptimizerConfig, clip_grads, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer import optimizer as optimizers
+
+from examples.megatron.on_cpu import _Torch
+
+MEGATRON = {
+    "float32": {},
+    "master weights": {"bf16": True},
+    "distributed": {"use_distributed_optimizer": True},
+    "distributed master weights": {"bf16": True, "use_distributed_optimizer": True},
+}
+"""The optimizers of Megatron that run on the CPU, and what an OptimizerConfig says for them."""
+TORCH = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+}
+
+
+class Trained:
+    """A model in DDP with its optimizer.
+
+    Attributes:
+        chunks: wrapped.
+        optimizer: of torch or of Megatron.
+    """
+
+    def __init__(self, chunks, kind, **told):
+        _install()
+        self._is_megatron = kind in MEGATRON
+        settings = MEGATRON.get(kind, {})
+        if "bf16" in settings:
+            chunks = [chunk.bfloat16() for chunk in chunks]
+        is_distributed = "use_distributed_optimizer" in settings
+        config = DistributedDataParallelConfig(use_distributed_optimizer=is_distributed, **told)
+        self.chunks = [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
+        if self._is_megatron:
+            wanted = {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.0, **settings}
+            if "overlap_param_gather" in told:
+                wanted["overlap_param_gather"] = True
+            self.optimizer = get_megatron_optimizer(
+                OptimizerConfig(**wanted), self.chunks, use_gloo_process_groups=False
+            )
+        else:
+            self.optimizer = TORCH[kind]([p for chunk in self.chunks for p in chunk.parameters()])
+
+    def zero_grad(self):
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def step(self):
+        """Sum gradients over ranks, as Megatron's loop does, and step."""
+        finalize_model_grads(self.chunks)
+        if not self._is_megatron:
+            for chunk in self.chunks:
+                for parameter in chunk.parameters():
+                    parameter.grad = parameter.main_grad
+        self.optimizer.step()
+
+    def kept(self, parameter):
+        """What is kept for a parameter here: (name, first element, elements of the whole, tensor)."""
+        if not self._is_megatron:
+            return _all_of(self.optimizer.state[parameter])
+        found = []
+        for part in self.optimizer.chained_optimizers:
+            if isinstance(part, distrib_optimizer.DistributedOptimizer):
+                if parameter in part.model_param_gbuf_map:
+                    first = part._get_model_param_range_map(parameter)["param"].start
+                    tensors = part._get_main_param_and_optimizer_states(parameter)
+                    wholes = {name: parameter.numel() if t.dim() else 1 for name, t in tensors.items()}
+                    found += [(name, first if t.dim() else 0, wholes[name], t) for name, t in tensors.items()]
+                continue
+            main = getattr(parameter, "main_param", parameter)
+            if main in part.optimizer.state:
+                found += _all_of({"main": main, **part.optimizer.state[main]})
+        return found
+
+
+def _all_of(tensors):
+    return [(name, 0, t.numel(), t) for name, t in tensors.items() if torch.is_tensor(t)]
+
+
+def _install():
+    """Let them run in this process."""
+    for module in (optimizers, distrib_optimizer, clip_grads, param_and_grad_buffer, utils):
+        module.torch = _Torch()
+    inner = torch.Tensor.type
+    if inner.__name__ == "type_of":
+        return
+
+    def type_of(tensor, *args, **kwargs):
+        if args or kwargs:
+            return inner(tensor, *args, **kwargs)
+        return inner(tensor).replace("torch.", "torch.cuda.")
+
+    torch.Tensor.type = type_of

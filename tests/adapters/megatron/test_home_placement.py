@@ -1,0 +1,98 @@
+"""Experts that change their expert-parallel rank between two steps: training goes on as if nothing had moved."""
+
+import numpy as np
+import pytest
+
+from foreroute.balance import Links, PlanOptions, Topology, plan
+from forked_ranks import run
+from grid import Cell
+from shapes import BIASED, with_settings
+
+EXPERTS = 8
+BALANCED = {**BIASED, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+CASES = {
+    2: [
+        (Cell(ep=2, layers=2), "adamw", False),
+        (Cell(ep=2, layers=2, dispatcher="allgather", packed=True, recompute="uniform"), "adafactor", True),
+        (Cell(ep=2, tp=2, layers=2, packed=True, recompute="selective"), "momentum", True),
+        (with_settings(BALANCED, ep=2, layers=2), "float32", False),
+        (Cell(ep=2, layers=2), "master weights", True),
+    ],
+    4: [
+        (Cell(ep=2, layers=2), "distributed", True),
+        (with_settings({"moe_layer_freq": [0, 1]}, ep=2, pp=2, layers=2), "adamw", True),
+        (Cell(ep=2, tp=2, etp=2, layers=1, dispatcher="allgather"), "distributed master weights", False),
+    ],
+}
+"""By ranks: how the model is split, its optimizer, and whether routes are replayed."""
+
+
+def test_losses_weights_state_and_routes_are_equal_bit_for_bit():
+    run("moving.check_cases", CASES[2], ranks=2, timeout=300)
+
+
+@pytest.mark.parametrize("case", CASES[4], ids=lambda case: f"{case[0]} {case[1]}")
+def test_so_they_are_on_four_ranks(case):
+    run("moving.check_cases", [case], ranks=4)
+
+
+def test_the_comparison_sees_what_stays_behind():
+    run("moving.check_the_comparison_sees", ranks=2)
+
+
+@pytest.mark.parametrize(
+    "cell", [Cell(ep=2, layers=2, packed=True), Cell(ep=4, layers=2, packed=True, dispatcher="allgather")], ids=str
+)
+def test_ranks_are_given_the_tokens_that_the_plan_says(cell):
+    """Measured where experts take them in, under routes that like the experts of the first rank."""
+    lengths = [(10, 7, 3), (3, 10, 7), (7, 3, 10)]
+    rng = np.random.default_rng(0)
+    favour_E = np.where(np.arange(EXPERTS) < EXPERTS // cell.ep, 0.3, 0.0)
+    routes_GM = [
+        [[np.argsort(rng.random((n, 2, EXPERTS)) + favour_E)[..., -2:] for n in of_batch] for of_batch in lengths]
+        for _ in range(cell.ep)
+    ]
+    counts_MGLE = [[count(routes) for routes in routes_M] for routes_M in zip(*routes_GM, strict=True)]
+    counts_MLGE = np.array(counts_MGLE).swapaxes(1, 2)
+    topology = Topology(cell.ep, cell.ep, redundant_slots=0, links=Links(4e9, 1e9, 2e9, 1e-5, 5e-5))
+    step_plan = plan(counts_MLGE, topology, PlanOptions(home_moves=None))
+    measured = run("moving.loads", cell, lengths, routes_GM, step_plan.home_LE, ranks=cell.ep)
+    before_MLG, after_MLG = (np.stack(loads, axis=-1) for loads in zip(*measured, strict=True))
+    planned = [[step_plan.cell(m, i).loads_G(counts_MLGE[m, i]) for i in range(2)] for m in range(3)]
+    assert np.array_equal(after_MLG, planned)
+    assert np.array_equal(before_MLG, counts_MLGE.sum(2).reshape(3, 2, cell.ep, -1).sum(-1))
+    assert after_MLG.max(-1).sum() < 0.9 * before_MLG.max(-1).sum()
+
+
+def count(routes):
+    """int64 [L, E] of the sequences of a micro-batch."""
+    ids_NLK = np.concatenate(routes)
+    return np.stack([np.bincount(ids_NLK[:, i].ravel(), minlength=EXPERTS) for i in range(2)])
+
+
+def test_order_of_sums_is_all_that_changes_with_more_picks():
+    run("moving.check_sums_are_all_that_differs", ranks=2)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "refused_moves.check_refusals",
+        "refused_moves.check_gathering_of_weights_must_be_over",
+        "refused_moves.check_checkpoints_wait_until_experts_are_back",
+    ],
+)
+def test_what_cannot_be_is_refused_on_all_ranks(check):
+    run(check, ranks=2)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "copying.check_copies",
+        "copying.check_gaps_are_refused",
+        "refused_moves.check_experts_of_transformer_engine_are_told_apart_by_name",
+    ],
+)
+def test_on_one_rank(check):
+    run(check)
