@@ -52,7 +52,7 @@ def test_losses_and_gradients_are_those_of_one_process(workers, ranks, options, 
 
 def train_in_pairs(rank, plan):
     """Ranks 0 and 2, and ranks 1 and 3, each by themselves."""
-    pair = PeerGroup(timeout_s=20.0, ranks=[rank % 2, rank % 2 + 2])
+    pair = PeerGroup(ranks=[rank % 2, rank % 2 + 2], timeout_s=20.0)
     homes = shards(plan, pair.rank)
     engine = TransferEngine(homes, plan.topology, TransferOptions(paths="host", checksums=True), pair)
     engine.publish()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from foreroute.balance import StepPlan, Topology
 from foreroute.errors import PlanError, TransferError
 from foreroute.transfer.exchange import lost
+from foreroute.transfer.groups import own_group
 from foreroute.transfer.records import TransferOptions
 
 TEXT_BYTES = 1024
@@ -23,17 +23,12 @@ class Votes:
     """A gloo group of its own for questions that all ranks answer. Every method is a collective call.
 
     Args:
+        along: as in `own_group`, which they are made by.
         timeout_s: seconds after which a rank that does not answer is taken for dead.
-        ranks: global ranks, ascending; all by default. Only they need to make the group.
     """
 
-    def __init__(self, *, timeout_s: float = 600.0, ranks: list[int] | None = None) -> None:
-        self.group = dist.new_group(
-            list(range(dist.get_world_size())) if ranks is None else ranks,
-            timeout=timedelta(seconds=timeout_s),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
+    def __init__(self, *along: dist.ProcessGroup, timeout_s: float = 600.0) -> None:
+        self.group = own_group(*along, timeout_s=timeout_s, backend="gloo")
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
 

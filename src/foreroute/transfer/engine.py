@@ -51,7 +51,7 @@ class TransferEngine:
         self, homes: Sequence[Mapping[str, Tensor]], topology: Topology, options: TransferOptions, peers: PeerGroup
     ) -> None:
         self._homes, self._topology, self._options, self._peers = homes, topology, options, peers
-        self._votes = Votes(timeout_s=options.timeout_s, ranks=peers.global_ranks)
+        self._votes = Votes(peers.group, timeout_s=options.timeout_s)
         agree_on_engine(self._votes, homes, topology, options)
         memory = None
         if options.paths != "direct":

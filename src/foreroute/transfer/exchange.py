@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
 from foreroute.errors import TransferError
+from foreroute.transfer.groups import own_group
 from foreroute.transfer.moves import Moves
 
 MESSAGES_PER_EXCHANGE = 2**16
@@ -41,15 +41,12 @@ class PeerGroup:
     All ranks of the group must begin the same exchanges in the same order; what one of them holds may be empty.
 
     Args:
+        along, ranks: as in `own_group`, which it is made by.
         timeout_s: seconds after which a peer that does not answer is taken for dead.
-        ranks: global ranks, ascending; all by default. Only they need to make the group.
     """
 
-    def __init__(self, *, timeout_s: float = 600.0, ranks: list[int] | None = None) -> None:
-        self.global_ranks = list(range(dist.get_world_size())) if ranks is None else ranks
-        self.group = dist.new_group(
-            self.global_ranks, timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
-        )
+    def __init__(self, *along: dist.ProcessGroup, ranks: list[int] | None = None, timeout_s: float = 600.0) -> None:
+        self.group = own_group(*along, ranks=ranks, timeout_s=timeout_s)
         # NCCL wants all ranks in the first call on a group, and the first exchange may leave some out
         dist.barrier(self.group)
         self.rank = dist.get_rank(self.group)

@@ -59,13 +59,12 @@ def check_the_comparison_sees():
         assert "losses" in different, f"{name}: only {different} differ"
 
 
-def check_sums_are_all_that_differs():
-    """A token's experts are added up in the order of slots, which two picks cannot tell and four can.
+def check_sums_are_all_that_differs(settings, cell):
+    """A token's experts are added up in the order of slots, which two summands cannot tell and four can.
 
     In float64, with an optimizer that does not divide by gradients, what is left are a few units of 2e-16.
     """
-    precise = {"moe_router_topk": 4, "moe_router_dtype": "fp64", "params_dtype": torch.float64}
-    cell = with_settings(precise, ep=2, layers=2)
+    cell = with_settings({"moe_router_dtype": "fp64", "params_dtype": torch.float64, **settings}, **cell)
     fixed, moved = (train(cell, "momentum", False, moves) for moves in ((), range(STEPS)))
     assert fixed["traces"] == moved["traces"]
     furthest = max(float((fixed["experts"][key] - moved["experts"][key]).abs().max()) for key in fixed["experts"])

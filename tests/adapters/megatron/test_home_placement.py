@@ -21,7 +21,7 @@ CASES = {
     4: [
         (Cell(ep=2, layers=2), "distributed", True),
         (with_settings({"moe_layer_freq": [0, 1]}, ep=2, pp=2, layers=2), "adamw", True),
-        (Cell(ep=2, tp=2, etp=2, layers=1, dispatcher="allgather"), "distributed master weights", False),
+        (Cell(ep=2, tp=2, layers=1, dispatcher="allgather"), "distributed master weights", False),
     ],
 }
 """By ranks: how the model is split, its optimizer, and whether routes are replayed."""
@@ -70,8 +70,16 @@ def count(routes):
     return np.stack([np.bincount(ids_NLK[:, i].ravel(), minlength=EXPERTS) for i in range(2)])
 
 
-def test_order_of_sums_is_all_that_changes_with_more_picks():
-    run("moving.check_sums_are_all_that_differs", ranks=2)
+@pytest.mark.parametrize(
+    ("settings", "cell", "ranks"),
+    [
+        ({"moe_router_topk": 4}, {"ep": 2, "layers": 2}, 2),
+        ({}, {"ep": 2, "tp": 2, "etp": 2, "layers": 1, "dispatcher": "allgather"}, 4),
+    ],
+    ids=["more picks", "parts of experts"],
+)
+def test_order_of_sums_is_all_that_changes_with_more_summands(settings, cell, ranks):
+    run("moving.check_sums_are_all_that_differs", settings, cell, ranks=ranks)
 
 
 @pytest.mark.parametrize(

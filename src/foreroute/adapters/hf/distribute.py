@@ -62,10 +62,10 @@ def distribute(
     """
     ranks = dist.group.WORLD if group is None else group
     assert ranks is not None, "torch.distributed has a default group once it is initialised"
-    members = dist.get_process_group_ranks(ranks)
+    along = () if group is None else (group,)
     sites = _find_experts(model)
-    homes_LE = _checked_homes(sites, len(members), home_LE)
-    votes = Votes(timeout_s=timeout_s, ranks=members)
+    homes_LE = _checked_homes(sites, ranks.size(), home_LE)
+    votes = Votes(*along, timeout_s=timeout_s)
     _require_same_models(model, homes_LE, votes)
     executions = Executions(Execution(ranks, len(sites)))
     recomputing = Recomputing(model, executions)
@@ -80,7 +80,7 @@ def distribute(
         config: Any = copy.copy(module.config)
         config._experts_implementation_internal = NAME
         module.config = config
-    peers = PeerGroup(timeout_s=timeout_s, ranks=members)
+    peers = PeerGroup(*along, timeout_s=timeout_s)
     return PlacedModel(model, layers, executions, votes, peers, recomputing.captured)
 
 

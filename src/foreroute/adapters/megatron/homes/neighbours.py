@@ -28,7 +28,7 @@ class Neighbours:
         of_places: list[Any] = [None] * ep_group.size()
         _gather(of_places, dist.get_process_group_ranks(copies_group), ep_group)
         ranks = sorted(rank for copies in of_places for rank in copies)
-        self.peers = PeerGroup(ranks=ranks)
+        self.peers = PeerGroup(copies_group, ep_group, ranks=ranks)
         self.number_GD = np.array([[ranks.index(rank) for rank in copies] for copies in of_places])
 
     def gather(self, mine: Any) -> list[Any]:
