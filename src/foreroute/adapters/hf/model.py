@@ -38,6 +38,10 @@ class RoutedModel:
         self._interceptor = interceptor
         self._replaying = False
 
+    def router_parameters(self) -> list[nn.Parameter]:
+        """The parameters of all routers, in layer order: those that decide which experts a token is sent to."""
+        return [parameter for site in self._sites for parameter in site.module.parameters()]
+
     @contextmanager
     def record(self, *, weight_version: int = NO_VERSION, margins: bool = False) -> Iterator[Recording]:
         """Record the routes of every forward of the model while the context is open.
