@@ -129,7 +129,7 @@ class Run:
 
     @property
     def trains_with(self) -> Side:
-        return "replayed" if self.routing == "R3" else "native"
+        return "replayed" if self.routing in ("R3", "R3+weights") else "native"
 
     def paired_steps(self) -> tuple[Step, ...]:
         """Steps at which both sides were measured, on the same rollouts and weights."""

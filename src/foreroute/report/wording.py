@@ -14,6 +14,7 @@ ROUTING = {
     "none": "No routing replay: the trainer routes every token itself",
     "R2": "R2: the update replays the experts that the trainer's own recompute pass selected",
     "R3": "R3, rollout routing replay: recompute and update replay the experts that the rollout engine selected",
+    "R3+weights": "R3 with gate weights: recompute and update replay the engine's experts, and the weight of each",
 }
 
 

@@ -186,6 +186,12 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _engine_records_weights(self) -> TrainConfig:
+        if self.rl.routing == "R3+weights" and self.rollout.engine != "embedded":
+            raise ValueError('rl.routing = "R3+weights" needs rollout.engine = "embedded", which records gate weights')
+        return self
+
+    @model_validator(mode="after")
     def _can_be_spread(self) -> TrainConfig:
         num_ranks = self.parallel.expert
         if self.rollout.prompts % num_ranks:

@@ -143,6 +143,7 @@ class Trainer:
             temperature=self.config.rollout.temperature,
             replay=routes == "replayed",
             weight_version=self.step,
+            gate_weights=routes == "replayed" and self.config.rl.routing == "R3+weights",
         )
 
     def _update(
@@ -203,7 +204,7 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
         ranks.first("opening the run folder", lambda: _open(config, folder, resume))
         run = RunFolder(folder)
         policy = make_policy(config)
-        with closing(make_engine(config.rollout, policy)) as engine:
+        with closing(make_engine(config, policy)) as engine:
             last = run.last_checkpoint()
             if last is None and not _begin(policy.model, config, ranks, watcher):
                 return run
@@ -258,7 +259,7 @@ def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
 
 def _write(run: RunFolder, config: TrainConfig, step: int, experience: Experience, record: dict[str, Any]) -> None:
     if step % config.measure.save_trace_every == 0:
-        run.save_trace(step, experience.generation.trace)
+        run.save_trace(step, experience.generation.trace.without_gate_weights())
     run.append_metrics(record)
 
 

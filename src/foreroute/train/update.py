@@ -159,7 +159,9 @@ class _Batch:
             yield
             return
         routes = inputs(self.routes.select(sequences))
-        with self.routed.replay(routes, weight_version=self.weight_version), self.execution.micro_step(number, routes):
+        weights = self.config.routing == "R3+weights"
+        replay = self.routed.replay(routes, weight_version=self.weight_version, gate_weights=weights)
+        with replay, self.execution.micro_step(number, routes):
             yield
 
 
