@@ -22,6 +22,7 @@ TITLES = [
     "Routing disagreement by layer",
     "Differing layers per token",
     "Top-k margins",
+    "Clipped tokens",
     "Expert load",
 ]
 

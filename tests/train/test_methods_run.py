@@ -47,10 +47,8 @@ def test_neither_micro_steps_nor_their_order_change_what_is_learned(method, monk
             rollout_module, "score", lambda problems, generation, size, rng=rng: rng.random(len(generation))
         )
         model = {"experts_implementation": "eager", "sizes": SIZES}  # grouped_mm knows no float64
-        config = small_config(
-            rl={"method": method, "micro_step_tokens": tokens, "mini_steps": 2}, **sizes, **DISAGREEING
-        )
-        trainer = trainer_of(config)
+        rl = {"method": method, "micro_step_tokens": tokens, "mini_steps": 2}
+        trainer = trainer_of(small_config(rl=rl, model=model, **DISAGREEING))
         trainer.policy.model.double()
         _, record = trainer.run_step()
         seen.append([record["loss"], record["grad_norm"], record["clip_share"], *record["importance"].values()])

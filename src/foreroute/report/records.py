@@ -99,6 +99,15 @@ class Execution:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Importance:
+    """Probabilities of the trainer over the engine's on the trained tokens, and what a correction did about them."""
+
+    effective_share: float
+    cut_share: float
+    rejected_sequences: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """One line of `metrics.jsonl`. None or an empty mapping: not recorded at this step."""
 
@@ -107,6 +116,9 @@ class Step:
     reward_mean: float | None = None
     entropy: float | None = None
     grad_norm: float | None = None
+    clip_share: float | None = None
+    kl: float | None = None
+    importance: Importance | None = None
     mismatch: dict[Side, Mismatch] = field(default_factory=dict)
     margins: Margins | None = None
     expert_load: dict[int, float] = field(default_factory=dict)
