@@ -21,7 +21,7 @@ from test_spread import learn_alike
 )
 def test_two_ranks_learn_what_one_process_learns(workers, rl):
     config = config_of(2)
-    config = config.model_copy(update={"rl": RLConfig(mini_steps=2, micro_step_tokens=96, **rl)})
+    config = config.model_copy(update={"rl": RLConfig(micro_step_tokens=96, **rl)})
     for record in learn_alike(workers, config):
         assert 0 < record["importance"]["effective_share"] < 1
         if "rejection" in rl:
