@@ -1,5 +1,6 @@
 """The methods inside the trainer: what a step learns from, what it leaves alone, and what it records."""
 
+import copy
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from foreroute.errors import ConfigError, RunFolderError
 from foreroute.train import load_checkpoint, parse_config, train
 from foreroute.train import rollout as rollout_module
 from foreroute.train.ranks import Ranks
+from foreroute.train.reference import Reference
 from foreroute.train.rl_config import METHODS
 from foreroute.train.rollout import roll_out
 from small_runs import SIZES, records, small_config, small_values, trainer_of
@@ -237,6 +239,10 @@ def test_a_configuration_of_the_page_runs(block):
         base[name] = {**base.get(name, {}), **section}
     config = parse_config(base, source="the page")
     trainer = trainer_of(config)
+    if config.rl.kl_coefficient:
+        with pytest.raises(ConfigError, match="needs a reference"):
+            trainer.run_step()
+        trainer.reference = Reference(copy.deepcopy(trainer.policy.model))
     _, record = trainer.run_step()
     assert np.isfinite(record["loss"])
     assert record["grad_norm"] > 0 or record["importance"]["rejected_sequences"]

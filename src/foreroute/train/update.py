@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters.hf import RoutedModel
-from foreroute.errors import DivergedError
+from foreroute.errors import ConfigError, DivergedError
 from foreroute.trace import RoutingTrace
 from foreroute.train.forward import inputs, response_logprobs
 from foreroute.train.objective.means import coefficients, denominator
@@ -81,9 +81,14 @@ def update(
         reference_logprobs_R: float32 [R], of the reference policy; needed with a `kl_coefficient`.
 
     Raises:
+        ConfigError: when a divergence from a reference is asked for, and there is none.
         StaleTraceError: when `routes` belong to another step.
         DivergedError: when loss or gradients are not finite; no optimizer step is taken with them.
     """
+    if config.kl_coefficient and reference_logprobs_R is None:
+        raise ConfigError(
+            f"rl.kl_coefficient = {config.kl_coefficient} needs a reference; give the trainer one, or set it to 0"
+        )
     tokens = RolloutTokens.of(experience, old_logprobs_R, reference_logprobs_R, config.rejection)
     batch = _Batch(routed, execution, tokens, routes, config, weight_version, temperature)
     losses, norms = [], []
