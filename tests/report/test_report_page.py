@@ -22,6 +22,7 @@ TITLES = [
     "Routing disagreement by layer",
     "Differing layers per token",
     "Top-k margins",
+    "Clipped tokens",
     "Expert load",
 ]
 
@@ -163,7 +164,7 @@ def test_a_run_name_is_text_wherever_it_stands(tmp_path, name):
 def test_a_run_with_nothing_optional_says_why_each_plot_is_absent(tmp_path):
     page = page_of([write_run(tmp_path / "a", config("bare"), [{"step": 0}])], tmp_path)
     assert page.all("img") == []
-    assert sum(attrs.get("class") == "absent" for attrs in page.all("p")) == len(TITLES)
+    assert sum(attrs.get("class") == "absent" for attrs in page.all("p")) == len(TITLES) - 1  # nothing was clipped
     assert "No expert load was recorded" in page.text
     assert "bare: the mismatch of trainer and rollout engine was not recorded" in page.text
 

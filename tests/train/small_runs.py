@@ -2,8 +2,8 @@
 
 import json
 
-from foreroute.adapters import hf
 from foreroute.train import parse_config
+from foreroute.train.engines import make_engine
 from foreroute.train.loop import make_policy, make_trainer
 from foreroute.train.whole import Whole
 
@@ -50,5 +50,4 @@ def records(folder):
 def trainer_of(config):
     """A trainer at its initial weights, with the embedded engine."""
     policy = make_policy(config)
-    engine = hf.EmbeddedEngine(policy.model, config.rollout.precision)
-    return make_trainer(config, policy, Whole(policy), engine)
+    return make_trainer(config, policy, Whole(policy), make_engine(config, policy))

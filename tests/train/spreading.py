@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreroute.adapters import hf
 from foreroute.capture import Generation
 from foreroute.experts import PlacedModel
 from foreroute.train import rollout
+from foreroute.train.engines import make_engine
 from foreroute.train.loop import make_execution, make_policy, make_trainer
 from foreroute.train.ranks import Ranks, joined
 from foreroute.train.task import decode
@@ -46,7 +46,7 @@ def spread_steps(rank, config, count, checkpoint=None):
 def precise_trainer(config):
     with joined(config.parallel.expert, config.parallel.timeout_s) as ranks:
         policy = precise_policy(config)
-        engine = hf.EmbeddedEngine(policy.model, config.rollout.precision)
+        engine = make_engine(config, policy)
         with closing(make_execution(config, policy, ranks)) as execution:
             yield make_trainer(config, policy, execution, engine)
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import foreroute as fr
 from foreroute.errors import ConfigError, DivergedError, RunFolderError, StaleTraceError
 from foreroute.train import Watcher, load_checkpoint, load_config, parse_config, train
 from foreroute.train.ranks import Ranks
-from foreroute.train.rollout import Experience, roll_out
+from foreroute.train.rollout import roll_out
 from foreroute.train.schedule import make_schedule
 from foreroute.train.update import update
 from models import FAMILIES
@@ -187,7 +188,7 @@ def test_a_checkpoint_executes_nothing(tmp_path):
         ({"rl": {"learning_rat": 1e-3}}, r"rl\.learning_rat: unknown key; did you mean learning_rate\?"),
         ({"optimiser": {}}, r"optimiser: unknown key; known are name, seed"),
         ({"rl": {"steps": "ten"}}, r"rl\.steps: .*integer.*'ten'"),
-        ({"rl": {"routing": "R4"}}, r"rl\.routing: .*'none', 'R2' or 'R3'"),
+        ({"rl": {"routing": "R4"}}, r"rl\.routing: .*'none', 'R2', 'R3' or 'R3\+weights'"),
         ({"rollout": {"group_size": 1}}, r"rollout\.group_size"),
         ({"rl": {"mini_steps": 25}}, "exceeds the 24 sequences"),
         ({"task": {"min_operands": 9}}, "min_operands = 9 exceeds max_operands = 4"),
@@ -269,7 +270,7 @@ def test_all_equal_rewards_leave_the_policy_alone():
     trainer = trainer_of(config)
     before = {k: v.clone() for k, v in trainer.policy.model.state_dict().items()}
     experience = roll_out(trainer.engine, config, 0, Ranks())
-    equal = Experience(experience.generation, np.ones(24), np.zeros(24), np.zeros(24, bool))
+    equal = replace(experience, rewards_S=np.ones(24), advantages_S=np.zeros(24), informative_S=np.zeros(24, bool))
     result = update(
         trainer.policy,
         trainer.execution,

@@ -27,19 +27,21 @@ class Watch:
     Attributes:
         ids: the executed experts.
         own: what the router picks by itself, its scores, and the best score that it leaves out.
+        weights: the gate weights that the router hands on. Not in a compiled graph.
     """
 
     ids: bool = False
     own: bool = False
+    weights: bool = False
 
     @property
     def nothing(self) -> bool:
         """Whether there is nothing to note."""
-        return not (self.ids or self.own)
+        return not (self.ids or self.own or self.weights)
 
     def __or__(self, other: Watch) -> Watch:
         """What either wants."""
-        return Watch(self.ids or other.ids, self.own or other.own)
+        return Watch(self.ids or other.ids, self.own or other.own, self.weights or other.weights)
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class LayerNotes:
         own_values_RK: float32 [R, K], its selection scores of these.
         next_R: float32 [R], the best selection score of the others; of its last pick where it picks all.
         by_probability_1: bool [1], whether it selects by probabilities, and not by logits.
+        weights_RK: float32 [R, K], the gate weights of what is executed.
     """
 
     ids_RK: Tensor | None
@@ -59,6 +62,7 @@ class LayerNotes:
     own_values_RK: Tensor | None
     next_R: Tensor | None
     by_probability_1: Tensor | None
+    weights_RK: Tensor | None = None
 
     def write(self, scores_RE: Tensor, ids_RK: Tensor, own_ids_RK: Tensor, *, by_probability: bool) -> None:
         """Note one selection.
@@ -91,6 +95,7 @@ class PassNotes:
     own_values_LRK: Tensor | None
     next_LR: Tensor | None
     by_probability_L: Tensor | None
+    weights_LRK: Tensor | None = None
 
     @classmethod
     def empty(cls, watch: Watch, num_slots: int, spec: RoutingSpec, device: torch.device) -> PassNotes:
@@ -102,17 +107,18 @@ class PassNotes:
             torch.empty(picks, dtype=torch.float32, device=device) if watch.own else None,
             torch.empty(rows, dtype=torch.float32, device=device) if watch.own else None,
             torch.zeros(spec.num_layers, dtype=torch.bool, device=device) if watch.own else None,
+            torch.empty(picks, dtype=torch.float32, device=device) if watch.weights else None,
         )
 
     @classmethod
     def from_tensors(cls, watch: Watch, tensors: list[Tensor]) -> PassNotes:
-        """The way back from `tensors`."""
+        """The way back from `tensors`. Gate weights are not among them."""
         left = iter(tensors)
         ids = next(left) if watch.ids else None
         return cls(ids, *((next(left) for _ in range(4)) if watch.own else (None,) * 4))
 
     def tensors(self) -> list[Tensor]:
-        """Those that are watched, in the order of the attributes."""
+        """Those that are watched in a compiled graph, in the order of the attributes."""
         every = (self.ids_LRK, self.own_ids_LRK, self.own_values_LRK, self.next_LR, self.by_probability_L)
         return [tensor for tensor in every if tensor is not None]
 
@@ -124,6 +130,7 @@ class PassNotes:
             None if self.own_values_LRK is None else self.own_values_LRK[layer],
             None if self.next_LR is None else self.next_LR[layer],
             None if self.by_probability_L is None else self.by_probability_L[layer : layer + 1],
+            None if self.weights_LRK is None else self.weights_LRK[layer],
         )
 
     @property

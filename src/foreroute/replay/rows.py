@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foreroute.replay.missing import MissingRows, is_faithful, is_routed, refuse_missing
 from foreroute.trace import RoutingTrace
+from foreroute.trace.gate_weights import weights_of
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class ReplayRows:
         real_R: bool [R], False for padding.
         counted_R: bool [R], tokens that belong in the loss under the policy for missing rows; False for padding.
         ask_all: whether routers are to select by themselves in every slot, beside what is forced on them.
+        weights_LRK: float32 [L, R, K], gate weights to force where a slot has a route; None leaves them live.
     """
 
     ids_LRK: Tensor
@@ -32,6 +34,7 @@ class ReplayRows:
     real_R: Tensor
     counted_R: Tensor
     ask_all: bool = False
+    weights_LRK: Tensor | None = None
 
     @classmethod
     def gather(
@@ -40,6 +43,8 @@ class ReplayRows:
         row_of_slot: NDArray[np.int64],
         device: torch.device,
         missing: MissingRows = "error",
+        *,
+        weights: bool = False,
     ) -> ReplayRows:
         """Fetch the routes of each slot and move them to the device, once for all layers.
 
@@ -51,6 +56,7 @@ class ReplayRows:
             row_of_slot: int64 [R], packed row of each slot; -1 for padding.
             device: where the model runs.
             missing: the policy.
+            weights: whether to fetch gate weights too, which the trace must have.
 
         Raises:
             BatchMismatchError: under "error", when a row is missing that later tokens depend on.
@@ -60,7 +66,11 @@ class ReplayRows:
         routed = is_routed(trace, row_of_slot)
         counted = is_faithful(trace, row_of_slot) if missing == "drop" else row_of_slot >= 0
         ids_LRK = np.ascontiguousarray(trace.expert_ids_NLK[row_of_slot].transpose(1, 0, 2))
-        return cls.from_host(torch.from_numpy(ids_LRK), routed, row_of_slot >= 0, counted, device)
+        rows = cls.from_host(torch.from_numpy(ids_LRK), routed, row_of_slot >= 0, counted, device)
+        if not weights:
+            return rows
+        weights_LRK = np.ascontiguousarray(weights_of(trace)[row_of_slot].transpose(1, 0, 2))
+        return replace(rows, weights_LRK=torch.from_numpy(weights_LRK).to(device))
 
     @classmethod
     def from_host(

@@ -25,7 +25,7 @@ def reward(runs: Sequence[Run]) -> Plot:
         y_label="mean reward",
         absent="No reward was recorded (reward_mean).",
     )
-    series = _per_run(runs, lambda step: step.reward_mean)
+    series = per_run(runs, lambda step: step.reward_mean)
 
     def draw(axes: Any) -> None:
         for line in series:
@@ -44,7 +44,7 @@ def entropy(runs: Sequence[Run]) -> Plot:
         y_label="nats per response token",
         absent="No entropy was recorded.",
     )
-    return _lines(caption, runs, _per_run(runs, lambda step: step.entropy))
+    return lines(caption, runs, per_run(runs, lambda step: step.entropy))
 
 
 def gradient_norm(runs: Sequence[Run]) -> Plot:
@@ -55,7 +55,7 @@ def gradient_norm(runs: Sequence[Run]) -> Plot:
         y_label="norm, before clipping",
         absent="No gradient norm was recorded (grad_norm).",
     )
-    return _lines(caption, runs, _per_run(runs, lambda step: step.grad_norm))
+    return lines(caption, runs, per_run(runs, lambda step: step.grad_norm))
 
 
 def k3(runs: Sequence[Run]) -> Plot:
@@ -84,7 +84,7 @@ def k3(runs: Sequence[Run]) -> Plot:
         if zeros:  # a line of exact zeros would vanish in the axis
             axes.set_ylim(bottom=-(floor or 1.0) * 0.25)
 
-    return _lines(caption, runs, series, finish)
+    return lines(caption, runs, series, finish)
 
 
 def f2(runs: Sequence[Run]) -> Plot:
@@ -95,7 +95,7 @@ def f2(runs: Sequence[Run]) -> Plot:
         y_label="share of response tokens",
         absent="No mismatch was recorded.",
     )
-    return _lines(caption, runs, _per_side(runs, lambda mismatch: mismatch.f2), percent_axis)
+    return lines(caption, runs, _per_side(runs, lambda mismatch: mismatch.f2), percent_axis)
 
 
 def disagreement(runs: Sequence[Run]) -> Plot:
@@ -106,12 +106,12 @@ def disagreement(runs: Sequence[Run]) -> Plot:
         y_label="share of (token, layer) cells",
         absent="No mismatch was recorded.",
     )
-    return _lines(caption, runs, _per_side(runs, lambda mismatch: mismatch.differing_share), percent_axis)
+    return lines(caption, runs, _per_side(runs, lambda mismatch: mismatch.differing_share), percent_axis)
 
 
 def expert_load(runs: Sequence[Run]) -> Plot:
     ranks = sorted({rank for run in runs for step in run.steps for rank in step.expert_load})
-    rows = {rank: _per_run(runs, lambda step, rank=rank: step.expert_load.get(rank)) for rank in ranks}  # type: ignore[misc]
+    rows = {rank: per_run(runs, lambda step, rank=rank: step.expert_load.get(rank)) for rank in ranks}  # type: ignore[misc]
     caption = Caption(
         title="Expert load",
         sentence="Tokens of the busiest rank over the mean of all ranks if experts lay contiguously on that many ranks "
@@ -135,7 +135,7 @@ def expert_load(runs: Sequence[Run]) -> Plot:
     return plot_figure(caption, runs, [line for lines in rows.values() for line in lines], fill, TALL_INCHES)
 
 
-def _lines(
+def lines(
     caption: Caption, runs: Sequence[Run], series: Sequence[Series], finish: Callable[[Any], None] = lambda axes: None
 ) -> Plot:
     def draw(axes: Any) -> None:
@@ -147,7 +147,7 @@ def _lines(
     return plot(caption, runs, series, draw)
 
 
-def _per_run(runs: Sequence[Run], value: Callable[[Step], float | None]) -> list[Series]:
+def per_run(runs: Sequence[Run], value: Callable[[Step], float | None]) -> list[Series]:
     found = [[(step.step, value(step)) for step in run.steps] for run in runs]
     return [
         Series(position, None, *_columns([(x, y) for x, y in points if y is not None]))

@@ -54,6 +54,7 @@ def _render(runs: Sequence[Run]) -> str:
 
         from foreroute.report import curves, distributions
         from foreroute.report.canvas import colour_of
+        from foreroute.report.objective import objective_plots
         from foreroute.report.rank_load import rank_load_plots
     except ModuleNotFoundError as error:
         raise InputError(f"a report needs {error.name}; install it with: pip install 'foreroute[report]'") from error
@@ -72,6 +73,7 @@ def _render(runs: Sequence[Run]) -> str:
         *(draw(runs) for draw in (curves.reward, curves.entropy, curves.gradient_norm)),
         *(draw(runs) for draw in (curves.k3, curves.f2, curves.disagreement)),
         *(draw(runs) for draw in (distributions.by_layer, distributions.differing_layers, distributions.margins)),
+        *objective_plots(runs),
         curves.expert_load(runs),
     ]
     return environment.get_template("page.html.j2").render(
@@ -98,6 +100,8 @@ def _reading_notes(runs: Sequence[Run]) -> list[str]:
 def _table_notes(rows: Sequence[SummaryRow]) -> list[str]:
     notes = []
     for row in rows:
+        if row.routing == "R3+weights":
+            notes.append(f"{row.run}: replays the engine's gate weights too, where it says with replay.")
         if not row.paired_steps and row.k3.native is None and row.k3.replayed is None:
             notes.append(f"{row.run}: the mismatch of trainer and rollout engine was not recorded.")
         elif not row.paired_steps:

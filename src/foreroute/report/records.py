@@ -110,6 +110,15 @@ class Execution:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Importance:
+    """Probabilities of the trainer over the engine's on the trained tokens, and what a correction did about them."""
+
+    effective_share: float
+    cut_share: float
+    rejected_sequences: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """One line of `metrics.jsonl`. None or an empty mapping: not recorded at this step."""
 
@@ -118,6 +127,9 @@ class Step:
     reward_mean: float | None = None
     entropy: float | None = None
     grad_norm: float | None = None
+    clip_share: float | None = None
+    kl: float | None = None
+    importance: Importance | None = None
     mismatch: dict[Side, Mismatch] = field(default_factory=dict)
     margins: Margins | None = None
     expert_load: dict[int, float] = field(default_factory=dict)
@@ -140,7 +152,7 @@ class Run:
 
     @property
     def trains_with(self) -> Side:
-        return "replayed" if self.routing == "R3" else "native"
+        return "replayed" if self.routing in ("R3", "R3+weights") else "native"
 
     def paired_steps(self) -> tuple[Step, ...]:
         """Steps at which both sides were measured, on the same rollouts and weights."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from foreroute.report.records import Run
 from foreroute.report.table import SummaryRow
@@ -14,6 +16,7 @@ ROUTING = {
     "none": "No routing replay: the trainer routes every token itself",
     "R2": "R2: the update replays the experts that the trainer's own recompute pass selected",
     "R3": "R3, rollout routing replay: recompute and update replay the experts that the rollout engine selected",
+    "R3+weights": "R3 with gate weights: recompute and update replay the engine's experts, and the weight of each",
 }
 
 
@@ -22,12 +25,28 @@ def describe(run: Run) -> list[str]:
     rl = run.config["rl"]
     first, last = run.steps[0].step, run.steps[-1].step
     facts = [ROUTING.get(run.routing, f"Routing {run.routing}"), f"rollout in {run.precision}"]
+    facts += _method(rl)
     if "mini_steps" in rl:
         facts.append(f"{rl['mini_steps']} mini-step{'' if rl['mini_steps'] == 1 else 's'} per step")
     if "learning_rate" in rl:
         facts.append(f"learning rate {rl['learning_rate']}")
     facts += [f"seed {run.seed}", f"steps {first} to {last}" if last > first else f"step {first} only"]
     return [*facts, f"measured both ways at {len(run.paired_steps())} of {len(run.steps)} steps"]
+
+
+def _method(rl: Mapping[str, Any]) -> list[str]:
+    """The loss, and what is added to it, where it was recorded."""
+    correction, rejection = rl.get("correction", {}), rl.get("rejection", {})
+    facts = [f"method {rl['method']}"] if "method" in rl else []
+    if correction.get("kind", "none") != "none":
+        facts.append(f"correction {correction['kind']} at {correction['high']:g}")
+    if rejection.get("kind", "none") != "none":
+        facts.append(f"rejection outside {rejection['low']:g} to {rejection['high']:g}")
+    if rl.get("kl_coefficient"):
+        facts.append(f"KL coefficient {rl['kl_coefficient']:g}")
+    if rl.get("router") == "frozen":
+        facts.append("frozen routers")
+    return facts
 
 
 def pace(row: SummaryRow) -> str:

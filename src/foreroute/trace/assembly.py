@@ -9,6 +9,7 @@ import numpy as np
 from foreroute.errors import BatchMismatchError
 from foreroute.trace.check import segment_rows
 from foreroute.trace.container import RoutingTrace, common_provenance
+from foreroute.trace.gate_weights import joined_gate_weights
 
 
 def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool = False) -> RoutingTrace:
@@ -24,6 +25,7 @@ def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool
 
     Raises:
         SpecMismatchError: when the traces come from different models.
+        TraceContentError: when one has gate weights and the other does not.
         BatchMismatchError: when a sequence of `later` does not begin with the tokens of `earlier`.
     """
     earlier.spec.require_same(later.spec, what="the later capture")
@@ -48,6 +50,10 @@ def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool
     expert_ids[rows] = earlier.expert_ids_NLK[kept]
     valid[rows] = True
     versions[rows] = earlier.weight_versions_N[kept]
+    weights = joined_gate_weights([earlier, later])
+    if weights is not None:
+        earlier_weights, weights = np.split(weights, [earlier.num_rows])
+        weights[rows] = earlier_weights[kept]
     return replace(
         later,
         expert_ids_NLK=expert_ids,
@@ -55,4 +61,5 @@ def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool
         weight_versions_N=versions,
         provenance=common_provenance([earlier.provenance, later.provenance]),
         pick_order_kept=earlier.pick_order_kept and later.pick_order_kept,
+        gate_weights_NLK=weights,
     )

@@ -34,6 +34,7 @@ from foreroute.trace.check import (
     narrow_ids,
     segment_rows,
 )
+from foreroute.trace.gate_weights import as_gate_weights, in_ascending_order, joined_gate_weights, weights_of
 from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
 NO_VERSION = -1
@@ -55,6 +56,7 @@ class RoutingTrace:
         offsets: int64 [S + 1], sequence s owns the rows `offsets[s]:offsets[s + 1]`.
         provenance: what made the trace, as short strings (engine, version, source).
         pick_order_kept: False when a codec dropped the order of picks; the ids of a row then ascend.
+        gate_weights_NLK: float32 [N, L, K], what each pick was weighted with; None where the source has none.
     """
 
     spec: RoutingSpec
@@ -65,6 +67,7 @@ class RoutingTrace:
     offsets: NDArray[np.int64]
     provenance: Mapping[str, str] = field(default_factory=dict)
     pick_order_kept: bool = True
+    gate_weights_NLK: NDArray[np.float32] | None = None
 
     @classmethod
     def from_sequences(
@@ -216,6 +219,7 @@ class RoutingTrace:
             self,
             spec=replace(self.spec, layers=tuple(chosen)),
             expert_ids_NLK=np.ascontiguousarray(self.expert_ids_NLK[:, positions]),
+            gate_weights_NLK=None if self.gate_weights_NLK is None else self.gate_weights_NLK[:, positions],
         )
 
     def truncated(self, lengths: ArrayLike) -> RoutingTrace:
@@ -246,14 +250,24 @@ class RoutingTrace:
 
     def without_pick_order(self) -> RoutingTrace:
         """The same sets of experts, ids ascending in each row, as order-dropping codecs return them."""
-        return replace(self, expert_ids_NLK=np.sort(self.expert_ids_NLK, axis=-1), pick_order_kept=False)
+        weights_NLK = in_ascending_order(self.expert_ids_NLK, self.gate_weights_NLK)
+        ids_NLK = np.sort(self.expert_ids_NLK, axis=-1)
+        return replace(self, expert_ids_NLK=ids_NLK, gate_weights_NLK=weights_NLK, pick_order_kept=False)
+
+    def with_gate_weights(self, weights_NLK: ArrayLike) -> RoutingTrace:
+        """The same routes with the weight of each pick, [N, L, K]. Rows without a route may hold any number."""
+        return replace(self, gate_weights_NLK=as_gate_weights(weights_NLK, self.expert_ids_NLK.shape))
+
+    def without_gate_weights(self) -> RoutingTrace:
+        """The routes alone."""
+        return replace(self, gate_weights_NLK=None)
 
     def with_provenance(self, **facts: str) -> RoutingTrace:
         """The same routes with further facts about what made them."""
         return replace(self, provenance={**self.provenance, **facts})
 
     def equals(self, other: RoutingTrace) -> bool:
-        """Whether tokens, routes (pick order included), validity and versions are the same. Provenance may differ."""
+        """Whether all but the provenance is the same, pick order included."""
         same_model = (self.spec.num_experts, self.spec.top_k, self.spec.layers) == (
             other.spec.num_experts,
             other.spec.top_k,
@@ -266,6 +280,8 @@ class RoutingTrace:
                 np.array_equal(getattr(self, name), getattr(other, name))
                 for name in ("offsets", "token_ids_N", "valid_N", "weight_versions_N", "expert_ids_NLK")
             )
+            and (self.gate_weights_NLK is None) == (other.gate_weights_NLK is None)
+            and np.array_equal(weights_of(self), weights_of(other))
         )
 
     def _take(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> RoutingTrace:
@@ -276,6 +292,7 @@ class RoutingTrace:
             token_ids_N=self.token_ids_N[rows],
             weight_versions_N=self.weight_versions_N[rows],
             offsets=as_offsets(lengths),
+            gate_weights_NLK=None if self.gate_weights_NLK is None else self.gate_weights_NLK[rows],
         )
 
 
@@ -283,7 +300,7 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
     """All sequences of the given traces, in order; pick order is dropped where one of them has dropped it.
 
     Raises:
-        TraceContentError: when there is no trace to join.
+        TraceContentError: when there is no trace to join, or some have gate weights and others do not.
         SpecMismatchError: when the traces come from different models.
     """
     parts = list(traces)
@@ -302,6 +319,7 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
         offsets=as_offsets(np.concatenate([p.lengths for p in parts])),
         provenance=common_provenance([p.provenance for p in parts]),
         pick_order_kept=parts[0].pick_order_kept,
+        gate_weights_NLK=joined_gate_weights(parts),
     )
 
 

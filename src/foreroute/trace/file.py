@@ -43,7 +43,7 @@ def save(
 
     Raises:
         TraceFileError: when `path` exists and `overwrite` is False.
-        TraceContentError: when a row cannot be true, or the codec is unknown.
+        TraceContentError: when a row cannot be true, the codec is unknown, or there are gate weights.
     """
     from safetensors.numpy import save as to_bytes
 

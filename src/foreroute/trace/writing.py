@@ -22,10 +22,15 @@ def encode_trace(trace: RoutingTrace, name: CodecName) -> tuple[dict[str, str], 
     """Metadata and tensors of the file of a trace.
 
     Raises:
-        TraceContentError: when a row cannot be true, the codec is unknown, or hardly any of very many rows is routed.
+        TraceContentError: when a row cannot be true, the codec is unknown, there are gate weights, or hardly any of
+            very many rows is routed.
     """
     if name not in CODECS:
         raise TraceContentError(f"codec {name!r} is unknown; expected one of {', '.join(CODECS)}")
+    if trace.gate_weights_NLK is not None:
+        raise TraceContentError(
+            "the file format has no place for gate weights; save trace.without_gate_weights(), the routes alone"
+        )
     ids = np.ascontiguousarray(trace.expert_ids_NLK)
     _refuse_bad_cells(trace, ids)
     runs, rows_U, stored_S = share_prefixes(trace)

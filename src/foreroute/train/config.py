@@ -7,18 +7,11 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from foreroute.errors import ConfigError
-
-Routing = Literal["none", "R2", "R3"]
-Count = Annotated[int, Field(ge=1)]
-
-
-class Section(BaseModel):
-    """A table of the configuration. Unknown keys and values of the wrong type are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+from foreroute.train.rl_config import RLConfig
+from foreroute.train.section import Count, Section
 
 
 class ModelConfig(Section):
@@ -100,6 +93,9 @@ class RolloutConfig(Section):
     """Prompts per step."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Responses per prompt."""
+    max_rounds: Count = 1
+    """Dynamic sampling: prompts whose responses all get one reward are replaced by new ones, in at most so many rounds
+    of sampling, the first included."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
 
     @model_validator(mode="after")
@@ -107,23 +103,6 @@ class RolloutConfig(Section):
         if self.engine == "vllm" and self.precision == "fp8":
             raise ValueError('precision = "fp8" is the embedded engine\'s; vLLM takes float32 or bfloat16')
         return self
-
-
-class RLConfig(Section):
-    """GRPO."""
-
-    routing: Routing = "R3"
-    """Which routes the trainer's forwards use: its own, those of its recompute pass (R2), or the rollout's (R3)."""
-    steps: Count = 80
-    mini_steps: Count = 1
-    """Optimizer steps per rollout."""
-    micro_step_tokens: Count = 4096
-    """Token slots, padding included, of one forward and backward."""
-    learning_rate: Annotated[float, Field(gt=0)] = 6e-4
-    warmup_steps: Annotated[int, Field(ge=0)] = 5
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.27
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
 
 
 class MeasureConfig(Section):
@@ -206,6 +185,12 @@ class TrainConfig(Section):
             raise ValueError(
                 f"rl.micro_step_tokens = {self.rl.micro_step_tokens} cannot hold a sequence of up to {longest} tokens"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_records_weights(self) -> TrainConfig:
+        if self.rl.routing == "R3+weights" and self.rollout.engine != "embedded":
+            raise ValueError('rl.routing = "R3+weights" needs rollout.engine = "embedded", which records gate weights')
         return self
 
     @model_validator(mode="after")

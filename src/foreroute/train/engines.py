@@ -5,19 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from foreroute.adapters import hf, vllm
-from foreroute.train.config import RolloutConfig
+from foreroute.train.config import TrainConfig
 from foreroute.train.rollout import Engine
 
 
-def make_engine(config: RolloutConfig, policy: hf.RoutedModel) -> Engine:
+def make_engine(run: TrainConfig, policy: hf.RoutedModel) -> Engine:
     """Start or reach the engine; the caller closes it.
 
     Raises:
         EngineError: when there is no vLLM to run, or its server does not answer.
     """
+    config = run.rollout
     place = config.vllm
     if config.engine == "embedded":
-        return hf.EmbeddedEngine(policy.model, config.precision)
+        return hf.EmbeddedEngine(policy.model, config.precision, gate_weights=run.rl.routing == "R3+weights")
     if place.mode == "process":
         settings = vllm.ProcessSettings(
             python=Path(place.python),

@@ -8,7 +8,8 @@
                    └──────────────────────── weights, version + 1 ──────────────────────────────┘
 
 `rl.routing` decides whose experts stages 2 and 3 use:  none, the trainer's own in each forward;  R2, those of stage 2
-again in stage 3;  R3, those of stage 1 in both.
+again in stage 3;  R3, those of stage 1 in both;  R3+weights, those of stage 1 with the gate weights they had there.
+What stage 3 minimises is in `objective/`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from foreroute.adapters import hf
 from foreroute.errors import ConfigError, ForerouteError, RunFolderError
@@ -31,11 +34,11 @@ from foreroute.train.engines import make_engine
 from foreroute.train.measure import StepPart, merged, step_record
 from foreroute.train.ranks import Ranks, joined
 from foreroute.train.recompute import Recomputed, recompute
+from foreroute.train.reference import Reference, load_reference, make_model
 from foreroute.train.rollout import Engine, Experience, roll_out
 from foreroute.train.run_folder import RunFolder, load_checkpoint
 from foreroute.train.schedule import Schedule, Stage, make_schedule
 from foreroute.train.spread import Spread, compile_planner
-from foreroute.train.task import VOCABULARY
 from foreroute.train.update import Updated, update
 from foreroute.train.warm_start import warm_start
 from foreroute.train.whole import Execution, Whole
@@ -65,6 +68,7 @@ class Trainer:
     execution: Execution
     engine: Engine
     optimizer: torch.optim.Optimizer
+    reference: Reference | None = None
     step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -80,9 +84,10 @@ class Trainer:
             weights = self.execution.state_dict()
             experience = ranks.together(f"the rollout of step {version}", lambda: self._roll_out(weights))
         schedule = make_schedule(experience, self.config.rl, ranks, seed=(self.config.seed, version))
-        if routing == "R3":
+        follows_rollout = routing in ("R3", "R3+weights")
+        if follows_rollout:
             self._plan(experience.generation.trace, [schedule.recompute, *schedule.update])
-        trained_with = "replayed" if routing == "R3" else "native"
+        trained_with = "replayed" if follows_rollout else "native"
         with self._timed("recompute"):
             passes = {trained_with: self._recompute(experience, schedule, trained_with)}
         if routing == "R2":
@@ -91,8 +96,13 @@ class Trainer:
             other = "native" if trained_with == "replayed" else "replayed"
             with self._timed("measure"):
                 passes[other] = self._recompute(experience, schedule, other)
+        reference_R = None
+        if self.reference is not None:
+            with self._timed("reference"):
+                temperature = self.config.rollout.temperature
+                reference_R = self.reference.logprobs_R(experience.generation, schedule.recompute, temperature)
         with self._timed("update"):
-            updated = self._update(experience, schedule, passes[trained_with])
+            updated = self._update(experience, schedule, passes[trained_with], reference_R)
         self.step += 1
         execution = self.execution.record()
         parts = ranks.gathered(StepPart(experience, passes, updated))
@@ -133,11 +143,19 @@ class Trainer:
             temperature=self.config.rollout.temperature,
             replay=routes == "replayed",
             weight_version=self.step,
+            gate_weights=routes == "replayed" and self.config.rl.routing == "R3+weights",
         )
 
-    def _update(self, experience: Experience, schedule: Schedule, recomputed: Recomputed) -> Updated:
+    def _update(
+        self,
+        experience: Experience,
+        schedule: Schedule,
+        recomputed: Recomputed,
+        reference_logprobs_R: NDArray[np.float32] | None,
+    ) -> Updated:
         self._set_learning_rate()
-        routes = {"none": None, "R2": recomputed.executed, "R3": experience.generation.trace}
+        rollout = experience.generation.trace
+        routes = {"none": None, "R2": recomputed.executed, "R3": rollout, "R3+weights": rollout}
         return update(
             self.policy,
             self.execution,
@@ -149,6 +167,7 @@ class Trainer:
             self.config.rl,
             weight_version=self.step,
             temperature=self.config.rollout.temperature,
+            reference_logprobs_R=reference_logprobs_R,
         )
 
     def _set_learning_rate(self) -> None:
@@ -187,7 +206,7 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
         run = RunFolder(folder)
         policy = make_policy(config)
         _require_divisible(policy, ranks)
-        with closing(make_engine(config.rollout, policy)) as engine:
+        with closing(make_engine(config, policy)) as engine:
             last = _last_checkpoint(run, ranks)
             if last is None and not _begin(policy.model, config, ranks, watcher):
                 return run
@@ -249,9 +268,11 @@ def _start(trainer: Trainer, run: RunFolder, last: Path | None) -> None:
     if last is not None:
         ranks.together(f"loading {last}", lambda: trainer.restore(last))
         ranks.first("taking up the metrics", lambda: run.forget_metrics_from(trainer.step))
-        return
-    ranks.first("making the run folder", lambda: run.begin(trainer.config))
-    _save(trainer, run)
+    else:
+        ranks.first("making the run folder", lambda: run.begin(trainer.config))
+        _save(trainer, run)
+    if trainer.config.rl.kl_coefficient:
+        trainer.reference = ranks.together("loading the reference", lambda: load_reference(trainer.config.model, run))
 
 
 def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
@@ -271,7 +292,7 @@ def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
 
 def _write(run: RunFolder, config: TrainConfig, step: int, experience: Experience, record: dict[str, Any]) -> None:
     if step % config.measure.save_trace_every == 0:
-        run.save_trace(step, experience.generation.trace)
+        run.save_trace(step, experience.generation.trace.without_gate_weights())
     run.append_metrics(record)
 
 
@@ -282,12 +303,7 @@ def _save(trainer: Trainer, run: RunFolder) -> None:
 
 def make_policy(config: TrainConfig) -> hf.RoutedModel:
     """The model, with initial weights, ready to record and replay."""
-    model: Any = hf.build_model(
-        config.model.family,
-        seed=config.seed,
-        experts_implementation=config.model.experts_implementation,
-        **{**config.model.sizes, "vocab_size": len(VOCABULARY)},
-    )
+    model = make_model(config.model, config.seed)
     model.train()
     return hf.attach(model)
 
@@ -298,7 +314,10 @@ def make_execution(config: TrainConfig, policy: hf.RoutedModel, ranks: Ranks) ->
 
 
 def make_trainer(config: TrainConfig, policy: hf.RoutedModel, execution: Execution, engine: Engine) -> Trainer:
-    """All of these, and a new optimizer."""
+    """All of these, and a new optimizer. Routers that are to stay as they are lose their gradients."""
+    if config.rl.router == "frozen":
+        for parameter in policy.router_parameters():
+            parameter.requires_grad_(False)
     optimizer = torch.optim.AdamW(
         policy.model.parameters(), lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
     )

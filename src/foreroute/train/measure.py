@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from foreroute.mismatch import (
 from foreroute.mismatch.margins import LOG10_EDGES
 from foreroute.trace import concatenate, count_assignments
 from foreroute.train.recompute import Recomputed
-from foreroute.train.rollout import Experience
+from foreroute.train.rollout import Experience, Sampled
 from foreroute.train.update import Updated
 
 HYPOTHETICAL_RANKS = (4, 8, 16)
@@ -60,6 +60,12 @@ def merged(parts: list[StepPart]) -> StepPart:
         np.concatenate([each.rewards_S for each in experiences]),
         np.concatenate([each.advantages_S for each in experiences]),
         np.concatenate([each.informative_S for each in experiences]),
+        experiences[0].max_response_tokens,
+        Sampled(
+            np.concatenate([each.sampled.first_rewards_S for each in experiences]),
+            max(each.sampled.rounds for each in experiences),
+            sum(each.sampled.responses for each in experiences),
+        ),
     )
     micro_step_S = np.concatenate([part.updated.micro_step_S for part in parts])
     return StepPart(experience, passes, replace(parts[0].updated, micro_step_S=micro_step_S))
@@ -75,14 +81,14 @@ def step_record(step: int, whole: StepPart, trained_with: str, seconds: dict[str
         seconds: time by stage.
     """
     experience, passes, updated = whole.experience, whole.passes, whole.updated
-    generation = experience.generation
+    generation, rewards_S = experience.generation, experience.sampled.first_rewards_S
     record: dict[str, Any] = {
         "step": step,
         "weight_version": max(generation.trace.versions),
         "seconds": {stage: round(value, 4) for stage, value in seconds.items()},
-        "reward_mean": float(experience.rewards_S.mean()),
-        "reward_std": float(experience.rewards_S.std()),
-        "exact_share": float((experience.rewards_S == 1).mean()),
+        "reward_mean": float(rewards_S.mean()),
+        "reward_std": float(rewards_S.std()),
+        "exact_share": float((rewards_S == 1).mean()),
         "response_tokens_mean": float(generation.response_lengths.mean()),
         "entropy": float(passes[trained_with].entropy_R.mean()),
         "grad_norm": updated.grad_norm,
@@ -91,7 +97,15 @@ def step_record(step: int, whole: StepPart, trained_with: str, seconds: dict[str
         "tokens": generation.trace.num_rows,
         "mismatch": {name: mismatch_record(*mismatch_of(generation, result)) for name, result in passes.items()},
         "expert_load": _expert_load(generation, updated),
+        "importance": asdict(updated.importance) | {"rejected_sequences": updated.rejected_sequences},
+        "sampling": {
+            "rounds": experience.sampled.rounds,
+            "responses": experience.sampled.responses,
+            "informative_share": float(experience.informative_S.mean()),
+        },
     }
+    if updated.kl is not None:
+        record["kl"] = updated.kl
     if "native" in passes:
         record["margins"] = {
             "log10_edges": LOG10_EDGES.tolist(),

@@ -44,6 +44,7 @@ def recompute(
     temperature: float,
     replay: bool,
     weight_version: int,
+    gate_weights: bool = False,
 ) -> Recomputed:
     """Run the policy over the rollout, on its own routes or on the rollout's.
 
@@ -55,6 +56,7 @@ def recompute(
         temperature: of the rollout.
         replay: force the routes of `generation.trace`, which must carry `weight_version`.
         weight_version: the version of the policy's weights.
+        gate_weights: force the rollout's gate weights too.
     """
     logprobs, entropies, executed, margins = [], [], [], []
     with torch.no_grad(), execution.running(stage) if replay else nullcontext():
@@ -62,7 +64,9 @@ def recompute(
             part = generation.select(sequences)
             routes = inputs(part.trace)
             forced: AbstractContextManager[Any] = (
-                routed.replay(routes, weight_version=weight_version) if replay else nullcontext()
+                routed.replay(routes, weight_version=weight_version, gate_weights=gate_weights)
+                if replay
+                else nullcontext()
             )
             recorded = routed.record(weight_version=weight_version, margins=True)
             with forced, execution.micro_step(number, routes), recorded as recording:

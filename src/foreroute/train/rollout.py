@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from foreroute.capture import Generation, Sampling
 from foreroute.train.config import TrainConfig
+from foreroute.train.objective.advantages import group_advantages
 from foreroute.train.ranks import Ranks
 from foreroute.train.task import END_TOKEN, Problem, decode, encode, reward, sample_problems
 
@@ -42,20 +43,61 @@ class Experience:
         rewards_S: float64 [S].
         advantages_S: float64 [S].
         informative_S: bool [S], False in groups whose rewards are all equal; they teach nothing and are left out.
+        max_response_tokens: the most that a response may have.
+        sampled: what it took to get them.
     """
 
     generation: Generation
     rewards_S: NDArray[np.float64]
     advantages_S: NDArray[np.float64]
     informative_S: NDArray[np.bool_]
+    max_response_tokens: int
+    sampled: Sampled
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """Rounds of dynamic sampling; the first alone without it.
+
+    Attributes:
+        first_rewards_S: float64 [S], of the first round. Those of what is trained on say less about the policy: later
+            rounds replace what was always right, and always wrong.
+        rounds: how many there were.
+        responses: sampled in all of them.
+    """
+
+    first_rewards_S: NDArray[np.float64]
+    rounds: int
+    responses: int
 
 
 def roll_out(engine: Engine, config: TrainConfig, step: int, ranks: Ranks) -> Experience:
     """Sample this step's problems, which are dealt to the ranks in blocks, and the responses to those of this rank.
 
-    Problems follow from the seed and the step alone, responses from the number of ranks too.
+    Groups that teach nothing are replaced by those of new problems, which are dealt likewise, until this rank has none
+    left or `rollout.max_rounds` are over (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2). No rank waits for
+    another. Problems follow from the seed, the step and the round, responses from the number of ranks too.
     """
-    rng = np.random.default_rng([config.seed, step, 1])
+    group_size, kind = config.rollout.group_size, config.rl.advantage
+    generation, rewards = _sample_round(engine, config, step, ranks, 0)
+    first_rewards, rounds = rewards, 1
+    advantages, informative = group_advantages(rewards, group_size, kind)
+    while not informative.all() and rounds < config.rollout.max_rounds:
+        new_generation, new_rewards = _sample_round(engine, config, step, ranks, rounds)
+        order = _replaced(informative, group_advantages(new_rewards, group_size, kind)[1], group_size)
+        generation = Generation.concatenate([generation, new_generation]).select(order)
+        rewards = np.concatenate([rewards, new_rewards])[order]
+        advantages, informative = group_advantages(rewards, group_size, kind)
+        rounds += 1
+    sampled = Sampled(first_rewards, rounds, rounds * len(rewards))
+    return Experience(generation, rewards, advantages, informative, config.task.max_operands + 1, sampled)
+
+
+def _sample_round(
+    engine: Engine, config: TrainConfig, step: int, ranks: Ranks, number: int
+) -> tuple[Generation, NDArray[np.float64]]:
+    """The responses of this rank in one round, and their rewards."""
+    rng = np.random.default_rng([config.seed, step, 1, number] if number else [config.seed, step, 1])
     generator = torch.Generator().manual_seed(int(rng.integers(2**62)) + ranks.rank)
     task = config.task
     problems = sample_problems(
@@ -73,8 +115,16 @@ def roll_out(engine: Engine, config: TrainConfig, step: int, ranks: Ranks) -> Ex
         ),
         generator,
     )
-    rewards = score(problems, generation, config.rollout.group_size)
-    return Experience(generation, rewards, *group_advantages(rewards, config.rollout.group_size))
+    return generation, score(problems, generation, config.rollout.group_size)
+
+
+def _replaced(informative_S: NDArray[np.bool_], new_S: NDArray[np.bool_], group_size: int) -> NDArray[np.int64]:
+    """int64 [S]: as many of the old sequences, and of the new ones behind them, with informative groups for others."""
+    groups = np.arange(len(informative_S) // group_size)
+    idle = np.flatnonzero(~informative_S[::group_size])
+    better = np.flatnonzero(new_S[::group_size])[: len(idle)]
+    groups[idle[: len(better)]] = len(groups) + better
+    return np.asarray((groups[:, None] * group_size + np.arange(group_size)).reshape(-1))
 
 
 def score(problems: Sequence[Problem], generation: Generation, group_size: int) -> NDArray[np.float64]:
@@ -82,19 +132,3 @@ def score(problems: Sequence[Problem], generation: Generation, group_size: int) 
     return np.array(
         [reward(problems[s // group_size], decode(generation.response(s))) for s in range(len(generation))], np.float64
     )
-
-
-def group_advantages(rewards_S: NDArray[np.float64], group_size: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Reward minus the group's mean, over its standard deviation, and whether the group has any.
-
-    Source: GRPO, arXiv 2402.03300, section 4.1.2.
-
-    Returns:
-        float64 [S], 0 in a group whose rewards are all equal; and bool [S], False there.
-    """
-    groups = rewards_S.reshape(-1, group_size)
-    differs = (groups != groups[:, :1]).any(axis=1, keepdims=True)
-    centred = groups - groups.mean(axis=1, keepdims=True)
-    deviation = np.where(differs, groups.std(axis=1, keepdims=True), 1.0)
-    advantages = np.where(differs, centred / deviation, 0.0)
-    return advantages.reshape(-1), np.broadcast_to(differs, groups.shape).reshape(-1)

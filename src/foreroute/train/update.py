@@ -1,11 +1,11 @@
-"""Stage 3, update: mini-steps of the clipped policy gradient, each accumulated over micro-steps."""
+"""Stage 3, update: mini-steps of a policy gradient, each accumulated over micro-steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,11 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters.hf import RoutedModel
-from foreroute.errors import DivergedError
+from foreroute.errors import ConfigError, DivergedError
 from foreroute.trace import RoutingTrace
-from foreroute.train.config import RLConfig
 from foreroute.train.forward import inputs, response_logprobs
+from foreroute.train.objective.means import coefficients, denominator
+from foreroute.train.objective.sums import Importance, LossSums
+from foreroute.train.objective.token_losses import token_losses
+from foreroute.train.rl_config import RLConfig
 from foreroute.train.rollout import Experience
+from foreroute.train.rollout_tokens import RolloutTokens
 from foreroute.train.schedule import MicroSteps, Stage
 from foreroute.train.whole import Execution
 
@@ -29,13 +33,19 @@ class Updated:
     Attributes:
         loss: mean over mini-steps.
         grad_norm: mean over mini-steps, before clipping.
-        clip_share: share of the trained response tokens whose ratio was clipped.
+        clip_share: share of the trained response tokens whose update the clip bounds changed.
+        importance: how far trainer and engine are apart on them, and what the correction did.
+        rejected_sequences: informative ones that were left out because the two disagree.
+        kl: mean divergence from the reference over the trained tokens; None without one.
         micro_step_S: int64 [S], the micro-step of each sequence of this rank; -1 where it was left out.
     """
 
     loss: float
     grad_norm: float
     clip_share: float
+    importance: Importance
+    rejected_sequences: int
+    kl: float | None
     micro_step_S: NDArray[np.int64]
 
 
@@ -51,8 +61,11 @@ def update(
     *,
     weight_version: int,
     temperature: float,
+    reference_logprobs_R: NDArray[np.float32] | None = None,
 ) -> Updated:
     """Take an optimizer step for each mini-step, on one rollout.
+
+    A mini-step of which every sequence was rejected takes none.
 
     Args:
         routed: the policy.
@@ -65,96 +78,85 @@ def update(
         config: of the loss.
         weight_version: of the policy before this update; `routes` must carry it.
         temperature: of the rollout.
+        reference_logprobs_R: float32 [R], of the reference policy; needed with a `kl_coefficient`.
 
     Raises:
+        ConfigError: when a divergence from a reference is asked for, and there is none.
         StaleTraceError: when `routes` belong to another step.
         DivergedError: when loss or gradients are not finite; no optimizer step is taken with them.
     """
-    batch = _Batch(routed, execution, experience, old_logprobs_R, routes, config, weight_version, temperature)
-    losses, norms, clipped, num_tokens = [], [], 0, 0
+    if config.kl_coefficient and reference_logprobs_R is None:
+        raise ConfigError(
+            f"rl.kl_coefficient = {config.kl_coefficient} needs a reference; give the trainer one, or set it to 0"
+        )
+    tokens = RolloutTokens.of(experience, old_logprobs_R, reference_logprobs_R, config.rejection)
+    batch = _Batch(routed, execution, tokens, routes, config, weight_version, temperature)
+    losses, norms = [], []
     for stage in mini_steps:
         with nullcontext() if routes is None else execution.running(stage, updating=True):
-            summed, num_clipped, tokens = batch.accumulate(stage.micro_steps)
-        loss, norm = summed / tokens, execution.finish_gradients(config.max_grad_norm)
+            summed, divisor = batch.accumulate(stage.micro_steps)
+        loss, norm = summed / max(divisor, 1), execution.finish_gradients(config.max_grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise DivergedError(
                 f"loss {loss} and gradient norm {norm} in step {weight_version}; lower rl.learning_rate"
             )
-        optimizer.step()
+        if divisor:
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         execution.weights_changed()
         losses.append(loss)
         norms.append(norm)
-        clipped, num_tokens = clipped + num_clipped, num_tokens + tokens
+    importance, clip_share, kl = batch.sums.total(execution.ranks)
     return Updated(
         float(np.mean(losses or [0.0])),
         float(np.mean(norms or [0.0])),
-        clipped / max(num_tokens, 1),
+        clip_share,
+        importance,
+        int(execution.ranks.total([tokens.rejected])[0]),
+        None if reference_logprobs_R is None else kl,
         _micro_step_S(mini_steps, len(experience.generation)),
     )
 
 
-def clipped_loss(
-    logprobs_R: Tensor, old_logprobs_R: Tensor, advantages_R: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, int]:
-    """Sum over tokens of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r = exp(logprobs - old logprobs).
-
-    Divided by the tokens of the whole mini-batch it does not depend on how that is cut into micro-batches.
-    Sources: PPO, arXiv 1707.06347, equation 7; a higher upper bound and the token mean, DAPO, arXiv 2503.14476.
-
-    Returns:
-        The loss, and how many tokens had their ratio clipped.
-    """
-    ratio = (logprobs_R - old_logprobs_R).exp()
-    free, bounded = ratio * advantages_R, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages_R
-    return -torch.minimum(free, bounded).sum(), int((bounded < free).sum())
-
-
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """What every micro-step of an update needs."""
+    """What every micro-step of an update needs, and what the update adds up."""
 
     routed: RoutedModel
     execution: Execution
-    experience: Experience
-    old_logprobs_R: NDArray[np.float32]
+    tokens: RolloutTokens
     routes: RoutingTrace | None
     config: RLConfig
     weight_version: int
     temperature: float
+    sums: LossSums = field(default_factory=LossSums)
 
-    def accumulate(self, micro_steps: MicroSteps) -> tuple[float, int, int]:
-        """Gradients of the mean token loss of a mini-batch.
+    def accumulate(self, micro_steps: MicroSteps) -> tuple[float, int]:
+        """Gradients of the loss of a mini-batch.
 
         Returns:
-            Summed loss, clipped tokens, and tokens, of all ranks.
+            Its sum over the tokens of all ranks, and what that is to be divided by; 0 where nothing is trained.
         """
-        ranks, taken = self.execution.ranks, np.concatenate(micro_steps)
-        informative = taken[self.experience.informative_S[taken]]
-        num_tokens = int(ranks.total([self.experience.generation.response_lengths[informative].sum()])[0])
-        total, clipped = 0.0, 0
+        ranks, trained = self.execution.ranks, self.tokens.trained(np.concatenate(micro_steps))
+        divisor = int(ranks.total([denominator(self.tokens.lengths(trained), self.config.mean)])[0])
+        total = 0.0
         for number, sequences in enumerate(micro_steps):
             with self._replaying(number, sequences):
-                loss, num_clipped = self._loss(sequences)
-                (loss / num_tokens).backward()
+                loss = self._loss(sequences)
+                (loss / max(divisor, 1)).backward()
             total += loss.item()
-            clipped += num_clipped
-        summed, all_clipped = ranks.total([total, clipped]).tolist()
-        return summed, int(all_clipped), num_tokens
+        return float(ranks.total([total])[0]), divisor
 
-    def _loss(self, sequences: NDArray[np.int64]) -> tuple[Tensor, int]:
-        generation = self.experience.generation
-        part = generation.select(sequences)
+    def _loss(self, sequences: NDArray[np.int64]) -> Tensor:
+        """Summed over the sequences that are trained; the others take part in the forward alone."""
+        experience = self.tokens.experience
+        part = experience.generation.select(sequences)
         logprobs_R, _ = response_logprobs(self.routed.model, part, self.temperature)
-        old = np.split(self.old_logprobs_R, np.cumsum(generation.response_lengths)[:-1])
-        advantages = np.repeat(self.experience.advantages_S[sequences], part.response_lengths)
-        return clipped_loss(
-            logprobs_R,
-            torch.from_numpy(np.concatenate([old[s] for s in sequences])),
-            torch.from_numpy(advantages.astype(np.float32)),
-            self.config.clip_low,
-            self.config.clip_high,
-        )
+        tokens = self.tokens.trained_tokens(sequences, logprobs_R)
+        losses = token_losses(tokens, self.config)
+        self.sums.add(losses)
+        mean, longest = self.config.mean, experience.max_response_tokens
+        return (coefficients(tokens.lengths_S, mean, longest, losses.losses_R.dtype) * losses.losses_R).sum()
 
     @contextmanager
     def _replaying(self, number: int, sequences: NDArray[np.int64]) -> Iterator[None]:
@@ -162,7 +164,9 @@ class _Batch:
             yield
             return
         routes = inputs(self.routes.select(sequences))
-        with self.routed.replay(routes, weight_version=self.weight_version), self.execution.micro_step(number, routes):
+        weights = self.config.routing == "R3+weights"
+        replay = self.routed.replay(routes, weight_version=self.weight_version, gate_weights=weights)
+        with replay, self.execution.micro_step(number, routes):
             yield
 
 

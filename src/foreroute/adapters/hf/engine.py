@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters.hf.attach import attach
+from foreroute.adapters.hf.recording import Recording
 from foreroute.capture import Generation, Sampling
 from foreroute.errors import DivergedError
 from foreroute.trace import NO_VERSION, RoutingTrace
@@ -39,8 +41,9 @@ class EmbeddedEngine:
         weight_version: the version last loaded; every trace carries it.
     """
 
-    def __init__(self, model: nn.Module, precision: Precision = "bfloat16") -> None:
+    def __init__(self, model: nn.Module, precision: Precision = "bfloat16", *, gate_weights: bool = False) -> None:
         self._precision = precision
+        self._gate_weights = gate_weights
         dtype = torch.float32 if precision == "float32" else torch.bfloat16
         self._model: Any = copy.deepcopy(model).eval().requires_grad_(False)
         for parameter in self._model.parameters():  # buffers (rotary frequencies, router biases) stay in float32
@@ -90,16 +93,19 @@ class EmbeddedEngine:
     def close(self) -> None:
         """Nothing: this engine is only memory."""
 
+    def _recording(self) -> AbstractContextManager[Recording]:
+        return self._routed.record(weight_version=self.weight_version, gate_weights=self._gate_weights)
+
     def _decode(self, prompts_PT: Tensor, sampling: Sampling, generator: torch.Generator) -> Generation:
         group_size, end_token = sampling.group_size, sampling.end_token
-        with self._routed.record(weight_version=self.weight_version) as recording:
+        with self._recording() as recording:
             output = self._model(input_ids=prompts_PT, use_cache=True)
         prompt_trace = recording.trace().select(np.repeat(np.arange(len(prompts_PT)), group_size))
         cache = output.past_key_values
         cache.batch_repeat_interleave(group_size)
         logits = output.logits[:, -1].repeat_interleave(group_size, dim=0)
         tokens, logprobs, done = [], [], torch.zeros(len(logits), dtype=torch.bool)
-        with self._routed.record(weight_version=self.weight_version) as recording:
+        with self._recording() as recording:
             while True:
                 token, logprob = _sample(logits, sampling.temperature, generator)
                 tokens.append(token)

@@ -34,6 +34,7 @@ from foreroute.adapters.hf.checkpointing import (
     require_unchecked,
 )
 from foreroute.adapters.hf.discover import RouterSite
+from foreroute.adapters.hf.gate_weights import with_gate_weights
 from foreroute.adapters.hf.passes import Listener, Pass, PassInput, Seat, require_each_router_once
 from foreroute.adapters.overriding import overridden, uncopyable
 from foreroute.errors import ReplayError
@@ -58,7 +59,10 @@ class Interceptor:
         self._model = model
         self._trunk = trunk
         self._sites = sites
-        self._seats = [Seat(site.path, layer, site.plan.mode, finals[layer]) for layer, site in enumerate(sites)]
+        self._seats = [
+            Seat(site.path, layer, site.plan.mode, finals[layer], site.plan.read_back is not None)
+            for layer, site in enumerate(sites)
+        ]
         self._spec = spec
         self._names = parameter_names(trunk.forward)
         self._listeners: list[Listener] = []
@@ -190,6 +194,11 @@ class Interceptor:
         """See `graph_ops.Host`."""
         batch = Batch.read(BatchTensors(input_ids, mask, positions, cumulative, past))
         rows = self._begin(batch)
+        if self._watch.weights or (rows is not None and rows.weights_LRK is not None):
+            raise ReplayError(
+                "gate weights are recorded and replayed in eager mode alone; take torch.compile off the model, or "
+                "leave gate_weights out"
+            )
         self._begun_in_graph = batch
         if rows is not None:
             return rows.ids_LRK, rows.routed_R
@@ -243,9 +252,9 @@ class Interceptor:
             now.notes.write(scores, chosen.ids_RK, own_ids, by_probability=chosen.by_probability)
         if torch.compiler.is_compiling():
             now.calls_1.add_(1)
-        else:
-            self._passes[-1].calls[seat.layer] += 1
-        return result
+            return result
+        self._passes[-1].calls[seat.layer] += 1
+        return with_gate_weights(seat, result, now)
 
     def _run_compiled(self, path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A layer with a graph of its own, in which its router cannot look around."""

@@ -14,7 +14,7 @@ from foreroute.adapters.hf.intercept import Interceptor
 from foreroute.adapters.hf.plans.hash_lookup import require_looked_up
 from foreroute.adapters.hf.recording import Recording
 from foreroute.adapters.hf.session import ReplaySession
-from foreroute.errors import ConfigError, ReplayError, StaleTraceError
+from foreroute.errors import ConfigError, ReplayError, StaleTraceError, TraceContentError
 from foreroute.replay import Counts, MissingRows
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
 
@@ -38,8 +38,14 @@ class RoutedModel:
         self._interceptor = interceptor
         self._replaying = False
 
+    def router_parameters(self) -> list[nn.Parameter]:
+        """The parameters of all routers, in layer order: those that decide which experts a token is sent to."""
+        return [parameter for site in self._sites for parameter in site.module.parameters()]
+
     @contextmanager
-    def record(self, *, weight_version: int = NO_VERSION, margins: bool = False) -> Iterator[Recording]:
+    def record(
+        self, *, weight_version: int = NO_VERSION, margins: bool = False, gate_weights: bool = False
+    ) -> Iterator[Recording]:
         """Record the routes of every forward of the model while the context is open.
 
         May be opened inside a `replay` session: what is recorded is what was executed.
@@ -47,12 +53,13 @@ class RoutedModel:
         Args:
             weight_version: stamped on every row.
             margins: also keep the gap between the K-th and the (K+1)-th selection score.
+            gate_weights: also keep what the router hands on as the weight of each pick, in float32.
 
         Yields:
             The recording; call its `trace()` at any time.
         """
         provenance = {"engine": "transformers", "engine_version": transformers.__version__}
-        recording = Recording(self.spec, weight_version, provenance, margins)
+        recording = Recording(self.spec, weight_version, provenance, margins=margins, weights=gate_weights)
         with self._interceptor.listening(recording):
             yield recording
 
@@ -65,6 +72,7 @@ class RoutedModel:
         missing: MissingRows = "error",
         telemetry: bool = False,
         counts: Counts = "native",
+        gate_weights: bool = False,
     ) -> Iterator[ReplaySession]:
         """Force the routes of `trace` in every forward of the model while the context is open.
 
@@ -81,6 +89,8 @@ class RoutedModel:
                 ("native"), or that and take the tokens after it out of the loss by `session.loss_mask_BT` ("drop").
             telemetry: also let each router select by itself, for `session.agreement()` and `expert_counts_LE()`.
             counts: which selection the model's auxiliary load-balancing loss, and `expert_counts_LE()`, count.
+            gate_weights: force the gate weights of the trace too, as constants. No gradient reaches a router through
+                them.
 
         Yields:
             The session.
@@ -89,6 +99,7 @@ class RoutedModel:
             SpecMismatchError: when the trace belongs to another model.
             StaleTraceError: when it was recorded under another weight version.
             ConfigError: for a policy or a count that does not exist.
+            TraceContentError: when gate weights are asked for and the trace has none.
             BatchMismatchError: when a layer that routes by a table of tokens says otherwise; in the forward, when batch
                 and trace hold different tokens, or rows are missing.
             ReplayError: when a router bypassed replay, or no forward ran in the session.
@@ -102,7 +113,12 @@ class RoutedModel:
                 require_looked_up(trace, position, site.module)
         if self._replaying:
             raise ReplayError("this model is already replaying a trace; close that session before opening another")
-        session = ReplaySession(trace, missing, telemetry=telemetry, counts=counts)
+        if gate_weights and trace.gate_weights_NLK is None:
+            raise TraceContentError(
+                "the trace has no gate weights to replay; record it with record(gate_weights=True), or leave "
+                "gate_weights out"
+            )
+        session = ReplaySession(trace, missing, telemetry=telemetry, counts=counts, gate_weights=gate_weights)
         self._replaying = True
         try:
             with self._interceptor.listening(session):

@@ -23,12 +23,14 @@ class LayerPass:
         notes: where it writes down what it did, or None where nobody wants to know.
         calls_1: int32 [1], how often it has selected inside a compiled graph.
         num_slots: R, positions of the batch, padding included.
+        top_k: K.
     """
 
     rows: ReplayRows | None
     notes: LayerNotes | None
     calls_1: Tensor
     num_slots: int
+    top_k: int
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,13 @@ class PassInput:
         for layer in range(num_layers):
             rows = self.rows
             if rows is not None:
-                rows = replace(rows, ids_LRK=rows.ids_LRK[layer : layer + 1], ask_all=self.watch.own)
+                ids_LRK, weights_LRK = rows.ids_LRK[layer : layer + 1], rows.weights_LRK
+                if weights_LRK is not None:
+                    weights_LRK = weights_LRK[layer : layer + 1]
+                rows = replace(rows, ids_LRK=ids_LRK, weights_LRK=weights_LRK, ask_all=self.watch.own)
             layer_notes = None if self.watch.nothing else notes.layer(layer)
-            layers.append(LayerPass(rows, layer_notes, calls_L[layer : layer + 1], self.num_slots))
+            calls_1 = calls_L[layer : layer + 1]
+            layers.append(LayerPass(rows, layer_notes, calls_1, self.num_slots, self.spec.top_k))
         return Pass(self, layers, notes, [0] * num_layers, calls_L, torch.is_grad_enabled(), recompute)
 
 
@@ -96,6 +102,7 @@ class Seat:
         layer: its position on the layer axis.
         mode: what watches its selection.
         final: which top-k of its forward is its selection.
+        regroups: whether it hands its picks on in another order than that of tokens.
         now: what it does in the pass on top; None outside of any.
     """
 
@@ -103,6 +110,7 @@ class Seat:
     layer: int
     mode: type[SelectionMode]
     final: int
+    regroups: bool = False
     now: LayerPass | None = None
 
 

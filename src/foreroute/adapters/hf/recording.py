@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +18,12 @@ from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace, concatenate
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """One forward: its tokens, and what was selected (and by which margin), still on the device."""
+    """One forward: its tokens, and what was selected (by which margin, with which weights), still on the device."""
 
     batch: Batch
     ids_LRK: Tensor
     margin_LR: Tensor | None
+    weights_LRK: Tensor | None
 
 
 class Recording(Listener):
@@ -31,18 +33,21 @@ class Recording(Listener):
     forward before them, row by row. Nothing is copied to the host before `trace()` is called.
     """
 
-    def __init__(self, spec: RoutingSpec, weight_version: int, provenance: dict[str, str], margins: bool) -> None:
+    def __init__(
+        self, spec: RoutingSpec, weight_version: int, provenance: dict[str, str], *, margins: bool, weights: bool
+    ) -> None:
         self._spec = spec
         self._version = weight_version
         self._provenance = provenance
         self._with_margins = margins
-        self.watch = Watch(ids=True, own=margins)
+        self.watch = Watch(ids=True, own=margins, weights=weights)
         self._passes: list[RecordedPass] = []
 
     def end(self, batch: Batch, notes: PassNotes) -> None:
         """Keeps the pass; one that failed is forgotten."""
         margin_LR = notes.margin_LR if self._with_margins else None
-        self._passes.append(RecordedPass(batch, required(notes.ids_LRK), margin_LR))
+        weights_LRK = notes.weights_LRK if self.watch.weights else None
+        self._passes.append(RecordedPass(batch, required(notes.ids_LRK), margin_LR, weights_LRK))
 
     def trace(self) -> RoutingTrace:
         """Everything recorded so far, in the order of the forwards, of their rows, and of the sequences in a row.
@@ -99,17 +104,20 @@ class Recording(Listener):
     def _trace_of(self, group: list[RecordedPass]) -> RoutingTrace:
         kept_BT = _joined_mask(group)
         tokens_BT = np.concatenate([p.batch.input_ids_BT for p in group], axis=1)
-        ids_BTLK = np.concatenate(
-            [p.ids_LRK.cpu().numpy().reshape(self._spec.num_layers, len(kept_BT), -1, self._spec.top_k) for p in group],
-            axis=2,
-        ).transpose(1, 2, 0, 3)
+        ids_NLK = self._packed([p.ids_LRK for p in group], kept_BT)
         ends = np.cumsum(_sequence_lengths(group, kept_BT))[:-1]
-        return RoutingTrace.from_sequences(
-            self._spec,
-            np.split(tokens_BT[kept_BT], ends),
-            np.split(ids_BTLK[kept_BT], ends),
-            weight_version=NO_VERSION,
+        trace = RoutingTrace.from_sequences(
+            self._spec, np.split(tokens_BT[kept_BT], ends), np.split(ids_NLK, ends), weight_version=NO_VERSION
         )
+        if not self.watch.weights:
+            return trace
+        return trace.with_gate_weights(self._packed([required(p.weights_LRK) for p in group], kept_BT))
+
+    def _packed(self, parts_LRK: list[Tensor], kept_BT: NDArray[np.bool_]) -> NDArray[Any]:
+        """[N, L, K], the rows that are kept of forwards that continue each other."""
+        shape = (self._spec.num_layers, len(kept_BT), -1, self._spec.top_k)
+        joined_LBTK = np.concatenate([part.cpu().numpy().reshape(shape) for part in parts_LRK], axis=2)
+        return np.asarray(joined_LBTK.transpose(1, 2, 0, 3)[kept_BT])
 
 
 def _sequence_lengths(group: list[RecordedPass], kept_BT: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -24,12 +24,15 @@ class ReplaySession(Listener):
 
     forces = True
 
-    def __init__(self, trace: RoutingTrace, missing: MissingRows, *, telemetry: bool, counts: Counts) -> None:
+    def __init__(
+        self, trace: RoutingTrace, missing: MissingRows, *, telemetry: bool, counts: Counts, gate_weights: bool
+    ) -> None:
         self.num_forwards = 0
         self.watch = Watch(ids=counts == "replayed", own=telemetry)
         self.counts_executed = counts == "replayed"
         self._trace = trace
         self._missing = missing
+        self._gate_weights = gate_weights
         self._sums = AgreementSums(LOG10_EDGES) if telemetry else None
         self._counts_LE: Tensor | None = None
         self._rows: ReplayRows | None = None
@@ -45,7 +48,9 @@ class ReplaySession(Listener):
                 "without a cache"
             )
         row_of_slot = locate_rows(self._trace, batch.input_ids_BT, batch.mask_BT, batch.starts_BT)
-        self._rows = ReplayRows.gather(self._trace, row_of_slot, batch.device, self._missing)
+        self._rows = ReplayRows.gather(
+            self._trace, row_of_slot, batch.device, self._missing, weights=self._gate_weights
+        )
         self._loss_mask_BT = self._rows.counted_R.view(batch.input_ids_BT.shape)
         self._drops = self._drops or (self._missing == "drop" and not _all_counted(self._rows, row_of_slot))
         return self._rows

@@ -1,0 +1,86 @@
+"""The plots of the loss: effective sample size, what clipping and corrections hold back, distance to a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foreroute.report.canvas import Caption, Plot, percent_axis
+from foreroute.report.curves import STEP, lines, per_run
+from foreroute.report.records import Run, Step
+
+NEVER = "This was not recorded."
+
+
+def objective_plots(runs: Sequence[Run]) -> list[Plot]:
+    """Those that some run has something to show in; a bound that nothing ever reached is no plot."""
+    plots = []
+    effective = per_run(runs, _effective)
+    if effective:
+        plots.append(lines(_EFFECTIVE, runs, effective, percent_axis))
+    for caption, value in ((_CLIPPED, _clipped), (_CUT, _cut)):
+        series = per_run(runs, value)
+        if any(line.y.any() for line in series):
+            plots.append(lines(caption, runs, series, percent_axis))
+    for caption, value in ((_REJECTED, _rejected), (_DIVERGENCE, _divergence)):
+        series = per_run(runs, value)
+        if any(line.y.any() for line in series):
+            plots.append(lines(caption, runs, series))
+    return plots
+
+
+def _effective(step: Step) -> float | None:
+    return None if step.importance is None else step.importance.effective_share
+
+
+def _clipped(step: Step) -> float | None:
+    return step.clip_share
+
+
+def _cut(step: Step) -> float | None:
+    return None if step.importance is None else step.importance.cut_share
+
+
+def _rejected(step: Step) -> float | None:
+    return None if step.importance is None else float(step.importance.rejected_sequences)
+
+
+def _divergence(step: Step) -> float | None:
+    return step.kl
+
+
+_EFFECTIVE = Caption(
+    title="Effective sample size",
+    sentence="Tokens of equal weight that would be worth as much as the trained ones, as a share of them; 100 % where "
+    "trainer and rollout engine give every token the same probability.",
+    x_label=STEP,
+    y_label="share of trained tokens",
+    absent=NEVER,
+)
+_CLIPPED = Caption(
+    title="Clipped tokens",
+    sentence="Share of trained tokens whose update the clip bounds changed.",
+    x_label=STEP,
+    y_label="share of trained tokens",
+    absent=NEVER,
+)
+_CUT = Caption(
+    title="Corrected tokens",
+    sentence="Share of trained tokens whose importance weight was truncated or masked.",
+    x_label=STEP,
+    y_label="share of trained tokens",
+    absent=NEVER,
+)
+_REJECTED = Caption(
+    title="Rejected responses",
+    sentence="Responses that were not learned from, because trainer and rollout engine disagree about them too much.",
+    x_label=STEP,
+    y_label="responses",
+    absent=NEVER,
+)
+_DIVERGENCE = Caption(
+    title="Distance to the reference",
+    sentence="Estimate of KL(policy || reference) on the trained tokens.",
+    x_label=STEP,
+    y_label="nats per response token",
+    absent=NEVER,
+)

@@ -1,0 +1,57 @@
+"""The policy as it was when RL began, which a penalty can hold the trained one close to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from foreroute.adapters import hf
+from foreroute.capture import Generation
+from foreroute.errors import RunFolderError
+from foreroute.train.config import ModelConfig
+from foreroute.train.forward import response_logprobs
+from foreroute.train.run_folder import RunFolder, load_checkpoint
+from foreroute.train.schedule import Stage
+from foreroute.train.task import VOCABULARY
+
+
+class Reference:
+    """A frozen model. It routes for itself: neither the rollout's routes nor the policy's are replayed on it."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model.eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def logprobs_R(self, generation: Generation, stage: Stage, temperature: float) -> NDArray[np.float32]:
+        """float32 [R], of the response tokens of all sequences, which `stage` deals in their order."""
+        parts = [response_logprobs(self._model, generation.select(part), temperature)[0] for part in stage.micro_steps]
+        return np.concatenate([part.numpy() for part in parts])
+
+
+def load_reference(config: ModelConfig, run: RunFolder) -> Reference:
+    """The reference of a run, new or resumed: the weights of its first checkpoint.
+
+    Raises:
+        RunFolderError: when that is gone or damaged.
+    """
+    first = run.path / "checkpoints" / "step-000000.pt"
+    if not first.is_file():
+        raise RunFolderError(
+            f"{first} does not exist; rl.kl_coefficient needs the weights that the run began with. Restore the file"
+        )
+    model = make_model(config, seed=0)
+    model.load_state_dict(load_checkpoint(first)["model"])
+    return Reference(model)
+
+
+def make_model(config: ModelConfig, seed: int) -> Any:
+    """A model with initial weights."""
+    return hf.build_model(
+        config.family,
+        seed=seed,
+        experts_implementation=config.experts_implementation,
+        **{**config.sizes, "vocab_size": len(VOCABULARY)},
+    )

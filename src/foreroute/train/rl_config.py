@@ -1,0 +1,157 @@
+"""The configuration of recompute and update: the method, its parts, and how trainer and engine are reconciled."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from foreroute.train.objective.advantages import Advantage
+from foreroute.train.objective.corrections import Correction, Rejection
+from foreroute.train.objective.means import Mean
+from foreroute.train.objective.ratios import Level
+from foreroute.train.objective.surrogates import Loss
+from foreroute.train.section import Count, Section
+
+Routing = Literal["none", "R2", "R3", "R3+weights"]
+Method = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "minirl"]
+Positive = Annotated[float, Field(gt=0)]
+
+METHODS: dict[str, dict[str, Any]] = {
+    "grpo": {"advantage": "group_std", "mean": "sequence", "clip_low": 0.2, "clip_high": 0.2},
+    "dr_grpo": {"advantage": "group_mean", "mean": "constant", "clip_low": 0.2, "clip_high": 0.2},
+    "dapo": {"advantage": "group_std", "mean": "token", "clip_low": 0.2, "clip_high": 0.28},
+    "gspo": {
+        "advantage": "group_std",
+        "ratio": "sequence",
+        "mean": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+    },
+    "cispo": {"advantage": "group_std", "loss": "cispo", "mean": "token", "clip_low": 1.0, "clip_high": 4.0},
+    "minirl": {
+        "advantage": "group_mean",
+        "loss": "reinforce",
+        "mean": "constant",
+        "clip_low": 0.2,
+        "clip_high": 0.27,
+        "correction": {"kind": "tis", "high": 5.0},
+    },
+}
+"""What each method stands for. A key that the configuration gives itself wins."""
+
+BOUNDS: dict[str, dict[str, float]] = {
+    "tis": {"high": 2.0},
+    "mis": {"high": 2.0},
+    "icepop": {"low": 0.5, "high": 5.0},
+}
+
+
+class CorrectionConfig(Section):
+    """Weights for tokens whose probability in the trainer is not the engine's."""
+
+    kind: Correction = "none"
+    """None, truncated ("tis") or masked ("mis") importance sampling, or a band outside of which a token is dropped."""
+    level: Level = "token"
+    """Ratios of tokens, or of whole responses."""
+    low: Positive | None = None
+    """icepop: the lower end of the band; 0.5 by default."""
+    high: Positive | None = None
+    """The bound of tis and mis (2 by default), the upper end of icepop's band (5)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_bounds(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
+            return values
+        given = {key: value for key, value in values.items() if value is not None}
+        return {**BOUNDS.get(values["kind"], {}), **given}
+
+    @model_validator(mode="after")
+    def _bounds_of_kind(self) -> CorrectionConfig:
+        if self.kind == "none" and (self.low, self.high, self.level) != (None, None, "token"):
+            raise ValueError('low, high and level change nothing without a kind; set kind = "tis", "mis" or "icepop"')
+        if self.kind in ("tis", "mis") and self.low is not None:
+            raise ValueError(f'{self.kind} has no lower bound; leave low out, or set kind = "icepop"')
+        if self.kind == "icepop" and self.level == "sequence":
+            raise ValueError('icepop drops tokens; leave level out, or set kind = "mis" to drop responses')
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"low = {self.low} is not below high = {self.high}")
+        return self
+
+
+class RejectionConfig(Section):
+    """Responses that trainer and engine disagree about too much are not learned from."""
+
+    kind: Rejection = "none"
+    """By the ratio of the whole response ("sequence"), or by its mean per token ("geometric")."""
+    low: Positive | None = None
+    """The smallest ratio of trainer over engine that is accepted."""
+    high: Positive | None = None
+    """The largest; for "geometric" a band such as 0.99 to 1.01."""
+
+    @model_validator(mode="after")
+    def _bounds_of_kind(self) -> RejectionConfig:
+        given = (self.low is not None, self.high is not None)
+        if self.kind == "none" and any(given):
+            raise ValueError('low and high change nothing without a kind; set kind = "sequence" or "geometric"')
+        if self.kind != "none" and not all(given):
+            raise ValueError(f'kind = "{self.kind}" needs low and high')
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"low = {self.low} is not below high = {self.high}")
+        return self
+
+
+class RLConfig(Section):
+    """Recompute and update."""
+
+    routing: Routing = "R3"
+    """Which routes the trainer's forwards use: its own, those of its recompute pass (R2), the rollout's (R3), or the
+    rollout's with its gate weights, which leaves the router without gradient (R3+weights)."""
+    router: Literal["trained", "frozen"] = "trained"
+    """Whether RL changes the routers."""
+    steps: Count = 80
+    mini_steps: Count = 1
+    """Optimizer steps per rollout."""
+    micro_step_tokens: Count = 4096
+    """Token slots, padding included, of one forward and backward."""
+    learning_rate: Positive = 6e-4
+    warmup_steps: Annotated[int, Field(ge=0)] = 5
+    max_grad_norm: Positive = 1.0
+    method: Method = "dapo"
+    """Sets the six keys that follow, and for minirl the correction, where they are not given."""
+    advantage: Advantage = "group_std"
+    """Reward minus the mean of its group, over the standard deviation or not."""
+    ratio: Level = "token"
+    """Ratios of tokens, or the geometric mean over the tokens of a response."""
+    loss: Loss = "clip"
+    """The clipped ratio, a capped weight (cispo), or REINFORCE with a mask."""
+    mean: Mean = "token"
+    """Tokens alike, sequences alike, or sums over the longest response's length."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Ratios below 1 - clip_low are clipped; 1 sets no lower bound."""
+    clip_high: Positive = 0.28
+    """Ratios above 1 + clip_high are clipped."""
+    correction: CorrectionConfig = CorrectionConfig()
+    rejection: RejectionConfig = RejectionConfig()
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the divergence from the weights that RL started from; 0 keeps no reference."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_method_says(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        method = values.get("method", "dapo")
+        return {**METHODS[method], **values} if isinstance(method, str) and method in METHODS else values
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> RLConfig:
+        if self.ratio == "sequence" and self.loss != "clip":
+            raise ValueError(f'loss = "{self.loss}" weighs tokens; it needs ratio = "token"')
+        if self.ratio == "sequence" and self.mean != "sequence":
+            raise ValueError(
+                f'ratio = "sequence" gives a response one loss, which mean = "{self.mean}" would multiply by its '
+                'length; set mean = "sequence"'
+            )
+        return self

@@ -1,0 +1,163 @@
+"""Gate weights recorded and replayed: on every family that hands them on, exactly, as constants, row by row."""
+
+import numpy as np
+import pytest
+import torch
+
+import families
+from family_checks import attached, run
+from foreroute.adapters import hf
+from foreroute.errors import ReplayError, TraceContentError
+from foreroute.trace import RoutingTrace, concatenate, save
+from models import FAMILIES, tiny
+
+BATCH = torch.arange(1, 25).reshape(2, 12) % 45
+
+
+def recorded(routed, tokens=BATCH, **options):
+    with torch.no_grad(), routed.record(gate_weights=True, **options) as recording:
+        logits = routed.model(input_ids=tokens, use_cache=False).logits
+    return recording.trace(), logits
+
+
+def replayed(routed, trace, tokens=BATCH):
+    with routed.replay(trace, gate_weights=True):
+        return routed.model(input_ids=tokens, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_own_weights_change_no_bit(family):
+    routed = hf.attach(tiny(family).eval())
+    trace, logits = recorded(routed)
+    assert (trace.gate_weights_NLK > 0).all()
+    assert torch.equal(replayed(routed, trace), logits)
+    swapped = trace.select([1, 0])
+    assert torch.equal(replayed(routed, swapped, BATCH.flip(0)), logits.flip(0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_weights_are_obeyed_and_constant(family):
+    """The last layer's output is linear in its weights; no router is left with a gradient."""
+    routed = hf.attach(tiny(family).eval())
+    trace, logits = recorded(routed)
+    other = trace.with_gate_weights(trace.gate_weights_NLK * 0.5)
+    changed = replayed(routed, other)
+    assert not torch.allclose(changed, logits, atol=1e-3)
+    with routed.replay(other, gate_weights=True), routed.record(gate_weights=True) as recording:
+        routed.model(input_ids=BATCH, use_cache=False)
+    assert np.array_equal(recording.trace().gate_weights_NLK, other.gate_weights_NLK)
+    changed.square().sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in routed.router_parameters())
+    assert any(p.grad is not None and p.grad.any() for p in routed.model.parameters())
+    routed.model.zero_grad(set_to_none=True)
+    with routed.replay(trace):
+        routed.model(input_ids=BATCH, use_cache=False).logits.square().sum().backward()
+    assert any(p.grad is not None and p.grad.any() for p in routed.router_parameters()), "live weights have one"
+
+
+def test_a_lower_precision_is_reproduced():
+    """Weights recorded in bfloat16 come back bit for bit in a float32 forward."""
+    routed = hf.attach(tiny("qwen3_moe").eval())
+    engine = hf.attach(tiny("qwen3_moe").eval().bfloat16())
+    trace, _ = recorded(engine)
+    with routed.replay(trace, gate_weights=True), routed.record(gate_weights=True) as recording:
+        routed.model(input_ids=BATCH, use_cache=False)
+    assert recording.trace().equals(trace.with_weight_version(-1))
+    live = np.abs(recorded(routed)[0].gate_weights_NLK - trace.gate_weights_NLK).max()
+    assert live > 1e-4, "the case must differ in precision"
+
+
+def test_checkpointed_layers_recompute_with_the_same_weights(checkpointing):
+    model = tiny("qwen3_moe").train()
+    routed = hf.attach(model)
+    trace, _ = recorded(routed)
+    trace = trace.with_gate_weights(trace.gate_weights_NLK * 0.7)
+    plain = gradients(routed, trace)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    for name, gradient in gradients(routed, trace).items():
+        assert torch.equal(gradient, plain[name]), name
+
+
+def gradients(routed, trace):
+    routed.model.zero_grad(set_to_none=True)
+    replayed(routed, trace).square().sum().backward()
+    return {name: p.grad.clone() for name, p in routed.model.named_parameters() if p.grad is not None and p.grad.any()}
+
+
+def test_slots_without_a_route_keep_their_own_weights():
+    routed = hf.attach(tiny("qwen3_moe").eval())
+    trace, logits = recorded(routed)
+    shorter = trace.truncated(trace.lengths - 1).continued_by(
+        RoutingTrace.unrouted(trace.spec, [trace.tokens(s)[-1:] for s in range(2)])
+    )
+    assert torch.equal(replayed(routed, shorter), logits)
+    assert torch.equal(replayed(routed, shorter.with_gate_weights(shorter.gate_weights_NLK)), logits)
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    routed = hf.attach(tiny("qwen3_moe").eval())
+    trace, _ = recorded(routed)
+    bare = trace.without_gate_weights()
+    with pytest.raises(TraceContentError, match="has no gate weights to replay"):
+        replayed(routed, bare)
+    with pytest.raises(TraceContentError, match="some of the traces have gate weights"):
+        concatenate([trace, bare])
+    with pytest.raises(TraceContentError, match="no place for gate weights"):
+        save(trace, tmp_path / "trace.safetensors")
+    with pytest.raises(TraceContentError, match="expected one per pick"):
+        trace.with_gate_weights(trace.gate_weights_NLK[:-1])
+    with pytest.raises(TraceContentError, match="not all finite"):
+        trace.with_gate_weights(trace.gate_weights_NLK * np.nan)
+    compiled = torch.compile(routed.model, backend="eager")
+    with pytest.raises(ReplayError, match="eager mode alone"), routed.replay(trace, gate_weights=True):
+        compiled(input_ids=BATCH, use_cache=False)
+
+
+def test_the_weights_go_where_the_routes_go():
+    routed = hf.attach(tiny("qwen3_moe").eval())
+    trace, _ = recorded(routed)
+    sorted_ids = trace.without_pick_order()
+    for row in range(0, trace.num_rows, 5):
+        for layer in range(trace.spec.num_layers):
+            pairs = [
+                dict(zip(t.expert_ids_NLK[row, layer].tolist(), t.gate_weights_NLK[row, layer].tolist(), strict=True))
+                for t in (trace, sorted_ids)
+            ]
+            assert pairs[0] == pairs[1]
+    layers = [trace.spec.layers[2], trace.spec.layers[0]]
+    assert np.array_equal(trace.select_layers(layers).gate_weights_NLK, trace.gate_weights_NLK[:, [2, 0]])
+    parts = concatenate([trace.select([1]), trace.select([0])])
+    assert parts.equals(trace.select([1, 0]))
+    assert not parts.equals(parts.without_gate_weights())
+    longer = parts.truncated([5, 7])
+    assert np.array_equal(longer.gate_weights_NLK[5:], trace.gate_weights_NLK[:7])
+
+
+REFUSED = {"jetmoe": "regroups its picks", "llama4": "hands on no tensors of one number per pick"}
+
+
+@pytest.mark.parametrize("name", sorted(families.FAMILIES.keys() - REFUSED.keys()))
+def test_every_family_replays_them(name):
+    model, routed = attached(name)
+    with torch.no_grad(), routed.record(gate_weights=True) as recording:
+        native = run(model)
+    trace = recording.trace()
+    with torch.no_grad(), routed.replay(trace, gate_weights=True):
+        assert torch.equal(run(model), native)
+    halved = trace.with_gate_weights(trace.gate_weights_NLK * 0.5)
+    with torch.no_grad(), routed.replay(halved, gate_weights=True):
+        assert not torch.equal(run(model), native)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_families_without_a_weight_per_pick_say_so(name):
+    model, routed = attached(name)
+    with pytest.raises(ReplayError, match=REFUSED[name]), routed.record(gate_weights=True):
+        run(model)
+    with routed.record() as recording:
+        run(model)
+    trace = recording.trace()
+    with_weights = trace.with_gate_weights(np.ones(trace.expert_ids_NLK.shape))
+    with pytest.raises(ReplayError, match=REFUSED[name]), routed.replay(with_weights, gate_weights=True):
+        run(model)

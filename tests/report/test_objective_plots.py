@@ -1,0 +1,51 @@
+"""What the report shows of the loss: the figures that were recorded, and no empty cards."""
+
+from foreroute.report import read_runs, write_report
+from foreroute.report.objective import objective_plots
+from foreroute.report.wording import describe
+from report_runs import config, step_line, write_run
+
+FIGURES = {"clip_share": 0.0, "importance": {"effective_share": 0.9, "cut_share": 0.0, "rejected_sequences": 0}}
+
+
+def runs_of(tmp_path, figures, rl=()):
+    lines = [step_line(step) | figures for step in range(4)]
+    values = config("r")
+    values["rl"] |= dict(rl)
+    return [write_run(tmp_path / "run", values, lines)]
+
+
+def titles(folders):
+    return [plot.caption.title for plot in objective_plots(read_runs(folders))]
+
+
+def test_a_bound_that_nothing_reached_is_no_plot(tmp_path):
+    assert titles(runs_of(tmp_path, FIGURES)) == ["Effective sample size"]
+
+
+def test_runs_that_recorded_nothing_have_no_plots(tmp_path):
+    folders = [write_run(tmp_path / "run", config("r"), [{"step": step} for step in range(3)])]
+    assert titles(folders) == []
+
+
+def test_everything_that_happened_is_shown(tmp_path):
+    importance = {"effective_share": 0.5, "cut_share": 0.2, "rejected_sequences": 3}
+    folders = runs_of(tmp_path, {"clip_share": 0.1, "importance": importance, "kl": 0.01})
+    expected = ["Effective sample size", "Clipped tokens", "Corrected tokens", "Rejected responses"]
+    assert titles(folders) == [*expected, "Distance to the reference"]
+    page = write_report(folders, tmp_path / "page.html").read_text()
+    assert all(title in page for title in expected)
+
+
+def test_a_run_says_what_it_minimised(tmp_path):
+    rl = {
+        "method": "gspo",
+        "correction": {"kind": "tis", "high": 2.0},
+        "rejection": {"kind": "geometric", "low": 0.95, "high": 1.05},
+        "kl_coefficient": 0.1,
+        "router": "frozen",
+    }
+    facts = describe(read_runs(runs_of(tmp_path, FIGURES, rl))[0])
+    for fact in ("method gspo", "correction tis at 2", "rejection outside 0.95 to 1.05", "KL coefficient 0.1"):
+        assert fact in facts
+    assert "frozen routers" in facts
