@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from foreroute.mismatch import RoutingMismatch, TokenMismatch
+from foreroute.mismatch import RoutingMismatch, routing_mismatch, token_mismatch
 from foreroute.mismatch.tokens import THRESHOLDS
+from foreroute.trace import RoutingTrace
 
 METRICS = {
     # what is logged: the two sums that it is the ratio of
@@ -37,13 +41,26 @@ class MismatchSums:
         self._mine = dict.fromkeys(NAMES, 0.0)
         self._all = dict.fromkeys(NAMES, 0.0)
 
-    def add_tokens(self, tokens: TokenMismatch) -> None:
-        """Probabilities of sampled tokens."""
+    def compare_tokens(self, sampled: Sequence[NDArray[np.float32]], trained_BR: Tensor, counted_BR: Tensor) -> None:
+        """Probabilities of sampled tokens.
+
+        Args:
+            sampled: B arrays [R], log-probs that the rollout sampled with, NaN where not known.
+            trained_BR: the trainer's, padded on the right.
+            counted_BR: 1 for tokens that were sampled and are trained on.
+        """
+        trained, counted = trained_BR.float().cpu().numpy(), counted_BR.bool().cpu().numpy()
+        sampled_BR = np.full(trained.shape, np.nan, np.float32)
+        for row, logprobs in enumerate(sampled):
+            sampled_BR[row, : len(logprobs)] = logprobs
+        known = counted & ~np.isnan(sampled_BR)
+        tokens = token_mismatch(trained[known], sampled_BR[known])
         above = tokens.above[THRESHOLDS.index(2.0)]
         self._add(tokens=tokens.count, k3=tokens.k3_sum, above_2=above)
 
-    def add_executed(self, routes: RoutingMismatch) -> None:
-        """Routes that the trainer executed, beside those of the rollout."""
+    def compare_routes(self, rollout: RoutingTrace, executed: RoutingTrace) -> None:
+        """Routes of the rollout beside those that the trainer executed, whose sequences may end earlier."""
+        routes = routing_mismatch(rollout.truncated(executed.lengths), executed)
         self._add(
             rows=routes.rows,
             differing_rows=int(routes.by_differing_layers[1:].sum()),

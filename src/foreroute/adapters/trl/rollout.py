@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from foreroute.capture import ModelFacts, decode
 from foreroute.errors import BatchMismatchError, ReplayError, StaleTraceError
@@ -26,13 +28,53 @@ class Rollout:
         number: counts the rollouts of a trainer.
         trace: S sequences, prompt and completion.
         prompt_lengths: int64 [S].
-        logprobs: S arrays float32 [R], what the tokens were sampled with, where the capture knows it.
+        logprobs: S arrays float32 [R] (NaN where not known), what the tokens were sampled with; None without any.
     """
 
     number: int
     trace: RoutingTrace
     prompt_lengths: NDArray[np.int64]
     logprobs: Sequence[NDArray[np.float32]] | None = None
+
+    def with_logprobs(self, padded_SR: Tensor | None) -> Rollout:
+        """With the log-probs that TRL keeps, padded on the right, if it keeps any."""
+        if padded_SR is None:
+            return self
+        lengths = self.trace.lengths - self.prompt_lengths
+        rows = padded_SR.float().cpu().numpy()
+        return replace(self, logprobs=[row[:length] for row, length in zip(rows, lengths, strict=True)])
+
+    def rows(self) -> Tensor:
+        """int64 [S, 2], for TRL to shuffle and split: the number of the rollout, and that of the sequence."""
+        return torch.tensor([[self.number, s] for s in range(len(self.trace))], dtype=torch.int64)
+
+    def sequences_of(self, rows_B2: Tensor) -> NDArray[np.int64]:
+        """int64 [B], the sequences of a micro-batch.
+
+        Raises:
+            ReplayError: when they are of another rollout.
+        """
+        numbers_B2 = rows_B2.cpu().numpy()
+        if (numbers_B2[:, 0] != self.number).any():
+            raise ReplayError(
+                f"the micro-batch is of the rollouts {sorted(set(numbers_B2[:, 0].tolist()))}, and the routes at hand "
+                f"are those of rollout {self.number}"
+            )
+        return np.asarray(numbers_B2[:, 1])
+
+    def routes(
+        self, sequences: NDArray[np.int64], length_B: NDArray[np.int64], *, drops_truncated: bool
+    ) -> RoutingTrace:
+        """The routes of a part of a batch.
+
+        Args:
+            sequences: int64 [B].
+            length_B: tokens that the batch keeps of each.
+            drops_truncated: whether TRL masks truncated completions; of such only the prompt is left.
+        """
+        trace, prompts = self.trace.select(sequences), self.prompt_lengths[sequences]
+        masked = (length_B == prompts) & (length_B < trace.lengths)
+        return trace.truncated(np.where(masked & drops_truncated, prompts, trace.lengths))
 
 
 class Tap(Protocol):
@@ -97,9 +139,7 @@ class FunctionTap:
         return trace, None
 
 
-def joined_tokens(
-    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
-) -> list[NDArray[np.int32]]:
+def joined_tokens(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[NDArray[np.int32]]:
     """S arrays int32 [T], prompt and completion."""
     return [np.array([*p, *c], np.int32) for p, c in zip(prompts, completions, strict=True)]
 

@@ -34,6 +34,9 @@ class RoutingReplay:
             in the update passes; "none", no replay, but the same metrics.
         **kwargs: what the trainer takes.
 
+    Attributes:
+        routing: what is replayed in which pass.
+
     Raises:
         AttachError: when this release of TRL has no longer what replay stands on, or the model is not replayable.
         ConfigError: for settings under which replay is not supported or would have no effect.
@@ -49,15 +52,15 @@ class RoutingReplay:
         with colocated_vllm_returns_routes(wanted=replay != "R2"):
             super().__init__(*args, **kwargs)
         require_supported(self, replay)
-        self._passes = TrainerPasses(self, replay)
+        self.routing = TrainerPasses(self, replay)
 
     def _generate(self, prompts: list[Any]) -> Any:
         generate = partial(super()._generate, prompts)  # type: ignore[misc]
-        return self._passes.capture(generate) if self.model.training else generate()
+        return self.routing.capture(generate) if self.model.training else generate()
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         generate = partial(super()._generate_and_score_completions, inputs)  # type: ignore[misc]
-        return self._passes.generate(generate) if self.model.training else generate()
+        return self.routing.generate(generate) if self.model.training else generate()
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -69,13 +72,13 @@ class RoutingReplay:
         **options: Any,
     ) -> Any:
         compute = partial(super()._get_per_token_logps_and_entropies, model)  # type: ignore[misc]
-        return self._passes.log_probs(
+        return self.routing.log_probs(
             compute, model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, options=options
         )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         compute = partial(super()._compute_loss, model, inputs)  # type: ignore[misc]
-        return self._passes.update(compute, inputs) if self.model.training else compute()
+        return self.routing.update(compute, inputs) if self.model.training else compute()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """A training step of TRL, in which a pass of the policy was replayed.
@@ -83,12 +86,13 @@ class RoutingReplay:
         Raises:
             ReplayError: when none was.
         """
-        return self._passes.step(partial(super().training_step, *args, **kwargs))  # type: ignore[misc]
+        with self.routing.step():
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """TRL's logs, with the mismatch since the last training log."""
         if self.model.training:
-            logs.update(self._passes.metrics.flush())
+            logs.update(self.routing.metrics.flush())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 

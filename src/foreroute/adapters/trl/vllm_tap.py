@@ -16,9 +16,9 @@ import trl
 from numpy.typing import NDArray
 from trl.generation import vllm_generation
 
-from foreroute.capture import ModelFacts, decode
-from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ReplayError
 from foreroute.adapters.trl.rollout import joined_tokens
+from foreroute.capture import ModelFacts, decode
+from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ForerouteError, ReplayError
 from foreroute.trace import RoutingTrace
 
 COMPLETIONS = "/v1/completions"
@@ -95,44 +95,45 @@ class VLLMTap:
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
     ) -> tuple[RoutingTrace, None]:
         """See `Tap`."""
-        trace = self._decoded(weight_version) if self._asks else None
-        if self._serves:
-            trace = self._share(trace, len(prompts))
-        assert trace is not None, "whoever does not ask gets a share"
-        return _slice_of(trace, joined_tokens(prompts, completions)), None
+        outcome = self._decoded(weight_version) if self._asks else None
+        if self._serves and self._accelerator.num_processes > 1:
+            outcome = self._share(outcome, len(prompts))
+        if isinstance(outcome, ForerouteError):
+            raise outcome
+        assert outcome is not None, "a process that does not ask is given a share"
+        return _block_of(outcome, joined_tokens(prompts, completions)), None
 
-    def _decoded(self, weight_version: int) -> RoutingTrace:
-        if len(self._answers) != 1:
-            raise ReplayError(
-                f"vLLM was asked {len(self._answers)} times in one rollout, expected once; this way of sampling is not "
+    def _decoded(self, weight_version: int) -> RoutingTrace | ForerouteError:
+        """What vLLM answered, or what is wrong with it, which other processes have to learn too."""
+        answers, self._answers = self._answers, []
+        if len(answers) != 1:
+            return ReplayError(
+                f"vLLM was asked {len(answers)} times in one rollout, expected once; this way of sampling is not "
                 "known. Return the routes from a rollout_func, or take replay='R2'"
             )
-        (answer,) = self._answers
-        self._answers = []
         try:
-            return decode(answer, model=self._facts, engine="vllm", weight_version=weight_version)
+            return decode(answers[0], model=self._facts, engine="vllm", weight_version=weight_version)
         except CaptureError as error:
             how = "vllm serve --enable-return-routed-experts" if self._serves else "TRL's vllm_mode='colocate'"
-            raise CaptureError(f"the routes of {how}: {error}") from error
+            return CaptureError(f"the answer of {how}: {error}")
 
-    def _share(self, trace: RoutingTrace | None, count: int) -> RoutingTrace:
+    def _share(self, outcome: RoutingTrace | ForerouteError | None, count: int) -> RoutingTrace | ForerouteError:
         """This process's part of what the main process was answered; TRL deals sequences out in blocks."""
         size = self._accelerator.num_processes
-        if size == 1:
-            assert trace is not None, "the only process asks for itself"
-            return trace
-        parts = None
-        if trace is not None:
-            if len(trace) != size * count:
-                raise BatchMismatchError(f"vLLM returned {len(trace)} sequences for {size} x {count}")
-            parts = [trace.select(np.arange(rank * count, (rank + 1) * count)) for rank in range(size)]
+        parts: list[Any] | None = None
+        if isinstance(outcome, RoutingTrace) and len(outcome) != size * count:
+            outcome = BatchMismatchError(f"vLLM returned {len(outcome)} sequences for {size} processes of {count}")
+        if isinstance(outcome, RoutingTrace):
+            parts = [outcome.select(np.arange(rank * count, (rank + 1) * count)) for rank in range(size)]
+        elif outcome is not None:
+            parts = [outcome] * size
         received: list[Any] = [None]
         dist.scatter_object_list(received, parts, src=0)
-        mine: RoutingTrace = received[0]
+        mine: RoutingTrace | ForerouteError = received[0]
         return mine
 
 
-def _slice_of(trace: RoutingTrace, sequences: Sequence[NDArray[np.int32]]) -> RoutingTrace:
+def _block_of(trace: RoutingTrace, sequences: Sequence[NDArray[np.int32]]) -> RoutingTrace:
     """These sequences, which are all of the trace, or a block of it where tensor-parallel ranks share an engine."""
     count = len(sequences)
     for first in range(0, len(trace) - count + 1, max(count, 1)):
