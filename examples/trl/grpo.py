@@ -3,8 +3,9 @@
 import sys
 
 from datasets import Dataset
-from tiny import policy, tokenizer, vowels
 from trl import GRPOConfig, GRPOTrainer
+
+from tiny import policy, tokenizer, vowels
 
 model = policy()
 trainer = GRPOTrainer(

@@ -3,10 +3,10 @@
 import sys
 
 from datasets import Dataset
-from tiny import policy, tokenizer, vowels
 from trl import GRPOConfig
 
 from foreroute.adapters.trl import EmbeddedEngine, GRPOTrainer, rollout_with
+from tiny import policy, tokenizer, vowels
 
 model = policy()
 trainer = GRPOTrainer(
