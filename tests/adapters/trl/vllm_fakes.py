@@ -1,6 +1,6 @@
 """Stand-ins for vLLM in TRL's two modes, with the fields of vLLM 0.30's answers, sampled by the embedded engine.
 
-Tokens and log-probs are those of a bfloat16 copy of the policy under the weights that TRL pushed. Field names and shapes
+Tokens and log-probs are those of a bfloat16 copy of the policy under the weights that TRL pushed. Names and shapes
 are as recorded from real servers and processes (tests/adapters/vllm/data).
 """
 
@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from tiny import policy
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
 from foreroute.adapters import hf
 from foreroute.capture import Sampling
+from tiny import policy
 
 END = 1
 
