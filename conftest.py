@@ -47,7 +47,7 @@ def in_a_new_folder(tmp_path_factory):
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],
     patterns=["*.md"],
-    # their blocks run where Megatron and TRL run: tests/adapters/megatron/test_pages.py, tests/adapters/trl/test_trl_page.py
+    # their blocks run where Megatron and TRL run, by a test_pages.py and a test_trl_page.py under tests/adapters
     excludes=["docs/megatron.md", "docs/trl.md"],
     setup=a_users_things,
     fixtures=["in_a_new_folder"],

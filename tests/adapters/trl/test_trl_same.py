@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import trl
+from peft import LoraConfig
 
 import foreroute as fr
 from foreroute.adapters import hf
@@ -12,6 +13,7 @@ from tiny import policy
 from trl_runs import logged, make
 
 TIMES = ("_runtime", "_per_second", "step_time")
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 KINDS = ("loss", "grad_norm", "reward", "entropy", "aux_loss", "clip_ratio/region_mean", "completions/mean_length")
 
 
@@ -36,6 +38,19 @@ def test_replay_of_the_policys_own_rollout_stays_close_to_trl(folder):
     assert max(logged(replayed, "mismatch/k3")) < 1e-9
     assert max(logged(replayed, "mismatch/f2")) == 0
     assert set(logged(replayed, "mismatch/disagreement")) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "most_k3"),
+    [({"temperature": 0.7, "top_k": 5}, 1e-9), ({"peft_config": LORA}, 1e-9), ({"bf16": True}, 1e-2)],
+    ids=["top-k", "lora", "autocast"],
+)
+def test_trls_own_sampling_is_captured(settings, most_k3, folder):
+    """Log-probs of the rollout are those at the temperature and of the whole distribution, as the trainer's are."""
+    trainer = make(folder, max_steps=1, **settings)
+    trainer.train()
+    assert logged(trainer, "mismatch/disagreement") == [0.0]
+    assert logged(trainer, "mismatch/k3")[0] < most_k3
 
 
 def test_evaluation_is_untouched(folder):
