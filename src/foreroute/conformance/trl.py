@@ -68,6 +68,7 @@ class AttachedTrainer:
                 args=GRPOConfig(folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[]),
             )
         self.is_open = False
+        self._rollout: Any = None
 
     @property
     def spec(self) -> RoutingSpec:
@@ -87,7 +88,7 @@ class AttachedTrainer:
         self.spec.require_same(trace.spec, what="the trace")
         if weight_version is not None:
             require_version(trace, weight_version)
-        routing.take(trace, np.ones(len(trace), np.int64))
+        self._rollout = routing.take(trace, np.ones(len(trace), np.int64))
         self.is_open = True
         try:
             with routing.step():
@@ -98,11 +99,13 @@ class AttachedTrainer:
     def log_probs(self, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T - 1] of an update pass, whose rows TRL has shuffled, and int64 [B], the rows in that order."""
         routing = self.trainer.routing
-        number = routing.rollout.number
-        rows = torch.tensor([[number, row] for row in range(len(input_ids))])
+        rollout = self._rollout
+        rows = torch.tensor([[rollout.number, row] for row in range(len(input_ids))])
         batch = {"ids": input_ids, "mask": mask, ROWS: rows, "order": torch.arange(len(input_ids))}
-        shuffled = shuffle_sequence_dict(batch)
-        with routing.passing(Pass("update", routing.rollout.sequences_of(shuffled[ROWS]))):
+        with torch.random.fork_rng():
+            torch.manual_seed(int(input_ids.sum()))  # gradients are sums: the same rows in the same order each time
+            shuffled = shuffle_sequence_dict(batch)
+        with routing.passing(Pass("update", rollout.sequences_of(shuffled[ROWS]))):
             logprobs = self.trainer._get_per_token_logps_and_entropies(
                 self.trainer.model, shuffled["ids"], shuffled["mask"], input_ids.shape[1] - 1
             )[0]

@@ -75,7 +75,7 @@ class GenerateTap:
         return trace, [host[s, : len(completion)] for s, completion in enumerate(completions)]
 
 
-class SampledLogProbs(LogitsProcessor):  # type: ignore[misc]
+class SampledLogProbs(LogitsProcessor):
     """Notes the log-probability of every sampled token and changes no score.
 
     Args:
