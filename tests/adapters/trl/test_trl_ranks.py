@@ -24,7 +24,8 @@ def on_two_processes(work):
 
 def _process(rank, folder, work):
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    of_this_process = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", **{name: str(value) for name, value in of_this_process.items()}}
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     torch.save(work(rank, folder), Path(folder) / f"{rank}.pt")

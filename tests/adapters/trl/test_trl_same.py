@@ -12,17 +12,22 @@ from routes_book import Book
 from tiny import policy
 from trl_runs import logged, make
 
-TIMES = ("_runtime", "_per_second", "step_time")
+TIMES = ("_runtime", "_per_second", "_time")
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 KINDS = ("loss", "grad_norm", "reward", "entropy", "aux_loss", "clip_ratio/region_mean", "completions/mean_length")
 
 
+def trained(*args, **settings):
+    """A trainer is made, which seeds the random numbers, and trained."""
+    trainer = make(*args, **settings)
+    trainer.train()
+    return trainer
+
+
 def test_without_replay_training_is_trls_own_to_the_last_bit(folder):
     """Capture takes no random number and changes no score."""
-    plain = make(folder, kind=trl.GRPOTrainer)
-    watched = make(folder, replay="none")
-    for trainer in (plain, watched):
-        trainer.train()
+    plain = trained(folder, kind=trl.GRPOTrainer)
+    watched = trained(folder, replay="none")
     for kind in KINDS:
         assert logged(plain, kind) == logged(watched, kind), kind
     for one, other in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
@@ -31,9 +36,7 @@ def test_without_replay_training_is_trls_own_to_the_last_bit(folder):
 
 def test_replay_of_the_policys_own_rollout_stays_close_to_trl(folder):
     """Routes of `generate`, token by token over a cache, in float32: hardly a route differs, and so hardly a loss."""
-    plain, replayed = make(folder, kind=trl.GRPOTrainer), make(folder)
-    for trainer in (plain, replayed):
-        trainer.train()
+    plain, replayed = trained(folder, kind=trl.GRPOTrainer), trained(folder)
     assert logged(replayed, "loss")[0] == pytest.approx(logged(plain, "loss")[0], abs=1e-4)
     assert max(logged(replayed, "mismatch/k3")) < 1e-9
     assert max(logged(replayed, "mismatch/f2")) == 0
@@ -47,8 +50,7 @@ def test_replay_of_the_policys_own_rollout_stays_close_to_trl(folder):
 )
 def test_trls_own_sampling_is_captured(settings, most_k3, folder):
     """Log-probs of the rollout are those at the temperature and of the whole distribution, as the trainer's are."""
-    trainer = make(folder, max_steps=1, **settings)
-    trainer.train()
+    trainer = trained(folder, max_steps=1, **settings)
     assert logged(trainer, "mismatch/disagreement") == [0.0]
     assert logged(trainer, "mismatch/k3")[0] < most_k3
 
