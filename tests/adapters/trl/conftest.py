@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-import warnings
 from pathlib import Path
 
 import datasets
@@ -22,14 +21,6 @@ torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 datasets.disable_progress_bars()
 logging.getLogger("accelerate").setLevel(logging.ERROR)
-
-
-@pytest.fixture(autouse=True)
-def _without_upstreams_warnings():
-    """TRL calls what transformers has renamed."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        yield
 
 
 @pytest.fixture

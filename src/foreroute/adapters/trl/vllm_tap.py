@@ -16,6 +16,7 @@ import trl
 from numpy.typing import NDArray
 from trl.generation import vllm_generation
 
+from foreroute.adapters.overriding import overridden
 from foreroute.adapters.trl.rollout import joined_tokens
 from foreroute.capture import ModelFacts, decode
 from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ForerouteError, ReplayError
@@ -75,21 +76,14 @@ class VLLMTap:
         if not self._asks:
             yield
             return
-        original = getattr(self._holder, self._name)
-        setattr(self._holder, self._name, self._noting(original))
-        try:
+        with overridden(self._holder, self._name, self._note):
             yield
-        finally:
-            setattr(self._holder, self._name, original)
 
-    def _noting(self, ask: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(*args: Any, **kwargs: Any) -> Any:
-            answer = ask(*args, **kwargs)
-            if not self._serves or str(args[0]).endswith(COMPLETIONS):
-                self._answers.append(answer)
-            return answer
-
-        return asked
+    def _note(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        answer = ask(*args, **kwargs)
+        if not self._serves or str(args[0]).endswith(COMPLETIONS):
+            self._answers.append(answer)
+        return answer
 
     def captured(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
@@ -116,6 +110,8 @@ class VLLMTap:
         except CaptureError as error:
             how = "vllm serve --enable-return-routed-experts" if self._serves else "TRL's vllm_mode='colocate'"
             return CaptureError(f"the answer of {how}: {error}")
+        except ForerouteError as error:
+            return error
 
     def _share(self, outcome: RoutingTrace | ForerouteError | None, count: int) -> RoutingTrace | ForerouteError:
         """This process's part of what the main process was answered; TRL deals sequences out in blocks."""
