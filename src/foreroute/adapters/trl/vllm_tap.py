@@ -61,7 +61,7 @@ class VLLMTap:
         self._serves = generation.mode == "server"
         self._answers: list[Any] = []
         self._asks = not self._serves or accelerator.is_main_process
-        self._holder = (generation.vllm_client if self._serves else generation.llm) if self._asks else None
+        self._holder: Any = (generation.vllm_client if self._serves else generation.llm) if self._asks else None
         self._name = "_post" if self._serves else "generate"
         if self._asks and not callable(getattr(self._holder, self._name, None)):
             raise AttachError(
