@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-FRAMEWORKS = {"torch", "transformers", "megatron", "matplotlib"}
+FRAMEWORKS = {"torch", "transformers", "megatron", "trl", "matplotlib"}
 HEAVY = FRAMEWORKS | {"numba", "jinja2", "pydantic", "typer", "rich", "safetensors", "scipy"}
 
 

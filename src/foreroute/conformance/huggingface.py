@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from foreroute.adapters import hf
 from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Groups, Plant, Seen, Unsupported
 
+Given = dict[str, tuple[NDArray[Any], NDArray[Any]]]
+"""Expert ids [rows, K] and gate weights [rows, K], by the path of the experts module that was given them."""
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -88,8 +90,7 @@ class HuggingFaceModel:
         """One forward over the padded batch."""
         input_ids, mask = _padded(batch)
         with torch.set_grad_enabled(grad), self._probed() as given:
-            logits = self.model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
-            logprobs = logits[:, :-1].log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
+            logprobs = self.next_logprobs(input_ids, mask, given)
             real = (mask[:, 1:] * mask[:, :-1]).bool()
             loss = -logprobs[real].mean()
         kept = mask.bool().reshape(-1).numpy()
@@ -104,6 +105,12 @@ class HuggingFaceModel:
             {path: given[path][0] for path in given if path not in self._experts},
         )
         return HuggingFaceStep(seen, loss)
+
+    def next_logprobs(self, input_ids: Tensor, mask: Tensor, given: Given) -> Tensor:
+        """[B, T - 1], log-probability of each next token. `given` fills up meanwhile, in the order of the rows."""
+        logits = self.model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
+        logprobs: Tensor = logits[:, :-1].log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
+        return logprobs
 
     def gradients(self) -> dict[str, NDArray[Any]]:
         """Of every parameter that has one."""
@@ -138,9 +145,9 @@ class HuggingFaceModel:
         self._trunk.mtp["layers"][0]["mlp"](hidden)
 
     @contextmanager
-    def _probed(self) -> Iterator[dict[str, tuple[NDArray[Any], NDArray[Any]]]]:
-        """What every experts module is given: ids [rows, K] and gate weights [rows, K]."""
-        given: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
+    def _probed(self) -> Iterator[Given]:
+        """What every experts module is given."""
+        given: Given = {}
 
         def note(path: str, args: tuple[Tensor, ...]) -> None:
             given[path] = (args[1].detach().numpy().copy(), args[2].detach().float().numpy().copy())

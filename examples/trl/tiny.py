@@ -1,0 +1,48 @@
+"""A Qwen3-MoE model and a tokenizer small enough for a laptop, made here from a seed: nothing is downloaded."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+VOWELS = "aeiou"
+
+
+def policy(seed=0):
+    """Eight experts, two of them for each token, in three layers."""
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer()),
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        initializer_range=0.2,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    return Qwen3MoeForCausalLM(config)
+
+
+def tokenizer():
+    """One token for each byte, and two for padding and the end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<eos>": 1, **{symbol: number + 2 for number, symbol in enumerate(alphabet)}}
+    bytes_alone = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bytes_alone, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+
+
+def vowels(completions, **_):
+    """A reward: how many characters are vowels."""
+    return [float(sum(character in VOWELS for character in completion)) for completion in completions]

@@ -1,0 +1,10 @@
+"""TRL: rollout routing replay for its `GRPOTrainer`.
+
+from foreroute.adapters.trl import GRPOTrainer   # instead of: from trl import GRPOTrainer
+"""
+
+from foreroute.adapters.hf import EmbeddedEngine
+from foreroute.adapters.trl.engine_rollout import rollout_with
+from foreroute.adapters.trl.trainer import GRPOTrainer, RoutingReplay
+
+__all__ = ["EmbeddedEngine", "GRPOTrainer", "RoutingReplay", "rollout_with"]

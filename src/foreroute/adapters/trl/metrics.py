@@ -1,0 +1,95 @@
+"""Mismatch of trainer and rollout, as sums until TRL logs: ratios of sums are right over batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foreroute.mismatch import RoutingMismatch, routing_mismatch, token_mismatch
+from foreroute.mismatch.tokens import THRESHOLDS
+from foreroute.trace import RoutingTrace
+
+METRICS = {
+    # what is logged: the two sums that it is the ratio of
+    "mismatch/k3": ("k3", "tokens"),
+    "mismatch/f2": ("above_2", "tokens"),
+    "mismatch/disagreement": ("differing_cells", "cells"),
+    "mismatch/disagreement_tokens": ("differing_rows", "rows"),
+    "mismatch/native_disagreement": ("native_differing_cells", "native_cells"),
+}
+"""Logged beside TRL's own, where there was something to compare.
+
+- k3: mean of r - 1 - log r over sampled tokens, r the ratio of the trainer's to the rollout's probability; in nats.
+- f2: share of sampled tokens with max(r, 1 / r) > 2.
+- disagreement: share of (token, layer) that the trainer computed by other experts than the rollout.
+- disagreement_tokens: share of tokens with at least one such layer.
+- native_disagreement: share of (token, layer) in update passes whose router, left alone, would not pick the replayed
+  experts.
+"""
+NAMES = tuple(dict.fromkeys(name for pair in METRICS.values() for name in pair))
+
+
+class MismatchSums:
+    """Sums of this process, and those of all processes that are not logged yet."""
+
+    def __init__(self) -> None:
+        self._mine = dict.fromkeys(NAMES, 0.0)
+        self._all = dict.fromkeys(NAMES, 0.0)
+
+    def compare_tokens(self, sampled: Sequence[NDArray[np.float32]], trained_BR: Tensor, counted_BR: Tensor) -> None:
+        """Probabilities of sampled tokens.
+
+        Args:
+            sampled: B arrays [R], log-probs that the rollout sampled with, NaN where not known.
+            trained_BR: the trainer's, padded on the right.
+            counted_BR: 1 for tokens that were sampled and are trained on.
+        """
+        trained, counted = trained_BR.float().cpu().numpy(), counted_BR.bool().cpu().numpy()
+        sampled_BR = np.full(trained.shape, np.nan, np.float32)
+        for row, logprobs in enumerate(sampled):
+            sampled_BR[row, : len(logprobs)] = logprobs
+        known = counted & ~np.isnan(sampled_BR)
+        tokens = token_mismatch(trained[known], sampled_BR[known])
+        above = tokens.above[THRESHOLDS.index(2.0)]
+        self._add(tokens=tokens.count, k3=tokens.k3_sum, above_2=above)
+
+    def compare_routes(self, rollout: RoutingTrace, executed: RoutingTrace) -> None:
+        """Routes of the rollout beside those that the trainer executed, whose sequences may end earlier."""
+        routes = routing_mismatch(rollout.truncated(executed.lengths), executed)
+        self._add(
+            rows=routes.rows,
+            differing_rows=int(routes.by_differing_layers[1:].sum()),
+            cells=_cells(routes),
+            differing_cells=int(routes.differing_L.sum()),
+        )
+
+    def add_native(self, routes: RoutingMismatch) -> None:
+        """Routes that the trainer would have taken by itself, beside those that were replayed."""
+        self._add(native_cells=_cells(routes), native_differing_cells=int(routes.differing_L.sum()))
+
+    def share(self, accelerator: Any) -> None:
+        """Add up the sums of all processes since the last call. A collective: every process calls it."""
+        sums = torch.tensor(list(self._mine.values()), dtype=torch.float64)
+        if accelerator.num_processes > 1:
+            sums = accelerator.reduce(sums.to(accelerator.device), reduction="sum").cpu()
+        for name, value in zip(NAMES, sums.tolist(), strict=True):
+            self._all[name] += value
+        self._mine = dict.fromkeys(NAMES, 0.0)
+
+    def flush(self) -> dict[str, float]:
+        """What is to be logged, by name. Starts anew."""
+        sums, self._all = self._all, dict.fromkeys(NAMES, 0.0)
+        return {name: sums[above] / sums[below] for name, (above, below) in METRICS.items() if sums[below]}
+
+    def _add(self, **values: float) -> None:
+        for name, value in values.items():
+            self._mine[name] += value
+
+
+def _cells(routes: RoutingMismatch) -> int:
+    return int(routes.rows * np.size(routes.differing_L))

@@ -1,0 +1,167 @@
+"""The rollout that a trainer is working on: its routes, and what they were captured from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foreroute.capture import ModelFacts, decode
+from foreroute.errors import BatchMismatchError, ReplayError, StaleTraceError
+from foreroute.trace import NO_VERSION, RoutingTrace, concatenate
+
+ROUTES = "routed_experts"
+"""The key under which a `rollout_func` returns routes: a list with one entry for each sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """What one call of TRL's generation brought, in its order.
+
+    Attributes:
+        number: counts the rollouts of a trainer.
+        trace: S sequences, prompt and completion.
+        prompt_lengths: int64 [S].
+        logprobs: S arrays float32 [R] (NaN where not known), what the tokens were sampled with; None without any.
+    """
+
+    number: int
+    trace: RoutingTrace
+    prompt_lengths: NDArray[np.int64]
+    logprobs: Sequence[NDArray[np.float32]] | None = None
+
+    def with_logprobs(self, padded_SR: Tensor | None) -> Rollout:
+        """With the log-probs that TRL keeps, padded on the right, if it keeps any."""
+        if padded_SR is None:
+            return self
+        lengths = self.trace.lengths - self.prompt_lengths
+        rows = padded_SR.float().cpu().numpy()
+        return replace(self, logprobs=[row[:length] for row, length in zip(rows, lengths, strict=True)])
+
+    def rows(self) -> Tensor:
+        """int64 [S, 2], for TRL to shuffle and split: the number of the rollout, and that of the sequence."""
+        return torch.tensor([[self.number, s] for s in range(len(self.trace))], dtype=torch.int64)
+
+    def sequences_of(self, rows_B2: Tensor) -> NDArray[np.int64]:
+        """int64 [B], the sequences of a micro-batch.
+
+        Raises:
+            ReplayError: when they are of another rollout.
+        """
+        numbers_B2 = rows_B2.cpu().numpy()
+        if (numbers_B2[:, 0] != self.number).any():
+            raise ReplayError(
+                f"the micro-batch is of the rollouts {sorted(set(numbers_B2[:, 0].tolist()))}, and the routes at hand "
+                f"are those of rollout {self.number}"
+            )
+        return np.asarray(numbers_B2[:, 1])
+
+    def routes(
+        self, sequences: NDArray[np.int64], length_B: NDArray[np.int64], *, drops_truncated: bool
+    ) -> RoutingTrace:
+        """The routes of a part of a batch.
+
+        Args:
+            sequences: int64 [B].
+            length_B: tokens that the batch keeps of each.
+            drops_truncated: whether TRL masks truncated completions; of such only the prompt is left.
+        """
+        trace, prompts = self.trace.select(sequences), self.prompt_lengths[sequences]
+        masked = (length_B == prompts) & (length_B < trace.lengths)
+        return trace.truncated(np.where(masked & drops_truncated, prompts, trace.lengths))
+
+
+class Tap(Protocol):
+    """Where the routes of a rollout are captured."""
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Open around the generation."""
+
+    def captured(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
+    ) -> tuple[RoutingTrace, Sequence[NDArray[np.float32]] | None]:
+        """The routes of these sequences, and the log-probs of their sampled tokens if the tap has seen them.
+
+        Raises:
+            CaptureError, BatchMismatchError, ReplayError: when there are none, or they are of other tokens.
+        """
+
+
+class FunctionTap:
+    """A `rollout_func` that returns its routes beside what TRL asks for.
+
+    Args:
+        function: the user's.
+        facts: of the model.
+    """
+
+    def __init__(self, function: Callable[..., Any], facts: ModelFacts) -> None:
+        self._function = function
+        self._facts = facts
+        self._routes: Any = None
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """What TRL calls; it never sees the routes, which it would hand to reward functions."""
+        output = dict(self._function(prompts, trainer))
+        self._routes = output.pop(ROUTES, None)
+        return output
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Nothing: TRL calls the function by itself."""
+        self._routes = None
+        return nullcontext()
+
+    def captured(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
+    ) -> tuple[RoutingTrace, None]:
+        """The routes that came back, each a `RoutingTrace` of one sequence or what `capture.decode` reads."""
+        routes = self._routes
+        if routes is None or len(routes) != len(prompts):
+            raise ReplayError(
+                f"the rollout_func returned {'no' if routes is None else len(routes)} {ROUTES!r} for {len(prompts)} "
+                f"sequences; expected a list of as many, each a RoutingTrace or what foreroute.capture.decode reads"
+            )
+        sequences = joined_tokens(prompts, completions)
+        traces = [
+            each
+            if isinstance(each, RoutingTrace)
+            else decode(each, model=self._facts, token_ids=[tokens], weight_version=weight_version)
+            for each, tokens in zip(routes, sequences, strict=True)
+        ]
+        trace = concatenate(traces)
+        require_tokens(trace, sequences)
+        return trace, None
+
+
+def joined_tokens(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[NDArray[np.int32]]:
+    """S arrays int32 [T], prompt and completion."""
+    return [np.array([*p, *c], np.int32) for p, c in zip(prompts, completions, strict=True)]
+
+
+def require_tokens(trace: RoutingTrace, sequences: Sequence[NDArray[np.int32]]) -> None:
+    """Raise `BatchMismatchError` unless the trace holds exactly these sequences, in this order."""
+    if len(trace) != len(sequences):
+        raise BatchMismatchError(f"routes of {len(trace)} sequences were captured and TRL has {len(sequences)}")
+    for s, tokens in enumerate(sequences):
+        captured = trace.tokens(s)
+        if not np.array_equal(captured, tokens):
+            raise BatchMismatchError(
+                f"the routes captured for sequence {s} belong to {len(captured)} other tokens than the {len(tokens)} "
+                "that TRL trains on: something between the engine and the trainer reordered, cut or retokenised them"
+            )
+
+
+def require_version(trace: RoutingTrace, weight_version: int) -> None:
+    """Raise `StaleTraceError` when routes say that they are of other weights than the rollout's."""
+    others = sorted(set(trace.versions) - {NO_VERSION, weight_version})
+    if others:
+        raise StaleTraceError(
+            f"routes of weight versions {others} came with the rollout of step {weight_version}; return those of the "
+            "weights that sampled the tokens, or state no version"
+        )

@@ -1,0 +1,151 @@
+"""Our own TRL adapter, as presented to the kit: the passes of a `GRPOTrainer`, in its layout, shuffled as TRL shuffles.
+
+The model runs as TRL runs it: a prompt (here the first token), a completion, and log-probs from TRL's fused head. Under
+replay the trace is a rollout, and its sequences travel through TRL's own shuffling by the numbers that the adapter puts
+into a batch.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+from trl import GRPOConfig
+from trl.trainer.utils import add_fused_lm_head, shuffle_sequence_dict
+
+from foreroute.adapters.trl import GRPOTrainer
+from foreroute.adapters.trl.passes import ROWS, Pass
+from foreroute.adapters.trl.rollout import require_version
+from foreroute.conformance.adapter import Case, Unsupported
+from foreroute.conformance.huggingface import Given, HuggingFaceModel, HuggingFaceUnderTest
+from foreroute.trace import RoutingSpec, RoutingTrace
+
+
+class TRLUnderTest(HuggingFaceUnderTest):
+    """A family of transformers as the policy of a `GRPOTrainer`.
+
+    Args:
+        family: a model type of transformers.
+        sizes: fields of its configuration.
+    """
+
+    def __init__(self, family: str, sizes: Any) -> None:
+        super().__init__(family, sizes)
+        self.name = f"foreroute.adapters.trl on {family}"
+
+    def build(self, case: Case) -> TRLModel:
+        """The model of a family with TRL's head, and no trainer yet."""
+        return TRLModel(super().build(case).model)
+
+    def attach(self, model: Any) -> AttachedTrainer:  # type: ignore[override]
+        """A trainer around the model."""
+        model.attached = AttachedTrainer(model.model)
+        return model.attached  # type: ignore[no-any-return]
+
+
+class AttachedTrainer:
+    """What a trainer replays, opened by hand.
+
+    Args:
+        model: the policy.
+    """
+
+    def __init__(self, model: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self.trainer = GRPOTrainer(
+                model=model,
+                processing_class=_tokenizer(),
+                reward_funcs=lambda completions, **_: [0.0] * len(completions),
+                train_dataset=Dataset.from_dict({"prompt": ["a"]}),
+                args=GRPOConfig(folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[]),
+            )
+        self.is_open = False
+        self._rollout: Any = None
+
+    @property
+    def spec(self) -> RoutingSpec:
+        """Experts, picks and layers of the policy."""
+        spec: RoutingSpec = self.trainer.routing.routed.spec
+        return spec
+
+    def record(self, **options: Any) -> AbstractContextManager[Any]:
+        """What rollouts and R2 are recorded with."""
+        recording: AbstractContextManager[Any] = self.trainer.routing.routed.record(**options)
+        return recording
+
+    @contextmanager
+    def replay(self, trace: RoutingTrace, *, weight_version: int | None = None) -> Iterator[None]:
+        """The trace as the rollout of one training step."""
+        routing = self.trainer.routing
+        self.spec.require_same(trace.spec, what="the trace")
+        if weight_version is not None:
+            require_version(trace, weight_version)
+        self._rollout = routing.take(trace, np.ones(len(trace), np.int64))
+        self.is_open = True
+        try:
+            with routing.step():
+                yield
+        finally:
+            self.is_open = False
+
+    def log_probs(self, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T - 1] of an update pass, whose rows TRL has shuffled, and int64 [B], the rows in that order."""
+        routing = self.trainer.routing
+        rollout = self._rollout
+        rows = torch.tensor([[rollout.number, row] for row in range(len(input_ids))])
+        batch = {"ids": input_ids, "mask": mask, ROWS: rows, "order": torch.arange(len(input_ids))}
+        with torch.random.fork_rng():
+            torch.manual_seed(int(input_ids.sum()))  # gradients are sums: the same rows in the same order each time
+            shuffled = shuffle_sequence_dict(batch)
+        with routing.passing(Pass("update", rollout.sequences_of(shuffled[ROWS]))):
+            logprobs = self.trainer._get_per_token_logps_and_entropies(
+                self.trainer.model, shuffled["ids"], shuffled["mask"], input_ids.shape[1] - 1
+            )[0]
+        return logprobs, shuffled["order"]
+
+
+class TRLModel(HuggingFaceModel):
+    """A causal language model with TRL's head.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        attached: the trainer around it, once there is one.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        if not hasattr(model, "get_output_embeddings"):
+            raise Unsupported(f"{type(model).__name__} has no language modelling head for TRL to fuse")
+        add_fused_lm_head(model)
+        self.attached: AttachedTrainer | None = None
+
+    def next_logprobs(self, input_ids: Tensor, mask: Tensor, given: Given) -> Tensor:
+        """One pass of TRL; under replay an update pass, in another order of the rows, which is undone."""
+        keep = input_ids.shape[1] - 1
+        if self.attached is None or not self.attached.is_open:
+            labels = input_ids.masked_fill(mask == 0, -100)
+            labels[:, :-keep] = -100
+            out = self.model(input_ids=input_ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+            return out.log_probs[:, -keep:]  # type: ignore[no-any-return]
+        logprobs, order = self.attached.log_probs(input_ids, mask)
+        back = torch.argsort(order)
+        slots = np.arange(input_ids.numel()).reshape(input_ids.shape)[back.numpy()].reshape(-1)
+        for path, (ids, gates) in given.items():
+            given[path] = ids[slots], gates[slots]
+        return logprobs[back]
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """One that TRL asks for and nobody uses."""
+    words = Tokenizer(models.WordLevel(vocab={"<pad>": 0, "a": 1}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")

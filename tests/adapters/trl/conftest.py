@@ -1,0 +1,28 @@
+"""One thread, quiet libraries, and a tiny policy with its tokenizer from the examples."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import transformers
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[2] / "examples" / "trl"))
+# pytest puts the folder above on the path, where tests/adapters/vllm would pass for an installed vLLM
+sys.path[:] = [entry for entry in sys.path if Path(entry) != HERE.parent]
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+datasets.disable_progress_bars()
+logging.getLogger("accelerate").setLevel(logging.ERROR)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return str(tmp_path / "run")

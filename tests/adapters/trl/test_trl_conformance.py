@@ -1,0 +1,11 @@
+"""The kit on our TRL adapter."""
+
+import os
+
+from foreroute.conformance.pytest_plugin import conformance_tests
+from foreroute.conformance.trl import TRLUnderTest
+from models import FAMILIES
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+test_conformance = conformance_tests(TRLUnderTest("qwen3_moe", FAMILIES["qwen3_moe"]))

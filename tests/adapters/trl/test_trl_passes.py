@@ -1,0 +1,118 @@
+"""Which routes reach the experts in which pass of TRL: held against routes that the test has written down itself."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from peft import LoraConfig
+
+from routes_book import Book, differing_cells, follows, log_ratios, require_followed, watched
+from tiny import policy
+from trl_runs import SETTINGS, logged, make, saved_policy
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.0)
+CASES = {
+    # settings, and how often TRL's old and update passes run over each sequence of a rollout
+    "mini-steps": ({}, 1, 2),
+    "one-update": ({"num_iterations": 1, "steps_per_generation": 2, "per_device_train_batch_size": 4}, 0, 1),
+    "reference": ({"beta": 0.1}, 1, 2),
+    "lora": ({"beta": 0.1, "peft_config": LORA}, 1, 2),
+    "truncated": ({"mask_truncated_completions": True}, 1, 2),
+    "reentrant": ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, 1, 2),
+    "no-checkpointing": ({"gradient_checkpointing": False, "num_generations": 4}, 1, 2),
+}
+SEQUENCES = 8
+"""In a rollout."""
+
+
+@pytest.fixture(params=CASES)
+def run(request, folder):
+    """A trainer that has trained, its book, and what ran: the check of a rollout, old, update and reference passes."""
+    settings, *_ = CASES[request.param]
+    model = saved_policy(folder)
+    book = Book(model)
+    trainer = make(folder, model=model, rollout_func=book, **settings)
+    reference = trainer.ref_model or model
+    with watched(model) as batches, watched(reference) as of_reference:
+        trainer.train()
+    ours = [batch for batch in batches if batch.adapters and not batch.of_book]
+    without_grad = [batch for batch in ours if not batch.grad]
+    of_check = SEQUENCES // trainer.args.per_device_train_batch_size
+    theirs = of_reference if trainer.ref_model else [batch for batch in batches if not batch.adapters]
+    passes = {
+        "check": without_grad[:of_check],
+        "old": without_grad[of_check:],
+        "update": [batch for batch in ours if batch.grad],
+        "reference": theirs,
+    }
+    return request.param, trainer, book, passes
+
+
+def test_old_and_update_passes_take_the_routes_of_the_rollout_and_the_reference_its_own(run):
+    name, trainer, book, passes = run
+    settings, num_old, num_updates = CASES[name]
+    micro_steps = trainer.args.steps_per_generation * trainer.num_iterations
+    rollouts = SETTINGS["max_steps"] * SETTINGS["gradient_accumulation_steps"] // micro_steps
+    assert len(book.routes) == SEQUENCES * rollouts
+    for kind, expected in (("old", num_old), ("update", num_updates)):
+        seen = Counter(s for batch in passes[kind] for s in require_followed(batch, book))
+        assert seen == {s: expected for s in book.routes if expected}, kind
+    recomputed = settings.get("gradient_checkpointing", True)
+    assert all(len(batch.calls) == (6 if recomputed else 3) for batch in passes["update"])
+    natives = passes["check"] + passes["reference"]
+    expected = SEQUENCES * rollouts * ("beta" in settings) + SEQUENCES
+    assert sum(len(batch.input_ids) for batch in natives) == expected
+    assert not any(follows(batch, book) for batch in natives)
+    assert set(logged(trainer, "mismatch/disagreement")) == {0.0}
+    assert min(logged(trainer, "mismatch/native_disagreement")) > 0.01
+
+
+def test_without_replay_the_same_passes_take_other_routes_and_the_mismatch_is_measured(folder):
+    """The control of the test above, and the metrics beside a count by hand."""
+    model = policy()
+    book = Book(model)
+    trainer = make(folder, model=model, rollout_func=book, replay="none", max_steps=1)
+    with watched(model) as batches:
+        trainer.train()
+    assert not any(follows(batch, book) for batch in batches if not batch.of_book)
+    log_r = log_ratios(book).astype(np.float64)
+    cells = differing_cells(book)
+    expected = {
+        "mismatch/k3": np.mean(np.exp(log_r) - 1 - log_r),
+        "mismatch/f2": np.mean(np.maximum(np.exp(log_r), np.exp(-log_r)) > 2),
+        "mismatch/disagreement": np.mean(cells) / 3,
+        "mismatch/disagreement_tokens": np.mean(np.array(cells) > 0),
+    }
+    assert 0.02 < expected["mismatch/f2"] < 0.5
+    for name, value in expected.items():
+        assert logged(trainer, name) == [pytest.approx(value, rel=1e-4)], name
+    assert not logged(trainer, "mismatch/native_disagreement")
+
+
+def test_r2_replays_what_the_old_pass_routed(folder):
+    trainers = {}
+    for replay in ("R2", "none"):
+        model = policy()
+        trainer = make(folder, model=model, rollout_func=Book(model, replaced=0.0), replay=replay, learning_rate=1e-2)
+        with watched(model) as batches:
+            trainer.train()
+        ours = [batch for batch in batches if not batch.of_book]
+        trainers[replay] = trainer, _changed_since_old(ours)
+    assert trainers["R2"][1] == 0
+    assert trainers["none"][1] > 50
+    assert not logged(trainers["R2"][0], "mismatch/disagreement")
+    assert logged(trainers["R2"][0], "mismatch/native_disagreement")[1] > 0
+
+
+def _changed_since_old(batches):
+    """Picks of update passes that are not those of the old pass over the same sequence, which comes before it."""
+    old, changed = {}, 0
+    for batch in batches:
+        width = batch.input_ids.shape[1]
+        for row, first, end, tokens in batch.sequences():
+            ids = batch.ids_LRK().reshape(3, len(batch.input_ids), width, -1)[:, row, first:end]
+            if batch.grad:
+                changed += int((ids != old[tokens]).sum())
+            else:
+                old[tokens] = ids
+    return changed

@@ -1,0 +1,102 @@
+"""What replay leaves alone is bit for bit TRL's own, and what it computes is what the Hugging Face adapter computes."""
+
+import numpy as np
+import pytest
+import torch
+import trl
+from peft import LoraConfig
+
+import foreroute as fr
+from foreroute.adapters import hf
+from routes_book import Book
+from tiny import policy
+from trl_runs import logged, make
+
+TIMES = ("time", "_per_second")
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+KINDS = ("loss", "grad_norm", "reward", "entropy", "aux_loss", "clip_ratio/region_mean", "completions/mean_length")
+
+
+def trained(*args, **settings):
+    """A trainer is made, which seeds the random numbers, and trained."""
+    trainer = make(*args, **settings)
+    trainer.train()
+    return trainer
+
+
+def test_without_replay_training_is_trls_own_to_the_last_bit(folder):
+    """Capture takes no random number and changes no score."""
+    plain = trained(folder, kind=trl.GRPOTrainer)
+    watched = trained(folder, replay="none")
+    for kind in KINDS:
+        assert logged(plain, kind) == logged(watched, kind), kind
+    for one, other in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_replay_of_the_policys_own_rollout_stays_close_to_trl(folder):
+    """Routes of `generate`, token by token over a cache, in float32: hardly a route differs, and so hardly a loss."""
+    plain, replayed = trained(folder, kind=trl.GRPOTrainer), trained(folder)
+    assert logged(replayed, "loss")[0] == pytest.approx(logged(plain, "loss")[0], abs=1e-4)
+    assert max(logged(replayed, "mismatch/k3")) < 1e-9
+    assert max(logged(replayed, "mismatch/f2")) == 0
+    assert set(logged(replayed, "mismatch/disagreement")) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "most_k3"),
+    [({"temperature": 0.7, "top_k": 5}, 1e-9), ({"peft_config": LORA}, 1e-9), ({"bf16": True}, 1e-2)],
+    ids=["top-k", "lora", "autocast"],
+)
+def test_trls_own_sampling_is_captured(settings, most_k3, folder):
+    """Log-probs of the rollout are those at the temperature and of the whole distribution, as the trainer's are."""
+    trainer = trained(folder, max_steps=1, **settings)
+    assert logged(trainer, "mismatch/disagreement") == [0.0]
+    assert logged(trainer, "mismatch/k3")[0] < most_k3
+
+
+def test_evaluation_is_untouched(folder):
+    results = []
+    for kind in ({"kind": trl.GRPOTrainer}, {"replay": "R3"}):
+        trainer = make(folder, eval_strategy="no", per_device_eval_batch_size=2, **kind)
+        torch.manual_seed(3)
+        metrics = trainer.evaluate()
+        results.append({name: value for name, value in metrics.items() if not name.endswith(TIMES)})
+    assert results[0] == results[1]
+    assert not any("mismatch" in name for name in results[1])
+
+
+def test_the_same_trace_gives_the_same_log_probs_through_hugging_face_and_trl(folder):
+    model = policy()
+    book = Book(model)
+    trainer = make(folder, model=model, rollout_func=book, max_steps=1, learning_rate=0.0)
+    old = {}
+    trainer_generates = trainer._generate_and_score_completions
+
+    def noting(inputs):
+        output = trainer_generates(inputs)
+        for ids, mask, completion, completed, logprobs in zip(
+            output["prompt_ids"],
+            output["prompt_mask"],
+            output["completion_ids"],
+            output["completion_mask"],
+            output["old_per_token_logps"],
+            strict=True,
+        ):
+            tokens = (*ids[mask.bool()].tolist(), *completion[completed.bool()].tolist())
+            old[tokens] = logprobs[completed.bool()].numpy()
+        return output
+
+    trainer._generate_and_score_completions = noting
+    trainer.train()
+    untouched = policy()
+    routed = hf.attach(untouched)
+    assert len(old) == 8
+    for tokens, logprobs in old.items():
+        trace = fr.RoutingTrace.from_sequences(routed.spec, [tokens], [book.routes[tokens]])
+        ids = torch.tensor([tokens])
+        with torch.no_grad(), routed.replay(trace):
+            expected = untouched(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[0, :, 0]
+        np.testing.assert_allclose(logprobs, expected[book.prompt_lengths[tokens] - 1 :].numpy(), rtol=0, atol=2e-5)
+        native = book.native[tokens][1][book.prompt_lengths[tokens] - 1 :]
+        assert np.abs(logprobs - native).max() > 1e-3  # the control: other routes are seen

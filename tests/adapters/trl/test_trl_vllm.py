@@ -1,0 +1,84 @@
+"""vLLM in TRL's own two modes, on stand-ins that answer with vLLM's fields; and what comes back wrong is refused."""
+
+import numpy as np
+import pytest
+
+from foreroute.errors import CaptureError, ReplayError
+from trl_runs import logged, make
+from vllm_fakes import colocated, served
+
+COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
+SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://localhost:1"}
+MODES = {"colocate": (colocated, COLOCATE), "server": (served, SERVER)}
+
+
+def as_they_are(routes):
+    return routes
+
+
+def one_late(routes):
+    return [np.roll(each, 1, axis=0) for each in routes]
+
+
+def of_their_neighbours(routes):
+    """Each takes the routes of the next sequence that is as long, so that only their content tells."""
+    lengths = [len(each) for each in routes]
+    moved = list(routes)
+    for length in set(lengths):
+        same = [s for s, n in enumerate(lengths) if n == length]
+        for s, other in zip(same, [*same[1:], same[0]], strict=True):
+            moved[s] = routes[other]
+    return moved
+
+
+def all_zero(routes):
+    return [np.zeros_like(each) for each in routes]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_routes_of_vllm_are_replayed_and_measured(mode, folder, monkeypatch):
+    fake, settings = MODES[mode]
+    runs = {}
+    for replay in ("none", "R3"):
+        with monkeypatch.context() as patch:
+            fake(patch, as_they_are)
+            runs[replay] = trainer = make(folder, replay=replay, max_steps=4, **settings)
+            trainer.train()
+    first = {name: {m: logged(run, f"mismatch/{m}")[0] for m in ("k3", "disagreement")} for name, run in runs.items()}
+    assert first["R3"]["disagreement"] == 0
+    assert first["none"]["disagreement"] > 0.005
+    assert first["R3"]["k3"] < first["none"]["k3"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (one_late, ReplayError, "shift"),
+        (of_their_neighbours, ReplayError, "permutation"),
+        (all_zero, CaptureError, "sequence 0"),
+        (lambda routes: [each[:-1] for each in routes], CaptureError, "rows for"),
+    ],
+    ids=["one-late", "of-neighbours", "all-zero", "one-missing"],
+)
+def test_routes_that_are_not_those_of_their_tokens_are_refused(mode, change, error, message, folder, monkeypatch):
+    fake, settings = MODES[mode]
+    fake(monkeypatch, change)
+    # of one length, so that routes of a neighbour pass for one's own until their content is looked at
+    trainer = make(folder, max_completion_length=12, generation_kwargs=None, **settings)
+    with pytest.raises(error, match=message):
+        trainer.train()
+
+
+def test_a_server_that_returns_no_routes_is_refused_with_the_flag_to_start_it_with(folder, monkeypatch):
+    served(monkeypatch, as_they_are, returns_routes=False)
+    trainer = make(folder, **SERVER)
+    with pytest.raises(CaptureError, match="--enable-return-routed-experts"):
+        trainer.train()
+
+
+def test_vllm_needs_no_routes_for_r2(folder, monkeypatch):
+    served(monkeypatch, as_they_are, returns_routes=False)
+    trainer = make(folder, replay="R2", max_steps=1, **SERVER)
+    trainer.train()
+    assert logged(trainer, "mismatch/k3")
