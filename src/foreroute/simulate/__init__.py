@@ -3,5 +3,18 @@
 from foreroute.simulate.config import SimulateConfig, load_config, parse_config
 from foreroute.simulate.records import MethodRecord, SimulationRecord
 from foreroute.simulate.simulation import simulate
+from foreroute.simulate.sweep import SweepRecord, sweep
+from foreroute.simulate.timeline import Timeline, timeline
 
-__all__ = ["MethodRecord", "SimulateConfig", "SimulationRecord", "load_config", "parse_config", "simulate"]
+__all__ = [
+    "MethodRecord",
+    "SimulateConfig",
+    "SimulationRecord",
+    "SweepRecord",
+    "Timeline",
+    "load_config",
+    "parse_config",
+    "simulate",
+    "sweep",
+    "timeline",
+]

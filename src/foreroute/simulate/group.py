@@ -64,7 +64,7 @@ class Group:
         return cls(
             compute,
             transfers([forward_only(num_micro_steps)] * len(parts), does.recompute_path),
-            transfers(_update_orders(len(parts), num_micro_steps), does.update_path),
+            transfers(update_orders(len(parts), num_micro_steps), does.update_path),
             rules_of(config, topology, served.slots),
             parts,
         )
@@ -98,7 +98,7 @@ class Group:
         num_micro_steps = len(self.compute.leg_ML)
         orders = [forward_only(num_micro_steps)] * len(self.parts)
         first = run(orders, self.parts, self.compute, self.recompute, self.rules, stage=0, ready_M=ready_M)
-        orders = _update_orders(len(self.parts), num_micro_steps)
+        orders = update_orders(len(self.parts), num_micro_steps)
         return first, run(orders, self.parts, self.compute, self.update, self.rules, stage=1)
 
 
@@ -131,7 +131,8 @@ def plan_ready(num_micro_steps: int, planning_s: float, lead_s: float) -> NDArra
     return np.maximum(ready_M - lead_s, 0.0)
 
 
-def _update_orders(num_stages: int, num_micro_steps: int) -> list[list[Visit]]:
+def update_orders(num_stages: int, num_micro_steps: int) -> list[list[Visit]]:
+    """1F1B, for each pipeline stage."""
     return [one_forward_one_backward(p, num_stages, num_micro_steps) for p in range(num_stages)]
 
 
