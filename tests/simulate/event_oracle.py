@@ -17,7 +17,7 @@ class Player:
     def __init__(self, order, layers, work, rules, groups, is_first, is_last):
         self.order, self.layers, self.work, self.rules = order, layers, work, rules
         self.cells = [
-            (kind, m, layer) for kind, m in order for layer in (layers if kind == 0 else list(reversed(layers)))
+            (int(kind), m, layer) for kind, m in order for layer in (layers if kind == 0 else list(reversed(layers)))
         ]
         self.ranks = work.head_MG.shape[1]
         self.is_first, self.is_last = is_first, is_last
@@ -203,7 +203,8 @@ def play(orders, layer_parts, work, rules, groups, ready_M):
             changed = False
             for player in players:
                 changed |= player.tidy()
-                changed |= any([player.advance(g, now, caused) for g in range(player.ranks)])
+                for g in range(player.ranks):
+                    changed |= player.advance(g, now, caused)
                 while player.release():
                     changed = True
         for p, player in enumerate(players):
@@ -211,9 +212,7 @@ def play(orders, layer_parts, work, rules, groups, ready_M):
                 ends[p] = now
         moments = [left for player in players for left, _ in player.jobs()]
         later = [ready for ready in ready_M if ready > now + CRUMB]
-        later += [
-            done + work.send_M[m] for player in players for (_, m), done in player.done.items()
-        ]
+        later += [done + work.send_M[m] for player in players for (_, m), done in player.done.items()]
         moments += [moment - now for moment in later if moment > now + CRUMB]
         if not moments:
             assert all(end is not None for end in ends), "nothing moves, and somebody waits"

@@ -115,19 +115,15 @@ def test_one_forward_one_backward_of_even_stages_takes_the_textbook_time():
 def test_overlap_hides_all_to_alls_behind_its_share_of_computing(overlap, expected):
     compute, moved = random_work(0, micro_steps=1, layers=1)
     ones = {name: np.ones_like(getattr(compute, name)) for name in ("attention_MG2", "experts_MLG2")}
-    compute = replace(
-        compute, **ones, leg_ML=np.array([[0.75]]), head_MG=np.zeros_like(compute.head_MG), layer_s=0.0
-    )
+    compute = replace(compute, **ones, leg_ML=np.array([[0.75]]), head_MG=np.zeros_like(compute.head_MG), layer_s=0.0)
     assert plain(compute, free(moved), overlap=overlap).end_P == pytest.approx([expected])
 
 
 def test_fetches_share_the_links_with_all_to_alls_that_are_hidden():
-    """Computing 1 + 1 hides all-to-alls of 0.75 in all, so links have 5/8 of it left: 0.5 takes 0.8 s of the experts."""
+    """Computing of 1 + 1 hides 0.75 of all-to-alls, so links have 5/8 of it left: 0.5 takes 0.8 of the experts."""
     compute, moved = random_work(0, micro_steps=1, layers=1)
     ones = {name: np.ones_like(getattr(compute, name)) for name in ("attention_MG2", "experts_MLG2")}
-    compute = replace(
-        compute, **ones, leg_ML=np.array([[0.375]]), head_MG=np.zeros_like(compute.head_MG), layer_s=0.0
-    )
+    compute = replace(compute, **ones, leg_ML=np.array([[0.375]]), head_MG=np.zeros_like(compute.head_MG), layer_s=0.0)
     moved = free(moved)
     moved.direct_KMLG4[0, 0, 0, 1, 2] = 0.5
     found = plain(compute, moved, overlap=1.0)
@@ -136,7 +132,7 @@ def test_fetches_share_the_links_with_all_to_alls_that_are_hidden():
 
 
 def test_ranks_that_share_processors_take_turns():
-    """Works of 1, 2 and 3 on two processors: all three run at 2/3 until 1.5, then two at full speed until 2.5 and 3.5."""
+    """Works of 1, 2, 3 on two processors: all three run at 2/3 until 1.5, then two at full speed until 2.5 and 3.5."""
     compute, moved = random_work(0, micro_steps=1, layers=1, ranks=3)
     compute = replace(
         compute,

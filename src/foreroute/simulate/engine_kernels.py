@@ -36,9 +36,7 @@ def run(visits_PVK: Any, bounds: Any, groups_KF: Any, ready_M: Any, work: Any, r
     while left > 0:
         before = left
         for p in range(num_stages):
-            lane = Lane(
-                clock_P[p], marks_P3[p], queued[p], owed[p], host[p], parts[p], times[p], fetched[p], bursts[p]
-            )
+            lane = Lane(clock_P[p], marks_P3[p], queued[p], owed[p], host[p], parts[p], times[p], fetched[p], bursts[p])
             while next_P[p] < num_visits:
                 kind, m = visits_PVK[p, next_P[p]]
                 cause = _cause(kind, p, m, done_KPM, work.send_M)
@@ -47,7 +45,17 @@ def run(visits_PVK: Any, bounds: Any, groups_KF: Any, ready_M: Any, work: Any, r
                 _wait(lane, BUBBLE, cause)
                 if p == 0:
                     _wait(lane, PLAN, ready_M[m])
-                _visit(lane, next_P[p], visits_PVK[p], bounds[p], bounds[p + 1], p == num_stages - 1, groups_KF, work, rules)
+                _visit(
+                    lane,
+                    next_P[p],
+                    visits_PVK[p],
+                    bounds[p],
+                    bounds[p + 1],
+                    p == num_stages - 1,
+                    groups_KF,
+                    work,
+                    rules,
+                )
                 done_KPM[kind, p, m] = lane.clock[0]
                 next_P[p] += 1
                 left -= 1

@@ -132,9 +132,7 @@ def _ours(how: Ours, problem: Problem, costs: CostModel) -> Served:
 def _baseline(name: str, problem: Problem) -> Served:
     baseline = BASELINES[name]
     previous = None if problem.previous_LE is None else problem.previous_LE[:1]
-    small = replace(
-        problem, counts_MLGE=problem.counts_MLGE[:1, :1], home_LE=problem.home_LE[:1], previous_LE=previous
-    )
+    small = replace(problem, counts_MLGE=problem.counts_MLGE[:1, :1], home_LE=problem.home_LE[:1], previous_LE=previous)
     next(baseline.method(small))  # compiles
     before = time.perf_counter()
     assignments = list(baseline.method(problem))
