@@ -8,6 +8,8 @@ from foreroute.report.page import write_report
 from foreroute.report.plan import write_plan_page
 from foreroute.report.plan_rows import MethodRow, method_rows, plan_summary
 from foreroute.report.records import Run, read_run, read_runs
+from foreroute.report.simulation import write_simulation_page
+from foreroute.report.simulation_rows import SimulationRow, compared, simulation_rows, simulation_summary
 from foreroute.report.table import Sides, SummaryRow, summary_rows
 
 __all__ = [
@@ -15,14 +17,19 @@ __all__ = [
     "MethodRow",
     "Run",
     "Sides",
+    "SimulationRow",
     "SummaryRow",
+    "compared",
     "measure_rows",
     "method_rows",
     "plan_summary",
     "read_run",
     "read_runs",
+    "simulation_rows",
+    "simulation_summary",
     "summary_rows",
     "write_diagnosis",
     "write_plan_page",
     "write_report",
+    "write_simulation_page",
 ]
