@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -141,7 +142,7 @@ def transfers_of(
             gradient_MLG4[m, layer] = _gradients(hosts, m, layer, prices)
     host_KMLG, direct_KMLG4 = host_KMLG[:, :, layers], direct_KMLG4[:, :, layers]
     found = max(len(layers) - prefetch - 1, 0)  # what is left in the slots where the order of layers turns
-    for last, visit in zip(order, order[1:], strict=False):
+    for last, visit in pairwise(order):
         if turns_back(visit, last):
             host_KMLG[1, visit.micro_step, found:] = 0
             direct_KMLG4[1, visit.micro_step, found:] = 0
