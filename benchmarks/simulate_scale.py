@@ -1,8 +1,8 @@
 """From 64 to 4,096 GPUs: planning measured here on one thread, step time simulated, and where planning no longer hides.
 
 Two ways to grow. More groups at the same expert parallelism: every group plans its own step (`planning_ms`), or one
-planner plans for all (`one_planner_ms`, the sum). Larger groups: a model of 256 experts over 16 to 256 ranks, whose cells
-take longer to plan. Planning begins when the rollout ends and hands over micro-step by micro-step, so it is hidden when
+planner plans for all (`one_planner_ms`, the sum). Larger groups: a model of 256 experts over 16 to 256 ranks, whose
+cells take longer to plan. Planning begins when the rollout ends and hands over micro-step by micro-step, so it is hidden when
 the first micro-step is planned before the recompute begins, and each later one before the one before it has run:
 `hidden_s` is what the recompute gives it. Tokens of a GPU, 8k in a micro-step, stay the same.
 """
