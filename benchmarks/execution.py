@@ -76,10 +76,27 @@ class Bench:
     def of(cls, rank: int, num_ranks: int) -> Bench:
         """With routes that favour the first experts, as trained routers favour some."""
         model = hf.build_model("qwen3_moe", seed=0, **SIZES)
-        routed, rng = hf.attach(model), np.random.default_rng(rank)
-        placed = hf.distribute(model, timeout_s=120)
-        batches = [torch.from_numpy(rng.integers(0, 256, BATCH)) for _ in range(MICRO_STEPS)]
-        traces = [_skewed(routed, batch, rng) for batch in batches]
+        routed = hf.attach(model)
+        return cls._routed(routed, hf.distribute(model, timeout_s=120), rank, num_ranks, 0.3, BATCH)
+
+    def with_routes(self, rank: int, skew: float, sequences: int) -> Bench:
+        """The same model on other micro-batches, of so many sequences and with routes that skewed."""
+        num_ranks = self.counts_MLGE.shape[2]
+        return self._routed(self.routed, self.placed, rank, num_ranks, skew, (sequences, BATCH[1]))
+
+    @classmethod
+    def _routed(
+        cls,
+        routed: hf.RoutedModel,
+        placed: PlacedModel,
+        rank: int,
+        num_ranks: int,
+        skew: float,
+        shape: tuple[int, int],
+    ) -> Bench:
+        rng = np.random.default_rng(rank)
+        batches = [torch.from_numpy(rng.integers(0, 256, shape)) for _ in range(MICRO_STEPS)]
+        traces = [_skewed(routed, batch, rng, skew) for batch in batches]
         rows = [BatchRows.replayed(trace, batch).routed_LE for trace, batch in zip(traces, batches, strict=True)]
         mine_MLE = torch.from_numpy(np.stack([counts for counts in rows if counts is not None]).astype(np.int32))
         parts = [torch.empty_like(mine_MLE) for _ in range(num_ranks)]
@@ -116,9 +133,9 @@ class Bench:
         return engine
 
 
-def _skewed(routed: hf.RoutedModel, batch: torch.Tensor, rng: np.random.Generator) -> RoutingTrace:
+def _skewed(routed: hf.RoutedModel, batch: torch.Tensor, rng: np.random.Generator, skew: float) -> RoutingTrace:
     spec, tokens = routed.spec, batch.numpy()
-    favour_E = np.linspace(0.3, 0, spec.num_experts)
+    favour_E = np.linspace(skew, 0, spec.num_experts)
     scores = [rng.random((len(row), spec.num_layers, spec.num_experts)) + favour_E for row in tokens]
     ids = [np.argsort(-score, axis=-1)[..., : spec.top_k] for score in scores]
     return RoutingTrace.from_sequences(spec, list(tokens), ids)

@@ -1,10 +1,10 @@
 """What plans are worth on 64 GPUs, simulated: recompute and update of every method over ours, and ours over the ideal.
 
-8 nodes of 8 H100-class GPUs; Qwen3-30B-A3B and Qwen3-235B-A22B with expert parallelism over 8 to 64 of them; workloads of
-`balance.workload`, the same tokens for every method. **Every second is modelled.** Planning is measured here.
+8 nodes of 8 H100-class GPUs; Qwen3-30B-A3B and Qwen3-235B-A22B with expert parallelism over 8 to 64 of them; workloads
+of `balance.workload`, the same tokens for every method. **Every second is modelled.** Planning is measured here.
 
-`metrics.<model>.EP<n>` is for 8k tokens of a GPU in a micro-step, deduplicated dispatch and ours with two slots stopping
-at 1.02 times the mean; under `by_tokens` the same for other sizes and for plain copies.
+`metrics.<model>.EP<n>` is for 8k tokens of a GPU in a micro-step, deduplicated dispatch and ours with two slots,
+stopping at 1.02 times the mean; under `by_tokens` the same for other sizes and for plain copies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What surrounds the two stages, in closed form: home moves before them, gradient reduction and the optimizer after them.
+"""What surrounds the two stages, in closed form: home moves before, gradient reduction and the optimizer after them.
 
 Nothing of it overlaps with anything, which is the most that it can cost.
 """
@@ -15,7 +15,7 @@ from foreroute.simulate.config import ClusterConfig
 STATE_BYTES = 12
 """Of one parameter beside its weight: float32 master copy and both moments of Adam. They move with a home."""
 OPTIMIZER_BYTES = 4 + 12 + 12 + 2
-"""Of memory traffic per parameter in an Adam step: the gradient and the state read, the state and the weight written."""
+"""Bytes of memory traffic per parameter in an Adam step: gradient and state read, state and weight written."""
 
 
 def reduction_seconds(cluster: ClusterConfig, topology: Topology, costs: CostModel) -> float:

@@ -117,6 +117,9 @@ class ExecutionConfig(Section):
     peer; "auto": host memory if the home is in the same node, else peer to peer, as `foreroute.transfer` does."""
     update_path: Path_ = "host"
     """The same in the update."""
+    gradient_return: Literal["micro-step", "transfer"] = "micro-step"
+    """When gradients of replicas return to their homes: after every micro-step, as `foreroute.experts` does, or once
+    for each time that weights were fetched, if they were added up in the slot meanwhile."""
     prefetch: Annotated[int, Field(ge=0)] = 1
     """Cells that are fetched ahead."""
     overlap: Annotated[float, Field(ge=0, le=1)] = 0.0

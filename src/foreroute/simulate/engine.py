@@ -1,15 +1,15 @@
 """When everything happens in one stage of the step, for one expert-parallel group: the recurrence over its cells.
 
-The ranks of a group meet in every all-to-all, so between two of them one clock is enough for all; what has a life of its
-own are the copy engines, the links and the pipeline stages. Events are taken in the order of their causes, so each is
-computed once and exactly. Times are seconds from the start of the stage.
+The ranks of a group meet in every all-to-all, so between two of them one clock is enough for all; what has a life of
+its own are the copy engines, the links and the pipeline stages. Events are taken in the order of their causes, so each
+is computed once and exactly. Times are seconds from the start of the stage.
 
-- A pass over a cell: attention and router | dispatch | experts | combine; the reverse in a backward pass. Each part begins
-  when the one before has ended on all ranks of the group.
+- A pass over a cell: attention and router | dispatch | experts | combine; the reverse in a backward pass. Each part
+  begins when the one before has ended on all ranks of the group.
 - The copy engine of a rank serves its fetches one after the other. A fetch begins when its slots are free and the cell
   `prefetch` places before it has ended its attention. Experts of a rank begin when its own fetches are there.
-- A link that all-to-alls use carries direct fetches and gradients while no all-to-all runs, fetches first, in the order of
-  cells. The direct fetches of a cell are one burst, which all ranks wait for.
+- A link that all-to-alls use carries direct fetches and gradients while no all-to-all runs, fetches first, in the order
+  of cells. The direct fetches of a cell are one burst, which all ranks wait for.
 - Gradients return in the background; what is left of them at the end of the stage is waited for.
 - `overlap` times its computing time, a pass hides its all-to-alls behind; for so long the links are taken.
 """
@@ -47,7 +47,8 @@ class Rules(NamedTuple):
 
     Attributes:
         ranks_per_node: of the group.
-        processors_per_node: processors that the ranks of a node share, each rank using one at a time; GPUs have one each.
+        processors_per_node: processors that the ranks of a node share, each rank using one at a time; as many as ranks
+            where each is a GPU.
         overlap: share of its computing time behind which a pass over a cell hides its all-to-alls, 0 to 1.
         prefetch: cells that are fetched ahead.
         keeps_slots: slots belong to layers, and are in use until the last cell of the layer has ended.
@@ -67,9 +68,9 @@ class Run:
     Attributes:
         parts_PX: [pipeline stages, `PARTS`], seconds; they add up to `end_P`.
         end_P: [pipeline stages], seconds from the start to the last event, gradients included.
-        times_PNX: [pipeline stages, cells in their order, 10], seconds: begin of both passes and end of each part; the
-            second pass is NaN where there is none.
-        fetched_PNG2: [pipeline stages, cells in their order, G, 2], begin and end of the rank's copies from host memory.
+        times_PNX: [pipeline stages, cells in their order, 10], seconds: begin and end of each part, of both passes;
+            the second is NaN where there is none.
+        fetched_PNG2: [pipeline stages, cells in their order, G, 2], begin and end of each rank's copies from the host.
         bursts_PN: [pipeline stages, cells in their order], when the cell's direct fetches were there.
     """
 

@@ -1,7 +1,7 @@
 """The recurrence of `engine.py`, compiled.
 
-A *place* is a cell in the order of a pipeline stage: visit * layers of the stage + position in the visit, where backward
-visits take the layers from last to first.
+A *place* is a cell in the order of a pipeline stage: visit * layers of the stage + position in the visit, where
+backward visits take the layers from last to first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numba import njit
 ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED, HEAD, PLAN, BUBBLE = range(8)
 
 # Of one pipeline stage. `clock` holds one number, `marks` three: places released, attended and served so far.
-Lane = namedtuple("Lane", "clock marks queued_G4 owed_G4 host_G parts_X times_NX fetched_NG2 bursts_N")  # noqa: PYI024
+Lane = namedtuple("Lane", "clock marks queued_G4 owed_G4 host_G parts_X times_NX fetched_NG2 bursts_N")
 
 
 @njit(nogil=True, cache=True)
@@ -265,9 +265,9 @@ def phase_seconds(work_G: Any, rules: Any) -> float:
     With fewer processors than ranks in a node they take turns, as an operating system lets them.
     """
     per_node, processors = rules.ranks_per_node, rules.processors_per_node
+    slowest: float = work_G.max()
     if processors >= per_node:
-        return work_G.max()
-    slowest = 0.0
+        return slowest
     for first in range(0, len(work_G), per_node):
         ordered = np.sort(work_G[first : first + per_node])
         now, done = 0.0, 0.0

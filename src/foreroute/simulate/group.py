@@ -55,7 +55,14 @@ class Group:
             return _joined(
                 [
                     transfers_of(
-                        hosts, layers[part.start : part.stop], order, path, topology, costs, prefetch=does.prefetch
+                        hosts,
+                        layers[part.start : part.stop],
+                        order,
+                        path,
+                        topology,
+                        costs,
+                        prefetch=does.prefetch,
+                        every_micro_step=does.gradient_return == "micro-step",
                     )
                     for order, part in zip(orders, parts, strict=True)
                 ]

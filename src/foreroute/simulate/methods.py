@@ -96,9 +96,15 @@ def serve(method: str, problem: Problem, costs: CostModel) -> Served:
     return _ours(OURS[method], problem, costs) if method in OURS else _baseline(method, priced(problem, costs))
 
 
+def serve_at_home(problem: Problem) -> Served:
+    """Every expert at its home."""
+    none = np.empty((0, 4), np.int64)
+    return Served(list(BASELINES["static"].method(problem)), problem.home_LE.astype(np.int64), none, "layer", 0.0)
+
+
 def balanced(problem: Problem) -> Served:
     """Forced balance: every source sends the same to every expert, give or take one; homes serve, nothing moves."""
-    num_ranks, num_experts = problem.counts_MLGE.shape[2:]
+    num_experts = problem.num_experts
     expert_H, nothing_H = np.arange(num_experts, dtype=np.int32), np.zeros(num_experts, np.bool_)
     assignments = []
     for layer, counts_GE in problem.cells():

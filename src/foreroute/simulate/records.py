@@ -28,8 +28,8 @@ class MethodRecord:
         name: short.
         label: for tables.
         stages: seconds of each stage, of the slowest group.
-        recompute_parts, update_parts: seconds of the slowest group's last pipeline stage by `engine.PARTS`; they add up to
-            those stages, waiting for the plan aside.
+        recompute_parts, update_parts: seconds of the slowest group's last pipeline stage by `engine.PARTS`; they add up
+            to those stages, waiting for the plan aside.
         imbalance: over cells, the slowest rank's load over the mean load, on average.
         share_of_ideal: recompute and update under forced balance, over those of this method. It can exceed 1.
         share_of_bound: the least that any plan can take for these, over those of this method. It cannot exceed 1.
@@ -93,7 +93,7 @@ class SimulationRecord:
         ideal_s: recompute and update under forced balance: every source sends the same to every expert, homes serve,
             nothing moves. Attention is as it is. Not a lower bound: traffic that stays in the node beats it.
         bound_s: no plan takes less for these; see `balance.time_bound`.
-        publish_s: filling every node's host memory for the "host" path, once per step and beside the rollout; in no sum.
+        publish_s: filling every node's host memory for the "host" path, once per step beside the rollout; in no sum.
         rollout_s: as configured.
         methods: in the order of the configuration.
     """

@@ -75,9 +75,9 @@ class Hosts:
 def fetched_hosts(hosts: Hosts, order: Sequence[Visit]) -> Iterator[tuple[Visit, int, Ints, Ints]]:
     """Visit, layer, experts and ranks of everything that is fetched, cell by cell.
 
-    Slots of a layer hold what the plan left there as long as micro-steps come in the order in which it was made. Where a
-    pipeline schedule goes back to an earlier micro-step, they hold what the cell visited last served. Slots that layers
-    share hold nothing; `turns_back` says of which cells that is not so.
+    Slots of a layer hold what the plan left there as long as micro-steps come in the order in which it was made. Where
+    a pipeline schedule goes back to an earlier micro-step, they hold what the cell visited last served. Slots that
+    layers share hold nothing; `turns_back` says of which cells that is not so.
     """
     last: Visit | None = None
     for visit in order:

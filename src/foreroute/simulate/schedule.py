@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from foreroute.simulate.residence import Visit
 
 
@@ -28,4 +30,4 @@ def one_forward_one_backward(stage: int, num_stages: int, num_micro_steps: int) 
 def layer_parts(num_layers: int, num_stages: int) -> list[range]:
     """Which layers each stage has: neighbours, as evenly as possible."""
     bounds = [num_layers * p // num_stages for p in range(num_stages + 1)]
-    return [range(first, end) for first, end in zip(bounds, bounds[1:], strict=False)]
+    return [range(first, end) for first, end in pairwise(bounds)]

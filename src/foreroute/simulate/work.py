@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -112,6 +113,7 @@ def transfers_of(
     costs: CostModel,
     *,
     prefetch: int,
+    every_micro_step: bool = True,
 ) -> Transfers:
     """Price what moves when a pipeline stage visits its cells in this order.
 
@@ -124,6 +126,7 @@ def transfers_of(
         topology: ranks and links.
         costs: the cost model.
         prefetch: cells that are fetched ahead; slots that layers share are there once more than so often.
+        every_micro_step: whether a replica returns its gradients in each micro-step, or once for each fetch.
     """
     prices, ranks = costs.prices(topology), topology.num_ranks
     num_micro_steps, num_layers = hosts.shape
@@ -138,10 +141,11 @@ def transfers_of(
         direct_KMLG4[place] = pricing.transfer_seconds(expert_H, rank_H, ~near_H, home_E, ranks, prices)[1]
     if any(visit.backward for visit in order):
         for m, layer in np.ndindex(num_micro_steps, num_layers):
-            gradient_MLG4[m, layer] = _gradients(hosts, m, layer, prices)
+            away = hosts.away(m, layer, fetched=not every_micro_step)
+            gradient_MLG4[m, layer] = _gradients(*away, hosts, layer, prices)
     host_KMLG, direct_KMLG4 = host_KMLG[:, :, layers], direct_KMLG4[:, :, layers]
     found = max(len(layers) - prefetch - 1, 0)  # what is left in the slots where the order of layers turns
-    for last, visit in zip(order, order[1:], strict=False):
+    for last, visit in pairwise(order):
         if turns_back(visit, last):
             host_KMLG[1, visit.micro_step, found:] = 0
             direct_KMLG4[1, visit.micro_step, found:] = 0
@@ -167,9 +171,10 @@ def _near(
     return np.full(len(expert_H), path == "host")
 
 
-def _gradients(hosts: Hosts, micro_step: int, layer: int, prices: Prices) -> Floats:
-    """float64 [G, 4]: every replica returns its gradients in each micro-step, whether it was fetched for it or not."""
-    expert_H, rank_H = hosts.away(micro_step, layer)
+def _gradients(
+    expert_H: NDArray[np.int64], rank_H: NDArray[np.int64], hosts: Hosts, layer: int, prices: Prices
+) -> Floats:
+    """float64 [G, 4]."""
     everything = np.ones(len(expert_H), np.bool_)
     gradient_G4: Floats = pricing.transfer_seconds(
         expert_H, rank_H, everything, hosts.home_LE[layer], hosts.num_ranks, prices
