@@ -266,11 +266,17 @@ def simulate(
     output: Annotated[
         Path | None, typer.Option(help="The run's folder; runs/simulate/NAME of the configuration by default.")
     ] = None,
+    fit: Annotated[
+        Path | None, typer.Option(help="Timed steps, JSON Lines: fit rates of the hardware to them first.")
+    ] = None,
+    rate: Annotated[
+        list[str] | None, typer.Option(help="Fit this one; repeat it [default: gemm_flops_per_s, layer_s].")
+    ] = None,
 ) -> None:
     """Say what balancing is worth on a cluster that is described, not there: one RL step under every method."""
     from foreroute.cli.simulate import run_simulation
 
-    run_simulation(config, output)
+    run_simulation(config, output, measurements=fit, rates=rate or ())
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,39 +13,60 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from foreroute.errors import RunFolderError
-from foreroute.report import SimulationRow, compared, simulation_rows, simulation_summary, write_simulation_page
+from foreroute.errors import InputError, RunFolderError
+from foreroute.report import (
+    SimulationRow,
+    compared,
+    fit_rows,
+    fit_summary,
+    simulation_rows,
+    simulation_summary,
+    write_simulation_page,
+)
 from foreroute.simulate import (
     SimulateConfig,
     SimulationRecord,
     SweepRecord,
     Timeline,
     load_config,
+    parse_config,
     simulate,
     sweep,
     timeline,
 )
 from foreroute.simulate.config import SweepConfig
+from foreroute.simulate.fit import FitRecord, fit
+from foreroute.simulate.measured import load_measured
 from foreroute.simulate.simulation import OnProgress
 from foreroute.trace import write_atomically
 
 TIMELINE_LAYERS = 5
+DEFAULT_RATES = ("gemm_flops_per_s", "layer_s")
+
+Fitted = tuple[FitRecord, Mapping[str, float]]
 
 
-def run_simulation(config_path: Path, output: Path | None) -> None:
+def run_simulation(
+    config_path: Path, output: Path | None, *, measurements: Path | None = None, rates: Sequence[str] = ()
+) -> None:
     """Simulate, print the table, write the folder.
 
     Args:
         config_path: a TOML file, see `foreroute.simulate.config`.
         output: the folder, which must be empty or not there; runs/simulate/NAME by default.
+        measurements: a file of timed steps, see `foreroute.simulate.measured`, to fit rates to first.
+        rates: of `foreroute.simulate.fit.FITTABLE`, which to fit; by default `DEFAULT_RATES`.
 
     Raises:
         InputError: for everything that a user can mend.
     """
     folder = output or Path("runs") / "simulate" / config_path.stem
     _check_free(folder)
-    config = load_config(config_path)
-    console = Console()
+    if rates and measurements is None:
+        raise InputError("--rate says what to fit, and nothing to fit to was given; add --fit MEASUREMENTS")
+    config, console, fitted = load_config(config_path), Console(), None
+    if measurements is not None:
+        config, fitted = _fitted(config, measurements, rates or DEFAULT_RATES, console)
     with _watching(console, "simulating") as on_progress:
         record = simulate(config, on_progress=on_progress)
     _print(record, console)
@@ -57,9 +78,10 @@ def run_simulation(config_path: Path, output: Path | None) -> None:
     figures = record.as_dict() | {
         "sweeps": [point.as_dict() for point in sweeps],
         "timelines": [found.as_dict() for found in timelines],
+        "fit": None if fitted is None else fitted[0].as_dict(),
     }
     _save(folder / "simulation.json", figures)
-    page = write_simulation_page(record, config, folder / "report.html", sweeps=sweeps, timelines=timelines)
+    page = write_simulation_page(record, config, folder / "report.html", sweeps=sweeps, timelines=timelines, fit=fitted)
     console.print(f"{'figures':<9} {folder / 'simulation.json'}", soft_wrap=True, highlight=False, markup=False)
     console.print(f"{'page':<9} {page}", soft_wrap=True, highlight=False, markup=False)
 
@@ -67,6 +89,26 @@ def run_simulation(config_path: Path, output: Path | None) -> None:
 def _check_free(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunFolderError(f"{folder} is not empty; nothing was changed. Name another folder with --output")
+
+
+def _fitted(
+    config: SimulateConfig, measurements: Path, rates: Sequence[str], console: Console
+) -> tuple[SimulateConfig, Fitted]:
+    """The configuration with fitted rates, what was fitted, and the rates before."""
+    described = config.described()
+    measured = load_measured(measurements, described.topology)
+    with console.status(f"fitting to {len(measured)} measurements"):
+        found = fit(measured, config, rates)
+    values, hardware = config.model_dump(), described.costs.hardware
+    before = {}
+    for name, value in found.parameters.items():
+        holder, table = (hardware, "hardware") if hasattr(hardware, name) else (hardware.links, "links")
+        before[name] = float(getattr(holder, name))
+        values[table] = {**values[table], name: value}
+    for row in fit_rows(found, before):
+        console.print(f"{'fitted':<9} {row.name} {row.after}, configured {row.before}", highlight=False)
+    console.print(fit_summary(found), highlight=False)
+    return parse_config(values, source=f"{measurements}, fitted"), (found, before)
 
 
 def _timelines(config: SimulateConfig, record: SimulationRecord, on_progress: OnProgress) -> list[Timeline]:

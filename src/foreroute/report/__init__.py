@@ -4,6 +4,7 @@ Importing this room loads neither matplotlib nor jinja2; `write_report` does, an
 """
 
 from foreroute.report.diagnosis import MeasureRow, measure_rows, write_diagnosis
+from foreroute.report.fit_rows import fit_rows, fit_summary
 from foreroute.report.page import write_report
 from foreroute.report.plan import write_plan_page
 from foreroute.report.plan_rows import MethodRow, method_rows, plan_summary
@@ -20,6 +21,8 @@ __all__ = [
     "SimulationRow",
     "SummaryRow",
     "compared",
+    "fit_rows",
+    "fit_summary",
     "measure_rows",
     "method_rows",
     "plan_summary",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foreroute.report.fit_rows import fit_rows, fit_summary
 from foreroute.report.plan_rows import over_mean, step_seconds
 from foreroute.report.simulation_rows import headline, simulation_rows, simulation_summary
 from foreroute.report.template import write_html
@@ -13,6 +14,7 @@ from foreroute.report.wording import flattened, percentage
 
 if TYPE_CHECKING:
     from foreroute.simulate import SimulateConfig, SimulationRecord, SweepRecord, Timeline
+    from foreroute.simulate.fit import FitRecord
 
 
 def write_simulation_page(
@@ -22,6 +24,7 @@ def write_simulation_page(
     *,
     sweeps: Sequence[SweepRecord] = (),
     timelines: Sequence[Timeline] = (),
+    fit: tuple[FitRecord, Mapping[str, float]] | None = None,
 ) -> Path:
     """Write the page; one that is there is replaced.
 
@@ -31,17 +34,22 @@ def write_simulation_page(
         target: the file to write.
         sweeps: of the same configuration.
         timelines: of the same micro-step and layers.
+        fit: what was fitted to measurements, if anything was, and the values before.
 
     Raises:
         InputError: when `target` is a folder, or the `report` extra is not installed.
     """
-    return write_html(target, "simulation.html.j2", lambda: _values(record, config, sweeps, timelines))
+    return write_html(target, "simulation.html.j2", lambda: _values(record, config, sweeps, timelines, fit))
 
 
 def _values(
-    record: SimulationRecord, config: SimulateConfig, sweeps: Sequence[SweepRecord], timelines: Sequence[Timeline]
+    record: SimulationRecord,
+    config: SimulateConfig,
+    sweeps: Sequence[SweepRecord],
+    timelines: Sequence[Timeline],
+    fit: tuple[FitRecord, Mapping[str, float]] | None,
 ) -> dict[str, Any]:
-    from foreroute.report import simulation_plots, sweep_plots, timeline_plots
+    from foreroute.report import fit_plot, simulation_plots, sweep_plots, timeline_plots
 
     return {
         "gpus": f"{record.gpus:,}",
@@ -54,6 +62,7 @@ def _values(
         "sensitivity_keys": sweep_plots.keys(record),
         "sensitivities": sweep_plots.sensitivities(record, config, sweeps),
         "rows": simulation_rows(record),
+        "fit": None if fit is None else (fit_summary(fit[0]), fit_rows(*fit), fit_plot.predictions(fit[0])),
         "publish": step_seconds(record.publish_s),
         "rollout": step_seconds(record.rollout_s) if record.rollout_s else "",
         "planning": "configured" if config.execution.planning_s is not None else "measured",

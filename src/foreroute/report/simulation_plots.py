@@ -101,8 +101,10 @@ def _stacked(
         if line is not None:
             axes.axvline(line, color=DARK, linewidth=1.2, linestyle=(0, (4, 2)))
         for place, total in zip(places_B, totals_B, strict=True):
-            words = axes.text(total, place, f" {step_seconds(total)}", va="center", fontsize=9.5, color=INK)
-            words.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.6})
+            axes.annotate(
+                step_seconds(total), (total, place), xytext=(5, 0), textcoords="offset points", va="center",
+                fontsize=9.5, color=INK, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
+            )  # fmt: skip
         for first, heading in headings.items():
             axes.text(0, places_B[first] - 0.95, heading, va="center", fontsize=10.5, fontweight="bold", color=INK)
         axes.set_yticks(places_B, [textwrap.fill(label, LABEL_WIDTH) for label, _ in bars], fontsize=9.5)

@@ -12,6 +12,7 @@ from matplotlib.ticker import PercentFormatter
 from foreroute.report.canvas import Caption, Key, Plot, panel
 from foreroute.report.plan_rows import over_mean
 from foreroute.report.simulation_rows import compared, headline
+from foreroute.report.wording import duration
 
 if TYPE_CHECKING:
     from foreroute.simulate import SimulateConfig, SimulationRecord, SweepRecord
@@ -33,7 +34,7 @@ WORDS = {
 NOTES = {
     "expert_parallel": " Unless the configuration names a workload, every EP size has its own.",
     "redundant_slots": " Methods with slots of their own number do not change.",
-    "planning_s": " Seconds that the recompute waits for its plan.",
+    "planning_s": " The first micro-steps are planned first, and the recompute waits for these.",
 }
 MARKERS = {"skew": ("o", "circles: skew"), "tokens_per_rank": ("s", "squares: tokens per GPU"),
            "expert_parallel": ("^", "triangles: EP size")}  # fmt: skip
@@ -120,26 +121,25 @@ def _card(
     configured, waits = _configured(key, record, config), key == "planning_s"
     caption = Caption(
         title=title,
-        sentence=f"As configured: {configured:,.4g}." + NOTES.get(key, ""),
+        sentence=_said(key, configured, config) + NOTES.get(key, ""),
         x_label=x_label,
         y_label="recompute waits, s" if waits else "static / this",
         absent="",
     )
-    places = sorted([*((point.value, point.simulation) for point in points), (configured, record)], key=lambda p: p[0])
-    if configured in [point.value for point in points]:
-        places = [(point.value, point.simulation) for point in points]
+    known = {point.value: point.simulation for point in points}
+    places = sorted(({configured: record} | known).items())
     methods = compared(record)
 
     def draw(axes: Any) -> None:
         x = [value for value, _ in places]
         if not waits:
             axes.plot(x, [_ideal_gain(one) for _, one in places], color=IDEAL, linestyle=(0, (4, 2)), linewidth=1.3)
-        for method, colour in zip(methods, COLOURS, strict=False):
+        for n, method in reversed(list(enumerate(methods))):
             same = [one[method.name] for _, one in places]
             y = [one.stages.planning if waits else one.speedup_over_static for one in same]
-            axes.plot(x, y, color=colour, marker="o", markersize=4.2)
+            axes.plot(x, y, color=COLOURS[n], marker="o", markersize=4.2)
         axes.axvline(configured, color="#8a94a0", linewidth=0.9, linestyle=(0, (1, 2)))
-        _x_axis(axes, [point.value for point in points])
+        _x_axis(axes, list(known) if waits else x)
         low, high = (0.0, None) if waits else (min(1.0, span[0]) - 0.03, span[1] + 0.05 * (span[1] - 0.95))
         axes.set_ylim(low, high)
 
@@ -176,6 +176,17 @@ def _drawn(record: SimulationRecord, one: SimulationRecord) -> list[Any]:
 
 def _ideal_gain(record: SimulationRecord) -> float:
     return record["static"].training_s / record.ideal_s
+
+
+def _said(key: str, configured: float, config: SimulateConfig) -> str:
+    from foreroute.simulate.sweep import BANDWIDTHS
+
+    if key in BANDWIDTHS:
+        rate = getattr(config.described().topology.links, BANDWIDTHS[key])
+        return f"As configured: {rate / 1e9:,.4g} GB/s per GPU."
+    if key == "planning_s" and config.execution.planning_s is None:
+        return f"Measured here: {duration(configured)}."
+    return f"As configured: {configured:,.4g}."
 
 
 def _configured(key: str, record: SimulationRecord, config: SimulateConfig) -> float:
