@@ -2,9 +2,9 @@
 
 Two ways to grow. More groups at the same expert parallelism: every group plans its own step (`planning_ms`), or one
 planner plans for all (`one_planner_ms`, the sum). Larger groups: a model of 256 experts over 16 to 256 ranks, whose
-cells take longer to plan. Planning begins when the rollout ends and hands over micro-step by micro-step, so it is hidden when
-the first micro-step is planned before the recompute begins, and each later one before the one before it has run:
-`hidden_s` is what the recompute gives it. Tokens of a GPU, 8k in a micro-step, stay the same.
+cells take longer to plan. Planning begins when the rollout ends, here together with the recompute, and hands over
+micro-step by micro-step; it is hidden, but for the first micro-step, while it takes less than the recompute. Tokens
+of a GPU stay the same, 8k in a micro-step.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 On each number of processes, plans that differ in skew, tokens and replicas run in turn, round after round: the forward
 passes of all micro-steps (recompute), and forward with backward under activation checkpointing (update). The time of a
-plan is the median over rounds of the slowest rank. Costs (of a FLOP, of a byte between ranks, and of a layer at any rate)
+plan is the median over rounds of the slowest rank. Costs (of a FLOP, of a byte between ranks, of a layer at any rate)
 are fitted to every second plan and predict the others, and the other way round: every prediction is of a plan that the
 fit has not seen. Ranks that share processors take turns in the model as they do here.
 """
