@@ -47,7 +47,8 @@ def by_part(record: SimulationRecord) -> Plot:
     caption = Caption(
         title="What recompute and update are spent on",
         sentence="Of the slowest expert-parallel group, in its last pipeline stage. All-to-alls and experts last as "
-        "long as their slowest rank; exposed transfers are waits for weights and gradients that move.",
+        "long as their slowest rank; exposed transfers are waits for weights and gradients that move. "
+        "Waiting for the plan delays the recompute and counts as planning elsewhere.",
         x_label="seconds, modelled",
         y_label="",
         absent="",

@@ -128,7 +128,8 @@ def _rivals(record: SimulationRecord, main: MethodRecord) -> list[str]:
         which = "The fastest plan of ours" if is_ours(method.name) else "The fastest of the other methods"
         sentences.append(
             f"{which} ({method.label}) {words}; it moves {method.fetches_per_cell:.1f} experts for a cell, "
-            f"{main.label} {main.fetches_per_cell:.1f}."
+            f"{main.label} {main.fetches_per_cell:.1f}. The whole step, with what planning and home moves delay it by, "
+            f"takes {step_seconds(method.step_s)} s, with {main.label} {step_seconds(main.step_s)} s."
         )
     return sentences
 
