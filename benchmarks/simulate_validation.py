@@ -2,16 +2,15 @@
 
 On each number of processes, plans that differ in skew, tokens and replicas run in turn, round after round: the forward
 passes of all micro-steps (recompute), and forward with backward under activation checkpointing (update). The time of a
-plan is the median over rounds of the slowest rank. Costs (of a FLOP, of a byte between ranks, of a layer at any rate)
-are fitted to every second plan and predict the others, and the other way round: every prediction is of a plan that the
-fit has not seen. Ranks that share processors take turns in the model as they do here.
+plan is that of the slowest rank in the quickest round. Costs (of a FLOP, of a byte between ranks, of a layer at any
+rate) are fitted to every second plan and predict the others, and the other way round: every prediction is of a plan that
+the fit has not seen. Ranks that share processors take turns in the model as they do here.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import statistics
 import tempfile
 import time
 from contextlib import closing
@@ -171,7 +170,7 @@ def _work(rank: int, num_ranks: int, rounds: int, folder: str) -> None:
                         times[stage].append(taken)
     if rank == 0:
         timed = [
-            Timed(name, step.counts_MLGE, plan, {stage: statistics.median(times[stage]) for stage in STAGES})
+            Timed(name, step.counts_MLGE, plan, {stage: min(times[stage]) for stage in STAGES})
             for (step, plan, name), times in zip(planned, seconds, strict=True)
         ]
         torch.save(timed, Path(folder) / "timed.pt")
@@ -197,4 +196,4 @@ def _seconds_of(bench: Bench, plan: StepPlan, engine: TransferEngine, *, updatin
     taken = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
     bench.routed.model.zero_grad(set_to_none=True)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
+    return taken.item()
