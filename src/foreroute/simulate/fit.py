@@ -216,4 +216,4 @@ def _require_told_apart(share_VK: Floats, names: list[str]) -> None:
 
 def _rank_correlation(a_V: Floats, b_V: Floats) -> float:
     ranks = np.stack([np.argsort(np.argsort(values)) for values in (a_V, b_V)]).astype(np.float64)
-    return float(np.corrcoef(ranks)[0, 1]) if len(a_V) > 1 else 1.0
+    return float(np.asarray(np.corrcoef(ranks))[0, 1]) if len(a_V) > 1 else 1.0
