@@ -28,6 +28,7 @@ METHODS = (
     "ours_exact",
     "ours_traffic",
 )
+SKEWS = (0.5, 1.0, 2.0, 4.0)
 FEW = ("static", "eplb_micro_step", "ours", "ours_traffic")
 
 
@@ -44,22 +45,33 @@ def run(quick: bool) -> dict[str, Any]:
                     f"{tokens}_{dispatcher}": _short(simulate(config_of(preset, ranks, tokens, dispatcher, FEW, quick)))
                     for tokens in TOKENS
                     for dispatcher in DISPATCHERS
-                }
+                },
+                "by_skew": {str(skew): _skewed(preset, ranks, skew, quick) for skew in SKEWS},
+                "exposed_share_2k_gradients_once": _gradients_once(preset, ranks, quick),
             }
             seconds[name][f"EP{ranks}"] = {record.name: round(record.training_s, 4) for record in main.methods}
     return {"metrics": metrics, "baselines": seconds}
 
 
 def config_of(
-    preset: str, ranks: int, tokens: str, dispatcher: str, methods: tuple[str, ...], quick: bool
+    preset: str,
+    ranks: int,
+    tokens: str,
+    dispatcher: str,
+    methods: tuple[str, ...],
+    quick: bool,
+    *,
+    skew: float = 1.0,
+    execution: dict[str, str] | None = None,
 ) -> SimulateConfig:
     """64 GPUs."""
-    size = {"micro_steps": 4, "layers": 1, "groups": 1} if quick else {"micro_steps": 16, "layers": 4, "groups": 4}
+    size = {"micro_steps": 4, "layers": 1, "groups": 1} if quick else {"micro_steps": 16, "layers": 4, "groups": 2}
     values = {
         "cluster": {"gpus": 64, "expert_parallel": ranks},
         "model": {"preset": preset},
         "costs": {"dispatcher": dispatcher},
-        "workload": {"tokens_per_rank": TOKENS[tokens], **size},
+        "workload": {"tokens_per_rank": TOKENS[tokens], "skew": skew, **size},
+        "execution": execution or {},
         "methods": methods,
     }
     return parse_config(values, source="the benchmark")
@@ -103,6 +115,23 @@ def _short(found: SimulationRecord) -> dict[str, float]:
         "exposed_share": round(ours.exposed_share, 5),
         "traffic_r8_over_balance_r2": round(ours.training_s / found["ours_traffic"].training_s, 4),
     }
+
+
+def _skewed(preset: str, ranks: int, skew: float, quick: bool) -> dict[str, float]:
+    """More and less even experts; 8k tokens, deduplicated."""
+    found = simulate(config_of(preset, ranks, "8k", "dedup", ("static", "ours"), quick, skew=skew))
+    return {
+        "static_imbalance": round(found["static"].imbalance, 3),
+        "speedup_over_static": round(found["ours"].speedup_over_static, 4),
+        "share_of_ideal": round(found["ours"].share_of_ideal, 4),
+    }
+
+
+def _gradients_once(preset: str, ranks: int, quick: bool) -> float:
+    """Exposed transfers at 2k tokens if gradients were added up in the slots, and returned once for each fetch."""
+    execution = {"gradient_return": "transfer"}
+    found = simulate(config_of(preset, ranks, "2k", "dedup", ("static", "ours"), quick, execution=execution))
+    return round(found["ours"].exposed_share, 5)
 
 
 def _parts(found: SimulationRecord, method: str) -> dict[str, float]:

@@ -2,19 +2,19 @@
 
 On each number of processes, plans that differ in skew, tokens and replicas run in turn, round after round: the forward
 passes of all micro-steps (recompute), and forward with backward under activation checkpointing (update). The time of a
-plan is the median over rounds of the slowest rank. Costs (of a FLOP, of a byte between ranks, of a layer at any rate)
-are fitted to every second plan and predict the others, and the other way round: every prediction is of a plan that the
-fit has not seen. Ranks that share processors take turns in the model as they do here.
+plan is that of the slowest rank in the quickest round. Costs (of a FLOP, of a byte of weights and rows in memory, of a
+byte between ranks, of a layer at any rate) are fitted to two thirds of the plans and predict the others, three times:
+every prediction is of a plan that the fit has not seen. Ranks that share processors take turns in the model as here.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import statistics
 import tempfile
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,9 @@ from foreroute.transfer.exchange import PeerGroup
 SKEWS = (0.0, 0.3, 1.0)
 SEQUENCES = (2, 6)
 OPTIONS = {"home": PlanOptions(replicas=False), "ours": PlanOptions(slots="shared")}
-FITTED = ("gemm_flops_per_s", "layer_s", "node_bytes_per_s")
+FITTED = ("gemm_flops_per_s", "memory_bytes_per_s", "layer_s", "node_bytes_per_s")
+FOLDS = 3
+"""Coprime to the two ways of serving a step, so that every fold has both."""
 STAGES = ("recompute", "update")
 HEAD_WIDTH = 64
 
@@ -66,11 +68,11 @@ def _figures(timed: list[Timed], num_ranks: int) -> dict[str, Any]:
     for stage in STAGES:
         measured = [_measured(one, stage) for one in timed]
         found: list[tuple[Measured, float]] = []
-        for part in (0, 1):
-            fitted = fit(measured[part::2], config, FITTED)
-            costs = config.described().costs
-            others = fit_record(measured[1 - part :: 2], config, _with(costs, fitted.hardware), FITTED)
-            found += list(zip(measured[1 - part :: 2], others.predicted_s, strict=True))
+        for fold in range(FOLDS):
+            unseen = measured[fold::FOLDS]
+            fitted = fit([one for one in measured if one not in unseen], config, FITTED)
+            costs = replace(config.described().costs, hardware=fitted.hardware)
+            found += list(zip(unseen, fit_record(unseen, config, costs, FITTED).predicted_s, strict=True))
         seconds = np.array([one.seconds for one, _ in found])
         predicted = np.array([value for _, value in found])
         figures[stage] = {
@@ -126,12 +128,6 @@ def _config(num_ranks: int) -> SimulateConfig:
     )
 
 
-def _with(costs: Any, hardware: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(costs, hardware=hardware)
-
-
 def _measured(one: Timed, stage: str) -> Measured:
     num_ranks = one.counts.shape[2]
     topology = Topology(num_ranks, num_ranks, SLOTS, one.plan.topology.links)
@@ -152,7 +148,8 @@ def _work(rank: int, num_ranks: int, rounds: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     bench = Bench.of(rank, num_ranks)
-    bench.routed.model.gradient_checkpointing_enable()
+    model: Any = bench.routed.model
+    model.gradient_checkpointing_enable()
     with closing(bench.engine(PeerGroup(timeout_s=120), slots="shared", paths="host")) as engine:
         bench.placed.use(engine)
         steps = [
@@ -171,7 +168,7 @@ def _work(rank: int, num_ranks: int, rounds: int, folder: str) -> None:
                         times[stage].append(taken)
     if rank == 0:
         timed = [
-            Timed(name, step.counts_MLGE, plan, {stage: statistics.median(times[stage]) for stage in STAGES})
+            Timed(name, step.counts_MLGE, plan, {stage: min(times[stage]) for stage in STAGES})
             for (step, plan, name), times in zip(planned, seconds, strict=True)
         ]
         torch.save(timed, Path(folder) / "timed.pt")
@@ -197,4 +194,4 @@ def _seconds_of(bench: Bench, plan: StepPlan, engine: TransferEngine, *, updatin
     taken = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
     bench.routed.model.zero_grad(set_to_none=True)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
+    return taken.item()

@@ -22,10 +22,12 @@ def orders_of(stage, stages, micro_steps):
     return [one_forward_one_backward(p, stages, micro_steps) for p in range(stages)]
 
 
-def engine_and_oracle(seed, stage, stages, *, micro_steps=3, layers=4, ranks=2, transfers=1.0, planned=0.0, **rule):
+def engine_and_oracle(
+    seed, stage, stages, *, micro_steps=3, layers=4, ranks=2, transfers=1.0, gradients=1.0, planned=0.0, **rule
+):
     compute, moved = random_work(seed, micro_steps=micro_steps, layers=layers, ranks=ranks, transfers=transfers)
-    if stage == 0:
-        moved = replace(moved, gradient_MLG4=np.zeros_like(moved.gradient_MLG4))
+    # many gradients are still on their way when the stage has ended
+    moved = replace(moved, gradient_MLG4=moved.gradient_MLG4 * (0.0 if stage == 0 else gradients))
     ready_M = planned * np.arange(1, micro_steps + 1)
     orders, parts, how = orders_of(stage, stages, micro_steps), layer_parts(layers, stages), rules(**rule)
     found = run(orders, parts, compute, moved, how, stage=stage, ready_M=ready_M)
@@ -39,7 +41,13 @@ def engine_and_oracle(seed, stage, stages, *, micro_steps=3, layers=4, ranks=2, 
 def test_equals_a_play_of_events(stage, stages, prefetch, keeps):
     for seed in range(3):
         found, expected = engine_and_oracle(
-            seed, stage, stages, prefetch=prefetch, keeps_slots=keeps, planned=1.5 * (seed % 2)
+            seed,
+            stage,
+            stages,
+            gradients=(1.0, 6.0)[seed % 2],
+            prefetch=prefetch,
+            keeps_slots=keeps,
+            planned=1.5 * (seed % 2),
         )
         assert found.end_P == pytest.approx(expected, abs=1e-9)
         assert found.parts_PX.sum(axis=1) == pytest.approx(found.end_P)
@@ -52,10 +60,11 @@ def test_equals_a_play_of_events(stage, stages, prefetch, keeps):
     shape=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3)),
     stages=st.integers(1, 2),
     transfers=st.sampled_from([0.0, 0.1, 1.0, 10.0]),
+    gradients=st.sampled_from([0.0, 1.0, 6.0]),
     prefetch=st.integers(0, 3),
     keeps=st.booleans(),
 )
-def test_equals_a_play_of_events_of_any_shape(seed, stage, shape, stages, transfers, prefetch, keeps):
+def test_equals_a_play_of_events_of_any_shape(seed, stage, shape, stages, transfers, gradients, prefetch, keeps):
     micro_steps, layers, ranks = shape
     found, expected = engine_and_oracle(
         seed,
@@ -65,6 +74,7 @@ def test_equals_a_play_of_events_of_any_shape(seed, stage, shape, stages, transf
         layers=layers,
         ranks=ranks,
         transfers=transfers,
+        gradients=gradients,
         prefetch=prefetch,
         keeps_slots=keeps,
         ranks_per_node=ranks,

@@ -125,7 +125,7 @@ class ExecutionConfig(Section):
     overlap: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of its computing time behind which a layer hides its all-to-alls. 0: no overlap."""
     planning_s: Seconds | None = None
-    """Seconds that planning a step takes, for every method; by default the wall time measured here."""
+    """Seconds that planning a step takes, for every method; by default the processor time measured here."""
     planner_speed: Annotated[float, Field(gt=0)] = 1.0
     """Measured planning times are divided by it: other processors, more threads."""
     plan_lead_s: Seconds = 0.0

@@ -146,7 +146,7 @@ def _scaled(costs: CostModel, parameters: Sequence[str], cost_K: Floats) -> Cost
     }
     hardware = costs.hardware
     links = replace(hardware.links, **{name: value for name, value in values.items() if not hasattr(hardware, name)})
-    own = {name: value for name, value in values.items() if hasattr(hardware, name)}
+    own: dict[str, Any] = {name: value for name, value in values.items() if hasattr(hardware, name)}
     return replace(costs, hardware=replace(hardware, links=links, **own))
 
 
@@ -215,5 +215,5 @@ def _require_told_apart(share_VK: Floats, names: list[str]) -> None:
 
 
 def _rank_correlation(a_V: Floats, b_V: Floats) -> float:
-    ranks = [np.argsort(np.argsort(values)) for values in (a_V, b_V)]
-    return float(np.corrcoef(*ranks)[0, 1]) if len(a_V) > 1 else 1.0
+    ranks = np.stack([np.argsort(np.argsort(values)) for values in (a_V, b_V)]).astype(np.float64)
+    return float(np.asarray(np.corrcoef(ranks))[0, 1]) if len(a_V) > 1 else 1.0

@@ -35,7 +35,7 @@ class MethodRecord:
         share_of_bound: the least that any plan can take for these, over those of this method. It cannot exceed 1.
         speedup_over_static: of recompute and update.
         groups_waiting: share of recompute and update that a group waits for the slowest one, on average.
-        planning_s: seconds of planning a group's step, all layers, on one thread; most of it is hidden or all.
+        planning_s: processor seconds of planning a group's step, all layers, on one thread; hidden for the most part.
         fetches_per_cell: experts whose weights are moved for a cell.
         gpu_hours: of one step, rollout included.
         gpu_hours_saved: against static.
