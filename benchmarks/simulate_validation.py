@@ -32,8 +32,8 @@ from foreroute.simulate.measured import Measured
 from foreroute.transfer.engine import TransferEngine
 from foreroute.transfer.exchange import PeerGroup
 
-SKEWS = (0.0, 0.3, 1.0)
-SEQUENCES = (2, 6)
+SKEWS = (0.0, 1.0)
+SEQUENCES = (1, 2, 4, 8)
 OPTIONS = {"home": PlanOptions(replicas=False), "ours": PlanOptions(slots="shared")}
 FITTED = ("gemm_flops_per_s", "memory_bytes_per_s", "layer_s", "node_bytes_per_s")
 FOLDS = 3
@@ -149,7 +149,7 @@ def _work(rank: int, num_ranks: int, rounds: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     bench = Bench.of(rank, num_ranks)
     model: Any = bench.routed.model
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     with closing(bench.engine(PeerGroup(timeout_s=120), slots="shared", paths="host")) as engine:
         bench.placed.use(engine)
         steps = [
