@@ -22,7 +22,6 @@ HARNESS = {
     "eplb_published",
     "execution_bench",
     "execution_gpu",
-    "execution_plans",
     "fuzz_targets_capture",
     "fuzz_targets_plan",
     "mutations",

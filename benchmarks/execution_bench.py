@@ -58,11 +58,18 @@ class Bench:
 
     @classmethod
     def routed_anew(
-        cls, routed: hf.RoutedModel, placed: PlacedModel, rank: int, num_ranks: int, *, skew: float = 0.3
+        cls,
+        routed: hf.RoutedModel,
+        placed: PlacedModel,
+        rank: int,
+        num_ranks: int,
+        *,
+        skew: float = 0.3,
+        sequences: int = BATCH[0],
     ) -> Bench:
-        """The same model on other tokens and routes; with `skew` 0 all experts are as likely."""
+        """The same model on other routes, of so many sequences a micro-step; with `skew` 0 all experts are as likely."""
         rng = np.random.default_rng([rank, int(1000 * skew)])
-        batches = [torch.from_numpy(rng.integers(0, 256, BATCH)) for _ in range(MICRO_STEPS)]
+        batches = [torch.from_numpy(rng.integers(0, 256, (sequences, BATCH[1]))) for _ in range(MICRO_STEPS)]
         traces = [_skewed(routed, batch, rng, skew) for batch in batches]
         rows = [BatchRows.replayed(trace, batch).routed_LE for trace, batch in zip(traces, batches, strict=True)]
         mine_MLE = torch.from_numpy(np.stack([counts for counts in rows if counts is not None]).astype(np.int32))

@@ -22,7 +22,9 @@ def test_importing_the_package_loads_numpy_and_nothing_heavier():
     assert modules.isdisjoint(HEAVY)
 
 
-@pytest.mark.parametrize("room", ["trace", "layout", "capture", "mismatch", "balance", "transfer", "conformance"])
+@pytest.mark.parametrize(
+    "room", ["trace", "layout", "capture", "mismatch", "balance", "transfer", "simulate", "conformance"]
+)
 def test_the_pure_rooms_load_no_framework(room):
     assert loaded_by(f"import foreroute.{room}").isdisjoint(FRAMEWORKS)
 

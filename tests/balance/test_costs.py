@@ -63,6 +63,8 @@ def test_transfers_and_rows_by_hand():
         ("qwen3-30b-a3b", 30.5, 0.01),
         ("qwen3-235b-a22b", 235, 0.01),
         ("glm-4.5-air", 106, 0.03),
+        ("glm-4.5", 355, 0.03),
+        ("qwen3-next-80b-a3b", 80, 0.02),
         ("deepseek-v3", 671, 0.03),  # three dense layers are left out
         ("kimi-k2", 1026, 0.03),
     ],

@@ -57,6 +57,23 @@ def _latent(hidden: int, heads: int) -> tuple[int, int]:
     return queries + keys_and_values + heads * 128 * hidden, heads * (192 + 128) // 2
 
 
+def _gated_query(hidden: int, heads: int, kv_heads: int, head_width: int) -> tuple[int, int]:
+    """Grouped-query attention whose output passes a gate, which is projected with the queries."""
+    projections, width = _grouped_query(hidden, heads, kv_heads, head_width)
+    return projections + hidden * width, width
+
+
+def _gated_delta(hidden: int) -> tuple[int, int]:
+    """The linear attention of Qwen3-Next: 16 query and key heads, 32 value heads of 128, a gate; no core in squares."""
+    keys, values = 16 * 128, 32 * 128
+    return hidden * (2 * keys + 2 * values) + values * hidden + hidden * 2 * 32, 0
+
+
+def _mixed(linear: tuple[int, int], full: tuple[int, int]) -> tuple[int, int]:
+    """The mean layer of three with linear attention and one with full attention."""
+    return (3 * linear[0] + full[0]) // 4, (3 * linear[1] + full[1]) // 4
+
+
 def _model(
     attention: tuple[int, int],
     *,
@@ -94,6 +111,14 @@ MODELS: Mapping[str, ModelShape] = {
         _grouped_query(4096, 96, 8, 128),
         layers=45, experts=128, top_k=8, hidden=4096, intermediate=1408, vocabulary=151_552, shared_intermediate=1408,
     ),
+    "glm-4.5": _model(
+        _grouped_query(5120, 96, 8, 128),
+        layers=89, experts=160, top_k=8, hidden=5120, intermediate=1536, vocabulary=151_552, shared_intermediate=1536,
+    ),
+    "qwen3-next-80b-a3b": _model(
+        _mixed(_gated_delta(2048), _gated_query(2048, 16, 2, 256)),
+        layers=48, experts=512, top_k=10, hidden=2048, intermediate=512, vocabulary=151_936, shared_intermediate=512,
+    ),
     "deepseek-v3": _model(
         _latent(7168, 128),
         layers=58, experts=256, top_k=8, hidden=7168, intermediate=2048, vocabulary=129_280, shared_intermediate=2048,
@@ -103,7 +128,7 @@ MODELS: Mapping[str, ModelShape] = {
         layers=60, experts=384, top_k=8, hidden=7168, intermediate=2048, vocabulary=163_840, shared_intermediate=2048,
     ),
 }  # fmt: skip
-"""Routed layers only: the first dense layers of the last three are left out."""
+"""Routed layers only: the first dense layers of GLM, DeepSeek and Kimi are left out."""
 
 HARDWARE: Mapping[str, Hardware] = {
     # SXM5: 989 TFLOP/s bf16, 3.35 TB/s, NVLink 450 GB/s, one 400 Gb/s NIC and PCIe 5 x16 per rank.

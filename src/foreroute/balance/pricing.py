@@ -107,8 +107,8 @@ def all_to_all_seconds(rows_G4: Any, prices: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def slowest_experts(rank_H: Any, tokens_H: Any, num_ranks: int, prices: Any) -> Any:
-    """Seconds of the slowest rank's experts in a forward pass, and in a backward pass."""
+def experts_by_rank(rank_H: Any, tokens_H: Any, num_ranks: int, prices: Any) -> Any:
+    """float64 [G] twice, seconds of each rank's experts in a forward pass, and in a backward pass."""
     forward_G, backward_G = np.zeros(num_ranks), np.zeros(num_ranks)
     for h in range(len(rank_H)):
         forward_G[rank_H[h]] += _expert_seconds(
@@ -121,13 +121,13 @@ def slowest_experts(rank_H: Any, tokens_H: Any, num_ranks: int, prices: Any) -> 
             prices.backward_weights * prices.weight_s,
             prices.backward_memory * prices.pair_s,
         )
-    return forward_G.max(), backward_G.max()
+    return forward_G, backward_G
 
 
 @njit(nogil=True, cache=True)
 def transfer_seconds(expert_H: Any, rank_H: Any, fetched_H: Any, home_E: Any, num_ranks: int, prices: Any) -> Any:
-    """Seconds of the busiest rank's transfers for one fetch of all replicas from host memory, for one over the direct
-    path, and for the return of their gradients.
+    """Seconds of the ranks' transfers for one fetch of all replicas from host memory, float64 [G], for one over the
+    direct path, and for the return of their gradients, both float64 [G, 4].
     """
     host_G = np.zeros(num_ranks)
     direct_G4, gradient_G4 = np.zeros((num_ranks, 4)), np.zeros((num_ranks, 4))
@@ -146,7 +146,7 @@ def transfer_seconds(expert_H: Any, rank_H: Any, fetched_H: Any, home_E: Any, nu
             direct_G4[rank, NODE_IN] += prices.node_fetch_s
             gradient_G4[rank, NODE_OUT] += prices.node_gradient_s
             gradient_G4[home, NODE_IN] += prices.node_gradient_s
-    return host_G.max(), direct_G4, gradient_G4
+    return host_G, direct_G4, gradient_G4
 
 
 @njit(nogil=True, cache=True)
@@ -179,8 +179,10 @@ def cell_seconds(
     """
     num_ranks = len(rows_G4)
     leg_s = all_to_all_seconds(rows_G4, prices)
-    forward_s, backward_s = slowest_experts(rank_H, tokens_H, num_ranks, prices)
-    fetch_s, direct_G4, gradient_G4 = transfer_seconds(expert_H, rank_H, fetched_H, home_E, num_ranks, prices)
+    forward_G, backward_G = experts_by_rank(rank_H, tokens_H, num_ranks, prices)
+    forward_s, backward_s = forward_G.max(), backward_G.max()
+    host_G, direct_G4, gradient_G4 = transfer_seconds(expert_H, rank_H, fetched_H, home_E, num_ranks, prices)
+    fetch_s = host_G.max()
     parts_SP = np.zeros((2, 5))
     shared_G4 = gradient_G4
     for stage, forwards, backwards in prices.groups:

@@ -1,4 +1,4 @@
-"""`foreroute demo | demo-ep | train | inspect | validate | convert | diff | doctor | plan | report`."""
+"""`foreroute demo | demo-ep | train | inspect | validate | convert | diff | doctor | plan | simulate | report`."""
 
 from __future__ import annotations
 
@@ -258,6 +258,25 @@ def plan(
     if baseline and not baselines:
         raise InputError("--baseline and --no-baselines contradict each other; leave one of them out")
     run_plan(inputs, options, output, baselines=(baseline or None) if baselines else (), overwrite=overwrite)
+
+
+@app.command()
+def simulate(
+    config: Annotated[Path, typer.Argument(help="TOML: cluster, hardware, model, workload, execution, sweep.")],
+    output: Annotated[
+        Path | None, typer.Option(help="The run's folder; runs/simulate/NAME of the configuration by default.")
+    ] = None,
+    fit: Annotated[
+        Path | None, typer.Option(help="Timed steps, JSON Lines: fit rates of the hardware to them first.")
+    ] = None,
+    rate: Annotated[
+        list[str] | None, typer.Option(help="Fit this one; repeat it [default: gemm_flops_per_s, layer_s].")
+    ] = None,
+) -> None:
+    """Say what balancing is worth on a cluster that is described, not there: one RL step under every method."""
+    from foreroute.cli.simulate import run_simulation
+
+    run_simulation(config, output, measurements=fit, rates=rate or ())
 
 
 @app.command()

@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from foreroute.report.records import SIDES, Run, Side
@@ -111,14 +111,7 @@ def plot(
     inches: tuple[float, float] = INCHES,
 ) -> Plot:
     """Let `draw` fill one pair of axes, unless there is nothing to draw."""
-
-    def fill(figure: Figure) -> None:
-        axes = figure.subplots()
-        draw(axes)
-        axes.set_xlabel(caption.x_label)
-        axes.set_ylabel(caption.y_label)
-
-    return plot_figure(caption, runs, series, fill, inches)
+    return plot_figure(caption, runs, series, _labelled(caption, draw), inches)
 
 
 def plot_figure(
@@ -152,6 +145,17 @@ def picture(
     return Plot(caption=caption, image=image, alt=alt, keys=keys)
 
 
+def panel(
+    caption: Caption,
+    draw: Callable[[Any], None],
+    alt: str,
+    keys: Sequence[Key] = (),
+    inches: tuple[float, float] = INCHES,
+) -> Plot:
+    """A card with one pair of axes, labelled as the caption says."""
+    return picture(caption, _labelled(caption, draw), alt, inches, tuple(keys))
+
+
 def colour_of(position: int) -> str:
     """The colour of the run at this position of the report."""
     return COLOURS[position % len(COLOURS)]
@@ -162,6 +166,24 @@ def percent_axis(axes: Any) -> None:
     top = axes.get_ylim()[1]
     axes.set_ylim(-0.025 * top, top)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None, symbol=" %"))
+
+
+def top_down(axes: Any) -> None:
+    """Horizontal bars in the order of a list: the first on top."""
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+
+
+def _labelled(caption: Caption, draw: Callable[[Any], None]) -> Callable[[Figure], None]:
+    def fill(figure: Figure) -> None:
+        axes = figure.subplots()
+        draw(axes)
+        axes.set_xlabel(caption.x_label)
+        axes.set_ylabel(caption.y_label)
+
+    return fill
 
 
 def _keys(runs: Sequence[Run], series: Sequence[Series]) -> tuple[Key, ...]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from foreroute.conformance.diagnosis import Diagnosis, Measures, Severity
-from foreroute.errors import InputError
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
+from foreroute.report.template import write_html
 from foreroute.report.wording import percentage, scientific
-from foreroute.trace import write_atomically
 
 WORDS = {Severity.FINE: "fine", Severity.NOTE: "note", Severity.WARNING: "warning", Severity.PROBLEM: "problem"}
 
@@ -42,41 +42,21 @@ def write_diagnosis(diagnosis: Diagnosis, target: Path) -> Path:
     Raises:
         InputError: when `target` is a folder, or the `report` extra is not installed.
     """
-    target = Path(target)
-    if target.is_dir():
-        raise InputError(f"{target} is a folder; name the file to write, for example {target / 'diagnosis.html'}")
-    html = _render(diagnosis)
-    write_atomically(target, lambda temporary: _write(temporary, html))
-    return target
+    return write_html(target, "diagnosis.html.j2", lambda: _values(diagnosis))
 
 
-def _write(path: str, html: str) -> None:
-    Path(path).write_text(html, encoding="utf-8")
+def _values(diagnosis: Diagnosis) -> dict[str, Any]:
+    from foreroute.report.diagnosis_plots import diagnosis_plots
 
-
-def _render(diagnosis: Diagnosis) -> str:
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-
-        from foreroute.report.diagnosis_plots import diagnosis_plots
-    except ModuleNotFoundError as error:
-        raise InputError(f"a report needs {error.name}; install it with: pip install 'foreroute[report]'") from error
-    environment = Environment(
-        loader=PackageLoader("foreroute.report", ""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     findings = sorted(diagnosis.findings, key=lambda finding: -finding.severity)
-    return environment.get_template("diagnosis.html.j2").render(
-        headline=diagnosis.headline,
-        worst=WORDS[diagnosis.worst],
-        facts=diagnosis.facts,
-        findings=[(WORDS[finding.severity], finding) for finding in findings],
-        rows=measure_rows(diagnosis.measures),
-        plots=diagnosis_plots(diagnosis.measures),
-    )
+    return {
+        "headline": diagnosis.headline,
+        "worst": WORDS[diagnosis.worst],
+        "facts": diagnosis.facts,
+        "findings": [(WORDS[finding.severity], finding) for finding in findings],
+        "rows": measure_rows(diagnosis.measures),
+        "plots": diagnosis_plots(diagnosis.measures),
+    }
 
 
 def _row(

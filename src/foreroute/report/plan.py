@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from foreroute.errors import InputError
 from foreroute.report.plan_rows import method_rows, over_mean, plan_summary, step_seconds
+from foreroute.report.template import write_html
 from foreroute.report.wording import percentage
-from foreroute.trace import write_atomically
 
 if TYPE_CHECKING:
     from foreroute.balance.compare import Record
@@ -32,32 +31,12 @@ def write_plan_page(
     Raises:
         InputError: when `target` is a folder, or the `report` extra is not installed.
     """
-    target = Path(target)
-    if target.is_dir():
-        raise InputError(f"{target} is a folder; name the file to write, for example {target / 'plan.html'}")
-    html = _render(plan, survey, records, facts)
-    write_atomically(target, lambda temporary: _write(temporary, html))
-    return target
+    return write_html(target, "plan.html.j2", lambda: _values(plan, survey, records, facts))
 
 
-def _write(path: str, html: str) -> None:
-    Path(path).write_text(html, encoding="utf-8")
+def _values(plan: StepPlan, survey: Survey, records: Sequence[Record], facts: Mapping[str, str]) -> dict[str, Any]:
+    from foreroute.report import plan_heat, plan_plots
 
-
-def _render(plan: StepPlan, survey: Survey, records: Sequence[Record], facts: Mapping[str, str]) -> str:
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-
-        from foreroute.report import plan_heat, plan_plots
-    except ModuleNotFoundError as error:
-        raise InputError(f"a report needs {error.name}; install it with: pip install 'foreroute[report]'") from error
-    environment = Environment(
-        loader=PackageLoader("foreroute.report", ""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     sections = (
         ("What the step is like", (plan_plots.stability(survey), plan_plots.by_layer(survey))),
         ("Loads before and after", (plan_heat.ranks(survey), plan_heat.cells(survey))),
@@ -71,14 +50,14 @@ def _render(plan: StepPlan, survey: Survey, records: Sequence[Record], facts: Ma
             ),
         ),
     )
-    return environment.get_template("plan.html.j2").render(
-        facts=facts,
-        tiles=_tiles(survey),
-        sentences=plan_summary(plan, survey),
-        sections=sections,
-        rows=method_rows(records, survey),
-        methods=plan_plots.by_method(records, survey),
-    )
+    return {
+        "facts": facts,
+        "tiles": _tiles(survey),
+        "sentences": plan_summary(plan, survey),
+        "sections": sections,
+        "rows": method_rows(records, survey),
+        "methods": plan_plots.by_method(records, survey),
+    }
 
 
 def _tiles(survey: Survey) -> list[tuple[str, str, str]]:

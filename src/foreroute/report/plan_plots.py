@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from foreroute.report.canvas import COLOURS, INCHES, Caption, Key, Plot, picture
+from foreroute.report.canvas import COLOURS, INCHES, Caption, Key, Plot, panel, top_down
 from foreroute.report.plan_rows import over_mean, step_seconds
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def stability(survey: Survey) -> Plot:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %"))
 
     alt = f"{caption.title}. Micro-steps differ from their step by {shares_ML.min():.1%} to {shares_ML.max():.1%}."
-    return _picture(caption, draw, alt, keys)
+    return panel(caption, draw, alt, keys)
 
 
 def by_layer(survey: Survey) -> Plot:
@@ -79,7 +78,7 @@ def by_layer(survey: Survey) -> Plot:
         _whole(axes)
 
     spans = "; ".join(f"{name} {over_mean(v.min())} to {over_mean(v.max())}" for name, _, v in lines)
-    return _picture(caption, draw, f"{caption.title}. {spans}.", [Key(name, colour) for name, colour, _ in lines])
+    return panel(caption, draw, f"{caption.title}. {spans}.", [Key(name, colour) for name, colour, _ in lines])
 
 
 def gap_to_bound(survey: Survey) -> Plot:
@@ -108,7 +107,7 @@ def gap_to_bound(survey: Survey) -> Plot:
         axes.yaxis.set_minor_locator(MaxNLocator(1))
 
     alt = f"{caption.title}. Half of the cells are within {np.median(after_C):.2%}, all within {after_C[-1]:.2%}."
-    return _picture(caption, draw, alt, [Key("without balancing", BEFORE), Key("under the plan", AFTER)])
+    return panel(caption, draw, alt, [Key("without balancing", BEFORE), Key("under the plan", AFTER)])
 
 
 def replicas(plan: StepPlan, survey: Survey) -> Plot:
@@ -132,7 +131,7 @@ def replicas(plan: StepPlan, survey: Survey) -> Plot:
         _whole(axes)
 
     alt = f"{caption.title}. {all_M.mean():.1f} replicas per cell, {fetched_M.mean():.1f} of them fetched."
-    return _picture(caption, draw, alt, [Key("fetched", COLOURS[0]), Key("held", COLOURS[5])])
+    return panel(caption, draw, alt, [Key("fetched", COLOURS[0]), Key("held", COLOURS[5])])
 
 
 def crossing(survey: Survey) -> Plot:
@@ -158,7 +157,7 @@ def crossing(survey: Survey) -> Plot:
     alt = (
         f"{caption.title}. {survey.before.crossing:.1%} without balancing, {survey.after.crossing:.1%} under the plan."
     )
-    return _picture(caption, draw, alt, [Key("without balancing", BEFORE), Key("under the plan", AFTER)])
+    return panel(caption, draw, alt, [Key("without balancing", BEFORE), Key("under the plan", AFTER)])
 
 
 def parts(survey: Survey) -> Plot:
@@ -186,10 +185,10 @@ def parts(survey: Survey) -> Plot:
             axes.barh(np.arange(len(bars)), width_B, left=left_B, color=COLOURS[p], height=0.65)
             left_B += width_B
         axes.set_yticks(np.arange(len(bars)), [name for name, _ in bars])
-        _upside_down(axes)
+        top_down(axes)
 
     alt = f"{caption.title}. " + ", ".join(f"{name} {step_seconds(float(v.sum()))} s" for name, v in bars) + "."
-    return _picture(caption, draw, alt, [Key(name, COLOURS[p]) for p, name in enumerate(PARTS)])
+    return panel(caption, draw, alt, [Key(name, COLOURS[p]) for p, name in enumerate(PARTS)])
 
 
 def by_method(records: Sequence[Record], survey: Survey) -> Plot:
@@ -214,26 +213,10 @@ def by_method(records: Sequence[Record], survey: Survey) -> Plot:
         axes.axvline(survey.least_seconds, color=STEP, linewidth=1.2, linestyle=(0, (4, 2)))
         axes.set_yticks(places, [record.label for record in records])
         axes.set_xlim(0, 1.12 * max(record.seconds for record in records))
-        _upside_down(axes)
+        top_down(axes)
 
     alt = f"{caption.title}. " + ", ".join(f"{r.label} {step_seconds(r.seconds)} s" for r in records) + "."
-    return _picture(caption, draw, alt, [], (INCHES[0], 1.0 + BAR_INCHES * len(records)))
-
-
-def _picture(
-    caption: Caption,
-    draw: Callable[[Any], None],
-    alt: str,
-    keys: Sequence[Key],
-    inches: tuple[float, float] = INCHES,
-) -> Plot:
-    def fill(figure: Figure) -> None:
-        axes = figure.subplots()
-        draw(axes)
-        axes.set_xlabel(caption.x_label)
-        axes.set_ylabel(caption.y_label)
-
-    return picture(caption, fill, alt, inches, tuple(keys))
+    return panel(caption, draw, alt, [], (INCHES[0], 1.0 + BAR_INCHES * len(records)))
 
 
 def _marks(values_X: NDArray[Any]) -> dict[str, Any]:
@@ -243,10 +226,3 @@ def _marks(values_X: NDArray[Any]) -> dict[str, Any]:
 
 def _whole(axes: Any) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-
-
-def _upside_down(axes: Any) -> None:
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.tick_params(axis="y", length=0)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6))

@@ -99,3 +99,14 @@ def duration(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g}{GAP}{unit}"
     return f"{value * 1e6:.3g}{GAP}us"
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """A nested configuration as text by dotted key."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = "none" if value is None else str(value)
+    return flat

@@ -17,6 +17,7 @@ from foreroute.balance.baselines.lplb import lplb_style
 from foreroute.balance.baselines.problem import Method, Problem
 from foreroute.balance.baselines.relibra import relibra_style
 from foreroute.balance.baselines.static import static
+from foreroute.balance.options import SlotUse
 
 __all__ = ["BASELINES", "Baseline", "Method", "Problem"]
 
@@ -31,12 +32,14 @@ class Baseline:
         method: yields an assignment per cell.
         rehomes: whether it places homes anew for the step. Where not, gradients of moved experts return to the homes
             that were there.
+        slots: whose the slots are: of each layer, or one set that all layers use, which is empty at every cell.
     """
 
     label: str
     knows: str
     method: Method
     rehomes: bool = False
+    slots: SlotUse = "layer"
 
 
 BASELINES = {
@@ -48,7 +51,7 @@ BASELINES = {
     "lplb": Baseline("LPLB-style", "micro-step", lplb_style, rehomes=True),
     "fastermoe": Baseline("FasterMoE-style", "micro-step", fastermoe_style),
     "laer": Baseline("LAER-style", "micro-step", laer_style),
-    "feplb": Baseline("FEPLB-style", "micro-step", feplb_style),
-    "relibra": Baseline("ReLibra-style", "micro-step", relibra_style, rehomes=True),
+    "feplb": Baseline("FEPLB-style", "micro-step", feplb_style, slots="shared"),
+    "relibra": Baseline("ReLibra-style", "micro-step", relibra_style, rehomes=True, slots="shared"),
 }
 """By short name, in the order of tables."""

@@ -1,0 +1,64 @@
+"""From 64 to 4,096 GPUs: planning measured here on one thread, step time simulated, and where planning no longer hides.
+
+Two ways to grow. More groups at the same expert parallelism: every group plans its own step (`planning_ms`), or one
+planner plans for all (`one_planner_ms`, the sum). Larger groups: a model of 256 experts over 16 to 256 ranks, whose
+cells take longer to plan. Planning begins when the rollout ends, here together with the recompute, and hands over
+micro-step by micro-step; it is hidden, but for the first micro-step, while it takes less than the recompute. Tokens
+of a GPU stay the same, 8k in a micro-step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foreroute.simulate import SimulationRecord, parse_config, simulate
+
+GPUS = (64, 256, 1024, 4096)
+LARGE_GROUPS = (16, 64, 128, 256)
+TOKENS, MICRO_STEPS = 8192, 16
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Figures by GPUs, and by ranks of a group."""
+    layers, groups = (1, 2) if quick else (2, 64)
+    by_gpus = {
+        str(gpus): figures(_simulated("qwen3-30b-a3b", gpus, 64, layers, min(groups, gpus // 64))) for gpus in GPUS
+    }
+    by_ranks = {
+        str(ranks): figures(_simulated("deepseek-v3", 256, ranks, 1, 1))
+        for ranks in (LARGE_GROUPS[:2] if quick else LARGE_GROUPS)
+    }
+    return {"metrics": {"by_gpus": by_gpus, "by_ranks_of_a_group": by_ranks}, "baselines": {}}
+
+
+def figures(found: SimulationRecord) -> dict[str, float]:
+    """Of one cluster."""
+    ours = found["ours"]
+    planning_s = ours.planning_s
+    return {
+        "groups": found.groups,
+        "groups_simulated": found.groups_simulated,
+        "speedup_over_static": round(ours.speedup_over_static, 4),
+        "share_of_ideal": round(ours.share_of_ideal, 4),
+        "groups_waiting": round(ours.groups_waiting, 4),
+        "step_s": round(ours.step_s, 3),
+        "recompute_s": round(ours.stages.recompute, 3),
+        "reduction_s": round(ours.stages.reduction, 4),
+        "planning_ms": round(planning_s * 1e3, 1),
+        "planning_exposed_ms": round(ours.stages.planning * 1e3, 2),
+        "planning_over_recompute": round(planning_s / ours.stages.recompute, 4),
+        "one_planner_ms": round(planning_s * found.groups * 1e3, 1),
+        "one_planner_over_recompute": round(planning_s * found.groups / ours.stages.recompute, 4),
+        "first_micro_step_ms": round(planning_s / MICRO_STEPS * 1e3, 2),
+        "gpu_hours_saved_per_1000_steps": round(ours.gpu_hours_saved * 1000, 1),
+    }
+
+
+def _simulated(model: str, gpus: int, ranks: int, layers: int, groups: int) -> SimulationRecord:
+    values = {
+        "cluster": {"gpus": gpus, "expert_parallel": ranks},
+        "model": {"preset": model},
+        "workload": {"tokens_per_rank": TOKENS, "micro_steps": MICRO_STEPS, "layers": layers, "groups": groups},
+        "methods": ["static", "ours"],
+    }
+    return simulate(parse_config(values, source="the benchmark"))

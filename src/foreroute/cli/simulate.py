@@ -1,0 +1,192 @@
+"""`foreroute simulate`: one RL step on a described cluster, under every method; a table, a page, and all figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from foreroute.errors import InputError, RunFolderError
+from foreroute.report import (
+    SimulationRow,
+    compared,
+    fit_rows,
+    fit_summary,
+    simulation_rows,
+    simulation_summary,
+    write_simulation_page,
+)
+from foreroute.simulate import (
+    SimulateConfig,
+    SimulationRecord,
+    SweepRecord,
+    Timeline,
+    load_config,
+    parse_config,
+    simulate,
+    sweep,
+    timeline,
+)
+from foreroute.simulate.config import SweepConfig
+from foreroute.simulate.fit import FitRecord, fit
+from foreroute.simulate.measured import load_measured
+from foreroute.simulate.simulation import OnProgress
+from foreroute.trace import write_atomically
+
+TIMELINE_LAYERS = 5
+DEFAULT_RATES = ("gemm_flops_per_s", "layer_s")
+
+Fitted = tuple[FitRecord, Mapping[str, float]]
+
+
+def run_simulation(
+    config_path: Path, output: Path | None, *, measurements: Path | None = None, rates: Sequence[str] = ()
+) -> None:
+    """Simulate, print the table, write the folder.
+
+    Args:
+        config_path: a TOML file, see `foreroute.simulate.config`.
+        output: the folder, which must be empty or not there; runs/simulate/NAME by default.
+        measurements: a file of timed steps, see `foreroute.simulate.measured`, to fit rates to first.
+        rates: of `foreroute.simulate.fit.FITTABLE`, which to fit; by default `DEFAULT_RATES`.
+
+    Raises:
+        InputError: for everything that a user can mend.
+    """
+    folder = output or Path("runs") / "simulate" / config_path.stem
+    _check_free(folder)
+    if rates and measurements is None:
+        raise InputError("--rate says what to fit, and nothing to fit to was given; add --fit MEASUREMENTS")
+    config, console, fitted = load_config(config_path), Console(), None
+    if measurements is not None:
+        config, fitted = _fitted(config, measurements, rates or DEFAULT_RATES, console)
+    with _watching(console, "simulating") as on_progress:
+        record = simulate(config, on_progress=on_progress)
+    _print(record, console)
+    with _watching(console, "timelines") as on_progress:
+        timelines = _timelines(config, record, on_progress)
+    sweeps = _sweeps(config, record, console)
+    folder.mkdir(parents=True, exist_ok=True)
+    _save(folder / "config.json", config.model_dump(mode="json"))
+    figures = record.as_dict() | {
+        "sweeps": [point.as_dict() for point in sweeps],
+        "timelines": [found.as_dict() for found in timelines],
+        "fit": None if fitted is None else fitted[0].as_dict(),
+    }
+    _save(folder / "simulation.json", figures)
+    page = write_simulation_page(record, config, folder / "report.html", sweeps=sweeps, timelines=timelines, fit=fitted)
+    console.print(f"{'figures':<9} {folder / 'simulation.json'}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"{'page':<9} {page}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _check_free(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunFolderError(f"{folder} is not empty; nothing was changed. Name another folder with --output")
+
+
+def _fitted(
+    config: SimulateConfig, measurements: Path, rates: Sequence[str], console: Console
+) -> tuple[SimulateConfig, Fitted]:
+    """The configuration with fitted rates, what was fitted, and the rates before."""
+    described = config.described()
+    measured = load_measured(measurements, described.topology)
+    with console.status(f"fitting to {len(measured)} measurements"):
+        found = fit(measured, config, rates)
+    values, hardware = config.model_dump(), described.costs.hardware
+    before = {}
+    for name, value in found.parameters.items():
+        holder, table = (hardware, "hardware") if hasattr(hardware, name) else (hardware.links, "links")
+        before[name] = float(getattr(holder, name))
+        values[table] = {**values[table], name: value}
+    for row in fit_rows(found, before):
+        console.print(f"{'fitted':<9} {row.name} {row.after}, configured {row.before}", highlight=False)
+    console.print(fit_summary(found), highlight=False)
+    return parse_config(values, source=f"{measurements}, fitted"), (found, before)
+
+
+def _timelines(config: SimulateConfig, record: SimulationRecord, on_progress: OnProgress) -> list[Timeline]:
+    """Of static and the method that the page is about: layers in the middle of the first pipeline stage."""
+    layers = config.described().costs.model.num_layers // config.cluster.pipeline
+    first = max(0, (layers - TIMELINE_LAYERS) // 2)
+    chosen = range(first, min(first + TIMELINE_LAYERS, layers))
+    names = list(dict.fromkeys(["static", *(method.name for method in compared(record)[:1])]))
+    micro_step = min(1, record.cells_per_group // config.described().costs.model.num_layers - 1)
+    found = []
+    for n, name in enumerate(names):
+        on_progress(record[name].label, n, len(names))
+        found.append(timeline(config, name, micro_step=micro_step, layers=chosen))
+    return found
+
+
+def _sweeps(config: SimulateConfig, record: SimulationRecord, console: Console) -> list[SweepRecord]:
+    """Of static and the methods that plots compare with it; all methods would take many times as long."""
+    names = ("static", *(method.name for method in compared(record)))
+    narrowed = config.model_copy(update={"methods": names})
+    total = sum(len(getattr(config.sweep, key)) for key in SweepConfig.model_fields)
+    found: list[SweepRecord] = []
+    with _watching(console, "sweeps") as on_progress:
+        for point in sweep(narrowed):
+            found.append(point)
+            on_progress(f"{point.key} {point.value:g}", len(found), total)
+    return found
+
+
+@contextmanager
+def _watching(console: Console, what: str) -> Iterator[OnProgress]:
+    """A bar on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(what, total=None)
+
+        def on_progress(name: str, done: int, total: int) -> None:
+            progress.update(task, description=f"{what}: {name}", completed=done, total=total)
+
+        yield on_progress
+
+
+def _print(record: SimulationRecord, console: Console) -> None:
+    facts = Table.grid(padding=(0, 1, 0, 0))
+    facts.add_column(min_width=9)
+    for name, value in record.facts.items():
+        facts.add_row(Text(name), Text(value))
+    console.print(facts)
+    console.print(_table(simulation_rows(record)))
+    for sentence in simulation_summary(record):
+        console.print(sentence, highlight=False, markup=False)
+
+
+def _table(rows: Sequence[SimulationRow]) -> Table:
+    title = "\nRecompute and update, all modelled but the time of planning"
+    table = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    table.add_column("", max_width=26)
+    for heading in (
+        "time, s",
+        "static\n/ this",
+        "of the\nideal",
+        "over\nmean",
+        "ex-\nposed",
+        "planned\nin",
+        "GPU-h\nsaved",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        style = "bold" if row.ours else ""
+        cells = (row.training, row.gain, row.of_ideal, row.imbalance, row.exposed, row.planning, row.saved)
+        table.add_row(row.label, *cells, style=style)
+    return table
+
+
+def _save(path: Path, values: dict[str, Any]) -> None:
+    text = json.dumps(values, indent=1)
+    write_atomically(path, lambda temporary: _write(temporary, text))
+
+
+def _write(path: str, text: str) -> None:
+    Path(path).write_text(text, encoding="utf-8")

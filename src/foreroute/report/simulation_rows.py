@@ -1,0 +1,165 @@
+"""What a simulation yields, as words and as rows of a table for a terminal or a page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from foreroute.report.plan_rows import over_mean, step_seconds
+from foreroute.report.wording import duration, percentage
+
+if TYPE_CHECKING:  # they load compiled code
+    from foreroute.simulate import MethodRecord, SimulationRecord
+
+AS_FAST = 1.005
+"""Methods that take no longer than this times ours are called as fast."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationRow:
+    """One method, or a limit. Cells are text, empty where there is nothing to say; `MethodRecord` explains them.
+
+    Attributes:
+        label: its name.
+        training: recompute and update, seconds.
+        gain: static over this one.
+        of_ideal, of_bound: shares of the two limits.
+        imbalance: load of the slowest rank over the mean.
+        recompute, update, plan_wait, home_moves: of the step, seconds.
+        exposed, waiting: shares of recompute and update that wait for transfers and for the slowest group.
+        fetches: experts moved per cell.
+        planning: time of planning.
+        hours, saved: GPU-hours of a step, and how many fewer they are than without balancing.
+        ours: whether it is a plan of ours.
+    """
+
+    label: str
+    training: str
+    gain: str
+    of_ideal: str
+    of_bound: str
+    imbalance: str = ""
+    recompute: str = ""
+    update: str = ""
+    plan_wait: str = ""
+    home_moves: str = ""
+    exposed: str = ""
+    waiting: str = ""
+    fetches: str = ""
+    planning: str = ""
+    hours: str = ""
+    saved: str = ""
+    ours: bool = False
+
+
+def simulation_rows(record: SimulationRecord) -> list[SimulationRow]:
+    """One row per method in the order of the record, then the two limits."""
+    static_s, ideal_s, bound_s = record["static"].training_s, record.ideal_s, record.bound_s
+    limits = [
+        SimulationRow(
+            label=label,
+            training=step_seconds(seconds),
+            gain=f"{static_s / seconds:.2f}",
+            of_ideal=percentage(ideal_s / seconds),
+            of_bound=percentage(bound_s / seconds),
+        )
+        for label, seconds in (("forced balance: the ideal", ideal_s), ("no plan beats", bound_s))
+    ]
+    return [*(_row(method) for method in record.methods), *limits]
+
+
+def headline(record: SimulationRecord) -> MethodRecord:
+    """The method that the page is about: the first of ours, else the fastest."""
+    ours = [method for method in record.methods if is_ours(method.name)]
+    return ours[0] if ours else _fastest(record.methods)
+
+
+def compared(record: SimulationRecord) -> list[MethodRecord]:
+    """The few methods that plots compare with static: the headline, the fastest of ours, the fastest of the others."""
+    balanced = [method for method in record.methods if method.name != "static"]
+    ours = [method for method in balanced if is_ours(method.name)]
+    others = [method for method in balanced if not is_ours(method.name)]
+    chosen = [*ours[:1], *(_fastest(group) for group in (ours, others) if group)]
+    return [method for n, method in enumerate(chosen) if method not in chosen[:n]]
+
+
+def is_ours(name: str) -> bool:
+    """Whether the method of this short name is a plan of ours."""
+    from foreroute.simulate.methods import OURS
+
+    return name in OURS
+
+
+def simulation_summary(record: SimulationRecord) -> list[str]:
+    """What the methods are worth on this step, in sentences."""
+    static, main = record["static"], headline(record)
+    limits = (
+        f"Forced balance, the ideal, would take {step_seconds(record.ideal_s)} s; no plan takes less than "
+        f"{step_seconds(record.bound_s)} s."
+    )
+    if main.name == "static":
+        return [
+            f"Recompute and update take {step_seconds(static.training_s)} s without balancing, and no other method "
+            f"was simulated. {limits}"
+        ]
+    return [
+        f"Recompute and update take {step_seconds(static.training_s)} s without balancing and "
+        f"{step_seconds(main.training_s)} s with {main.label}, {_times(static, main)}. {limits}",
+        f"The slowest rank of a cell has {over_mean(static.imbalance)} times the mean load without balancing and "
+        f"{over_mean(main.imbalance)} times with {main.label}.",
+        *_rivals(record, main),
+        f"Planning takes {duration(main.planning_s)} with {main.label}, and the recompute waits "
+        f"{duration(main.stages.planning)} for it.",
+    ]
+
+
+def _rivals(record: SimulationRecord, main: MethodRecord) -> list[str]:
+    """What else is as fast, or the fastest."""
+    sentences = []
+    for method in compared(record)[1:]:
+        ratio = method.training_s / main.training_s
+        words = (
+            f"takes {step_seconds(method.training_s)} s, {1 / ratio:.2f} times as fast as {main.label}"
+            if ratio < 1 / AS_FAST
+            else f"is as fast as {main.label}, with {step_seconds(method.training_s)} s"
+            if ratio <= AS_FAST
+            else f"takes {step_seconds(method.training_s)} s, {ratio:.2f} times as long as {main.label}"
+        )
+        which = "The fastest plan of ours" if is_ours(method.name) else "The fastest of the other methods"
+        sentences.append(
+            f"{which} ({method.label}) {words}; it moves {method.fetches_per_cell:.1f} experts for a cell, "
+            f"{main.label} {main.fetches_per_cell:.1f}. The whole step, with what planning and home moves delay it by, "
+            f"takes {step_seconds(method.step_s)} s, with {main.label} {step_seconds(main.step_s)} s."
+        )
+    return sentences
+
+
+def _times(static: MethodRecord, method: MethodRecord) -> str:
+    return f"{static.training_s / method.training_s:.2f} times as fast"
+
+
+def _fastest(methods: tuple[MethodRecord, ...] | list[MethodRecord]) -> MethodRecord:
+    return min(methods, key=lambda method: method.training_s)
+
+
+def _row(method: MethodRecord) -> SimulationRow:
+    plans = method.name != "static"
+    return SimulationRow(
+        label=method.label,
+        training=step_seconds(method.training_s),
+        gain=f"{method.speedup_over_static:.2f}",
+        of_ideal=percentage(method.share_of_ideal),
+        of_bound=percentage(method.share_of_bound),
+        imbalance=over_mean(method.imbalance),
+        recompute=step_seconds(method.stages.recompute),
+        update=step_seconds(method.stages.update),
+        plan_wait=duration(method.stages.planning) if plans else "",
+        home_moves=duration(method.stages.home_moves) if method.stages.home_moves else "",
+        exposed=percentage(method.exposed_share),
+        waiting=percentage(method.groups_waiting),
+        fetches=f"{method.fetches_per_cell:.1f}",
+        planning=duration(method.planning_s) if plans else "",
+        hours=step_seconds(method.gpu_hours),
+        saved=step_seconds(method.gpu_hours_saved) if plans else "",
+        ours=is_ours(method.name),
+    )

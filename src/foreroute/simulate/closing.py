@@ -1,0 +1,91 @@
+"""What surrounds the two stages, in closed form: home moves before, gradient reduction and the optimizer after them.
+
+Nothing of it overlaps with anything, which is the most that it can cost.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.balance.costs import CostModel
+from foreroute.balance.topology import Topology
+from foreroute.simulate.config import ClusterConfig
+
+STATE_BYTES = 12
+"""Of one parameter beside its weight: float32 master copy and both moments of Adam. They move with a home."""
+OPTIMIZER_BYTES = 4 + 12 + 12 + 2
+"""Bytes of memory traffic per parameter in an Adam step: gradient and state read, state and weight written."""
+
+
+def reduction_seconds(cluster: ClusterConfig, topology: Topology, costs: CostModel) -> float:
+    """Reduce-scatter of gradients and all-gather of weights over data-parallel ranks, dense parameters, then experts.
+
+    Each is taken to run in the node first and then over the NICs, where a rank has its part of the node's data:
+    (r - 1) / r * B / node + (n - 1) / n * B / r / cluster, for B bytes on n nodes of r ranks.
+    """
+    model, ranks_per_node = costs.model, costs.hardware.ranks_per_node
+    layers, dense = _dense_parameters(cluster, costs)
+    replicas = cluster.gpus // cluster.pipeline
+    experts = layers * model.num_experts / topology.num_ranks * model.expert_parameters
+    in_node = max(1, ranks_per_node // topology.num_ranks)
+    seconds = 0.0
+    for size in (model.gradient_bytes, model.weight_bytes):
+        seconds += _scattered(dense * size, replicas, ranks_per_node, topology)
+        seconds += _scattered(experts * size, cluster.groups, in_node, topology)
+    return seconds
+
+
+def optimizer_seconds(cluster: ClusterConfig, topology: Topology, costs: CostModel) -> float:
+    """An Adam step whose state is spread over data-parallel ranks, bound by memory."""
+    model = costs.model
+    layers, dense = _dense_parameters(cluster, costs)
+    experts = layers * model.num_experts / topology.num_ranks * model.expert_parameters
+    parameters = dense / (cluster.gpus // cluster.pipeline) + experts / cluster.groups
+    return parameters * OPTIMIZER_BYTES / costs.hardware.memory_bytes_per_s
+
+
+def move_seconds(moves: NDArray[np.integer], scale: float, topology: Topology, costs: CostModel) -> float:
+    """Moving homes with their optimizer state, peer to peer: the busiest link.
+
+    Args:
+        moves: [moves, 4]: layer, expert, rank before, rank after.
+        scale: layers of the model for each layer that was planned.
+        topology: ranks and links.
+        costs: the cost model.
+    """
+    if not len(moves):
+        return 0.0
+    before, after = moves[:, 2], moves[:, 3]
+    near = topology.node_G[before] == topology.node_G[after]
+    size = costs.model.expert_parameters * (costs.model.weight_bytes + STATE_BYTES) * scale
+    links = topology.links
+    slowest = 0.0
+    for chosen, rate in ((near, links.node_bytes_per_s), (~near, links.cluster_bytes_per_s)):
+        for ranks in (before[chosen], after[chosen]):
+            slowest = max(slowest, np.bincount(ranks, minlength=1).max() * size / rate)
+    return slowest
+
+
+def publish_seconds(topology: Topology, costs: CostModel) -> float:
+    """Filling every node's host memory with all experts once per step, beside the rollout: over PCIe, or the NICs."""
+    model, links = costs.model, topology.links
+    held = model.num_layers * model.num_experts * model.expert_bytes
+    own = held / topology.num_ranks / links.host_bytes_per_s
+    others = held * (1 - 1 / topology.num_nodes) / topology.ranks_per_node / links.cluster_bytes_per_s
+    return max(own, others)
+
+
+def _dense_parameters(cluster: ClusterConfig, costs: CostModel) -> tuple[float, float]:
+    """Layers of the largest pipeline stage and its dense parameters, with the output head, as the last stage has it."""
+    model = costs.model
+    layers = -(-model.num_layers // cluster.pipeline)
+    return layers, layers * model.dense_parameters + model.vocabulary * model.hidden
+
+
+def _scattered(size: float, replicas: int, ranks_per_node: int, topology: Topology) -> float:
+    in_node = min(replicas, ranks_per_node)
+    nodes = -(-replicas // in_node)
+    links = topology.links
+    near = (in_node - 1) / in_node * size / links.node_bytes_per_s
+    return near + (nodes - 1) / nodes * size / in_node / links.cluster_bytes_per_s

@@ -1,0 +1,242 @@
+"""The configuration of a simulation: a TOML file, every key with its default and what it means.
+
+    [cluster]
+    gpus = 64
+    expert_parallel = 16
+
+    [hardware]
+    preset = "h100"
+
+    [model]
+    preset = "qwen3-30b-a3b"
+
+    [workload]
+    tokens_per_rank = 8192
+
+`[hardware]`, `[links]`, `[model]` and `[costs]` are those of the planner's topology file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from foreroute.balance.topology_file import Cluster, parse_cluster
+from foreroute.balance.workload import WORKLOADS
+from foreroute.errors import ConfigError
+from foreroute.simulate.methods import METHODS, check_methods
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0)]
+Path_ = Literal["host", "direct", "auto"]
+PASSED_ON = ("hardware", "links", "model", "costs")
+
+
+class Section(BaseModel):
+    """A table of the configuration. Unknown keys and values of the wrong type are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ClusterConfig(Section):
+    """How the GPUs are divided up."""
+
+    gpus: Count
+    """In all; a multiple of `expert_parallel` times `pipeline`."""
+    expert_parallel: Count
+    """EP: GPUs that the experts of a layer are spread over. They are neighbours."""
+    pipeline: Count = 1
+    """Pipeline stages, each with its own layers; 1F1B without interleaving."""
+    redundant_slots: Annotated[int, Field(ge=0)] = 2
+    """Per GPU and layer, for all methods that say nothing else."""
+    processors_per_node: Count | None = None
+    """Processors that the ranks of a node share, for simulating ranks on CPUs; each GPU has its own."""
+
+    @model_validator(mode="after")
+    def _groups_fill_the_cluster(self) -> ClusterConfig:
+        size = self.expert_parallel * self.pipeline
+        if self.gpus % size:
+            raise ValueError(
+                f"{self.gpus} GPUs do not fill groups of {size}, expert_parallel times pipeline; use a multiple"
+            )
+        return self
+
+    @property
+    def groups(self) -> int:
+        """D, data-parallel replicas of all layers, which are expert-parallel groups when there is one stage."""
+        return self.gpus // (self.expert_parallel * self.pipeline)
+
+
+class WorkloadConfig(Section):
+    """Which tokens are routed where: drawn, or counts of your own."""
+
+    preset: str | None = None
+    """Of `balance.workload.WORKLOADS`, for its unevenness; by default that for `expert_parallel` ranks, or the next."""
+    counts: str | None = None
+    """An .npz file with integers `counts` [M, L, G, E] instead, the same for all groups."""
+    previous_counts: str | None = None
+    """Likewise, the step before."""
+    tokens_per_rank: Count | None = None
+    """Tokens of a GPU in a micro-step, about; whole sequences are dealt evenly. By default as the preset has them."""
+    micro_steps: Count = 32
+    """M."""
+    layers: Count | None = 4
+    """Layers that are drawn and planned; they stand in turn for all routed layers of the model. None draws all."""
+    groups: Count | None = 8
+    """Expert-parallel groups that are drawn at most; they stand in turn for all. None draws all."""
+    skew: Annotated[float, Field(gt=0)] = 1.0
+    """Above 1, experts of a layer are less even than the preset says; concentrations are divided by it."""
+    seed: Annotated[int, Field(ge=0)] = 0
+
+    @field_validator("preset")
+    @classmethod
+    def _known(cls, preset: str | None) -> str | None:
+        if preset is not None and preset not in WORKLOADS:
+            raise ValueError(f"no workload is called {preset!r}; known are {', '.join(WORKLOADS)}")
+        return preset
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> WorkloadConfig:
+        drawn = [name for name in ("preset", "tokens_per_rank") if getattr(self, name) is not None]
+        if self.counts is not None and drawn:
+            raise ValueError(f"counts come from a file, and {' and '.join(drawn)} would draw them; give one of the two")
+        if self.counts is None and self.previous_counts is not None:
+            raise ValueError("previous_counts go with counts; drawn steps have a step before of their own")
+        return self
+
+
+class ExecutionConfig(Section):
+    """How the cluster executes."""
+
+    recompute_path: Path_ = "host"
+    """Where replicas come from in the recompute. "host": every node's host memory holds all experts; "direct": peer to
+    peer; "auto": host memory if the home is in the same node, else peer to peer, as `foreroute.transfer` does."""
+    update_path: Path_ = "host"
+    """The same in the update."""
+    gradient_return: Literal["micro-step", "transfer"] = "micro-step"
+    """When gradients of replicas return to their homes: after every micro-step, as `foreroute.experts` does, or once
+    for each time that weights were fetched, if they were added up in the slot meanwhile."""
+    prefetch: Annotated[int, Field(ge=0)] = 1
+    """Cells that are fetched ahead."""
+    overlap: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of its computing time behind which a layer hides its all-to-alls. 0: no overlap."""
+    planning_s: Seconds | None = None
+    """Seconds that planning a step takes, for every method; by default the processor time measured here."""
+    planner_speed: Annotated[float, Field(gt=0)] = 1.0
+    """Measured planning times are divided by it: other processors, more threads."""
+    plan_lead_s: Seconds = 0.0
+    """Seconds between the end of the rollout, when planning begins, and the recompute."""
+    rollout_s: Seconds = 0.0
+    """Seconds of the rollout, which is not simulated, to be counted in whole steps."""
+    home_moves_hidden: bool = False
+    """Whether moving homes, with optimizer state, takes place beside the rollout."""
+
+
+class SweepConfig(Section):
+    """Sensitivities: for each key, values that replace the configuration's, one at a time."""
+
+    redundant_slots: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    node_bandwidth: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Factors of the configured bandwidth, as all that follow with `bandwidth`."""
+    cluster_bandwidth: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    host_bandwidth: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    tokens_per_rank: tuple[Count, ...] = ()
+    expert_parallel: tuple[Count, ...] = ()
+    skew: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    overlap: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
+    planning_s: tuple[Seconds, ...] = ()
+
+
+class SimulateConfig(Section):
+    """A simulation. `load_config` reads one from a file."""
+
+    cluster: ClusterConfig
+    workload: WorkloadConfig = WorkloadConfig()
+    methods: tuple[str, ...] = METHODS
+    """To simulate, in this order; `static` is always among them."""
+    execution: ExecutionConfig = ExecutionConfig()
+    sweep: SweepConfig = SweepConfig()
+    hardware: dict[str, Any] = Field(default_factory=lambda: {"preset": "h100"})
+    links: dict[str, Any] = Field(default_factory=dict)
+    model: dict[str, Any] = Field(default_factory=lambda: {"preset": "qwen3-30b-a3b"})
+    costs: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("methods", mode="before")
+    @classmethod
+    def _known_methods(cls, methods: Any) -> Any:
+        if isinstance(methods, list | tuple) and all(isinstance(name, str) for name in methods):
+            check_methods(methods)
+            return tuple(dict.fromkeys(["static", *methods]))
+        return methods
+
+    @field_validator("sweep", mode="before")
+    @classmethod
+    def _lists(cls, sweep: Any) -> Any:
+        if isinstance(sweep, dict):
+            return {key: tuple(value) if isinstance(value, list) else value for key, value in sweep.items()}
+        return sweep
+
+    def described(self, source: str = "the configuration") -> Cluster:
+        """Topology of one expert-parallel group, and the cost model.
+
+        Raises:
+            ConfigError, TopologyError: for unknown keys and presets, and ranks that do not fill nodes.
+        """
+        tables = {name: dict(getattr(self, name)) for name in PASSED_ON}
+        cluster = self.cluster
+        tables["topology"] = {"num_ranks": cluster.expert_parallel, "redundant_slots": cluster.redundant_slots}
+        return parse_cluster(tables, source=source)
+
+
+def load_config(path: Path) -> SimulateConfig:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: naming every unknown key (with the nearest known one), wrong type and conflict.
+        TopologyError: when ranks do not fill nodes.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} is not a readable TOML file: {error}") from error
+    return parse_config(values, source=str(path))
+
+
+def parse_config(values: dict[str, Any], *, source: str) -> SimulateConfig:
+    """Check values that came from `source`.
+
+    Raises:
+        ConfigError, TopologyError: as `load_config`.
+    """
+    try:
+        config = SimulateConfig.model_validate(values)
+    except ValidationError as error:
+        problems = "\n".join(f"  {_describe(problem)}" for problem in error.errors())
+        raise ConfigError(f"{source} is not a valid configuration:\n{problems}") from error
+    config.described(source)
+    return config
+
+
+def _describe(problem: Any) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys(problem["loc"][:-1])
+        near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+        return f"{key}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")
+    if problem["type"] == "missing":
+        return f"{key}: required and not given"
+    seen = "" if problem["type"] == "value_error" else f" (got {problem['input']!r})"
+    return f"{key + ': ' if key else ''}{problem['msg']}{seen}"
+
+
+def _known_keys(location: tuple[str | int, ...]) -> list[str]:
+    model: Any = SimulateConfig
+    for part in location:
+        model = model.model_fields[part].annotation
+    return list(model.model_fields)

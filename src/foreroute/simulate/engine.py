@@ -1,0 +1,130 @@
+"""When everything happens in one stage of the step, for one expert-parallel group: the recurrence over its cells.
+
+The ranks of a group meet in every all-to-all, so between two of them one clock is enough for all; what has a life of
+its own are the copy engines, the links and the pipeline stages. Events are taken in the order of their causes, so each
+is computed once and exactly. Times are seconds from the start of the stage.
+
+- A pass over a cell: attention and router | dispatch | experts | combine; the reverse in a backward pass. Each part
+  begins when the one before has ended on all ranks of the group.
+- The copy engine of a rank serves its fetches one after the other. A fetch begins when its slots are free and the cell
+  `prefetch` places before it has ended its attention. Experts of a rank begin when its own fetches are there.
+- A link that all-to-alls use carries direct fetches and gradients while no all-to-all runs, fetches first, in the order
+  of cells. The direct fetches of a cell are one burst, which all ranks wait for.
+- Gradients return in the background; what is left of them at the end of the stage is waited for.
+- `overlap` times its computing time, a pass hides its all-to-alls behind; for so long the links are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.balance.costs import STAGES
+from foreroute.simulate.residence import Visit
+from foreroute.simulate.work import Compute, Transfers
+
+Floats = NDArray[np.float64]
+
+PARTS = (
+    "attention",
+    "all-to-all",
+    "experts",
+    "fixed",
+    "exposed transfers",
+    "output head",
+    "waiting for the plan",
+    "pipeline bubbles",
+)
+"""Of the time of a pipeline stage, in this order."""
+
+
+class Rules(NamedTuple):
+    """How the cluster executes.
+
+    Attributes:
+        ranks_per_node: of the group.
+        processors_per_node: processors that the ranks of a node share, each rank using one at a time; as many as ranks
+            where each is a GPU.
+        overlap: share of its computing time behind which a pass over a cell hides its all-to-alls, 0 to 1.
+        prefetch: cells that are fetched ahead.
+        keeps_slots: slots belong to layers, and are in use until the last cell of the layer has ended.
+    """
+
+    ranks_per_node: int
+    processors_per_node: int
+    overlap: float
+    prefetch: int
+    keeps_slots: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One stage of the step on one group.
+
+    Attributes:
+        parts_PX: [pipeline stages, `PARTS`], seconds; they add up to `end_P`.
+        end_P: [pipeline stages], seconds from the start to the last event, gradients included.
+        times_PNX: [pipeline stages, cells in their order, 10], seconds: begin and end of each part, of both passes;
+            the second is NaN where there is none.
+        fetched_PNG2: [pipeline stages, cells in their order, G, 2], begin and end of each rank's copies from the host.
+        bursts_PN: [pipeline stages, cells in their order], when the cell's direct fetches were there.
+    """
+
+    parts_PX: Floats
+    end_P: Floats
+    times_PNX: Floats
+    fetched_PNG2: Floats
+    bursts_PN: Floats
+
+
+def run(
+    orders: Sequence[Sequence[Visit]],
+    layer_parts: Sequence[range],
+    compute: Compute,
+    transfers: Transfers,
+    rules: Rules,
+    *,
+    stage: int,
+    ready_M: Floats | None = None,
+) -> Run:
+    """Run one stage.
+
+    Args:
+        orders: of visits, for each pipeline stage.
+        layer_parts: layers of each pipeline stage.
+        compute: of all cells.
+        transfers: of all cells, each pipeline stage's by its own order.
+        rules: how the cluster executes.
+        stage: position in `costs.STAGES`.
+        ready_M: when the plan of each micro-step is there; from the start by default.
+    """
+    from foreroute.simulate import engine_kernels
+
+    num_micro_steps = len(compute.leg_ML)
+    visits_PVK = np.array([[(int(visit.backward), visit.micro_step) for visit in order] for order in orders], np.int64)
+    bounds = np.array([layer_parts[0].start, *(part.stop for part in layer_parts)], np.int64)
+    groups_KF = np.zeros((2, 2), np.int64)
+    groups_KF[: len(STAGES[stage].groups)] = STAGES[stage].groups
+    ready = np.zeros(num_micro_steps) if ready_M is None else ready_M
+    arrays = (*vars(compute).values(), *vars(transfers).values())
+    work = Work(*(np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for one in arrays))
+    found = engine_kernels.run(visits_PVK, bounds, groups_KF, ready, work, rules)
+    return Run(*found)
+
+
+class Work(NamedTuple):
+    """`Compute` and `Transfers`, for compiled code."""
+
+    attention_MG2: Any
+    head_MG: Any
+    leg_ML: Any
+    experts_MLG2: Any
+    layer_s: Any
+    send_M: Any
+    host_KMLG: Any
+    direct_KMLG4: Any
+    gradient_MLG4: Any

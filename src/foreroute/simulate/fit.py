@@ -1,0 +1,219 @@
+"""Rates of hardware from measured steps, by least squares.
+
+The time of a step is the longest of many paths of work, and each path is linear in the inverse rates; so it is convex
+in them, and linear in pieces. Every round takes the pieces that are longest now (their slopes by differences) and
+solves the least squares of relative errors over them, with no rate below a thousandth or above a thousand times what it
+was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.balance.costs import CostModel, Hardware
+from foreroute.errors import ConfigError
+from foreroute.simulate.config import SimulateConfig
+from foreroute.simulate.group import Group
+from foreroute.simulate.measured import Measured
+
+Floats = NDArray[np.float64]
+
+SECONDS = ("layer_s", "node_latency_s", "cluster_latency_s")
+"""Parameters that are seconds; all others are rates."""
+FITTABLE = (
+    "gemm_flops_per_s",
+    "attention_flops_per_s",
+    "memory_bytes_per_s",
+    "layer_s",
+    "node_bytes_per_s",
+    "cluster_bytes_per_s",
+    "host_bytes_per_s",
+    "node_latency_s",
+    "cluster_latency_s",
+)
+FARTHEST = 1e3
+ROUNDS = 30
+STEP = 1e-4
+ALIKE = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRecord:
+    """What came out.
+
+    Attributes:
+        hardware: with the fitted rates; what was not fitted is as configured.
+        parameters: the fitted rates by name.
+        names: of the measurements.
+        measured_s, predicted_s: of each.
+        median_error: median of |predicted - measured| / measured.
+        worst_error: the largest.
+        rank_correlation: Spearman's, of predicted and measured seconds.
+    """
+
+    hardware: Hardware
+    parameters: dict[str, float]
+    names: tuple[str, ...]
+    measured_s: tuple[float, ...]
+    predicted_s: tuple[float, ...]
+    median_error: float
+    worst_error: float
+    rank_correlation: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def fit(
+    measured: Sequence[Measured], config: SimulateConfig, parameters: Sequence[str] = ("gemm_flops_per_s", "layer_s")
+) -> FitRecord:
+    """Fit rates of the configured hardware to measurements.
+
+    Args:
+        measured: at least as many as parameters.
+        config: model, cluster and execution, and the rates to begin from.
+        parameters: of `FITTABLE`, which to fit.
+
+    Raises:
+        ConfigError: when a parameter is unknown, has no effect on any measurement or cannot be told from others, or
+            there are fewer measurements than parameters.
+    """
+    if unknown := [name for name in parameters if name not in FITTABLE]:
+        raise ConfigError(f"{', '.join(unknown)} cannot be fitted; expected some of {', '.join(FITTABLE)}")
+    if len(measured) < len(parameters) or not parameters:
+        raise ConfigError(
+            f"{len(measured)} measurements cannot tell {len(parameters)} parameters; measure more steps, or fit fewer"
+        )
+    costs = config.described().costs
+    begin = np.array([_cost_of(costs.hardware, name) for name in parameters])
+    seconds_V = np.array([one.seconds for one in measured])
+
+    def predicted(scale_K: Floats) -> Floats:
+        return predict(measured, config, _scaled(costs, parameters, begin * scale_K))
+
+    scale_K = _least_squares(predicted, seconds_V, list(parameters))
+    fitted = _scaled(costs, parameters, begin * scale_K)
+    return fit_record(measured, config, fitted, parameters)
+
+
+def fit_record(
+    measured: Sequence[Measured], config: SimulateConfig, costs: CostModel, parameters: Sequence[str]
+) -> FitRecord:
+    """How well a cost model predicts measurements, of which none need have been fitted."""
+    seconds_V, predicted_V = np.array([one.seconds for one in measured]), predict(measured, config, costs)
+    errors_V = np.abs(predicted_V / seconds_V - 1)
+    return FitRecord(
+        hardware=costs.hardware,
+        parameters={name: _value_of(costs.hardware, name) for name in parameters},
+        names=tuple(one.name for one in measured),
+        measured_s=tuple(seconds_V.tolist()),
+        predicted_s=tuple(predicted_V.tolist()),
+        median_error=float(np.median(errors_V)),
+        worst_error=float(errors_V.max()),
+        rank_correlation=_rank_correlation(seconds_V, predicted_V),
+    )
+
+
+def predict(measured: Sequence[Measured], config: SimulateConfig, costs: CostModel) -> Floats:
+    """float64 [measurements], simulated seconds."""
+    seconds = []
+    for one in measured:
+        topology = replace(one.step.problem.topology, links=costs.hardware.links)
+        runs = Group.of(one.served, one.step, config, topology, costs).run()
+        seconds.append(float(runs[one.stage].end_P.max()))
+    return np.array(seconds)
+
+
+def _value_of(hardware: Hardware, name: str) -> float:
+    return float(getattr(hardware if hasattr(hardware, name) else hardware.links, name))
+
+
+def _cost_of(hardware: Hardware, name: str) -> float:
+    """What time is proportional to: seconds, or one over a rate."""
+    value = _value_of(hardware, name)
+    return value if name in SECONDS else 1 / value
+
+
+def _scaled(costs: CostModel, parameters: Sequence[str], cost_K: Floats) -> CostModel:
+    values = {
+        name: float(cost) if name in SECONDS else float(1 / cost) for name, cost in zip(parameters, cost_K, strict=True)
+    }
+    hardware = costs.hardware
+    links = replace(hardware.links, **{name: value for name, value in values.items() if not hasattr(hardware, name)})
+    own: dict[str, Any] = {name: value for name, value in values.items() if hasattr(hardware, name)}
+    return replace(costs, hardware=replace(hardware, links=links, **own))
+
+
+def _least_squares(predicted: Callable[[Floats], Floats], seconds_V: Floats, names: list[str]) -> Floats:
+    """Factors of the costs that it began from."""
+    scale_K = np.ones(len(names))
+    found_V = predicted(scale_K)
+    error = _error(found_V, seconds_V)
+    for _ in range(ROUNDS):
+        slope_VK = np.stack(
+            [(predicted(scale_K * (1 + STEP * _unit(k, scale_K))) - found_V) / STEP for k in range(len(names))], 1
+        )
+        slope_VK /= scale_K
+        _require_told_apart(slope_VK / seconds_V[:, None] * scale_K, names)
+        rest_V = found_V - slope_VK @ scale_K
+        target_K = _bounded(slope_VK / seconds_V[:, None], 1 - rest_V / seconds_V, scale_K)
+        share, better = 1.0, False
+        while share > 1e-3 and not better:
+            trial_K = scale_K + share * (target_K - scale_K)
+            trial_V = predicted(trial_K)
+            better = _error(trial_V, seconds_V) < error * (1 - 1e-9)
+            share /= 2
+        if not better:
+            break
+        scale_K, found_V, error = trial_K, trial_V, _error(trial_V, seconds_V)
+    return scale_K
+
+
+def _unit(k: int, like_K: Floats) -> Floats:
+    unit_K = np.zeros_like(like_K)
+    unit_K[k] = 1
+    return unit_K
+
+
+def _error(found_V: Floats, seconds_V: Floats) -> float:
+    return float(((found_V / seconds_V - 1) ** 2).sum())
+
+
+def _bounded(matrix_VK: Floats, right_V: Floats, begin_K: Floats) -> Floats:
+    """Least squares with every unknown between its bounds, one unknown at a time."""
+    values_K = begin_K.copy()
+    square_KK, linear_K = matrix_VK.T @ matrix_VK, matrix_VK.T @ right_V
+    for _ in range(20_000):
+        before_K = values_K.copy()
+        for k in range(len(values_K)):
+            best = values_K[k] + (linear_K[k] - square_KK[k] @ values_K) / square_KK[k, k]
+            values_K[k] = min(max(best, 1 / FARTHEST), FARTHEST)
+        if np.abs(values_K / before_K - 1).max() < 1e-10:
+            break
+    return values_K
+
+
+def _require_told_apart(share_VK: Floats, names: list[str]) -> None:
+    """Refuse parameters that the measurements say nothing about."""
+    largest_K = np.abs(share_VK).max(axis=0)
+    if idle := [name for name, share in zip(names, largest_K, strict=True) if share < 1e-9]:
+        raise ConfigError(
+            f"no measurement depends on {', '.join(idle)}; leave it out, or measure steps in which it takes time"
+        )
+    values = np.linalg.svd(share_VK / largest_K, compute_uv=False)
+    if values[-1] * ALIKE < values[0]:
+        raise ConfigError(
+            f"the measurements cannot tell {', '.join(names)} apart; measure steps that differ in size and imbalance, "
+            "or fit fewer"
+        )
+
+
+def _rank_correlation(a_V: Floats, b_V: Floats) -> float:
+    ranks = np.stack([np.argsort(np.argsort(values)) for values in (a_V, b_V)]).astype(np.float64)
+    return float(np.asarray(np.corrcoef(ranks))[0, 1]) if len(a_V) > 1 else 1.0

@@ -1,0 +1,137 @@
+"""Steps that were really run and timed, for fitting costs: a file of counts, plans and seconds.
+
+JSON Lines, one measurement a line, or one JSON array of them:
+
+    {"counts": "counts.npz", "plan": "plan.safetensors", "stage": "update", "seconds": 1.62}
+
+`counts` is an .npz file with an integer array `counts` [M, L, G, E]; `plan` a plan file of these counts, or null where
+every expert was served at its home, contiguously; `stage` "recompute" (forward passes of all micro-steps) or "update"
+(forward, and backward with activations computed anew). Paths are relative to the file.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from foreroute.balance import load_counts, load_plan, verify
+from foreroute.balance.assignment import Assignment
+from foreroute.balance.baselines import Problem
+from foreroute.balance.counts import check_counts
+from foreroute.balance.step_plan import StepPlan
+from foreroute.balance.topology import Topology
+from foreroute.errors import ConfigError, InputError
+from foreroute.simulate.methods import Served, serve_at_home
+from foreroute.simulate.steps import GroupStep
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """One timed stage of one step.
+
+    Attributes:
+        name: for people.
+        step: what was run.
+        served: how.
+        stage: position in `costs.STAGES`: 0 recompute, 1 update.
+        seconds: wall time of the slowest rank.
+    """
+
+    name: str
+    step: GroupStep
+    served: Served
+    stage: int
+    seconds: float
+
+    @classmethod
+    def of(
+        cls, name: str, counts: Any, plan: StepPlan | None, topology: Topology, stage: str, seconds: float
+    ) -> Measured:
+        """From arrays.
+
+        Args:
+            name: for people.
+            counts: integers [M, L, G, E].
+            plan: of these counts, or None for contiguous homes alone.
+            topology: of the ranks.
+            stage: "recompute" or "update".
+            seconds: wall time.
+
+        Raises:
+            CountsError, PlanError: when the counts are none, or the plan is not of them.
+        """
+        counts_MLGE = check_counts(counts, num_ranks=topology.num_ranks)
+        home_LE = np.tile(topology.contiguous_home_E(counts_MLGE.shape[3]), (counts_MLGE.shape[1], 1))
+        problem = Problem(counts_MLGE, topology, home_LE)
+        if plan is None:
+            served = serve_at_home(problem)
+        else:
+            verify(plan, counts_MLGE)
+            served = _planned(plan, counts_MLGE)
+        return cls(name, GroupStep(problem, None), served, ("recompute", "update").index(stage), seconds)
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    counts: str
+    plan: str | None
+    stage: Literal["recompute", "update"]
+    seconds: Annotated[float, Field(gt=0)]
+
+
+def load_measured(path: Path, topology: Topology) -> list[Measured]:
+    """Read a file of measurements.
+
+    Raises:
+        ConfigError: when the file is missing or no JSON, or a measurement has unknown keys or wrong values; with its
+            number.
+        CountsError, PlanError: when counts or plans are damaged, or do not fit each other.
+    """
+    measured = []
+    for number, values in enumerate(_values(path), start=1):
+        try:
+            line = _Line.model_validate(values)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
+            raise ConfigError(
+                f"{path}: measurement {number} is not valid: {problems}. Expected counts, plan (or null), stage "
+                '("recompute" or "update") and seconds'
+            ) from error
+        counts = load_counts(path.parent / line.counts)
+        plan = None if line.plan is None else load_plan(path.parent / line.plan)
+        name = f"{line.plan or line.counts}, {line.stage}"
+        try:
+            measured.append(Measured.of(name, counts, plan, topology, line.stage, line.seconds))
+        except InputError as error:
+            raise type(error)(f"{path}: measurement {number}: {error}") from error
+    return measured
+
+
+def _values(path: Path) -> list[Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    try:
+        if text.lstrip().startswith("["):
+            values: list[Any] = json.loads(text)
+            return values
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is neither JSON Lines nor a JSON array: {error}") from error
+
+
+def _planned(plan: StepPlan, counts_MLGE: Any) -> Served:
+    assignments = [
+        Assignment.of(plan.cell(m, layer), counts_MLGE[m, layer]) for m, layer in np.ndindex(*plan.shape[:2])
+    ]
+    slots: Any = "shared" if plan.fetched_R.all() else "layer"
+    return Served(assignments, plan.home_LE.astype(np.int64), plan.home_moves, slots, 0.0)

@@ -1,0 +1,198 @@
+"""A configuration in, the record of one step under every method out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foreroute.balance.costs import CostModel
+from foreroute.balance.topology import Topology
+from foreroute.errors import ConfigError
+from foreroute.simulate.closing import move_seconds, optimizer_seconds, publish_seconds, reduction_seconds
+from foreroute.simulate.config import SimulateConfig
+from foreroute.simulate.engine import PARTS, Floats, Run
+from foreroute.simulate.group import Group, plan_ready
+from foreroute.simulate.methods import Served, balanced, label_of, serve
+from foreroute.simulate.records import MethodRecord, SimulationRecord, StageSeconds
+from foreroute.simulate.steps import GroupStep, group_steps
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with what is simulated, how much of it is done, and how much there is in all."""
+
+
+def simulate(config: SimulateConfig, *, on_progress: OnProgress | None = None) -> SimulationRecord:
+    """Simulate one RL step from the end of the rollout, under every method of the configuration, on the same tokens.
+
+    Planning is really done, here and now; everything else is computed from the cost model.
+
+    Raises:
+        ConfigError, TopologyError, CountsError: when the configuration describes what cannot be.
+    """
+    cluster = config.described()
+    topology, costs = cluster.topology, cluster.costs
+    if config.cluster.pipeline > costs.model.num_layers:
+        raise ConfigError(
+            f"pipeline is {config.cluster.pipeline}, the model has {costs.model.num_layers} routed layers; "
+            "expected one layer for each stage at least"
+        )
+    sums = {name: _Sums() for name in ("ideal", "bound", *config.methods)}
+    steps = list(group_steps(config, topology, costs.model))
+    known = [name for name in config.methods if _is_possible(name, steps[0])]
+    done, total = 0, len(steps) * len(known)
+    for step in steps:
+        forced = Group.of(balanced(step.problem), step, config, topology, costs)
+        sums["ideal"].add(forced.run())
+        sums["bound"].add(forced.bound(step, topology, costs).run())
+        for name in known:
+            if on_progress is not None:
+                on_progress(label_of(name), done, total)
+            _add(sums[name], serve(name, step.problem, costs), step, config, topology, costs)
+            done += 1
+    if on_progress is not None:
+        on_progress("done", total, total)
+    return _record(config, known, sums, steps, topology, costs)
+
+
+def _is_possible(name: str, step: GroupStep) -> bool:
+    from foreroute.balance.baselines import BASELINES
+
+    known_before = step.problem.previous_LE is not None
+    return known_before or name not in BASELINES or BASELINES[name].knows != "previous step"
+
+
+@dataclass
+class _Sums:
+    """One method over the groups.
+
+    Attributes:
+        runs: recompute and update of every group.
+        planning_s, home_moves_s: of every group.
+        ratios: imbalance of every cell.
+        fetches: experts fetched.
+    """
+
+    runs: list[tuple[Run, Run]] = field(default_factory=list)
+    planning_s: list[float] = field(default_factory=list)
+    home_moves_s: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    fetches: int = 0
+
+    def add(self, runs: tuple[Run, Run]) -> None:
+        self.runs.append(runs)
+
+    @property
+    def training_s(self) -> float:
+        """The slowest group's recompute, then the slowest group's update: all wait for all between the two."""
+        return sum(max(_seconds(run) for run in stage) for stage in zip(*self.runs, strict=True))
+
+
+def _add(
+    sums: _Sums, served: Served, step: GroupStep, config: SimulateConfig, topology: Topology, costs: CostModel
+) -> None:
+    does, (num_micro_steps, drawn) = config.execution, step.problem.counts_MLGE.shape[:2]
+    scale = costs.model.num_layers / drawn
+    measured_s = served.planning_s * scale / does.planner_speed
+    planning_s = measured_s if does.planning_s is None else does.planning_s
+    ready_M = plan_ready(num_micro_steps, planning_s, does.plan_lead_s)
+    sums.add(Group.of(served, step, config, topology, costs).run(ready_M))
+    sums.planning_s.append(planning_s)
+    moves_s = move_seconds(served.home_moves, scale, topology, costs)
+    sums.home_moves_s.append(0.0 if does.home_moves_hidden else moves_s)
+    for one, (layer, counts_GE) in zip(served.assignments, step.problem.cells(), strict=True):
+        total = int(counts_GE.sum())
+        sums.ratios.append(int(one.loads_G.max()) / total * topology.num_ranks if total else 1.0)
+        sums.fetches += int((one.fetched_H & (served.home_LE[layer, one.expert_H] != one.rank_H)).sum())
+
+
+def _record(
+    config: SimulateConfig,
+    methods: list[str],
+    sums: dict[str, _Sums],
+    steps: list[GroupStep],
+    topology: Topology,
+    costs: CostModel,
+) -> SimulationRecord:
+    ideal_s, bound_s = sums["ideal"].training_s, sums["bound"].training_s
+    after = (reduction_seconds(config.cluster, topology, costs), optimizer_seconds(config.cluster, topology, costs))
+    records: list[MethodRecord] = []
+    for name in methods:
+        static = records[0] if records else None
+        records.append(_method(name, sums[name], config, ideal_s, bound_s, after, static))
+    counts = np.concatenate([step.problem.counts_MLGE[:, 0] for step in steps])
+    return SimulationRecord(
+        facts=_facts(config, costs),
+        gpus=config.cluster.gpus,
+        expert_parallel=config.cluster.expert_parallel,
+        groups=config.cluster.groups,
+        groups_simulated=len(steps),
+        tokens_per_rank=float(counts.sum(axis=2).mean() / costs.model.top_k),
+        cells_per_group=len(steps[0].problem.counts_MLGE) * costs.model.num_layers,
+        ideal_s=ideal_s,
+        bound_s=bound_s,
+        publish_s=publish_seconds(topology, costs),
+        rollout_s=config.execution.rollout_s,
+        methods=tuple(records),
+    )
+
+
+def _method(
+    name: str,
+    sums: _Sums,
+    config: SimulateConfig,
+    ideal_s: float,
+    bound_s: float,
+    after: tuple[float, float],
+    static: MethodRecord | None,
+) -> MethodRecord:
+    stages = list(zip(*sums.runs, strict=True))
+    slowest = [max(stage, key=lambda run: float(run.end_P.max())) for stage in stages]
+    seconds = [max(_seconds(run) for run in stage) for stage in stages]
+    training_s = sum(seconds)
+    waiting = 1 - sum(float(np.mean([_seconds(run) for run in stage])) for stage in stages) / training_s
+    exposed_s = max(float(run.end_P.max()) for run in stages[0]) - seconds[0]
+    split = StageSeconds(exposed_s, max(sums.home_moves_s), seconds[0], seconds[1], *after)
+    hours = (sum(split) + config.execution.rollout_s) * config.cluster.gpus / 3600
+    return MethodRecord(
+        name=name,
+        label=label_of(name),
+        stages=split,
+        recompute_parts=_parts(slowest[0]),
+        update_parts=_parts(slowest[1]),
+        imbalance=float(np.mean(sums.ratios)),
+        share_of_ideal=ideal_s / training_s,
+        share_of_bound=bound_s / training_s,
+        speedup_over_static=1.0 if static is None else static.training_s / training_s,
+        groups_waiting=waiting,
+        planning_s=max(sums.planning_s),
+        fetches_per_cell=sums.fetches / len(sums.ratios),
+        gpu_hours=hours,
+        gpu_hours_saved=0.0 if static is None else static.gpu_hours - hours,
+    )
+
+
+def _seconds(run: Run) -> float:
+    """To the last event, waiting for the plan aside."""
+    p = int(run.end_P.argmax())
+    return float(run.end_P[p] - run.parts_PX[0, PARTS.index("waiting for the plan")])
+
+
+def _parts(run: Run) -> dict[str, float]:
+    parts_X: Floats = run.parts_PX[int(run.end_P.argmax())]
+    return dict(zip(PARTS, parts_X.tolist(), strict=True))
+
+
+def _facts(config: SimulateConfig, costs: CostModel) -> dict[str, str]:
+    cluster, does = config.cluster, config.execution
+    model, hardware = config.model.get("preset", "a model"), config.hardware.get("preset", "hardware")
+    return {
+        "cluster": f"{cluster.gpus} x {hardware}, expert parallel {cluster.expert_parallel}, pipeline stages "
+        f"{cluster.pipeline}, {cluster.groups} groups",
+        "model": f"{model}: {costs.model.num_layers} routed layers, top-{costs.model.top_k} of "
+        f"{costs.model.num_experts} experts of {costs.model.expert_bytes / 1e6:.1f} MB",
+        "dispatcher": costs.dispatcher,
+        "replicas": f"from {does.recompute_path} in the recompute, {does.update_path} in the update, {does.prefetch} "
+        "cells ahead",
+        "overlap": f"{does.overlap:g} of the computing time hides all-to-alls",
+    }

@@ -1,0 +1,119 @@
+"""The steps that are simulated: drawn, or read from files, one for each expert-parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.balance.baselines import Problem
+from foreroute.balance.costs import ModelShape
+from foreroute.balance.counts import check_counts
+from foreroute.balance.counts_file import load_counts
+from foreroute.balance.topology import Topology
+from foreroute.balance.workload import WORKLOADS, Step, Workload
+from foreroute.errors import ConfigError, CountsError
+from foreroute.simulate.config import SimulateConfig, WorkloadConfig
+
+
+@dataclass(frozen=True, eq=False)
+class GroupStep:
+    """The tokens of one expert-parallel group in a step.
+
+    Attributes:
+        problem: counts, homes, and what is known of the step before.
+        squares_MG: int64 [M, G], sums of squared lengths of sequences, or None where lengths are not known.
+    """
+
+    problem: Problem
+    squares_MG: NDArray[np.int64] | None
+
+
+def group_steps(config: SimulateConfig, topology: Topology, model: ModelShape) -> Iterator[GroupStep]:
+    """One for each group that is looked at; they stand in turn for all groups of the cluster.
+
+    Raises:
+        ConfigError: when a file is of another model.
+        CountsError: when a file holds no counts, or those of other ranks.
+    """
+    load = config.workload
+    if load.counts is not None:
+        yield _read(load, topology, model)
+        return
+    groups = config.cluster.groups if load.groups is None else min(load.groups, config.cluster.groups)
+    workload = drawn_workload(load, topology.num_ranks, model, groups)
+    step, before = (workload.draw(seed=load.seed, step=number) for number in (1, 0))
+    counts, squares_MG = step.counts(), squares_of(step)
+    previous_LE = before.counts().sum(axis=(0, 2), dtype=np.int64)
+    home_LE = np.tile(topology.contiguous_home_E(model.num_experts), (workload.num_layers, 1))
+    for group in range(groups):
+        part = slice(group * load.micro_steps, (group + 1) * load.micro_steps)
+        problem = Problem(counts[part], topology, home_LE, previous_LE)
+        yield GroupStep(problem, squares_MG[part])
+
+
+def drawn_workload(load: WorkloadConfig, num_ranks: int, model: ModelShape, groups: int) -> Workload:
+    """What is drawn: the micro-steps of all groups, one group after the other."""
+    name = load.preset or _preset_for(num_ranks, model.num_experts)
+    base = WORKLOADS[name]
+    workload = replace(
+        base,
+        num_ranks=num_ranks,
+        num_experts=model.num_experts,
+        top_k=model.top_k,
+        num_micro_steps=load.micro_steps * groups,
+        num_layers=min(load.layers or model.num_layers, model.num_layers),
+        layer_evenness=base.layer_evenness / load.skew,
+        micro_step_evenness=base.micro_step_evenness / load.skew,
+    )
+    return workload if load.tokens_per_rank is None else evenly(workload, load.tokens_per_rank)
+
+
+def evenly(workload: Workload, tokens: int) -> Workload:
+    """Four or five sequences a rank, dealt so that ranks have about so many tokens each."""
+    return replace(
+        workload,
+        even_sources=True,
+        sequences_per_rank=(4, 5),
+        mean_length=max(tokens * 10 // 42, 32),
+        longest=max(tokens, 2048),
+    )
+
+
+def squares_of(step: Step) -> NDArray[np.int64]:
+    """int64 [M, G], sums of squared lengths of the sequences on each rank."""
+    load = step.workload
+    squares_MG = np.zeros((load.num_micro_steps, load.num_ranks), np.int64)
+    np.add.at(squares_MG, (step.micro_step_S, step.rank_S), step.rows_S.astype(np.int64) ** 2)
+    return squares_MG
+
+
+def _preset_for(num_ranks: int, num_experts: int) -> str:
+    if num_experts >= 256 and num_ranks > 32:
+        return "E256"
+    return f"G{min(64, max(8, 1 << (num_ranks - 1).bit_length()))}"
+
+
+def _read(load: WorkloadConfig, topology: Topology, model: ModelShape) -> GroupStep:
+    assert load.counts is not None, "checked by the caller"
+    counts = check_counts(load_counts(Path(load.counts)), num_ranks=topology.num_ranks, top_k=model.top_k)
+    layers, experts = counts.shape[1], counts.shape[3]
+    if experts != model.num_experts or layers > model.num_layers:
+        raise ConfigError(
+            f"{load.counts} has {layers} layers of {experts} experts, the model {model.num_layers} of "
+            f"{model.num_experts}; set them in [model]"
+        )
+    previous_LE = None
+    if load.previous_counts is not None:
+        before = check_counts(load_counts(Path(load.previous_counts)))
+        if before.shape[1::2] != (layers, experts):
+            raise CountsError(
+                f"{load.previous_counts} has {before.shape[1]} layers of {before.shape[3]} experts, {load.counts} "
+                f"{layers} of {experts}; expected the same"
+            )
+        previous_LE = before.sum(axis=(0, 2), dtype=np.int64)
+    home_LE = np.tile(topology.contiguous_home_E(experts), (layers, 1))
+    return GroupStep(Problem(counts, topology, home_LE, previous_LE), None)

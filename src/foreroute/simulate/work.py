@@ -1,0 +1,182 @@
+"""What a method makes of a step, as seconds of work: for every cell, rank and resource. The engine's input.
+
+A *visit* is a pass of one micro-step through the layers of a pipeline stage: forward, or backward with the activations
+computed anew. Every micro-step makes one visit of each kind in the update, and one forward visit in the recompute.
+Arrays over both have the axis K: 0 forward, 1 backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.balance import pricing
+from foreroute.balance.assignment import Assignment
+from foreroute.balance.costs import BACKWARD, FORWARD, CostModel, Prices
+from foreroute.balance.topology import Topology
+from foreroute.simulate.residence import Hosts, Visit, fetched_hosts, turns_back
+
+Floats = NDArray[np.float64]
+Path = Literal["host", "direct", "auto"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Compute:
+    """What the ranks compute and send between each other in each cell; no transfers.
+
+    Attributes:
+        attention_MG2: [M, G, 2], seconds of attention and all that is dense in a layer, forward and backward.
+        head_MG: [M, G], seconds of the output head in a forward pass; backward takes twice as long.
+        leg_ML: [M, L], seconds of one all-to-all.
+        experts_MLG2: [M, L, G, 2], seconds of the experts, forward and backward.
+        layer_s: fixed, of one pass over one layer.
+        send_M: [M], seconds of handing a micro-step to the next pipeline stage.
+    """
+
+    attention_MG2: Floats
+    head_MG: Floats
+    leg_ML: Floats
+    experts_MLG2: Floats
+    layer_s: float
+    send_M: Floats
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Transfers:
+    """Weights and gradients that move in one stage of the step, in seconds of each resource, by visit.
+
+    Attributes:
+        host_KMLG: [2, M, L, G], of the copy engine from host memory.
+        direct_KMLG4: [2, M, L, G, 4], of fetches over NIC out, NIC in, node link out, node link in.
+        gradient_MLG4: [M, L, G, 4], of gradients that return after the backward visit.
+    """
+
+    host_KMLG: Floats
+    direct_KMLG4: Floats
+    gradient_MLG4: Floats
+
+
+def compute_of(
+    assignments: Sequence[Assignment],
+    shape: tuple[int, int],
+    squares_MG: NDArray[np.integer] | None,
+    topology: Topology,
+    costs: CostModel,
+) -> Compute:
+    """Price all cells.
+
+    Args:
+        assignments: of all cells, in the order of execution.
+        shape: M and L.
+        squares_MG: [M, G], sum of squared lengths of the sequences on each rank; by default those of
+            `costs.sequence_tokens`.
+        topology: ranks and links.
+        costs: the cost model.
+    """
+    num_micro_steps, num_layers = shape
+    prices, ranks = costs.prices(topology), topology.num_ranks
+    leg_ML, experts_MLG2 = np.empty(shape), np.empty((*shape, ranks, 2))
+    tokens_MG = np.empty((num_micro_steps, ranks))
+    for cell, one in enumerate(assignments):
+        m, layer = divmod(cell, num_layers)
+        rank_H = one.rank_H.astype(np.int64)
+        tokens_HG = np.ascontiguousarray(one.tokens_HG, np.int64)
+        pairs_GG = pricing.pairs_between(rank_H, tokens_HG)
+        leg_ML[m, layer] = pricing.all_to_all_seconds(pricing.rows_sent(pairs_GG, prices), prices)
+        forward_G, backward_G = pricing.experts_by_rank(rank_H, tokens_HG.sum(axis=1), ranks, prices)
+        experts_MLG2[m, layer, :, 0], experts_MLG2[m, layer, :, 1] = forward_G, backward_G
+        if layer == 0:
+            tokens_MG[m] = tokens_HG.sum(axis=0) / costs.model.top_k
+    attention_MG2 = np.stack([costs.attention_seconds(tokens_MG, squares_MG, one) for one in (FORWARD, BACKWARD)], -1)
+    send_s = tokens_MG.max(axis=1) * prices.cluster_row_s + topology.links.cluster_latency_s
+    return Compute(
+        attention_MG2=attention_MG2,
+        head_MG=costs.head_seconds(tokens_MG),
+        leg_ML=leg_ML,
+        experts_MLG2=experts_MLG2,
+        layer_s=prices.layer_s,
+        send_M=send_s,
+    )
+
+
+def transfers_of(
+    hosts: Hosts,
+    layers: NDArray[np.integer],
+    order: Sequence[Visit],
+    path: Path,
+    topology: Topology,
+    costs: CostModel,
+    *,
+    prefetch: int,
+    every_micro_step: bool = True,
+) -> Transfers:
+    """Price what moves when a pipeline stage visits its cells in this order.
+
+    Args:
+        hosts: of all cells.
+        layers: which layer of `hosts` stands for each layer of the pipeline stage.
+        order: of visits.
+        path: of weights. "host": every node's host memory holds all experts. "direct": from the home rank. "auto": host
+            memory where the home is in the same node, else direct.
+        topology: ranks and links.
+        costs: the cost model.
+        prefetch: cells that are fetched ahead; slots that layers share are there once more than so often.
+        every_micro_step: whether a replica returns its gradients in each micro-step, or once for each fetch.
+    """
+    prices, ranks = costs.prices(topology), topology.num_ranks
+    num_micro_steps, num_layers = hosts.shape
+    shape = (2, num_micro_steps, num_layers, ranks)
+    host_KMLG, direct_KMLG4 = np.zeros(shape), np.zeros((*shape, 4))
+    gradient_MLG4 = np.zeros((*shape[1:], 4))
+    for visit, layer, expert_H, rank_H in fetched_hosts(hosts, order):
+        home_E = hosts.home_LE[layer]
+        near_H = _near(expert_H, rank_H, home_E, path, topology)
+        place = (int(visit.backward), visit.micro_step, layer)
+        host_KMLG[place] = pricing.transfer_seconds(expert_H, rank_H, near_H, home_E, ranks, prices)[0]
+        direct_KMLG4[place] = pricing.transfer_seconds(expert_H, rank_H, ~near_H, home_E, ranks, prices)[1]
+    if any(visit.backward for visit in order):
+        for m, layer in np.ndindex(num_micro_steps, num_layers):
+            away = hosts.away(m, layer, fetched=not every_micro_step)
+            gradient_MLG4[m, layer] = _gradients(*away, hosts, layer, prices)
+    host_KMLG, direct_KMLG4 = host_KMLG[:, :, layers], direct_KMLG4[:, :, layers]
+    found = max(len(layers) - prefetch - 1, 0)  # what is left in the slots where the order of layers turns
+    for last, visit in pairwise(order):
+        if turns_back(visit, last):
+            host_KMLG[1, visit.micro_step, found:] = 0
+            direct_KMLG4[1, visit.micro_step, found:] = 0
+    return Transfers(host_KMLG=host_KMLG, direct_KMLG4=direct_KMLG4, gradient_MLG4=gradient_MLG4[:, layers])
+
+
+def free(transfers: Transfers) -> Transfers:
+    """The same, at no cost."""
+    return replace(
+        transfers,
+        host_KMLG=np.zeros_like(transfers.host_KMLG),
+        direct_KMLG4=np.zeros_like(transfers.direct_KMLG4),
+        gradient_MLG4=np.zeros_like(transfers.gradient_MLG4),
+    )
+
+
+def _near(
+    expert_H: NDArray[np.int64], rank_H: NDArray[np.int64], home_E: NDArray[np.int64], path: Path, topology: Topology
+) -> NDArray[np.bool_]:
+    if path == "auto":
+        near: NDArray[np.bool_] = topology.node_G[rank_H] == topology.node_G[home_E[expert_H]]
+        return near
+    return np.full(len(expert_H), path == "host")
+
+
+def _gradients(
+    expert_H: NDArray[np.int64], rank_H: NDArray[np.int64], hosts: Hosts, layer: int, prices: Prices
+) -> Floats:
+    """float64 [G, 4]."""
+    everything = np.ones(len(expert_H), np.bool_)
+    gradient_G4: Floats = pricing.transfer_seconds(
+        expert_H, rank_H, everything, hosts.home_LE[layer], hosts.num_ranks, prices
+    )[2]
+    return gradient_G4

@@ -1,0 +1,143 @@
+"""`foreroute simulate` as a user meets it."""
+
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foreroute.cli.main import main
+from foreroute.simulate import load_config, parse_config
+from foreroute.simulate.fit import fit
+from foreroute.simulate.measured import load_measured
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "simulate"
+TOML = """
+methods = ["eplb_micro_step", "ours"]
+[cluster]
+gpus = 8
+expert_parallel = 4
+[model]
+num_layers = 6
+num_experts = 8
+top_k = 2
+hidden = 512
+intermediate = 256
+dense_parameters = 100000
+attention_width = 512
+vocabulary = 1000
+[workload]
+tokens_per_rank = 512
+micro_steps = 2
+layers = 2
+groups = 1
+[execution]
+planning_s = 0.25
+"""
+SWEEP = "[sweep]\nskew = [2.0]\nhost_bandwidth = [0.5]\n"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs the verb in a folder with `config.toml`; the exit code, and what was printed."""
+    (tmp_path / "config.toml").write_text(TOML)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["foreroute", "simulate", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        return stopped.value.code, capsys.readouterr()
+
+    return command
+
+
+def measure(folder):
+    """Two timed steps, as a user would write them down."""
+    for number, count in enumerate((100, 400)):
+        np.savez_compressed(folder / f"counts-{number}.npz", counts=np.full((2, 6, 4, 8), count, np.int32))
+    lines = [
+        {"counts": f"counts-{number}.npz", "plan": None, "stage": "recompute", "seconds": seconds}
+        for number, seconds in enumerate((0.004, 0.011))
+    ]
+    (folder / "measured.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+
+
+def test_configuration_to_table_figures_and_page(run, tmp_path):
+    (tmp_path / "config.toml").write_text(TOML + SWEEP)
+    code, printed = run("config.toml")
+    assert code == 0, printed.err
+    folder = tmp_path / "runs" / "simulate" / "config"
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "report.html", "simulation.json"]
+    figures = json.loads((folder / "simulation.json").read_text())
+    assert [method["name"] for method in figures["methods"]] == ["static", "eplb_micro_step", "ours"]
+    table = printed.out.partition("\nRecompute and update take")[0].splitlines()
+    for method in figures["methods"]:
+        (line,) = [line for line in table if line.startswith(f"{method['label']} ")]
+        assert f"{method['speedup_over_static']:.2f}" in line.split()
+    assert max(len(line) for line in printed.out.splitlines() if "runs/simulate" not in line) <= 80
+    assert [(point["key"], point["value"]) for point in figures["sweeps"]] == [("host_bandwidth", 0.5), ("skew", 2.0)]
+    assert [found["method"] for found in figures["timelines"]] == ["static", "ours"]
+    resolved = parse_config(tomllib.loads(TOML + SWEEP), source="the test")
+    assert json.loads((folder / "config.json").read_text()) == resolved.model_dump(mode="json")
+    page = (folder / "report.html").read_text()
+    assert "One RL step on 8 GPUs" in page
+    assert page.count("data:image/svg+xml;base64,") == 2 + 2 + 2 + 2
+    code, printed = run("config.toml")
+    assert code == 2
+    assert "runs/simulate/config is not empty" in printed.err
+
+
+def test_rates_are_fitted_first(run, tmp_path):
+    measure(tmp_path)
+    code, printed = run("config.toml", "--fit", "measured.jsonl", "--rate", "gemm_flops_per_s", "--output", "out")
+    assert code == 0, printed.err
+    config = load_config(tmp_path / "config.toml")
+    measured = load_measured(tmp_path / "measured.jsonl", config.described().topology)
+    found = fit(measured, config, ["gemm_flops_per_s"])
+    resolved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert resolved["hardware"] == {"preset": "h100", **found.parameters}
+    figures = json.loads((tmp_path / "out" / "simulation.json").read_text())
+    assert figures["fit"]["measured_s"] == [0.004, 0.011]
+    assert re.search(r"fitted +gemm_flops_per_s [\d.,]+ TFLOP/s, configured 600 TFLOP/s", printed.out)
+    assert "Rates fitted to measurements" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        (TOML, ("none.toml",), "none.toml does not exist"),
+        ("[cluster", ("config.toml",), "config.toml is not a readable TOML file"),
+        (TOML.replace("gpus", "gpu"), ("config.toml",), "cluster.gpu: unknown key; did you mean gpus?"),
+        (TOML.replace("gpus = 8", "gpus = 10"), ("config.toml",), "10 GPUs do not fill groups of 4"),
+        (TOML.replace('"ours"', '"hours"'), ("config.toml",), "there is no method called hours"),
+        (TOML + "[sweep]\nslots = [1]\n", ("config.toml",), "sweep.slots: unknown key"),
+        (TOML, ("config.toml", "--output", "full"), "full is not empty; nothing was changed"),
+        (TOML, ("config.toml", "--output", "config.toml"), "config.toml is not empty; nothing was changed"),
+        (TOML, ("config.toml", "--rate", "layer_s"), "add --fit MEASUREMENTS"),
+        (TOML, ("config.toml", "--fit", "none.jsonl"), "none.jsonl does not exist"),
+        (TOML, ("config.toml", "--fit", "config.toml"), "config.toml is neither JSON Lines nor a JSON array"),
+        (TOML, ("config.toml", "--fit", "measured.jsonl", "--rate", "speed"), "speed cannot be fitted"),
+    ],
+)
+def test_a_users_error_is_one_message_and_exit_code_2(run, tmp_path, text, arguments, message):
+    (tmp_path / "config.toml").write_text(text)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    measure(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    code, printed = run(*arguments)
+    assert code == 2
+    assert printed.err.startswith("error: ")
+    assert message in printed.err
+    assert printed.out == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
+def test_examples_can_be_read(path):
+    assert load_config(path).sweep.skew

@@ -1,0 +1,190 @@
+"""The page of a simulation: its numbers are those of the records, it is self-contained, and it says what is missing."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from foreroute.balance.presets import hardware_preset
+from foreroute.errors import InputError
+from foreroute.report import compared, simulation_rows, simulation_summary, write_simulation_page
+from foreroute.report.sweep_plots import WORDS
+from foreroute.simulate.config import SweepConfig
+from foreroute.simulate.fit import FitRecord
+from simulation_records import TRAINING, config, record, sweeps, timeline, timelines
+
+COLUMNS = {
+    "Both stages": lambda m: m.training_s,
+    "Static / this": lambda m: m.speedup_over_static,
+    "Of the ideal": lambda m: 100 * m.share_of_ideal,
+    "Of the bound": lambda m: 100 * m.share_of_bound,
+    "Over mean": lambda m: m.imbalance,
+    "Recompute": lambda m: m.stages.recompute,
+    "Update": lambda m: m.stages.update,
+    "Plan wait": lambda m: 1e3 * m.stages.planning,
+    "Home moves": lambda m: 1e3 * m.stages.home_moves,
+    "Exposed": lambda m: 100 * m.exposed_share,
+    "Groups wait": lambda m: 100 * m.groups_waiting,
+    "Moved a cell": lambda m: m.fetches_per_cell,
+    "Planned in": lambda m: m.planning_s,
+    "GPU-hours": lambda m: m.gpu_hours,
+    "Saved": lambda m: m.gpu_hours_saved,
+}
+
+
+def page(folder, found=None, given=None, **parts):
+    return write_simulation_page(found or record(), given or config(), folder / "page.html", **parts).read_text()
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    """The page of all methods with everything on it."""
+    return page(tmp_path_factory.mktemp("page"), sweeps=sweeps(), timelines=timelines())
+
+
+def text_of(html):
+    plain = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html)).replace("\N{NO-BREAK SPACE}", " ")
+    return plain.replace("&#39;", "'")
+
+
+def cells_of(html, label):
+    """Numbers of a row of the table by their column, as text; empty cells left out."""
+    (row,) = re.findall(rf'<th scope="row">{re.escape(label)}</th>(.*?)</tr>', html)
+    cells = re.findall(r'<td data-label="([^"]+)">([^<]*)</td>', row)
+    return {name: re.match(r"-?[\d.]+", value)[0] for name, value in cells if value}
+
+
+def rounds_to(text, value):
+    """Whether a number is printed with all the digits that it shows."""
+    decimals = len(text.partition(".")[2])
+    return abs(float(text) - value) <= 0.501 * 10**-decimals
+
+
+def plots(html):
+    """What pictures show, in words, by title."""
+    said = re.findall(r'<img src="data:image/svg\+xml;base64,[^"]+" alt="([^"]+)">', html)
+    return {title: rest for title, _, rest in (words.partition(". ") for words in said)}
+
+
+def test_numbers_of_the_table_are_those_of_the_records(full):
+    for method in record().methods:
+        cells = cells_of(full, method.label)
+        known = {name: of(method) for name, of in COLUMNS.items()}
+        if method.name == "static":
+            del known["Plan wait"], known["Planned in"], known["Saved"]
+        if not method.stages.home_moves:
+            del known["Home moves"]
+        assert set(cells) == set(known)
+        assert [name for name, text in cells.items() if not rounds_to(text, known[name])] == []
+        assert rounds_to(cells["Static / this"], 17.72 / TRAINING[method.name])
+    assert full.count('class="ours"') == 4
+    assert cells_of(full, "forced balance: the ideal")["Of the ideal"] == "100.0"
+    assert cells_of(full, "no plan beats")["Of the bound"] == "100.0"
+
+
+def test_the_headline_is_balancing_alone(full):
+    text = text_of(full)
+    assert "speedup of recompute and update 1.34\N{MULTIPLICATION SIGN} 13.2 s instead of 17.7 s" in text
+    assert "share of the ideal 99.2 % 73.9 % without balancing" in text
+    assert f"GPU-hours saved per step {(17.72 - 13.21 - 0.0123) * 64 / 3600:#.3g} of 0.32 without balancing" in text
+    for sentence in simulation_summary(record()):
+        assert sentence.replace("\N{NO-BREAK SPACE}", " ") in text
+
+
+def test_pictures_show_the_records(full):
+    seen = plots(full)
+    assert "static 18.2 s, EPLB, previous step 16.0 s" in seen["The step by method"]
+    spent = seen["What recompute and update are spent on"]
+    assert spent.startswith("static 3.54 s, foreroute 2.65 s, foreroute, 8 slots against traffic 1.97 s, EPLB, per")
+    assert seen["Gains against static imbalance"].startswith("2.090: 1.34; 1.500: 1.21; 1.800: 1.34; 2.100: 1.48;")
+    assert seen["Share of the ideal against static imbalance"].startswith("2.090: 0.992;")
+    assert seen["Skew of the experts"] == "0.5: 1.21; 1: 1.34; 2: 1.48."
+    assert seen["Micro-batch size"] == "2,048: 1.21; 4,096: 1.34; 8,192: 1.34; 1.638e+04: 1.48."
+    assert seen["Planning time"] == "0: 0.0123; 1: 0.0123; 2.13: 0.0123; 10: 0.0123."
+    assert len(seen) == 2 + 2 + 2 + 7
+
+
+def test_a_timeline_shows_its_inner_layers(full, tmp_path):
+    slowest = 6e-4 * 5
+    assert plots(full)["Timeline: static"] == f"3 layers take {1e3 * 3 * (1.6e-3 + slowest):.3g} ms."
+    assert "Layers 21 to 23 in micro-step 1 of the recompute, on 4 of 16 ranks" in text_of(full)
+    html = page(tmp_path, record(("static",)), timelines=[timeline("static", 2, 3)])
+    assert "Layers 20 to 22 in micro-step 1 of the recompute, on all ranks" in text_of(html)
+
+
+def test_nothing_is_loaded_and_the_same_records_give_the_same_page(tmp_path):
+    found = replace(record(("static", "ours")), facts={"model": "<script>alert(1)</script>"})
+    few = sweeps(("static", "ours"))[:1]
+    pages = [page(tmp_path, found, sweeps=few, timelines=timelines(num_ranks=2)) for _ in range(2)]
+    assert pages[0] == pages[1]
+    assert not re.search(r"<script|<link|https?://|@import|url\(", pages[0])
+    assert "&lt;script&gt;" in pages[0]
+
+
+def test_what_is_missing_is_said(tmp_path):
+    html = page(tmp_path, record(("static", "ours")))
+    assert "Nothing was varied" in html
+    assert "Timeline" not in html
+    assert "Rates fitted" not in html
+    few = [point for point in sweeps(("static", "ours")) if point.key == "cluster_bandwidth"]
+    html = page(tmp_path, record(("static", "ours")), sweeps=few)
+    assert "Nothing was varied that changes the imbalance" in html
+    assert "As configured: 45 GB/s per GPU." in html
+
+
+@pytest.mark.parametrize(
+    ("names", "shown", "headline"),
+    [
+        (("static",), [], "no other method was simulated"),
+        (("static", "lplb", "laer"), ["laer"], "13.9 s with LAER-style, 1.27 times as fast"),
+        (("static", "ours_traffic"), ["ours_traffic"], "9.80 s with foreroute, 8 slots against traffic"),
+        (("static", "ours", "lplb"), ["ours", "lplb"], "13.2 s with foreroute, 1.34 times as fast"),
+    ],
+)
+def test_some_methods_alone(tmp_path, names, shown, headline):
+    found = record(names)
+    assert [method.name for method in compared(found)] == shown
+    assert headline in text_of(page(tmp_path, found, sweeps=sweeps(names)[:1]))
+    assert [row.label for row in simulation_rows(found)][:-2] == [method.label for method in found.methods]
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [(0.99, "1.01 times as fast as foreroute"), (1.0, "is as fast as foreroute"), (1.02, "1.02 times as long as")],
+)
+def test_rivals_are_told_as_they_are(factor, words):
+    found = record(("static", "eplb_micro_step", "ours"))
+    rival = replace(found["eplb_micro_step"], stages=found["ours"].stages._replace(update=13.21 * (factor - 0.2)))
+    (sentence,) = [s for s in simulation_summary(replace(found, methods=(*found.methods[::2], rival))) if "EPLB" in s]
+    assert words in sentence
+    assert "it moves 120.4 experts for a cell, foreroute 3.1" in sentence
+
+
+def test_fitted_rates(tmp_path):
+    found = FitRecord(
+        hardware=hardware_preset("h100"),
+        parameters={"gemm_flops_per_s": 3.21e14, "host_bytes_per_s": 2.5e10, "layer_s": 9e-5},
+        names=("a.npz, update", "b.npz, recompute"),
+        measured_s=(1.5, 0.25),
+        predicted_s=(1.45, 0.26),
+        median_error=0.035,
+        worst_error=0.04,
+        rank_correlation=1.0,
+    )
+    before = {"gemm_flops_per_s": 6e14, "host_bytes_per_s": 5e10, "layer_s": 4e-5}
+    html = page(tmp_path, record(("static",)), fit=(found, before))
+    text = text_of(html)
+    assert "gemm_flops_per_s 600 TFLOP/s 321 TFLOP/s" in text
+    assert "host_bytes_per_s 50 GB/s 25 GB/s" in text
+    assert "layer_s 40 us 90 us" in text
+    assert "2 measured stages are predicted with a median error of 3.50 % and a worst of 4.00 %" in text
+    assert "a.npz, update: 1.50 s measured, 1.45 s predicted" in plots(html)["Predicted and measured"]
+
+
+def test_every_sweep_has_its_words():
+    assert set(WORDS) == set(SweepConfig.model_fields)
+
+
+def test_a_folder_as_target_is_refused(tmp_path):
+    with pytest.raises(InputError, match="is a folder"):
+        write_simulation_page(record(), config(), tmp_path)

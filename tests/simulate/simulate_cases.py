@@ -1,0 +1,66 @@
+"""Small random work for the engine."""
+
+import numpy as np
+
+from foreroute.simulate import parse_config
+from foreroute.simulate.engine import Rules
+from foreroute.simulate.work import Compute, Transfers
+
+
+def random_work(seed, *, micro_steps=3, layers=4, ranks=2, transfers=1.0):
+    """Compute and transfers of about one second a phase; a third of the cells fetch nothing."""
+    rng = np.random.default_rng(seed)
+    cells = (micro_steps, layers)
+    compute = Compute(
+        attention_MG2=rng.random((micro_steps, ranks, 2)),
+        head_MG=rng.random((micro_steps, ranks)),
+        leg_ML=rng.random(cells) / 2,
+        experts_MLG2=rng.random((*cells, ranks, 2)),
+        layer_s=0.05,
+        send_M=rng.random(micro_steps) / 4,
+    )
+    moved = Transfers(
+        host_KMLG=transfers * rng.random((2, *cells, ranks)) * 4 * (rng.random((2, *cells, ranks)) < 0.5),
+        direct_KMLG4=transfers * rng.random((2, *cells, ranks, 4)) * (rng.random((2, *cells, 1, 1)) < 0.6),
+        gradient_MLG4=transfers * rng.random((*cells, ranks, 4)) * 2,
+    )
+    return compute, moved
+
+
+def rules(**changes):
+    given = {"ranks_per_node": 2, "processors_per_node": 2, "overlap": 0.0, "prefetch": 1, "keeps_slots": False}
+    return Rules(**(given | changes))
+
+
+def small_config(
+    *,
+    gpus=4,
+    expert_parallel=4,
+    pipeline=1,
+    experts=8,
+    micro_steps=2,
+    groups=1,
+    methods=("static", "ours"),
+    links=None,
+    costs=None,
+    planning_s=0.0,
+):
+    """Four layers of a small model with top-2 routing, of which two are drawn."""
+    values = {
+        "cluster": {"gpus": gpus, "expert_parallel": expert_parallel, "pipeline": pipeline},
+        "model": {
+            "num_layers": 4,
+            "num_experts": experts,
+            "top_k": 2,
+            "hidden": 512,
+            "intermediate": 256,
+            "dense_parameters": 100_000,
+            "attention_width": 512,
+            "vocabulary": 1000,
+        },
+        "workload": {"micro_steps": micro_steps, "layers": 2, "groups": groups, "tokens_per_rank": 512},
+        "execution": {"planning_s": planning_s},
+        "links": links or {},
+        "costs": costs or {"dispatcher": "copies"},
+    }
+    return parse_config(values if methods is None else values | {"methods": list(methods)}, source="the test")

@@ -1,0 +1,202 @@
+"""The recurrence against a play of events, by hand, and what must hold of any schedule."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from event_oracle import play
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulate_cases import random_work, rules
+
+from foreroute.balance.costs import STAGES
+from foreroute.simulate.engine import PARTS, run
+from foreroute.simulate.schedule import forward_only, layer_parts, one_forward_one_backward
+from foreroute.simulate.work import free
+
+
+def orders_of(stage, stages, micro_steps):
+    if stage == 0:
+        return [forward_only(micro_steps)] * stages
+    return [one_forward_one_backward(p, stages, micro_steps) for p in range(stages)]
+
+
+def engine_and_oracle(
+    seed, stage, stages, *, micro_steps=3, layers=4, ranks=2, transfers=1.0, gradients=1.0, planned=0.0, **rule
+):
+    compute, moved = random_work(seed, micro_steps=micro_steps, layers=layers, ranks=ranks, transfers=transfers)
+    # many gradients are still on their way when the stage has ended
+    moved = replace(moved, gradient_MLG4=moved.gradient_MLG4 * (0.0 if stage == 0 else gradients))
+    ready_M = planned * np.arange(1, micro_steps + 1)
+    orders, parts, how = orders_of(stage, stages, micro_steps), layer_parts(layers, stages), rules(**rule)
+    found = run(orders, parts, compute, moved, how, stage=stage, ready_M=ready_M)
+    work = SimpleNamespace(**vars(compute), **vars(moved))
+    return found, play(orders, parts, work, how, STAGES[stage].groups, ready_M)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(("prefetch", "keeps"), [(0, False), (1, False), (1, True), (2, True), (9, True)])
+def test_equals_a_play_of_events(stage, stages, prefetch, keeps):
+    for seed in range(3):
+        found, expected = engine_and_oracle(
+            seed,
+            stage,
+            stages,
+            gradients=(1.0, 6.0)[seed % 2],
+            prefetch=prefetch,
+            keeps_slots=keeps,
+            planned=1.5 * (seed % 2),
+        )
+        assert found.end_P == pytest.approx(expected, abs=1e-9)
+        assert found.parts_PX.sum(axis=1) == pytest.approx(found.end_P)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    stage=st.integers(0, 1),
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3)),
+    stages=st.integers(1, 2),
+    transfers=st.sampled_from([0.0, 0.1, 1.0, 10.0]),
+    gradients=st.sampled_from([0.0, 1.0, 6.0]),
+    prefetch=st.integers(0, 3),
+    keeps=st.booleans(),
+)
+def test_equals_a_play_of_events_of_any_shape(seed, stage, shape, stages, transfers, gradients, prefetch, keeps):
+    micro_steps, layers, ranks = shape
+    found, expected = engine_and_oracle(
+        seed,
+        stage,
+        min(stages, layers),
+        micro_steps=micro_steps,
+        layers=layers,
+        ranks=ranks,
+        transfers=transfers,
+        gradients=gradients,
+        prefetch=prefetch,
+        keeps_slots=keeps,
+        ranks_per_node=ranks,
+        processors_per_node=ranks,
+    )
+    assert found.end_P == pytest.approx(expected, abs=1e-9)
+
+
+def plain(compute, moved, **rule):
+    micro_steps, layers = compute.leg_ML.shape
+    return run([forward_only(micro_steps)], [range(layers)], compute, moved, rules(**rule), stage=0)
+
+
+def test_without_transfers_a_stage_is_the_sum_of_its_slowest_ranks():
+    compute, moved = random_work(1)
+    found = plain(compute, free(moved))
+    attention_s = compute.attention_MG2[..., 0].max(axis=1)
+    experts_s = compute.experts_MLG2[..., 0].max(axis=2)
+    expected = 4 * attention_s + experts_s.sum(axis=1) + 2 * compute.leg_ML.sum(axis=1) + 4 * 0.05
+    assert found.end_P == pytest.approx([(expected + compute.head_MG.max(axis=1)).sum()])
+
+
+def test_one_forward_one_backward_of_even_stages_takes_the_textbook_time():
+    """(M + P - 1) times forward and backward of a stage, when all stages take the same and sending takes no time."""
+    stages, micro_steps = 3, 5
+    compute, moved = random_work(0, micro_steps=micro_steps, layers=stages)
+    compute = replace(
+        compute,
+        attention_MG2=np.ones_like(compute.attention_MG2),
+        experts_MLG2=np.ones_like(compute.experts_MLG2),
+        leg_ML=np.full_like(compute.leg_ML, 0.25),
+        head_MG=np.zeros_like(compute.head_MG),
+        layer_s=0.5,
+        send_M=np.zeros(micro_steps),
+    )
+    orders = orders_of(1, stages, micro_steps)
+    found = run(orders, layer_parts(stages, stages), compute, free(moved), rules(), stage=1)
+    forward, backward = 3.0, 6.0
+    assert found.end_P[0] == pytest.approx((micro_steps + stages - 1) * (forward + backward))
+    assert found.parts_PX[0, PARTS.index("pipeline bubbles")] == pytest.approx((stages - 1) * (forward + backward))
+
+
+@pytest.mark.parametrize(
+    ("overlap", "expected"),
+    # attention and experts 1 each, two all-to-alls of 0.75
+    [(0.0, 3.5), (0.25, 3.0), (0.75, 2.0), (1.0, 2.0)],
+)
+def test_overlap_hides_all_to_alls_behind_its_share_of_computing(overlap, expected):
+    compute, moved = random_work(0, micro_steps=1, layers=1)
+    ones = {name: np.ones_like(getattr(compute, name)) for name in ("attention_MG2", "experts_MLG2")}
+    compute = replace(compute, **ones, leg_ML=np.array([[0.75]]), head_MG=np.zeros_like(compute.head_MG), layer_s=0.0)
+    assert plain(compute, free(moved), overlap=overlap).end_P == pytest.approx([expected])
+
+
+def test_fetches_share_the_links_with_all_to_alls_that_are_hidden():
+    """Computing of 1 + 1 hides 0.75 of all-to-alls, so links have 5/8 of it left: 0.5 takes 0.8 of the experts."""
+    compute, moved = random_work(0, micro_steps=1, layers=1)
+    ones = {name: np.ones_like(getattr(compute, name)) for name in ("attention_MG2", "experts_MLG2")}
+    compute = replace(compute, **ones, leg_ML=np.array([[0.375]]), head_MG=np.zeros_like(compute.head_MG), layer_s=0.0)
+    moved = free(moved)
+    moved.direct_KMLG4[0, 0, 0, 1, 2] = 0.5
+    found = plain(compute, moved, overlap=1.0)
+    assert found.bursts_PN[0, 0] == pytest.approx(1 + 0.8)
+    assert found.end_P == pytest.approx([1 + 0.8 + 1])
+
+
+def test_ranks_that_share_processors_take_turns():
+    """Works of 1, 2, 3 on two processors: all three run at 2/3 until 1.5, then two at full speed until 2.5 and 3.5."""
+    compute, moved = random_work(0, micro_steps=1, layers=1, ranks=3)
+    compute = replace(
+        compute,
+        attention_MG2=np.broadcast_to(np.array([2.0, 3.0, 1.0])[:, None], (1, 3, 2)),
+        experts_MLG2=np.zeros_like(compute.experts_MLG2),
+        head_MG=np.zeros_like(compute.head_MG),
+        leg_ML=np.zeros((1, 1)),
+        layer_s=0.0,
+    )
+    found = plain(compute, free(moved), ranks_per_node=3, processors_per_node=2)
+    assert found.end_P == pytest.approx([3.5])
+
+
+FASTER = ("leg_ML", "experts_MLG2", "attention_MG2", "host_KMLG", "direct_KMLG4", "gradient_MLG4", "send_M")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    name=st.sampled_from(FASTER),
+    factor=st.floats(0.0, 0.99),
+    stages=st.integers(1, 3),
+    rule=st.fixed_dictionaries(
+        {"prefetch": st.integers(0, 3), "keeps_slots": st.booleans(), "overlap": st.sampled_from([0.0, 0.3, 1.0])}
+    ),
+)
+def test_faster_links_and_ranks_never_slow_a_step(seed, name, factor, stages, rule):
+    compute, moved = random_work(seed)
+    orders, parts = orders_of(1, stages, 3), layer_parts(4, stages)
+    slow = run(orders, parts, compute, moved, rules(**rule), stage=1)
+    holder = compute if hasattr(compute, name) else moved
+    faster = replace(holder, **{name: factor * getattr(holder, name)})
+    pair = (faster, moved) if holder is compute else (compute, faster)
+    quick = run(orders, parts, *pair, rules(**rule), stage=1)
+    assert quick.end_P.max() <= slow.end_P.max() + 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), stages=st.integers(1, 3), keeps=st.booleans(), prefetch=st.integers(0, 3))
+def test_every_resource_does_exactly_its_work(seed, stages, keeps, prefetch):
+    compute, moved = random_work(seed)
+    orders, parts = orders_of(1, stages, 3), layer_parts(4, stages)
+    found = run(orders, parts, compute, moved, rules(keeps_slots=keeps, prefetch=prefetch), stage=1)
+    copied_G = np.diff(found.fetched_PNG2, axis=3)[..., 0].sum(axis=(0, 1))
+    assert copied_G == pytest.approx(moved.host_KMLG.sum(axis=(0, 1, 2)))
+    busy_s = {"experts": 0.0, "attention": 0.0}
+    for m, layer in np.ndindex(3, 4):
+        busy_s["experts"] += 2 * compute.experts_MLG2[m, layer, :, 0].max() + compute.experts_MLG2[m, layer, :, 1].max()
+        busy_s["attention"] += 2 * compute.attention_MG2[m, :, 0].max() + compute.attention_MG2[m, :, 1].max()
+    for name, seconds in busy_s.items():
+        assert found.parts_PX[:, PARTS.index(name)].sum() == pytest.approx(seconds)
+    assert found.parts_PX[:, PARTS.index("all-to-all")].sum() == pytest.approx(6 * compute.leg_ML.sum())
+    gaps_G = found.fetched_PNG2[:, :, :, 0]  # copies of a rank never overlap
+    for p, g in np.ndindex(stages, 2):
+        used = found.fetched_PNG2[p, :, g][found.fetched_PNG2[p, :, g, 1] > 0]
+        assert (used[1:, 0] >= used[:-1, 1] - 1e-9).all()
+    assert (gaps_G >= 0).all()

@@ -1,0 +1,114 @@
+"""Fitting finds the rates that made the measurements, and says what cannot be; files of measurements are checked."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from simulate_cases import small_config
+
+from foreroute.balance import PlanOptions, plan, save_plan
+from foreroute.errors import ConfigError, PlanError
+from foreroute.simulate.fit import fit, fit_record, predict
+from foreroute.simulate.measured import Measured, load_measured
+
+RATES = {"gemm_flops_per_s": 3e14, "layer_s": 90e-6, "node_bytes_per_s": 1e11}
+
+
+def config_and_costs():
+    config = small_config()
+    costs = config.described().costs
+    links = replace(costs.hardware.links, node_bytes_per_s=RATES["node_bytes_per_s"])
+    own = {name: value for name, value in RATES.items() if name != "node_bytes_per_s"}
+    return config, replace(costs, hardware=replace(costs.hardware, links=links, **own))
+
+
+def steps(config, noise=0.0):
+    """Twelve steps of other sizes and skews, planned or not, timed by a cluster with `RATES`."""
+    rng, (_, costs) = np.random.default_rng(0), config_and_costs()
+    topology, measured = config.described().topology, []
+    for number in range(12):
+        counts = rng.multinomial(400 * (1 + number % 4), rng.dirichlet(np.full(8, 0.5 + number % 3)), (2, 4, 4))
+        found = plan(counts.astype(np.int32), topology, PlanOptions(slots="shared")) if number % 2 else None
+        stage = "update" if number % 3 else "recompute"
+        measured.append(Measured.of(f"step {number}", counts.astype(np.int32), found, topology, stage, 1.0))
+    seconds = predict(measured, config, costs) * np.exp(noise * rng.standard_normal(12))
+    return [replace(one, seconds=float(s)) for one, s in zip(measured, seconds, strict=True)]
+
+
+def test_rates_that_made_the_measurements_are_found():
+    config, _ = config_and_costs()
+    found = fit(steps(config), config, tuple(RATES))
+    assert found.parameters == pytest.approx(RATES, rel=1e-3)
+    assert found.worst_error < 1e-4
+    assert found.rank_correlation == 1
+    before = fit_record(steps(config), config, config.described().costs, tuple(RATES))
+    assert before.median_error > 0.1
+
+
+def test_noise_of_five_percent_leaves_rates_near():
+    config, _ = config_and_costs()
+    found = fit(steps(config, noise=0.05), config, tuple(RATES))
+    assert found.parameters == pytest.approx(RATES, rel=0.3)
+    assert found.median_error < 0.08
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["speed"], "speed cannot be fitted; expected some of gemm_flops_per_s"),
+        (["cluster_bytes_per_s"], "no measurement depends on cluster_bytes_per_s"),
+        (["layer_s", "node_latency_s"], "cannot tell layer_s, node_latency_s apart"),
+        ([], "12 measurements cannot tell 0 parameters"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(names, message):
+    config, _ = config_and_costs()
+    with pytest.raises(ConfigError, match=message):
+        fit(steps(config), config, names)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Counts, their plan, and the plan of other counts."""
+    rng, topology = np.random.default_rng(0), small_config().described().topology
+    counts, others = (rng.integers(0, 50, (2, 4, 4, 8)).astype(np.int32) for _ in range(2))
+    np.savez_compressed(tmp_path / "counts.npz", counts=counts)
+    save_plan(plan(counts, topology), tmp_path / "plan.safetensors")
+    save_plan(plan(others, topology), tmp_path / "other.safetensors")
+    return tmp_path
+
+
+def line(**changes):
+    values = {"counts": "counts.npz", "plan": "plan.safetensors", "stage": "update", "seconds": 0.5}
+    return json.dumps(values | changes)
+
+
+@pytest.mark.parametrize("form", ["{0}\n{1}\n", "[{0},\n {1}]"])
+def test_measurements_are_read_from_lines_and_from_arrays(folder, form):
+    (folder / "m.json").write_text(form.format(line(), line(plan=None, stage="recompute", seconds=0.25)))
+    planned, at_home = load_measured(folder / "m.json", small_config().described().topology)
+    assert (planned.stage, planned.seconds) == (1, 0.5)
+    assert (at_home.stage, at_home.seconds, at_home.name) == (0, 0.25, "counts.npz, recompute")
+    assert len(at_home.served.assignments[0].expert_H) == 8 < len(planned.served.assignments[0].expert_H)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("{", ConfigError, "neither JSON Lines nor a JSON array"),
+        (line(second=1), ConfigError, "measurement 1 is not valid: second: Extra inputs"),
+        (line(seconds=0), ConfigError, "measurement 1 is not valid: seconds: Input should be greater than 0"),
+        (line(stage="rollout"), ConfigError, "measurement 1 is not valid: stage"),
+        (line() + "\n" + line(plan="other.safetensors"), PlanError, "measurement 2: "),
+    ],
+)
+def test_bad_measurements_are_refused_with_their_number(folder, text, error, message):
+    (folder / "m.jsonl").write_text(text)
+    with pytest.raises(error, match=message):
+        load_measured(folder / "m.jsonl", small_config().described().topology)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"m.jsonl does not exist"):
+        load_measured(tmp_path / "m.jsonl", small_config().described().topology)

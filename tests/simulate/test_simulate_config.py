@@ -1,0 +1,89 @@
+"""What a configuration may say, and what is said to one that is wrong."""
+
+from itertools import pairwise
+
+import pytest
+from simulate_cases import small_config
+
+from foreroute.errors import ConfigError, TopologyError
+from foreroute.simulate import load_config, parse_config, sweep, timeline
+from foreroute.simulate.methods import METHODS
+from foreroute.simulate.sweep import varied
+
+SMALLEST = {"cluster": {"gpus": 64, "expert_parallel": 16}}
+
+
+def test_the_smallest_configuration_has_the_planners_presets_and_every_method():
+    config = parse_config(SMALLEST, source="here")
+    cluster = config.described()
+    assert (cluster.topology.num_ranks, cluster.topology.num_nodes, config.cluster.groups) == (16, 2, 4)
+    assert cluster.costs.model.num_layers == 48
+    assert config.methods == METHODS
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"cluster": {"gpus": 60, "expert_parallel": 16}}, ConfigError, "60 GPUs do not fill groups of 16"),
+        ({"cluster": {"gpus": 64}}, ConfigError, "cluster.expert_parallel: required and not given"),
+        ({"workload": {"token_per_rank": 1}}, ConfigError, "unknown key; did you mean tokens_per_rank"),
+        ({"workload": {"preset": "G7"}}, ConfigError, "no workload is called 'G7'"),
+        ({"workload": {"counts": "c.npz", "preset": "G8"}}, ConfigError, "counts come from a file, and preset would"),
+        ({"methods": ["our"]}, ConfigError, "there is no method called our"),
+        ({"execution": {"overlap": 2.0}}, ConfigError, "execution.overlap"),
+        ({"hardware": {"preset": "h10"}}, ConfigError, "did you mean h100"),
+        ({"model": {"preset": "qwen3-30b-a3b", "topk": 3}}, ConfigError, "did you mean top_k"),
+        ({"cluster": {"gpus": 12, "expert_parallel": 12}}, TopologyError, "12 ranks do not fill nodes of 8"),
+        ({"machine": {}}, ConfigError, "machine: unknown key"),
+    ],
+)
+def test_wrong_configurations_are_refused(change, error, message):
+    with pytest.raises(error, match=message):
+        parse_config(SMALLEST | change, source="here")
+
+
+def test_files_that_are_none_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[cluster")
+    with pytest.raises(ConfigError, match="not a readable TOML file"):
+        load_config(tmp_path / "bad.toml")
+    (tmp_path / "good.toml").write_text('methods = ["ours"]\n[cluster]\ngpus = 8\nexpert_parallel = 8\n')
+    assert load_config(tmp_path / "good.toml").methods == ("static", "ours")
+
+
+def test_a_sweep_changes_one_thing_at_a_time():
+    values = small_config().model_dump() | {"sweep": {"cluster_bandwidth": [0.5, 1.0], "overlap": [1.0]}}
+    config = parse_config(values, source="here")
+    found = list(sweep(config))
+    assert [(one.key, one.value) for one in found] == [
+        ("cluster_bandwidth", 0.5),
+        ("cluster_bandwidth", 1.0),
+        ("overlap", 1.0),
+    ]
+    within_a_node, overlapped = found[1].simulation, found[2].simulation
+    assert found[0].simulation["static"].training_s == pytest.approx(within_a_node["static"].training_s)
+    assert overlapped["static"].training_s < within_a_node["static"].training_s
+    links = varied(config, "node_bandwidth", 0.25).described().topology.links
+    assert links.node_bytes_per_s == pytest.approx(340e9 / 4)
+    with pytest.raises(ConfigError, match="no sweep over speed"):
+        varied(config, "speed", 1.0)
+
+
+@pytest.mark.parametrize("stage", ["recompute", "update"])
+def test_a_timeline_shows_every_rank_at_work_and_nothing_twice(stage):
+    found = timeline(small_config(), "ours", stage=stage)
+    passes = 3 if stage == "update" else 1
+    assert found.num_ranks == 4
+    for rank in range(4):
+        for resource in ("compute", "links", "copy engine"):
+            spans = [span for span in found.spans if (span.rank, span.resource) == (rank, resource)]
+            assert all(a.end_s <= b.begin_s + 1e-12 for a, b in pairwise(spans))
+            assert all(span.begin_s <= span.end_s for span in spans)
+            if resource == "links":
+                assert len(spans) == 2 * 4 * passes
+    assert {span.layer for span in timeline(small_config(), "static", layers=range(1, 3)).spans} == {1, 2}
+    with pytest.raises(ConfigError, match="no micro-step 2"):
+        timeline(small_config(), "ours", micro_step=2)
+    with pytest.raises(ConfigError, match="stage is 'rollout'"):
+        timeline(small_config(), "ours", stage="rollout")

@@ -1,0 +1,111 @@
+"""What a visit fetches, by which path, and what returns: by hand on a tiny step of two nodes."""
+
+import numpy as np
+import pytest
+
+from foreroute.balance import Links, Topology
+from foreroute.balance.assignment import Assignment
+from foreroute.balance.costs import CostModel
+from foreroute.balance.presets import HARDWARE, MODELS
+from foreroute.simulate.residence import Hosts, Visit, fetched_hosts
+from foreroute.simulate.schedule import forward_only, layer_parts, one_forward_one_backward
+from foreroute.simulate.work import transfers_of
+
+TOPOLOGY = Topology(4, 2, 1, Links(340e9, 45e9, 50e9, 20e-6, 50e-6))
+COSTS = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
+HOME_E = np.arange(4)
+BYTES = 3 * 2048 * 768
+# (expert, rank, fetched) of the replicas of both layers, micro-step by micro-step
+REPLICAS = [[(1, 0, True)], [(1, 0, False)], [(3, 0, True)]]
+
+
+def hosts(slots):
+    assignments = []
+    for replicas in REPLICAS:
+        for _ in range(2):
+            expert, rank, fetched = zip(*replicas, strict=True)
+            one = Assignment(
+                np.concatenate([HOME_E, expert]).astype(np.int32),
+                np.concatenate([HOME_E, rank]).astype(np.int32),
+                np.ones((5, 4), np.int64),
+                np.concatenate([np.zeros(4, bool), fetched]),
+            )
+            assignments.append(one)
+    return Hosts.of(assignments, (3, 2), np.tile(HOME_E, (2, 1)), slots)
+
+
+def fetched(slots, order):
+    found = {}
+    for visit, layer, expert_H, rank_H in fetched_hosts(hosts(slots), order):
+        assert rank_H.tolist() == [0] * len(expert_H)
+        found.setdefault((visit.backward, visit.micro_step), []).append((layer, expert_H.tolist()))
+    return found
+
+
+def test_slots_of_a_layer_keep_what_they_hold():
+    both = [(0, [1]), (1, [1])]
+    assert fetched("layer", forward_only(3)) == {(False, 0): both, (False, 2): [(0, [3]), (1, [3])]}
+    assert fetched("layer", one_forward_one_backward(0, 1, 3)) == fetched("layer", forward_only(3))
+
+
+def test_slots_of_a_layer_are_filled_again_when_the_schedule_goes_back():
+    """F0 F1 B0 F2 B1 B2: B0 finds expert 1, B1 finds expert 3 of F2 and wants 1, B2 finds 1 and wants 3."""
+    found = fetched("layer", one_forward_one_backward(0, 2, 3))
+    assert list(found) == [(False, 0), (False, 2), (True, 1), (True, 2)]
+    assert found[True, 1] == [(0, [1]), (1, [1])]
+    assert found[True, 2] == [(0, [3]), (1, [3])]
+
+
+def test_shared_slots_are_filled_in_every_visit():
+    found = fetched("shared", one_forward_one_backward(0, 1, 3))
+    assert sorted(found) == [(backward, m) for backward in (False, True) for m in range(3)]
+
+
+@pytest.mark.parametrize(("prefetch", "found_layers"), [(0, [1]), (1, [0, 1])])
+def test_shared_slots_still_hold_the_last_cells_where_the_order_turns(prefetch, found_layers):
+    order = one_forward_one_backward(0, 1, 3)
+    moved = transfers_of(hosts("shared"), np.arange(2), order, "host", TOPOLOGY, COSTS, prefetch=prefetch)
+    assert (moved.host_KMLG[0, :, :, 0] > 0).all()
+    for layer in range(2):
+        assert (moved.host_KMLG[1, :, layer, 0] > 0).all() == (layer not in found_layers)
+
+
+@pytest.mark.parametrize(
+    ("path", "near", "far"),  # what rank 0 waits for: expert 1 from its node, expert 3 from the other one
+    [
+        ("host", ("host", 2 * BYTES / 50e9), ("host", 2 * BYTES / 50e9)),
+        ("direct", (3, 2 * BYTES / 340e9), (1, 2 * BYTES / 45e9)),
+        ("auto", ("host", 2 * BYTES / 50e9), (1, 2 * BYTES / 45e9)),
+    ],
+)
+def test_paths_by_hand(path, near, far):
+    moved = transfers_of(hosts("layer"), np.arange(2), forward_only(3), path, TOPOLOGY, COSTS, prefetch=1)
+    for m, (lane, seconds) in ((0, near), (2, far)):
+        host_s, direct_G4 = moved.host_KMLG[0, m, 0, 0], moved.direct_KMLG4[0, m, 0]
+        if lane == "host":
+            assert (host_s, direct_G4.sum()) == (pytest.approx(seconds), 0)
+        else:
+            assert (host_s, direct_G4[0, lane]) == (0, pytest.approx(seconds))
+            assert direct_G4.sum() == pytest.approx(2 * seconds)  # out of the home, into rank 0
+    assert not moved.gradient_MLG4.any()
+
+
+def test_gradients_return_in_every_micro_step_or_once_for_each_fetch():
+    order = one_forward_one_backward(0, 1, 3)
+    every, once = (
+        transfers_of(
+            hosts("layer"), np.arange(2), order, "host", TOPOLOGY, COSTS, prefetch=1, every_micro_step=each
+        ).gradient_MLG4[:, 0]
+        for each in (True, False)
+    )
+    near_s, far_s = 4 * BYTES / 340e9, 4 * BYTES / 45e9
+    assert every[:, 0, 2] == pytest.approx([near_s, near_s, 0])
+    assert every[:, 0, 0] == pytest.approx([0, 0, far_s])
+    assert once[:, 0, 2] == pytest.approx([near_s, 0, 0])
+    assert once[:, 0, 0] == pytest.approx([0, 0, far_s])
+
+
+def test_schedules():
+    assert one_forward_one_backward(1, 2, 2) == [Visit(b, m) for m in range(2) for b in (False, True)]
+    assert [visit.micro_step for visit in one_forward_one_backward(0, 4, 2)] == [0, 1, 0, 1]
+    assert layer_parts(7, 3) == [range(2), range(2, 4), range(4, 7)]

@@ -1,0 +1,130 @@
+"""Records of simulations that never ran, for pages and tables."""
+
+from dataclasses import replace
+
+from foreroute.simulate import MethodRecord, SimulationRecord, SweepRecord, Timeline, parse_config
+from foreroute.simulate.engine import PARTS
+from foreroute.simulate.methods import METHODS, label_of
+from foreroute.simulate.records import StageSeconds
+from foreroute.simulate.timeline import Span
+
+TRAINING = {
+    "static": 17.72,
+    "eplb_previous": 15.6,
+    "eplb_step": 15.1,
+    "eplb_step_lp": 14.2,
+    "eplb_micro_step": 13.18,
+    "lplb": 14.9,
+    "fastermoe": 16.1,
+    "laer": 13.9,
+    "feplb": 15.4,
+    "relibra": 13.8,
+    "ours": 13.21,
+    "ours_exact": 13.15,
+    "ours_rehomed": 13.2,
+    "ours_traffic": 9.8,
+}
+"""Seconds of recompute and update."""
+IDEAL, BOUND = 13.1, 6.2
+
+
+def config(**tables):
+    values = {"cluster": {"gpus": 64, "expert_parallel": 16}, "workload": {"tokens_per_rank": 8192}}
+    return parse_config(values | tables, source="the test")
+
+
+def method(name, training=None, imbalance=1.02, planning=2.13):
+    """A fifth of recompute and update is recompute; parts are shares of these."""
+    training = TRAINING[name] if training is None else training
+    waits = 0.0 if name == "static" else 0.0123
+    shares = [0.35, 0.3, 0.28, 0.03, 0.0, 0.04, 0.0, 0.0]
+    recompute, update = 0.2 * training, 0.8 * training
+    parts = [dict(zip(PARTS, [share * s for share in shares], strict=True)) for s in (recompute, update)]
+    parts[0]["waiting for the plan"] = waits
+    stages = StageSeconds(waits, 0.31 if name == "relibra" else 0.0, recompute, update, 0.42, 0.011)
+    return MethodRecord(
+        name=name,
+        label=label_of(name),
+        stages=stages,
+        recompute_parts=parts[0],
+        update_parts=parts[1],
+        imbalance=2.09 if name == "static" else imbalance,
+        share_of_ideal=IDEAL / training,
+        share_of_bound=BOUND / training,
+        speedup_over_static=TRAINING["static"] / training,
+        groups_waiting=0.012,
+        planning_s=0.0 if name == "static" else planning,
+        fetches_per_cell=0.0 if name == "static" else 120.4 if name == "eplb_micro_step" else 3.1,
+        gpu_hours=sum(stages) * 64 / 3600,
+        gpu_hours_saved=(TRAINING["static"] + 0.431 - sum(stages)) * 64 / 3600,
+    )
+
+
+def record(names=METHODS, *, imbalance=2.09, scale=1.0):
+    """Gains over static are `scale` times those of `TRAINING`."""
+    static = replace(method("static"), imbalance=imbalance)
+    others = [method(name, TRAINING[name] / scale) for name in names if name != "static"]
+    return SimulationRecord(
+        facts={"cluster": "64 x h100, expert parallel 16", "model": "qwen3-30b-a3b: 48 routed layers"},
+        gpus=64,
+        expert_parallel=16,
+        groups=4,
+        groups_simulated=2,
+        tokens_per_rank=8190.25,
+        cells_per_group=1536,
+        ideal_s=IDEAL / scale,
+        bound_s=BOUND,
+        publish_s=0.21,
+        rollout_s=0.0,
+        methods=(static, *others),
+    )
+
+
+def sweeps(names=("static", "eplb_micro_step", "ours", "ours_traffic")):
+    values = {
+        "skew": (0.5, 1.0, 2.0),
+        "tokens_per_rank": (2048, 4096, 16384),
+        "expert_parallel": (8, 32),
+        "redundant_slots": (0, 1, 2, 4),
+        "cluster_bandwidth": (0.5, 2.0),
+        "overlap": (0.5, 1.0),
+        "planning_s": (0.0, 1.0, 10.0),
+    }
+    return [
+        SweepRecord(key, value, record(names, imbalance=1.5 + 0.3 * n, scale=0.9 + 0.1 * n))
+        for key, points in values.items()
+        for n, value in enumerate(points)
+    ]
+
+
+def timelines(names=("static", "ours"), *, num_ranks=16, num_layers=5, fetches=True):
+    return [timeline(name, num_ranks, num_layers, fetches=fetches) for name in names]
+
+
+def timeline(name, num_ranks=16, num_layers=5, *, fetches=True):
+    """Layers one after the other from 0.1 s on, each a fifth of a millisecond and more, by the slowest rank."""
+    spans, now = [], 0.1
+    for layer in range(20, 20 + num_layers):
+        slowest = 0.0
+        for rank in range(num_ranks):
+            attention, experts = 9e-4, 6e-4 * (1 + (rank % 5 if name == "static" else 0.02))
+            slowest = max(slowest, experts)
+            start = now + 1e-3 + 3e-4
+            spans += [
+                Span(rank, "compute", "attention", layer, False, now, now + attention),
+                Span(rank, "links", "dispatch", layer, False, now + 1e-3, start),
+                Span(rank, "compute", "experts", layer, False, start, start + experts),
+            ]
+            if fetches and name != "static" and rank % 3 == 0:
+                spans.append(Span(rank, "copy engine", "fetch", layer, False, now - 8e-4, now - 6e-4))
+        end = now + 1.3e-3 + slowest
+        spans += [Span(rank, "links", "combine", layer, False, end, end + 3e-4) for rank in range(num_ranks)]
+        now = end + 3e-4
+    return Timeline(
+        method=name,
+        label=label_of(name),
+        stage="recompute",
+        micro_step=1,
+        num_ranks=num_ranks,
+        spans=tuple(sorted(spans, key=lambda span: (span.begin_s, span.rank))),
+    )
