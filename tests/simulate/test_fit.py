@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from simulate_cases import small_config
 
 from foreroute.balance import PlanOptions, plan, save_plan
 from foreroute.errors import ConfigError, PlanError
 from foreroute.simulate.fit import fit, fit_record, predict
 from foreroute.simulate.measured import Measured, load_measured
+from simulate_cases import small_config
 
 RATES = {"gemm_flops_per_s": 3e14, "layer_s": 90e-6, "node_bytes_per_s": 1e11}
 

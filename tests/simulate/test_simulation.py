@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from simulate_cases import small_config
 
 from foreroute.balance.costs import BACKWARD, FORWARD
 from foreroute.balance.evaluate import evaluate
@@ -15,6 +14,7 @@ from foreroute.simulate.engine import PARTS
 from foreroute.simulate.group import Group, plan_ready
 from foreroute.simulate.methods import Served, balanced, serve, serve_at_home
 from foreroute.simulate.steps import GroupStep, group_steps
+from simulate_cases import small_config
 
 
 def group_of(config, counts, served=None, *, squares=None):

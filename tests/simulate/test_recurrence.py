@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from event_oracle import play
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulate_cases import random_work, rules
 
+from event_oracle import play
 from foreroute.balance.costs import STAGES
 from foreroute.simulate.engine import PARTS, run
 from foreroute.simulate.schedule import forward_only, layer_parts, one_forward_one_backward
 from foreroute.simulate.work import free
+from simulate_cases import random_work, rules
 
 
 def orders_of(stage, stages, micro_steps):
