@@ -67,7 +67,7 @@ class Bench:
         skew: float = 0.3,
         sequences: int = BATCH[0],
     ) -> Bench:
-        """The same model on other routes, of so many sequences a micro-step; with `skew` 0 all experts are as likely."""
+        """The same model on other routes, so many sequences each; with `skew` 0 all experts are as likely."""
         rng = np.random.default_rng([rank, int(1000 * skew)])
         batches = [torch.from_numpy(rng.integers(0, 256, (sequences, BATCH[1]))) for _ in range(MICRO_STEPS)]
         traces = [_skewed(routed, batch, rng, skew) for batch in batches]
