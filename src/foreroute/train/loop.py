@@ -15,10 +15,9 @@ What stage 3 minimises is in `objective/`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,36 +26,18 @@ import torch
 from numpy.typing import NDArray
 
 from foreroute.adapters import hf
-from foreroute.errors import ConfigError, ForerouteError, RunFolderError
 from foreroute.trace import RoutingTrace
 from foreroute.train.config import TrainConfig
-from foreroute.train.engines import make_engine
 from foreroute.train.measure import StepPart, merged, step_record
-from foreroute.train.ranks import Ranks, joined
+from foreroute.train.ranks import Ranks
 from foreroute.train.recompute import Recomputed, recompute
-from foreroute.train.reference import Reference, load_reference, make_model
+from foreroute.train.reference import Reference, make_model
 from foreroute.train.rollout import Engine, Experience, roll_out
-from foreroute.train.run_folder import RunFolder, load_checkpoint
+from foreroute.train.run_folder import load_checkpoint, misfit_named
 from foreroute.train.schedule import Schedule, Stage, make_schedule
-from foreroute.train.spread import Spread, compile_planner
+from foreroute.train.spread import Spread
 from foreroute.train.update import Updated, update
-from foreroute.train.warm_start import warm_start
 from foreroute.train.whole import Execution, Whole
-
-
-@dataclass
-class Watcher:
-    """What someone who watches a run is told. The default tells nobody.
-
-    Attributes:
-        on_warm_start: called with step and smoothed loss of each supervised step.
-        on_step: called with the record of each finished step.
-        should_stop: asked before each step; when true the state is saved and the run ends.
-    """
-
-    on_warm_start: Callable[[int, float], None] = lambda step, loss: None
-    on_step: Callable[[dict[str, Any]], None] = lambda record: None
-    should_stop: Callable[[], bool] = lambda: False
 
 
 @dataclass
@@ -123,7 +104,7 @@ class Trainer:
             RunFolderError: when it is damaged, or of another model.
         """
         state = load_checkpoint(checkpoint)
-        with _misfit_named(f"checkpoint {checkpoint}"):
+        with misfit_named(f"checkpoint {checkpoint}"):
             self.execution.load(state["model"], self.optimizer, state["optimizer"])
         self.step = state["step"]
 
@@ -183,124 +164,6 @@ class Trainer:
         self.seconds[stage] = time.perf_counter() - start
 
 
-def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: Watcher | None = None) -> RunFolder:
-    """Run or resume a configuration in a folder.
-
-    With `parallel.expert` above 1 every process of the run calls this; rank 0 writes the folder, and all of them read
-    it. A resumed run ends with the same bits as one that was never interrupted (on the CPU, with as many threads and
-    ranks). Nothing is written before the first checkpoint can be: a run that fails or is stopped in its warm start
-    leaves no folder.
-
-    Raises:
-        ConfigError: when the model cannot be made or trained as configured, or other processes run than configured.
-        RunFolderError: when the folder is in use, or cannot be resumed.
-        EngineError: when the rollout engine cannot be started, or fails.
-        DivergedError: when loss, gradients or probabilities stop being finite; the checkpoints before stay.
-        RankError, TransferError: when another process fails, or is gone; the checkpoints before stay.
-    """
-    watcher = watcher or Watcher()
-    torch.set_num_threads(config.threads)
-    with joined(config.parallel.expert, config.parallel.timeout_s) as ranks:
-        ranks.require_same(_by_key(config.model_dump()), "Start all of them with the same configuration")
-        ranks.first("opening the run folder", lambda: _open(config, folder, resume))
-        run = RunFolder(folder)
-        policy = make_policy(config)
-        _require_divisible(policy, ranks)
-        with closing(make_engine(config, policy)) as engine:
-            last = _last_checkpoint(run, ranks)
-            if last is None and not _begin(policy.model, config, ranks, watcher):
-                return run
-            with closing(make_execution(config, policy, ranks)) as execution:
-                trainer = make_trainer(config, policy, execution, engine)
-                _start(trainer, run, last)
-                _run(trainer, run, watcher)
-    return run
-
-
-def _by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _by_key(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
-
-
-def _open(config: TrainConfig, folder: Path, resume: bool) -> None:
-    if resume:
-        RunFolder.reopen(folder, config)
-    else:
-        RunFolder.claim(folder)
-
-
-def _require_divisible(policy: hf.RoutedModel, ranks: Ranks) -> None:
-    """Before the warm start, which takes long."""
-    if policy.spec.num_experts % ranks.size:
-        raise ConfigError(
-            f"the model's {policy.spec.num_experts} experts cannot be dealt to parallel.expert = {ranks.size} evenly"
-        )
-
-
-def _last_checkpoint(run: RunFolder, ranks: Ranks) -> Path | None:
-    """The same on all ranks."""
-    last = run.last_checkpoint()
-    seen = None if last is None else last.name
-    ranks.require_same({"the last checkpoint": seen}, f"Put {run.path} on a file system that all of them share")
-    return last
-
-
-def _begin(model: Any, config: TrainConfig, ranks: Ranks, watcher: Watcher) -> bool:
-    """The weights that RL starts from, made by rank 0. False when it was stopped meanwhile."""
-    begun = []
-
-    def work() -> None:
-        if ranks.rank == 0:
-            begun.append(_warm_start(model, config, watcher))
-        elif ranks.rank == 1:
-            # all ranks need the kernels next, and would compile them side by side
-            compile_planner(config.parallel)
-
-    ranks.together("the warm start", work)
-    ranks.copy_from_first(model.state_dict())
-    return bool(ranks.most([begun == [True]])[0])
-
-
-def _start(trainer: Trainer, run: RunFolder, last: Path | None) -> None:
-    ranks = trainer.execution.ranks
-    if last is not None:
-        ranks.together(f"loading {last}", lambda: trainer.restore(last))
-        ranks.first("taking up the metrics", lambda: run.forget_metrics_from(trainer.step))
-    else:
-        ranks.first("making the run folder", lambda: run.begin(trainer.config))
-        _save(trainer, run)
-    if trainer.config.rl.kl_coefficient:
-        trainer.reference = ranks.together("loading the reference", lambda: load_reference(trainer.config.model, run))
-
-
-def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
-    config, ranks, saved_at = trainer.config, trainer.execution.ranks, trainer.step
-    while trainer.step < config.rl.steps and not ranks.most([watcher.should_stop()])[0]:
-        step = trainer.step
-        experience, record = trainer.run_step()
-        ranks.first(f"writing the metrics of step {step}", partial(_write, run, config, step, experience, record))
-        if record:
-            watcher.on_step(record)
-        if trainer.step % config.checkpoint.every == 0:
-            _save(trainer, run)
-            saved_at = trainer.step
-    if trainer.step != saved_at:
-        _save(trainer, run)
-
-
-def _write(run: RunFolder, config: TrainConfig, step: int, experience: Experience, record: dict[str, Any]) -> None:
-    if step % config.measure.save_trace_every == 0:
-        run.save_trace(step, experience.generation.trace.without_gate_weights())
-    run.append_metrics(record)
-
-
-def _save(trainer: Trainer, run: RunFolder) -> None:
-    state = trainer.state()
-    trainer.execution.ranks.first("saving a checkpoint", lambda: run.save_checkpoint(trainer.step, state))
-
-
 def make_policy(config: TrainConfig) -> hf.RoutedModel:
     """The model, with initial weights, ready to record and replay."""
     model = make_model(config.model, config.seed)
@@ -322,24 +185,3 @@ def make_trainer(config: TrainConfig, policy: hf.RoutedModel, execution: Executi
         policy.model.parameters(), lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
     )
     return Trainer(config, policy, execution, engine, optimizer)
-
-
-def _warm_start(model: Any, config: TrainConfig, watcher: Watcher) -> bool:
-    source = config.warm_start.checkpoint
-    if source is None:
-        return warm_start(model, config, watcher.on_warm_start, watcher.should_stop)
-    if not Path(source).is_file():
-        raise RunFolderError(f"warm_start.checkpoint {source} does not exist")
-    with _misfit_named(f"warm_start.checkpoint {source}"):
-        model.load_state_dict(load_checkpoint(Path(source))["model"])
-    return True
-
-
-@contextmanager
-def _misfit_named(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (KeyError, RuntimeError, ValueError) as error:
-        if isinstance(error, ForerouteError):
-            raise
-        raise RunFolderError(f"{what} does not fit this model and optimizer: {error}") from error

@@ -152,3 +152,14 @@ def _changed_keys(stored: dict[str, Any], wanted: dict[str, Any], prefix: str = 
 
 def _write(path: str, text: str) -> None:
     Path(path).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def misfit_named(what: str) -> Iterator[None]:
+    """What does not fit is a `RunFolderError` that says what was loaded."""
+    try:
+        yield
+    except (KeyError, RuntimeError, ValueError) as error:
+        if isinstance(error, ForerouteError):
+            raise
+        raise RunFolderError(f"{what} does not fit this model and optimizer: {error}") from error

@@ -1,0 +1,168 @@
+"""A run from its first step to its last: the run folder, the warm start, checkpoints and resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foreroute.adapters import hf
+from foreroute.errors import ConfigError, RunFolderError
+from foreroute.train.config import TrainConfig
+from foreroute.train.engines import make_engine
+from foreroute.train.loop import Trainer, make_execution, make_policy, make_trainer
+from foreroute.train.ranks import Ranks, joined
+from foreroute.train.reference import load_reference
+from foreroute.train.rollout import Experience
+from foreroute.train.run_folder import RunFolder, load_checkpoint, misfit_named
+from foreroute.train.spread import compile_planner
+from foreroute.train.warm_start import warm_start
+
+
+@dataclass
+class Watcher:
+    """What someone who watches a run is told. The default tells nobody.
+
+    Attributes:
+        on_warm_start: called with step and smoothed loss of each supervised step.
+        on_step: called with the record of each finished step.
+        should_stop: asked before each step; when true the state is saved and the run ends.
+    """
+
+    on_warm_start: Callable[[int, float], None] = lambda step, loss: None
+    on_step: Callable[[dict[str, Any]], None] = lambda record: None
+    should_stop: Callable[[], bool] = lambda: False
+
+
+def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: Watcher | None = None) -> RunFolder:
+    """Run or resume a configuration in a folder.
+
+    With `parallel.expert` above 1 every process of the run calls this; rank 0 writes the folder, and all of them read
+    it. A resumed run ends with the same bits as one that was never interrupted (on the CPU, with as many threads and
+    ranks). Nothing is written before the first checkpoint can be: a run that fails or is stopped in its warm start
+    leaves no folder.
+
+    Raises:
+        ConfigError: when the model cannot be made or trained as configured, or other processes run than configured.
+        RunFolderError: when the folder is in use, or cannot be resumed.
+        EngineError: when the rollout engine cannot be started, or fails.
+        DivergedError: when loss, gradients or probabilities stop being finite; the checkpoints before stay.
+        RankError, TransferError: when another process fails, or is gone; the checkpoints before stay.
+    """
+    watcher = watcher or Watcher()
+    torch.set_num_threads(config.threads)
+    with joined(config.parallel.expert, config.parallel.timeout_s) as ranks:
+        ranks.require_same(_by_key(config.model_dump()), "Start all of them with the same configuration")
+        ranks.first("opening the run folder", lambda: _open(config, folder, resume))
+        run = RunFolder(folder)
+        policy = make_policy(config)
+        _require_divisible(policy, ranks)
+        with closing(make_engine(config, policy)) as engine:
+            last = _last_checkpoint(run, ranks)
+            if last is None and not _begin(policy.model, config, ranks, watcher):
+                return run
+            with closing(make_execution(config, policy, ranks)) as execution:
+                trainer = make_trainer(config, policy, execution, engine)
+                _start(trainer, run, last)
+                _run(trainer, run, watcher)
+    return run
+
+
+def _by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _by_key(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
+def _open(config: TrainConfig, folder: Path, resume: bool) -> None:
+    if resume:
+        RunFolder.reopen(folder, config)
+    else:
+        RunFolder.claim(folder)
+
+
+def _require_divisible(policy: hf.RoutedModel, ranks: Ranks) -> None:
+    """Before the warm start, which takes long."""
+    if policy.spec.num_experts % ranks.size:
+        raise ConfigError(
+            f"the model's {policy.spec.num_experts} experts cannot be dealt to parallel.expert = {ranks.size} evenly"
+        )
+
+
+def _last_checkpoint(run: RunFolder, ranks: Ranks) -> Path | None:
+    """The same on all ranks."""
+    last = run.last_checkpoint()
+    seen = None if last is None else last.name
+    ranks.require_same({"the last checkpoint": seen}, f"Put {run.path} on a file system that all of them share")
+    return last
+
+
+def _begin(model: Any, config: TrainConfig, ranks: Ranks, watcher: Watcher) -> bool:
+    """The weights that RL starts from, made by rank 0. False when it was stopped meanwhile."""
+    begun = []
+
+    def work() -> None:
+        if ranks.rank == 0:
+            begun.append(_warm_start(model, config, watcher))
+        elif ranks.rank == 1:
+            # all ranks need the kernels next, and would compile them side by side
+            compile_planner(config.parallel)
+
+    ranks.together("the warm start", work)
+    ranks.copy_from_first(model.state_dict())
+    return bool(ranks.most([begun == [True]])[0])
+
+
+def _start(trainer: Trainer, run: RunFolder, last: Path | None) -> None:
+    ranks = trainer.execution.ranks
+    if last is not None:
+        ranks.together(f"loading {last}", lambda: trainer.restore(last))
+        ranks.first("taking up the metrics", lambda: run.forget_metrics_from(trainer.step))
+    else:
+        ranks.first("making the run folder", lambda: run.begin(trainer.config))
+        _save(trainer, run)
+    if trainer.config.rl.kl_coefficient:
+        trainer.reference = ranks.together("loading the reference", lambda: load_reference(trainer.config.model, run))
+
+
+def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
+    config, ranks, saved_at = trainer.config, trainer.execution.ranks, trainer.step
+    while trainer.step < config.rl.steps and not ranks.most([watcher.should_stop()])[0]:
+        step = trainer.step
+        experience, record = trainer.run_step()
+        ranks.first(f"writing the metrics of step {step}", partial(_write, run, config, step, experience, record))
+        if record:
+            watcher.on_step(record)
+        if trainer.step % config.checkpoint.every == 0:
+            _save(trainer, run)
+            saved_at = trainer.step
+    if trainer.step != saved_at:
+        _save(trainer, run)
+
+
+def _write(run: RunFolder, config: TrainConfig, step: int, experience: Experience, record: dict[str, Any]) -> None:
+    if step % config.measure.save_trace_every == 0:
+        run.save_trace(step, experience.generation.trace.without_gate_weights())
+    run.append_metrics(record)
+
+
+def _save(trainer: Trainer, run: RunFolder) -> None:
+    state = trainer.state()
+    trainer.execution.ranks.first("saving a checkpoint", lambda: run.save_checkpoint(trainer.step, state))
+
+
+def _warm_start(model: Any, config: TrainConfig, watcher: Watcher) -> bool:
+    source = config.warm_start.checkpoint
+    if source is None:
+        return warm_start(model, config, watcher.on_warm_start, watcher.should_stop)
+    if not Path(source).is_file():
+        raise RunFolderError(f"warm_start.checkpoint {source} does not exist")
+    with misfit_named(f"warm_start.checkpoint {source}"):
+        model.load_state_dict(load_checkpoint(Path(source))["model"])
+    return True
