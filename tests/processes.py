@@ -11,14 +11,6 @@ from dataclasses import dataclass
 
 START_S = 300
 """Importing torch takes seconds, and on a machine with more workers than cores, minutes."""
-IMPORTED = (
-    "torch.distributed",
-    "foreroute.adapters.hf",
-    "foreroute.transfer.engine",
-    "peft",
-    "transformers.models.auto",
-)
-"""By the one process that all workers of a test run are forked from."""
 kept = {}
 """What functions keep in a worker for the rest of a call, such as process groups that are made once."""
 
@@ -37,8 +29,8 @@ class Workers:
 
     def __init__(self, num_ranks, *, timeout_s=60):
         self.timeout_s = timeout_s
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(IMPORTED))
+        # a fork server would be shared with the tests of Megatron, which stand in for CUDA in theirs
+        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         rendezvous = os.path.join(self._folder.name, "store")
         self._pipes, self.processes = [], []

@@ -27,6 +27,7 @@ def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, pa
 def learn_alike(workers, config):
     steps, *_ = workers(config.parallel.expert).run(spread_steps, config, STEPS)
     learned_alike(steps, config)
+    return steps.records
 
 
 def learned_alike(steps, config):

@@ -12,8 +12,6 @@ import transformers
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[2] / "examples" / "trl"))
-# pytest puts the folder above on the path, where tests/adapters/vllm would pass for an installed vLLM
-sys.path[:] = [entry for entry in sys.path if Path(entry) != HERE.parent]
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
