@@ -24,7 +24,7 @@ def foreroute(*arguments, **options):
         [sys.executable, "-m", "foreroute.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
         **options,
     )
