@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS = 1
 export HF_HUB_OFFLINE = 1
 # numba looks at the file of a compiled function, not at those of the functions that it calls: one cache for each state
-KERNELS := $(shell find src/foreroute/trace src/foreroute/balance -name '*.py' | sort | xargs cat | sha256sum | cut -c1-12)
+KERNELS := $(shell find src/foreroute/trace src/foreroute/balance src/foreroute/simulate -name '*.py' | sort | xargs cat | sha256sum | cut -c1-12)
 export NUMBA_CACHE_DIR = $(CURDIR)/.numba_cache/$(KERNELS)
 
 .PHONY: demo demo-ep test check bench experiments docs clean

@@ -22,20 +22,20 @@ overridden key by key; without a preset every key is needed that has no default.
 
 from __future__ import annotations
 
-import difflib
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import create_model
 
+from foreroute.balance.config_file import Section, checked, invalid, read_toml, unknown_key
 from foreroute.balance.costs import CostModel, Hardware, ModelShape
 from foreroute.balance.presets import hardware_preset, model_preset
 from foreroute.balance.topology import Links, Topology
 from foreroute.errors import ConfigError
 
+WHAT = "topology file"
 Made = TypeVar("Made", Hardware, Links, ModelShape)
 
 
@@ -54,13 +54,7 @@ def load_cluster(path: Path) -> Cluster:
         ConfigError: naming every unknown key (with the nearest known one), wrong type and missing value.
         TopologyError: when the ranks do not fill nodes.
     """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path} is not a readable TOML file: {error}") from error
-    return parse_cluster(values, source=str(path))
+    return parse_cluster(read_toml(path), source=str(path))
 
 
 def parse_cluster(values: dict[str, Any], *, source: str) -> Cluster:
@@ -69,10 +63,9 @@ def parse_cluster(values: dict[str, Any], *, source: str) -> Cluster:
     Raises:
         ConfigError, TopologyError: as `load_cluster`.
     """
-    given: dict[str, dict[str, Any]] = {name: _checked(values.get(name, {}), name, source) for name in TABLES}
-    unknown = [f"  {_unknown(name, list(TABLES))}" for name in values if name not in TABLES]
-    if unknown:
-        raise ConfigError(f"{source} is not a valid topology file:\n" + "\n".join(unknown))
+    given: dict[str, dict[str, Any]] = {name: _given(values.get(name, {}), name, source) for name in TABLES}
+    if unknown := [unknown_key(name, name, list(TABLES)) for name in values if name not in TABLES]:
+        raise ConfigError(invalid(source, WHAT, unknown))
     hardware_name, model_name = given["hardware"].pop("preset", None), given["model"].pop("preset", None)
     like = None if hardware_name is None else hardware_preset(hardware_name)
     links = _made(Links, None if like is None else like.links, given["links"], f"{source}: [links]")
@@ -95,16 +88,12 @@ def _made(kind: type[Made], preset: Made | None, values: Mapping[str, Any], what
     return kind(**values)
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-def _table(kind: type, *, required: tuple[str, ...] = (), without: tuple[str, ...] = (), preset: bool) -> type[_Table]:
+def _table(kind: type, *, required: tuple[str, ...] = (), without: tuple[str, ...] = (), preset: bool) -> type[Section]:
     """A table whose keys are the fields of a dataclass; the dataclass itself checks their values."""
     keys: dict[str, Any] = {name: (hint, None) for name, hint in get_type_hints(kind).items() if name not in without}
     keys |= {name: (keys[name][0], ...) for name in required}
     keys |= {"preset": (str, None)} if preset else {}
-    return create_model(kind.__name__, __base__=_Table, **keys)
+    return create_model(kind.__name__, __base__=Section, **keys)
 
 
 TABLES = {
@@ -116,25 +105,7 @@ TABLES = {
 }
 
 
-def _checked(values: Any, name: str, source: str) -> dict[str, Any]:
+def _given(values: Any, name: str, source: str) -> dict[str, Any]:
     """The keys that were given."""
-    table = TABLES[name]
-    try:
-        return table.model_validate(values).model_dump(exclude_unset=True)
-    except ValidationError as error:
-        problems = "\n".join(f"  {_describe(problem, name, list(table.model_fields))}" for problem in error.errors())
-        raise ConfigError(f"{source} is not a valid topology file:\n{problems}") from error
-
-
-def _describe(problem: Any, table: str, known: list[str]) -> str:
-    key = ".".join([table, *map(str, problem["loc"])])
-    if problem["type"] == "extra_forbidden":
-        return _unknown(str(problem["loc"][-1]), known, f"{table}.")
-    if problem["type"] == "missing":
-        return f"{key}: required and not given"
-    return f"{key}: {problem['msg']} (got {problem['input']!r})"
-
-
-def _unknown(key: str, known: list[str], prefix: str = "") -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"{prefix}{key}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")
+    table = checked(TABLES[name], values, source=source, what=WHAT, within=name)
+    return table.model_dump(exclude_unset=True)

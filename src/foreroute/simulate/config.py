@@ -18,28 +18,19 @@
 
 from __future__ import annotations
 
-import difflib
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from foreroute.balance.config_file import Count, Section, checked, read_toml
 from foreroute.balance.topology_file import Cluster, parse_cluster
 from foreroute.balance.workload import WORKLOADS
-from foreroute.errors import ConfigError
 from foreroute.simulate.methods import METHODS, check_methods
 
-Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0)]
 Path_ = Literal["host", "direct", "auto"]
 PASSED_ON = ("hardware", "links", "model", "costs")
-
-
-class Section(BaseModel):
-    """A table of the configuration. Unknown keys and values of the wrong type are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ClusterConfig(Section):
@@ -199,13 +190,7 @@ def load_config(path: Path) -> SimulateConfig:
         ConfigError: naming every unknown key (with the nearest known one), wrong type and conflict.
         TopologyError: when ranks do not fill nodes.
     """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path} is not a readable TOML file: {error}") from error
-    return parse_config(values, source=str(path))
+    return parse_config(read_toml(path), source=str(path))
 
 
 def parse_config(values: dict[str, Any], *, source: str) -> SimulateConfig:
@@ -214,29 +199,6 @@ def parse_config(values: dict[str, Any], *, source: str) -> SimulateConfig:
     Raises:
         ConfigError, TopologyError: as `load_config`.
     """
-    try:
-        config = SimulateConfig.model_validate(values)
-    except ValidationError as error:
-        problems = "\n".join(f"  {_describe(problem)}" for problem in error.errors())
-        raise ConfigError(f"{source} is not a valid configuration:\n{problems}") from error
+    config = checked(SimulateConfig, values, source=source)
     config.described(source)
     return config
-
-
-def _describe(problem: Any) -> str:
-    key = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        known = _known_keys(problem["loc"][:-1])
-        near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
-        return f"{key}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")
-    if problem["type"] == "missing":
-        return f"{key}: required and not given"
-    seen = "" if problem["type"] == "value_error" else f" (got {problem['input']!r})"
-    return f"{key + ': ' if key else ''}{problem['msg']}{seen}"
-
-
-def _known_keys(location: tuple[str | int, ...]) -> list[str]:
-    model: Any = SimulateConfig
-    for part in location:
-        model = model.model_fields[part].annotation
-    return list(model.model_fields)

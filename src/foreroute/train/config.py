@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from foreroute.errors import ConfigError
+from foreroute.balance.config_file import Count, Section, checked, read_toml
 from foreroute.train.rl_config import RLConfig
-from foreroute.train.section import Count, Section
 
 
 class ModelConfig(Section):
@@ -211,13 +208,7 @@ def load_config(path: Path) -> TrainConfig:
     Raises:
         ConfigError: naming every unknown key (with the nearest known one), wrong type and conflict.
     """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path} is not a readable TOML file: {error}") from error
-    return parse_config(values, source=str(path))
+    return parse_config(read_toml(path), source=str(path))
 
 
 def parse_config(values: dict[str, Any], *, source: str) -> TrainConfig:
@@ -226,30 +217,4 @@ def parse_config(values: dict[str, Any], *, source: str) -> TrainConfig:
     Raises:
         ConfigError: as `load_config`.
     """
-    try:
-        return TrainConfig.model_validate(values)
-    except ValidationError as error:
-        problems = "\n".join(f"  {_describe(problem)}" for problem in error.errors())
-        raise ConfigError(f"{source} is not a valid configuration:\n{problems}") from error
-
-
-def _describe(problem: Any) -> str:
-    key = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        known = _known_keys(problem["loc"][:-1])
-        near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
-        return f"{key}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")
-    if problem["type"] == "missing":
-        return f"{key}: required and not given"
-    seen = "" if problem["type"] == "value_error" else f" (got {problem['input']!r})"
-    return f"{key + ': ' if key else ''}{problem['msg']}{seen}"
-
-
-def _known_keys(path: tuple[Any, ...]) -> list[str]:
-    section: type[BaseModel] = TrainConfig
-    for part in path:
-        annotation = section.model_fields[part].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        section = annotation
-    return list(section.model_fields)
+    return checked(TrainConfig, values, source=source)

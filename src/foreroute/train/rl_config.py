@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from foreroute.balance.config_file import Count, Section
 from foreroute.train.objective.advantages import Advantage
 from foreroute.train.objective.corrections import Correction, Rejection
 from foreroute.train.objective.means import Mean
 from foreroute.train.objective.ratios import Level
 from foreroute.train.objective.surrogates import Loss
-from foreroute.train.section import Count, Section
 
 Routing = Literal["none", "R2", "R3", "R3+weights"]
 Method = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "minirl"]
