@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreroute.train.rl_config import RLConfig
+from foreroute.train.config.rl import RLConfig
 
 
 @dataclass

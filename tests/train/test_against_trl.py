@@ -11,8 +11,8 @@ import pytest
 import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from foreroute.train.config.rl import RLConfig
 from foreroute.train.objective.corrections import correction_weights, engine_ratio
-from foreroute.train.rl_config import RLConfig
 from objective_oracle import Case
 from test_objective import ours
 

@@ -13,9 +13,9 @@ import torch
 from foreroute.errors import ConfigError, RunFolderError
 from foreroute.train import load_checkpoint, parse_config, train
 from foreroute.train import rollout as rollout_module
+from foreroute.train.config.rl import METHODS
 from foreroute.train.ranks import Ranks
 from foreroute.train.reference import Reference
-from foreroute.train.rl_config import METHODS
 from foreroute.train.rollout import roll_out
 from small_runs import SIZES, records, small_config, small_values, trainer_of
 

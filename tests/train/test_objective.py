@@ -7,6 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from foreroute.train.config.rl import METHODS, RLConfig
 from foreroute.train.objective import surrogates, token_losses
 from foreroute.train.objective.advantages import group_advantages
 from foreroute.train.objective.corrections import accepted_sequences, correction_weights, engine_ratio
@@ -14,7 +15,6 @@ from foreroute.train.objective.kl import kl_to_reference
 from foreroute.train.objective.means import coefficients, denominator
 from foreroute.train.objective.ratios import policy_log_ratio
 from foreroute.train.objective.surrogates import cispo, clipped_ratio, reinforce
-from foreroute.train.rl_config import METHODS, RLConfig
 from objective_oracle import Case, differences, mini_batch_loss
 
 CORRECTIONS = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from foreroute.train.rl_config import RLConfig
+from foreroute.train.config.rl import RLConfig
 from spreading import config_of
 from test_spread import learn_alike
 

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreroute.train.config.rl import RejectionConfig
 from foreroute.train.objective.corrections import accepted_sequences
 from foreroute.train.objective.token_losses import Tokens
-from foreroute.train.rl_config import RejectionConfig
 from foreroute.train.rollout import Experience
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.layout import MicroBatches, by_token_budget
+from foreroute.train.config.rl import RLConfig
 from foreroute.train.ranks import Ranks
-from foreroute.train.rl_config import RLConfig
 from foreroute.train.rollout import Experience
 
 MicroSteps = list[NDArray[np.int64]]

@@ -15,11 +15,11 @@ from torch import Tensor
 from foreroute.adapters.hf import RoutedModel
 from foreroute.errors import ConfigError, DivergedError
 from foreroute.trace import RoutingTrace
+from foreroute.train.config.rl import RLConfig
 from foreroute.train.forward import inputs, response_logprobs
 from foreroute.train.objective.means import coefficients, denominator
 from foreroute.train.objective.sums import Importance, LossSums
 from foreroute.train.objective.token_losses import token_losses
-from foreroute.train.rl_config import RLConfig
 from foreroute.train.rollout import Experience
 from foreroute.train.rollout_tokens import RolloutTokens
 from foreroute.train.schedule import MicroSteps, Stage

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from foreroute.train.config.rl import RLConfig
 from foreroute.train.objective.corrections import correction_weights, engine_ratio
 from foreroute.train.objective.kl import kl_to_reference
 from foreroute.train.objective.ratios import policy_log_ratio
 from foreroute.train.objective.surrogates import Surrogate, cispo, clipped_ratio, reinforce
-from foreroute.train.rl_config import RLConfig
 
 
 class Tokens(NamedTuple):

@@ -1,0 +1,96 @@
+"""The configuration of a training run: every key, its default, and what it means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from foreroute.balance.config_file import Count, Section, checked, read_toml
+from foreroute.train.config.model import ModelConfig, WarmStartConfig
+from foreroute.train.config.parallel import ParallelConfig
+from foreroute.train.config.rl import RLConfig
+from foreroute.train.config.rollout import RolloutConfig
+from foreroute.train.config.task import TaskConfig
+
+
+class MeasureConfig(Section):
+    """What is measured beside training. Nothing here changes the run."""
+
+    compare_every: Count = 1
+    """Steps between measurements of the mismatch that the run does not train with (without replay under R3)."""
+    save_trace_every: Count = 20
+    """Steps between saved rollout traces."""
+
+
+class CheckpointConfig(Section):
+    """When the state is saved."""
+
+    every: Count = 20
+    """Steps between checkpoints."""
+
+
+class TrainConfig(Section):
+    """A run."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    """Letters, digits, dots, dashes and underscores: it names the run's folder."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    threads: Count = 1
+    """Threads of torch. Small models are fastest, and runs repeat bit for bit, with one."""
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    rl: RLConfig = RLConfig()
+    measure: MeasureConfig = MeasureConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
+
+    @model_validator(mode="after")
+    def _enough_sequences(self) -> TrainConfig:
+        sequences = self.rollout.prompts * self.rollout.group_size
+        if self.rl.mini_steps > sequences:
+            raise ValueError(f"rl.mini_steps = {self.rl.mini_steps} exceeds the {sequences} sequences of a rollout")
+        longest = 3 * self.task.max_operands  # operands, operators and "=", then one result each; the end is no input
+        if self.rl.micro_step_tokens < longest:
+            raise ValueError(
+                f"rl.micro_step_tokens = {self.rl.micro_step_tokens} cannot hold a sequence of up to {longest} tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_records_weights(self) -> TrainConfig:
+        if self.rl.routing == "R3+weights" and self.rollout.engine != "embedded":
+            raise ValueError('rl.routing = "R3+weights" needs rollout.engine = "embedded", which records gate weights')
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_spread(self) -> TrainConfig:
+        num_ranks = self.parallel.expert
+        if self.rollout.prompts % num_ranks:
+            raise ValueError(
+                f"rollout.prompts = {self.rollout.prompts} cannot be dealt to parallel.expert = {num_ranks} evenly"
+            )
+        if num_ranks > 1 and self.rollout.engine != "embedded":
+            raise ValueError(f'parallel.expert = {num_ranks} needs rollout.engine = "embedded", which every rank has')
+        return self
+
+
+def load_config(path: Path) -> TrainConfig:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: naming every unknown key (with the nearest known one), wrong type and conflict.
+    """
+    return parse_config(read_toml(path), source=str(path))
+
+
+def parse_config(values: dict[str, Any], *, source: str) -> TrainConfig:
+    """Check values that came from `source`.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    return checked(TrainConfig, values, source=source)
