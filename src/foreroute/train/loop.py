@@ -73,7 +73,7 @@ class Trainer:
             passes = {trained_with: self._recompute(experience, schedule, trained_with)}
         if routing == "R2":
             self._plan(passes[trained_with].executed, schedule.update)
-        if version % self.config.measure.compare_every == 0:
+        if self._measures:
             other = "native" if trained_with == "replayed" else "replayed"
             with self._timed("measure"):
                 passes[other] = self._recompute(experience, schedule, other)
@@ -107,6 +107,10 @@ class Trainer:
         with misfit_named(f"checkpoint {checkpoint}"):
             self.execution.load(state["model"], self.optimizer, state["optimizer"])
         self.step = state["step"]
+
+    @property
+    def _measures(self) -> bool:
+        return self.step % self.config.measure.compare_every == 0
 
     def _roll_out(self, weights: Mapping[str, torch.Tensor]) -> Experience:
         self.engine.load_weights(weights, version=self.step)
@@ -149,6 +153,7 @@ class Trainer:
             weight_version=self.step,
             temperature=self.config.rollout.temperature,
             reference_logprobs_R=reference_logprobs_R,
+            watch_routes=self._measures,
         )
 
     def _set_learning_rate(self) -> None:
