@@ -28,7 +28,7 @@ def test_collapse_is_a_mean_below_half_its_maximum_for_ten_steps():
     rewards = [0.75] * 30 + [0.0] * 30
     step, [alarm] = first_alarm(reward=rewards)
     means = {end: fmean(rewards[end - 9 : end + 1]) for end in range(9, 60)}
-    assert [end for end in means if means[end] < 0.375][0] == 35
+    assert next(end for end in means if means[end] < 0.375) == 35
     assert step == 35 + 9
     # the first mean below the limit is of the rewards of steps 26 to 35
     assert alarm == Alarm(kind="collapse", since=26, value=0.0, threshold=0.375)
@@ -126,6 +126,7 @@ def test_signals_are_those_of_a_record():
         step=3, reward=0.5, loss=-0.1, f2=0.01, disagreement=0.2, live_agreement=0.7, effective_share=0.8
     )
     assert Signals.of({"step": 0}) == Signals(step=0)
+    assert Signals.of({"step": 0, "importance": {"effective_share": 0.0}}) == Signals(step=0)
 
 
 def test_trouble_begins_with_the_first_alarm_of_an_episode():

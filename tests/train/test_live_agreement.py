@@ -20,13 +20,15 @@ def watched_step(monkeypatch, config):
         hidden = args[0].detach().reshape(-1, router.weight.shape[1])
         own.append((hidden @ router.weight.detach().T).topk(router.top_k).indices.sort(-1).values)
 
+    def experts_seen(_, args):
+        executed.append(args[1].sort(-1).values)
+
     def watched(routed, execution, optimizer, experience, mini_steps, *rest, **options):
         handles = []
         for path in routed.router_paths:
             router, experts = (routed.model.get_submodule(path.removesuffix("gate") + n) for n in ("gate", "experts"))
             handles.append(router.register_forward_pre_hook(router_seen))
-            seen = executed
-            handles.append(experts.register_forward_pre_hook(lambda _, args: seen.append(args[1].sort(-1).values)))
+            handles.append(experts.register_forward_pre_hook(experts_seen))
         stages.extend(mini_steps)
         result = update(routed, execution, optimizer, experience, mini_steps, *rest, **options)
         for handle in handles:
@@ -50,9 +52,8 @@ def test_live_agreement_is_of_the_routers_inputs_in_the_update(monkeypatch, rout
         rollout={"prompts": 8, "precision": "fp8"},
     )
     record, rows, differing, num_layers = watched_step(monkeypatch, config)
-    forwards, expected = iter(differing), []
-    for stage in rows:
-        expected.append(1 - sum(next(forwards) for _ in stage) / (sum(stage) * num_layers))
+    forwards = iter(differing)
+    expected = [1 - sum(next(forwards) for _ in stage) / (sum(stage) * num_layers) for stage in rows]
     assert record["live_agreement"] == pytest.approx(expected)
     assert len(expected) == 3
     assert expected[2] < expected[0]

@@ -1,4 +1,4 @@
-"""How far apart trainer and rollout engine are, and why: probabilities, routes, margins, the defect, alarms. No torch."""
+"""How far apart trainer and rollout engine are, and why: tokens, routes, margins, the defect, alarms. No torch."""
 
 from foreroute.mismatch.agreement import LiveAgreement
 from foreroute.mismatch.alarms import Alarm, AlarmRules, Kind, Signals, alarms, trouble_began

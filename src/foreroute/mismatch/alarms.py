@@ -98,7 +98,8 @@ class Signals:
             f2=mismatch.get(record.get("trained_with"), {}).get("f2"),
             disagreement=mismatch.get("native", {}).get("differing_share"),
             live_agreement=live[-1] if live else None,
-            effective_share=record.get("importance", {}).get("effective_share"),
+            # 0 is that of no tokens: nothing was trained
+            effective_share=record.get("importance", {}).get("effective_share") or None,
         )
 
 
@@ -118,7 +119,9 @@ def alarms(history: Sequence[Signals], rules: AlarmRules) -> list[Alarm]:
             _mean_passes("f2", "f2", history, rules.window, above=rules.f2_above),
             _disagreement(history, rules),
             _mean_passes("stale_routes", "live_agreement", history, rules.window, below=rules.agreement_below),
-            _mean_passes("effective_share", "effective_share", history, rules.window, below=rules.effective_share_below),
+            _mean_passes(
+                "effective_share", "effective_share", history, rules.window, below=rules.effective_share_below
+            ),
         ]
         if alarm is not None
     ]
@@ -170,7 +173,13 @@ def _disagreement(history: Sequence[Signals], rules: AlarmRules) -> Alarm | None
 
 
 def _mean_passes(
-    kind: Kind, signal: str, history: Sequence[Signals], window: int, *, above: float = math.inf, below: float = -math.inf
+    kind: Kind,
+    signal: str,
+    history: Sequence[Signals],
+    window: int,
+    *,
+    above: float = math.inf,
+    below: float = -math.inf,
 ) -> Alarm | None:
     """Told by a step that measured the signal, and by the steps after it until the next that does."""
     steps, values = _measured(history, signal)

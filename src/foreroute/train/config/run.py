@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from foreroute.balance.config_file import Count, Section, checked, read_toml
+from foreroute.train.config.alarms import AlarmsConfig
 from foreroute.train.config.model import ModelConfig, WarmStartConfig
 from foreroute.train.config.parallel import ParallelConfig
 from foreroute.train.config.rl import RLConfig
@@ -46,6 +47,7 @@ class TrainConfig(Section):
     rl: RLConfig = RLConfig()
     measure: MeasureConfig = MeasureConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
     parallel: ParallelConfig = ParallelConfig()
 
     @model_validator(mode="after")
