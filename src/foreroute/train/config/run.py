@@ -38,6 +38,7 @@ class TrainConfig(Section):
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     """Letters, digits, dots, dashes and underscores: it names the run's folder."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Of the initial weights, the problems, the sampling and the order of sequences."""
     threads: Count = 1
     """Threads of torch. Small models are fastest, and runs repeat bit for bit, with one."""
     model: ModelConfig = ModelConfig()
