@@ -1,12 +1,10 @@
 """`foreroute plan` as a user meets it."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command import foreroute
 
 import foreroute as fr
 from foreroute.balance import PlanOptions, Topology, load_plan, verify
@@ -34,16 +32,8 @@ top_k = 2
 """
 
 
-def foreroute(*arguments, folder, columns="80"):
-    return subprocess.run(
-        [sys.executable, "-m", "foreroute.cli", "plan", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": columns},
-    )
+def plan(*arguments, folder, columns=80):
+    return foreroute("plan", *arguments, cwd=folder, columns=columns)
 
 
 def counts(seed=0):
@@ -67,7 +57,7 @@ def files(tmp_path_factory):
 def test_counts_to_table_plan_and_page(files, tmp_path):
     output = tmp_path / "out.safetensors"
     options = ("--counts", "counts.npz", "--previous-step", "before.npz", "--output", output, "--home-moves", "2")
-    result = foreroute("--topology", "cluster.toml", *options, folder=files)
+    result = plan("--topology", "cluster.toml", *options, folder=files)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     paths = [line for line in lines if str(tmp_path) in line]
@@ -78,19 +68,19 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     found = load_plan(output)
     verify(found, counts(), PlanOptions(home_moves=2))
     assert "foreroute plan" in output.with_suffix(".html").read_text()
-    again = foreroute("--topology", "cluster.toml", "--counts", "counts.npz", "--output", output, folder=files)
+    again = plan("--topology", "cluster.toml", "--counts", "counts.npz", "--output", output, folder=files)
     assert again.returncode == 2
     assert "already exists" in again.stderr
     warm = ("--counts", "before.npz", "--previous-plan", output, "--output", tmp_path / "next.safetensors")
     chosen = ("--baseline", "fastermoe", "--threads", "2")
-    result = foreroute("--topology", "cluster.toml", *warm, *chosen, folder=files)
+    result = plan("--topology", "cluster.toml", *warm, *chosen, folder=files)
     assert result.returncode == 0, result.stderr
     assert np.array_equal(load_plan(tmp_path / "next.safetensors").previous_home_LE, found.home_LE)
     assert "FasterMoE-style" in result.stdout
     assert "ReLibra-style" not in result.stdout
     paid = load_plan(tmp_path / "next.safetensors")
     free = ("--no-pay-off", "--no-baselines", "--overwrite")
-    result = foreroute("--topology", "cluster.toml", *warm, *free, folder=files)
+    result = plan("--topology", "cluster.toml", *warm, *free, folder=files)
     assert result.returncode == 0, result.stderr
     assert len(load_plan(tmp_path / "next.safetensors").expert_R) > len(paid.expert_R), "few tokens pay for few"
 
@@ -99,7 +89,7 @@ def test_traces_are_packed_with_their_routes_in_view(files, tmp_path):
     traces = sorted(files.glob("step-*.safetensors"))
     output = tmp_path / "plan.safetensors"
     arguments = ("--topology", "cluster.toml", "--token-budget", "40", "--output", output, "--no-baselines")
-    result = foreroute(*traces, *arguments, folder=files)
+    result = plan(*traces, *arguments, folder=files)
     assert result.returncode == 0, result.stderr
     assert "16 sequences by routes, at most 40 tokens" in result.stdout
     assert "static, packed by length" in result.stdout
