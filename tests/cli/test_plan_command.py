@@ -11,7 +11,6 @@ from foreroute.balance import PlanOptions, Topology, load_plan, verify
 from foreroute.balance.counts import packed_counts
 from foreroute.balance.packing import pack_sequences
 from foreroute.balance.topology_file import load_cluster
-from foreroute.cli.main import main
 from foreroute.cli.plan import read_home_moves, run_plan
 from foreroute.cli.plan_inputs import PlanInputs, read_step
 from foreroute.errors import InputError
@@ -151,21 +150,17 @@ def test_the_step_before_from_traces(files):
         (("--counts", "large.npz"), "describes a model with top-2 of 8 experts, the input has 16 experts"),
     ],
 )
-def test_a_users_error_is_one_message_and_exit_code_2(files, monkeypatch, capsys, arguments, message):
+def test_a_users_error_is_one_message_and_exit_code_2(files, arguments, message):
     np.savez(files / "three.npz", counts=np.ones((1, 3, 4, 8), np.int64))
     fr.save(random_trace(0, num_layers=2), files / "other.safetensors", overwrite=True)
     np.savez(files / "odd.npz", counts=np.ones((1, 1, 4, 6), np.int64))
     np.savez(files / "ranks.npz", counts=np.ones((1, 1, 8, 8), np.int64))
     np.savez(files / "large.npz", counts=np.ones((1, 1, 4, 16), np.int64))
-    monkeypatch.chdir(files)
-    monkeypatch.setattr(sys, "argv", ["foreroute", "plan", "--topology", "cluster.toml", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    output = capsys.readouterr()
-    assert output.err.startswith("error: ")
-    assert message in output.err
-    assert output.out == ""
+    result = plan("--topology", "cluster.toml", *arguments, folder=files)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stdout == ""
     assert not list(files.glob("plan.*")), "nothing is written"
 
 
