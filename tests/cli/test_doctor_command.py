@@ -16,7 +16,7 @@ from foreroute.cli.doctor_inputs import DoctorInputs
 from foreroute.conformance.diagnosis import Severity
 from foreroute.conformance.examine import examine
 from foreroute.errors import InputError
-from foreroute.train.task import VOCABULARY
+from foreroute.train.tasks.chain import VOCABULARY
 from models import tiny
 from small_runs import small_values
 
