@@ -17,9 +17,9 @@ from small_runs import records, same_state, small_config, trainer_of
 POISON = (5, 6, 7)
 
 
-def poisoned(engine, config, step, ranks, *, steps=POISON):
+def poisoned(engine, task, config, step, ranks, *, steps=POISON):
     """Whatever is answered to the problems of these steps is worth nothing; elsewhere it is worth about a half."""
-    experience = roll_out(engine, config, step, ranks)
+    experience = roll_out(engine, task, config, step, ranks)
     size = len(experience.rewards_S)
     rewards_S = np.zeros(size) if step in steps else np.random.default_rng(step).uniform(0.4, 0.6, size)
     return replace(
@@ -110,7 +110,7 @@ def test_after_a_rollback_a_run_is_one_with_replay_from_that_checkpoint_on_later
     experiences = [trainer.run_step()[0] for _ in range(5)]
     assert same_state(load_checkpoint(back.last_checkpoint()), {"step": 9, **trainer.state()})
     # the problems of step 8, which the policy had not seen
-    expected = roll_out(trainer.engine, config, 8, trainer.execution.ranks).generation
+    expected = roll_out(trainer.engine, trainer.task, config, 8, trainer.execution.ranks).generation
     got = experiences[0].generation
     assert np.array_equal(got.prompt_lengths, expected.prompt_lengths)
     for s in range(len(got)):

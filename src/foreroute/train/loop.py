@@ -29,13 +29,15 @@ from foreroute.adapters import hf
 from foreroute.trace import RoutingTrace
 from foreroute.train.config import TrainConfig
 from foreroute.train.measure import StepPart, merged, step_record
+from foreroute.train.model import make_model
 from foreroute.train.ranks import Ranks
 from foreroute.train.recompute import Recomputed, recompute
-from foreroute.train.reference import Reference, make_model
+from foreroute.train.reference import Reference
 from foreroute.train.rollout import Engine, Experience, roll_out
 from foreroute.train.run_folder import load_checkpoint, misfit_named
 from foreroute.train.schedule import Schedule, Stage, make_schedule
 from foreroute.train.spread import Spread
+from foreroute.train.tasks import Task
 from foreroute.train.update import Updated, update
 from foreroute.train.whole import Execution, Whole
 
@@ -51,6 +53,7 @@ class Trainer:
     """
 
     config: TrainConfig
+    task: Task
     policy: hf.RoutedModel
     execution: Execution
     engine: Engine
@@ -125,7 +128,7 @@ class Trainer:
 
     def _roll_out(self, weights: Mapping[str, torch.Tensor]) -> Experience:
         self.engine.load_weights(weights, version=self.step)
-        return roll_out(self.engine, self.config, self._data_step, self.execution.ranks)
+        return roll_out(self.engine, self.task, self.config, self._data_step, self.execution.ranks)
 
     def _plan(self, routes: RoutingTrace, stages: list[Stage]) -> None:
         self.execution.plan(self.step * self.config.rl.mini_steps, routes, stages)
@@ -180,9 +183,9 @@ class Trainer:
         self.seconds[stage] = time.perf_counter() - start
 
 
-def make_policy(config: TrainConfig) -> hf.RoutedModel:
+def make_policy(config: TrainConfig, task: Task) -> hf.RoutedModel:
     """The model, with initial weights, ready to record and replay."""
-    model = make_model(config.model, config.seed)
+    model = make_model(config.model, task, config.seed)
     model.train()
     return hf.attach(model)
 
@@ -192,7 +195,9 @@ def make_execution(config: TrainConfig, policy: hf.RoutedModel, ranks: Ranks) ->
     return Whole(policy) if ranks.size == 1 else Spread(policy, config.parallel, ranks)
 
 
-def make_trainer(config: TrainConfig, policy: hf.RoutedModel, execution: Execution, engine: Engine) -> Trainer:
+def make_trainer(
+    config: TrainConfig, task: Task, policy: hf.RoutedModel, execution: Execution, engine: Engine
+) -> Trainer:
     """All of these, and a new optimizer. Routers that are to stay as they are lose their gradients."""
     if config.rl.router == "frozen":
         for parameter in policy.router_parameters():
@@ -200,4 +205,4 @@ def make_trainer(config: TrainConfig, policy: hf.RoutedModel, execution: Executi
     optimizer = torch.optim.AdamW(
         policy.model.parameters(), lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
     )
-    return Trainer(config, policy, execution, engine, optimizer)
+    return Trainer(config, task, policy, execution, engine, optimizer)

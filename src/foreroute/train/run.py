@@ -23,6 +23,7 @@ from foreroute.train.rollback import Rollback, as_rolled_back, read_rollbacks, s
 from foreroute.train.rollout import Experience
 from foreroute.train.run_folder import RunFolder, load_checkpoint, misfit_named
 from foreroute.train.spread import compile_planner
+from foreroute.train.tasks import Task, make_task
 from foreroute.train.warm_start import warm_start
 
 
@@ -65,24 +66,25 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
         ranks.require_same(_by_key(config.model_dump()), "Start all of them with the same configuration")
         ranks.first("opening the run folder", lambda: _open(config, folder, resume))
         run = RunFolder(folder)
-        while _goes_back(config, run, ranks, watcher):
-            if ranks.rank == 0:
-                watcher.on_rollback(read_rollbacks(run)[-1])
+        with closing(make_task(config)) as task:
+            while _goes_back(config, task, run, ranks, watcher):
+                if ranks.rank == 0:
+                    watcher.on_rollback(read_rollbacks(run)[-1])
     return run
 
 
-def _goes_back(config: TrainConfig, run: RunFolder, ranks: Ranks, watcher: Watcher) -> bool:
+def _goes_back(config: TrainConfig, task: Task, run: RunFolder, ranks: Ranks, watcher: Watcher) -> bool:
     """Run from the last checkpoint to the end, or to where an earlier checkpoint became the last."""
     rollbacks = read_rollbacks(run)
     config = as_rolled_back(config, rollbacks)
-    policy = make_policy(config)
+    policy = make_policy(config, task)
     _require_divisible(policy, ranks)
     with closing(make_engine(config, policy)) as engine:
         last = _last_checkpoint(run, ranks)
-        if last is None and not _begin(policy.model, config, ranks, watcher):
+        if last is None and not _begin(policy.model, config, task, ranks, watcher):
             return False
         with closing(make_execution(config, policy, ranks)) as execution:
-            trainer = make_trainer(config, policy, execution, engine)
+            trainer = make_trainer(config, task, policy, execution, engine)
             trainer.skipped_steps = rollbacks[-1].skipped_steps if rollbacks else 0
             _start(trainer, run, last)
             return _run(trainer, run, watcher)
@@ -118,13 +120,13 @@ def _last_checkpoint(run: RunFolder, ranks: Ranks) -> Path | None:
     return last
 
 
-def _begin(model: Any, config: TrainConfig, ranks: Ranks, watcher: Watcher) -> bool:
+def _begin(model: Any, config: TrainConfig, task: Task, ranks: Ranks, watcher: Watcher) -> bool:
     """The weights that RL starts from, made by rank 0. False when it was stopped meanwhile."""
     begun = []
 
     def work() -> None:
         if ranks.rank == 0:
-            begun.append(_warm_start(model, config, watcher))
+            begun.append(_warm_start(model, config, task, watcher))
         elif ranks.rank == 1:
             # all ranks need the kernels next, and would compile them side by side
             compile_planner(config.parallel)
@@ -143,7 +145,9 @@ def _start(trainer: Trainer, run: RunFolder, last: Path | None) -> None:
         ranks.first("making the run folder", lambda: run.begin(trainer.config))
         _save(trainer, run)
     if trainer.config.rl.kl_coefficient:
-        trainer.reference = ranks.together("loading the reference", lambda: load_reference(trainer.config.model, run))
+        trainer.reference = ranks.together(
+            "loading the reference", lambda: load_reference(trainer.config, trainer.task, run)
+        )
 
 
 def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> bool:
@@ -185,10 +189,10 @@ def _save(trainer: Trainer, run: RunFolder) -> None:
     trainer.execution.ranks.first("saving a checkpoint", lambda: run.save_checkpoint(trainer.step, state))
 
 
-def _warm_start(model: Any, config: TrainConfig, watcher: Watcher) -> bool:
+def _warm_start(model: Any, config: TrainConfig, task: Task, watcher: Watcher) -> bool:
     source = config.warm_start.checkpoint
     if source is None:
-        return warm_start(model, config, watcher.on_warm_start, watcher.should_stop)
+        return warm_start(model, config, task, watcher.on_warm_start, watcher.should_stop)
     if not Path(source).is_file():
         raise RunFolderError(f"warm_start.checkpoint {source} does not exist")
     with misfit_named(f"warm_start.checkpoint {source}"):
