@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from foreroute.balance.config_file import Count, Section, checked, read_toml
 from foreroute.train.config.alarms import AlarmsConfig
+from foreroute.train.config.logging import LoggingConfig
 from foreroute.train.config.model import ModelConfig, WarmStartConfig
 from foreroute.train.config.parallel import ParallelConfig
 from foreroute.train.config.rl import RLConfig
@@ -49,6 +50,7 @@ class TrainConfig(Section):
     measure: MeasureConfig = MeasureConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     alarms: AlarmsConfig = AlarmsConfig()
+    logging: LoggingConfig = LoggingConfig()
     parallel: ParallelConfig = ParallelConfig()
 
     @model_validator(mode="after")
