@@ -13,24 +13,27 @@ class Killed(BaseException):
 
 
 class Disk:
-    """Counts touches, and dies at one of them.
+    """Counts touches of a folder, and dies at one of them.
 
     Args:
+        folder: other places are not on this disk.
         dies_at: the touch, from 0; None lives on.
     """
 
-    def __init__(self, dies_at=None):
-        self.touches, self.dies_at = 0, dies_at
+    def __init__(self, folder, dies_at=None):
+        self.folder, self.touches, self.dies_at = str(folder), 0, dies_at
 
-    def touch(self):
+    def touch(self, path):
+        if not str(path).startswith(self.folder):
+            return
         if self.dies_at is not None and self.touches >= self.dies_at:
             raise Killed
         self.touches += 1
 
     def stopping(self, real):
-        def call(*args, **options):
-            self.touch()
-            return real(*args, **options)
+        def call(path, *args, **options):
+            self.touch(path)
+            return real(path, *args, **options)
 
         return call
 
@@ -41,10 +44,10 @@ class Disk:
             real = file.write
 
             def write(text):
-                self.touch()
+                self.touch(path)
                 real(text[: len(text) // 2])
                 file.flush()
-                self.touch()
+                self.touch(path)
                 real(text[len(text) // 2 :])
 
             file.write = write
@@ -61,7 +64,7 @@ def on(disk):
 
         def opened(path, flags, *rest, **options):
             if flags & os.O_CREAT:
-                disk.touch()
+                disk.touch(path)
             return real(path, flags, *rest, **options)
 
         with mock.patch.object(os, "open", opened), patches[0], patches[1], patches[2], patches[3]:

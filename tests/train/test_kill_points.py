@@ -1,70 +1,68 @@
-"""A run that dies at any point of a step, and is taken up again, ends as if nothing had been."""
+"""A run that dies at any point, and is taken up again, ends as if nothing had been.
+
+`python -m benchmarks resume` does it to real runs, with real kills.
+"""
 
 import json
 
 import pytest
 
+import foreroute as fr
+from counting_runs import counting, counting_config
 from foreroute.errors import RunFolderError
-from foreroute.train import RunFolder, load_checkpoint, rollout, train
+from foreroute.trace.digest import digest
+from foreroute.train import RunFolder, train
 from foreroute.train.rollback import Rollback, read_rollbacks, roll_back, settle
 from kill_points import Disk, Killed, on
-from small_runs import always_informative, records, same_state, small_config
 
-
-def tiny(checkpoint=None):
-    return small_config(
-        rl={"steps": 1},
-        task={"min_operands": 2, "max_operands": 2},
-        rollout={"prompts": 2, "group_size": 2},
-        warm_start={"checkpoint": checkpoint} if checkpoint else {"max_steps": 1},
-        measure={"compare_every": 100, "save_trace_every": 1},
-        checkpoint={"every": 1},
-    )
+POISON = (5, 6, 7)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that was not killed, its configuration, and how often it touched the disk."""
-    folder, disk = tmp_path_factory.mktemp("whole"), Disk()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout, "score", always_informative)
-        first = train(tiny(), folder / "first")
-        config = tiny(str(first.path / "checkpoints" / "step-000000.pt"))
+    """A run with a rollback that was not killed, and how often it touched the disk."""
+    folder = tmp_path_factory.mktemp("kills") / "whole"
+    config, disk = counting_config(alarms={"action": "rollback"}), Disk(folder)
+    with counting(POISON):
         with on(disk):
-            run = train(config, folder / "whole")
+            run = train(config, folder)
         yield run, config, disk.touches
 
 
-def test_every_point_of_a_step_can_be_the_last(tmp_path, whole):
+def test_any_point_of_a_run_can_be_the_last(tmp_path, whole):
+    """Every one of the beginning and of the first steps, which have a trace, metrics and a checkpoint; then some."""
     run, config, touches = whole
-    states = [load_checkpoint(path)["model"] for path in sorted((run.path / "checkpoints").iterdir())]
-    assert not same_state(*states), "the step must have learned something"
-    # folder, configuration, first checkpoint; trace, metrics, second checkpoint
-    assert touches >= 12
+    assert touches > 80
     torn = begun_anew = 0
-    for point in range(touches):
+    for point in [*range(20), *range(20, touches, 7)]:
         folder = tmp_path / str(point)
-        with pytest.raises(Killed), on(Disk(dies_at=point)):
+        with pytest.raises(Killed), on(Disk(folder, dies_at=point)):
             train(config, folder)
         metrics = folder / "metrics.jsonl"
         torn += metrics.exists() and not metrics.read_text().endswith("\n")
         if (folder / "config.json").exists():
-            resumed = train(config, folder, resume=True)
+            train(config, folder, resume=True)
         else:
             begun_anew += 1
             with pytest.raises(RunFolderError, match="holds no run to resume"):
                 train(config, folder, resume=True)
-            resumed = train(config, folder)
-        assert records(resumed.path) == records(run.path), point
-        assert same_state(load_checkpoint(resumed.last_checkpoint()), load_checkpoint(run.last_checkpoint())), point
+            train(config, folder)
+        assert files(folder) == files(run.path), point
     assert torn
     assert 1 <= begun_anew <= 4
 
 
 def files(folder):
-    """What is in a folder, but for temporary files."""
+    """What is in a folder, but for temporary files; of traces, what they hold."""
     found = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(".")]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+    return {str(path.relative_to(folder)): content(path) for path in found}
+
+
+def content(path):
+    if path.suffix == ".safetensors" and path.stat().st_size > 100:
+        # the order of a trace's metadata is not fixed
+        return digest(fr.load(path))
+    return path.read_bytes()
 
 
 def folder_of_a_run(path):
@@ -79,7 +77,7 @@ def folder_of_a_run(path):
 
 def test_every_point_of_a_rollback_can_be_the_last(tmp_path):
     rollback = Rollback(number=1, at_step=7, to_step=4, because="", skipped_steps=4)
-    run, disk = folder_of_a_run(tmp_path / "whole"), Disk()
+    run, disk = folder_of_a_run(tmp_path / "whole"), Disk(tmp_path)
     before = files(run.path)
     with on(disk):
         roll_back(run, rollback)
@@ -97,7 +95,7 @@ def test_every_point_of_a_rollback_can_be_the_last(tmp_path):
     ends = set()
     for point in range(disk.touches):
         run = folder_of_a_run(tmp_path / str(point))
-        with pytest.raises(Killed), on(Disk(dies_at=point)):
+        with pytest.raises(Killed), on(Disk(tmp_path, dies_at=point)):
             roll_back(run, rollback)
         settle(run)
         # it was decided, or it was not

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from counting_runs import counting, counting_config
 from foreroute.adapters import hf
 from foreroute.errors import DivergedError, RunFolderError
 from foreroute.train import RunFolder, load_checkpoint, loop, rollout, train
@@ -36,32 +37,21 @@ def _something_to_learn():
         yield
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return train(config_of(), tmp_path_factory.mktemp("faults") / "whole")
-
-
-def assert_goes_on(folder, whole):
-    """From the last checkpoint to the end that the run without a fault has."""
-    resumed = train(config_of(), folder, resume=True)
-    assert records(resumed.path) == records(whole.path)
-    assert same_state(load_checkpoint(resumed.last_checkpoint()), load_checkpoint(whole.last_checkpoint()))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gradient_that_is_no_number_changes_no_weight(value):
+def test_a_gradient_that_is_no_number_changes_no_weight():
     trainer = trainer_of(config_of())
     trainer.run_step()
     before = {name: tensor.clone() for name, tensor in trainer.policy.model.state_dict().items()}
     moments = copy.deepcopy(trainer.optimizer.state_dict()["state"])
-    trainer.policy.router_parameters()[0].register_hook(lambda gradient: gradient * value)
-    with pytest.raises(DivergedError, match=r"gradient norm (nan|inf) in step 1; lower rl\.learning_rate"):
+    trainer.policy.router_parameters()[0].register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(DivergedError, match=r"gradient norm nan in step 1; lower rl\.learning_rate"):
         trainer.run_step()
     assert same_state(before, dict(trainer.policy.model.state_dict()))
     assert same_state(moments, trainer.optimizer.state_dict()["state"])
 
 
-def test_a_run_whose_gradients_are_no_numbers_keeps_its_checkpoints(tmp_path, whole, monkeypatch):
+def test_a_run_whose_gradients_are_no_numbers_keeps_its_checkpoints(tmp_path, monkeypatch):
+    whole = train(config_of(), tmp_path / "whole")
+
     def poisoned(routed, *rest, weight_version, **options):
         if weight_version == 3:
             with monkeypatch.context() as patch:
@@ -74,7 +64,9 @@ def test_a_run_whose_gradients_are_no_numbers_keeps_its_checkpoints(tmp_path, wh
         with pytest.raises(DivergedError, match="in step 3"):
             train(config_of(), tmp_path / "run")
     assert load_checkpoint(RunFolder(tmp_path / "run").last_checkpoint())["step"] == 2
-    assert_goes_on(tmp_path / "run", whole)
+    resumed = train(config_of(), tmp_path / "run", resume=True)
+    assert records(resumed.path) == records(whole.path)
+    assert same_state(load_checkpoint(resumed.last_checkpoint()), load_checkpoint(whole.last_checkpoint()))
 
 
 @pytest.mark.parametrize("worth", [0.0, 1.0])
@@ -118,16 +110,16 @@ def room_for(num_bytes):
     ("method", "at_call", "num_bytes", "named", "resumes_at"),
     [
         # checkpoints before steps 0, 2 and 4; traces and metrics of steps 0, 2 and of 0, 1, 2
-        ("save_checkpoint", 1, 10_000, r"step-000002\.pt", 0),
-        ("save_checkpoint", 2, 10_000, r"step-000004\.pt", 2),
-        ("append_metrics", 2, 3_000, r"metrics\.jsonl", 2),
+        ("save_checkpoint", 1, 300, r"step-000002\.pt", 0),
+        ("save_checkpoint", 2, 300, r"step-000004\.pt", 2),
+        ("append_metrics", 2, 150, r"metrics\.jsonl", 2),
         ("save_trace", 1, 100, r"step-000002\.safetensors", 2),
     ],
 )
 def test_a_full_disk_is_one_error_and_what_was_written_is_whole(
-    tmp_path, whole, monkeypatch, method, at_call, num_bytes, named, resumes_at
+    tmp_path, monkeypatch, method, at_call, num_bytes, named, resumes_at
 ):
-    write, calls = getattr(RunFolder, method), []
+    config, write, calls = counting_config(), getattr(RunFolder, method), []
 
     def on_a_full_disk(run, *given):
         calls.append(1)
@@ -136,9 +128,13 @@ def test_a_full_disk_is_one_error_and_what_was_written_is_whole(
         with room_for(num_bytes):
             return write(run, *given)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, method, on_a_full_disk)
-        with pytest.raises(RunFolderError, match=rf"{named} cannot be written .*make room.*--resume"):
-            train(config_of(), tmp_path / "run")
-    assert load_checkpoint(RunFolder(tmp_path / "run").last_checkpoint())["step"] == resumes_at
-    assert_goes_on(tmp_path / "run", whole)
+    with counting():
+        expected = train(config, tmp_path / "whole")
+        with monkeypatch.context() as patch:
+            patch.setattr(RunFolder, method, on_a_full_disk)
+            with pytest.raises(RunFolderError, match=rf"{named} cannot be written .*make room.*--resume"):
+                train(config, tmp_path / "run")
+        assert load_checkpoint(RunFolder(tmp_path / "run").last_checkpoint())["step"] == resumes_at
+        resumed = train(config, tmp_path / "run", resume=True)
+    assert records(resumed.path) == records(expected.path)
+    assert same_state(load_checkpoint(resumed.last_checkpoint()), load_checkpoint(expected.last_checkpoint()))
