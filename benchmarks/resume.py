@@ -1,13 +1,12 @@
 """Kill and resume: a run that is killed at random moments (SIGKILL), and resumed each time, against one that is not.
 
+A moment is a random number of steps, and then a random part of the time that a step takes.
+
     metrics.kills             how often a process was killed
     metrics.runs              that many runs took these kills, one after the other
     metrics.same              share of the runs that ended with the same bits: weights, optimizer, and all metrics but
                               times
-    metrics.killed_in_step    the step that each kill came in, -1 before the first
-    metrics.kill_moments_s    how long each killed process had run
-
-Speed is not what is measured: a busy machine changes when the kills come, and nothing else.
+    metrics.steps_at_kill     steps that were recorded at each kill
 """
 
 from __future__ import annotations
@@ -52,42 +51,44 @@ Process = Any
 def run(*, quick: bool) -> dict[str, Any]:
     """Two kills when quick, ten otherwise."""
     wanted, rng = 2 if quick else 10, random.Random()
-    kills: list[tuple[float, int]] = []
+    kills: list[int] = []
     same: list[bool] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        begun = time.monotonic()
-        _started(folder / "whole", resume=False).join()
-        whole_s = time.monotonic() - begun
+        whole = Path(name) / "whole"
+        _started(whole, resume=False).join()
+        step_s = sum(sum(line["seconds"].values()) for line in _lines(whole)) / VALUES["rl"]["steps"]
         while len(kills) < wanted:
-            killed = folder / f"killed-{len(same)}"
-            kills += _killed_run(killed, wanted - len(kills), whole_s, rng)
-            same.append(_outcome(killed) == _outcome(folder / "whole") and _same_state(killed, folder / "whole"))
-    metrics = {
-        "kills": len(kills),
-        "runs": len(same),
-        "same": sum(same) / len(same),
-        "killed_in_step": [step for _, step in kills],
-        "kill_moments_s": [round(moment, 3) for moment, _ in kills],
-    }
-    return {"metrics": metrics, "baselines": {"whole_run_s": round(whole_s, 2)}}
+            killed = Path(name) / f"killed-{len(same)}"
+            kills += _killed_run(killed, wanted - len(kills), step_s, rng)
+            same.append(_outcome(killed) == _outcome(whole) and _same_state(killed, whole))
+    metrics = {"kills": len(kills), "runs": len(same), "same": sum(same) / len(same), "steps_at_kill": kills}
+    return {"metrics": metrics, "baselines": {"step_s": round(step_s, 3)}}
 
 
-def _killed_run(folder: Path, at_most: int, whole_s: float, rng: random.Random) -> list[tuple[float, int]]:
-    """One run to its end. Returns the moment and the step of each kill."""
-    kills: list[tuple[float, int]] = []
+def _killed_run(folder: Path, at_most: int, step_s: float, rng: random.Random) -> list[int]:
+    """One run to its end. Returns how many steps were recorded at each kill."""
+    kills: list[int] = []
     while True:
         process = _started(folder, resume=(folder / "config.json").exists())
-        moment = rng.uniform(0, whole_s / 2)
-        process.join(moment if len(kills) < at_most else None)
+        if len(kills) < at_most:
+            reach = _recorded(folder) + rng.randint(0, 4)
+            while process.is_alive() and _recorded(folder) < reach:
+                time.sleep(0.01)
+            process.join(rng.uniform(0, step_s))
+        else:
+            process.join()
         if process.exitcode == 0:
             return kills
         if process.exitcode is not None:
             raise RuntimeError(f"a resumed process failed with exit code {process.exitcode}; its error is above")
         process.kill()
         process.join()
-        path = folder / "metrics.jsonl"
-        kills.append((moment, path.read_text(encoding="utf-8").count("\n") - 1 if path.exists() else -1))
+        kills.append(_recorded(folder))
+
+
+def _recorded(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def _started(folder: Path, *, resume: bool) -> Process:
@@ -104,8 +105,11 @@ def _train(folder: str, resume: bool) -> None:
 
 
 def _outcome(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in lines]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in _lines(folder)]
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def _same_state(a: Path, b: Path) -> bool:
