@@ -45,9 +45,10 @@ config-reference: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks all --json
 
-# every routing mode, three seeds each, one report: about half an hour
+# cells of the grid that have no result yet, two at a time, then docs/evidence.md: about an hour and a half from nothing
 experiments: $(READY)
-	PATH="$(CURDIR)/$(BIN):$$PATH" benchmarks/experiments.sh runs/experiments
+	$(BIN)/python -m experiments run
+	$(BIN)/python -m experiments page
 
 # torch is installed on its own first, in the pinned version, before anything can ask for another
 $(READY): pyproject.toml constraints.txt
