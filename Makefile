@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE = 1
 KERNELS := $(shell find src/foreroute/trace src/foreroute/balance src/foreroute/simulate -name '*.py' | sort | xargs cat | sha256sum | cut -c1-12)
 export NUMBA_CACHE_DIR = $(CURDIR)/.numba_cache/$(KERNELS)
 
-.PHONY: demo demo-ep test check bench experiments docs clean
+.PHONY: demo demo-ep test check bench experiments docs config-reference clean
 
 demo: $(READY)
 	$(BIN)/foreroute demo
@@ -18,6 +18,9 @@ demo: $(READY)
 demo-ep: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m foreroute.cli demo-ep --folder runs/demo-ep/$$(date +%Y-%m-%d_%H-%M-%S)
 
+# tests run every kernel briefly: compiling them at level 1 takes 33 s of the planner's 79 s, and changes no result
+test test-megatron-newest: export NUMBA_OPT = 1
+test test-megatron-newest: export NUMBA_CACHE_DIR = $(CURDIR)/.numba_cache/$(KERNELS)-tests
 test: $(READY)
 	$(BIN)/pytest -n 2 --dist loadfile
 
@@ -30,6 +33,10 @@ check: $(READY)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# docs/configuration.md, after a change of a key, its default or its text
+config-reference: $(READY)
+	$(BIN)/python make/config_reference.py
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks all --json

@@ -16,17 +16,7 @@ from foreroute.train.rollout import roll_out
 from foreroute.train.schedule import make_schedule
 from foreroute.train.update import update
 from models import FAMILIES
-from small_runs import SIZES, records, small_config, small_values, trainer_of
-
-
-def same_state(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same_state, a, b))
-    return a == b
+from small_runs import SIZES, records, same_state, small_config, small_values, trainer_of
 
 
 @pytest.mark.parametrize(
@@ -269,7 +259,7 @@ def test_all_equal_rewards_leave_the_policy_alone():
     config = small_config()
     trainer = trainer_of(config)
     before = {k: v.clone() for k, v in trainer.policy.model.state_dict().items()}
-    experience = roll_out(trainer.engine, config, 0, Ranks())
+    experience = roll_out(trainer.engine, trainer.task, config, 0, Ranks())
     equal = replace(experience, rewards_S=np.ones(24), advantages_S=np.zeros(24), informative_S=np.zeros(24, bool))
     result = update(
         trainer.policy,

@@ -30,6 +30,8 @@ from foreroute.simulate.methods import METHODS, check_methods
 
 Seconds = Annotated[float, Field(ge=0)]
 Path_ = Literal["host", "direct", "auto"]
+DRAWING = ("preset", "tokens_per_rank", "micro_steps", "layers", "groups", "skew", "seed")
+"""Keys of a workload that is drawn."""
 PASSED_ON = ("hardware", "links", "model", "costs")
 
 
@@ -82,6 +84,7 @@ class WorkloadConfig(Section):
     skew: Annotated[float, Field(gt=0)] = 1.0
     """Above 1, experts of a layer are less even than the preset says; concentrations are divided by it."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Of what is drawn."""
 
     @field_validator("preset")
     @classmethod
@@ -92,9 +95,9 @@ class WorkloadConfig(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> WorkloadConfig:
-        drawn = [name for name in ("preset", "tokens_per_rank") if getattr(self, name) is not None]
-        if self.counts is not None and drawn:
-            raise ValueError(f"counts come from a file, and {' and '.join(drawn)} would draw them; give one of the two")
+        drawing = sorted(name for name in DRAWING if getattr(self, name) != type(self).model_fields[name].default)
+        if self.counts is not None and drawing:
+            raise ValueError(f"counts come from a file, and {', '.join(drawing)} would draw them; give one of the two")
         if self.counts is None and self.previous_counts is not None:
             raise ValueError("previous_counts go with counts; drawn steps have a step before of their own")
         return self
@@ -131,15 +134,23 @@ class SweepConfig(Section):
     """Sensitivities: for each key, values that replace the configuration's, one at a time."""
 
     redundant_slots: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Values of cluster.redundant_slots."""
     node_bandwidth: tuple[Annotated[float, Field(gt=0)], ...] = ()
-    """Factors of the configured bandwidth, as all that follow with `bandwidth`."""
+    """Factors of links.node_bytes_per_s."""
     cluster_bandwidth: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Factors of links.cluster_bytes_per_s."""
     host_bandwidth: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Factors of links.host_bytes_per_s."""
     tokens_per_rank: tuple[Count, ...] = ()
+    """Values of workload.tokens_per_rank."""
     expert_parallel: tuple[Count, ...] = ()
+    """Values of cluster.expert_parallel."""
     skew: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Values of workload.skew."""
     overlap: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
+    """Values of execution.overlap."""
     planning_s: tuple[Seconds, ...] = ()
+    """Values of execution.planning_s."""
 
 
 class SimulateConfig(Section):
@@ -152,9 +163,13 @@ class SimulateConfig(Section):
     execution: ExecutionConfig = ExecutionConfig()
     sweep: SweepConfig = SweepConfig()
     hardware: dict[str, Any] = Field(default_factory=lambda: {"preset": "h100"})
+    """As in a topology file."""
     links: dict[str, Any] = Field(default_factory=dict)
+    """As in a topology file."""
     model: dict[str, Any] = Field(default_factory=lambda: {"preset": "qwen3-30b-a3b"})
+    """As in a topology file."""
     costs: dict[str, Any] = Field(default_factory=dict)
+    """As in a topology file."""
 
     @field_validator("methods", mode="before")
     @classmethod
@@ -170,6 +185,13 @@ class SimulateConfig(Section):
         if isinstance(sweep, dict):
             return {key: tuple(value) if isinstance(value, list) else value for key, value in sweep.items()}
         return sweep
+
+    @model_validator(mode="after")
+    def _sweep_can_draw(self) -> SimulateConfig:
+        drawing = [name for name in ("tokens_per_rank", "expert_parallel", "skew") if getattr(self.sweep, name)]
+        if self.workload.counts is not None and drawing:
+            raise ValueError(f"sweep.{drawing[0]} draws other counts, and workload.counts is a file; leave one out")
+        return self
 
     def described(self, source: str = "the configuration") -> Cluster:
         """Topology of one expert-parallel group, and the cost model.

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from foreroute.capture import Generation
 from foreroute.trace import RoutingTrace
-from foreroute.train.task import PAD_TOKEN
 
 
 def response_logprobs(model: Any, generation: Generation, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probability of each sampled token, and the entropy of the distribution it was sampled from.
 
     Args:
-        model: a causal language model.
+        model: a causal language model, whose configuration names a pad token.
         generation: the sequences of one micro-batch; their `inputs` are padded on the right.
         temperature: of the rollout.
 
@@ -26,7 +25,7 @@ def response_logprobs(model: Any, generation: Generation, temperature: float) ->
         Two tensors [R] in float32, or in the logits' dtype where that is wider: response tokens packed sequence after
         sequence. Entropy is in nats, without gradient.
     """
-    input_ids_BT, mask_BT = pad(inputs(generation.trace))
+    input_ids_BT, mask_BT = pad(inputs(generation.trace), pad_token(model))
     logits = model(
         input_ids=torch.from_numpy(input_ids_BT), attention_mask=torch.from_numpy(mask_BT), use_cache=False
     ).logits
@@ -48,9 +47,14 @@ def inputs(trace: RoutingTrace) -> RoutingTrace:
     return trace.truncated(trace.lengths - 1)
 
 
-def pad(trace: RoutingTrace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens and mask [B, T], padded on the right."""
+def pad_token(model: Any) -> int:
+    """What the model's batches are padded with; `make_model` sees to it that there is one."""
+    return int(model.config.get_text_config().pad_token_id)
+
+
+def pad(trace: RoutingTrace, token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens and mask [B, T], padded on the right with `token`."""
     mask_BT = np.arange(int(trace.lengths.max())) < trace.lengths[:, None]
-    input_ids_BT = np.full(mask_BT.shape, PAD_TOKEN, np.int64)
+    input_ids_BT = np.full(mask_BT.shape, token, np.int64)
     input_ids_BT[mask_BT] = trace.token_ids_N
     return input_ids_BT, mask_BT.astype(np.int64)

@@ -29,28 +29,38 @@ from foreroute.adapters import hf
 from foreroute.trace import RoutingTrace
 from foreroute.train.config import TrainConfig
 from foreroute.train.measure import StepPart, merged, step_record
+from foreroute.train.model import make_model
 from foreroute.train.ranks import Ranks
 from foreroute.train.recompute import Recomputed, recompute
-from foreroute.train.reference import Reference, make_model
+from foreroute.train.reference import Reference
 from foreroute.train.rollout import Engine, Experience, roll_out
 from foreroute.train.run_folder import load_checkpoint, misfit_named
 from foreroute.train.schedule import Schedule, Stage, make_schedule
 from foreroute.train.spread import Spread
+from foreroute.train.tasks import Task
 from foreroute.train.update import Updated, update
 from foreroute.train.whole import Execution, Whole
 
 
 @dataclass
 class Trainer:
-    """The state of a run."""
+    """The state of a run.
+
+    Attributes:
+        step: the next one.
+        skipped_steps: steps of data that were passed over by rollbacks.
+        seconds: of the stages of the last step.
+    """
 
     config: TrainConfig
+    task: Task
     policy: hf.RoutedModel
     execution: Execution
     engine: Engine
     optimizer: torch.optim.Optimizer
     reference: Reference | None = None
     step: int = 0
+    skipped_steps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     def run_step(self) -> tuple[Experience, dict[str, Any]]:
@@ -64,7 +74,7 @@ class Trainer:
         with self._timed("rollout"):
             weights = self.execution.state_dict()
             experience = ranks.together(f"the rollout of step {version}", lambda: self._roll_out(weights))
-        schedule = make_schedule(experience, self.config.rl, ranks, seed=(self.config.seed, version))
+        schedule = make_schedule(experience, self.config.rl, ranks, seed=(self.config.seed, self._data_step))
         follows_rollout = routing in ("R3", "R3+weights")
         if follows_rollout:
             self._plan(experience.generation.trace, [schedule.recompute, *schedule.update])
@@ -73,7 +83,7 @@ class Trainer:
             passes = {trained_with: self._recompute(experience, schedule, trained_with)}
         if routing == "R2":
             self._plan(passes[trained_with].executed, schedule.update)
-        if version % self.config.measure.compare_every == 0:
+        if self._measures:
             other = "native" if trained_with == "replayed" else "replayed"
             with self._timed("measure"):
                 passes[other] = self._recompute(experience, schedule, other)
@@ -108,9 +118,17 @@ class Trainer:
             self.execution.load(state["model"], self.optimizer, state["optimizer"])
         self.step = state["step"]
 
+    @property
+    def _data_step(self) -> int:
+        return self.step + self.skipped_steps
+
+    @property
+    def _measures(self) -> bool:
+        return self.step % self.config.measure.compare_every == 0
+
     def _roll_out(self, weights: Mapping[str, torch.Tensor]) -> Experience:
         self.engine.load_weights(weights, version=self.step)
-        return roll_out(self.engine, self.config, self.step, self.execution.ranks)
+        return roll_out(self.engine, self.task, self.config, self._data_step, self.execution.ranks)
 
     def _plan(self, routes: RoutingTrace, stages: list[Stage]) -> None:
         self.execution.plan(self.step * self.config.rl.mini_steps, routes, stages)
@@ -149,6 +167,7 @@ class Trainer:
             weight_version=self.step,
             temperature=self.config.rollout.temperature,
             reference_logprobs_R=reference_logprobs_R,
+            watch_routes=self._measures,
         )
 
     def _set_learning_rate(self) -> None:
@@ -164,9 +183,9 @@ class Trainer:
         self.seconds[stage] = time.perf_counter() - start
 
 
-def make_policy(config: TrainConfig) -> hf.RoutedModel:
+def make_policy(config: TrainConfig, task: Task) -> hf.RoutedModel:
     """The model, with initial weights, ready to record and replay."""
-    model = make_model(config.model, config.seed)
+    model = make_model(config.model, task, config.seed)
     model.train()
     return hf.attach(model)
 
@@ -176,7 +195,9 @@ def make_execution(config: TrainConfig, policy: hf.RoutedModel, ranks: Ranks) ->
     return Whole(policy) if ranks.size == 1 else Spread(policy, config.parallel, ranks)
 
 
-def make_trainer(config: TrainConfig, policy: hf.RoutedModel, execution: Execution, engine: Engine) -> Trainer:
+def make_trainer(
+    config: TrainConfig, task: Task, policy: hf.RoutedModel, execution: Execution, engine: Engine
+) -> Trainer:
     """All of these, and a new optimizer. Routers that are to stay as they are lose their gradients."""
     if config.rl.router == "frozen":
         for parameter in policy.router_parameters():
@@ -184,4 +205,4 @@ def make_trainer(config: TrainConfig, policy: hf.RoutedModel, execution: Executi
     optimizer = torch.optim.AdamW(
         policy.model.parameters(), lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
     )
-    return Trainer(config, policy, execution, engine, optimizer)
+    return Trainer(config, task, policy, execution, engine, optimizer)
