@@ -60,6 +60,8 @@ def test_a_killed_runner_goes_on_where_it_was(tmp_path):
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     assert Counter(line["cell"] for line in lines) == {cell.name: 1 for cell in wanted if cell.arm != "T/bad"}
     assert run_cells(cell_work.cells(6), results, tmp_path, processes=2, work=cell_work.work) == 0
+    with pytest.raises(GridError, match="a process was killed"):
+        run_cells([Cell("T/killed", "train", 0, "moe")], results, tmp_path, processes=1, work=cell_work.work)
 
 
 def test_a_cell_whose_settings_changed_has_no_result(tmp_path):
