@@ -77,10 +77,10 @@ def generation_of(
 
 
 def facts_of(routed: RoutedModel) -> ModelFacts:
-    """Its spec, how many decoder layers an engine counts, and the tokens that its embedding has rows for."""
-    model: Any = routed.model
-    rows = len(model.get_input_embeddings().weight)
-    return ModelFacts(routed.spec, int(model.config.get_text_config().num_hidden_layers), rows)
+    """Its spec, how many decoder layers an engine counts, and its vocabulary."""
+    config: Any = routed.model.config
+    text = config.get_text_config()
+    return ModelFacts(routed.spec, int(text.num_hidden_layers), int(text.vocab_size))
 
 
 def draw_seeds(generator: torch.Generator, count: int) -> NDArray[np.int64]:
