@@ -29,6 +29,8 @@ from foreroute.adapters import hf
 from foreroute.trace import RoutingTrace
 from foreroute.train.config import TrainConfig
 from foreroute.train.measure import StepPart, merged, step_record
+from foreroute.train.optimizer import make_optimizer
+from foreroute.train.precision import checkpointed
 from foreroute.train.ranks import Ranks
 from foreroute.train.recompute import Recomputed, recompute
 from foreroute.train.reference import Reference, make_model
@@ -62,7 +64,7 @@ class Trainer:
         self.seconds.clear()
         ranks, version, routing = self.execution.ranks, self.step, self.config.rl.routing
         with self._timed("rollout"):
-            weights = self.execution.state_dict()
+            weights = self._weights_for_engine()
             experience = ranks.together(f"the rollout of step {version}", lambda: self._roll_out(weights))
         schedule = make_schedule(experience, self.config.rl, ranks, seed=(self.config.seed, version))
         follows_rollout = routing in ("R3", "R3+weights")
@@ -107,6 +109,10 @@ class Trainer:
         with misfit_named(f"checkpoint {checkpoint}"):
             self.execution.load(state["model"], self.optimizer, state["optimizer"])
         self.step = state["step"]
+
+    def _weights_for_engine(self) -> Mapping[str, torch.Tensor]:
+        weights = self.execution.state_dict()
+        return weights if self.config.model.lora is None else hf.merged(weights, self.policy.model)
 
     def _roll_out(self, weights: Mapping[str, torch.Tensor]) -> Experience:
         self.engine.load_weights(weights, version=self.step)
@@ -166,7 +172,7 @@ class Trainer:
 
 def make_policy(config: TrainConfig) -> hf.RoutedModel:
     """The model, with initial weights, ready to record and replay."""
-    model = make_model(config.model, config.seed)
+    model = checkpointed(make_model(config.model, config.seed), config.model)
     model.train()
     return hf.attach(model)
 
@@ -177,11 +183,15 @@ def make_execution(config: TrainConfig, policy: hf.RoutedModel, ranks: Ranks) ->
 
 
 def make_trainer(config: TrainConfig, policy: hf.RoutedModel, execution: Execution, engine: Engine) -> Trainer:
-    """All of these, and a new optimizer. Routers that are to stay as they are lose their gradients."""
-    if config.rl.router == "frozen":
-        for parameter in policy.router_parameters():
-            parameter.requires_grad_(False)
-    optimizer = torch.optim.AdamW(
-        policy.model.parameters(), lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
-    )
+    """All of these, adapters if there are to be some, and a new optimizer.
+
+    Routers that are to stay as they are get no gradients.
+    """
+    lora = config.model.lora
+    if lora is not None:
+        hf.add_lora(policy.model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
+        policy = hf.attach(policy.model)
+    for parameter in policy.router_parameters():
+        parameter.requires_grad_(config.rl.router == "trained")
+    optimizer = make_optimizer(policy.model, lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     return Trainer(config, policy, execution, engine, optimizer)

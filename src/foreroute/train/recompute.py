@@ -52,7 +52,7 @@ def recompute(
         routed: the policy.
         execution: how it is executed.
         generation: S sequences.
-        stage: the sequences of each forward, in their order.
+        stage: the sequences of each forward, all of them.
         temperature: of the rollout.
         replay: force the routes of `generation.trace`, which must carry `weight_version`.
         weight_version: the version of the policy's weights.
@@ -76,6 +76,10 @@ def recompute(
             last = [part.trace.tokens(s)[-1:] for s in range(len(part))]
             executed.append(recording.trace().continued_by(RoutingTrace.unrouted(routed.spec, last)))
             margins.append(recording.margins_NL())
+    responses_S, routed_S = generation.response_lengths, generation.trace.lengths - 1
     return Recomputed(
-        np.concatenate(logprobs), np.concatenate(entropies), concatenate(executed), np.concatenate(margins)
+        stage.in_order(logprobs, responses_S),
+        stage.in_order(entropies, responses_S),
+        concatenate(executed).select(stage.restore_S),
+        stage.in_order(margins, routed_S),
     )

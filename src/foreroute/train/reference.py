@@ -12,7 +12,8 @@ from foreroute.adapters import hf
 from foreroute.capture import Generation
 from foreroute.errors import RunFolderError
 from foreroute.train.config import ModelConfig
-from foreroute.train.forward import response_logprobs
+from foreroute.train.forward import sampled_logprobs
+from foreroute.train.precision import in_dtype
 from foreroute.train.run_folder import RunFolder, load_checkpoint
 from foreroute.train.schedule import Stage
 from foreroute.train.task import VOCABULARY
@@ -26,9 +27,9 @@ class Reference:
 
     @torch.no_grad()
     def logprobs_R(self, generation: Generation, stage: Stage, temperature: float) -> NDArray[np.float32]:
-        """float32 [R], of the response tokens of all sequences, which `stage` deals in their order."""
-        parts = [response_logprobs(self._model, generation.select(part), temperature)[0] for part in stage.micro_steps]
-        return np.concatenate([part.numpy() for part in parts])
+        """float32 [R], of the response tokens of all sequences, which `stage` deals, in their order."""
+        parts = [sampled_logprobs(self._model, generation.select(part), temperature) for part in stage.micro_steps]
+        return stage.in_order([part.numpy() for part in parts], generation.response_lengths)
 
 
 def load_reference(config: ModelConfig, run: RunFolder) -> Reference:
@@ -43,15 +44,16 @@ def load_reference(config: ModelConfig, run: RunFolder) -> Reference:
             f"{first} does not exist; rl.kl_coefficient needs the weights that the run began with. Restore the file"
         )
     model = make_model(config, seed=0)
-    model.load_state_dict(load_checkpoint(first)["model"])
+    model.load_state_dict(hf.without_lora(load_checkpoint(first)["model"]))
     return Reference(model)
 
 
 def make_model(config: ModelConfig, seed: int) -> Any:
     """A model with initial weights."""
-    return hf.build_model(
+    model = hf.build_model(
         config.family,
         seed=seed,
         experts_implementation=config.experts_implementation,
         **{**config.sizes, "vocab_size": len(VOCABULARY)},
     )
+    return in_dtype(model, config)

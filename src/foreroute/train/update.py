@@ -16,7 +16,7 @@ from foreroute.adapters.hf import RoutedModel
 from foreroute.errors import ConfigError, DivergedError
 from foreroute.trace import RoutingTrace
 from foreroute.train.config.rl import RLConfig
-from foreroute.train.forward import inputs, response_logprobs
+from foreroute.train.forward import inputs, sampled_logprobs
 from foreroute.train.objective.means import coefficients, denominator
 from foreroute.train.objective.sums import Importance, LossSums
 from foreroute.train.objective.token_losses import token_losses
@@ -151,7 +151,7 @@ class _Batch:
         """Summed over the sequences that are trained; the others take part in the forward alone."""
         experience = self.tokens.experience
         part = experience.generation.select(sequences)
-        logprobs_R, _ = response_logprobs(self.routed.model, part, self.temperature)
+        logprobs_R = sampled_logprobs(self.routed.model, part, self.temperature)
         tokens = self.tokens.trained_tokens(sequences, logprobs_R)
         losses = token_losses(tokens, self.config)
         self.sums.add(losses)

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from foreroute.errors import ConfigError
 from foreroute.train.config import TrainConfig
+from foreroute.train.optimizer import make_optimizer
 from foreroute.train.task import encode, sample_problems
 
 SMOOTHING = 0.9
@@ -33,7 +34,7 @@ def warm_start(
         False when it was stopped; the model is then of no use.
     """
     settings = config.warm_start
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
+    optimizer = make_optimizer(model, lr=settings.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.max_steps)
     smoothed = float("nan")
     model.train()

@@ -1,6 +1,6 @@
 """The configuration of a run: a file for each table, and `run.py` for the whole."""
 
-from foreroute.train.config.model import ModelConfig, WarmStartConfig
+from foreroute.train.config.model import LoRAConfig, ModelConfig, WarmStartConfig
 from foreroute.train.config.parallel import ParallelConfig
 from foreroute.train.config.rl import RLConfig
 from foreroute.train.config.rollout import RolloutConfig, VLLMConfig
@@ -9,6 +9,7 @@ from foreroute.train.config.task import TaskConfig
 
 __all__ = [
     "CheckpointConfig",
+    "LoRAConfig",
     "MeasureConfig",
     "ModelConfig",
     "ParallelConfig",
