@@ -129,8 +129,9 @@ def train(
     def rewards(prompts: list[Any], **_: Any) -> list[float]:
         return list(rollouts[handed_out[-1]][0].rewards_S.tolist())
 
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(
-        grpo_trainer, "shuffle_sequence_dict", in_our_order
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(grpo_trainer, "shuffle_sequence_dict", in_our_order),
     ):
         longest = max(int(each.generation.response_lengths.max()) for each, _ in rollouts)
         trainer = TimedGRPOTrainer(
@@ -160,6 +161,7 @@ def _settings(folder: str, batches: Batches, rollouts: int, longest: int, learni
         scale_rewards="none",
         epsilon=0.2,
         beta=0.0,
+        router_aux_loss_coef=0.0,
         learning_rate=learning_rate,
         lr_scheduler_type="constant",
         adam_beta2=0.99,

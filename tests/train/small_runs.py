@@ -5,6 +5,7 @@ import json
 from foreroute.train import parse_config
 from foreroute.train.engines import make_engine
 from foreroute.train.loop import make_policy, make_trainer
+from foreroute.train.tasks import make_task
 from foreroute.train.whole import Whole
 
 SIZES = {
@@ -49,5 +50,6 @@ def records(folder):
 
 def trainer_of(config):
     """A trainer at its initial weights, with the embedded engine."""
-    policy = make_policy(config)
-    return make_trainer(config, policy, Whole(policy), make_engine(config, policy))
+    task = make_task(config)
+    policy = make_policy(config, task)
+    return make_trainer(config, task, policy, Whole(policy), make_engine(config, policy))

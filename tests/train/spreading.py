@@ -11,7 +11,7 @@ from foreroute.train import rollout
 from foreroute.train.engines import make_engine
 from foreroute.train.loop import make_execution, make_policy, make_trainer
 from foreroute.train.ranks import Ranks, joined
-from foreroute.train.task import decode
+from foreroute.train.tasks import make_task
 from small_runs import SIZES, small_config
 
 
@@ -48,7 +48,7 @@ def precise_trainer(config):
         policy = precise_policy(config)
         engine = make_engine(config, policy)
         with closing(make_execution(config, policy, ranks)) as execution:
-            yield make_trainer(config, policy, execution, engine)
+            yield make_trainer(config, make_task(config), policy, execution, engine)
 
 
 def steps_without_sums(rank, config, count):
@@ -63,7 +63,8 @@ def steps_alone(config, generations):
     """By one process, on these rollouts."""
     policy = precise_policy(config)
     engine = Canned(generations)
-    return steps_of(make_trainer(config, policy, make_execution(config, policy, Ranks()), engine), len(generations))
+    execution = make_execution(config, policy, Ranks())
+    return steps_of(make_trainer(config, make_task(config), policy, execution, engine), len(generations))
 
 
 def steps_of(trainer, count):
@@ -73,7 +74,7 @@ def steps_of(trainer, count):
 
 
 def precise_policy(config):
-    policy = make_policy(config)
+    policy = make_policy(config, make_task(config))
     policy.model.double()
     return policy
 
@@ -98,8 +99,8 @@ class Canned:
 def scored_by_tokens():
     """Rewards that a model without training gets too, and that leave some ranks with less to learn than others."""
 
-    def score(problems, generation, group_size):
-        responses = [decode(generation.response(s)) for s in range(len(generation))]
+    def score(task, problems, generation, group_size):
+        responses = [task.text(generation.response(s)) for s in range(len(generation))]
         hard = [problems[s // group_size].prompt[0] in "01234" for s in range(len(generation))]
         points = [0 if hard[s] else sum(map(ord, text)) % 5 for s, text in enumerate(responses)]
         return np.array(points, np.float64)

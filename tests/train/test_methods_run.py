@@ -17,6 +17,7 @@ from foreroute.train.config.rl import METHODS
 from foreroute.train.ranks import Ranks
 from foreroute.train.reference import Reference
 from foreroute.train.rollout import roll_out
+from foreroute.train.tasks import chain
 from small_runs import SIZES, records, small_config, small_values, trainer_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
@@ -27,7 +28,7 @@ DISAGREEING = {"rollout": {"precision": "fp8"}}
 def rewards_that_differ(monkeypatch):
     """Those of an untrained model are all zero."""
     rng = np.random.default_rng(0)
-    monkeypatch.setattr(rollout_module, "score", lambda problems, generation, size: rng.random(len(generation)))
+    monkeypatch.setattr(rollout_module, "score", lambda task, problems, generation, size: rng.random(len(generation)))
 
 
 def step(**sections):
@@ -46,7 +47,7 @@ def test_neither_micro_steps_nor_their_order_change_what_is_learned(method, monk
     for tokens in (24, 4096):
         rng = np.random.default_rng(0)
         monkeypatch.setattr(
-            rollout_module, "score", lambda problems, generation, size, rng=rng: rng.random(len(generation))
+            rollout_module, "score", lambda task, problems, generation, size, rng=rng: rng.random(len(generation))
         )
         model = {"experts_implementation": "eager", "sizes": SIZES}  # grouped_mm knows no float64
         rl = {"method": method, "micro_step_tokens": tokens, "mini_steps": 2}
@@ -150,7 +151,7 @@ def test_a_run_with_a_reference_resumes_bit_for_bit(tmp_path):
     values = {"kl_coefficient": 0.1, "mini_steps": 2, "method": "minirl"}
     config = small_config(rl=values | {"steps": 4}, rollout={"max_rounds": 3})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout_module, "score", lambda problems, generation, size: by_tokens(generation))
+        patch.setattr(rollout_module, "score", lambda task, problems, generation, size: by_tokens(generation))
         whole = train(config, tmp_path / "whole")
         train(small_config(rl=values | {"steps": 2}, rollout={"max_rounds": 3}), tmp_path / "cut")
         resumed = train(config, tmp_path / "cut", resume=True)
@@ -170,9 +171,10 @@ def by_tokens(generation):
 
 
 def dynamic(max_rounds, ranks, monkeypatch, step=0):
-    monkeypatch.setattr(rollout_module, "score", lambda problems, generation, size: by_tokens(generation))
+    monkeypatch.setattr(rollout_module, "score", lambda task, problems, generation, size: by_tokens(generation))
     config = small_config(rollout={"max_rounds": max_rounds, "prompts": 8})
-    return roll_out(trainer_of(config).engine, config, step, ranks)
+    trainer = trainer_of(config)
+    return roll_out(trainer.engine, trainer.task, config, step, ranks)
 
 
 def test_dynamic_sampling_replaces_groups_that_teach_nothing(monkeypatch):
@@ -198,22 +200,23 @@ def test_dynamic_sampling_ends_and_repeats(monkeypatch):
     assert two.generation.trace.equals(again.generation.trace)
     assert not two.generation.trace.equals(dynamic(2, Ranks(), monkeypatch, step=1).generation.trace)
     monkeypatch.undo()
-    monkeypatch.setattr(rollout_module, "score", lambda problems, generation, size: np.ones(len(generation)))
+    monkeypatch.setattr(rollout_module, "score", lambda task, problems, generation, size: np.ones(len(generation)))
     config = small_config(rollout={"max_rounds": 3})
-    hopeless = roll_out(trainer_of(config).engine, config, 0, Ranks())
+    trainer = trainer_of(config)
+    hopeless = roll_out(trainer.engine, trainer.task, config, 0, Ranks())
     assert (hopeless.sampled.rounds, hopeless.informative_S.any()) == (3, False)
 
 
 def test_all_ranks_are_dealt_from_the_same_rounds(monkeypatch):
     """The prompts of a round are one list, of which each rank has its block."""
     seen = []
-    real = rollout_module.sample_problems
-    monkeypatch.setattr(rollout_module, "sample_problems", lambda *a, **k: seen.append(real(*a, **k)) or seen[-1])
+    real = chain.sample_problems
+    monkeypatch.setattr(chain, "sample_problems", lambda *a, **k: seen.append(real(*a, **k)) or seen[-1])
     rounds = {}
     for rank in range(2):
         seen.clear()
         part = dynamic(2, SimpleNamespace(rank=rank, size=2), monkeypatch)
-        rounds[rank] = list(seen)
+        rounds[rank] = [[problem.prompt for problem in problems] for problems in seen]
         assert len(part.rewards_S) == 16
     assert rounds[0] == rounds[1][: len(rounds[0])] or rounds[1] == rounds[0][: len(rounds[1])]
 

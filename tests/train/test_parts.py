@@ -7,7 +7,7 @@ import torch
 from foreroute.train.forward import inputs, pad, response_logprobs
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
-from foreroute.train.task import END_TOKEN, VOCABULARY, Problem, decode, encode, reward, sample_problems
+from foreroute.train.tasks.chain import VOCABULARY, ChainTask, decode, encode, right_share, sample_problems
 from small_runs import small_config, trainer_of
 
 
@@ -19,8 +19,9 @@ def test_answers_are_right_and_verified():
         for operator, digit in zip(text[1::2], text[2::2], strict=True):
             result = eval(f"({result}) {operator} {digit}") % 10
             expected += str(result)
-        assert problem.answer == expected + ";"
-        assert reward(problem, problem.answer) == 1
+        assert problem.row["answer"] == expected + ";"
+        assert decode(problem.tokens) == problem.prompt
+        assert right_share(problem.row["answer"], problem.row["answer"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -28,18 +29,18 @@ def test_answers_are_right_and_verified():
     [("3749;", 1), ("374", 3 / 5), ("", 0), ("9749;", 0), ("3;", 1 / 5), ("37 9;", 2 / 5), ("3749;;", 1)],
 )
 def test_reward_is_the_right_prefix(response, expected):
-    assert reward(Problem("3+4*2-5=", "3749;"), response) == expected
+    assert right_share("3749;", response) == expected
 
 
 def test_tokens_round_trip():
     assert decode(encode("12+3=;")) == "12+3=;"
-    assert VOCABULARY[END_TOKEN] == ";"
+    assert VOCABULARY[ChainTask.end_token] == ";"
 
 
 def test_log_probs_and_entropy_match_one_sequence_at_a_time():
     config = small_config(rollout={"temperature": 0.8})
     trainer = trainer_of(config)
-    generation = roll_out(trainer.engine, config, 0, Ranks()).generation
+    generation = roll_out(trainer.engine, trainer.task, config, 0, Ranks()).generation
     assert len(set(generation.trace.lengths.tolist())) > 1, "the case must be padded"
     model = trainer.policy.model.eval()
     with torch.no_grad():
@@ -58,18 +59,21 @@ def test_log_probs_and_entropy_match_one_sequence_at_a_time():
 
 def test_all_but_the_last_token_of_each_sequence_is_put_in():
     config = small_config()
-    trace = roll_out(trainer_of(config).engine, config, 0, Ranks()).generation.trace
-    input_ids, mask = pad(inputs(trace))
+    trainer = trainer_of(config)
+    trace = roll_out(trainer.engine, trainer.task, config, 0, Ranks()).generation.trace
+    input_ids, mask = pad(inputs(trace), 15)
     assert inputs(trace).valid_N.all()
     for s in range(len(trace)):
         assert np.array_equal(input_ids[s][mask[s] == 1], trace.tokens(s)[:-1])
+    assert (input_ids[mask == 0] == 15).all()
 
 
 def test_the_problems_of_a_step_follow_from_seed_and_step():
     config = small_config()
-    engine = trainer_of(config).engine
-    assert roll_out(engine, config, 3, Ranks()).generation.trace.equals(
-        roll_out(engine, config, 3, Ranks()).generation.trace
-    )
-    other = roll_out(engine, config, 4, Ranks()).generation.trace
-    assert not roll_out(engine, config, 3, Ranks()).generation.trace.equals(other)
+    trainer = trainer_of(config)
+
+    def rollout_of(step):
+        return roll_out(trainer.engine, trainer.task, config, step, Ranks()).generation.trace
+
+    assert rollout_of(3).equals(rollout_of(3))
+    assert not rollout_of(3).equals(rollout_of(4))

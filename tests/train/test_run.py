@@ -269,7 +269,7 @@ def test_all_equal_rewards_leave_the_policy_alone():
     config = small_config()
     trainer = trainer_of(config)
     before = {k: v.clone() for k, v in trainer.policy.model.state_dict().items()}
-    experience = roll_out(trainer.engine, config, 0, Ranks())
+    experience = roll_out(trainer.engine, trainer.task, config, 0, Ranks())
     equal = replace(experience, rewards_S=np.ones(24), advantages_S=np.zeros(24), informative_S=np.zeros(24, bool))
     result = update(
         trainer.policy,

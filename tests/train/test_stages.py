@@ -21,7 +21,7 @@ from small_runs import small_config, trainer_of
 def seen_step(monkeypatch, **sections):
     """Run one step; returns the trainer, its rollout, its record, and what went into and on in the update."""
     rewards = np.random.default_rng(0).random
-    monkeypatch.setattr(rollout, "score", lambda problems, generation, group_size: rewards(len(generation)))
+    monkeypatch.setattr(rollout, "score", lambda task, problems, generation, size: rewards(len(generation)))
     trainer = trainer_of(small_config(rollout={"prompts": 8, "precision": "fp8"}, **sections))
     trainer.run_step()  # a second step has weights that differ from the engine's in more than precision
     seen = {"experts": []}
@@ -57,7 +57,7 @@ def executed_rows(experience, result, seen, num_layers):
     for micro_step in range(result.micro_step_S.max() + 1):
         members = [s for s in order if result.micro_step_S[s] == micro_step]
         part = inputs(generation.select(members).trace)
-        kept = pad(part)[1].reshape(-1).astype(bool)
+        kept = pad(part, 0)[1].reshape(-1).astype(bool)
         for _ in range(num_layers):
             layer, ids = next(calls)
             yield part, members, layer, ids[kept]
@@ -111,7 +111,7 @@ def test_the_learning_rate_warms_up(monkeypatch):
 def test_the_update_refuses_routes_of_another_step():
     config = small_config()
     trainer = trainer_of(config)
-    experience = roll_out(trainer.engine, config, 0, Ranks())
+    experience = roll_out(trainer.engine, trainer.task, config, 0, Ranks())
     stale = experience.generation.trace.with_weight_version(999)
     old = experience.generation.logprobs_R
     with pytest.raises(StaleTraceError, match="expected only 0"):

@@ -113,17 +113,12 @@ def read_model(path: Path, checkpoint: Path | None) -> tuple[Any, bool]:
         from foreroute.adapters.hf.local import load_local
 
         return load_local(path)
-    from foreroute.adapters import hf
     from foreroute.train import load_checkpoint, load_config
-    from foreroute.train.task import VOCABULARY
+    from foreroute.train.model import make_model
+    from foreroute.train.tasks import make_task
 
-    config = load_config(path).model
-    model = hf.build_model(
-        config.family,
-        seed=0,
-        experts_implementation=config.experts_implementation,
-        **{**config.sizes, "vocab_size": len(VOCABULARY)},
-    )
+    config = load_config(path)
+    model = make_model(config.model, make_task(config), seed=0)
     if checkpoint is None:
         return model, False
     state = load_checkpoint(checkpoint)["model"]

@@ -14,14 +14,13 @@ from torch.nn.functional import cross_entropy
 
 from foreroute.capture import Generation
 from foreroute.trace import RoutingTrace
-from foreroute.train.task import PAD_TOKEN
 
 
 def response_logprobs(model: Any, generation: Generation, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probability of each sampled token, and the entropy of the distribution it was sampled from.
 
     Args:
-        model: a causal language model.
+        model: a causal language model, whose configuration names a pad token.
         generation: the sequences of one micro-batch; their `inputs` are padded on the right.
         temperature: of the rollout.
 
@@ -42,7 +41,7 @@ def sampled_logprobs(model: Any, generation: Generation, temperature: float) -> 
 
 def _response_logits(model: Any, generation: Generation, temperature: float) -> tuple[Tensor, Tensor]:
     """Logits [R, V] over the temperature, and the tokens [R] that were sampled there."""
-    input_ids_BT, mask_BT = pad(inputs(generation.trace))
+    input_ids_BT, mask_BT = pad(inputs(generation.trace), pad_token(model))
     # the logits at position p are those of token p + 1
     predicts_BT = mask_BT.astype(bool) & (np.arange(mask_BT.shape[1]) >= generation.prompt_lengths[:, None] - 1)
     picked_BT = torch.from_numpy(predicts_BT)
@@ -84,9 +83,14 @@ def inputs(trace: RoutingTrace) -> RoutingTrace:
     return trace.truncated(trace.lengths - 1)
 
 
-def pad(trace: RoutingTrace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens and mask [B, T], padded on the right."""
+def pad_token(model: Any) -> int:
+    """What the model's batches are padded with; `make_model` sees to it that there is one."""
+    return int(model.config.get_text_config().pad_token_id)
+
+
+def pad(trace: RoutingTrace, token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens and mask [B, T], padded on the right with `token`."""
     mask_BT = np.arange(int(trace.lengths.max())) < trace.lengths[:, None]
-    input_ids_BT = np.full(mask_BT.shape, PAD_TOKEN, np.int64)
+    input_ids_BT = np.full(mask_BT.shape, token, np.int64)
     input_ids_BT[mask_BT] = trace.token_ids_N
     return input_ids_BT, mask_BT.astype(np.int64)

@@ -41,9 +41,7 @@ def checkpointed(model: Any, config: ModelConfig) -> Any:
         return model
     reentrant = config.gradient_checkpointing == "reentrant"
     if not model.supports_gradient_checkpointing:
-        raise ConfigError(
-            f'{config.family} has no activation checkpointing; set model.gradient_checkpointing = "off"'
-        )
+        raise ConfigError(f'{config.family} has no activation checkpointing; set model.gradient_checkpointing = "off"')
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     if reentrant and config.lora is not None:
         # with frozen embeddings no input of a layer asks for gradients, and a reentrant checkpoint would give none

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from foreroute.adapters import hf
 from foreroute.capture import Generation
 from foreroute.errors import RunFolderError
-from foreroute.train.config import ModelConfig
+from foreroute.train.config import TrainConfig
 from foreroute.train.forward import sampled_logprobs
-from foreroute.train.precision import in_dtype
+from foreroute.train.model import make_model
 from foreroute.train.run_folder import RunFolder, load_checkpoint
 from foreroute.train.schedule import Stage
-from foreroute.train.task import VOCABULARY
+from foreroute.train.tasks import Task
 
 
 class Reference:
@@ -32,7 +32,7 @@ class Reference:
         return stage.in_order([part.numpy() for part in parts], generation.response_lengths)
 
 
-def load_reference(config: ModelConfig, run: RunFolder) -> Reference:
+def load_reference(config: TrainConfig, task: Task, run: RunFolder) -> Reference:
     """The reference of a run, new or resumed: the weights of its first checkpoint.
 
     Raises:
@@ -43,17 +43,6 @@ def load_reference(config: ModelConfig, run: RunFolder) -> Reference:
         raise RunFolderError(
             f"{first} does not exist; rl.kl_coefficient needs the weights that the run began with. Restore the file"
         )
-    model = make_model(config, seed=0)
+    model = make_model(config.model, task, seed=0)
     model.load_state_dict(hf.without_lora(load_checkpoint(first)["model"]))
     return Reference(model)
-
-
-def make_model(config: ModelConfig, seed: int) -> Any:
-    """A model with initial weights."""
-    model = hf.build_model(
-        config.family,
-        seed=seed,
-        experts_implementation=config.experts_implementation,
-        **{**config.sizes, "vocab_size": len(VOCABULARY)},
-    )
-    return in_dtype(model, config)

@@ -14,7 +14,7 @@ from foreroute.capture import Generation, Sampling
 from foreroute.train.config import TrainConfig
 from foreroute.train.objective.advantages import group_advantages
 from foreroute.train.ranks import Ranks
-from foreroute.train.task import END_TOKEN, Problem, decode, encode, reward, sample_problems
+from foreroute.train.tasks import Problem, Task
 
 
 class Engine(Protocol):
@@ -71,7 +71,7 @@ class Sampled:
     responses: int
 
 
-def roll_out(engine: Engine, config: TrainConfig, step: int, ranks: Ranks) -> Experience:
+def roll_out(engine: Engine, task: Task, config: TrainConfig, step: int, ranks: Ranks) -> Experience:
     """Sample this step's problems, which are dealt to the ranks in blocks, and the responses to those of this rank.
 
     Groups that teach nothing are replaced by those of new problems, which are dealt likewise, until this rank has none
@@ -79,43 +79,40 @@ def roll_out(engine: Engine, config: TrainConfig, step: int, ranks: Ranks) -> Ex
     another. Problems follow from the seed, the step and the round, responses from the number of ranks too.
     """
     group_size, kind = config.rollout.group_size, config.rl.advantage
-    generation, rewards = _sample_round(engine, config, step, ranks, 0)
+    generation, rewards = _sample_round(engine, task, config, step, ranks, 0)
     first_rewards, rounds = rewards, 1
     advantages, informative = group_advantages(rewards, group_size, kind)
     while not informative.all() and rounds < config.rollout.max_rounds:
-        new_generation, new_rewards = _sample_round(engine, config, step, ranks, rounds)
+        new_generation, new_rewards = _sample_round(engine, task, config, step, ranks, rounds)
         order = _replaced(informative, group_advantages(new_rewards, group_size, kind)[1], group_size)
         generation = Generation.concatenate([generation, new_generation]).select(order)
         rewards = np.concatenate([rewards, new_rewards])[order]
         advantages, informative = group_advantages(rewards, group_size, kind)
         rounds += 1
     sampled = Sampled(first_rewards, rounds, rounds * len(rewards))
-    return Experience(generation, rewards, advantages, informative, config.task.max_operands + 1, sampled)
+    return Experience(generation, rewards, advantages, informative, task.max_response_tokens, sampled)
 
 
 def _sample_round(
-    engine: Engine, config: TrainConfig, step: int, ranks: Ranks, number: int
+    engine: Engine, task: Task, config: TrainConfig, step: int, ranks: Ranks, number: int
 ) -> tuple[Generation, NDArray[np.float64]]:
     """The responses of this rank in one round, and their rewards."""
     rng = np.random.default_rng([config.seed, step, 1, number] if number else [config.seed, step, 1])
     generator = torch.Generator().manual_seed(int(rng.integers(2**62)) + ranks.rank)
-    task = config.task
-    problems = sample_problems(
-        rng, config.rollout.prompts, min_operands=task.min_operands, max_operands=task.max_operands
-    )
+    problems = task.problems(config.rollout.prompts, step, number, rng)
     each = len(problems) // ranks.size
     problems = problems[each * ranks.rank : each * (ranks.rank + 1)]
     generation = engine.generate(
-        [encode(problem.prompt) for problem in problems],
+        [problem.tokens for problem in problems],
         Sampling(
-            max_new_tokens=task.max_operands + 1,
-            end_token=END_TOKEN,
+            max_new_tokens=task.max_response_tokens,
+            end_token=task.end_token,
             group_size=config.rollout.group_size,
             temperature=config.rollout.temperature,
         ),
         generator,
     )
-    return generation, score(problems, generation, config.rollout.group_size)
+    return generation, score(task, problems, generation, config.rollout.group_size)
 
 
 def _replaced(informative_S: NDArray[np.bool_], new_S: NDArray[np.bool_], group_size: int) -> NDArray[np.int64]:
@@ -127,8 +124,7 @@ def _replaced(informative_S: NDArray[np.bool_], new_S: NDArray[np.bool_], group_
     return np.asarray((groups[:, None] * group_size + np.arange(group_size)).reshape(-1))
 
 
-def score(problems: Sequence[Problem], generation: Generation, group_size: int) -> NDArray[np.float64]:
-    """float64 [S], the verifier's reward of each response."""
-    return np.array(
-        [reward(problems[s // group_size], decode(generation.response(s))) for s in range(len(generation))], np.float64
-    )
+def score(task: Task, problems: Sequence[Problem], generation: Generation, group_size: int) -> NDArray[np.float64]:
+    """float64 [S], the reward of each response."""
+    responses = [task.text(generation.response(s)) for s in range(len(generation))]
+    return np.array([task.reward(problems[s // group_size], text) for s, text in enumerate(responses)], np.float64)

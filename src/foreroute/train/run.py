@@ -21,6 +21,7 @@ from foreroute.train.reference import load_reference
 from foreroute.train.rollout import Experience
 from foreroute.train.run_folder import RunFolder, load_checkpoint, misfit_named
 from foreroute.train.spread import compile_planner
+from foreroute.train.tasks import Task, make_task
 from foreroute.train.warm_start import warm_start
 
 
@@ -60,16 +61,19 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
         ranks.require_same(_by_key(config.model_dump()), "Start all of them with the same configuration")
         ranks.first("opening the run folder", lambda: _open(config, folder, resume))
         run = RunFolder(folder)
-        policy = make_policy(config)
-        _require_divisible(policy, ranks)
-        with closing(make_engine(config, policy)) as engine:
-            last = _last_checkpoint(run, ranks)
-            if last is None and not _begin(policy.model, config, ranks, watcher):
-                return run
-            with closing(make_execution(config, policy, ranks)) as execution:
-                trainer = make_trainer(config, policy, execution, engine)
-                _start(trainer, run, last)
-                _run(trainer, run, watcher)
+        with closing(make_task(config)) as task:
+            policy = make_policy(config, task)
+            _require_divisible(policy, ranks)
+            with closing(make_engine(config, policy)) as engine:
+                last = _last_checkpoint(run, ranks)
+                if last is None and not _begin(policy.model, config, task, ranks, watcher):
+                    return run
+                with (
+                    closing(make_execution(config, policy, ranks)) as execution,
+                    closing(make_trainer(config, task, policy, execution, engine)) as trainer,
+                ):
+                    _start(trainer, run, last)
+                    _run(trainer, run, watcher)
     return run
 
 
@@ -103,13 +107,13 @@ def _last_checkpoint(run: RunFolder, ranks: Ranks) -> Path | None:
     return last
 
 
-def _begin(model: Any, config: TrainConfig, ranks: Ranks, watcher: Watcher) -> bool:
+def _begin(model: Any, config: TrainConfig, task: Task, ranks: Ranks, watcher: Watcher) -> bool:
     """The weights that RL starts from, made by rank 0. False when it was stopped meanwhile."""
     begun = []
 
     def work() -> None:
         if ranks.rank == 0:
-            begun.append(_warm_start(model, config, watcher))
+            begun.append(_warm_start(model, config, task, watcher))
         elif ranks.rank == 1:
             # all ranks need the kernels next, and would compile them side by side
             compile_planner(config.parallel)
@@ -128,7 +132,9 @@ def _start(trainer: Trainer, run: RunFolder, last: Path | None) -> None:
         ranks.first("making the run folder", lambda: run.begin(trainer.config))
         _save(trainer, run)
     if trainer.config.rl.kl_coefficient:
-        trainer.reference = ranks.together("loading the reference", lambda: load_reference(trainer.config.model, run))
+        trainer.reference = ranks.together(
+            "loading the reference", lambda: load_reference(trainer.config, trainer.task, run)
+        )
 
 
 def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
@@ -157,10 +163,10 @@ def _save(trainer: Trainer, run: RunFolder) -> None:
     trainer.execution.ranks.first("saving a checkpoint", lambda: run.save_checkpoint(trainer.step, state))
 
 
-def _warm_start(model: Any, config: TrainConfig, watcher: Watcher) -> bool:
+def _warm_start(model: Any, config: TrainConfig, task: Task, watcher: Watcher) -> bool:
     source = config.warm_start.checkpoint
     if source is None:
-        return warm_start(model, config, watcher.on_warm_start, watcher.should_stop)
+        return warm_start(model, config, task, watcher.on_warm_start, watcher.should_stop)
     if not Path(source).is_file():
         raise RunFolderError(f"warm_start.checkpoint {source} does not exist")
     with misfit_named(f"warm_start.checkpoint {source}"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -61,6 +61,7 @@ def update(
     *,
     weight_version: int,
     temperature: float,
+    accepted: Collection[int] | None = None,
     reference_logprobs_R: NDArray[np.float32] | None = None,
 ) -> Updated:
     """Take an optimizer step for each mini-step, on one rollout.
@@ -76,13 +77,14 @@ def update(
         old_logprobs_R: float32 [R], from recompute.
         routes: of all S sequences, to replay in every forward and recomputation; None for the policy's own.
         config: of the loss.
-        weight_version: of the policy before this update; `routes` must carry it.
+        weight_version: of the policy before this update.
         temperature: of the rollout.
+        accepted: the versions that `routes` may be of; that of the policy alone by default.
         reference_logprobs_R: float32 [R], of the reference policy; needed with a `kl_coefficient`.
 
     Raises:
         ConfigError: when a divergence from a reference is asked for, and there is none.
-        StaleTraceError: when `routes` belong to another step.
+        StaleTraceError: when `routes` are of other versions.
         DivergedError: when loss or gradients are not finite; no optimizer step is taken with them.
     """
     if config.kl_coefficient and reference_logprobs_R is None:
@@ -90,7 +92,8 @@ def update(
             f"rl.kl_coefficient = {config.kl_coefficient} needs a reference; give the trainer one, or set it to 0"
         )
     tokens = RolloutTokens.of(experience, old_logprobs_R, reference_logprobs_R, config.rejection)
-    batch = _Batch(routed, execution, tokens, routes, config, weight_version, temperature)
+    versions = {weight_version} if accepted is None else accepted
+    batch = _Batch(routed, execution, tokens, routes, config, versions, temperature)
     losses, norms = [], []
     for stage in mini_steps:
         with nullcontext() if routes is None else execution.running(stage, updating=True):
@@ -127,7 +130,7 @@ class _Batch:
     tokens: RolloutTokens
     routes: RoutingTrace | None
     config: RLConfig
-    weight_version: int
+    versions: Collection[int]
     temperature: float
     sums: LossSums = field(default_factory=LossSums)
 
@@ -165,7 +168,7 @@ class _Batch:
             return
         routes = inputs(self.routes.select(sequences))
         weights = self.config.routing == "R3+weights"
-        replay = self.routed.replay(routes, weight_version=self.weight_version, gate_weights=weights)
+        replay = self.routed.replay(routes, weight_version=self.versions, gate_weights=weights)
         with replay, self.execution.micro_step(number, routes):
             yield
 

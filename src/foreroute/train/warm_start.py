@@ -10,15 +10,20 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from foreroute.errors import ConfigError
-from foreroute.train.config import TrainConfig
+from foreroute.train.config import TrainConfig, WarmStartConfig
+from foreroute.train.forward import pad_token
 from foreroute.train.optimizer import make_optimizer
-from foreroute.train.task import encode, sample_problems
+from foreroute.train.tasks import Lesson, Task
 
 SMOOTHING = 0.9
 
 
 def warm_start(
-    model: Any, config: TrainConfig, on_step: Callable[[int, float], None], should_stop: Callable[[], bool]
+    model: Any,
+    config: TrainConfig,
+    task: Task,
+    on_step: Callable[[int, float], None],
+    should_stop: Callable[[], bool],
 ) -> bool:
     """Train `model` in place until the smoothed loss is below the configured value.
 
@@ -27,11 +32,15 @@ def warm_start(
     Args:
         model: a causal language model.
         config: the run; `config.warm_start` is used.
+        task: whose right answers are taught.
         on_step: told the step and the smoothed loss after each step.
         should_stop: asked after each step.
 
     Returns:
         False when it was stopped; the model is then of no use.
+
+    Raises:
+        ConfigError: when the task knows no right answers, or the model has no load-balancing loss.
     """
     settings = config.warm_start
     optimizer = make_optimizer(model, lr=settings.learning_rate)
@@ -40,7 +49,7 @@ def warm_start(
     model.train()
     for step in range(settings.max_steps):
         rng = np.random.default_rng([config.seed, step, 0])
-        loss = _loss(model, config, rng)
+        loss = _loss(model, settings, task.lessons(settings.batch_size, rng))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -55,17 +64,29 @@ def warm_start(
     return True
 
 
-def _loss(model: Any, config: TrainConfig, rng: np.random.Generator) -> torch.Tensor:
-    task, settings = config.task, config.warm_start
-    operands = int(rng.integers(task.min_operands, task.max_operands + 1))
-    problems = sample_problems(rng, settings.batch_size, min_operands=operands, max_operands=operands)
-    tokens_BT = torch.from_numpy(np.stack([encode(p.prompt + p.answer) for p in problems]).astype(np.int64))
-    answer = len(problems[0].prompt)
-    output = model(input_ids=tokens_BT, use_cache=False, output_router_logits=settings.aux_loss > 0)
-    loss = cross_entropy(output.logits[:, answer - 1 : -1].flatten(0, 1), tokens_BT[:, answer:].flatten())
+def _loss(model: Any, settings: WarmStartConfig, lessons: list[Lesson]) -> torch.Tensor:
+    tokens_BT, mask_BT, answers_BT = _padded(lessons, pad_token(model))
+    mask = None if mask_BT.all() else mask_BT.long()
+    output = model(
+        input_ids=tokens_BT, attention_mask=mask, use_cache=False, output_router_logits=settings.aux_loss > 0
+    )
+    # the logits at position p are those of token p + 1
+    loss = cross_entropy(output.logits[:, :-1][answers_BT[:, 1:]], tokens_BT[:, 1:][answers_BT[:, 1:]])
     if not settings.aux_loss:
         return loss
     if getattr(output, "aux_loss", None) is None:
-        raise ConfigError(f"{config.model.family} has no load-balancing loss; set warm_start.aux_loss = 0.0")
+        raise ConfigError(f"{model.config.model_type} has no load-balancing loss; set warm_start.aux_loss = 0.0")
     balanced: torch.Tensor = loss + settings.aux_loss * output.aux_loss
     return balanced
+
+
+def _padded(lessons: list[Lesson], token: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens [B, T], padded on the right; which of them there are; and which are of answers."""
+    prompts_B = np.array([len(lesson.prompt) for lesson in lessons])[:, None]
+    lengths_B = prompts_B + np.array([len(lesson.answer) for lesson in lessons])[:, None]
+    positions_T = np.arange(lengths_B.max())
+    mask_BT = positions_T < lengths_B
+    tokens_BT = np.full(mask_BT.shape, token, np.int64)
+    tokens_BT[mask_BT] = np.concatenate([part for lesson in lessons for part in (lesson.prompt, lesson.answer)])
+    answers_BT = mask_BT & (positions_T >= prompts_B)
+    return torch.from_numpy(tokens_BT), torch.from_numpy(mask_BT), torch.from_numpy(answers_BT)

@@ -18,7 +18,7 @@ class LoRAConfig(Section):
     """See there."""
     dropout: Annotated[float, Field(ge=0, le=0)] = 0.0
     """0: the update's probabilities are compared with the recompute's, which drops nothing."""
-    targets: Annotated[list[str], Field(min_length=1)] = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Names of linear layers, in every block."""
 
 

@@ -49,6 +49,9 @@ class RolloutConfig(Section):
     """Dynamic sampling: prompts whose responses all get one reward are replaced by new ones, in at most so many rounds
     of sampling, the first included."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """Versions by which the weights that sample a step are older than those that train on it. Above 0 rollouts are
+    sampled beside the updates of earlier steps."""
 
     @model_validator(mode="after")
     def _precision_of_engine(self) -> RolloutConfig:

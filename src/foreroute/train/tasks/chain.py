@@ -8,22 +8,44 @@ the rest, as in a chain of reasoning.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.train.config import TaskConfig
+from foreroute.train.tasks.task import Lesson, Problem
+
 VOCABULARY = "0123456789+-*=;_"
-END_TOKEN = VOCABULARY.index(";")
-PAD_TOKEN = VOCABULARY.index("_")
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A prompt and its only right answer, as text."""
+class ChainTask:
+    """Random chains of digits, and the share of each answer that was right; implements `Task`."""
 
-    prompt: str
-    answer: str
+    end_token = VOCABULARY.index(";")
+    pad_token = VOCABULARY.index("_")
+    vocabulary_size = len(VOCABULARY)
+
+    def __init__(self, config: TaskConfig) -> None:
+        self._operands = config.min_operands, config.max_operands
+        self.max_response_tokens = config.max_operands + 1
+
+    def problems(self, count: int, step: int, number: int, rng: np.random.Generator) -> list[Problem]:
+        shortest, longest = self._operands
+        return sample_problems(rng, count, min_operands=shortest, max_operands=longest)
+
+    def lessons(self, count: int, rng: np.random.Generator) -> list[Lesson]:
+        shortest, longest = self._operands
+        operands = int(rng.integers(shortest, longest + 1))  # of one length, so that nothing is padded
+        problems = sample_problems(rng, count, min_operands=operands, max_operands=operands)
+        return [Lesson(problem.tokens, encode(problem.row["answer"])) for problem in problems]
+
+    def text(self, tokens: NDArray[np.int32]) -> str:
+        return decode(tokens)
+
+    def reward(self, problem: Problem, response: str) -> float:
+        return right_share(problem.row["answer"], response)
+
+    def close(self) -> None:
+        pass
 
 
 def encode(text: str) -> NDArray[np.int32]:
@@ -43,17 +65,17 @@ def sample_problems(
     return [_problem(rng, int(rng.integers(min_operands, max_operands + 1))) for _ in range(count)]
 
 
-def reward(problem: Problem, response: str) -> float:
+def right_share(answer: str, response: str) -> float:
     """Share of the answer's characters that the response gets right before its first mistake, from 0 to 1.
 
     Whatever follows the end of the answer is a mistake.
     """
     right = 0
-    for expected, given in zip(problem.answer, response, strict=False):
+    for expected, given in zip(answer, response, strict=False):
         if expected != given:
             break
         right += 1
-    return right / len(problem.answer)
+    return right / len(answer)
 
 
 def _problem(rng: np.random.Generator, operands: int) -> Problem:
@@ -64,4 +86,4 @@ def _problem(rng: np.random.Generator, operands: int) -> Problem:
         result = {"+": result + digit, "-": result - digit, "*": result * digit}[str(operator)] % 10
         results.append(result)
         prompt += f"{operator}{digit}"
-    return Problem(prompt + "=", "".join(map(str, results)) + ";")
+    return Problem(prompt + "=", encode(prompt + "="), {"answer": "".join(map(str, results)) + ";"})

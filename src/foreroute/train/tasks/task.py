@@ -1,0 +1,80 @@
+"""What every task offers the trainer, which knows nothing else about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Something to answer.
+
+    Attributes:
+        prompt: as text.
+        tokens: int32 [T], the prompt as the model is given it.
+        row: what else is known of it, by name; "answer" is a right answer.
+    """
+
+    prompt: str
+    tokens: NDArray[np.int32]
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """A problem with a right answer, for supervised training.
+
+    Attributes:
+        prompt: int32 [T].
+        answer: int32 [T], with the end token.
+    """
+
+    prompt: NDArray[np.int32]
+    answer: NDArray[np.int32]
+
+
+class Task(Protocol):
+    """Problems, and what responses to them are worth.
+
+    Attributes:
+        end_token: ends a response, and is part of it.
+        pad_token: fills what no sequence fills.
+        vocabulary_size: of a model that is made for this task.
+        max_response_tokens: the most that a response may have, its end token included.
+    """
+
+    end_token: int
+    pad_token: int
+    vocabulary_size: int
+    max_response_tokens: int
+
+    def problems(self, count: int, step: int, number: int, rng: np.random.Generator) -> list[Problem]:
+        """The problems of a round of a step.
+
+        Args:
+            count: how many.
+            step: from 0.
+            number: of the round within the step; 0 unless sampling is dynamic.
+            rng: randomness of this round, which follows from the seed of the run and the two numbers.
+        """
+
+    def lessons(self, count: int, rng: np.random.Generator) -> list[Lesson]:
+        """Problems with their answers.
+
+        Raises:
+            ConfigError: when no right answers are known.
+        """
+
+    def text(self, tokens: NDArray[np.int32]) -> str:
+        """The text of a response, without what marks its end, where that is no text."""
+
+    def reward(self, problem: Problem, response: str) -> float:
+        """What a response is worth."""
+
+    def close(self) -> None:
+        """End what was started to score. May be called again."""
