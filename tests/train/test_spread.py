@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from spreading import config_of, spread_steps, steps_alone, steps_without_sums
+from foreroute.errors import ConfigError
+from spreading import config_of, dense_elements, spread_steps, steps_alone, steps_without_sums
 
 STEPS = 2
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
@@ -17,8 +18,9 @@ EXACT = {"rtol": 1e-9, "atol": 1e-11}
         {"routing": "R3", "redundant_slots": 0},
         {"routing": "R2", "slots": "shared", "paths": "direct"},
         {"routing": "none"},
+        {"routing": "R3", "mini_steps": 2, "dense": "fsdp2"},
     ],
-    ids=["R3", "R3_at_home", "R2_shared_slots", "live"],
+    ids=["R3", "R3_at_home", "R2_shared_slots", "live", "R3_fsdp2"],
 )
 def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, parallel):
     learn_alike(workers, config_of(2, **parallel))
@@ -79,3 +81,12 @@ def same_numbers(ours, truth):
         assert ours == truth
     else:
         np.testing.assert_allclose(ours, truth, **EXACT)
+
+
+def test_sharded_ranks_hold_half_of_what_is_dense(workers):
+    whole, *_ = workers(2).run(dense_elements, config_of(2))
+    shares = [part / whole for part in workers(2).run(dense_elements, config_of(2, dense="fsdp2"))]
+    assert sum(shares) == 1
+    assert all(0.4 < share < 0.6 for share in shares)
+    with pytest.raises(ConfigError, match='dense = "fsdp2" spreads parameters over ranks'):
+        config_of(1, dense="fsdp2")

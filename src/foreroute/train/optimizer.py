@@ -51,7 +51,7 @@ class MasterAdamW(torch.optim.AdamW):
             for parameter, state in zip(trained, states, strict=True):
                 parameter.copy_(state["master"])
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As always, without rounding the state to the dtype of the parameters."""
         super().load_state_dict(dict(state_dict))
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

@@ -18,7 +18,7 @@ class LoRAConfig(Section):
     """See there."""
     dropout: Annotated[float, Field(ge=0, le=0)] = 0.0
     """0: the update's probabilities are compared with the recompute's, which drops nothing."""
-    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    targets: list[str] = Field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1)
     """Names of linear layers, in every block."""
 
 
