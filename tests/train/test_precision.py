@@ -81,10 +81,11 @@ def test_gradients_of_micro_steps_add_up_in_float32():
 def test_a_bfloat16_run_is_resumed_to_the_bit(tmp_path):
     few = {"prompts": 2, "group_size": 2}
     config = small_config(model={"dtype": "bfloat16"}, rl={"steps": 2}, warm_start={"max_steps": 2}, rollout=few)
-    whole = train(config, tmp_path / "whole")
     seen = []
-    train(config, tmp_path / "stopped", watcher=Watcher(on_step=seen.append, should_stop=lambda: len(seen) == 1))
-    resumed = train(config, tmp_path / "stopped", resume=True)
+    with scored_by_tokens():
+        whole = train(config, tmp_path / "whole")
+        train(config, tmp_path / "stopped", watcher=Watcher(on_step=seen.append, should_stop=lambda: len(seen) == 1))
+        resumed = train(config, tmp_path / "stopped", resume=True)
     state = load_checkpoint(whole.last_checkpoint())
     assert records(resumed.path) == records(whole.path)
     assert same_state(load_checkpoint(resumed.last_checkpoint()), state)

@@ -56,7 +56,10 @@ class RolloutsAhead:
         return {step: rollout.result() for step, rollout in self._ordered.items()}
 
     def restore(self, waiting: Mapping[int, Experience]) -> None:
-        """Take up what `waiting` gave."""
+        """Take up what `waiting` gave, in place of what was ordered."""
+        for rollout in self._ordered.values():
+            rollout.cancel()
+        self._ordered.clear()
         for step, experience in waiting.items():
             self._ordered[step] = Future()
             self._ordered[step].set_result(experience)
