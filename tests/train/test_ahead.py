@@ -13,9 +13,8 @@ from foreroute.train import Watcher, load_checkpoint, train
 from foreroute.train.ranks import Ranks
 from foreroute.train.schedule import make_schedule
 from foreroute.train.stored_rollout import restored, stored
-from small_runs import records, small_config, trainer_of
+from small_runs import records, same_state, small_config, trainer_of
 from spreading import scored_by_tokens
-from test_run import same_state
 
 STEPS = 4
 

@@ -9,9 +9,8 @@ from foreroute.adapters import hf
 from foreroute.errors import ConfigError
 from foreroute.train import Watcher, load_checkpoint, train
 from models import tiny
-from small_runs import records, small_config
+from small_runs import records, same_state, small_config
 from spreading import scored_by_tokens
-from test_run import same_state
 
 
 def run_config(**rl):

@@ -10,9 +10,8 @@ from foreroute.train import Watcher, load_checkpoint, train
 from foreroute.train.config import ModelConfig
 from foreroute.train.optimizer import MasterAdamW, make_optimizer
 from foreroute.train.precision import in_dtype
-from small_runs import records, small_config, trainer_of
+from small_runs import records, same_state, small_config, trainer_of
 from spreading import scored_by_tokens
-from test_run import same_state
 
 BEGUN = torch.tensor([1.0, -2.0, 0.5]).bfloat16()
 RATE = 1e-4

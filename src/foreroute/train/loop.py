@@ -49,7 +49,14 @@ from foreroute.train.whole import Execution, Whole
 
 @dataclass
 class Trainer:
-    """The state of a run, and whose thread it is that samples rollouts ahead. It is closed by whoever made it."""
+    """The state of a run, and whose thread it is that samples rollouts ahead. It is closed by whoever made it.
+
+    Attributes:
+        step: the next one.
+        skipped_steps: steps of data that were passed over by rollbacks.
+        seconds: of the stages of the last step.
+        ahead: what samples beside the updates; None where each step samples for itself.
+    """
 
     config: TrainConfig
     task: Task
@@ -59,6 +66,7 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     reference: Reference | None = None
     step: int = 0
+    skipped_steps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     ahead: RolloutsAhead | None = None
 
@@ -81,7 +89,7 @@ class Trainer:
         ranks, version, routing = self.execution.ranks, self.step, self.config.rl.routing
         with self._timed("rollout"):
             experience = self._roll_out()
-        schedule = make_schedule(experience, self.config.rl, ranks, seed=(self.config.seed, version))
+        schedule = make_schedule(experience, self.config.rl, ranks, seed=(self.config.seed, self._data_step))
         follows_rollout = routing in ("R3", "R3+weights")
         if follows_rollout:
             self._plan(experience.generation.trace, [schedule.recompute, *schedule.update])
@@ -90,7 +98,7 @@ class Trainer:
             passes = {trained_with: self._recompute(experience, schedule, trained_with)}
         if routing == "R2":
             self._plan(passes[trained_with].executed, schedule.update)
-        if version % self.config.measure.compare_every == 0:
+        if self._measures:
             other = "native" if trained_with == "replayed" else "replayed"
             with self._timed("measure"):
                 passes[other] = self._recompute(experience, schedule, other)
@@ -130,6 +138,14 @@ class Trainer:
                 self.ahead.restore({step: restored(s, self.policy.spec) for step, s in state["rollouts"].items()})
         self.step = state["step"]
 
+    @property
+    def _data_step(self) -> int:
+        return self.step + self.skipped_steps
+
+    @property
+    def _measures(self) -> bool:
+        return self.step % self.config.measure.compare_every == 0
+
     def _weights_for_engine(self) -> Mapping[str, torch.Tensor]:
         weights = self.execution.state_dict()
         return weights if self.config.model.lora is None else hf.merged(weights, self.policy.model)
@@ -144,7 +160,7 @@ class Trainer:
 
     def _sample(self, step: int, version: int, weights: Mapping[str, torch.Tensor]) -> Experience:
         self.engine.load_weights(weights, version=version)
-        return roll_out(self.engine, self.task, self.config, step, self.execution.ranks)
+        return roll_out(self.engine, self.task, self.config, step + self.skipped_steps, self.execution.ranks)
 
     def _accepted(self) -> range:
         """The versions that the rollout's routes may be of."""
@@ -189,6 +205,7 @@ class Trainer:
             temperature=self.config.rollout.temperature,
             accepted=None if self.config.rl.routing == "R2" else self._accepted(),
             reference_logprobs_R=reference_logprobs_R,
+            watch_routes=self._measures,
         )
 
     def _set_learning_rate(self) -> None:
