@@ -8,8 +8,8 @@ benchmark fails. Both may put as many token slots into a forward. TRL takes a fi
 both sides to the longest prompt and response of the whole rollout; the trainer deals sequences of like lengths to a
 forward and pads on the right to the longest of it. Both have activation checkpointing off, and TRL its auxiliary loss.
 Tokens are those of prompts and responses, without padding. Time is processor time of the thread, of everything between
-two rollouts but scoring. TRL is given no routes and replays none; ours is measured with `routing = "none"`, which is the
-same work, and with R3, on random routes.
+two rollouts but scoring. TRL is given no routes and replays none; ours is measured with `routing = "none"`, which is
+the same work, and with R3, on random routes.
 
 Where the advantage comes from is told apart: `equal_lengths` has nothing to pad. TRL computes the logits of prompts too
 on the CPU; on a GPU it leaves them out as the trainer does, so that less is left of the advantage there.
