@@ -6,6 +6,7 @@ from typing import Any
 
 from foreroute.adapters import hf
 from foreroute.train.config import ModelConfig
+from foreroute.train.precision import in_dtype
 from foreroute.train.tasks import Task
 
 
@@ -22,4 +23,4 @@ def make_model(config: ModelConfig, task: Task, seed: int) -> Any:
         **{**config.sizes, "vocab_size": task.vocabulary_size},
     )
     model.config.get_text_config().pad_token_id = task.pad_token
-    return model
+    return in_dtype(model, config)

@@ -86,8 +86,10 @@ def _goes_back(
         last = _last_checkpoint(run, ranks)
         if last is None and not _begin(policy.model, config, task, ranks, watcher):
             return False
-        with closing(make_execution(config, policy, ranks)) as execution:
-            trainer = make_trainer(config, task, policy, execution, engine)
+        with (
+            closing(make_execution(config, policy, ranks)) as execution,
+            closing(make_trainer(config, task, policy, execution, engine)) as trainer,
+        ):
             trainer.skipped_steps = rollbacks[-1].skipped_steps if rollbacks else 0
             _start(trainer, run, last, resume=resume)
             return _run(trainer, run, watcher)

@@ -2,7 +2,7 @@
 
 from foreroute.train.config.alarms import AlarmsConfig
 from foreroute.train.config.logging import LoggingConfig
-from foreroute.train.config.model import ModelConfig, WarmStartConfig
+from foreroute.train.config.model import LoRAConfig, ModelConfig, WarmStartConfig
 from foreroute.train.config.parallel import ParallelConfig
 from foreroute.train.config.rl import RLConfig
 from foreroute.train.config.rollout import RolloutConfig, VLLMConfig
@@ -12,6 +12,7 @@ from foreroute.train.config.task import TaskConfig
 __all__ = [
     "AlarmsConfig",
     "CheckpointConfig",
+    "LoRAConfig",
     "LoggingConfig",
     "MeasureConfig",
     "ModelConfig",

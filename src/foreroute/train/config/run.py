@@ -72,6 +72,15 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _one_process_for(self) -> TrainConfig:
+        wanted = {'model.dtype = "bfloat16"': self.model.dtype != "float32", "model.lora": self.model.lora is not None}
+        wanted["rollout.max_staleness"] = self.rollout.max_staleness > 0
+        asked = [key for key, is_asked in wanted.items() if is_asked]
+        if self.parallel.expert > 1 and asked:
+            raise ValueError(f"{asked[0]} trains in one process; set parallel.expert = 1, or leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _can_be_spread(self) -> TrainConfig:
         num_ranks = self.parallel.expert
         if self.rollout.prompts % num_ranks:
