@@ -22,6 +22,7 @@
     ├── TransferError (also RuntimeError) weights or gradients that did not get from rank to rank
     ├── RankError (also RuntimeError)     another process of the run failed
     ├── DivergedError (also ArithmeticError)  training whose numbers are no longer finite
+    ├── CollapseError (also RuntimeError) a run that its alarms ended
     └── ReplayError (also RuntimeError)   replay was asked for and did not take effect
 
 A message says what was seen, what was expected, and what to do.
@@ -114,6 +115,10 @@ class RankError(ForerouteError, RuntimeError):
 
 class DivergedError(ForerouteError, ArithmeticError):
     """Raised when loss, gradients or probabilities stop being finite."""
+
+
+class CollapseError(ForerouteError, RuntimeError):
+    """Raised when an alarm ends a run: it was told to stop, or was rolled back as often as it may."""
 
 
 class ReplayError(ForerouteError, RuntimeError):

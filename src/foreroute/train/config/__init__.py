@@ -1,5 +1,6 @@
 """The configuration of a run: a file for each table, and `run.py` for the whole."""
 
+from foreroute.train.config.alarms import AlarmsConfig
 from foreroute.train.config.model import ModelConfig, WarmStartConfig
 from foreroute.train.config.parallel import ParallelConfig
 from foreroute.train.config.rl import RLConfig
@@ -8,6 +9,7 @@ from foreroute.train.config.run import CheckpointConfig, MeasureConfig, TrainCon
 from foreroute.train.config.task import TaskConfig
 
 __all__ = [
+    "AlarmsConfig",
     "CheckpointConfig",
     "MeasureConfig",
     "ModelConfig",

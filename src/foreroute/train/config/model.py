@@ -15,6 +15,7 @@ class ModelConfig(Section):
     family: str = "qwen3_moe"
     """Model type of transformers."""
     experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] = "grouped_mm"
+    """How transformers computes the experts of a layer."""
     sizes: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Fields of the family's configuration; the vocabulary comes from the task."""
 
@@ -31,8 +32,11 @@ class WarmStartConfig(Section):
     checkpoint: str | None = None
     """A checkpoint to start from instead; then nothing else here is used."""
     max_steps: Count = 800
+    """Supervised steps at most; the learning rate falls along a cosine over so many."""
     batch_size: Count = 128
+    """Right answers per step."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    """Of AdamW, at the start."""
     stop_at_loss: Annotated[float, Field(gt=0)] = 0.3
     """Training stops when the moving average of the loss, in nats per answer token, falls below this."""
     aux_loss: Annotated[float, Field(ge=0)] = 0.01

@@ -11,7 +11,9 @@ class TaskConfig(Section):
     """Chains of digit arithmetic with a verifiable answer."""
 
     min_operands: Count = 8
+    """Digits of the shortest chain."""
     max_operands: Count = 8
+    """Digits of the longest chain."""
 
     @model_validator(mode="after")
     def _in_order(self) -> TaskConfig:
