@@ -106,7 +106,8 @@ def check_light_core(wheel: Path, folder: Path) -> None:
     (folder / "cluster.toml").write_text(A_CLUSTER)
     for arguments in (["inspect", "t.safetensors"], ["validate", "t.safetensors"]):
         run([command, *arguments], folder)
-    planned = run([command, *PLAN], folder, NUMBA_OPT="0")  # compiles quickly
+    # the kernels as plain Python: compiling them takes a minute, and is what the tests do
+    planned = run([command, *PLAN], folder, NUMBA_DISABLE_JIT="1", PYTHONWARNINGS="ignore")
     require((folder / "plan.safetensors").is_file(), "foreroute plan wrote no plan")
     require("pip install 'foreroute[report]'" in planned, f"foreroute plan does not say what a page needs:\n{planned}")
     print(f"light    {len(LIGHT_ROOMS)} rooms, and foreroute --version, inspect, validate, plan, without torch")
