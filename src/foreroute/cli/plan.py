@@ -18,6 +18,7 @@ from foreroute.balance.baselines import BASELINES, Problem
 from foreroute.balance.compare import Record, compare, record_of
 from foreroute.balance.costs import CostModel
 from foreroute.balance.survey import survey
+from foreroute.cli.page import write_page
 from foreroute.cli.plan_inputs import PlanInputs, StepToPlan, read_step
 from foreroute.errors import ConfigError, InputError, PlanError
 from foreroute.report import MethodRow, method_rows, plan_summary, write_plan_page
@@ -58,8 +59,7 @@ def run_plan(
     console.print(_table(rows))
     for sentence in plan_summary(found, seen):
         console.print(sentence, highlight=False, markup=False)
-    write_plan_page(found, seen, records, facts, page)
-    console.print(f"{'page':<9} {page}", soft_wrap=True, highlight=False, markup=False)
+    write_page(console, lambda: write_plan_page(found, seen, records, facts, page))
 
 
 def read_home_moves(text: str) -> int | None:

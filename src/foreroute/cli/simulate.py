@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from foreroute.cli.page import write_page
 from foreroute.errors import InputError, RunFolderError
 from foreroute.report import (
     SimulationRow,
@@ -81,9 +82,12 @@ def run_simulation(
         "fit": None if fitted is None else fitted[0].as_dict(),
     }
     _save(folder / "simulation.json", figures)
-    page = write_simulation_page(record, config, folder / "report.html", sweeps=sweeps, timelines=timelines, fit=fitted)
     console.print(f"{'figures':<9} {folder / 'simulation.json'}", soft_wrap=True, highlight=False, markup=False)
-    console.print(f"{'page':<9} {page}", soft_wrap=True, highlight=False, markup=False)
+    page = folder / "report.html"
+    write_page(
+        console,
+        lambda: write_simulation_page(record, config, page, sweeps=sweeps, timelines=timelines, fit=fitted),
+    )
 
 
 def _check_free(folder: Path) -> None:

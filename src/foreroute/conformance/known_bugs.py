@@ -230,3 +230,4 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
     ),
     _bug("48", "statistics counted twice under recomputation", "prime-rl", "recorded-once"),
 )
+"""The publicly known bugs of routing replay, each with the check that finds it or what avoids it outside an adapter."""

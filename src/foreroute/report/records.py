@@ -165,6 +165,7 @@ class Run:
 
     @property
     def trains_with(self) -> Side:
+        """The side whose routes the update runs with."""
         return "replayed" if self.routing in ("R3", "R3+weights") else "native"
 
     def paired_steps(self) -> tuple[Step, ...]:

@@ -13,5 +13,6 @@ ALL_CHECKS: tuple[Check, ...] = (
     *traps.CHECKS,
     *refusals.CHECKS,
 )
+"""Every check, in the order in which they run."""
 
 __all__ = ["ALL_CHECKS"]

@@ -1,0 +1,149 @@
+"""Holds a built sdist and wheel against what a release must be: `python make/wheel_check.py DIST`.
+
+1. Files: the sdist has what a packager needs and nothing that a build leaves behind; the wheel has every file of
+   `src/foreroute`, the marker of types and the data files.
+2. Light core: the wheel in a new environment, which gets no torch; commands and rooms work there.
+3. Extras: what an extra asks for is what its rooms need. They are imported from the wheel's files, in the environment
+   that runs this script.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+IN_SDIST = [
+    "LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt", "pyproject.toml",
+    "mkdocs.yml", "conftest.py", "docs/index.md", "tests/conftest.py", "examples/trl/README.md", "benchmarks/README.md",
+]  # fmt: skip
+NOT_IN_SDIST = {".venv", ".venv-vllm", "runs", "site", "dist", "build", "__pycache__", ".numba_cache", ".mypy_cache"}
+LIGHT_ROOMS = [
+    "trace", "layout", "capture", "mismatch", "balance", "transfer", "simulate", "report", "conformance", "cli.main",
+]  # fmt: skip
+EXTRAS = {
+    "hf": ["adapters.hf", "replay", "experts", "train", "conformance.huggingface"],
+    "megatron": ["adapters.megatron", "conformance.megatron"],
+    "trl": ["adapters.trl", "conformance.trl"],
+    "report": ["report.curves", "report.plan_plots", "report.simulation_plots"],
+}
+
+A_TRACE = """
+import foreroute as fr
+from foreroute.trace import synthetic_trace
+
+spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0), fr.RoutedLayer(1)))
+fr.save(synthetic_trace(spec, [9, 12, 7, 12], seed=0), "t.safetensors")
+"""
+A_CLUSTER = """
+topology = {num_ranks = 2, redundant_slots = 1}
+hardware = {preset = "h100"}
+model = {preset = "qwen3-30b-a3b", num_experts = 8, top_k = 2}
+"""
+PLAN = ["plan", "t.safetensors", "--topology", "cluster.toml", "--no-baselines"]
+
+
+def main() -> None:
+    """Check the one sdist and the one wheel in a folder; raise on what is wrong."""
+    folder = Path(sys.argv[1]).resolve()
+    [sdist], [wheel] = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    check_sdist(sdist)
+    check_wheel(wheel)
+    with tempfile.TemporaryDirectory() as temporary:
+        check_light_core(wheel, Path(temporary) / "light")
+        check_extras(wheel, Path(temporary) / "files")
+
+
+def check_sdist(sdist: Path) -> None:
+    """Everything that builds, tests and documents the package, and no product of doing so."""
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    require(not (lacking := sorted(set(IN_SDIST) - names)), f"{sdist.name} lacks {lacking}")
+    stray = sorted(name for name in names if NOT_IN_SDIST & set(Path(name).parts))
+    require(not stray, f"{sdist.name} holds what a build or a run left behind: {stray[:5]}")
+    print(f"sdist    {sdist.name}: {len(names)} files, {sdist.stat().st_size:,} bytes")
+
+
+def check_wheel(wheel: Path) -> None:
+    """Every file of the package, typed, with its templates and configurations, and nothing beside it."""
+    source = ROOT / "src"
+    expected = {
+        path.relative_to(source).as_posix()
+        for path in (source / "foreroute").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    packed = {name for name in names if ".dist-info/" not in name}
+    require(packed == expected, f"{wheel.name} differs from src in {sorted(packed ^ expected)[:5]}")
+    for suffix in ("py.typed", ".html.j2", ".css.j2", ".toml"):
+        require(any(name.endswith(suffix) for name in packed), f"{wheel.name} has no file that ends in {suffix}")
+    require(any(name.endswith("/licenses/LICENSE") for name in names), f"{wheel.name} has no LICENSE")
+    print(f"wheel    {wheel.name}: {len(names)} files, {wheel.stat().st_size:,} bytes")
+
+
+def check_light_core(wheel: Path, folder: Path) -> None:
+    """Install the wheel where nothing else is, and use it from a folder where the sources are not."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-compile", str(wheel)]
+    run(install, folder)
+    command = str(folder / "bin" / "foreroute")
+    wanted = project()["version"]
+    said = run([command, "--version"], folder)
+    require(said.split() == ["foreroute", wanted], f"foreroute --version says {said!r}, pyproject.toml {wanted}")
+    imports = "; ".join(f"import foreroute.{room}" for room in LIGHT_ROOMS)
+    absent = "import importlib.util as u; assert not u.find_spec('torch') and not u.find_spec('matplotlib')"
+    run([str(python), "-c", f"{absent}; {imports}"], folder)
+    run([str(python), "-c", A_TRACE], folder)
+    (folder / "cluster.toml").write_text(A_CLUSTER)
+    for arguments in (["inspect", "t.safetensors"], ["validate", "t.safetensors"]):
+        run([command, *arguments], folder)
+    # the kernels as plain Python: compiling them takes a minute, and is what the tests do
+    planned = run([command, *PLAN], folder, NUMBA_DISABLE_JIT="1", PYTHONWARNINGS="ignore")
+    require((folder / "plan.safetensors").is_file(), "foreroute plan wrote no plan")
+    require("pip install 'foreroute[report]'" in planned, f"foreroute plan does not say what a page needs:\n{planned}")
+    print(f"light    {len(LIGHT_ROOMS)} rooms, and foreroute --version, inspect, validate, plan, without torch")
+
+
+def check_extras(wheel: Path, folder: Path) -> None:
+    """Import what each extra is for, from the wheel's files."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    extras = project()["optional-dependencies"]
+    require(set(extras) == {*EXTRAS, "all"}, f"extras are {sorted(extras)}, checked are {sorted(EXTRAS)} and all")
+    for extra, rooms in EXTRAS.items():
+        imports = "".join(f"import foreroute.{room}\n" for room in rooms)
+        home = f"assert foreroute.__file__.startswith({str(folder)!r}), foreroute.__file__"
+        run([sys.executable, "-c", imports + home], folder, PYTHONPATH=str(folder))
+        print(f"extra    {extra}: {', '.join(rooms)}")
+
+
+def project() -> dict[str, object]:
+    """The table of pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    """Run a command in a folder without this environment's PYTHONPATH; its output, or an error with all it said."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env={**kept, **environment}, capture_output=True, text=True, check=False)
+    require(done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def require(holds: bool, message: str) -> None:
+    """End with a message where something does not hold."""
+    if not holds:
+        sys.exit(f"wheel-check: {message}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The public names of the package: none comes, goes or changes unseen, and each says what it is."""
+
+import difflib
+import tomllib
+
+from public_api import LISTED, names_of, public_api, public_members, rooms, target
+
+FOUND = rooms()
+
+
+def test_the_public_names_are_those_of_the_list():
+    kept, now = LISTED.read_text().splitlines(), public_api(FOUND).splitlines()
+    changes = list(difflib.unified_diff(kept, now, "tests/public_api.txt", "src", n=0, lineterm=""))
+    assert not changes, "\n".join(
+        [
+            "the public API is not what tests/public_api.txt says.",
+            "If this is meant: python tests/public_api.py, and say it in CHANGELOG.md.",
+            *changes,
+        ]
+    )
+
+
+def test_every_public_name_has_a_docstring():
+    silent = []
+    for room in FOUND:
+        silent += [] if room.docstring else [room.path]
+        for name in names_of(room):
+            found = target(room[name])
+            silent += [] if found.docstring or name == "__version__" else [f"{room.path}.{name}"]
+            if found.is_class:
+                silent += [
+                    f"{room.path}.{name}.{member.name}"
+                    for member in public_members(found)
+                    if (member.is_function or "property" in member.labels)
+                    and member.name != "__init__"
+                    and not member.docstring
+                ]
+    assert not silent
+
+
+def test_the_changelog_has_a_part_for_the_version():
+    root = LISTED.parents[1]
+    version = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\n## {version}" in (root / "CHANGELOG.md").read_text()

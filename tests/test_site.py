@@ -1,0 +1,39 @@
+"""Pages that are made from the code are up to date, and links between files of the repository lead somewhere."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def test_the_page_of_the_command_line_is_what_help_says(tmp_path):
+    page = tmp_path / "command-line.md"
+    command = [sys.executable, "-m", "typer", "foreroute.cli.main", "utils", "docs", "--name", "foreroute"]
+    subprocess.run([*command, "--output", page], cwd=tmp_path, check=True, capture_output=True)
+    again = "python -m typer foreroute.cli.main utils docs --name foreroute --output docs/command-line.md"
+    assert (ROOT / "docs" / "command-line.md").read_text() == page.read_text(), f"out of date; run: {again}"
+
+
+def missing(page, text):
+    """Relative links of a page that lead to no file."""
+    links = [link for link in LINK.findall(text) if "://" not in link and not link.startswith("mailto:")]
+    return [link for link in links if not (page.parent / link).exists()]
+
+
+def test_no_relative_link_of_the_repository_is_broken():
+    pages = [
+        *ROOT.glob("*.md"),
+        *(page for part in ("docs", "examples", "benchmarks") for page in (ROOT / part).rglob("*.md")),
+    ]
+    broken = {str(page.relative_to(ROOT)): found for page in pages if (found := missing(page, page.read_text()))}
+    assert not broken
+    assert missing(ROOT / "README.md", "[a](docs/none.md) [b](README.md#x)") == ["docs/none.md"]
+
+
+def test_every_room_has_a_page_of_the_reference():
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    rooms = {path.parent.name for path in (ROOT / "src" / "foreroute").glob("*/__init__.py")} - {"cli"}
+    assert not [room for room in sorted(rooms) if f"\n::: foreroute.{room}" not in pages]
