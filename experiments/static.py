@@ -22,6 +22,7 @@ from foreroute.train.recompute import Recomputed, recompute
 from foreroute.train.rollout import roll_out
 from foreroute.train.run_folder import load_checkpoint
 from foreroute.train.schedule import make_schedule
+from foreroute.train.tasks import make_task
 from foreroute.train.whole import Whole
 
 KEPT = ("response_tokens", "k3", "f2", "f1.5", "differing_share", "differing_tokens_share", "max_abs_log_ratio")
@@ -34,11 +35,12 @@ def run_static(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str, 
     routing = {"rl": {"routing": "R3+weights" if routed else "none"}}
     config = configuration(base, merged(cell.settings, routing), cell.seed)
     torch.set_num_threads(config.threads)
-    policy = make_policy(config)
+    task = make_task(config)
+    policy = make_policy(config, task)
     policy.model.load_state_dict(load_checkpoint(checkpoint)["model"])
-    trainer = make_trainer(config, policy, Whole(policy), make_engine(config, policy))
+    trainer = make_trainer(config, task, policy, Whole(policy), make_engine(config, policy))
     trainer.engine.load_weights(policy.model.state_dict(), version=0)
-    experience = roll_out(trainer.engine, config, 0, Ranks())
+    experience = roll_out(trainer.engine, task, config, 0, Ranks())
     generation = experience.generation
     stage = make_schedule(experience, config.rl, Ranks(), seed=(config.seed, 0)).recompute
 
