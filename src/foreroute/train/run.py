@@ -16,11 +16,12 @@ from foreroute.errors import ConfigError, DivergedError, RunFolderError
 from foreroute.train.config import TrainConfig
 from foreroute.train.engines import make_engine
 from foreroute.train.guard import Guard
+from foreroute.train.loggers import require_loggers
 from foreroute.train.loop import Trainer, make_execution, make_policy, make_trainer
 from foreroute.train.ranks import Ranks, joined
+from foreroute.train.recorder import Recorder
 from foreroute.train.reference import load_reference
 from foreroute.train.rollback import Rollback, as_rolled_back, read_rollbacks, settle
-from foreroute.train.rollout import Experience
 from foreroute.train.run_folder import RunFolder, load_checkpoint, misfit_named
 from foreroute.train.spread import compile_planner
 from foreroute.train.tasks import Task, make_task
@@ -67,13 +68,15 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
         ranks.first("opening the run folder", lambda: _open(config, folder, resume))
         run = RunFolder(folder)
         with closing(make_task(config)) as task:
-            while _goes_back(config, task, run, ranks, watcher):
+            while _goes_back(config, task, run, ranks, watcher, resume=resume):
                 if ranks.rank == 0:
                     watcher.on_rollback(read_rollbacks(run)[-1])
     return run
 
 
-def _goes_back(config: TrainConfig, task: Task, run: RunFolder, ranks: Ranks, watcher: Watcher) -> bool:
+def _goes_back(
+    config: TrainConfig, task: Task, run: RunFolder, ranks: Ranks, watcher: Watcher, *, resume: bool
+) -> bool:
     """Run from the last checkpoint to the end, or to where an earlier checkpoint became the last."""
     rollbacks = read_rollbacks(run)
     config = as_rolled_back(config, rollbacks)
@@ -88,7 +91,7 @@ def _goes_back(config: TrainConfig, task: Task, run: RunFolder, ranks: Ranks, wa
             closing(make_trainer(config, task, policy, execution, engine)) as trainer,
         ):
             trainer.skipped_steps = rollbacks[-1].skipped_steps if rollbacks else 0
-            _start(trainer, run, last)
+            _start(trainer, run, last, resume=resume)
             return _run(trainer, run, watcher)
 
 
@@ -100,6 +103,7 @@ def _by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _open(config: TrainConfig, folder: Path, resume: bool) -> None:
+    require_loggers(config.logging)
     if resume:
         settle(RunFolder.reopen(folder, config))
     else:
@@ -138,13 +142,15 @@ def _begin(model: Any, config: TrainConfig, task: Task, ranks: Ranks, watcher: W
     return bool(ranks.most([begun == [True]])[0])
 
 
-def _start(trainer: Trainer, run: RunFolder, last: Path | None) -> None:
+def _start(trainer: Trainer, run: RunFolder, last: Path | None, *, resume: bool) -> None:
     ranks = trainer.execution.ranks
     if last is not None:
         ranks.together(f"loading {last}", lambda: trainer.restore(last))
         ranks.first("taking up the metrics", lambda: run.forget_metrics_from(trainer.step))
     else:
-        ranks.first("making the run folder", lambda: run.begin(trainer.config))
+        # a run that was killed before its first checkpoint has a configuration already
+        if not resume:
+            ranks.first("making the run folder", lambda: run.begin(trainer.config))
         _save(trainer, run)
     if trainer.config.rl.kl_coefficient:
         trainer.reference = ranks.together(
@@ -154,15 +160,22 @@ def _start(trainer: Trainer, run: RunFolder, last: Path | None) -> None:
 
 def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> bool:
     """True when the run was rolled back."""
-    config, ranks, saved_at = trainer.config, trainer.execution.ranks, trainer.step
+    config, ranks = trainer.config, trainer.execution.ranks
     guard = Guard(config.alarms, run, ranks)
+    with closing(Recorder(config, run, guard)) as recorder:
+        ranks.first("opening the loggers", lambda: recorder.open(trainer.step))
+        return _take_steps(trainer, run, watcher, guard, recorder)
+
+
+def _take_steps(trainer: Trainer, run: RunFolder, watcher: Watcher, guard: Guard, recorder: Recorder) -> bool:
+    config, ranks, saved_at = trainer.config, trainer.execution.ranks, trainer.step
     while trainer.step < config.rl.steps and not ranks.most([watcher.should_stop()])[0]:
         step = trainer.step
         try:
             experience, record = trainer.run_step()
         except DivergedError as error:
             return guard.survive(step, error)
-        write = partial(_write, run, config, guard, step, experience, record)
+        write = partial(recorder.write, step, experience, record)
         ranks.first(f"writing the metrics of step {step}", write)
         if record:
             watcher.on_step(record)
@@ -175,15 +188,6 @@ def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> bool:
     if trainer.step != saved_at:
         _save(trainer, run)
     return False
-
-
-def _write(
-    run: RunFolder, config: TrainConfig, guard: Guard, step: int, experience: Experience, record: dict[str, Any]
-) -> None:
-    guard.examine(record)
-    if step % config.measure.save_trace_every == 0:
-        run.save_trace(step, experience.generation.trace.without_gate_weights())
-    run.append_metrics(record)
 
 
 def _save(trainer: Trainer, run: RunFolder) -> None:

@@ -1,6 +1,7 @@
 """The configuration of a run: a file for each table, and `run.py` for the whole."""
 
 from foreroute.train.config.alarms import AlarmsConfig
+from foreroute.train.config.logging import LoggingConfig
 from foreroute.train.config.model import LoRAConfig, ModelConfig, WarmStartConfig
 from foreroute.train.config.parallel import ParallelConfig
 from foreroute.train.config.rl import RLConfig
@@ -12,6 +13,7 @@ __all__ = [
     "AlarmsConfig",
     "CheckpointConfig",
     "LoRAConfig",
+    "LoggingConfig",
     "MeasureConfig",
     "ModelConfig",
     "ParallelConfig",

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from foreroute.balance.config_file import Count, Section, checked, read_toml
 from foreroute.train.config.alarms import AlarmsConfig
+from foreroute.train.config.logging import LoggingConfig
 from foreroute.train.config.model import ModelConfig, WarmStartConfig
 from foreroute.train.config.parallel import ParallelConfig
 from foreroute.train.config.rl import RLConfig
@@ -49,6 +50,7 @@ class TrainConfig(Section):
     measure: MeasureConfig = MeasureConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     alarms: AlarmsConfig = AlarmsConfig()
+    logging: LoggingConfig = LoggingConfig()
     parallel: ParallelConfig = ParallelConfig()
 
     @model_validator(mode="after")
@@ -71,7 +73,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _one_process_for(self) -> TrainConfig:
-        wanted = {'model.dtype = "bfloat16"': self.model.dtype != "float32", "model.lora": self.model.lora is not None}
+        wanted = {'model.dtype = "bfloat16"': self.model.dtype != "float32", "model.lora": self.model.lora.rank > 0}
         wanted["rollout.max_staleness"] = self.rollout.max_staleness > 0
         asked = [key for key, is_asked in wanted.items() if is_asked]
         if self.parallel.dense == "fsdp2" and self.model.gradient_checkpointing == "reentrant":
