@@ -15,7 +15,9 @@ Where the advantage comes from is told apart: `equal_lengths` has nothing to pad
 on the CPU; on a GPU it leaves them out as the trainer does, so that less is left of the advantage there.
 
 **R3's cost.** Whole steps of the trainer, rollout, recompute and update, with R3 over those with no replay: the same
-weights and prompts, so that the sampled tokens are the same too. The side without replay has an engine that records
+weights and prompts, so that the sampled tokens are the same too. The model has one layer of those that `replay` times,
+half as wide as those of Qwen3-30B-A3B: what replay costs is a fixed time for each router and forward, and counts for
+several times as much in a toy. The side without replay has an engine that records
 nothing. Mismatch is measured on both alike.
 """
 
@@ -38,7 +40,8 @@ from torch import Tensor
 
 from benchmarks import training_trl
 from benchmarks.pairs import PairedRatio, compare
-from benchmarks.replay import keep_memory
+from benchmarks.replay import SIZES as WIDE
+from benchmarks.replay import SMALLER, keep_memory
 from benchmarks.training_trl import Batches
 from foreroute.adapters import hf
 from foreroute.capture import Generation
@@ -81,8 +84,8 @@ def run(*, quick: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     keep_memory()
     mixed = _against_trl(4 if quick else 17, PROMPTS, RESPONSES, ("none", "R3"))
-    equal = _against_trl(4 if quick else 9, (40, 40), (43, 43), ("none",))
-    cost = _r3_cost(8 if quick else 60)
+    equal = _against_trl(3 if quick else 9, (40, 40), (43, 43), ("none",))
+    cost = _r3_cost(5 if quick else 40)
     return {
         "metrics": {
             "tokens_per_s_over_trl": mixed.pop("none_over_trl"),
@@ -93,7 +96,13 @@ def run(*, quick: bool) -> dict[str, Any]:
             "r3_cost_quartiles": [round(cost.low - 1, 4), round(cost.high - 1, 4)],
         },
         "baselines": {"step_without_replay": asdict(cost)},
-        "setting": {"sizes": SIZES, "batches": asdict(BATCHES), "prompts": PROMPTS, "responses": RESPONSES},
+        "setting": {
+            "sizes": SIZES,
+            "r3_cost_sizes": WIDE | SMALLER,
+            "batches": asdict(BATCHES),
+            "prompts": PROMPTS,
+            "responses": RESPONSES,
+        },
     }
 
 
@@ -210,13 +219,13 @@ def _rollout(rng: np.random.Generator, spec: Any, prompts: tuple[int, int], resp
 
 def _r3_cost(pairs: int) -> PairedRatio:
     """Whole steps with R3 over those without replay, whose engine records nothing."""
-    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
+    sizes = {name: size for name, size in (WIDE | SMALLER).items() if name != "vocab_size"}
     steps: dict[str, Callable[[], object]] = {}
     for routing in ("R3", "none"):
         config = TrainConfig(
             name="training",
             model={"sizes": sizes},  # type: ignore[arg-type]  # pydantic makes them tables
-            rollout={"prompts": 6, "group_size": 4},  # type: ignore[arg-type]
+            rollout={"prompts": 4, "group_size": 4},  # type: ignore[arg-type]
             # weights stay, to the bit where it matters, and so do the sampled tokens
             rl={"routing": routing, "learning_rate": 1e-12, "mini_steps": 2},  # type: ignore[arg-type]
             measure={"compare_every": 10**9},  # type: ignore[arg-type]

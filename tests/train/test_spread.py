@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from foreroute.errors import ConfigError
+from small_runs import small_config
 from spreading import config_of, dense_elements, spread_steps, steps_alone, steps_without_sums
 
 STEPS = 2
@@ -88,7 +89,9 @@ def same_numbers(ours, truth):
 
 
 def test_sharded_dense_parameters_learn_what_replicated_ones_learn(workers, planned):
-    sharded, *_ = workers(2).run(spread_steps, config_of(2, mini_steps=2, dense="fsdp2"), STEPS)
+    config = config_of(2, mini_steps=2, dense="fsdp2")
+    checkpointed = config.model.model_copy(update={"gradient_checkpointing": "non_reentrant"})
+    sharded, *_ = workers(2).run(spread_steps, config.model_copy(update={"model": checkpointed}), STEPS)
     for ours, theirs in zip(sharded.records, planned.records, strict=True):
         assert theirs["grad_norm"] > 0
         assert ours["execution"]["stages"] == theirs["execution"]["stages"]
@@ -103,3 +106,9 @@ def test_sharded_ranks_hold_half_of_what_is_dense(workers):
     assert all(0.4 < share < 0.6 for share in shares)
     with pytest.raises(ConfigError, match='dense = "fsdp2" spreads parameters over ranks'):
         config_of(1, dense="fsdp2")
+    with pytest.raises(ConfigError, match=r'parallel\.dense = "fsdp2" was never tested with .* take "non_reentrant"'):
+        small_config(
+            model={"gradient_checkpointing": "reentrant"},
+            rollout={"prompts": 8},
+            parallel={"expert": 2, "dense": "fsdp2"},
+        )

@@ -148,7 +148,7 @@ class Trainer:
 
     def _weights_for_engine(self) -> Mapping[str, torch.Tensor]:
         weights = self.execution.state_dict()
-        return weights if self.config.model.lora is None else hf.merged(weights, self.policy.model)
+        return weights if self.config.model.lora.rank == 0 else hf.merged(weights, self.policy.model)
 
     def _roll_out(self) -> Experience:
         weights, step = self._weights_for_engine(), self.step
@@ -241,10 +241,10 @@ def make_trainer(
     Routers that are to stay as they are get no gradients.
     """
     lora = config.model.lora
-    if lora is not None:
+    if lora.rank:
         hf.add_lora(policy.model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
         policy = hf.attach(policy.model)
-    if lora is not None or config.rl.router == "frozen":
+    if lora.rank or config.rl.router == "frozen":
         for parameter in policy.router_parameters():
             parameter.requires_grad_(config.rl.router == "trained")
     optimizer = make_optimizer(policy.model, lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)

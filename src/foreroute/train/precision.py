@@ -43,7 +43,7 @@ def checkpointed(model: Any, config: ModelConfig) -> Any:
     if not model.supports_gradient_checkpointing:
         raise ConfigError(f'{config.family} has no activation checkpointing; set model.gradient_checkpointing = "off"')
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    if reentrant and config.lora is not None:
+    if reentrant and config.lora.rank:
         # with frozen embeddings no input of a layer asks for gradients, and a reentrant checkpoint would give none
         model.enable_input_require_grads()
     return model

@@ -12,14 +12,21 @@ from foreroute.balance.config_file import Count, Section
 class LoRAConfig(Section):
     """Low-rank adapters (peft), which RL trains instead of the model's weights. Routers stay as `rl.router` says."""
 
-    rank: Count = 16
-    """Of the matrices A and B that are added, W + alpha / rank · B A."""
+    rank: Annotated[int, Field(ge=0)] = 0
+    """Of the matrices A and B in W + alpha / rank · B A; 0 puts no adapters in."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """See there."""
     dropout: Annotated[float, Field(ge=0, le=0)] = 0.0
     """0: the update's probabilities are compared with the recompute's, which drops nothing."""
     targets: list[str] = Field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1)
     """Names of linear layers, in every block."""
+
+    @model_validator(mode="after")
+    def _has_rank(self) -> LoRAConfig:
+        given = sorted(self.model_fields_set - {"rank"})
+        if not self.rank and any(getattr(self, key) != getattr(LoRAConfig(), key) for key in given):
+            raise ValueError(f"{', '.join(given)} change nothing without adapters; set rank, such as 16")
+        return self
 
 
 class ModelConfig(Section):
@@ -35,8 +42,7 @@ class ModelConfig(Section):
     """Of weights and arithmetic. With bfloat16 the optimizer keeps weights in float32, and gradients are float32."""
     gradient_checkpointing: Literal["off", "reentrant", "non_reentrant"] = "off"
     """Keep the inputs of layers alone, and compute the rest again in the backward. Changes no bit."""
-    lora: LoRAConfig | None = None
-    """Train adapters only."""
+    lora: LoRAConfig = LoRAConfig()
 
     @model_validator(mode="after")
     def _vocabulary_of_the_task(self) -> ModelConfig:

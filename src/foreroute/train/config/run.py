@@ -73,9 +73,14 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _one_process_for(self) -> TrainConfig:
-        wanted = {'model.dtype = "bfloat16"': self.model.dtype != "float32", "model.lora": self.model.lora is not None}
+        wanted = {'model.dtype = "bfloat16"': self.model.dtype != "float32", "model.lora": self.model.lora.rank > 0}
         wanted["rollout.max_staleness"] = self.rollout.max_staleness > 0
         asked = [key for key, is_asked in wanted.items() if is_asked]
+        if self.parallel.dense == "fsdp2" and self.model.gradient_checkpointing == "reentrant":
+            raise ValueError(
+                'parallel.dense = "fsdp2" was never tested with model.gradient_checkpointing = "reentrant"; take '
+                '"non_reentrant"'
+            )
         if self.parallel.expert > 1 and asked:
             raise ValueError(f"{asked[0]} trains in one process; set parallel.expert = 1, or leave it out")
         return self
