@@ -30,7 +30,8 @@ def response_logprobs(model: Any, generation: Generation, temperature: float) ->
         input_ids=torch.from_numpy(input_ids_BT), attention_mask=torch.from_numpy(mask_BT), use_cache=False
     ).logits
     # the logits at position p are those of token p + 1
-    predicts_BT = mask_BT.astype(bool) & (np.arange(mask_BT.shape[1]) >= generation.prompt_lengths[:, None] - 1)
+    predicts_BT = mask_BT.astype(bool)
+    predicts_BT[predicts_BT] = generation.targets_N
     precise = torch.promote_types(logits.dtype, torch.float32)
     logprobs_RV = (logits[torch.from_numpy(predicts_BT)].to(precise) / temperature).log_softmax(-1)
     responses = [generation.response(s) for s in range(len(generation))]
