@@ -45,7 +45,9 @@ def _values(runs: Sequence[Run]) -> dict[str, Any]:
 
     rows = summary_rows(runs)
     plots = [
-        *(draw(runs) for draw in (curves.reward, curves.entropy, curves.gradient_norm)),
+        curves.reward(runs),
+        *curves.held_out_reward(runs),
+        *(draw(runs) for draw in (curves.entropy, curves.gradient_norm)),
         *(draw(runs) for draw in (curves.k3, curves.f2, curves.disagreement)),
         *(draw(runs) for draw in (distributions.by_layer, distributions.differing_layers, distributions.margins)),
         *objective_plots(runs),

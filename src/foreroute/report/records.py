@@ -119,6 +119,14 @@ class Importance:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Rewards on held-out problems."""
+
+    reward_mean: float
+    responses: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """One line of `metrics.jsonl`. None or an empty mapping: not recorded at this step."""
 
@@ -130,6 +138,7 @@ class Step:
     clip_share: float | None = None
     kl: float | None = None
     importance: Importance | None = None
+    evaluation: Evaluation | None = None
     mismatch: dict[Side, Mismatch] = field(default_factory=dict)
     margins: Margins | None = None
     expert_load: dict[int, float] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from foreroute.adapters import hf, vllm
 from foreroute.train.config import TrainConfig
-from foreroute.train.rollout import Engine
+from foreroute.train.engine import Engine
 
 
 def make_engine(run: TrainConfig, policy: hf.RoutedModel) -> Engine:

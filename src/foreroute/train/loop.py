@@ -26,14 +26,17 @@ import torch
 from numpy.typing import NDArray
 
 from foreroute.adapters import hf
+from foreroute.errors import AttachError, ConfigError
 from foreroute.trace import RoutingTrace
 from foreroute.train.config import TrainConfig
+from foreroute.train.engine import Engine
+from foreroute.train.evaluate import evaluate, evaluation_record
 from foreroute.train.measure import StepPart, merged, step_record
 from foreroute.train.model import make_model
 from foreroute.train.ranks import Ranks
 from foreroute.train.recompute import Recomputed, recompute
 from foreroute.train.reference import Reference
-from foreroute.train.rollout import Engine, Experience, roll_out
+from foreroute.train.rollout import Experience, roll_out
 from foreroute.train.run_folder import load_checkpoint, misfit_named
 from foreroute.train.schedule import Schedule, Stage, make_schedule
 from foreroute.train.spread import Spread
@@ -67,6 +70,7 @@ class Trainer:
         with self._timed("rollout"):
             weights = self.execution.state_dict()
             experience = ranks.together(f"the rollout of step {version}", lambda: self._roll_out(weights))
+        evaluation = self._evaluate()
         schedule = make_schedule(experience, self.config.rl, ranks, seed=(self.config.seed, version))
         follows_rollout = routing in ("R3", "R3+weights")
         if follows_rollout:
@@ -93,7 +97,9 @@ class Trainer:
         if not parts:
             return experience, {}
         whole = merged(parts)
-        return whole.experience, step_record(version, whole, trained_with, self.seconds) | execution
+        skipped = {"skipped_prompts": self.task.skipped} if self.task.skipped else {}
+        record = step_record(version, whole, trained_with, self.seconds)
+        return whole.experience, record | evaluation | execution | skipped
 
     def state(self) -> dict[str, Any]:
         """Everything that a resumed run needs; randomness follows from the seed and the step."""
@@ -114,6 +120,18 @@ class Trainer:
     def _roll_out(self, weights: Mapping[str, torch.Tensor]) -> Experience:
         self.engine.load_weights(weights, version=self.step)
         return roll_out(self.engine, self.task, self.config, self.step, self.execution.ranks)
+
+    def _evaluate(self) -> dict[str, Any]:
+        """With the weights that this step's rollout was sampled with."""
+        every, ranks = self.config.evaluation.every, self.execution.ranks
+        if not every or self.step % every:
+            return {}
+        with self._timed("evaluation"):
+            evaluated = ranks.together(
+                f"the evaluation of step {self.step}",
+                lambda: evaluate(self.engine, self.task, self.config, self.step, ranks),
+            )
+            return evaluation_record(ranks.gathered(evaluated))
 
     def _plan(self, routes: RoutingTrace, stages: list[Stage]) -> None:
         self.execution.plan(self.step * self.config.rl.mini_steps, routes, stages)
@@ -168,10 +186,19 @@ class Trainer:
 
 
 def make_policy(config: TrainConfig, task: Task) -> hf.RoutedModel:
-    """The model, with initial weights, ready to record and replay."""
+    """The model, with initial weights, ready to record and replay.
+
+    Raises:
+        ConfigError: when it cannot be had, or has no routers that can be recorded and replayed.
+    """
     model = make_model(config.model, task, config.seed)
     model.train()
-    return hf.attach(model)
+    try:
+        return hf.attach(model)
+    except AttachError as error:
+        raise ConfigError(
+            f"the model of {config.model.path or config.model.family} cannot be trained: {error}"
+        ) from error
 
 
 def make_execution(config: TrainConfig, policy: hf.RoutedModel, ranks: Ranks) -> Whole | Spread:

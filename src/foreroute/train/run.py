@@ -16,6 +16,7 @@ from foreroute.errors import ConfigError, RunFolderError
 from foreroute.train.config import TrainConfig
 from foreroute.train.engines import make_engine
 from foreroute.train.loop import Trainer, make_execution, make_policy, make_trainer
+from foreroute.train.model import write_model
 from foreroute.train.ranks import Ranks, joined
 from foreroute.train.reference import load_reference
 from foreroute.train.rollout import Experience
@@ -148,6 +149,8 @@ def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
             saved_at = trainer.step
     if trainer.step != saved_at:
         _save(trainer, run)
+    if trainer.step == config.rl.steps:
+        _write_model(trainer, run)
 
 
 def _write(run: RunFolder, config: TrainConfig, step: int, experience: Experience, record: dict[str, Any]) -> None:
@@ -161,8 +164,17 @@ def _save(trainer: Trainer, run: RunFolder) -> None:
     trainer.execution.ranks.first("saving a checkpoint", lambda: run.save_checkpoint(trainer.step, state))
 
 
+def _write_model(trainer: Trainer, run: RunFolder) -> None:
+    weights, model = trainer.execution.state_dict(), trainer.policy.model
+    trainer.execution.ranks.first(
+        "writing the model", lambda: run.save_model(partial(write_model, model, weights, trainer.task))
+    )
+
+
 def _warm_start(model: Any, config: TrainConfig, task: Task, watcher: Watcher) -> bool:
     source = config.warm_start.checkpoint
+    if source is None and config.warm_start.max_steps == 0:
+        return True
     if source is None:
         return warm_start(model, config, task, watcher.on_warm_start, watcher.should_stop)
     if not Path(source).is_file():

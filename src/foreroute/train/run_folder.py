@@ -4,6 +4,7 @@ config.json                  the resolved configuration
 metrics.jsonl                one JSON object per finished step
 checkpoints/step-000020.pt   the state before step 20
 traces/step-000020.safetensors
+model/                       the policy after the last step, as a Hugging Face folder
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,16 @@ class RunFolder:
         folder = self.path / "checkpoints"
         found = [p for p in folder.iterdir() if CHECKPOINT.fullmatch(p.name)] if folder.is_dir() else []
         return max(found, default=None)
+
+    def save_model(self, write: Callable[[Path], None]) -> Path:
+        """Have the final model written to a folder: all of it or nothing. One that is there is replaced."""
+        with _writing(self.path / "model") as path:
+            unfinished = path.with_name(".model")
+            write(unfinished)
+            if path.exists():
+                shutil.rmtree(path)
+            unfinished.rename(path)
+        return path
 
     def save_trace(self, step: int, trace: RoutingTrace) -> None:
         """Keep the routes of a step's rollout. A step that runs again writes the same trace again."""

@@ -1,5 +1,6 @@
 """The configuration of a run: a file for each table, and `run.py` for the whole."""
 
+from foreroute.train.config.evaluation import EvaluationConfig
 from foreroute.train.config.model import ModelConfig, WarmStartConfig
 from foreroute.train.config.parallel import ParallelConfig
 from foreroute.train.config.rl import RLConfig
@@ -9,6 +10,7 @@ from foreroute.train.config.task import TaskConfig
 
 __all__ = [
     "CheckpointConfig",
+    "EvaluationConfig",
     "MeasureConfig",
     "ModelConfig",
     "ParallelConfig",
