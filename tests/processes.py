@@ -8,9 +8,22 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
+from unittest.mock import patch
 
 START_S = 300
 """Importing torch takes seconds, and on a machine with more workers than cores, minutes."""
+IMPORTED = (
+    "torch.distributed",
+    "foreroute.adapters.hf",
+    "foreroute.transfer.engine",
+    "peft",
+    "transformers.models.auto",
+)
+"""By the one process that all workers of a test run are forked from."""
+# not the one of multiprocessing, which Megatron's tests use: theirs stands in for CUDA
+server = forkserver.ForkServer()
+server.set_forkserver_preload(list(IMPORTED))
 kept = {}
 """What functions keep in a worker for the rest of a call, such as process groups that are made once."""
 
@@ -29,15 +42,15 @@ class Workers:
 
     def __init__(self, num_ranks, *, timeout_s=60):
         self.timeout_s = timeout_s
-        # a fork server would be shared with the tests of Megatron, which stand in for CUDA in theirs
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         self._folder = tempfile.TemporaryDirectory()
         rendezvous = os.path.join(self._folder.name, "store")
         self._pipes, self.processes = [], []
         for rank in range(num_ranks):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, num_ranks, rendezvous, there), daemon=True)
-            process.start()
+            with patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+                process.start()
             there.close()
             self._pipes.append(here)
             self.processes.append(process)

@@ -1,7 +1,6 @@
 """The command line as a user meets it: what it prints, and exit code 2 with one message for a user's error."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -11,23 +10,14 @@ import time
 import numpy as np
 import pytest
 import tomli_w
+from command import foreroute
 
 import foreroute as fr
 from benchmarks import wires
+from foreroute.cli.demo import demo_values
 from foreroute.train import load_checkpoint
 from small_runs import records, small_values
 from traces import random_trace, spec_of
-
-
-def foreroute(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "foreroute.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
-        **options,
-    )
 
 
 def config_file(folder, **sections):
@@ -37,10 +27,22 @@ def config_file(folder, **sections):
 
 
 def test_version():
-    assert foreroute("--version").stdout == f"foreroute {fr.__version__}\n"
+    command = [sys.executable, "-m", "foreroute.cli", "--version"]
+    assert subprocess.check_output(command, text=True) == f"foreroute {fr.__version__}\n"
 
 
-def test_a_small_demo_runs_to_its_table_and_page(tmp_path):
+def test_a_process_ends_with_one_message_and_the_code(tmp_path):
+    command = [sys.executable, "-m", "foreroute.cli", "inspect", str(tmp_path / "none")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_small_demo_runs_to_its_table_and_page(tmp_path, monkeypatch):
+    values = demo_values()
+    values["warm_start"]["max_steps"] = 20
+    monkeypatch.setattr("foreroute.cli.demo.demo_values", lambda: values)
     result = foreroute("demo", "--folder", tmp_path / "demo", "--steps", 1)
     assert result.returncode == 0, result.stderr
     assert "token-layers" in result.stdout

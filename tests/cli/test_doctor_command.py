@@ -1,13 +1,10 @@
 """`foreroute doctor` as a user meets it."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import tomli_w
 import torch
+from command import foreroute
 
 import foreroute as fr
 from doctor_cases import generation, shifted
@@ -45,14 +42,7 @@ def files(tmp_path_factory):
 
 
 def doctor(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "foreroute.cli", "doctor", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
-    )
+    return foreroute("doctor", *arguments)
 
 
 def test_a_model_folder_and_a_generation(files, tmp_path):

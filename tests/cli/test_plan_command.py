@@ -1,19 +1,16 @@
 """`foreroute plan` as a user meets it."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command import foreroute
 
 import foreroute as fr
 from foreroute.balance import PlanOptions, Topology, load_plan, verify
 from foreroute.balance.counts import packed_counts
 from foreroute.balance.packing import pack_sequences
 from foreroute.balance.topology_file import load_cluster
-from foreroute.cli.main import main
 from foreroute.cli.plan import read_home_moves, run_plan
 from foreroute.cli.plan_inputs import PlanInputs, read_step
 from foreroute.errors import InputError
@@ -34,16 +31,8 @@ top_k = 2
 """
 
 
-def foreroute(*arguments, folder, columns="80"):
-    return subprocess.run(
-        [sys.executable, "-m", "foreroute.cli", "plan", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": columns},
-    )
+def plan(*arguments, folder, columns=80):
+    return foreroute("plan", *arguments, cwd=folder, columns=columns)
 
 
 def counts(seed=0):
@@ -67,7 +56,7 @@ def files(tmp_path_factory):
 def test_counts_to_table_plan_and_page(files, tmp_path):
     output = tmp_path / "out.safetensors"
     options = ("--counts", "counts.npz", "--previous-step", "before.npz", "--output", output, "--home-moves", "2")
-    result = foreroute("--topology", "cluster.toml", *options, folder=files)
+    result = plan("--topology", "cluster.toml", *options, folder=files)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     paths = [line for line in lines if str(tmp_path) in line]
@@ -78,19 +67,19 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     found = load_plan(output)
     verify(found, counts(), PlanOptions(home_moves=2))
     assert "foreroute plan" in output.with_suffix(".html").read_text()
-    again = foreroute("--topology", "cluster.toml", "--counts", "counts.npz", "--output", output, folder=files)
+    again = plan("--topology", "cluster.toml", "--counts", "counts.npz", "--output", output, folder=files)
     assert again.returncode == 2
     assert "already exists" in again.stderr
     warm = ("--counts", "before.npz", "--previous-plan", output, "--output", tmp_path / "next.safetensors")
     chosen = ("--baseline", "fastermoe", "--threads", "2")
-    result = foreroute("--topology", "cluster.toml", *warm, *chosen, folder=files)
+    result = plan("--topology", "cluster.toml", *warm, *chosen, folder=files)
     assert result.returncode == 0, result.stderr
     assert np.array_equal(load_plan(tmp_path / "next.safetensors").previous_home_LE, found.home_LE)
     assert "FasterMoE-style" in result.stdout
     assert "ReLibra-style" not in result.stdout
     paid = load_plan(tmp_path / "next.safetensors")
     free = ("--no-pay-off", "--no-baselines", "--overwrite")
-    result = foreroute("--topology", "cluster.toml", *warm, *free, folder=files)
+    result = plan("--topology", "cluster.toml", *warm, *free, folder=files)
     assert result.returncode == 0, result.stderr
     assert len(load_plan(tmp_path / "next.safetensors").expert_R) > len(paid.expert_R), "few tokens pay for few"
 
@@ -99,7 +88,7 @@ def test_traces_are_packed_with_their_routes_in_view(files, tmp_path):
     traces = sorted(files.glob("step-*.safetensors"))
     output = tmp_path / "plan.safetensors"
     arguments = ("--topology", "cluster.toml", "--token-budget", "40", "--output", output, "--no-baselines")
-    result = foreroute(*traces, *arguments, folder=files)
+    result = plan(*traces, *arguments, folder=files)
     assert result.returncode == 0, result.stderr
     assert "16 sequences by routes, at most 40 tokens" in result.stdout
     assert "static, packed by length" in result.stdout
@@ -161,21 +150,17 @@ def test_the_step_before_from_traces(files):
         (("--counts", "large.npz"), "describes a model with top-2 of 8 experts, the input has 16 experts"),
     ],
 )
-def test_a_users_error_is_one_message_and_exit_code_2(files, monkeypatch, capsys, arguments, message):
+def test_a_users_error_is_one_message_and_exit_code_2(files, arguments, message):
     np.savez(files / "three.npz", counts=np.ones((1, 3, 4, 8), np.int64))
     fr.save(random_trace(0, num_layers=2), files / "other.safetensors", overwrite=True)
     np.savez(files / "odd.npz", counts=np.ones((1, 1, 4, 6), np.int64))
     np.savez(files / "ranks.npz", counts=np.ones((1, 1, 8, 8), np.int64))
     np.savez(files / "large.npz", counts=np.ones((1, 1, 4, 16), np.int64))
-    monkeypatch.chdir(files)
-    monkeypatch.setattr(sys, "argv", ["foreroute", "plan", "--topology", "cluster.toml", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    output = capsys.readouterr()
-    assert output.err.startswith("error: ")
-    assert message in output.err
-    assert output.out == ""
+    result = plan("--topology", "cluster.toml", *arguments, folder=files)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stdout == ""
     assert not list(files.glob("plan.*")), "nothing is written"
 
 

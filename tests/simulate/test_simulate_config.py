@@ -29,6 +29,16 @@ def test_the_smallest_configuration_has_the_planners_presets_and_every_method():
         ({"workload": {"token_per_rank": 1}}, ConfigError, "unknown key; did you mean tokens_per_rank"),
         ({"workload": {"preset": "G7"}}, ConfigError, "no workload is called 'G7'"),
         ({"workload": {"counts": "c.npz", "preset": "G8"}}, ConfigError, "counts come from a file, and preset would"),
+        (
+            {"workload": {"counts": "c.npz", "skew": 2.0, "seed": 1}},
+            ConfigError,
+            "a file, and seed, skew would draw them",
+        ),
+        (
+            {"workload": {"counts": "c.npz"}, "sweep": {"skew": [2.0]}},
+            ConfigError,
+            "sweep.skew draws other counts, and workload.counts is a file",
+        ),
         ({"methods": ["our"]}, ConfigError, "there is no method called our"),
         ({"execution": {"overlap": 2.0}}, ConfigError, "execution.overlap"),
         ({"hardware": {"preset": "h10"}}, ConfigError, "did you mean h100"),

@@ -30,6 +30,8 @@ from foreroute.simulate.methods import METHODS, check_methods
 
 Seconds = Annotated[float, Field(ge=0)]
 Path_ = Literal["host", "direct", "auto"]
+DRAWING = ("preset", "tokens_per_rank", "micro_steps", "layers", "groups", "skew", "seed")
+"""Keys of a workload that is drawn."""
 PASSED_ON = ("hardware", "links", "model", "costs")
 
 
@@ -92,9 +94,9 @@ class WorkloadConfig(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> WorkloadConfig:
-        drawn = [name for name in ("preset", "tokens_per_rank") if getattr(self, name) is not None]
-        if self.counts is not None and drawn:
-            raise ValueError(f"counts come from a file, and {' and '.join(drawn)} would draw them; give one of the two")
+        drawing = sorted(name for name in DRAWING if getattr(self, name) != type(self).model_fields[name].default)
+        if self.counts is not None and drawing:
+            raise ValueError(f"counts come from a file, and {', '.join(drawing)} would draw them; give one of the two")
         if self.counts is None and self.previous_counts is not None:
             raise ValueError("previous_counts go with counts; drawn steps have a step before of their own")
         return self
@@ -170,6 +172,13 @@ class SimulateConfig(Section):
         if isinstance(sweep, dict):
             return {key: tuple(value) if isinstance(value, list) else value for key, value in sweep.items()}
         return sweep
+
+    @model_validator(mode="after")
+    def _sweep_can_draw(self) -> SimulateConfig:
+        drawing = [name for name in ("tokens_per_rank", "expert_parallel", "skew") if getattr(self.sweep, name)]
+        if self.workload.counts is not None and drawing:
+            raise ValueError(f"sweep.{drawing[0]} draws other counts, and workload.counts is a file; leave one out")
+        return self
 
     def described(self, source: str = "the configuration") -> Cluster:
         """Topology of one expert-parallel group, and the cost model.

@@ -38,7 +38,7 @@ from foreroute.adapters.hf.gate_weights import with_gate_weights
 from foreroute.adapters.hf.passes import Listener, Pass, PassInput, Seat, require_each_router_once
 from foreroute.adapters.overriding import overridden, uncopyable
 from foreroute.errors import ReplayError
-from foreroute.replay import PassNotes, ReplayRows, Watch, id_dtype
+from foreroute.replay import PassNotes, PassStack, ReplayRows, Watch, id_dtype
 from foreroute.trace import RoutingSpec
 
 
@@ -69,7 +69,7 @@ class Interceptor:
         self._watch = Watch()
         self._forcing = False
         self._counts_executed = False
-        self._passes: list[Pass] = []
+        self._passes = PassStack[Pass](self._seats)
         self._installed: ExitStack | None = None
         self._users = 0
         self._checkpoints_open = 0
@@ -159,7 +159,7 @@ class Interceptor:
         batch = Batch.read(tensors)
         rows = self._begin(batch)
         current = PassInput(self._spec, rows, batch.input_ids_BT.size, batch.device, self._watch).open()
-        with self._on_top(current):
+        with self._passes.on_top(current):
             result = forward(*args, **kwargs)
         self._executed = current.notes.ids_LRK if self._counts_executed else None
         require_each_router_once(self._seats, current.calls, current.calls_L)
@@ -182,7 +182,7 @@ class Interceptor:
         rows = ReplayRows(ids_LRK, routed_R, None, routed_R, routed_R) if self._forcing else None
         slots = tensors.input_ids_BT
         current = PassInput(self._spec, rows, slots.numel(), slots.device, self._watch).open()
-        with self._on_top(current):
+        with self._passes.on_top(current):
             result = forward(*args, **kwargs)
         self._executed = current.notes.ids_LRK if self._counts_executed else None
         graph_ops.end_pass(self._number, self._ledger, current.calls_L, current.notes.tensors())
@@ -253,7 +253,7 @@ class Interceptor:
         if torch.compiler.is_compiling():
             now.calls_1.add_(1)
             return result
-        self._passes[-1].calls[seat.layer] += 1
+        self._passes.top.calls[seat.layer] += 1
         return with_gate_weights(seat, result, now)
 
     def _run_compiled(self, path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -267,7 +267,7 @@ class Interceptor:
     ) -> Any:
         if torch.compiler.is_compiling() or not self._passes:
             return checkpoint(function, *args, **kwargs)
-        return checkpoint(self._rearmed(function, self._passes[-1].input), *args, **kwargs)
+        return checkpoint(self._rearmed(function, self._passes.top.input), *args, **kwargs)
 
     def _rearmed(self, function: Callable[..., Any], first: PassInput) -> Callable[..., Any]:
         """A checkpointed function that runs on the input of its own pass again whenever it is recomputed."""
@@ -276,7 +276,7 @@ class Interceptor:
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal ran_before
             if ran_before:
-                with self._hooks(whole=False), self._on_top(first.open(recompute=True)):
+                with self._hooks(whole=False), self._passes.on_top(first.open(recompute=True)):
                     return function(*args, **kwargs)
             ran_before = True
             self._checkpoints_open += 1
@@ -288,21 +288,6 @@ class Interceptor:
         return run
 
     def _require_own_checkpointing(self, path: str) -> None:
-        current = self._passes[-1]
+        current = self._passes.top
         if not current.recompute and not self._checkpoints_open:
             require_prepared(path, began_with_grad=current.with_grad)
-
-    @contextmanager
-    def _on_top(self, current: Pass) -> Iterator[None]:
-        self._passes.append(current)
-        self._arm()
-        try:
-            yield
-        finally:
-            self._passes.pop()
-            self._arm()
-
-    def _arm(self) -> None:
-        layers = self._passes[-1].layers if self._passes else [None] * len(self._seats)
-        for seat, layer in zip(self._seats, layers, strict=True):
-            seat.now = layer

@@ -11,7 +11,17 @@ from foreroute.adapters.hf.passes import Listener
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.layout import locate_rows
 from foreroute.mismatch import LOG10_EDGES, LiveAgreement
-from foreroute.replay import AgreementSums, Counts, MissingRows, PassNotes, ReplayRows, Watch, count_experts, required
+from foreroute.replay import (
+    AgreementSums,
+    Counts,
+    MissingRows,
+    PassNotes,
+    ReplayRows,
+    Watch,
+    count_experts,
+    require_effect,
+    required,
+)
 from foreroute.trace import RoutingTrace
 
 
@@ -71,13 +81,7 @@ class ReplaySession(Listener):
         Raises:
             ReplayError: when it was a session in name only.
         """
-        if not self.num_forwards:
-            raise ReplayError("nothing was replayed: no forward of the attached model ran in the replay() session")
-        if self._drops and not self._mask_was_read:
-            raise ReplayError(
-                'rows were missing and missing="drop" was asked for, but nobody read the loss mask: multiply the '
-                'loss of each token by session.loss_mask_BT, or let the model route such rows with missing="native"'
-            )
+        require_effect(self.num_forwards, owes_mask=self._drops and not self._mask_was_read)
 
     @property
     def loss_mask_BT(self) -> Tensor:

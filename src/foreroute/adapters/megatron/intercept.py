@@ -37,7 +37,7 @@ from foreroute.adapters.megatron.seat import Seat
 from foreroute.adapters.overriding import is_hooked, overridden, uncopyable
 from foreroute.adapters.recomputation import runs_without_gradients_in
 from foreroute.errors import ReplayError
-from foreroute.replay import Watch
+from foreroute.replay import PassStack, Watch
 from foreroute.trace import RoutingSpec
 
 REENTRANT = (torch_checkpoint.CheckpointFunction.forward.__code__, megatron_random.CheckpointFunction.forward.__code__)
@@ -65,7 +65,7 @@ class Interceptor:
         self._counts_all_ranks = any(site.module.get_aux_loss_coeff("global_aux_loss") for site in chunk.sites)
         self._names = parameter_names(type(chunk.trunk).forward)[1:]
         self._listeners: list[Listener] = []
-        self._passes: list[Pass] = []
+        self._passes = PassStack[Pass](self._seats)
         self._call: Call | None = None
         self._users = 0
 
@@ -107,7 +107,7 @@ class Interceptor:
                     seat.leave()
 
     def _on_call(self, position: int) -> None:
-        self._passes[-1].note_call(position, self._paths[position])
+        self._passes.top.note_call(position, self._paths[position])
 
     def _run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before, self._call = self._call, Call.read(self._names, args, kwargs)
@@ -129,7 +129,7 @@ class Interceptor:
             raise ReplayError(f"the whole model runs inside a checkpoint; {OWN_CHECKPOINTS}")
         orders = next((each for each in given if each is not None), None)
         current = self._input(self._spec, orders, call, device).open()
-        with self._on_top(current):
+        with self._passes.on_top(current):
             result = forward(*args, **kwargs)
         require_each_router_once(self._paths, current.calls)
         if current.is_checkpointed:
@@ -164,28 +164,13 @@ class Interceptor:
     def _rearmed(self, function: Callable[..., Any], first: PassInput) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             current = first.open(recompute=True)
-            with self._hooks(), self._on_top(current):
+            with self._hooks(), self._passes.on_top(current):
                 result = function(*args, **kwargs)
             if current.is_checkpointed:  # by a checkpoint inside of this one, which is made anew each time
                 self._rearm(result, first)
             return result
 
         return run
-
-    @contextmanager
-    def _on_top(self, current: Pass) -> Iterator[None]:
-        self._passes.append(current)
-        self._arm()
-        try:
-            yield
-        finally:
-            self._passes.pop()
-            self._arm()
-
-    def _arm(self) -> None:
-        layers = self._passes[-1].layers if self._passes else [None] * len(self._seats)
-        for seat, layer in zip(self._seats, layers, strict=True):
-            seat.now = layer
 
 
 def _graph_of(output: Any) -> list[Any]:

@@ -18,7 +18,17 @@ from foreroute.adapters.megatron.ranks import Share
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.layout import Layout
 from foreroute.mismatch import LOG10_EDGES, LiveAgreement
-from foreroute.replay import AgreementSums, Counts, MissingRows, PassNotes, ReplayRows, Watch, count_experts, required
+from foreroute.replay import (
+    AgreementSums,
+    Counts,
+    MissingRows,
+    PassNotes,
+    ReplayRows,
+    Watch,
+    count_experts,
+    require_effect,
+    required,
+)
 from foreroute.trace import RoutingSpec, RoutingTrace
 
 Noted = TypeVar("Noted")
@@ -160,13 +170,7 @@ class ReplaySession(Listener):
         Raises:
             ReplayError: when it was a session in name only.
         """
-        if not self.num_forwards:
-            raise ReplayError("nothing was replayed: no forward of the attached model ran in the session")
-        if self._owes_mask and not self._mask_was_read:
-            raise ReplayError(
-                'rows were missing and missing="drop" was asked for, but nobody read the loss mask: multiply the '
-                'loss of each token by session.loss_mask_BT, or let the model route such rows with missing="native"'
-            )
+        require_effect(self.num_forwards, owes_mask=self._owes_mask and not self._mask_was_read)
 
     @property
     def loss_mask_BT(self) -> Tensor:
