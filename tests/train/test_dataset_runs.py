@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from foreroute.errors import ConfigError, DatasetError, FunctionError
+from foreroute.errors import ConfigError, DatasetError, FunctionError, RunFolderError
+from foreroute.report import read_runs
+from foreroute.report.page import _reading_notes
 from foreroute.train import Watcher, load_checkpoint, parse_config, train
 from foreroute.train.engines import make_engine
 from foreroute.train.loop import make_policy
@@ -76,6 +78,8 @@ def test_a_run_goes_on_where_it_was_and_ends_with_a_model_for_transformers(home,
     assert "ValueError: no reward for" in failed["reward_failure"]
     assert failed["sampling"]["informative_share"] < 1
     assert np.isfinite([failed["reward_mean"], failed["loss"]]).all()
+    (note,) = [note for note in _reading_notes(read_runs([whole.path])) if "no reward" in note]
+    assert f"{sum(record['reward_failures'] for record in records(whole.path))} responses" in note
     assert ["evaluation" in record for record in records(whole.path)] == [True, False, True, False]
     assert records(whole.path)[2]["evaluation"] == greedy_by_hand(config, whole.path / "checkpoints" / "step-000002.pt")
 
@@ -88,6 +92,14 @@ def test_a_run_goes_on_where_it_was_and_ends_with_a_model_for_transformers(home,
     assert all(torch.equal(written[name], value) for name, value in weights_at(4).items())
     assert any(not torch.equal(given[name], value) for name, value in written.items())
     assert AutoTokenizer.from_pretrained(resumed.path / "model")("1+2=")["input_ids"] == [5, 14, 6, 17]
+
+
+def test_a_run_does_not_go_on_with_other_data(copied, tmp_path):
+    run = train(config_of(copied, rl={"steps": 1}), tmp_path / "run")
+    (copied / "data.jsonl").write_text('{"prompt": "1+2=", "answer": 3}\n')
+    with pytest.raises(RunFolderError, match="was started with other data"):
+        train(config_of(copied, rl={"steps": 2}), run.path, resume=True)
+    assert run.last_checkpoint().name == "step-000001.pt"
 
 
 def greedy_by_hand(config, checkpoint):

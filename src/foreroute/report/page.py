@@ -71,7 +71,14 @@ def _values(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _reading_notes(runs: Sequence[Run]) -> list[str]:
-    return [f"{run.label}: {note}" for run in runs for note in run.notes]
+    notes = [f"{run.label}: {note}" for run in runs for note in run.notes]
+    for run in runs:
+        failures = sum(step.reward_failures for step in run.steps)
+        if failures:
+            notes.append(
+                f"{run.label}: {failures} responses got no reward because a function failed; their groups are left out."
+            )
+    return notes
 
 
 def _table_notes(rows: Sequence[SummaryRow]) -> list[str]:

@@ -133,6 +133,7 @@ class Step:
     step: int
     seconds: dict[str, float] = field(default_factory=dict)
     reward_mean: float | None = None
+    reward_failures: int = 0
     entropy: float | None = None
     grad_norm: float | None = None
     clip_share: float | None = None

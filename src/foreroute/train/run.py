@@ -130,6 +130,8 @@ def _start(trainer: Trainer, run: RunFolder, last: Path | None) -> None:
     else:
         ranks.first("making the run folder", lambda: run.begin(trainer.config))
         _save(trainer, run)
+    if trainer.task.data_digest:
+        ranks.first("comparing the data", lambda: run.bind_data(trainer.task.data_digest))
     if trainer.config.rl.kl_coefficient:
         trainer.reference = ranks.together(
             "loading the reference", lambda: load_reference(trainer.config, trainer.task, run)

@@ -1,6 +1,7 @@
 """The folder of a run: its configuration, one line of metrics per step, checkpoints, and traces.
 
 config.json                  the resolved configuration
+data.txt                     the digest of the data set, where there is one
 metrics.jsonl                one JSON object per finished step
 checkpoints/step-000020.pt   the state before step 20
 traces/step-000020.safetensors
@@ -60,6 +61,22 @@ class RunFolder:
         text = json.dumps(config.model_dump(), indent=2)
         with _writing(self.path / "config.json") as path:
             write_atomically(path, lambda temporary: _write(temporary, text))
+
+    def bind_data(self, digest: str) -> None:
+        """Remember what a new run is trained on, or make sure that a resumed one goes on with the same.
+
+        Raises:
+            RunFolderError: when the data set is another.
+        """
+        path = self.path / "data.txt"
+        if not path.exists():
+            with _writing(path):
+                write_atomically(path, lambda temporary: _write(temporary, digest))
+        elif path.read_text(encoding="utf-8") != digest:
+            raise RunFolderError(
+                f"{self.path} was started with other data: task.data or evaluation.data has changed since. Resume with "
+                "the files as they were, or start in another folder"
+            )
 
     @classmethod
     def reopen(cls, path: Path, config: TrainConfig) -> RunFolder:

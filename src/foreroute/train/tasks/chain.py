@@ -27,6 +27,7 @@ class ChainTask:
     vocabulary_size = len(VOCABULARY)
     max_turns = 1
     skipped = 0
+    data_digest = ""
 
     def __init__(self, config: TaskConfig) -> None:
         self._operands = config.min_operands, config.max_operands

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from foreroute.adapters.hf import Tokenizer
@@ -58,6 +59,8 @@ class DatasetTask:
         self._held_out: list[Problem] = []
         if config.evaluation.data is not None:
             self._held_out = self._read_held_out(Path(config.evaluation.data), config.evaluation.prompts)
+        read = [Path(path).read_bytes() for path in (config.task.data, config.evaluation.data) if path is not None]
+        self.data_digest = " ".join(xxhash.xxh3_128_hexdigest(content) for content in read)
 
     def problems(self, count: int, step: int, number: int, rng: np.random.Generator) -> list[Problem]:
         size = len(self._problems)

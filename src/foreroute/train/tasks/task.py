@@ -49,6 +49,7 @@ class Task(Protocol):
         max_response_tokens: the most that one turn of a response may have, its end token included.
         max_turns: the most turns that a response may have; 1 without an environment.
         skipped: problems that were left out as too long.
+        data_digest: of what the problems are read from; empty where they are made.
     """
 
     end_token: int
@@ -57,6 +58,7 @@ class Task(Protocol):
     max_response_tokens: int
     max_turns: int
     skipped: int
+    data_digest: str
 
     def problems(self, count: int, step: int, number: int, rng: np.random.Generator) -> list[Problem]:
         """The problems of a round of a step.
