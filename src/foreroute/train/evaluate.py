@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from foreroute.capture import Sampling
 from foreroute.train.config import TrainConfig
-from foreroute.train.engine import Engine
+from foreroute.train.engines import Engine
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Scores, scored
 from foreroute.train.tasks import Task

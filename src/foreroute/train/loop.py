@@ -29,7 +29,7 @@ from foreroute.adapters import hf
 from foreroute.errors import AttachError, ConfigError
 from foreroute.trace import RoutingTrace
 from foreroute.train.config import TrainConfig
-from foreroute.train.engine import Engine
+from foreroute.train.engines import Engine
 from foreroute.train.evaluate import evaluate, evaluation_record
 from foreroute.train.measure import StepPart, merged, step_record
 from foreroute.train.model import make_model

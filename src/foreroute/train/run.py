@@ -62,7 +62,8 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
         ranks.require_same(_by_key(config.model_dump()), "Start all of them with the same configuration")
         ranks.first("opening the run folder", lambda: _open(config, folder, resume))
         run = RunFolder(folder)
-        with closing(make_task(config)) as task:
+        with closing(ranks.together("reading the task", lambda: make_task(config))) as task:
+            ranks.require_same({"the data": task.data_digest}, "Give all of them the same files")
             policy = make_policy(config, task)
             _require_divisible(policy, ranks)
             with closing(make_engine(config, policy)) as engine:
@@ -123,15 +124,15 @@ def _begin(model: Any, config: TrainConfig, task: Task, ranks: Ranks, watcher: W
 
 
 def _start(trainer: Trainer, run: RunFolder, last: Path | None) -> None:
-    ranks = trainer.execution.ranks
+    ranks, digest = trainer.execution.ranks, trainer.task.data_digest
     if last is not None:
+        ranks.first("comparing the data", lambda: run.bind_data(digest))
         ranks.together(f"loading {last}", lambda: trainer.restore(last))
         ranks.first("taking up the metrics", lambda: run.forget_metrics_from(trainer.step))
     else:
         ranks.first("making the run folder", lambda: run.begin(trainer.config))
+        ranks.first("noting the data", lambda: run.bind_data(digest))
         _save(trainer, run)
-    if trainer.task.data_digest:
-        ranks.first("comparing the data", lambda: run.bind_data(trainer.task.data_digest))
     if trainer.config.rl.kl_coefficient:
         trainer.reference = ranks.together(
             "loading the reference", lambda: load_reference(trainer.config, trainer.task, run)

@@ -65,10 +65,15 @@ class RunFolder:
     def bind_data(self, digest: str) -> None:
         """Remember what a new run is trained on, or make sure that a resumed one goes on with the same.
 
+        Args:
+            digest: empty for a task that makes its problems.
+
         Raises:
             RunFolderError: when the data set is another.
         """
         path = self.path / "data.txt"
+        if not digest:
+            return
         if not path.exists():
             with _writing(path):
                 write_atomically(path, lambda temporary: _write(temporary, digest))

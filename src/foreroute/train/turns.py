@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from foreroute.capture import Generation, Sampling
 from foreroute.errors import FunctionError
 from foreroute.trace import extended
-from foreroute.train.engine import Engine
+from foreroute.train.engines import Engine
 from foreroute.train.tasks import Problem, Task
 
 
