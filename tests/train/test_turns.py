@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from foreroute.capture import Generation
+from foreroute.conformance.examine import _response_logprobs
 from foreroute.errors import ConfigError, FunctionError
 from foreroute.train import parse_config
 from foreroute.train.engines import make_engine
-from foreroute.train.forward import inputs
+from foreroute.train.forward import inputs, response_logprobs
 from foreroute.train.loop import make_policy, make_trainer
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
@@ -294,3 +295,13 @@ def test_an_environment_that_fails_leaves_its_response_without_reward(home):
 def test_settings_of_turns_that_do_not_fit_are_explained(home, task, message):
     with pytest.raises(ConfigError, match=message):
         config_of(home, task=task)
+
+
+def test_the_doctor_compares_what_was_sampled(rolled_out):
+    trainer, experience, _ = rolled_out
+    model, generation = trainer.policy.model, experience.generation
+    with torch.no_grad():
+        parts = _response_logprobs(model, generation, TEMPERATURE)
+        logprobs_R, _ = response_logprobs(model, generation, TEMPERATURE)
+    assert [len(part) for part in parts] == generation.response_lengths.tolist()
+    np.testing.assert_allclose(np.concatenate(parts), logprobs_R.numpy(), atol=2e-5)
