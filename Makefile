@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE = 1
 KERNELS := $(shell find src/foreroute/trace src/foreroute/balance src/foreroute/simulate -name '*.py' | sort | xargs cat | sha256sum | cut -c1-12)
 export NUMBA_CACHE_DIR = $(CURDIR)/.numba_cache/$(KERNELS)
 
-.PHONY: demo demo-ep test check bench experiments docs clean
+.PHONY: demo demo-ep test check bench experiments docs config-reference clean
 
 demo: $(READY)
 	$(BIN)/foreroute demo
@@ -34,12 +34,17 @@ check: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# docs/configuration.md, after a change of a key, its default or its text
+config-reference: $(READY)
+	$(BIN)/python make/config_reference.py
+
 bench: $(READY)
 	$(BIN)/python -m benchmarks all --json
 
-# every routing mode, three seeds each, one report: about half an hour
+# cells of the grid that have no result yet, two at a time, then docs/evidence.md: about an hour and a half from nothing
 experiments: $(READY)
-	PATH="$(CURDIR)/$(BIN):$$PATH" benchmarks/experiments.sh runs/experiments
+	$(BIN)/python -m experiments run
+	$(BIN)/python -m experiments page
 
 # torch is installed on its own first, in the pinned version, before anything can ask for another
 $(READY): pyproject.toml constraints.txt

@@ -24,6 +24,7 @@
     ├── RankError (also RuntimeError)     another process of the run failed
     ├── FunctionError (also RuntimeError) a user's function raised, hung, died, or returned nonsense
     ├── DivergedError (also ArithmeticError)  training whose numbers are no longer finite
+    ├── CollapseError (also RuntimeError) a run that its alarms ended
     └── ReplayError (also RuntimeError)   replay was asked for and did not take effect
 
 A message says what was seen, what was expected, and what to do.
@@ -124,6 +125,10 @@ class FunctionError(ForerouteError, RuntimeError):
 
 class DivergedError(ForerouteError, ArithmeticError):
     """Raised when loss, gradients or probabilities stop being finite."""
+
+
+class CollapseError(ForerouteError, RuntimeError):
+    """Raised when an alarm ends a run: it was told to stop, or was rolled back as often as it may."""
 
 
 class ReplayError(ForerouteError, RuntimeError):

@@ -2,6 +2,8 @@
 
 import json
 
+import torch
+
 from foreroute.train import parse_config
 from foreroute.train.engines import make_engine
 from foreroute.train.loop import make_policy, make_trainer
@@ -53,3 +55,13 @@ def trainer_of(config):
     task = make_task(config)
     policy = make_policy(config, task)
     return make_trainer(config, task, policy, Whole(policy), make_engine(config, policy))
+
+
+def same_state(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same_state, a, b))
+    return a == b

@@ -16,17 +16,7 @@ from foreroute.train.rollout import roll_out
 from foreroute.train.schedule import make_schedule
 from foreroute.train.update import update
 from models import FAMILIES
-from small_runs import SIZES, records, small_config, small_values, trainer_of
-
-
-def same_state(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same_state, a, b))
-    return a == b
+from small_runs import SIZES, records, same_state, small_config, small_values, trainer_of
 
 
 @pytest.mark.parametrize(

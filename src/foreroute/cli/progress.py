@@ -6,15 +6,38 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from time import monotonic
 from types import FrameType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
-from foreroute.train import TrainConfig, Watcher
+from foreroute.mismatch import Alarm
+from foreroute.train import Rollback, TrainConfig, Watcher
 
 LINES_EVERY = 20
+PACE_OVER_S = 3600.0
+"""The pace of a run is that of the last hour, since a step may take minutes."""
+
+
+class PaceColumn(ProgressColumn):
+    """Time per step."""
+
+    def render(self, task: Task) -> Text:
+        """Of the steps that this process has seen end; nothing before the second."""
+        return Text(_pace(1 / task.speed) if task.speed else "", style="progress.data.speed")
 
 
 def is_first_rank() -> bool:
@@ -29,36 +52,9 @@ def console_of_rank() -> Console:
 
 @contextmanager
 def watching(config: TrainConfig, console: Console) -> Iterator[Watcher]:
-    """A watcher that shows progress and turns the first Ctrl-C into an orderly stop."""
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    warm = progress.add_task(f"{config.name}: warm start", total=None, figures="", visible=False)
-    steps = progress.add_task(f"{config.name}: GRPO", total=config.rl.steps, figures="")
-
-    def line(text: str) -> None:
-        if not console.is_terminal:
-            console.print(text, highlight=False, soft_wrap=True)
-
-    def on_warm_start(step: int, loss: float) -> None:
-        progress.update(warm, visible=True, completed=step + 1, figures=f"loss {loss:.2f}")
-        if step % (5 * LINES_EVERY) == 0:
-            line(f"{config.name}: warm start, step {step}, loss {loss:.2f}")
-
-    def on_step(record: dict[str, Any]) -> None:
-        progress.update(warm, visible=False)
-        progress.update(steps, completed=record["step"] + 1, figures=_figures(record))
-        if record["step"] % LINES_EVERY == 0 or record["step"] + 1 == config.rl.steps:
-            line(f"{config.name}: step {record['step']}, {_figures(record)}")
-
-    with progress, _interrupts() as received:
+    """A watcher that shows progress and alarms, and turns the first Ctrl-C into an orderly stop."""
+    display = Display(config, console)
+    with display.progress, _interrupts() as received:
 
         def should_stop() -> bool:
             if len(received) == 1:
@@ -66,7 +62,78 @@ def watching(config: TrainConfig, console: Console) -> Iterator[Watcher]:
                 received.append(0)
             return bool(received)
 
-        yield Watcher(on_warm_start, on_step, should_stop)
+        yield Watcher(display.warm_start, display.step, should_stop, display.rollback)
+
+
+class Display:
+    """What a run shows: a bar on a terminal, lines elsewhere, and alarms and rollbacks on both."""
+
+    def __init__(self, config: TrainConfig, console: Console) -> None:
+        self._name, self._num_steps, self._console = config.name, config.rl.steps, console
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            PaceColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            speed_estimate_period=PACE_OVER_S,
+            disable=not console.is_terminal,
+        )
+        self._warm = self.progress.add_task(f"{self._name}: warm start", total=None, figures="", visible=False)
+        self._steps = self.progress.add_task(f"{self._name}: GRPO", total=self._num_steps, figures="")
+        self._first: tuple[int, float] | None = None
+        self._alarms: set[str] = set()
+
+    def warm_start(self, step: int, loss: float) -> None:
+        """A supervised step."""
+        self.progress.update(self._warm, visible=True, completed=step + 1, figures=f"loss {loss:.2f}")
+        if step % (5 * LINES_EVERY) == 0:
+            self._line(f"warm start, step {step}, loss {loss:.2f}")
+
+    def step(self, record: dict[str, Any]) -> None:
+        """A finished step, and the alarms that were not on before it."""
+        step, now = record["step"], monotonic()
+        self._first = self._first or (step, now)
+        self.progress.update(self._warm, visible=False)
+        self.progress.update(self._steps, completed=step + 1, figures=_figures(record))
+        if step % LINES_EVERY == 0 or step + 1 == self._num_steps:
+            self._line(f"step {step}, {_figures(record)}{self._time_left(step, now)}")
+        alarms = {each["kind"]: Alarm(**each) for each in record["alarms"]}
+        for kind in sorted(alarms.keys() - self._alarms):
+            self._say(f"alarm at step {step}: {alarms[kind]}")
+        self._alarms = set(alarms)
+
+    def rollback(self, rollback: Rollback) -> None:
+        """The run has gone back."""
+        self._first, self._alarms = None, set()
+        self.progress.reset(self._steps, completed=rollback.to_step, figures="")
+        self._say(
+            f"rolled back to step {rollback.to_step}, and on from there with the rollout's routes and other data. "
+            f"Step {rollback.at_step}: {rollback.because}"
+        )
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"{self._name}: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def _line(self, text: str) -> None:
+        if not self._console.is_terminal:
+            self._say(text)
+
+    def _time_left(self, step: int, now: float) -> str:
+        """In words, from the steps since the run began, was resumed, or was rolled back."""
+        first, begun = self._first or (step, now)
+        if first == step:
+            return ""
+        each_s, to_go = (now - begun) / (step - first), self._num_steps - step - 1
+        left = f", {timedelta(seconds=round(each_s * to_go))} left" if to_go else ""
+        return f", {_pace(each_s)}{left}"
+
+
+def _pace(seconds: float) -> str:
+    return f"{seconds:.3g} s/step"
 
 
 def _figures(record: dict[str, Any]) -> str:

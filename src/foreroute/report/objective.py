@@ -1,4 +1,4 @@
-"""The plots of the loss: effective sample size, what clipping and corrections hold back, distance to a reference."""
+"""The plots of the update: effective sample size, stale routes, what clipping holds back, distance to a reference."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ def objective_plots(runs: Sequence[Run]) -> list[Plot]:
     effective = per_run(runs, _effective)
     if effective:
         plots.append(lines(_EFFECTIVE, runs, effective, percent_axis))
+    live = per_run(runs, _live_agreement)
+    if live:
+        plots.append(lines(_LIVE, runs, live, percent_axis))
     for caption, value in ((_CLIPPED, _clipped), (_CUT, _cut)):
         series = per_run(runs, value)
         if any(line.y.any() for line in series):
@@ -30,6 +33,10 @@ def objective_plots(runs: Sequence[Run]) -> list[Plot]:
 
 def _effective(step: Step) -> float | None:
     return None if step.importance is None else step.importance.effective_share
+
+
+def _live_agreement(step: Step) -> float | None:
+    return step.live_agreement[-1] if step.live_agreement else None
 
 
 def _clipped(step: Step) -> float | None:
@@ -54,6 +61,14 @@ _EFFECTIVE = Caption(
     "trainer and rollout engine give every token the same probability.",
     x_label=STEP,
     y_label="share of trained tokens",
+    absent=NEVER,
+)
+_LIVE = Caption(
+    title="Live routes",
+    sentence="Share of (token, layer) cells in which the policy's own experts, in the last mini-step of an update, are "
+    "still the replayed ones.",
+    x_label=STEP,
+    y_label="share of (token, layer) cells",
     absent=NEVER,
 )
 _CLIPPED = Caption(

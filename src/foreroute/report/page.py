@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foreroute.report.alarm_rows import alarm_rows, watched
 from foreroute.report.load_rows import load_rows
 from foreroute.report.records import Run, read_runs
 from foreroute.report.table import WINDOW, SummaryRow, summary_rows
@@ -64,6 +65,8 @@ def _values(runs: Sequence[Run]) -> dict[str, Any]:
         "window": WINDOW,
         "notes": [*_reading_notes(runs), *_table_notes(rows)],
         "plots": plots,
+        "alarm_rows": alarm_rows(runs),
+        "watched": watched(runs),
         "load_rows": load_rows(runs),
         "load_plots": rank_load_plots(runs),
         "config": _config_lines(runs),

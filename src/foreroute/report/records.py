@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from foreroute.errors import InputError, RunFolderError
+from foreroute.mismatch import Alarm
 
 Side = Literal["native", "replayed"]
 """How the trainer was routed when the mismatch was measured: by itself, or with the rollout's routes replayed."""
@@ -127,6 +128,15 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolledBack:
+    """A return to an earlier checkpoint."""
+
+    at_step: int
+    to_step: int
+    because: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """One line of `metrics.jsonl`. None or an empty mapping: not recorded at this step."""
 
@@ -143,6 +153,8 @@ class Step:
     mismatch: dict[Side, Mismatch] = field(default_factory=dict)
     margins: Margins | None = None
     expert_load: dict[int, float] = field(default_factory=dict)
+    live_agreement: tuple[float, ...] = ()
+    alarms: tuple[Alarm, ...] | None = None
     execution: Execution | None = None
 
 
@@ -159,6 +171,7 @@ class Run:
     config: dict[str, Any]
     steps: tuple[Step, ...]
     notes: tuple[str, ...] = ()
+    rollbacks: tuple[RolledBack, ...] = ()
 
     @property
     def trains_with(self) -> Side:
@@ -194,6 +207,14 @@ class _Config:
 _CONFIG = TypeAdapter(_Config)
 _ANYTHING = TypeAdapter(dict[str, Any])
 _STEP = TypeAdapter(Step)
+
+
+@dataclass(frozen=True)
+class _Rollbacks:
+    rollbacks: tuple[RolledBack, ...]
+
+
+_ROLLBACKS = TypeAdapter(_Rollbacks)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -240,7 +261,17 @@ def read_run(folder: Path) -> Run:
         config=shown,
         steps=tuple(steps),
         notes=tuple(notes),
+        rollbacks=_read_rollbacks(folder / "rollbacks.json"),
     )
+
+
+def _read_rollbacks(path: Path) -> tuple[RolledBack, ...]:
+    if not path.exists():
+        return ()
+    try:
+        return _ROLLBACKS.validate_json(_read_bytes(path), strict=True).rollbacks
+    except ValidationError as error:
+        raise RunFolderError(f"{path} is damaged: {_reason(error)}. Restore it from a copy") from error
 
 
 def _read_metrics(path: Path) -> tuple[list[Step], list[str]]:

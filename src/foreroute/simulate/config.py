@@ -84,6 +84,7 @@ class WorkloadConfig(Section):
     skew: Annotated[float, Field(gt=0)] = 1.0
     """Above 1, experts of a layer are less even than the preset says; concentrations are divided by it."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Of what is drawn."""
 
     @field_validator("preset")
     @classmethod
@@ -133,15 +134,23 @@ class SweepConfig(Section):
     """Sensitivities: for each key, values that replace the configuration's, one at a time."""
 
     redundant_slots: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Values of cluster.redundant_slots."""
     node_bandwidth: tuple[Annotated[float, Field(gt=0)], ...] = ()
-    """Factors of the configured bandwidth, as all that follow with `bandwidth`."""
+    """Factors of links.node_bytes_per_s."""
     cluster_bandwidth: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Factors of links.cluster_bytes_per_s."""
     host_bandwidth: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Factors of links.host_bytes_per_s."""
     tokens_per_rank: tuple[Count, ...] = ()
+    """Values of workload.tokens_per_rank."""
     expert_parallel: tuple[Count, ...] = ()
+    """Values of cluster.expert_parallel."""
     skew: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Values of workload.skew."""
     overlap: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
+    """Values of execution.overlap."""
     planning_s: tuple[Seconds, ...] = ()
+    """Values of execution.planning_s."""
 
 
 class SimulateConfig(Section):
@@ -154,9 +163,13 @@ class SimulateConfig(Section):
     execution: ExecutionConfig = ExecutionConfig()
     sweep: SweepConfig = SweepConfig()
     hardware: dict[str, Any] = Field(default_factory=lambda: {"preset": "h100"})
+    """As in a topology file."""
     links: dict[str, Any] = Field(default_factory=dict)
+    """As in a topology file."""
     model: dict[str, Any] = Field(default_factory=lambda: {"preset": "qwen3-30b-a3b"})
+    """As in a topology file."""
     costs: dict[str, Any] = Field(default_factory=dict)
+    """As in a topology file."""
 
     @field_validator("methods", mode="before")
     @classmethod

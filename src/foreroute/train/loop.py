@@ -47,7 +47,13 @@ from foreroute.train.whole import Execution, Whole
 
 @dataclass
 class Trainer:
-    """The state of a run."""
+    """The state of a run.
+
+    Attributes:
+        step: the next one.
+        skipped_steps: steps of data that were passed over by rollbacks.
+        seconds: of the stages of the last step.
+    """
 
     config: TrainConfig
     task: Task
@@ -57,6 +63,7 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     reference: Reference | None = None
     step: int = 0
+    skipped_steps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     def run_step(self) -> tuple[Experience, dict[str, Any]]:
@@ -71,7 +78,7 @@ class Trainer:
             weights = self.execution.state_dict()
             experience = ranks.together(f"the rollout of step {version}", lambda: self._roll_out(weights))
         evaluation = self._evaluate()
-        schedule = make_schedule(experience, self.config.rl, ranks, seed=(self.config.seed, version))
+        schedule = make_schedule(experience, self.config.rl, ranks, seed=(self.config.seed, self._data_step))
         follows_rollout = routing in ("R3", "R3+weights")
         if follows_rollout:
             self._plan(experience.generation.trace, [schedule.recompute, *schedule.update])
@@ -80,7 +87,7 @@ class Trainer:
             passes = {trained_with: self._recompute(experience, schedule, trained_with)}
         if routing == "R2":
             self._plan(passes[trained_with].executed, schedule.update)
-        if version % self.config.measure.compare_every == 0:
+        if self._measures:
             other = "native" if trained_with == "replayed" else "replayed"
             with self._timed("measure"):
                 passes[other] = self._recompute(experience, schedule, other)
@@ -117,9 +124,17 @@ class Trainer:
             self.execution.load(state["model"], self.optimizer, state["optimizer"])
         self.step = state["step"]
 
+    @property
+    def _data_step(self) -> int:
+        return self.step + self.skipped_steps
+
+    @property
+    def _measures(self) -> bool:
+        return self.step % self.config.measure.compare_every == 0
+
     def _roll_out(self, weights: Mapping[str, torch.Tensor]) -> Experience:
         self.engine.load_weights(weights, version=self.step)
-        return roll_out(self.engine, self.task, self.config, self.step, self.execution.ranks)
+        return roll_out(self.engine, self.task, self.config, self._data_step, self.execution.ranks)
 
     def _evaluate(self) -> dict[str, Any]:
         """With the weights that this step's rollout was sampled with."""
@@ -170,6 +185,7 @@ class Trainer:
             weight_version=self.step,
             temperature=self.config.rollout.temperature,
             reference_logprobs_R=reference_logprobs_R,
+            watch_routes=self._measures,
         )
 
     def _set_learning_rate(self) -> None:

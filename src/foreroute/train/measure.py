@@ -97,6 +97,7 @@ def step_record(step: int, whole: StepPart, trained_with: str, seconds: dict[str
         "clip_share": updated.clip_share,
         "loss": updated.loss,
         "tokens": generation.trace.num_rows,
+        "trained_with": trained_with,
         "mismatch": {name: mismatch_record(*mismatch_of(generation, result)) for name, result in passes.items()},
         "expert_load": _expert_load(generation, updated),
         "importance": asdict(updated.importance) | {"rejected_sequences": updated.rejected_sequences},
@@ -111,6 +112,8 @@ def step_record(step: int, whole: StepPart, trained_with: str, seconds: dict[str
         record["reward_failure"] = experience.sampled.failures[0]
     if updated.kl is not None:
         record["kl"] = updated.kl
+    if updated.live_agreement:
+        record["live_agreement"] = list(updated.live_agreement)
     if "native" in passes:
         record["margins"] = {
             "log10_edges": LOG10_EDGES.tolist(),

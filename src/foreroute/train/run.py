@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from foreroute.adapters import hf
-from foreroute.errors import ConfigError, RunFolderError
+from foreroute.errors import ConfigError, DivergedError, RunFolderError
 from foreroute.train.config import TrainConfig
 from foreroute.train.engines import make_engine
+from foreroute.train.guard import Guard
 from foreroute.train.loop import Trainer, make_execution, make_policy, make_trainer
 from foreroute.train.model import write_model
 from foreroute.train.ranks import Ranks, joined
 from foreroute.train.reference import load_reference
+from foreroute.train.rollback import Rollback, as_rolled_back, read_rollbacks, settle
 from foreroute.train.rollout import Experience
 from foreroute.train.run_folder import RunFolder, load_checkpoint, misfit_named
 from foreroute.train.spread import compile_planner
@@ -34,11 +36,13 @@ class Watcher:
         on_warm_start: called with step and smoothed loss of each supervised step.
         on_step: called with the record of each finished step.
         should_stop: asked before each step; when true the state is saved and the run ends.
+        on_rollback: called when the run has gone back to an earlier checkpoint.
     """
 
     on_warm_start: Callable[[int, float], None] = lambda step, loss: None
     on_step: Callable[[dict[str, Any]], None] = lambda record: None
     should_stop: Callable[[], bool] = lambda: False
+    on_rollback: Callable[[Rollback], None] = lambda rollback: None
 
 
 def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: Watcher | None = None) -> RunFolder:
@@ -54,6 +58,7 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
         RunFolderError: when the folder is in use, or cannot be resumed.
         EngineError: when the rollout engine cannot be started, or fails.
         DivergedError: when loss, gradients or probabilities stop being finite; the checkpoints before stay.
+        CollapseError: when an alarm ends the run; likewise.
         RankError, TransferError: when another process fails, or is gone; the checkpoints before stay.
     """
     watcher = watcher or Watcher()
@@ -64,17 +69,27 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
         run = RunFolder(folder)
         with closing(ranks.together("reading the task", lambda: make_task(config))) as task:
             ranks.require_same({"the data": task.data_digest}, "Give all of them the same files")
-            policy = make_policy(config, task)
-            _require_divisible(policy, ranks)
-            with closing(make_engine(config, policy)) as engine:
-                last = _last_checkpoint(run, ranks)
-                if last is None and not _begin(policy.model, config, task, ranks, watcher):
-                    return run
-                with closing(make_execution(config, policy, ranks)) as execution:
-                    trainer = make_trainer(config, task, policy, execution, engine)
-                    _start(trainer, run, last)
-                    _run(trainer, run, watcher)
+            while _goes_back(config, task, run, ranks, watcher):
+                if ranks.rank == 0:
+                    watcher.on_rollback(read_rollbacks(run)[-1])
     return run
+
+
+def _goes_back(config: TrainConfig, task: Task, run: RunFolder, ranks: Ranks, watcher: Watcher) -> bool:
+    """Run from the last checkpoint to the end, or to where an earlier checkpoint became the last."""
+    rollbacks = read_rollbacks(run)
+    config = as_rolled_back(config, rollbacks)
+    policy = make_policy(config, task)
+    _require_divisible(policy, ranks)
+    with closing(make_engine(config, policy)) as engine:
+        last = _last_checkpoint(run, ranks)
+        if last is None and not _begin(policy.model, config, task, ranks, watcher):
+            return False
+        with closing(make_execution(config, policy, ranks)) as execution:
+            trainer = make_trainer(config, task, policy, execution, engine)
+            trainer.skipped_steps = rollbacks[-1].skipped_steps if rollbacks else 0
+            _start(trainer, run, last)
+            return _run(trainer, run, watcher)
 
 
 def _by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -86,7 +101,7 @@ def _by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _open(config: TrainConfig, folder: Path, resume: bool) -> None:
     if resume:
-        RunFolder.reopen(folder, config)
+        settle(RunFolder.reopen(folder, config))
     else:
         RunFolder.claim(folder)
 
@@ -139,14 +154,23 @@ def _start(trainer: Trainer, run: RunFolder, last: Path | None) -> None:
         )
 
 
-def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
+def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> bool:
+    """True when the run was rolled back."""
     config, ranks, saved_at = trainer.config, trainer.execution.ranks, trainer.step
+    guard = Guard(config.alarms, run, ranks)
     while trainer.step < config.rl.steps and not ranks.most([watcher.should_stop()])[0]:
         step = trainer.step
-        experience, record = trainer.run_step()
-        ranks.first(f"writing the metrics of step {step}", partial(_write, run, config, step, experience, record))
+        try:
+            experience, record = trainer.run_step()
+        except DivergedError as error:
+            return guard.survive(step, error)
+        write = partial(_write, run, config, guard, step, experience, record)
+        ranks.first(f"writing the metrics of step {step}", write)
         if record:
             watcher.on_step(record)
+        # before a checkpoint is saved, so that a run that is killed here comes to the same decision again
+        if guard.act(step):
+            return True
         if trainer.step % config.checkpoint.every == 0:
             _save(trainer, run)
             saved_at = trainer.step
@@ -154,9 +178,13 @@ def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
         _save(trainer, run)
     if trainer.step == config.rl.steps:
         _write_model(trainer, run)
+    return False
 
 
-def _write(run: RunFolder, config: TrainConfig, step: int, experience: Experience, record: dict[str, Any]) -> None:
+def _write(
+    run: RunFolder, config: TrainConfig, guard: Guard, step: int, experience: Experience, record: dict[str, Any]
+) -> None:
+    guard.examine(record)
     if step % config.measure.save_trace_every == 0:
         run.save_trace(step, experience.generation.trace.without_gate_weights())
     run.append_metrics(record)

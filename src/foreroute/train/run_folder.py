@@ -26,6 +26,7 @@ from foreroute.trace import RoutingTrace, save, write_atomically
 from foreroute.train.config import TrainConfig
 
 CHECKPOINT = re.compile(r"step-(\d{6})\.pt")
+MAY_CHANGE = ("parallel.", "alarms.", "logging.")
 
 
 class RunFolder:
@@ -59,8 +60,8 @@ class RunFolder:
         """
         RunFolder.claim(self.path)
         text = json.dumps(config.model_dump(), indent=2)
-        with _writing(self.path / "config.json") as path:
-            write_atomically(path, lambda temporary: _write(temporary, text))
+        with writing(self.path / "config.json") as path:
+            write_atomically(path, lambda temporary: write_text(temporary, text))
 
     def bind_data(self, digest: str) -> None:
         """Remember what a new run is trained on, or make sure that a resumed one goes on with the same.
@@ -75,8 +76,8 @@ class RunFolder:
         if not digest:
             return
         if not path.exists():
-            with _writing(path):
-                write_atomically(path, lambda temporary: _write(temporary, digest))
+            with writing(path):
+                write_atomically(path, lambda temporary: write_text(temporary, digest))
         elif path.read_text(encoding="utf-8") != digest:
             raise RunFolderError(
                 f"{self.path} was started with other data: task.data or evaluation.data has changed since. Resume with "
@@ -85,7 +86,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, config: TrainConfig) -> RunFolder:
-        """Take up a run with the same configuration; only `rl.steps` and what is under `parallel` may differ.
+        """Take up a run with the same configuration; only `rl.steps`, and how it is run and watched, may differ.
 
         Raises:
             RunFolderError: when there is no run, or its configuration is another.
@@ -95,7 +96,7 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise RunFolderError(f"{path} holds no run to resume (config.json: {error})") from error
         keys = _changed_keys(stored, config.model_dump())
-        changed = {key for key in keys if key != "rl.steps" and not key.startswith("parallel.")}
+        changed = {key for key in keys if key != "rl.steps" and not key.startswith(MAY_CHANGE)}
         if changed:
             raise RunFolderError(
                 f"{path} was started with another configuration; these keys differ: {', '.join(sorted(changed))}. "
@@ -105,22 +106,28 @@ class RunFolder:
 
     def append_metrics(self, record: dict[str, Any]) -> None:
         """Add one line and flush it to disk."""
-        with _writing(self.path / "metrics.jsonl") as path, open(path, "a", encoding="utf-8") as file:
+        with writing(self.path / "metrics.jsonl") as path, open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of all finished steps; a torn last line is none."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
 
     def forget_metrics_from(self, step: int) -> None:
         """Drop the lines of steps that will run again, and a torn last line."""
         path = self.path / "metrics.jsonl"
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines()[:step]
-            with _writing(path):
-                write_atomically(path, lambda temporary: _write(temporary, "".join(line + "\n" for line in lines)))
+            with writing(path):
+                write_atomically(path, lambda temporary: write_text(temporary, "".join(line + "\n" for line in lines)))
 
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> Path:
         """Write the state before `step`: the whole file or nothing."""
-        with _writing(self.path / "checkpoints" / f"step-{step:06d}.pt") as path:
+        with writing(self.path / "checkpoints" / f"step-{step:06d}.pt") as path:
             write_atomically(path, lambda temporary: torch.save({"step": step, **state}, temporary))
         return path
 
@@ -132,7 +139,7 @@ class RunFolder:
 
     def save_model(self, write: Callable[[Path], None]) -> Path:
         """Have the final model written to a folder: all of it or nothing. One that is there is replaced."""
-        with _writing(self.path / "model") as path:
+        with writing(self.path / "model") as path:
             unfinished = path.with_name(".model")
             write(unfinished)
             if path.exists():
@@ -140,9 +147,16 @@ class RunFolder:
             unfinished.rename(path)
         return path
 
+    def checkpoint_step_before(self, step: int) -> int:
+        """The step of the last checkpoint from before `step`, or of the first one."""
+        steps = sorted(
+            int(match[1]) for p in (self.path / "checkpoints").iterdir() if (match := CHECKPOINT.fullmatch(p.name))
+        )
+        return max((each for each in steps if each < step), default=steps[0])
+
     def save_trace(self, step: int, trace: RoutingTrace) -> None:
         """Keep the routes of a step's rollout. A step that runs again writes the same trace again."""
-        with _writing(self.path / "traces" / f"step-{step:06d}.safetensors") as path:
+        with writing(self.path / "traces" / f"step-{step:06d}.safetensors") as path:
             save(trace, path, overwrite=True)
 
 
@@ -162,7 +176,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[Path]:
+def writing(path: Path) -> Iterator[Path]:
+    """What cannot be written is a `RunFolderError` that says so."""
     try:
         yield path
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError where the disk is full
@@ -184,7 +199,8 @@ def _changed_keys(stored: dict[str, Any], wanted: dict[str, Any], prefix: str = 
     return changed
 
 
-def _write(path: str, text: str) -> None:
+def write_text(path: str, text: str) -> None:
+    """For `write_atomically`."""
     Path(path).write_text(text, encoding="utf-8")
 
 

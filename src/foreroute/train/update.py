@@ -17,6 +17,7 @@ from foreroute.errors import ConfigError, DivergedError
 from foreroute.trace import RoutingTrace
 from foreroute.train.config.rl import RLConfig
 from foreroute.train.forward import inputs, response_logprobs
+from foreroute.train.live_sums import LiveSums
 from foreroute.train.objective.means import coefficients, denominator
 from foreroute.train.objective.sums import Importance, LossSums
 from foreroute.train.objective.token_losses import token_losses
@@ -38,6 +39,8 @@ class Updated:
         rejected_sequences: informative ones that were left out because the two disagree.
         kl: mean divergence from the reference over the trained tokens; None without one.
         micro_step_S: int64 [S], the micro-step of each sequence of this rank; -1 where it was left out.
+        live_agreement: for each mini-step, the share of (token, layer) whose live top-k is the replayed set; empty
+            where nothing is replayed, or it was not watched.
     """
 
     loss: float
@@ -47,6 +50,7 @@ class Updated:
     rejected_sequences: int
     kl: float | None
     micro_step_S: NDArray[np.int64]
+    live_agreement: tuple[float, ...] = ()
 
 
 def update(
@@ -62,6 +66,7 @@ def update(
     weight_version: int,
     temperature: float,
     reference_logprobs_R: NDArray[np.float32] | None = None,
+    watch_routes: bool = False,
 ) -> Updated:
     """Take an optimizer step for each mini-step, on one rollout.
 
@@ -79,6 +84,7 @@ def update(
         weight_version: of the policy before this update; `routes` must carry it.
         temperature: of the rollout.
         reference_logprobs_R: float32 [R], of the reference policy; needed with a `kl_coefficient`.
+        watch_routes: have routers select by themselves too, in the same forwards, for `live_agreement`.
 
     Raises:
         ConfigError: when a divergence from a reference is asked for, and there is none.
@@ -90,7 +96,7 @@ def update(
             f"rl.kl_coefficient = {config.kl_coefficient} needs a reference; give the trainer one, or set it to 0"
         )
     tokens = RolloutTokens.of(experience, old_logprobs_R, reference_logprobs_R, config.rejection)
-    batch = _Batch(routed, execution, tokens, routes, config, weight_version, temperature)
+    batch = _Batch(routed, execution, tokens, routes, config, weight_version, temperature, watch_routes)
     losses, norms = [], []
     for stage in mini_steps:
         with nullcontext() if routes is None else execution.running(stage, updating=True):
@@ -104,6 +110,7 @@ def update(
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         execution.weights_changed()
+        batch.agreement.end_mini_step()
         losses.append(loss)
         norms.append(norm)
     importance, clip_share, kl = batch.sums.total(execution.ranks)
@@ -115,6 +122,7 @@ def update(
         int(execution.ranks.total([tokens.rejected])[0]),
         None if reference_logprobs_R is None else kl,
         _micro_step_S(mini_steps, len(experience.generation)),
+        batch.agreement.shares(execution.ranks),
     )
 
 
@@ -129,7 +137,9 @@ class _Batch:
     config: RLConfig
     weight_version: int
     temperature: float
+    watch_routes: bool
     sums: LossSums = field(default_factory=LossSums)
+    agreement: LiveSums = field(default_factory=LiveSums)
 
     def accumulate(self, micro_steps: MicroSteps) -> tuple[float, int]:
         """Gradients of the loss of a mini-batch.
@@ -165,9 +175,13 @@ class _Batch:
             return
         routes = inputs(self.routes.select(sequences))
         weights = self.config.routing == "R3+weights"
-        replay = self.routed.replay(routes, weight_version=self.weight_version, gate_weights=weights)
-        with replay, self.execution.micro_step(number, routes):
+        replay = self.routed.replay(
+            routes, weight_version=self.weight_version, gate_weights=weights, telemetry=self.watch_routes
+        )
+        with replay as session, self.execution.micro_step(number, routes):
             yield
+        if self.watch_routes:
+            self.agreement.add(session.agreement().routing)
 
 
 def _micro_step_S(mini_steps: list[Stage], num_sequences: int) -> NDArray[np.int64]:

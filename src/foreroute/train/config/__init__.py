@@ -1,5 +1,6 @@
 """The configuration of a run: a file for each table, and `run.py` for the whole."""
 
+from foreroute.train.config.alarms import AlarmsConfig
 from foreroute.train.config.evaluation import EvaluationConfig
 from foreroute.train.config.model import ModelConfig, WarmStartConfig
 from foreroute.train.config.parallel import ParallelConfig
@@ -9,6 +10,7 @@ from foreroute.train.config.run import CheckpointConfig, MeasureConfig, TrainCon
 from foreroute.train.config.task import TaskConfig
 
 __all__ = [
+    "AlarmsConfig",
     "CheckpointConfig",
     "EvaluationConfig",
     "MeasureConfig",

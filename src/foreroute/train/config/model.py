@@ -50,9 +50,12 @@ class WarmStartConfig(Section):
     checkpoint: str | None = None
     """A checkpoint to start from instead; then nothing else here is used."""
     max_steps: Annotated[int, Field(ge=0)] = 800
-    """0 leaves it out, which is the default for a model from a path."""
+    """Supervised steps at most; the learning rate falls along a cosine over so many. 0 leaves the warm start out, and
+    is the default for a model from a path."""
     batch_size: Count = 128
+    """Right answers per step."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    """Of AdamW, at the start."""
     stop_at_loss: Annotated[float, Field(gt=0)] = 0.3
     """Training stops when the moving average of the loss, in nats per answer token, falls below this."""
     aux_loss: Annotated[float, Field(ge=0)] = 0.01

@@ -111,13 +111,17 @@ class RLConfig(Section):
     router: Literal["trained", "frozen"] = "trained"
     """Whether RL changes the routers."""
     steps: Count = 80
+    """Rollouts, each with its update; may be raised on resume."""
     mini_steps: Count = 1
     """Optimizer steps per rollout."""
     micro_step_tokens: Count = 4096
     """Token slots, padding included, of one forward and backward."""
     learning_rate: Positive = 6e-4
+    """Of AdamW, once the warm-up is over."""
     warmup_steps: Annotated[int, Field(ge=0)] = 5
+    """Steps over which the learning rate rises."""
     max_grad_norm: Positive = 1.0
+    """Gradients with a larger norm are scaled down to it."""
     method: Method = "dapo"
     """Sets the six keys that follow, and for minirl the correction, where they are not given."""
     advantage: Advantage = "group_std"

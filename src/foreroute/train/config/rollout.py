@@ -38,6 +38,7 @@ class RolloutConfig(Section):
     """Sampling."""
 
     engine: Literal["embedded", "vllm"] = "embedded"
+    """What samples: a copy of the policy in the trainer's process, or vLLM."""
     precision: Literal["float32", "bfloat16", "fp8"] = "bfloat16"
     """Of the engine's weights and arithmetic. A vLLM server has its own."""
     vllm: VLLMConfig = VLLMConfig()
@@ -49,6 +50,7 @@ class RolloutConfig(Section):
     """Dynamic sampling: prompts whose responses all get one reward are replaced by new ones, in at most so many rounds
     of sampling, the first included."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Logits are divided by it, in the rollout and in the trainer."""
 
     @model_validator(mode="after")
     def _precision_of_engine(self) -> RolloutConfig:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from foreroute.balance.config_file import Count, Section, checked, read_toml
+from foreroute.train.config.alarms import AlarmsConfig
 from foreroute.train.config.evaluation import EvaluationConfig
 from foreroute.train.config.model import ModelConfig, WarmStartConfig
 from foreroute.train.config.parallel import ParallelConfig
@@ -38,6 +39,7 @@ class TrainConfig(Section):
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     """Letters, digits, dots, dashes and underscores: it names the run's folder."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Of the initial weights, the problems, the sampling and the order of sequences."""
     threads: Count = 1
     """Threads of torch. Small models are fastest, and runs repeat bit for bit, with one."""
     model: ModelConfig = ModelConfig()
@@ -48,6 +50,7 @@ class TrainConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     measure: MeasureConfig = MeasureConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
     parallel: ParallelConfig = ParallelConfig()
 
     @model_validator(mode="before")

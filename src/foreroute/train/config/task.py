@@ -16,10 +16,11 @@ class TaskConfig(Section):
     """Chains of digit arithmetic with a verifiable answer, or a data set."""
 
     kind: Literal["chain", "dataset"] = "chain"
+    """Chains of digits, which are made as they are needed, or problems from a file."""
     min_operands: Count = 8
-    """chain: of the shortest problem."""
+    """chain: digits of the shortest."""
     max_operands: Count = 8
-    """chain: of the longest."""
+    """chain: digits of the longest."""
     data: str | None = None
     """dataset: a JSONL file, one problem in each line."""
     reward: str | None = None

@@ -1,0 +1,88 @@
+"""Figures by arm and seed, as the page asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from experiments.intervals import Interval, mean_interval, paired_difference, paired_ratio
+
+Figure = Callable[[dict[str, Any]], float | None]
+
+
+class Arms:
+    """Results of a grid, one line for each finished cell."""
+
+    def __init__(self, results: Mapping[str, dict[str, Any]]) -> None:
+        self.results = results
+        self._by_arm: dict[str, dict[int, dict[str, Any]]] = {}
+        for line in results.values():
+            self._by_arm.setdefault(line["arm"], {})[line["seed"]] = line["figures"]
+
+    def __contains__(self, arm: str) -> bool:
+        return arm in self._by_arm
+
+    def seeds(self, arm: str) -> dict[int, dict[str, Any]]:
+        """Figures of an arm by seed; empty when no cell of it is finished."""
+        return dict(sorted(self._by_arm.get(arm, {}).items()))
+
+    def values(self, arm: str, figure: Figure) -> dict[int, float]:
+        """One figure of an arm by seed; seeds that lack it are left out."""
+        found = {seed: figure(figures) for seed, figures in self.seeds(arm).items()}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def mean(self, arm: str, figure: Figure) -> Interval:
+        """Over seeds."""
+        return mean_interval(np.array(list(self.values(arm, figure).values())))
+
+    def difference(self, first: str, second: str, figure: Figure) -> Interval:
+        """First minus second over the seeds of both."""
+        return paired_difference(self.values(first, figure), self.values(second, figure))
+
+    def ratio(self, first: str, second: str, figure: Figure, of_second: Figure | None = None) -> Interval | None:
+        """First over second over the seeds of both; `of_second` when they are different figures."""
+        return paired_ratio(self.values(first, figure), self.values(second, of_second or figure))
+
+    def collapsed(self, arm: str) -> tuple[int, int]:
+        """How many of its runs collapsed, and how many there are."""
+        runs = self.seeds(arm).values()
+        return sum(run["collapsed_at"] is not None for run in runs), len(runs)
+
+
+def reward_last(figures: dict[str, Any]) -> float:
+    """Mean reward of the last ten steps; 0 in a run that diverged, which has none."""
+    return 0.0 if figures["diverged"] else float(figures["reward_last"])
+
+
+def reward_mean(figures: dict[str, Any]) -> float:
+    """Mean reward of all steps."""
+    return float(figures["reward_mean"])
+
+
+def over_steps(name: str) -> Figure:
+    """A figure of the steps, averaged over a run."""
+    return lambda figures: float(figures["mean"][name])
+
+
+def spikes(figures: dict[str, Any]) -> float:
+    """Share of steps whose gradient norm is above 10 before clipping."""
+    return float(figures["spikes"])
+
+
+def static(replay: str, name: str) -> Figure:
+    """A figure at fixed weights; None for a model that has no such pass."""
+    return lambda figures: float(figures[replay][name]) if replay in figures else None
+
+
+def growth(name: str) -> Figure:
+    """Last third of a run over its first third, of a figure that is kept in stretches."""
+
+    def of(figures: dict[str, Any]) -> float | None:
+        stretches = figures["binned"][name]
+        third = len(stretches) // 3
+        first, last = sum(stretches[:third]), sum(stretches[-third:])
+        return last / first if third and first > 0 and last > 0 else None
+
+    return of

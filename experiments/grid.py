@@ -1,0 +1,79 @@
+"""The grid: which cells there are, in the order that they run. Seeds are outermost: a part of it is already of use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from experiments.cells import Cell
+
+SEEDS = range(5)
+PRECISIONS = ("bfloat16", "fp8", "float32")
+ROUTINGS = ("none", "R2", "R3")
+MINI_STEPS = (1, 2, 4, 8)
+TIS = {"correction": {"kind": "tis", "high": 2.0}}
+NO_CLIP = 1e9
+
+REGIMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "no gradient clip": ("moe", {"max_grad_norm": NO_CLIP}),
+    "learning rate 8e-4": ("moe", {"learning_rate": 8e-4}),
+    "learning rate 8e-4, no gradient clip": ("moe", {"learning_rate": 8e-4, "max_grad_norm": NO_CLIP}),
+    "12 operands": ("long", {}),
+    "12 operands, learning rate 8e-4": ("long", {"learning_rate": 8e-4}),
+}
+"""Where mismatch may matter more than in part B at 8 mini-steps: the start, and what differs."""
+
+EXACT = {"rollout": {"precision": "float32"}}
+"""An engine of the trainer's precision: nothing is left to be corrected."""
+
+
+def grid() -> list[Cell]:
+    """All cells."""
+    return [cell for seed in SEEDS for part in (_a, _b, _c_d_e, _boundary) for cell in part(seed)]
+
+
+def _a(seed: int) -> Iterator[Cell]:
+    for precision in PRECISIONS:
+        for start in ("moe", "dense"):
+            settings = {"rollout": {"precision": precision, "prompts": 192}, "rl": {"micro_step_tokens": 49152}}
+            yield Cell(f"A/{start}/{precision}", "static", seed, start, settings)
+
+
+def _b(seed: int) -> Iterator[Cell]:
+    for mini_steps in (8, 1, 4, 2):
+        for routing in ROUTINGS:
+            if routing == "R2" and mini_steps == 1 and seed != SEEDS[0]:
+                continue  # R2 repeats routes of the same weights: seed 0 shows that it is no replay at all
+            for correction, settings in (("plain", {}), ("tis", TIS)):
+                yield _trained(f"B/{routing}/{correction}/{mini_steps}", seed, routing, mini_steps, settings)
+
+
+def _c_d_e(seed: int) -> Iterator[Cell]:
+    for routing in ("none", "R3"):
+        gspo = {"method": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
+        yield _trained(f"C/gspo/{routing}", seed, routing, 8, gspo)
+        yield _trained(f"D/frozen/{routing}", seed, routing, 8, {"router": "frozen"})
+    for mini_steps in (1, 8):
+        yield _trained(f"E/shifted/{mini_steps}", seed, "R3", mini_steps, {}, shifted=True)
+
+
+def _boundary(seed: int) -> Iterator[Cell]:
+    yield _trained("F/part B/exact", seed, "none", 8, {}, other=EXACT)
+    for regime, (start, settings) in REGIMES.items():
+        for arm, routing, other in (("none", "none", {}), ("R3", "R3", {}), ("exact", "none", EXACT)):
+            yield _trained(f"F/{regime}/{arm}", seed, routing, 8, settings, start=start, other=other)
+
+
+def _trained(
+    arm: str,
+    seed: int,
+    routing: str,
+    mini_steps: int,
+    settings: dict[str, Any],
+    *,
+    start: str = "moe",
+    other: dict[str, dict[str, Any]] | None = None,
+    shifted: bool = False,
+) -> Cell:
+    rl = {"routing": routing, "mini_steps": mini_steps} | settings
+    return Cell(arm, "train", seed, start, {"rl": rl, **(other or {})}, shifted)

@@ -1,0 +1,58 @@
+"""The models that RL starts from, and what all runs of one have in common. No torch."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts": 32,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "initializer_range": 0.08,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 64,
+}
+
+STARTS: dict[str, dict[str, Any]] = {
+    "moe": {},
+    # one expert with gate 1, as wide as two of the others: a dense model, which the trainer can record and replay
+    "dense": {
+        "model": {"sizes": {"num_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 64}},
+        "warm_start": {"aux_loss": 0.0},
+    },
+    "long": {"task": {"min_operands": 12, "max_operands": 12}},
+}
+"""What each of them has instead of the values in `base_values`."""
+
+
+def base_values(start: str) -> dict[str, Any]:
+    """The configuration that all cells of a start share.
+
+    Raises:
+        KeyError: when there is no such start.
+    """
+    values: dict[str, Any] = {
+        "name": "evidence",
+        "model": {"family": "qwen3_moe", "sizes": dict(SIZES)},
+        "warm_start": {"stop_at_loss": 0.3},
+        "rollout": {"precision": "fp8", "prompts": 16, "group_size": 8},
+        "rl": {"steps": 60, "clip_high": 0.27, "learning_rate": 4e-4, "micro_step_tokens": 8192},
+        "measure": {"compare_every": 10, "save_trace_every": 1000},
+        "checkpoint": {"every": 1000},
+    }
+    return merged(values, STARTS[start])
+
+
+def merged(values: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which what `other` says wins, section by section."""
+    result = deepcopy(values)
+    for key, value in other.items():
+        old = result.get(key)
+        result[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else deepcopy(value)
+    return result

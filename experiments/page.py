@@ -1,0 +1,94 @@
+"""`docs/evidence.md`, from the results alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from experiments.arms import Arms
+from experiments.cells import Cell
+from experiments.claims import ENOUGH, claims
+from experiments.plots import draw_all
+from experiments.runner import current
+from experiments.tables import boundary_table, grid_table, static_table
+
+TEMPLATE = "evidence.md.j2"
+PARTS = {
+    "A": "mismatch at fixed weights: dense and MoE, bfloat16, FP8-like and float32 engines",
+    "B": "RL without replay, with R2 and R3, at 1, 2, 4 and 8 mini-steps, with and without TIS",
+    "C": "GSPO, without and with R3 (TIS and TIS + R3 are in B)",
+    "D": "frozen routers (staleness is measured in all runs with replay)",
+    "E": "RL on routes shifted by one token",
+    "F": "regimes in which mismatch may matter more, and runs without any mismatch",
+}
+
+
+def write_page(cells: Sequence[Cell], results: Path, page: Path) -> None:
+    """Draw the page and the pictures beside it, in a folder of its name.
+
+    Args:
+        cells: of the grid; results of others, or of other settings, are left out.
+        results: one JSON object per finished cell.
+        page: to write.
+    """
+    done = current(cells, results)
+    pictures = draw_all(Arms(done), page.with_suffix(""))
+    page.write_text(page_text(cells, done, pictures, page.stem), encoding="utf-8")
+
+
+def page_text(
+    cells: Sequence[Cell], done: Mapping[str, dict[str, Any]], pictures: Mapping[str, str], folder: str
+) -> str:
+    """The page.
+
+    Args:
+        cells: of the grid.
+        done: results by name.
+        pictures: what each of the pictures shows, by name.
+        folder: where they are, from the page.
+    """
+    arms = Arms(done)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    return environment.get_template(TEMPLATE).render(
+        finished=len(done),
+        cells=len(cells),
+        seeds=_seeds(cells, done.keys()),
+        parts=PARTS,
+        enough=ENOUGH,
+        hours=sum(line["processor_s"] for line in done.values()) / 3600,
+        versions=_versions(done.values()),
+        claims=claims(arms),
+        static=static_table(arms),
+        runs=grid_table(arms),
+        boundary=boundary_table(arms),
+        pictures={name: f"![{words}]({folder}/{name}.svg)" for name, words in pictures.items()},
+    )
+
+
+def _seeds(cells: Sequence[Cell], done: Iterable[str]) -> list[tuple[str, int, str]]:
+    """For each part of the grid: its letter, how many arms it has, and with how many seeds they are finished."""
+    finished = set(done)
+    parts = []
+    for letter in sorted({cell.arm[0] for cell in cells}):
+        arms = {cell.arm for cell in cells if cell.arm.startswith(letter)}
+        seeds = Counter(cell.arm for cell in cells if cell.name in finished)
+        counts = [seeds[arm] for arm in arms]
+        words = str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+        parts.append((letter, len(arms), words))
+    return parts
+
+
+def _versions(lines: Iterable[dict[str, Any]]) -> str:
+    found = {f"{name} {number}" for line in lines for name, number in line["versions"].items()}
+    return ", ".join(sorted(found))

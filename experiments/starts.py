@@ -1,0 +1,43 @@
+"""Checkpoints that RL starts from: trained on right answers until the model half knows the task, once for each seed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from experiments.models import merged
+from foreroute.train import TrainConfig, parse_config, train
+
+
+def configuration(base: dict[str, Any], settings: dict[str, Any], seed: int) -> TrainConfig:
+    """Of a run.
+
+    Raises:
+        ConfigError: when it is none.
+    """
+    return parse_config(merged(base, settings) | {"seed": seed}, source="the grid")
+
+
+def started(folder: Path, start: str, base: dict[str, Any], seed: int) -> Path:
+    """The checkpoint that a cell starts from, made by the first who asks; whoever asks meanwhile waits.
+
+    Args:
+        folder: where they are kept.
+        start: names the checkpoint.
+        base: its configuration.
+        seed: of its weights.
+    """
+    checkpoint = folder / f"{start}-{seed}.pt"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{start}-{seed}.lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not checkpoint.exists():
+            run = folder / f"{start}-{seed}"
+            shutil.rmtree(run, ignore_errors=True)
+            train(configuration(base, {"rl": {"steps": 1}}, seed), run)
+            os.replace(run / "checkpoints" / "step-000000.pt", checkpoint)
+            shutil.rmtree(run)
+    return checkpoint

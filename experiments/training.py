@@ -1,0 +1,44 @@
+"""A run of RL, and its figures."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from experiments.cells import Cell
+from experiments.models import merged
+from experiments.series import reduced
+from experiments.starts import configuration
+from experiments.tampering import Staleness, shifting_engine
+from foreroute.errors import DivergedError
+from foreroute.train import train
+
+
+def run_training(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Run the configuration of the cell from a checkpoint.
+
+    A run whose loss or probabilities stop being finite is a result too: it has collapsed at that step.
+    """
+    settings = merged(cell.settings, {"warm_start": {"checkpoint": str(checkpoint)}})
+    config = configuration(base, settings, cell.seed)
+    staleness = Staleness()
+    with tempfile.TemporaryDirectory(prefix="evidence-") as folder:
+        run = Path(folder) / "run"
+        diverged = False
+        try:
+            with staleness.watching(), shifting_engine() if cell.shifted else nullcontext():
+                train(config, run)
+        except DivergedError:
+            diverged = True
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    trained_with = "replayed" if config.rl.routing in ("R3", "R3+weights") else "native"
+    figures = reduced(records, trained_with)
+    if diverged and figures["collapsed_at"] is None:
+        figures["collapsed_at"] = len(records)
+    stale = [float(f"{share:.4g}") for share in staleness.differing_by_mini_step() if math.isfinite(share)]
+    return figures | {"diverged": diverged, "stale_share_by_mini_step": stale}

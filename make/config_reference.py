@@ -1,0 +1,184 @@
+"""Writes docs/configuration.md from the configurations in the code: `make config-reference`.
+
+A key's text is the string under it, or its entry under "Attributes:" where a table is a plain dataclass. A key without
+one is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import textwrap
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from foreroute.balance.config_file import Section
+from foreroute.balance.costs import CostModel, Hardware, ModelShape
+from foreroute.balance.topology import Links, Topology
+from foreroute.balance.topology_file import TABLES
+from foreroute.simulate.config import SimulateConfig
+from foreroute.train.config import TrainConfig
+
+PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+INTRO = """# Configuration
+
+Every key of the TOML files that `foreroute train`, `foreroute simulate` and `foreroute plan` read: its type, its
+default, and what it means. Unknown keys and values of another type are errors that name the key.
+
+This page is made from the code by `make config-reference`, and a test fails when it is out of date.
+"""
+TRAINING = """For `foreroute train FILE`. The first keys stand at the top of the file, the others in their tables.
+`name` alone is required."""
+SIMULATION = """For `foreroute simulate FILE`; see [the simulator](simulate.md)."""
+TOPOLOGY = """For `foreroute plan`; see [the planner](planner.md). Without a preset, its keys are required."""
+DESCRIBED = {"topology": Topology, "hardware": Hardware, "links": Links, "model": ModelShape, "costs": CostModel}
+PLAIN = {bool: "true or false", int: "integer", float: "number", str: "text", Any: "anything"}
+BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRO, f"## Training\n\n{TRAINING}\n", "\n".join(tables(TrainConfig)), f"## Simulation\n\n{SIMULATION}\n"]
+    parts += ["\n".join(tables(SimulateConfig)), f"## Topology file\n\n{TOPOLOGY}\n", "\n".join(topology_tables())]
+    return "\n".join(part.rstrip() + "\n" for part in parts)
+
+
+def tables(kind: type[Section], name: str = "") -> Iterator[str]:
+    """The lines of a table, then those of the tables in it."""
+    if name:
+        yield from (f"### [{name}]", "", _first_paragraph(kind), "")
+    texts, rows, inner = _attribute_docstrings(kind), [], []
+    for key, info in kind.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            inner.append((info.annotation, f"{name}.{key}" if name else key))
+            continue
+        rows.append((key, _type_of(info), _default_of(info), _required(texts, key, kind)))
+    yield from _table(rows)
+    for child, path in inner:
+        yield from tables(child, path)
+
+
+def topology_tables() -> Iterator[str]:
+    """Those whose keys are the attributes of dataclasses."""
+    for name, kind in DESCRIBED.items():
+        yield from (f"### [{name}] of a topology file", "", _first_paragraph(kind), "")
+        texts, hints = _attributes_section(kind), get_type_hints(kind)
+        known = TABLES[name].model_fields
+        rows = [
+            (
+                field.name,
+                type_words(hints[field.name]),
+                _dataclass_default(field, known),
+                _required(texts, field.name, kind),
+            )
+            for field in fields(kind)
+            if field.name in known
+        ]
+        if "preset" in known:
+            rows.insert(
+                0, ("preset", PLAIN[str], "not set", "Values for all keys of this table; a key beside it overrides it.")
+            )
+        yield from _table(rows)
+
+
+def type_words(annotation: Any) -> str:
+    """A type in a reader's words, with the values that it takes."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        bounds = [bound for bound in arguments[1:] for bound in _bounds(bound)]
+        return " ".join([type_words(arguments[0]), " and ".join(bounds)]).strip()
+    if origin is Literal:
+        return ", ".join(f"`{json.dumps(value)}`" for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_words(each) for each in arguments if each is not type(None))
+    if origin in (list, tuple):
+        return f"list of {type_words(arguments[0])}"
+    if origin in (dict, Mapping):
+        return "table"
+    return PLAIN.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _bounds(metadata: Any) -> list[str]:
+    if isinstance(metadata, FieldInfo):
+        return [words for each in metadata.metadata for words in _bounds(each)]
+    for kind, (attribute, words) in BOUNDS.items():
+        if isinstance(metadata, kind):
+            return [f"{words} {getattr(metadata, attribute):g}"]
+    return []
+
+
+def _type_of(info: FieldInfo) -> str:
+    return type_words(Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation)
+
+
+def _default_of(info: FieldInfo) -> str:
+    return "required" if info.is_required() else _shown(info.get_default(call_default_factory=True))
+
+
+def _dataclass_default(field: Any, known: Mapping[str, FieldInfo]) -> str:
+    if field.default is not MISSING:
+        return _shown(field.default)
+    if known[field.name].is_required():
+        return "required"
+    return "of the preset" if "preset" in known else "of the hardware"
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else f"`{json.dumps(value)}`"
+
+
+def _table(rows: list[tuple[str, str, str, str]]) -> Iterator[str]:
+    if rows:
+        yield from ("| key | type | default | |", "|---|---|---|---|")
+        for key, *cells in rows:
+            yield " | ".join([f"| `{key}`", *(cell.replace("|", "\\|") for cell in cells)]) + " |"
+        yield ""
+
+
+def _required(texts: Mapping[str, str], key: str, kind: type) -> str:
+    if key not in texts:
+        raise SystemExit(f"{kind.__module__}.{kind.__name__}.{key} says nowhere what it means; write a string under it")
+    return texts[key]
+
+
+def _first_paragraph(kind: type) -> str:
+    return _joined((inspect.getdoc(kind) or "").split("\n\n")[0])
+
+
+def _attribute_docstrings(kind: type) -> dict[str, str]:
+    """The string literal that follows each annotated name in the body of a class."""
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef), "the source of a class is a class"
+    texts = {}
+    for before, after in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name) and isinstance(after, ast.Expr):
+            texts[before.target.id] = _joined(ast.literal_eval(after.value))
+    return texts
+
+
+def _attributes_section(kind: type) -> dict[str, str]:
+    assert is_dataclass(kind), "tables without strings under their keys are dataclasses"
+    section = (inspect.getdoc(kind) or "").split("Attributes:\n")[-1].split("\n\n")[0]
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {name: _capitalised(_joined(text)) for name, text in entries}
+
+
+def _capitalised(text: str) -> str:
+    """Single letters such as E stay as they are, and so do quoted values."""
+    return text[:1].upper() + text[1:]
+
+
+def _joined(text: str) -> str:
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,196 @@
+"""Alarms over a run's records: the collapse rule that was fixed beforehand, and early warnings. Pure functions.
+
+A record is one line of metrics.jsonl. `docs/alarms.md` says where each threshold comes from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+Kind = Literal["collapse", "f2", "disagreement", "stale_routes", "effective_share"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmRules:
+    """When an alarm goes off. Means are over the last `window` measurements, and over no fewer.
+
+    Attributes:
+        window: measurements in a mean.
+        collapse_below: "collapse": the mean reward is below this share of its running maximum,
+        collapse_for: for at least so many steps in a row; or the loss is not finite.
+        f2_above: "f2": share of response tokens whose probabilities in trainer and engine differ more than twofold.
+        disagreement_growth: "disagreement": the share of (token, layer) that the trainer by itself routes otherwise
+            than the engine is more than so many times that of the run's first `window` measurements,
+        disagreement_above: and more than this.
+        agreement_below: "stale_routes": in the last mini-step of an update, the share of (token, layer) whose live
+            top-k is the replayed set.
+        effective_share_below: "effective_share": effective sample size of the importance weights, over the tokens.
+    """
+
+    window: int = 10
+    collapse_below: float = 0.5
+    collapse_for: int = 10
+    f2_above: float = 0.1
+    disagreement_growth: float = 2.0
+    disagreement_above: float = 0.1
+    agreement_below: float = 0.85
+    effective_share_below: float = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """What went off.
+
+    Attributes:
+        kind: of the alarm.
+        since: the first step whose figures it rests on.
+        value: what was seen.
+        threshold: that it passed.
+    """
+
+    kind: Kind
+    since: int
+    value: float
+    threshold: float
+
+    def __str__(self) -> str:
+        """In words, with the figures."""
+        return f"{WORDS[self.kind]} (since step {self.since}: {self.value:.3g}, limit {self.threshold:.3g})"
+
+
+WORDS: dict[str, str] = {
+    "collapse": "reward has collapsed, or the loss is not finite",
+    "f2": "too many tokens are far apart in trainer and engine, F(2)",
+    "disagreement": "routing disagreement of trainer and engine has grown",
+    "stale_routes": "replayed routes are no longer those that the policy would take",
+    "effective_share": "importance weights leave few effective samples",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signals:
+    """The figures of one step that alarms look at; None where it was not measured."""
+
+    step: int
+    reward: float | None = None
+    loss: float | None = None
+    f2: float | None = None
+    disagreement: float | None = None
+    live_agreement: float | None = None
+    effective_share: float | None = None
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Signals:
+        """Those of a record. F(2) is that of the routes which the step trained with."""
+        mismatch = record.get("mismatch", {})
+        live = record.get("live_agreement", [])
+        return cls(
+            step=record["step"],
+            reward=record.get("reward_mean"),
+            loss=record.get("loss"),
+            f2=mismatch.get(record.get("trained_with"), {}).get("f2"),
+            disagreement=mismatch.get("native", {}).get("differing_share"),
+            live_agreement=live[-1] if live else None,
+            # 0 is that of no tokens: nothing was trained
+            effective_share=record.get("importance", {}).get("effective_share") or None,
+        )
+
+
+def alarms(history: Sequence[Signals], rules: AlarmRules) -> list[Alarm]:
+    """The alarms that are on after the last step of a run.
+
+    Args:
+        history: all its steps so far, in order.
+        rules: the thresholds.
+    """
+    found = [_not_finite(history), _collapse(history, rules)]
+    found = found[:1] if found[0] else found[1:]
+    return [
+        alarm
+        for alarm in [
+            *found,
+            _mean_passes("f2", "f2", history, rules.window, above=rules.f2_above),
+            _disagreement(history, rules),
+            _mean_passes("stale_routes", "live_agreement", history, rules.window, below=rules.agreement_below),
+            _mean_passes(
+                "effective_share", "effective_share", history, rules.window, below=rules.effective_share_below
+            ),
+        ]
+        if alarm is not None
+    ]
+
+
+def trouble_began(alarms_by_step: Mapping[int, Sequence[Alarm]], step: int, quiet: int) -> int:
+    """The first step that anything rests on which has led to the alarms of `step`.
+
+    Args:
+        alarms_by_step: the alarms of a run, those of `step` among them.
+        step: with alarms.
+        quiet: alarms belong together unless more than so many steps without any lie between.
+    """
+    began, reached = step, step
+    for earlier in sorted((s for s in alarms_by_step if alarms_by_step[s] and s <= step), reverse=True):
+        if reached - earlier > quiet + 1:
+            break
+        reached = earlier
+        began = min(began, *(alarm.since for alarm in alarms_by_step[earlier]))
+    return began
+
+
+def _not_finite(history: Sequence[Signals]) -> Alarm | None:
+    last = history[-1]
+    if last.loss is None or math.isfinite(last.loss):
+        return None
+    return Alarm(kind="collapse", since=last.step, value=last.loss, threshold=math.inf)
+
+
+def _collapse(history: Sequence[Signals], rules: AlarmRules) -> Alarm | None:
+    steps, rewards = _measured(history, "reward")
+    if len(rewards) < rules.window:
+        return None
+    means = sliding_window_view(rewards, rules.window).mean(axis=-1)
+    limits = rules.collapse_below * np.maximum.accumulate(means)
+    # a maximum of 0 or below has no half that could be fallen short of
+    low = (means < limits) & (limits > 0)
+    if len(low) < rules.collapse_for or not low[-rules.collapse_for :].all():
+        return None
+    # the first mean is its own maximum, so that it is never low
+    first = len(low) - int(low[::-1].argmin())
+    return Alarm(kind="collapse", since=int(steps[first]), value=float(means[-1]), threshold=float(limits[-1]))
+
+
+def _disagreement(history: Sequence[Signals], rules: AlarmRules) -> Alarm | None:
+    _, shares = _measured(history, "disagreement")
+    limit = max(rules.disagreement_above, rules.disagreement_growth * float(np.mean(shares[: rules.window] or [0.0])))
+    return _mean_passes("disagreement", "disagreement", history, rules.window, above=limit)
+
+
+def _mean_passes(
+    kind: Kind,
+    signal: str,
+    history: Sequence[Signals],
+    window: int,
+    *,
+    above: float = math.inf,
+    below: float = -math.inf,
+) -> Alarm | None:
+    """Told by a step that measured the signal, and by the steps after it until the next that does."""
+    steps, values = _measured(history, signal)
+    if len(values) < window:
+        return None
+    mean = float(np.mean(values[-window:]))
+    if not (mean > above or mean < below):
+        return None
+    return Alarm(kind=kind, since=int(steps[-window]), value=mean, threshold=above if mean > above else below)
+
+
+def _measured(history: Sequence[Signals], signal: str) -> tuple[NDArray[np.int64], list[float]]:
+    pairs = [(each.step, getattr(each, signal)) for each in history if getattr(each, signal) is not None]
+    return np.array([step for step, _ in pairs], np.int64), [value for _, value in pairs]

@@ -1,0 +1,65 @@
+"""What someone who watches a run is shown, on a terminal and elsewhere."""
+
+import io
+import re
+
+from rich.console import Console
+
+from foreroute.cli import progress
+from foreroute.cli.progress import watching
+from foreroute.train import Rollback, parse_config
+
+CONFIG = parse_config({"name": "watched", "rl": {"steps": 41}}, source="test")
+ALARM = {"kind": "f2", "since": 3, "value": 0.25, "threshold": 0.1}
+ROLLBACK = Rollback(number=1, at_step=7, to_step=4, because="reward has collapsed", skipped_steps=4)
+
+
+def shown(monkeypatch, steps, *, terminal, back_after=None):
+    """Everything that is printed while steps end 2.5 s apart, the display being asked for its state each time."""
+    now = iter(range(10**6))
+    monkeypatch.setattr(progress, "monotonic", lambda: 2.5 * next(now))
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=160, color_system=None)
+    with watching(CONFIG, console) as watcher:
+        watcher.on_warm_start(0, 1.5)
+        for step in steps:
+            alarms = [ALARM] if step in (5, 6, 7) else []
+            watcher.on_step({"step": step, "reward_mean": 0.5, "mismatch": {}, "alarms": alarms})
+            if step == back_after:
+                watcher.on_rollback(ROLLBACK)
+                back_after = None
+    return text.getvalue()
+
+
+def test_elsewhere_a_line_now_and_then_says_the_pace_and_the_time_left(monkeypatch):
+    lines = shown(monkeypatch, range(41), terminal=False).splitlines()
+    assert lines == [
+        "watched: warm start, step 0, loss 1.50",
+        "watched: step 0, reward 0.50",
+        "watched: alarm at step 5: too many tokens are far apart in trainer and engine, F(2) "
+        "(since step 3: 0.25, limit 0.1)",
+        "watched: step 20, reward 0.50, 2.5 s/step, 0:00:50 left",
+        "watched: step 40, reward 0.50, 2.5 s/step",
+    ]
+
+
+def test_a_resumed_run_is_not_taken_for_a_fast_one(monkeypatch):
+    lines = shown(monkeypatch, range(36, 41), terminal=False).splitlines()
+    assert lines[-1] == "watched: step 40, reward 0.50, 2.5 s/step"
+
+
+def test_rollbacks_are_told_and_their_alarms_begin_anew(monkeypatch):
+    lines = shown(monkeypatch, [*range(8), *range(4, 41)], terminal=False, back_after=7).splitlines()
+    assert [line.split(": ")[1].split(",")[0] for line in lines[2:5]] == [
+        "alarm at step 5",
+        "rolled back to step 4",
+        "alarm at step 5",
+    ]
+    assert "Step 7: reward has collapsed" in lines[3]
+
+
+def test_a_terminal_has_a_bar_with_pace_and_time_left(monkeypatch):
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown(monkeypatch, range(21), terminal=True))
+    last = re.split(r"[\r\n]+", text.strip())[-1]
+    assert re.search(r"watched: GRPO .* 21/41 reward 0\.50 .* s/step \d:\d\d:\d\d \d:\d\d:\d\d", last), last
+    assert text.count("alarm at step 5") == 1

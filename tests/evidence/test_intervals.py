@@ -1,0 +1,87 @@
+"""Intervals over seeds against scipy's tests and closed forms; the collapse rule against its own words."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments.intervals import mean_interval, paired_difference, paired_ratio
+from experiments.series import WINDOW, binned, collapse_step, moving_average
+
+VALUES = {0: 0.71, 1: 0.78, 2: 0.64, 3: 0.9, 4: 0.66}
+OTHERS = {4: 0.5, 2: 0.61, 1: 0.8, 7: 3.0, 0: 0.4}
+
+
+def test_of_two_seeds_the_interval_has_a_closed_form():
+    """Student's t with one degree of freedom is Cauchy's distribution, whose quantiles are tangents."""
+    found = mean_interval(np.array([1.0, 4.0]))
+    half = math.tan(math.pi * 0.475) * 1.5
+    assert (found.mean, found.low, found.high) == pytest.approx((2.5, 2.5 - half, 2.5 + half))
+    assert found.excludes(2.5 + 1.01 * half)
+    assert not found.excludes(2.5 + 0.99 * half)
+
+
+def test_paired_differences_are_scipys_over_the_seeds_of_both():
+    seeds = [0, 1, 2, 4]
+    found = paired_difference(VALUES, OTHERS)
+    test = stats.ttest_rel([VALUES[s] for s in seeds], [OTHERS[s] for s in seeds])
+    expected = test.confidence_interval(0.95)
+    assert found.seeds == 4
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    unpaired = stats.ttest_ind([VALUES[s] for s in seeds], [OTHERS[s] for s in seeds]).confidence_interval(0.95)
+    assert found.low != pytest.approx(unpaired.low), "the seeds are paired"
+
+
+def test_ratios_are_geometric_and_need_positive_figures():
+    found = paired_ratio(VALUES, OTHERS)
+    seeds = [0, 1, 2, 4]
+    logs = stats.ttest_rel(np.log([VALUES[s] for s in seeds]), np.log([OTHERS[s] for s in seeds]))
+    expected = np.exp(logs.confidence_interval(0.95))
+    assert (found.low, found.high) == pytest.approx(tuple(expected))
+    assert found.mean == pytest.approx(stats.gmean([VALUES[s] / OTHERS[s] for s in seeds]))
+    assert paired_ratio(VALUES, {**OTHERS, 0: 0.0}) is None
+    assert paired_ratio(VALUES, {9: 1.0}) is None
+
+
+@pytest.mark.parametrize("values", [[], [3.0]])
+def test_fewer_than_two_seeds_have_no_interval(values):
+    found = mean_interval(np.array(values))
+    assert found.seeds == len(values)
+    assert math.isnan(found.low)
+    assert not found.excludes(1e9)
+
+
+def rule(rewards):
+    """Step by step, as it is written."""
+    averages = [np.mean(rewards[i : i + WINDOW]) for i in range(len(rewards) - WINDOW + 1)]
+    for i in range(len(averages)):
+        last = range(i - WINDOW + 1, i + 1)
+        if last[0] >= 0 and all(averages[j] < 0.5 * max(averages[: j + 1]) for j in last):
+            return i + WINDOW - 1
+    return None
+
+
+def test_collapse_is_decided_as_the_rule_says():
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(300):
+        length = int(rng.integers(1, 80))
+        rewards = np.clip(np.cumsum(rng.normal(0, 0.12, length)) + rng.random(), 0, 1)
+        found.append(collapse_step(rewards))
+        assert found[-1] == rule(rewards)
+    assert 20 < sum(step is not None for step in found) < 280, "both outcomes were seen"
+
+
+def test_a_dip_is_no_collapse():
+    high, low = [0.8] * 20, [0.02]
+    # of ten values six must be low, so that n low ones in a row make n - 1 low averages
+    assert collapse_step(np.array(high + low * 10 + high)) is None
+    assert collapse_step(np.array(high + low * 11 + high)) == 34
+
+
+def test_stretches_keep_the_mean_of_a_series():
+    values = np.arange(24.0)
+    assert binned(list(values)) == [0.5 + 2 * i for i in range(12)]
+    assert len(binned([1.0, 2.0])) == 2
+    np.testing.assert_allclose(moving_average(values), np.arange(4.5, 19))
