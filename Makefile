@@ -41,7 +41,7 @@ config-reference: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks all --json
 
-# cells of the grid that have no result yet, two at a time, then docs/evidence.md: about an hour and a half from nothing
+# cells of the grid that have no result yet, two at a time, then docs/evidence.md: about two hours of one core in all
 experiments: $(READY)
 	$(BIN)/python -m experiments run
 	$(BIN)/python -m experiments page

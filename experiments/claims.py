@@ -13,6 +13,8 @@ from experiments.wording import interval_text
 ENOUGH = 3
 """Seeds below which there is no verdict."""
 
+VERDICTS = ("holds", "the opposite", "not shown", "too few seeds")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -22,7 +24,7 @@ class Row:
         claim: in words, with who says it.
         measured: what is compared.
         found: the estimate and its interval, in words.
-        verdict: "holds", "the opposite", "not shown" or "too few seeds".
+        verdict: one of `VERDICTS`.
         seeds: how many.
     """
 
@@ -46,11 +48,12 @@ def verdict(interval: Interval | None, null: float, claimed: str) -> str:
         null: its value if there is no effect: 0 or 1.
         claimed: "above" or "below" the null.
     """
+    holds, opposite, not_shown, too_few = VERDICTS
     if interval is None or interval.seeds < ENOUGH:
-        return "too few seeds"
+        return too_few
     if not interval.excludes(null):
-        return "not shown"
-    return "holds" if (interval.mean > null) == (claimed == "above") else "the opposite"
+        return not_shown
+    return holds if (interval.mean > null) == (claimed == "above") else opposite
 
 
 def _static(arms: Arms) -> Iterator[Row]:

@@ -62,8 +62,3 @@ def paired_ratio(first: Mapping[int, float], second: Mapping[int, float], level:
         return None
     logs = mean_interval(np.array([math.log(first[seed] / second[seed]) for seed in seeds]), level)
     return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high), logs.seeds)
-
-
-def upper_bound_of_share(count: int, level: float = LEVEL) -> float:
-    """The largest share that leaves zero hits in `count` independent tries a chance of 1 - level."""
-    return 1 - (1 - level) ** (1 / count)

@@ -42,7 +42,7 @@ def base_values(start: str) -> dict[str, Any]:
         "model": {"family": "qwen3_moe", "sizes": dict(SIZES)},
         "warm_start": {"stop_at_loss": 0.3},
         "rollout": {"precision": "fp8", "prompts": 16, "group_size": 8},
-        "rl": {"steps": 60, "clip_high": 0.27, "learning_rate": 4e-4, "micro_step_tokens": 8192},
+        "rl": {"steps": 40, "clip_high": 0.27, "learning_rate": 4e-4, "micro_step_tokens": 8192},
         "measure": {"compare_every": 10, "save_trace_every": 1000},
         "checkpoint": {"every": 1000},
     }

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from experiments.arms import Arms
 from experiments.cells import Cell
-from experiments.claims import ENOUGH, claims
+from experiments.claims import ENOUGH, VERDICTS, Row, claims
 from experiments.plots import draw_all
 from experiments.runner import current
 from experiments.tables import boundary_table, grid_table, static_table
@@ -52,6 +52,7 @@ def page_text(
         folder: where they are, from the page.
     """
     arms = Arms(done)
+    found = claims(arms)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -68,7 +69,8 @@ def page_text(
         enough=ENOUGH,
         hours=sum(line["processor_s"] for line in done.values()) / 3600,
         versions=_versions(done.values()),
-        claims=claims(arms),
+        claims=found,
+        verdicts=_verdicts(found),
         static=static_table(arms),
         runs=grid_table(arms),
         boundary=boundary_table(arms),
@@ -92,3 +94,10 @@ def _seeds(cells: Sequence[Cell], done: Iterable[str]) -> list[tuple[str, int, s
 def _versions(lines: Iterable[dict[str, Any]]) -> str:
     found = {f"{name} {number}" for line in lines for name, number in line["versions"].items()}
     return ", ".join(sorted(found))
+
+
+def _verdicts(rows: Sequence[Row]) -> str:
+    """How many claims got each verdict."""
+    counts = Counter(row.verdict for row in rows)
+    named = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]]
+    return f"Of {len(rows)} comparisons: {', '.join(named)}."

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from datetime import date
 from importlib.metadata import version
@@ -48,14 +49,17 @@ def run_cells(
         How many ran.
 
     Raises:
-        GridError: when another runner writes to the same results, or cells failed.
+        GridError: when another runner writes to the same results, cells failed, or a process was killed.
     """
     with _alone(results):
         _drop_torn_line(results)
         done = finished(results)
         todo = [cell for cell in cells if done.get(cell.name, {}).get("digest") != digest_of(cell)]
         say(f"{len(cells) - len(todo)} of {len(cells)} cells have a result, {len(todo)} to run")
-        failed = _run(todo, results, starts, processes, say, work or run_cell) if todo else []
+        try:
+            failed = _run(todo, results, starts, processes, say, work or run_cell) if todo else []
+        except BrokenProcessPool as error:
+            raise GridError("a process was killed (out of memory?); finished cells have results: run again") from error
     if failed:
         raise GridError(f"{len(failed)} cells failed: {', '.join(failed)}. The others have their results; run again")
     return len(todo)
@@ -118,6 +122,8 @@ def _run(todo: Sequence[Cell], results: Path, starts: Path, processes: int, say:
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 cell = running.pop(future)
                 error = future.exception()
+                if isinstance(error, BrokenProcessPool):
+                    raise error
                 if error is not None:
                     failed.append(cell.name)
                     say(f"{cell.name} failed: {type(error).__name__}: {error}")

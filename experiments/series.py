@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.mismatch import AlarmRules, Signals, alarms
+
 WINDOW = 10
 BINS = 12
 
@@ -19,21 +21,30 @@ def moving_average(values: NDArray[np.float64], window: int = WINDOW) -> NDArray
     return np.convolve(values, np.full(window, 1 / window), mode="valid")
 
 
-def collapse_step(rewards: NDArray[np.float64], window: int = WINDOW) -> int | None:
+def collapse_step(rewards: Sequence[float]) -> int | None:
     """The step at which the rule says that a run has collapsed, or None.
 
     The rule was fixed before any run: the moving average of the reward is below half of its highest value so far, for
-    `window` steps that follow each other. The step is the last of these. (A loss that is not finite collapses a run
+    `WINDOW` steps that follow each other. The step is the last of these. (A loss that is not finite collapses a run
     too; it ends there.)
     """
-    averages = moving_average(rewards, window)
-    low = averages < 0.5 * np.maximum.accumulate(averages) if len(averages) else np.zeros(0, bool)
-    in_a_row = 0
-    for position, is_low in enumerate(low.tolist()):
-        in_a_row = in_a_row + 1 if is_low else 0
-        if in_a_row == window:
-            return position + window - 1
+    rules = AlarmRules(window=WINDOW, collapse_below=0.5, collapse_for=WINDOW)
+    history = [Signals(step=step, reward=reward) for step, reward in enumerate(rewards)]
+    for step in range(len(history)):
+        if any(alarm.kind == "collapse" for alarm in alarms(history[: step + 1], rules)):
+            return step
     return None
+
+
+def stale_shares(records: Sequence[dict[str, Any]]) -> list[float]:
+    """For each mini-step, share of (token, layer) whose live choice is not the replayed one, over the watched steps.
+
+    Empty where nothing is replayed. Steps whose rollout filled fewer mini-steps are left out.
+    """
+    watched = [record["live_agreement"] for record in records if "live_agreement" in record]
+    most = max((len(agreement) for agreement in watched), default=0)
+    full = [agreement for agreement in watched if len(agreement) == most]
+    return [float(f"{1 - share:.4g}") for share in np.mean(full, axis=0)] if full else []
 
 
 def binned(values: Sequence[float], bins: int = BINS) -> list[float]:
@@ -66,9 +77,10 @@ def reduced(records: Sequence[dict[str, Any]], trained_with: str) -> dict[str, A
         "reward": [round(value, 4) for value in rewards.tolist()],
         "reward_last": float(rewards[-WINDOW:].mean()),
         "reward_mean": float(rewards.mean()),
-        "collapsed_at": collapse_step(rewards),
+        "collapsed_at": collapse_step(rewards.tolist()),
         "spikes": float(np.mean(np.array(columns["grad_norm"]) > 10)),
         "differing_share": float(np.mean([each["differing_share"] for each in native])),
+        "stale_share_by_mini_step": stale_shares(records),
         "mean": {name: float(f"{np.mean(values):.5g}") for name, values in columns.items()},
         "binned": {name: binned(values) for name, values in columns.items()},
     }

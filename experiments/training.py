@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +12,7 @@ from experiments.cells import Cell
 from experiments.models import merged
 from experiments.series import reduced
 from experiments.starts import configuration
-from experiments.tampering import Staleness, shifting_engine
+from experiments.tampering import shifting_engine
 from foreroute.errors import DivergedError
 from foreroute.train import train
 
@@ -25,12 +24,11 @@ def run_training(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str
     """
     settings = merged(cell.settings, {"warm_start": {"checkpoint": str(checkpoint)}})
     config = configuration(base, settings, cell.seed)
-    staleness = Staleness()
     with tempfile.TemporaryDirectory(prefix="evidence-") as folder:
         run = Path(folder) / "run"
         diverged = False
         try:
-            with staleness.watching(), shifting_engine() if cell.shifted else nullcontext():
+            with shifting_engine() if cell.shifted else nullcontext():
                 train(config, run)
         except DivergedError:
             diverged = True
@@ -40,5 +38,4 @@ def run_training(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str
     figures = reduced(records, trained_with)
     if diverged and figures["collapsed_at"] is None:
         figures["collapsed_at"] = len(records)
-    stale = [float(f"{share:.4g}") for share in staleness.differing_by_mini_step() if math.isfinite(share)]
-    return figures | {"diverged": diverged, "stale_share_by_mini_step": stale}
+    return figures | {"diverged": diverged}

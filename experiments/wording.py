@@ -8,12 +8,14 @@ from experiments.intervals import Interval
 
 
 def number(value: float) -> str:
-    """Three significant digits, small ones with an exponent."""
+    """Three significant digits, with an exponent below a ten thousandth."""
     if not math.isfinite(value):
         return "-"
     if value == 0:
         return "0"
-    return f"{value:.1e}" if abs(value) < 1e-3 else f"{value:.3g}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1e}" if abs(value) < 1e-4 else f"{value:.3g}"
 
 
 def interval_text(interval: Interval, unit: str = "", *, signed: bool = False) -> str:

@@ -17,8 +17,8 @@ def work(cell, starts):
     """Leave a mark for every time that a cell runs."""
     with open(starts / "ran", "a", encoding="utf-8") as file:
         file.write(f"{cell.name} {os.getpid()}\n")
-    if (starts / "slow").exists():
-        time.sleep(0.2)
+    if cell.arm == "T/killed":
+        os._exit(9)
     if cell.arm == "T/bad":
         raise ValueError("no such thing")
     return {"cell": cell.name, "digest": digest_of(cell), "arm": cell.arm, "seed": 0, "processor_s": 0.0}

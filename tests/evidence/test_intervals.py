@@ -68,7 +68,7 @@ def test_collapse_is_decided_as_the_rule_says():
     for _ in range(300):
         length = int(rng.integers(1, 80))
         rewards = np.clip(np.cumsum(rng.normal(0, 0.12, length)) + rng.random(), 0, 1)
-        found.append(collapse_step(rewards))
+        found.append(collapse_step(rewards.tolist()))
         assert found[-1] == rule(rewards)
     assert 20 < sum(step is not None for step in found) < 280, "both outcomes were seen"
 
@@ -76,8 +76,8 @@ def test_collapse_is_decided_as_the_rule_says():
 def test_a_dip_is_no_collapse():
     high, low = [0.8] * 20, [0.02]
     # of ten values six must be low, so that n low ones in a row make n - 1 low averages
-    assert collapse_step(np.array(high + low * 10 + high)) is None
-    assert collapse_step(np.array(high + low * 11 + high)) == 34
+    assert collapse_step(high + low * 10 + high) is None
+    assert collapse_step(high + low * 11 + high) == 34
 
 
 def test_stretches_keep_the_mean_of_a_series():

@@ -60,6 +60,8 @@ def test_a_killed_runner_goes_on_where_it_was(tmp_path):
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     assert Counter(line["cell"] for line in lines) == {cell.name: 1 for cell in wanted if cell.arm != "T/bad"}
     assert run_cells(cell_work.cells(6), results, tmp_path, processes=2, work=cell_work.work) == 0
+    with pytest.raises(GridError, match="a process was killed"):
+        run_cells([Cell("T/killed", "train", 0, "moe")], results, tmp_path, processes=1, work=cell_work.work)
 
 
 def test_a_cell_whose_settings_changed_has_no_result(tmp_path):
@@ -75,7 +77,8 @@ def test_a_cell_whose_settings_changed_has_no_result(tmp_path):
 def test_a_part_of_the_grid_is_of_use():
     cells = grid()
     assert len({cell.name for cell in cells}) == len(cells)
-    assert [cell.seed for cell in cells] == sorted(cell.seed for cell in cells), "seeds are outermost"
+    first = [cell.seed for cell in cells if cell.arm[0] == "A" or (cell.arm[0], cell.arm[-7:]) == ("B", "plain/8")]
+    assert first == sorted(first), "seeds are outermost"
     arms = {(cell.arm, json.dumps(cell.settings), cell.start, cell.shifted) for cell in cells}
     assert len(arms) == len({cell.arm for cell in cells}), "cells of an arm differ in the seed alone"
     seeds = Counter(cell.arm for cell in cells)

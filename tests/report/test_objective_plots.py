@@ -1,7 +1,9 @@
 """What the report shows of the loss: the figures that were recorded, and no empty cards."""
 
+from matplotlib.figure import Figure
+
 from foreroute.report import read_runs, write_report
-from foreroute.report.objective import objective_plots
+from foreroute.report.objective import _up_to_all, objective_plots
 from foreroute.report.wording import describe
 from report_runs import config, step_line, write_run
 
@@ -37,6 +39,29 @@ def test_everything_that_happened_is_shown(tmp_path):
     assert all(title in page for title in expected)
 
 
+def test_runs_without_a_correction_are_named_and_not_drawn(tmp_path):
+    importance = {"effective_share": 0.98, "cut_share": 0.2, "rejected_sequences": 3}
+    folders = []
+    for name, kind in (("plain", "none"), ("truncated", "tis"), ("silent", "tis")):
+        values = config(name)
+        values["rl"]["correction"] = {"kind": kind, "high": 2.0}
+        figures = {} if name == "silent" else {"importance": importance | {"cut_share": 0.2 * (kind == "tis")}}
+        folders.append(write_run(tmp_path / name, values, [step_line(step) | figures for step in range(4)]))
+    plots = {plot.caption.title: plot for plot in objective_plots(read_runs(folders))}
+    assert [key.label for key in plots["Corrected tokens"].keys] == ["truncated"]
+    assert plots["Corrected tokens"].notes == ("Without correction: plain.", "Not recorded by: silent.")
+    assert len(plots["Effective sample size"].keys) == 2
+
+
+def test_shares_near_all_are_told_apart():
+    axes = Figure().subplots()
+    axes.plot([0, 1], [0.98, 1.0])
+    _up_to_all(axes)
+    low, high = axes.get_ylim()
+    assert 0.97 < low < 0.98
+    assert 1 < high < 1.01
+
+
 def test_a_run_says_what_it_minimised(tmp_path):
     rl = {
         "method": "gspo",
@@ -49,3 +74,5 @@ def test_a_run_says_what_it_minimised(tmp_path):
     for fact in ("method gspo", "correction tis at 2", "rejection outside 0.95 to 1.05", "KL coefficient 0.1"):
         assert fact in facts
     assert "frozen routers" in facts
+    rl["correction"] = {"kind": "icepop", "low": 0.5, "high": 5.0}
+    assert "correction icepop outside 0.5 to 5" in describe(read_runs(runs_of(tmp_path / "icepop", FIGURES, rl))[0])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from matplotlib.ticker import PercentFormatter
 
 from foreroute.report.canvas import Caption, Plot, percent_axis
 from foreroute.report.curves import STEP, lines, per_run
@@ -16,19 +20,50 @@ def objective_plots(runs: Sequence[Run]) -> list[Plot]:
     plots = []
     effective = per_run(runs, _effective)
     if effective:
-        plots.append(lines(_EFFECTIVE, runs, effective, percent_axis))
+        plots.append(lines(_EFFECTIVE, runs, effective, _up_to_all))
     live = per_run(runs, _live_agreement)
     if live:
         plots.append(lines(_LIVE, runs, live, percent_axis))
-    for caption, value in ((_CLIPPED, _clipped), (_CUT, _cut)):
-        series = per_run(runs, value)
-        if any(line.y.any() for line in series):
-            plots.append(lines(caption, runs, series, percent_axis))
-    for caption, value in ((_REJECTED, _rejected), (_DIVERGENCE, _divergence)):
-        series = per_run(runs, value)
-        if any(line.y.any() for line in series):
-            plots.append(lines(caption, runs, series))
+    clipped = per_run(runs, _clipped)
+    if any(line.y.any() for line in clipped):
+        plots.append(lines(_CLIPPED, runs, clipped, percent_axis))
+    plots += _of_those_that("correction", runs, _CUT, _cut, percent_axis)
+    plots += _of_those_that("rejection", runs, _REJECTED, _rejected, _from_zero)
+    divergence = per_run(runs, _divergence)
+    if any(line.y.any() for line in divergence):
+        plots.append(lines(_DIVERGENCE, runs, divergence))
     return plots
+
+
+def _of_those_that(
+    part: str,
+    runs: Sequence[Run],
+    caption: Caption,
+    value: Callable[[Step], float | None],
+    finish: Callable[[Any], None],
+) -> list[Plot]:
+    """A plot of the runs that have this part in their loss; lines of zeros of the others would say nothing."""
+    without = {place for place, run in enumerate(runs) if run.config["rl"].get(part, {}).get("kind") == "none"}
+    series = [line for line in per_run(runs, value) if line.run not in without]
+    if not any(line.y.any() for line in series):
+        return []
+    drawn = lines(caption, runs, series, finish)
+    silent = set(range(len(runs))) - without - {line.run for line in series}
+    named = {f"Without {part}": without, "Not recorded by": silent}
+    notes = [f"{words}: {', '.join(runs[n].label for n in sorted(those))}." for words, those in named.items() if those]
+    kept = [note for note in drawn.notes if not note.startswith("Not recorded by")]
+    return [replace(drawn, notes=(*notes, *kept))]
+
+
+def _up_to_all(axes: Any) -> None:
+    """Down to the lowest share: the whole axis would make every line one at its top."""
+    low = min(axes.get_ylim()[0], 0.99)
+    axes.set_ylim(low, 1 + 0.04 * (1 - low))
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None, symbol=" %"))
+
+
+def _from_zero(axes: Any) -> None:
+    axes.set_ylim(bottom=0)
 
 
 def _effective(step: Step) -> float | None:

@@ -39,7 +39,8 @@ def _method(rl: Mapping[str, Any]) -> list[str]:
     correction, rejection = rl.get("correction", {}), rl.get("rejection", {})
     facts = [f"method {rl['method']}"] if "method" in rl else []
     if correction.get("kind", "none") != "none":
-        facts.append(f"correction {correction['kind']} at {correction['high']:g}")
+        low, high = correction.get("low"), f"{correction['high']:g}"
+        facts.append(f"correction {correction['kind']} {f'at {high}' if low is None else f'outside {low:g} to {high}'}")
     if rejection.get("kind", "none") != "none":
         facts.append(f"rejection outside {rejection['low']:g} to {rejection['high']:g}")
     if rl.get("kl_coefficient"):
