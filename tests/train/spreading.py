@@ -4,6 +4,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+from torch.distributed.tensor import DTensor
 
 from foreroute.capture import Generation
 from foreroute.experts import PlacedModel
@@ -40,6 +41,13 @@ def spread_steps(rank, config, count, checkpoint=None):
         if checkpoint is not None:
             trainer.restore(checkpoint)
         return steps_of(trainer, count)
+
+
+def dense_elements(rank, config):
+    """What this rank holds of dense parameters, by numbers of elements."""
+    with precise_trainer(config) as trainer:
+        dense = trainer.execution._placed.dense_parameters()
+        return sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in dense)
 
 
 @contextmanager

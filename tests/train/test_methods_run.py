@@ -17,6 +17,7 @@ from foreroute.train.config.rl import METHODS
 from foreroute.train.ranks import Ranks
 from foreroute.train.reference import Reference
 from foreroute.train.rollout import Scores, roll_out
+from foreroute.train.schedule import Stage
 from foreroute.train.tasks import chain
 from small_runs import SIZES, records, small_config, small_values, trainer_of
 
@@ -67,7 +68,7 @@ def test_figures_of_a_step_are_those_of_its_tokens():
     band = {"correction": {"kind": "icepop", "low": 0.99, "high": 1.02}}
     _, experience, record = step(rl=band | {"routing": "none"}, **DISAGREEING)
     old = trainer_of(small_config(rl=band | {"routing": "none"}, **DISAGREEING))
-    schedule = SimpleNamespace(recompute=SimpleNamespace(micro_steps=[np.arange(24)]))
+    schedule = SimpleNamespace(recompute=Stage("recompute", 0, [np.arange(24)]))
     recomputed = old._recompute(experience, schedule, "native")
     ratio = np.exp(recomputed.logprobs_R.astype(np.float64) - experience.generation.logprobs_R)
     kept = (ratio >= 0.99) & (ratio <= 1.02)
@@ -87,14 +88,14 @@ def test_rejected_responses_are_as_if_they_were_not_there():
     _, experience, record = step(rl={"rejection": rejection, "method": "grpo"}, **DISAGREEING)
     again = trainer_of(small_config(rl={"method": "grpo"}, **DISAGREEING))
     again.engine.load_weights(again.policy.model.state_dict(), 0)
-    schedule = SimpleNamespace(recompute=SimpleNamespace(micro_steps=[np.arange(24)]))
+    schedule = SimpleNamespace(recompute=Stage("recompute", 0, [np.arange(24)]))
     old = again._recompute(experience, schedule, "replayed").logprobs_R - experience.generation.logprobs_R
     ends = np.cumsum(experience.generation.response_lengths)
     drift = np.exp([part.mean() for part in np.split(old, ends[:-1])])
     accepted = (drift >= 0.985) & (drift <= 1.02)
     assert record["importance"]["rejected_sequences"] == (~accepted).sum()
     assert 0 < accepted.sum() < 24
-    again._roll_out = lambda weights: replace(experience, informative_S=accepted)
+    again._roll_out = lambda: replace(experience, informative_S=accepted)
     _, without = again.run_step()
     assert without["loss"] == pytest.approx(record["loss"], rel=1e-4)
     assert without["grad_norm"] == pytest.approx(record["grad_norm"], rel=1e-4)

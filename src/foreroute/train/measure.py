@@ -87,6 +87,7 @@ def step_record(step: int, whole: StepPart, trained_with: str, seconds: dict[str
     record: dict[str, Any] = {
         "step": step,
         "weight_version": max(generation.trace.versions),
+        "staleness": step - min(generation.trace.versions),
         "seconds": {stage: round(value, 4) for stage, value in seconds.items()},
         "reward_mean": float(rewards_S.mean()),
         "reward_std": float(rewards_S.std()),

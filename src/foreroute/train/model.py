@@ -12,6 +12,7 @@ from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import CheckpointWriter
 from foreroute.errors import ConfigError
 from foreroute.train.config import ModelConfig
+from foreroute.train.precision import in_dtype
 from foreroute.train.tasks import Task
 
 
@@ -29,13 +30,13 @@ def make_model(config: ModelConfig, task: Task, seed: int) -> Any:
             **{**config.sizes, "vocab_size": task.vocabulary_size},
         )
         model.config.get_text_config().pad_token_id = task.pad_token
-        return model
+        return in_dtype(model, config)
     model = hf.load_pretrained(Path(config.path), experts_implementation=config.experts_implementation)
     _require_embeddings(model, config, task)
     settings = model.config.get_text_config()
     if settings.pad_token_id is None:
         settings.pad_token_id = task.pad_token
-    return model
+    return in_dtype(model, config)
 
 
 def write_model(model: Any, weights: Mapping[str, Tensor], task: Task, folder: Path) -> None:

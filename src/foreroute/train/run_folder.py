@@ -26,6 +26,8 @@ from foreroute.trace import RoutingTrace, save, write_atomically
 from foreroute.train.config import TrainConfig
 
 CHECKPOINT = re.compile(r"step-(\d{6})\.pt")
+LEFT_BEHIND = re.compile(r"\.config\.json\.[0-9a-f]{8}")
+"""What a run leaves that is killed before its configuration is written."""
 MAY_CHANGE = ("parallel.", "alarms.", "logging.")
 
 
@@ -48,7 +50,7 @@ class RunFolder:
         Raises:
             RunFolderError: when the folder already holds something.
         """
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or not all(LEFT_BEHIND.fullmatch(p.name) for p in path.iterdir())):
             raise RunFolderError(f"{path} is not empty; nothing was changed. Use --resume to go on, or another folder")
         return cls(path)
 

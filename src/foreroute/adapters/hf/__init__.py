@@ -9,6 +9,7 @@ from foreroute.adapters.hf.attach import attach
 from foreroute.adapters.hf.distribute import distribute
 from foreroute.adapters.hf.engine import EmbeddedEngine
 from foreroute.adapters.hf.local import load_pretrained
+from foreroute.adapters.hf.lora import add_lora, merged, without_lora
 from foreroute.adapters.hf.model import RoutedModel
 from foreroute.adapters.hf.models import build_model
 from foreroute.adapters.hf.recording import Recording
@@ -19,8 +20,11 @@ __all__ = [
     "Recording",
     "RoutedModel",
     "Tokenizer",
+    "add_lora",
     "attach",
     "build_model",
     "distribute",
     "load_pretrained",
+    "merged",
+    "without_lora",
 ]

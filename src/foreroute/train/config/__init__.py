@@ -2,7 +2,8 @@
 
 from foreroute.train.config.alarms import AlarmsConfig
 from foreroute.train.config.evaluation import EvaluationConfig
-from foreroute.train.config.model import ModelConfig, WarmStartConfig
+from foreroute.train.config.logging import LoggingConfig
+from foreroute.train.config.model import LoRAConfig, ModelConfig, WarmStartConfig
 from foreroute.train.config.parallel import ParallelConfig
 from foreroute.train.config.rl import RLConfig
 from foreroute.train.config.rollout import RolloutConfig, VLLMConfig
@@ -13,6 +14,8 @@ __all__ = [
     "AlarmsConfig",
     "CheckpointConfig",
     "EvaluationConfig",
+    "LoRAConfig",
+    "LoggingConfig",
     "MeasureConfig",
     "ModelConfig",
     "ParallelConfig",

@@ -9,6 +9,19 @@ from pydantic import Field, model_validator
 from foreroute.balance.config_file import Count, Section
 
 
+class LoRAConfig(Section):
+    """Low-rank adapters (peft), which RL trains instead of the model's weights. Routers stay as `rl.router` says."""
+
+    rank: Count = 16
+    """Of the matrices A and B that are added, W + alpha / rank · B A."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """See there."""
+    dropout: Annotated[float, Field(ge=0, le=0)] = 0.0
+    """0: the update's probabilities are compared with the recompute's, which drops nothing."""
+    targets: list[str] = Field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1)
+    """Names of linear layers, in every block."""
+
+
 class ModelConfig(Section):
     """The policy: a Hugging Face model from a folder, or a new one from its sizes and the seed."""
 
@@ -22,6 +35,12 @@ class ModelConfig(Section):
     """How transformers computes experts, where the family has a choice."""
     sizes: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Without path: fields of the family's configuration; the vocabulary comes from the task."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and arithmetic. With bfloat16 the optimizer keeps weights in float32, and gradients are float32."""
+    gradient_checkpointing: Literal["off", "reentrant", "non_reentrant"] = "off"
+    """Keep the inputs of layers alone, and compute the rest again in the backward. Changes no bit."""
+    lora: LoRAConfig | None = None
+    """Train adapters only."""
 
     @model_validator(mode="before")
     @classmethod

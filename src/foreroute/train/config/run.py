@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from foreroute.balance.config_file import Count, Section, checked, read_toml
 from foreroute.train.config.alarms import AlarmsConfig
 from foreroute.train.config.evaluation import EvaluationConfig
+from foreroute.train.config.logging import LoggingConfig
 from foreroute.train.config.model import ModelConfig, WarmStartConfig
 from foreroute.train.config.parallel import ParallelConfig
 from foreroute.train.config.rl import RLConfig
@@ -51,6 +52,7 @@ class TrainConfig(Section):
     measure: MeasureConfig = MeasureConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     alarms: AlarmsConfig = AlarmsConfig()
+    logging: LoggingConfig = LoggingConfig()
     parallel: ParallelConfig = ParallelConfig()
 
     @model_validator(mode="before")
@@ -92,12 +94,26 @@ class TrainConfig(Section):
     def _held_out_problems_known(self) -> TrainConfig:
         if self.evaluation.every and (self.evaluation.data is None) == (self.task.kind == "dataset"):
             raise ValueError('evaluation.data goes with task.kind = "dataset", which needs it; chains make their own')
+        if self.evaluation.every and self.rollout.max_staleness:
+            raise ValueError(
+                "evaluation needs the engine between steps, which samples ahead with rollout.max_staleness = "
+                f"{self.rollout.max_staleness}; set one of the two to 0"
+            )
         return self
 
     @model_validator(mode="after")
     def _engine_records_weights(self) -> TrainConfig:
         if self.rl.routing == "R3+weights" and self.rollout.engine != "embedded":
             raise ValueError('rl.routing = "R3+weights" needs rollout.engine = "embedded", which records gate weights')
+        return self
+
+    @model_validator(mode="after")
+    def _one_process_for(self) -> TrainConfig:
+        wanted = {'model.dtype = "bfloat16"': self.model.dtype != "float32", "model.lora": self.model.lora is not None}
+        wanted["rollout.max_staleness"] = self.rollout.max_staleness > 0
+        asked = [key for key, is_asked in wanted.items() if is_asked]
+        if self.parallel.expert > 1 and asked:
+            raise ValueError(f"{asked[0]} trains in one process; set parallel.expert = 1, or leave it out")
         return self
 
     @model_validator(mode="after")
