@@ -8,6 +8,7 @@ import torch
 from foreroute.train import parse_config
 from foreroute.train.engines import make_engine
 from foreroute.train.loop import make_policy, make_trainer
+from foreroute.train.rollout import Scores
 from foreroute.train.tasks import make_task
 from foreroute.train.whole import Whole
 
@@ -60,7 +61,7 @@ def trainer_of(config):
 
 def always_informative(task, problems, generation, group_size):
     """Rewards that differ within every group, for `rollout.score`: a model this small is always wrong."""
-    return np.arange(len(generation)) % group_size / group_size
+    return Scores(np.arange(len(generation)) % group_size / group_size)
 
 
 def same_state(a, b):

@@ -111,7 +111,7 @@ def scored_by_tokens():
         responses = [task.text(generation.response(s)) for s in range(len(generation))]
         hard = [problems[s // group_size].prompt[0] in "01234" for s in range(len(generation))]
         points = [0 if hard[s] else sum(map(ord, text)) % 5 for s, text in enumerate(responses)]
-        return np.array(points, np.float64)
+        return rollout.Scores(np.array(points, np.float64))
 
     kept, rollout.score = rollout.score, score
     try:

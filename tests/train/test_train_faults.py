@@ -71,7 +71,10 @@ def test_a_run_whose_gradients_are_no_numbers_keeps_its_checkpoints(tmp_path, mo
 
 @pytest.mark.parametrize("worth", [0.0, 1.0])
 def test_a_step_without_any_reward_to_learn_from_is_taken_without_an_update(monkeypatch, worth):
-    monkeypatch.setattr(rollout, "score", lambda task, problems, generation, size: np.full(len(generation), worth))
+    def score(task, problems, generation, size):
+        return rollout.Scores(np.full(len(generation), worth))
+
+    monkeypatch.setattr(rollout, "score", score)
     trainer = trainer_of(config_of())
     before = {name: tensor.clone() for name, tensor in trainer.policy.model.state_dict().items()}
     _, record = trainer.run_step()

@@ -43,7 +43,8 @@ def _response_logits(model: Any, generation: Generation, temperature: float) -> 
     """Logits [R, V] over the temperature, and the tokens [R] that were sampled there."""
     input_ids_BT, mask_BT = pad(inputs(generation.trace), pad_token(model))
     # the logits at position p are those of token p + 1
-    predicts_BT = mask_BT.astype(bool) & (np.arange(mask_BT.shape[1]) >= generation.prompt_lengths[:, None] - 1)
+    predicts_BT = mask_BT.astype(bool)
+    predicts_BT[predicts_BT] = generation.targets_N
     picked_BT = torch.from_numpy(predicts_BT)
     with _head_on(model, picked_BT):
         logits = model(

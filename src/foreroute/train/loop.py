@@ -27,9 +27,12 @@ import torch
 from numpy.typing import NDArray
 
 from foreroute.adapters import hf
+from foreroute.errors import AttachError, ConfigError
 from foreroute.trace import RoutingTrace
 from foreroute.train.ahead import RolloutsAhead
 from foreroute.train.config import TrainConfig
+from foreroute.train.engines import Engine
+from foreroute.train.evaluate import evaluate, evaluation_record
 from foreroute.train.measure import StepPart, merged, step_record
 from foreroute.train.model import make_model
 from foreroute.train.optimizer import make_optimizer
@@ -37,7 +40,7 @@ from foreroute.train.precision import checkpointed
 from foreroute.train.ranks import Ranks
 from foreroute.train.recompute import Recomputed, recompute
 from foreroute.train.reference import Reference
-from foreroute.train.rollout import Engine, Experience, roll_out
+from foreroute.train.rollout import Experience, roll_out
 from foreroute.train.run_folder import load_checkpoint, misfit_named
 from foreroute.train.schedule import Schedule, Stage, make_schedule
 from foreroute.train.spread import Spread
@@ -89,6 +92,7 @@ class Trainer:
         ranks, version, routing = self.execution.ranks, self.step, self.config.rl.routing
         with self._timed("rollout"):
             experience = self._roll_out()
+        evaluation = self._evaluate()
         schedule = make_schedule(experience, self.config.rl, ranks, seed=(self.config.seed, self._data_step))
         follows_rollout = routing in ("R3", "R3+weights")
         if follows_rollout:
@@ -115,7 +119,9 @@ class Trainer:
         if not parts:
             return experience, {}
         whole = merged(parts)
-        return whole.experience, step_record(version, whole, trained_with, self.seconds) | execution
+        skipped = {"skipped_prompts": self.task.skipped} if self.task.skipped else {}
+        record = step_record(version, whole, trained_with, self.seconds)
+        return whole.experience, record | evaluation | execution | skipped
 
     def state(self) -> dict[str, Any]:
         """Everything that a resumed run needs; randomness follows from the seed and the step."""
@@ -146,12 +152,12 @@ class Trainer:
     def _measures(self) -> bool:
         return self.step % self.config.measure.compare_every == 0
 
-    def _weights_for_engine(self) -> Mapping[str, torch.Tensor]:
+    def weights_for_engine(self) -> Mapping[str, torch.Tensor]:
         weights = self.execution.state_dict()
         return weights if self.config.model.lora.rank == 0 else hf.merged(weights, self.policy.model)
 
     def _roll_out(self) -> Experience:
-        weights, step = self._weights_for_engine(), self.step
+        weights, step = self.weights_for_engine(), self.step
         if self.ahead is not None:
             self.ahead.order(step, weights)
             return self.ahead.take(step)
@@ -165,6 +171,18 @@ class Trainer:
     def _accepted(self) -> range:
         """The versions that the rollout's routes may be of."""
         return range(max(0, self.step - self.config.rollout.max_staleness), self.step + 1)
+
+    def _evaluate(self) -> dict[str, Any]:
+        """With the weights that this step's rollout was sampled with."""
+        every, ranks = self.config.evaluation.every, self.execution.ranks
+        if not every or self.step % every:
+            return {}
+        with self._timed("evaluation"):
+            evaluated = ranks.together(
+                f"the evaluation of step {self.step}",
+                lambda: evaluate(self.engine, self.task, self.config, self.step, ranks),
+            )
+            return evaluation_record(ranks.gathered(evaluated))
 
     def _plan(self, routes: RoutingTrace, stages: list[Stage]) -> None:
         self.execution.plan(self.step * self.config.rl.mini_steps, routes, stages)
@@ -222,10 +240,19 @@ class Trainer:
 
 
 def make_policy(config: TrainConfig, task: Task) -> hf.RoutedModel:
-    """The model, with initial weights, ready to record and replay."""
+    """The model, with initial weights, ready to record and replay.
+
+    Raises:
+        ConfigError: when it cannot be had, or has no routers that can be recorded and replayed.
+    """
     model = checkpointed(make_model(config.model, task, config.seed), config.model)
     model.train()
-    return hf.attach(model)
+    try:
+        return hf.attach(model)
+    except AttachError as error:
+        raise ConfigError(
+            f"the model of {config.model.path or config.model.family} cannot be trained: {error}"
+        ) from error
 
 
 def make_execution(config: TrainConfig, policy: hf.RoutedModel, ranks: Ranks) -> Whole | Spread:

@@ -18,6 +18,7 @@ from foreroute.train.engines import make_engine
 from foreroute.train.guard import Guard
 from foreroute.train.loggers import require_loggers
 from foreroute.train.loop import Trainer, make_execution, make_policy, make_trainer
+from foreroute.train.model import write_model
 from foreroute.train.ranks import Ranks, joined
 from foreroute.train.recorder import Recorder
 from foreroute.train.reference import load_reference
@@ -67,7 +68,8 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
         ranks.require_same(_by_key(config.model_dump()), "Start all of them with the same configuration")
         ranks.first("opening the run folder", lambda: _open(config, folder, resume))
         run = RunFolder(folder)
-        with closing(make_task(config)) as task:
+        with closing(ranks.together("reading the task", lambda: make_task(config))) as task:
+            ranks.require_same({"the data": task.data_digest}, "Give all of them the same files")
             while _goes_back(config, task, run, ranks, watcher, resume=resume):
                 if ranks.rank == 0:
                     watcher.on_rollback(read_rollbacks(run)[-1])
@@ -143,14 +145,16 @@ def _begin(model: Any, config: TrainConfig, task: Task, ranks: Ranks, watcher: W
 
 
 def _start(trainer: Trainer, run: RunFolder, last: Path | None, *, resume: bool) -> None:
-    ranks = trainer.execution.ranks
+    ranks, digest = trainer.execution.ranks, trainer.task.data_digest
     if last is not None:
+        ranks.first("comparing the data", lambda: run.bind_data(digest))
         ranks.together(f"loading {last}", lambda: trainer.restore(last))
         ranks.first("taking up the metrics", lambda: run.forget_metrics_from(trainer.step))
     else:
         # a run that was killed before its first checkpoint has a configuration already
         if not resume:
             ranks.first("making the run folder", lambda: run.begin(trainer.config))
+        ranks.first("noting the data", lambda: run.bind_data(digest))
         _save(trainer, run)
     if trainer.config.rl.kl_coefficient:
         trainer.reference = ranks.together(
@@ -187,6 +191,8 @@ def _take_steps(trainer: Trainer, run: RunFolder, watcher: Watcher, guard: Guard
             saved_at = trainer.step
     if trainer.step != saved_at:
         _save(trainer, run)
+    if trainer.step == config.rl.steps:
+        _write_model(trainer, run)
     return False
 
 
@@ -195,8 +201,17 @@ def _save(trainer: Trainer, run: RunFolder) -> None:
     trainer.execution.ranks.first("saving a checkpoint", lambda: run.save_checkpoint(trainer.step, state))
 
 
+def _write_model(trainer: Trainer, run: RunFolder) -> None:
+    weights, model = trainer.weights_for_engine(), trainer.policy.model
+    trainer.execution.ranks.first(
+        "writing the model", lambda: run.save_model(partial(write_model, model, weights, trainer.task))
+    )
+
+
 def _warm_start(model: Any, config: TrainConfig, task: Task, watcher: Watcher) -> bool:
     source = config.warm_start.checkpoint
+    if source is None and config.warm_start.max_steps == 0:
+        return True
     if source is None:
         return warm_start(model, config, task, watcher.on_warm_start, watcher.should_stop)
     if not Path(source).is_file():

@@ -1,9 +1,11 @@
 """The folder of a run: its configuration, one line of metrics per step, checkpoints, and traces.
 
 config.json                  the resolved configuration
+data.txt                     the digest of the data set, where there is one
 metrics.jsonl                one JSON object per finished step
 checkpoints/step-000020.pt   the state before step 20
 traces/step-000020.safetensors
+model/                       the policy after the last step, as a Hugging Face folder
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,6 +64,27 @@ class RunFolder:
         text = json.dumps(config.model_dump(), indent=2)
         with writing(self.path / "config.json") as path:
             write_atomically(path, lambda temporary: write_text(temporary, text))
+
+    def bind_data(self, digest: str) -> None:
+        """Remember what a new run is trained on, or make sure that a resumed one goes on with the same.
+
+        Args:
+            digest: empty for a task that makes its problems.
+
+        Raises:
+            RunFolderError: when the data set is another.
+        """
+        path = self.path / "data.txt"
+        if not digest:
+            return
+        if not path.exists():
+            with writing(path):
+                write_atomically(path, lambda temporary: write_text(temporary, digest))
+        elif path.read_text(encoding="utf-8") != digest:
+            raise RunFolderError(
+                f"{self.path} was started with other data: task.data or evaluation.data has changed since. Resume with "
+                "the files as they were, or start in another folder"
+            )
 
     @classmethod
     def reopen(cls, path: Path, config: TrainConfig) -> RunFolder:
@@ -114,6 +138,16 @@ class RunFolder:
         folder = self.path / "checkpoints"
         found = [p for p in folder.iterdir() if CHECKPOINT.fullmatch(p.name)] if folder.is_dir() else []
         return max(found, default=None)
+
+    def save_model(self, write: Callable[[Path], None]) -> Path:
+        """Have the final model written to a folder: all of it or nothing. One that is there is replaced."""
+        with writing(self.path / "model") as path:
+            unfinished = path.with_name(".model")
+            write(unfinished)
+            if path.exists():
+                shutil.rmtree(path)
+            unfinished.rename(path)
+        return path
 
     def checkpoint_step_before(self, step: int) -> int:
         """The step of the last checkpoint from before `step`, or of the first one."""

@@ -1,6 +1,7 @@
 """The configuration of a run: a file for each table, and `run.py` for the whole."""
 
 from foreroute.train.config.alarms import AlarmsConfig
+from foreroute.train.config.evaluation import EvaluationConfig
 from foreroute.train.config.logging import LoggingConfig
 from foreroute.train.config.model import LoRAConfig, ModelConfig, WarmStartConfig
 from foreroute.train.config.parallel import ParallelConfig
@@ -12,6 +13,7 @@ from foreroute.train.config.task import TaskConfig
 __all__ = [
     "AlarmsConfig",
     "CheckpointConfig",
+    "EvaluationConfig",
     "LoRAConfig",
     "LoggingConfig",
     "MeasureConfig",
