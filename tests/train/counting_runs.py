@@ -21,6 +21,7 @@ class CountingTrainer:
     def __init__(self, config, worthless):
         self.config, self.worthless = config, worthless
         self.execution = SimpleNamespace(ranks=Ranks())
+        self.task, self.policy = SimpleNamespace(data_digest=""), SimpleNamespace(model=None)
         self.step = self.skipped_steps = 0
         self.learned = torch.zeros(64, dtype=torch.float64)
 
@@ -35,6 +36,12 @@ class CountingTrainer:
         }
         self.step += 1
         return SimpleNamespace(generation=SimpleNamespace(trace=TRACE)), record
+
+    def weights_for_engine(self):
+        return {}
+
+    def close(self):
+        pass
 
     def state(self):
         return {"model": {"learned": self.learned}}
@@ -54,6 +61,7 @@ def counting(worthless=()):
         patch.setattr(run, "make_engine", lambda *_: closed)
         patch.setattr(run, "make_execution", lambda *_: closed)
         patch.setattr(run, "warm_start", lambda *_: True)
+        patch.setattr(run, "write_model", lambda model, weights, task, folder: folder.mkdir(exist_ok=True))
         patch.setattr(run, "make_trainer", lambda config, *_: CountingTrainer(config, worthless))
         yield
 
