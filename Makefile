@@ -60,6 +60,7 @@ $(READY): pyproject.toml constraints.txt
 
 include make/vllm.mk
 include make/megatron.mk
+include make/verl.mk
 
 clean:
-	rm -rf $(VENV) .venv-vllm .numba_cache .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-verl .numba_cache .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis
