@@ -60,7 +60,8 @@ $(READY): pyproject.toml constraints.txt
 
 include make/vllm.mk
 include make/megatron.mk
+include make/verl.mk
 include make/wheel.mk
 
 clean:
-	rm -rf $(VENV) .venv-vllm dist .numba_cache .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-verl dist .numba_cache .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -47,8 +47,8 @@ def in_a_new_folder(tmp_path_factory):
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],
     patterns=["*.md"],
-    # their blocks run where Megatron and TRL run, by a test_pages.py and a test_trl_page.py under tests/adapters
-    excludes=["docs/megatron.md", "docs/trl.md"],
+    # their blocks run where Megatron, TRL and verl run, by a page test of each under tests/adapters
+    excludes=["docs/megatron.md", "docs/trl.md", "docs/verl.md"],
     setup=a_users_things,
     fixtures=["in_a_new_folder"],
 ).pytest()

@@ -10,7 +10,7 @@ import foreroute as fr
 from foreroute.adapters import hf
 from routes_book import Book
 from tiny import policy
-from trl_runs import logged, make
+from trl_runs import logged, make, old_log_probs
 
 TIMES = ("time", "_per_second")
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -70,25 +70,7 @@ def test_the_same_trace_gives_the_same_log_probs_through_hugging_face_and_trl(fo
     model = policy()
     book = Book(model)
     trainer = make(folder, model=model, rollout_func=book, max_steps=1, learning_rate=0.0)
-    old = {}
-    trainer_generates = trainer._generate_and_score_completions
-
-    def noting(inputs):
-        output = trainer_generates(inputs)
-        for ids, mask, completion, completed, logprobs in zip(
-            output["prompt_ids"],
-            output["prompt_mask"],
-            output["completion_ids"],
-            output["completion_mask"],
-            output["old_per_token_logps"],
-            strict=True,
-        ):
-            tokens = (*ids[mask.bool()].tolist(), *completion[completed.bool()].tolist())
-            old[tokens] = logprobs[completed.bool()].numpy()
-        return output
-
-    trainer._generate_and_score_completions = noting
-    trainer.train()
+    old = old_log_probs(trainer)
     untouched = policy()
     routed = hf.attach(untouched)
     assert len(old) == 8

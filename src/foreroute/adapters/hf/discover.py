@@ -14,6 +14,8 @@ from foreroute.trace import LayerKind, RoutedLayer
 ROUTER_CLASS = re.compile(r"(Router|Gating|Gate)$")
 NOT_A_ROUTER = re.compile(r"Density")
 PERHAPS_A_ROUTER = re.compile(r"Gate$")
+BEFORE_5_14 = "route_tokens_to_experts"
+"""The method of the block around a router that selects for it, up to transformers 5.13 in the DeepSeek families."""
 ATTENTION = re.compile(r"attn|attention")
 
 
@@ -74,8 +76,10 @@ def find_routers(model: nn.Module) -> list[RouterSite]:
 def _site(model: nn.Module, path: str, module: nn.Module) -> RouterSite:
     plan = PLANS.get(type(module).__name__, TOP_K)
     selecting = (module, "forward")
-    if plan.method_of_parent:
-        selecting = (model.get_submodule(path.rpartition(".")[0]), plan.method_of_parent)
+    parent = model.get_submodule(path.rpartition(".")[0])
+    in_parent = plan.method_of_parent or (BEFORE_5_14 if hasattr(parent, BEFORE_5_14) else None)
+    if in_parent:
+        selecting = (parent, in_parent)
     return RouterSite(path, module, _layer(path, plan), plan, selecting)
 
 

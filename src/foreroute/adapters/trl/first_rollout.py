@@ -10,12 +10,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from foreroute.adapters.hf import RoutedModel
-from foreroute.errors import ReplayError
-from foreroute.mismatch import Defect, explain
+from foreroute.adapters.plausible import require_same_origin
 from foreroute.trace import RoutingTrace
 
 MAX_SEQUENCES = 16
-DRIFT = (Defect.WEIGHT_VERSION, Defect.UNEXPLAINED)
 
 
 def require_plausible(trainer: Any, routed: RoutedModel, trace: RoutingTrace) -> None:
@@ -47,11 +45,4 @@ def require_plausible(trainer: Any, routed: RoutedModel, trace: RoutingTrace) ->
             1,
             batch_size=trainer.args.per_device_train_batch_size,
         )
-    found = explain(recording.trace(), part)
-    if found.kind in DRIFT:
-        warnings.warn(f"the first rollout's routes are far from the trainer's own: {found.sentence}", stacklevel=2)
-    elif found.kind is not Defect.NONE:
-        raise ReplayError(
-            f"the first rollout's routes are not those of its tokens ({found.kind}). A is the trainer, B the rollout. "
-            f"{found.sentence}"
-        )
+    require_same_origin(recording.trace(), part)

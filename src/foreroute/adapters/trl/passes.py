@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters import hf
+from foreroute.adapters.mismatch_sums import MismatchSums
 from foreroute.adapters.sampled import facts_of
 from foreroute.adapters.trl.first_rollout import require_plausible
 from foreroute.adapters.trl.generate_tap import GenerateTap
-from foreroute.adapters.trl.metrics import MismatchSums
 from foreroute.adapters.trl.reference import is_reference
 from foreroute.adapters.trl.rollout import FunctionTap, Rollout, Tap, require_version
 from foreroute.adapters.trl.vllm_tap import VLLMTap
@@ -166,7 +166,14 @@ class TrainerPasses:
                 f"{type(self._trainer).__name__} made a training step without an update pass through _compute_loss and "
                 "_get_per_token_logps_and_entropies, so that nothing was replayed in it"
             )
-        self.metrics.share(self._trainer.accelerator)
+        self.metrics.share(self._over_processes)
+
+    def _over_processes(self, sums: Tensor) -> Tensor:
+        accelerator = self._trainer.accelerator
+        if accelerator.num_processes == 1:
+            return sums
+        total: Tensor = accelerator.reduce(sums.to(accelerator.device), reduction="sum")
+        return total
 
     @contextmanager
     def passing(self, begun: Pass | None) -> Iterator[None]:

@@ -1,9 +1,8 @@
-"""Mismatch of trainer and rollout, as sums until TRL logs: ratios of sums are right over batches and ranks."""
+"""Mismatch of trainer and rollout, as sums until a trainer logs: ratios of sums are right over batches and ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ METRICS = {
     "mismatch/disagreement_tokens": ("differing_rows", "rows"),
     "mismatch/native_disagreement": ("native_differing_cells", "native_cells"),
 }
-"""Logged beside TRL's own, where there was something to compare.
+"""Logged beside a trainer's own, where there was something to compare.
 
 - k3: mean of r - 1 - log r over sampled tokens, r the ratio of the trainer's to the rollout's probability; in nats.
 - f2: share of sampled tokens with max(r, 1 / r) > 2.
@@ -72,11 +71,13 @@ class MismatchSums:
         """Routes that the trainer would have taken by itself, beside those that were replayed."""
         self._add(native_cells=_cells(routes), native_differing_cells=int(routes.differing_L.sum()))
 
-    def share(self, accelerator: Any) -> None:
-        """Add up the sums of all processes since the last call. A collective: every process calls it."""
-        sums = torch.tensor(list(self._mine.values()), dtype=torch.float64)
-        if accelerator.num_processes > 1:
-            sums = accelerator.reduce(sums.to(accelerator.device), reduction="sum").cpu()
+    def share(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        """Add up the sums of all processes since the last call. A collective: every process calls it.
+
+        Args:
+            reduce: a tensor float64 [...] of the CPU in, the sum over all processes out.
+        """
+        sums = reduce(torch.tensor(list(self._mine.values()), dtype=torch.float64)).cpu()
         for name, value in zip(NAMES, sums.tolist(), strict=True):
             self._all[name] += value
         self._mine = dict.fromkeys(NAMES, 0.0)

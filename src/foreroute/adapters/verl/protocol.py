@@ -1,0 +1,167 @@
+"""verl's data protocol: routes as a field of a batch, beside `input_ids` and laid out like them.
+
+Both of its rollout engines, vLLM and SGLang, end in the same field. Row p is the routing of input position p; what an
+engine did not route is a row of zeros: padding, the last sampled token, what follows the last turn of a tool, and whole
+sequences that fill a batch up. The layer axis counts all decoder layers, dense ones as zeros, or the routed ones alone.
+
+    padded     input_ids [B, T], attention_mask [B, T], routed_experts int16 [B, T, layers, K]
+    unpadded   input_ids [B, j1] and routed_experts int16 [B, j1, layers, K], jagged nested tensors of the same lengths
+
+Since the field rides in the batch, what verl does to a batch (reordering, chunks for ranks, mini and micro batches,
+removal of padding) is done to the routes as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foreroute.capture import ModelFacts, decode
+from foreroute.errors import BatchMismatchError, CaptureError
+from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
+
+FIELD = "routed_experts"
+"""The name of the field, verl's own."""
+ABSENT = -1
+
+
+def trace_of(batch: Any, *, model: RoutingSpec | ModelFacts, weight_version: int = NO_VERSION) -> RoutingTrace:
+    """The routes of a batch of verl, checked.
+
+    Args:
+        batch: a `DataProto`, a `TensorDict` or a mapping with `routed_experts` and `input_ids`, both unpadded, or both
+            padded and an `attention_mask`.
+        model: the routing spec, or `ModelFacts` where the layer axis counts dense layers too.
+        weight_version: the weights that computed the routes; verl's batch does not say.
+
+    Returns:
+        S sequences, in the order of the batch. A row of zeros is an absent one.
+
+    Raises:
+        CaptureError: when fields are missing or laid out differently, the routes cannot be true, or the model is top-1
+            and a row of zeros stands where expert 0 and "never routed" cannot be told apart.
+    """
+    fields = _fields(batch)
+    facts = model if isinstance(model, ModelFacts) else ModelFacts(model)
+    tokens, rows = _sequences(fields)
+    marked = [_with_absent_rows(r, facts.spec.top_k, s) for s, r in enumerate(rows)]
+    trace = decode(marked, model=facts, token_ids=tokens, weight_version=weight_version)
+    return trace.with_provenance(wire="verl")
+
+
+def routed_experts(trace: RoutingTrace, batch: Any, *, num_hidden_layers: int | None = None) -> Tensor:
+    """The routes of a trace as the field of a batch, to be stored in it under `FIELD`.
+
+    Args:
+        trace: routes of the sequences of the batch, in its order.
+        batch: as in `trace_of`; its field of routes, if it has one, is not looked at.
+        num_hidden_layers: decoder layers in all; when given, dense layers get columns of zeros, as engines write them.
+
+    Returns:
+        int16 [B, T, layers, K] beside padded `input_ids`, else a jagged nested tensor [B, j1, layers, K]; on the device
+        of the tokens. Absent rows and padding are zeros.
+
+    Raises:
+        BatchMismatchError: when the batch holds other tokens than the trace.
+        CaptureError: when an id does not fit 16 bits, or a row of a top-1 model would be read back as something else.
+    """
+    ids, mask = _tokens_and_mask(_fields(batch))
+    rows = _rows_of(trace, ModelFacts(trace.spec, num_hidden_layers))
+    tokens = _unpadded(ids, mask)
+    if len(tokens) != len(trace) or any(not np.array_equal(t, trace.tokens(s)) for s, t in enumerate(tokens)):
+        raise BatchMismatchError(
+            f"the batch has {len(tokens)} sequences and the trace {len(trace)}, of other tokens or in another order; "
+            "select the sequences of the batch first: trace.select(...)"
+        )
+    if mask is None:
+        parts = [torch.from_numpy(part) for part in rows]
+        return torch.nested.as_nested_tensor(parts, layout=torch.jagged, device=ids.device)
+    padded = torch.zeros((*ids.shape, *rows[0].shape[1:]), dtype=torch.int16, device=ids.device)
+    padded[mask] = torch.from_numpy(np.concatenate(rows)).to(ids.device)
+    return padded
+
+
+def _fields(batch: Any) -> Any:
+    """What maps names to tensors: a `DataProto` keeps it in its attribute `batch`."""
+    return batch.batch if hasattr(batch, "non_tensor_batch") else batch
+
+
+def _tokens_and_mask(fields: Any) -> tuple[Tensor, Tensor | None]:
+    """`input_ids`, and a bool [B, T] where they are padded."""
+    ids = field_of(fields, "input_ids")
+    if ids.is_nested:
+        return ids, None
+    mask = field_of(fields, "attention_mask").bool()
+    if mask.shape != ids.shape:
+        raise CaptureError(f"attention_mask is {tuple(mask.shape)}; expected {tuple(ids.shape)}, as input_ids")
+    return ids, mask
+
+
+def field_of(fields: Any, name: str) -> Tensor:
+    """A tensor of a batch. Raises `CaptureError` when it is not there."""
+    value = fields.get(name) if isinstance(fields, Mapping) else fields.get(name, None)
+    if not isinstance(value, Tensor):
+        raise CaptureError(
+            f"the batch of verl has no {name!r}, only {sorted(map(str, fields.keys()))[:16]}; routes come from a "
+            "rollout with actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+        )
+    return value
+
+
+def _sequences(fields: Any) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
+    """Tokens [T] and rows [T, layers, K] of each sequence."""
+    routes = field_of(fields, FIELD)
+    ids, mask = _tokens_and_mask(fields)
+    if routes.is_nested != ids.is_nested:
+        kinds = {True: "unpadded (nested)", False: "padded"}
+        raise CaptureError(
+            f"input_ids are {kinds[ids.is_nested]} and {FIELD} are {kinds[routes.is_nested]}; expected both alike, as "
+            "verl's left_right_2_no_padding leaves them"
+        )
+    if routes.ndim != 4 or (mask is not None and routes.shape[:2] != ids.shape):
+        raise CaptureError(
+            f"{FIELD} has shape {tuple(routes.shape)} beside input_ids {tuple(ids.shape)}; expected [B, T, layers, K]"
+        )
+    tokens, rows = _unpadded(ids, mask), _unpadded(routes, mask)
+    uneven = [(s, len(t), len(r)) for s, (t, r) in enumerate(zip(tokens, rows, strict=True)) if len(t) != len(r)]
+    if uneven:
+        s, expected, seen = uneven[0]
+        raise CaptureError(f"sequence {s} has {seen} rows of {FIELD} for {expected} tokens; expected one for each")
+    return tokens, rows
+
+
+def _unpadded(values: Tensor, mask: Tensor | None) -> list[NDArray[Any]]:
+    """One array for each sequence."""
+    if mask is None:
+        return [part.cpu().numpy() for part in values.unbind()]
+    host, kept = values.cpu().numpy(), mask.cpu().numpy()
+    return [part[row] for part, row in zip(host, kept, strict=True)]
+
+
+def _with_absent_rows(rows_TAK: NDArray[Any], top_k: int, sequence: int) -> NDArray[Any]:
+    """Rows of zeros marked, so that they are not taken for expert 0."""
+    if rows_TAK.dtype.kind not in "iu":
+        raise CaptureError(f"sequence {sequence} has {FIELD} of dtype {rows_TAK.dtype}; expected integers")
+    absent = (rows_TAK == 0).all(axis=(1, 2))
+    if top_k == 1 and absent[:-1].any():
+        raise CaptureError(
+            f"sequence {sequence} has a row of zeros at position {int(np.argmax(absent))}, which in verl means 'never "
+            "routed', but with top-1 routing it may as well be expert 0; such a batch cannot be replayed"
+        )
+    return np.where(absent[:, None, None], ABSENT, rows_TAK.astype(np.int32))
+
+
+def _rows_of(trace: RoutingTrace, facts: ModelFacts) -> list[NDArray[np.int16]]:
+    """S arrays int16 [T, layers, K], zeros where nothing was routed."""
+    spec = trace.spec
+    if spec.num_experts > np.iinfo(np.int16).max:
+        raise CaptureError(f"verl keeps expert ids in signed 16 bits, and the model has {spec.num_experts} experts")
+    columns = facts.routed_columns(max(facts.axis_lengths), what="the field")
+    wide = np.zeros((trace.num_rows, max(facts.axis_lengths), spec.top_k), np.int16)
+    wide[:, columns] = np.where(trace.valid_N[:, None, None], trace.expert_ids_NLK, 0)
+    return np.split(wide, trace.offsets[1:-1])

@@ -1,0 +1,53 @@
+"""What a configuration of verl asks for, and what of it is refused. One message for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from foreroute.errors import ConfigError
+
+Replay = Literal["disabled", "R2", "R3"]
+KEY = "router_replay.mode"
+
+
+def replay_of(engine_config: Any) -> Replay:
+    """What `router_replay.mode` says in the configuration of an engine; verl has the key for every engine.
+
+    Raises:
+        ConfigError: for a mode that does not exist, and for files, which verl documents and nothing reads.
+    """
+    stated = getattr(engine_config, "router_replay", None)
+    values = stated if isinstance(stated, Mapping) else vars(stated) if stated is not None else {}
+    mode: Any = values.get("mode", "disabled")
+    if mode not in ("disabled", "R2", "R3"):
+        raise ConfigError(f"{KEY} is {mode!r}; expected disabled, R2 or R3")
+    files = sorted(name for name in ("record_file", "replay_file") if values.get(name))
+    if files:
+        raise ConfigError(f"router_replay has {', '.join(files)}, which nothing reads; save traces with foreroute.save")
+    replay: Replay = mode
+    return replay
+
+
+def require_supported(engine: Any) -> None:
+    """Raise `ConfigError` naming the first setting of an engine that replay does not go with."""
+    config, model = engine.engine_config, engine.model_config
+    refused = [
+        (
+            config.strategy != "fsdp2",
+            f"the strategy is {config.strategy}, under which replay was never tested; take fsdp2",
+        ),
+        (
+            config.ulysses_sequence_parallel_size > 1,
+            "ulysses_sequence_parallel_size is above 1: ranks are given parts of sequences, for which routes are not "
+            "cut yet; leave it at 1",
+        ),
+        (
+            bool(model.use_fused_kernels),
+            "use_fused_kernels replaces the forward of the model by one that returns no logits, on which replay cannot "
+            "be proven; leave it off",
+        ),
+    ]
+    for is_set, message in refused:
+        if is_set:
+            raise ConfigError(f"{KEY} is set, and {message}")

@@ -1,0 +1,18 @@
+"""The kit on our verl adapter."""
+
+import pytest
+
+pytest.importorskip("verl", reason="there is no verl in this environment: run `make test-verl`")
+
+from foreroute.adapters import hf
+from foreroute.conformance.pytest_plugin import conformance_tests
+from foreroute.conformance.verl import VerlUnderTest
+from models import FAMILIES
+
+test_conformance = conformance_tests(VerlUnderTest("qwen3_moe", FAMILIES["qwen3_moe"]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_attached_with_the_transformers_that_verl_pins(family):
+    routed = hf.attach(hf.build_model(family, seed=0, experts_implementation="eager", **FAMILIES[family]))
+    assert routed.spec.num_layers == (2 if family == "deepseek_v3" else 3)

@@ -1,0 +1,90 @@
+"""Batches in verl's layouts, with routes that say which token of which sequence they belong to. No verl needed."""
+
+import numpy as np
+import torch
+
+from foreroute.capture import ModelFacts
+from foreroute.trace import RoutedLayer, RoutingSpec
+
+SPEC = RoutingSpec(64, 2, (RoutedLayer(1), RoutedLayer(2)), model="tiny")
+FACTS = ModelFacts(SPEC, num_hidden_layers=3)
+PROMPT, RESPONSE = 6, 8
+"""Widths that prompts are padded to on the left, and responses on the right."""
+
+
+def telling_routes(tokens, *, rows=None):
+    """int64 [R, 3, 2]: layer 0 is dense; elsewhere a function of token, position and layer. R is T - 1 by default."""
+    position, layer = np.ogrid[: len(tokens), :3]
+    first = (7 * np.asarray(tokens)[:, None] + 3 * position + 5 * layer) % 63 + 1
+    routes = np.stack([first, (first + 1 + position % 5) % 64], axis=-1)
+    routes[:, 0] = 0
+    return routes[: len(tokens) - 1 if rows is None else rows]
+
+
+def sequences(count, seed=0):
+    """`count` pairs of a prompt and a response, int64, no token twice in all of them."""
+    rng = np.random.default_rng(seed)
+    ids = iter(rng.permutation(np.arange(1, 400)))
+    lengths = [(int(rng.integers(2, PROMPT + 1)), int(rng.integers(2, RESPONSE + 1))) for _ in range(count)]
+    return [tuple(np.array([next(ids) for _ in range(n)]) for n in pair) for pair in lengths]
+
+
+def padded(pairs, routes=telling_routes, widths=(PROMPT, RESPONSE)):
+    """A batch as verl's agent loop makes it: prompts padded on the left, responses on the right."""
+    left, right = widths
+    width = left + right
+    ids = torch.zeros(len(pairs), width, dtype=torch.int64)
+    mask, experts = torch.zeros_like(ids), torch.zeros(len(pairs), width, 3, 2, dtype=torch.int16)
+    response_mask = torch.zeros(len(pairs), right, dtype=torch.int64)
+    for row, (prompt, response) in enumerate(pairs):
+        tokens = np.concatenate([prompt, response])
+        first = left - len(prompt)
+        columns = slice(first, first + len(tokens))
+        ids[row, columns], mask[row, columns] = torch.from_numpy(tokens), 1
+        given = torch.from_numpy(routes(tokens)).short()
+        experts[row, first : first + len(given)] = given
+        response_mask[row, : len(response)] = 1
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "prompts": ids[:, :left],
+        "responses": ids[:, left:],
+        "response_mask": response_mask,
+        "loss_mask": response_mask,
+        "routed_experts": experts,
+    }
+
+
+def unpadded(pairs, routes=telling_routes):
+    """The same without padding, in jagged nested tensors."""
+    tokens = [np.concatenate(pair) for pair in pairs]
+    experts = []
+    for t in tokens:
+        rows = np.zeros((len(t), 3, 2), np.int16)
+        given = routes(t)
+        rows[: len(given)] = given
+        experts.append(rows)
+    responses = [response for _, response in pairs]
+    return {
+        "input_ids": nested(tokens),
+        "routed_experts": nested(experts),
+        "prompts": nested([prompt for prompt, _ in pairs]),
+        "responses": nested(responses),
+        "response_mask": nested([np.ones_like(r) for r in responses]),
+    }
+
+
+def nested(arrays):
+    return torch.nested.as_nested_tensor([torch.from_numpy(np.asarray(a)) for a in arrays], layout=torch.jagged)
+
+
+def require_told(trace, pairs):
+    """Every row of the trace is that of its token, its position and its sequence, and the last one is absent."""
+    assert len(trace) == len(pairs)
+    for s, pair in enumerate(pairs):
+        tokens = np.concatenate(pair)
+        assert np.array_equal(trace.tokens(s), tokens)
+        rows = slice(trace.offsets[s], trace.offsets[s + 1])
+        assert trace.valid_N[rows].tolist() == [True] * (len(tokens) - 1) + [False]
+        assert np.array_equal(trace.expert_ids_NLK[rows][:-1], telling_routes(tokens)[:, 1:])

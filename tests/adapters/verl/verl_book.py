@@ -1,0 +1,128 @@
+"""The oracle: sequences whose routes are written down, what a plain model makes of them, what experts were given.
+
+A part of the routes is drawn at random, so that no model would take them. Nothing here asks an engine of verl.
+"""
+
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from transformers import Qwen3MoeForCausalLM
+
+from foreroute.adapters import hf
+from foreroute.trace import RoutingTrace
+
+PROMPT, RESPONSE = 6, 8
+
+
+class Book:
+    """Sequences of a rollout, each with routes [T - 1, 2, 2] and log-probs of its response.
+
+    Args:
+        folder: the policy's checkpoint.
+        replaced: share of (token, layer) whose experts are drawn at random.
+    """
+
+    def __init__(self, folder, *, count=6, seed=0, replaced=0.15):
+        rng = np.random.default_rng(seed)
+        self.model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model.set_experts_implementation("eager")  # the others know no float64
+        self.routed = hf.attach(self.model)
+        lengths = [(int(rng.integers(2, PROMPT + 1)), int(rng.integers(3, RESPONSE + 1))) for _ in range(count)]
+        self.pairs = [tuple(rng.integers(2, 200, n) for n in pair) for pair in lengths]
+        self.native = [self._native(np.concatenate(pair)) for pair in self.pairs]
+        self.routes, self.sampled = [], []
+        for (_, response), (ids, logprobs) in zip(self.pairs, self.native, strict=True):
+            drawn = ids[:-1].copy()
+            cells = rng.random(drawn.shape[:2]) < replaced
+            drawn[cells] = np.argsort(rng.random((*drawn.shape[:2], 8)), axis=-1)[cells][:, :2]
+            self.routes.append(drawn)
+            self.sampled.append((logprobs[-len(response) :] + rng.normal(0, 0.5, len(response))).astype(np.float32))
+
+    def traces(self):
+        return [self.trace([s]) for s in range(len(self.pairs))]
+
+    def trace(self, chosen):
+        tokens = [np.concatenate(self.pairs[s]) for s in chosen]
+        return RoutingTrace.from_sequences(self.routed.spec, tokens, [self.routes[s] for s in chosen])
+
+    @torch.no_grad()
+    def replayed(self, dtype=torch.float32):
+        """Log-probs [T - 1] of each sequence, alone, on its routes, by the Hugging Face adapter."""
+        self.model.to(dtype)
+        found = []
+        for trace in self.traces():
+            with self.routed.replay(trace):
+                found.append(logprobs_of(self.model, trace.tokens(0)))
+        self.model.float()
+        return found
+
+    @torch.no_grad()
+    def _native(self, tokens):
+        with self.routed.record() as recording:
+            logprobs = logprobs_of(self.model, tokens)
+        return recording.trace().expert_ids_NLK.astype(np.int64), logprobs.numpy()
+
+    def batch(self, *, routes=True):
+        """As verl's agent loop pads it; the layer axis counts the dense layer."""
+        from verl_batches import padded
+
+        by_tokens = {tuple(np.concatenate(pair)): s for s, pair in enumerate(self.pairs)}
+
+        def wide(tokens):
+            rows = self.routes[by_tokens[tuple(tokens)]]
+            return np.concatenate([np.zeros_like(rows[:, :1]), rows], axis=1)
+
+        batch = padded(self.pairs, wide)
+        batch["rollout_log_probs"] = torch.zeros(len(self.pairs), RESPONSE)
+        for s, logprobs in enumerate(self.sampled):
+            batch["rollout_log_probs"][s, : len(logprobs)] = torch.from_numpy(logprobs)
+        if not routes:
+            del batch["routed_experts"]
+        return batch
+
+
+def logprobs_of(model, tokens):
+    ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+
+
+@contextmanager
+def watched(module):
+    """Every forward of a model while the context is open: tokens, positions, and calls (layer, ids [N, K])."""
+    forwards, handles = [], []
+    trunk = next(m for m in module.modules() if "Qwen3MoeModel" in type(m).__name__)
+
+    def begin(_, args, kwargs):
+        forwards.append((kwargs["input_ids"].clone(), kwargs["position_ids"].clone(), []))
+
+    handles.append(trunk.register_forward_pre_hook(begin, with_kwargs=True))
+    for layer, experts in enumerate(m for m in module.modules() if "Qwen3MoeExperts" in type(m).__name__):
+
+        def note(_, args, layer=layer):
+            forwards[-1][2].append((layer, args[1].detach().numpy().copy()))
+
+        handles.append(experts.register_forward_pre_hook(note))
+    yield forwards
+    for handle in handles:
+        handle.remove()
+
+
+def followed(forward, book):
+    """How many calls of experts were given the book's routes in every row that has one, and how many were not."""
+    tokens, positions, calls = forward
+    flat, where = tokens.reshape(-1).numpy(), positions.reshape(-1).numpy()
+    starts = [int(p) for p in np.flatnonzero(where == 0)]
+    spans = []
+    for start in starts:
+        for s, pair in enumerate(book.pairs):
+            sequence = np.concatenate(pair)
+            if np.array_equal(flat[start : start + len(sequence)], sequence):
+                spans.append((start, s))
+    assert spans
+    yes = [
+        all(np.array_equal(ids[start : start + len(book.routes[s])], book.routes[s][:, layer]) for start, s in spans)
+        for layer, ids in calls
+    ]
+    return sum(yes), len(yes) - sum(yes), [s for _, s in spans]
