@@ -21,10 +21,10 @@ from foreroute.trace.codec.planes import Planes
 from foreroute.trace.spec import RoutingSpec
 
 CodecName = Literal["raw", "packed", "planes"]
-"""How the routes of a trace file are coded: docs/trace-format.md says what each is for."""
+"""How the routes of a trace file are coded."""
 
 CODECS: tuple[CodecName, ...] = get_args(CodecName)
-"""All of them."""
+"""The names of all codecs."""
 
 
 class Codec(Protocol):
