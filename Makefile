@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE = 1
 KERNELS := $(shell find src/foreroute/trace src/foreroute/balance src/foreroute/simulate -name '*.py' | sort | xargs cat | sha256sum | cut -c1-12)
 export NUMBA_CACHE_DIR = $(CURDIR)/.numba_cache/$(KERNELS)
 
-.PHONY: demo demo-ep test check bench experiments docs config-reference clean
+.PHONY: demo demo-ep test check bench experiments docs config-reference test-kill clean
 
 demo: $(READY)
 	$(BIN)/foreroute demo
@@ -33,6 +33,10 @@ check: $(READY)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# ten kills of a training run, at random moments
+test-kill: $(READY)
+	$(BIN)/python -m benchmarks resume --json
 
 # docs/configuration.md, after a change of a key, its default or its text
 config-reference: $(READY)

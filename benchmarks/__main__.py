@@ -28,6 +28,7 @@ HARNESS = {
     "pairs",
     "planner_against",
     "planner_oracles",
+    "training_trl",
     "wires",
 }
 
@@ -53,7 +54,7 @@ def main() -> None:
 def environment() -> dict[str, str]:
     """What the figures depend on."""
     packages = {}
-    for name in ("foreroute", "numpy", "numba", "torch", "transformers", "megatron-core", "zstandard"):
+    for name in ("foreroute", "numpy", "numba", "torch", "transformers", "megatron-core", "trl", "zstandard"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

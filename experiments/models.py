@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 SIZES: dict[str, Any] = {
@@ -47,6 +48,11 @@ def base_values(start: str) -> dict[str, Any]:
         "checkpoint": {"every": 1000},
     }
     return merged(values, STARTS[start])
+
+
+def start_path(folder: Path, start: str, seed: int) -> Path:
+    """Where the checkpoint of a start is kept."""
+    return folder / f"{start}-{seed}.pt"
 
 
 def merged(values: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cells import Cell
-from experiments.models import base_values
+from experiments.models import base_values, start_path
 
 Say = Callable[[str], None]
 Work = Callable[[Cell, Path], dict[str, Any]]
@@ -117,7 +117,7 @@ def _run(todo: Sequence[Cell], results: Path, starts: Path, processes: int, say:
         running: dict[Future[dict[str, Any]], Cell] = {}
         while waiting or running:
             while waiting and len(running) < processes:
-                cell = waiting.pop(0)
+                cell = _next(waiting, list(running.values()), starts)
                 running[pool.submit(work, cell, starts)] = cell
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 cell = running.pop(future)
@@ -131,6 +131,13 @@ def _run(todo: Sequence[Cell], results: Path, starts: Path, processes: int, say:
                 _append(results, future.result())
                 say(f"{cell.name} took {future.result()['processor_s']} s; {len(waiting)} wait")
     return failed
+
+
+def _next(waiting: list[Cell], running: Sequence[Cell], starts: Path) -> Cell:
+    """Take the first cell that need not wait for a start which a running cell is making, or else the first."""
+    being_made = {(cell.start, cell.seed) for cell in running if not start_path(starts, cell.start, cell.seed).exists()}
+    free = (place for place, cell in enumerate(waiting) if (cell.start, cell.seed) not in being_made)
+    return waiting.pop(next(free, 0))
 
 
 def _append(results: Path, line: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from experiments.models import merged
+from experiments.models import merged, start_path
 from foreroute.train import TrainConfig, parse_config, train
 
 
@@ -30,7 +30,7 @@ def started(folder: Path, start: str, base: dict[str, Any], seed: int) -> Path:
         base: its configuration.
         seed: of its weights.
     """
-    checkpoint = folder / f"{start}-{seed}.pt"
+    checkpoint = start_path(folder, start, seed)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{start}-{seed}.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

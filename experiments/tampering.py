@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from foreroute.capture import Generation, Sampling
 from foreroute.trace import RoutingTrace
 from foreroute.train import run
-from foreroute.train.engines import make_engine
-from foreroute.train.rollout import Engine
+from foreroute.train.engines import Engine, make_engine
 
 
 def shifted(trace: RoutingTrace) -> RoutingTrace:

@@ -14,6 +14,7 @@
     │   ├── TopologyError                 ranks, nodes, links or slots that cannot be
     │   ├── CountsError                   counts of assignments that cannot be planned, or are not those of a plan
     │   ├── PlanError                     a plan that is damaged, breaks its own limits, or belongs to other counts
+    │   ├── DatasetError                  a line of a data set
     │   └── RunFolderError                a run folder or checkpoint
     ├── AttachError (also TypeError)      a model whose routing cannot be recorded and replayed
     ├── PlacementError (also RuntimeError) a model spread over ranks is used as if it were whole
@@ -21,6 +22,7 @@
     ├── PlanLateError (also TimeoutError) a part of a plan that is not there yet
     ├── TransferError (also RuntimeError) weights or gradients that did not get from rank to rank
     ├── RankError (also RuntimeError)     another process of the run failed
+    ├── FunctionError (also RuntimeError) a user's function raised, hung, died, or returned nonsense
     ├── DivergedError (also ArithmeticError)  training whose numbers are no longer finite
     ├── CollapseError (also RuntimeError) a run that its alarms ended
     └── ReplayError (also RuntimeError)   replay was asked for and did not take effect
@@ -85,6 +87,10 @@ class PlanError(InputError):
     """Raised when a plan is damaged, breaks the limits that it states, or was made for other counts or ranks."""
 
 
+class DatasetError(InputError):
+    """Raised when a data set cannot be read, or a line of it is not what it must be."""
+
+
 class RunFolderError(InputError):
     """Raised when a run folder is missing, damaged, or already in use."""
 
@@ -111,6 +117,10 @@ class TransferError(ForerouteError, RuntimeError):
 
 class RankError(ForerouteError, RuntimeError):
     """Raised on the ranks that were well when another process of the run failed."""
+
+
+class FunctionError(ForerouteError, RuntimeError):
+    """Raised when a function of the user's raises, takes too long, dies, or returns what it must not."""
 
 
 class DivergedError(ForerouteError, ArithmeticError):

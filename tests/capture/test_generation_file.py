@@ -5,7 +5,7 @@ import pytest
 
 import foreroute as fr
 from foreroute.capture import Generation, load_generation, save_generation
-from foreroute.errors import TraceFileError
+from foreroute.errors import TraceContentError, TraceFileError
 from traces import random_trace
 
 
@@ -59,3 +59,26 @@ def test_a_trace_is_never_looked_for_elsewhere(tmp_path, name):
     save_file({"logprobs": np.zeros(1, np.float32)}, tmp_path / "g", metadata=header)
     with pytest.raises(TraceFileError, match="in the same folder"):
         load_generation(tmp_path / "g")
+
+
+def test_what_tools_said_between_turns_is_kept(tmp_path, generation):
+    lengths = generation.trace.lengths
+    sampled = generation.sampled_N.copy()
+    inner = int(generation.trace.offsets[0]) + int(generation.prompt_lengths[0]) + 1
+    assert lengths[0] - generation.prompt_lengths[0] >= 3
+    sampled[inner] = False
+    talked = Generation(generation.trace, generation.prompt_lengths, np.delete(generation.logprobs_R, 1), sampled)
+    path = save_generation(talked, tmp_path / "rollout.safetensors")
+    read = load_generation(path)
+    assert np.array_equal(read.sampled_N, sampled)
+    assert np.array_equal(read.logprobs_R, talked.logprobs_R)
+    both = Generation.concatenate([generation, talked]).select([len(generation), 0])
+    assert both.response_lengths.tolist() == [generation.response_lengths[0] - 1, generation.response_lengths[0]]
+    assert np.array_equal(both.response(0), np.delete(both.response(1), 1))
+    for token, value in ((0, True), (int(generation.prompt_lengths[0]), False), (int(lengths[0]) - 1, False)):
+        wrong = generation.sampled_N.copy()
+        wrong[token] = value
+        with pytest.raises(TraceContentError, match=rf"token {token} of sequence 0, .* said to be sampled"):
+            Generation(generation.trace, generation.prompt_lengths, generation.logprobs_R, wrong)
+    with pytest.raises(TraceContentError, match="expected bool"):
+        Generation(generation.trace, generation.prompt_lengths, generation.logprobs_R, sampled.astype(np.int8))

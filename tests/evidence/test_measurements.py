@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from experiments import training
 from experiments.cells import Cell
 from experiments.models import base_values, merged
+from experiments.series import stale_shares
 from experiments.starts import configuration, started
 from experiments.static import run_static
 from experiments.tampering import shifted
@@ -64,36 +65,36 @@ def test_figures_of_a_run_are_those_of_its_records(start, monkeypatch):
         kept.append(run.train(config, folder).path.joinpath("metrics.jsonl").read_text())
 
     monkeypatch.setattr(training, "train", keeping)
-    rl = {"routing": "R2", "mini_steps": 3, "steps": 4, "learning_rate": 1e-2}
+    rl = {"routing": "R2", "mini_steps": 3, "steps": 3, "learning_rate": 1e-2}
     found = run_training(cell("train", rl=rl), small(), start)
     records = [json.loads(line) for line in kept[0].splitlines()]
-    assert found["steps"] == 4
+    assert found["steps"] == 3
     assert found["reward"] == [round(record["reward_mean"], 4) for record in records]
     native = [record["mismatch"]["native"] for record in records]
     assert found["mean"]["k3"] == pytest.approx(np.mean([each["k3"] for each in native]), rel=1e-4)
     assert found["binned"]["f1.5"] == [float(f"{each['f1.5']:.4g}") for each in native]
     assert found["spikes"] == np.mean([record["grad_norm"] > 10 for record in records])
     assert (found["collapsed_at"], found["diverged"]) == (None, False)
+    assert found["stale_share_by_mini_step"][0] == 0, "R2 replays routes of these weights"
+    assert min(found["stale_share_by_mini_step"][1:]) > 0
 
 
 def test_routes_go_stale_as_the_weights_move(start):
     """Replayed routes of the same weights and precision are the routers' own, until the first optimizer step."""
-    rl = {"mini_steps": 3, "steps": 2, "learning_rate": 1e-2, "warmup_steps": 0}
-    exact = {"rollout": {"precision": "float32", "prompts": 12}}
-    for routing, sections in (("R2", {}), ("R3", exact)):
-        stale = run_training(cell("train", rl=rl | {"routing": routing}, **sections), small(), start)
-        assert stale["stale_share_by_mini_step"][0] == 0
-        assert min(stale["stale_share_by_mini_step"][1:]) > 0
-    coarse = run_training(cell("train", rl=rl | {"routing": "R3"}, rollout={"prompts": 12}), small(), start)
-    assert coarse["stale_share_by_mini_step"][0] > 0, "the engine's routes differ from the first mini-step on"
-    none = run_training(cell("train", rl=rl | {"routing": "none"}), small(), start)
-    assert none["stale_share_by_mini_step"] == []
+    rl = {"routing": "R3", "mini_steps": 3, "steps": 1, "learning_rate": 1e-2, "warmup_steps": 0}
+    exact = run_training(cell("train", rl=rl, rollout={"precision": "float32", "prompts": 12}), small(), start)
+    assert exact["stale_share_by_mini_step"][0] == 0
+    assert min(exact["stale_share_by_mini_step"][1:]) > 0
+    assert stale_shares([{"step": 0}, {"step": 1}]) == [], "nothing is replayed"
+    watched = [{"live_agreement": [0.9, 0.7]}, {"live_agreement": [0.8]}, {"live_agreement": [1.0, 0.8]}, {}]
+    assert stale_shares(watched) == [0.05, 0.25]
 
 
 def test_shifted_routes_reach_the_trainer_and_diverged_runs_are_results(start, monkeypatch):
     rl = {"routing": "R3", "steps": 1}
     right, wrong = (run_training(cell("train", off, rl=rl), small(), start) for off in (False, True))
     assert wrong["mean"]["k3"] > 2 * right["mean"]["k3"]
+    assert 0 < right["stale_share_by_mini_step"][0] < wrong["stale_share_by_mini_step"][0]
     assert run.make_engine is DOOR
 
     def diverging(config, folder):

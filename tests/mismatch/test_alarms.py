@@ -80,14 +80,14 @@ def test_a_loss_that_is_not_finite_is_a_collapse_at_once(loss):
     ("signal", "kind", "good", "bad", "steps_until"),
     [
         ("f2", "f2", 0.01, 0.2, 4),
-        ("live_agreement", "stale_routes", 1.0, 0.6, 3),
+        ("live_agreement", "stale_routes", 1.0, 0.5, 2),
         ("effective_share", "effective_share", 0.9, 0.2, 5),
         ("disagreement", "disagreement", 0.08, 0.4, 2),
     ],
 )
 def test_early_warnings(signal, kind, good, bad, steps_until):
     values = [good] * 20 + [bad] * 10
-    limit = {"f2": 0.1, "stale_routes": 0.85, "effective_share": 0.5, "disagreement": 2 * 0.08}[kind]
+    limit = {"f2": 0.1, "stale_routes": 0.88, "effective_share": 0.5, "disagreement": 2 * 0.08}[kind]
     passed = [end for end in range(9, 30) if (fmean(values[end - 9 : end + 1]) - limit) * (bad - good) > 1e-9]
     assert passed[0] == 20 + steps_until
     step, [alarm] = first_alarm(**{signal: values})

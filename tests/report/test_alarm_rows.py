@@ -26,7 +26,7 @@ def text_of(folders, target):
 def test_steps_in_a_row_are_one_row_with_the_worst_value(tmp_path):
     by_step = {
         2: [alarm("f2", 0.2)],
-        3: [alarm("f2", 0.3), alarm("stale_routes", 0.5, 0.85)],
+        3: [alarm("f2", 0.3), alarm("stale_routes", 0.5, 0.88)],
         4: [alarm("f2", 0.25)],
         6: [alarm("f2", 0.11)],
     }
@@ -34,7 +34,7 @@ def test_steps_in_a_row_are_one_row_with_the_worst_value(tmp_path):
     assert [(row.steps, row.figures) for row in rows] == [
         ("2 to 4", "0.3, limit 0.1"),
         ("6", "0.11, limit 0.1"),
-        ("3", "0.5, limit 0.85"),
+        ("3", "0.5, limit 0.88"),
     ]
     assert rows[0].what.startswith("Too many tokens are far apart")
 

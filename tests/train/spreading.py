@@ -4,6 +4,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+from torch.distributed.tensor import DTensor
 
 from foreroute.capture import Generation
 from foreroute.experts import PlacedModel
@@ -40,6 +41,13 @@ def spread_steps(rank, config, count, checkpoint=None):
         if checkpoint is not None:
             trainer.restore(checkpoint)
         return steps_of(trainer, count)
+
+
+def dense_elements(rank, config):
+    """What this rank holds of dense parameters, by numbers of elements."""
+    with precise_trainer(config) as trainer:
+        dense = trainer.execution._placed.dense_parameters()
+        return sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in dense)
 
 
 @contextmanager
@@ -103,7 +111,7 @@ def scored_by_tokens():
         responses = [task.text(generation.response(s)) for s in range(len(generation))]
         hard = [problems[s // group_size].prompt[0] in "01234" for s in range(len(generation))]
         points = [0 if hard[s] else sum(map(ord, text)) % 5 for s, text in enumerate(responses)]
-        return np.array(points, np.float64)
+        return rollout.Scores(np.array(points, np.float64))
 
     kept, rollout.score = rollout.score, score
     try:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import foreroute as fr
+from counting_runs import counting, counting_config
 from foreroute.errors import CollapseError, ConfigError
-from foreroute.train import Watcher, load_checkpoint, loop, train
+from foreroute.train import RunFolder, Watcher, load_checkpoint, loop, train
 from foreroute.train.rollback import read_rollbacks
 from foreroute.train.rollout import roll_out
 from small_runs import records, same_state, small_config, trainer_of
@@ -17,16 +18,16 @@ from small_runs import records, same_state, small_config, trainer_of
 POISON = (5, 6, 7)
 
 
-def poisoned(engine, task, config, step, ranks, *, steps=POISON):
+def poisoned(engine, task, config, step, ranks):
     """Whatever is answered to the problems of these steps is worth nothing; elsewhere it is worth about a half."""
     experience = roll_out(engine, task, config, step, ranks)
     size = len(experience.rewards_S)
-    rewards_S = np.zeros(size) if step in steps else np.random.default_rng(step).uniform(0.4, 0.6, size)
+    rewards_S = np.zeros(size) if step in POISON else np.random.default_rng(step).uniform(0.4, 0.6, size)
     return replace(
         experience,
         rewards_S=rewards_S,
         advantages_S=rewards_S - rewards_S.mean(),
-        informative_S=np.full(size, step not in steps),
+        informative_S=np.full(size, step not in POISON),
         sampled=replace(experience.sampled, first_rewards_S=rewards_S),
     )
 
@@ -134,11 +135,12 @@ def test_a_run_that_is_resumed_after_a_rollback_ends_with_the_same_bits(tmp_path
     assert read_rollbacks(resumed) == read_rollbacks(back)
 
 
-def test_a_run_goes_back_only_so_often(tmp_path, monkeypatch):
-    always = (*POISON, *range(9, 40))
-    monkeypatch.setattr(loop, "roll_out", lambda *given: poisoned(*given, steps=always))
-    with pytest.raises(CollapseError, match="rolled back once already"):
-        train(alarmed(action="rollback", max_rollbacks=1), tmp_path / "run")
+def test_a_run_goes_back_only_so_often(tmp_path):
+    told, config = [], counting_config(alarms={"action": "rollback", "max_rollbacks": 1})
+    with counting(range(5, 40)), pytest.raises(CollapseError, match="rolled back once already"):
+        train(config, tmp_path / "run", watcher=Watcher(on_rollback=told.append))
+    assert [(each.at_step, each.to_step) for each in told] == [(7, 4)]
+    assert read_rollbacks(RunFolder(tmp_path / "run")) == told
     assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000004.pt")["step"] == 4
 
 
@@ -163,7 +165,7 @@ def test_an_action_without_alarms_is_refused():
         small_config(alarms={"act_on": ["reward"]})
 
 
-def test_a_damaged_list_of_rollbacks_is_named(tmp_path, runs):
+def test_a_damaged_list_of_rollbacks_is_named(tmp_path):
     (tmp_path / "rollbacks.json").write_text(json.dumps({"rollbacks": [{"number": 1}], "settled": True}))
     with pytest.raises(fr.errors.RunFolderError, match=r"rollbacks\.json is damaged"):
-        read_rollbacks(type(runs[0])(tmp_path))
+        read_rollbacks(RunFolder(tmp_path))

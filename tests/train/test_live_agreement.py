@@ -11,7 +11,9 @@ from small_runs import small_config, trainer_of
 def watched_step(monkeypatch, config):
     """A step after the first; returns its record, and per forward of its update: rows, differing (row, layer)."""
     rewards = np.random.default_rng(0).random
-    monkeypatch.setattr(rollout, "score", lambda task, problems, generation, group_size: rewards(len(generation)))
+    monkeypatch.setattr(
+        rollout, "score", lambda task, problems, generation, size: rollout.Scores(rewards(len(generation)))
+    )
     trainer = trainer_of(config)
     trainer.run_step()
     own, executed, stages = [], [], []

@@ -16,7 +16,8 @@ from foreroute.train import rollout as rollout_module
 from foreroute.train.config.rl import METHODS
 from foreroute.train.ranks import Ranks
 from foreroute.train.reference import Reference
-from foreroute.train.rollout import roll_out
+from foreroute.train.rollout import Scores, roll_out
+from foreroute.train.schedule import Stage
 from foreroute.train.tasks import chain
 from small_runs import SIZES, records, small_config, small_values, trainer_of
 
@@ -28,7 +29,9 @@ DISAGREEING = {"rollout": {"precision": "fp8"}}
 def rewards_that_differ(monkeypatch):
     """Those of an untrained model are all zero."""
     rng = np.random.default_rng(0)
-    monkeypatch.setattr(rollout_module, "score", lambda task, problems, generation, size: rng.random(len(generation)))
+    monkeypatch.setattr(
+        rollout_module, "score", lambda task, problems, generation, size: Scores(rng.random(len(generation)))
+    )
 
 
 def step(**sections):
@@ -47,7 +50,9 @@ def test_neither_micro_steps_nor_their_order_change_what_is_learned(method, monk
     for tokens in (24, 4096):
         rng = np.random.default_rng(0)
         monkeypatch.setattr(
-            rollout_module, "score", lambda task, problems, generation, size, rng=rng: rng.random(len(generation))
+            rollout_module,
+            "score",
+            lambda task, problems, generation, size, rng=rng: Scores(rng.random(len(generation))),
         )
         model = {"experts_implementation": "eager", "sizes": SIZES}  # grouped_mm knows no float64
         rl = {"method": method, "micro_step_tokens": tokens, "mini_steps": 2}
@@ -63,7 +68,7 @@ def test_figures_of_a_step_are_those_of_its_tokens():
     band = {"correction": {"kind": "icepop", "low": 0.99, "high": 1.02}}
     _, experience, record = step(rl=band | {"routing": "none"}, **DISAGREEING)
     old = trainer_of(small_config(rl=band | {"routing": "none"}, **DISAGREEING))
-    schedule = SimpleNamespace(recompute=SimpleNamespace(micro_steps=[np.arange(24)]))
+    schedule = SimpleNamespace(recompute=Stage("recompute", 0, [np.arange(24)]))
     recomputed = old._recompute(experience, schedule, "native")
     ratio = np.exp(recomputed.logprobs_R.astype(np.float64) - experience.generation.logprobs_R)
     kept = (ratio >= 0.99) & (ratio <= 1.02)
@@ -83,14 +88,14 @@ def test_rejected_responses_are_as_if_they_were_not_there():
     _, experience, record = step(rl={"rejection": rejection, "method": "grpo"}, **DISAGREEING)
     again = trainer_of(small_config(rl={"method": "grpo"}, **DISAGREEING))
     again.engine.load_weights(again.policy.model.state_dict(), 0)
-    schedule = SimpleNamespace(recompute=SimpleNamespace(micro_steps=[np.arange(24)]))
+    schedule = SimpleNamespace(recompute=Stage("recompute", 0, [np.arange(24)]))
     old = again._recompute(experience, schedule, "replayed").logprobs_R - experience.generation.logprobs_R
     ends = np.cumsum(experience.generation.response_lengths)
     drift = np.exp([part.mean() for part in np.split(old, ends[:-1])])
     accepted = (drift >= 0.985) & (drift <= 1.02)
     assert record["importance"]["rejected_sequences"] == (~accepted).sum()
     assert 0 < accepted.sum() < 24
-    again._roll_out = lambda weights: replace(experience, informative_S=accepted)
+    again._roll_out = lambda: replace(experience, informative_S=accepted)
     _, without = again.run_step()
     assert without["loss"] == pytest.approx(record["loss"], rel=1e-4)
     assert without["grad_norm"] == pytest.approx(record["grad_norm"], rel=1e-4)
@@ -151,7 +156,7 @@ def test_a_run_with_a_reference_resumes_bit_for_bit(tmp_path):
     values = {"kl_coefficient": 0.1, "mini_steps": 2, "method": "minirl"}
     config = small_config(rl=values | {"steps": 4}, rollout={"max_rounds": 3})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout_module, "score", lambda task, problems, generation, size: by_tokens(generation))
+        patch.setattr(rollout_module, "score", lambda task, problems, generation, size: Scores(by_tokens(generation)))
         whole = train(config, tmp_path / "whole")
         train(small_config(rl=values | {"steps": 2}, rollout={"max_rounds": 3}), tmp_path / "cut")
         resumed = train(config, tmp_path / "cut", resume=True)
@@ -171,7 +176,7 @@ def by_tokens(generation):
 
 
 def dynamic(max_rounds, ranks, monkeypatch, step=0):
-    monkeypatch.setattr(rollout_module, "score", lambda task, problems, generation, size: by_tokens(generation))
+    monkeypatch.setattr(rollout_module, "score", lambda task, problems, generation, size: Scores(by_tokens(generation)))
     config = small_config(rollout={"max_rounds": max_rounds, "prompts": 8})
     trainer = trainer_of(config)
     return roll_out(trainer.engine, trainer.task, config, step, ranks)
@@ -200,7 +205,9 @@ def test_dynamic_sampling_ends_and_repeats(monkeypatch):
     assert two.generation.trace.equals(again.generation.trace)
     assert not two.generation.trace.equals(dynamic(2, Ranks(), monkeypatch, step=1).generation.trace)
     monkeypatch.undo()
-    monkeypatch.setattr(rollout_module, "score", lambda task, problems, generation, size: np.ones(len(generation)))
+    monkeypatch.setattr(
+        rollout_module, "score", lambda task, problems, generation, size: Scores(np.ones(len(generation)))
+    )
     config = small_config(rollout={"max_rounds": 3})
     trainer = trainer_of(config)
     hopeless = roll_out(trainer.engine, trainer.task, config, 0, Ranks())

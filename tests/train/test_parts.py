@@ -1,12 +1,17 @@
 """The parts of the trainer, by hand and by brute force."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from foreroute.train.forward import inputs, pad, response_logprobs
+from foreroute.layout import by_token_budget
+from foreroute.train.config import RLConfig
+from foreroute.train.forward import inputs, pad, response_logprobs, sampled_logprobs
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
+from foreroute.train.schedule import make_schedule
 from foreroute.train.tasks.chain import VOCABULARY, ChainTask, decode, encode, right_share, sample_problems
 from small_runs import small_config, trainer_of
 
@@ -45,6 +50,11 @@ def test_log_probs_and_entropy_match_one_sequence_at_a_time():
     model = trainer.policy.model.eval()
     with torch.no_grad():
         logprobs, entropy = response_logprobs(model, generation, 0.8)
+        seen = []
+        watch = model.lm_head.register_forward_hook(lambda _, args, out: seen.append(out.shape[:-1]))
+        assert torch.equal(sampled_logprobs(model, generation, 0.8), logprobs)
+        watch.remove()
+        assert seen == [(len(generation.logprobs_R),)], "logits are those of response tokens alone"
         expected, expected_entropy = [], []
         for s in range(len(generation)):
             tokens = generation.trace.tokens(s)
@@ -77,3 +87,24 @@ def test_the_problems_of_a_step_follow_from_seed_and_step():
 
     assert rollout_of(3).equals(rollout_of(3))
     assert not rollout_of(3).equals(rollout_of(4))
+
+
+def test_little_of_a_micro_step_is_padding():
+    lengths = np.random.default_rng(0).integers(8, 200, 64)
+    experience = SimpleNamespace(
+        generation=SimpleNamespace(trace=SimpleNamespace(lengths=lengths)), informative_S=np.arange(64) % 4 > 0
+    )
+    schedule = make_schedule(experience, RLConfig(mini_steps=2, micro_step_tokens=1600), Ranks(), seed=(0, 0))
+    for stage, members in ((schedule.recompute, 64), (schedule.update[0], 24), (schedule.update[1], 24)):
+        taken = np.concatenate(stage.micro_steps)
+        assert len(set(taken.tolist())) == len(taken) == members
+        slots = [len(part) * int(lengths[part].max() - 1) for part in stage.micro_steps]
+        assert max(slots) <= 1600
+        assert sum(slots) < 1.3 * (lengths[taken] - 1).sum()
+    # a control: in the order that they came in, a third of what is computed is padding
+    as_they_came = by_token_budget(lengths - 1, 1600, padded=True)
+    assert sum(len(part) * int(lengths[part].max() - 1) for part in as_they_came) > 1.5 * (lengths - 1).sum()
+    values = [lengths[part].repeat(lengths[part]) for part in schedule.recompute.micro_steps]
+    assert np.array_equal(schedule.recompute.in_order(values, lengths), lengths.repeat(lengths))
+    taken = np.concatenate(schedule.recompute.micro_steps)
+    assert np.array_equal(taken[schedule.recompute.restore_S], np.arange(64))

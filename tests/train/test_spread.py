@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from spreading import config_of, spread_steps, steps_alone, steps_without_sums
+from foreroute.errors import ConfigError
+from small_runs import small_config
+from spreading import config_of, dense_elements, spread_steps, steps_alone, steps_without_sums
 
 STEPS = 2
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
@@ -38,8 +40,13 @@ def learned_alike(steps, config):
     same_numbers(steps.state, alone.state)
 
 
-def test_plans_change_the_load_and_nothing_that_is_learned(workers):
-    planned, *_ = workers(2).run(spread_steps, config_of(2, mini_steps=2), STEPS)
+@pytest.fixture(scope="module")
+def planned(workers):
+    """Two rollouts, and two optimizer steps on each, by two ranks."""
+    return workers(2).run(spread_steps, config_of(2, mini_steps=2), STEPS)[0]
+
+
+def test_plans_change_the_load_and_nothing_that_is_learned(workers, planned):
     at_home, *_ = workers(2).run(spread_steps, config_of(2, mini_steps=2, redundant_slots=0), STEPS)
     for ours, theirs in zip(planned.records, at_home.records, strict=True):
         ours, theirs = dict(ours), dict(theirs)
@@ -79,3 +86,29 @@ def same_numbers(ours, truth):
         assert ours == truth
     else:
         np.testing.assert_allclose(ours, truth, **EXACT)
+
+
+def test_sharded_dense_parameters_learn_what_replicated_ones_learn(workers, planned):
+    config = config_of(2, mini_steps=2, dense="fsdp2")
+    checkpointed = config.model.model_copy(update={"gradient_checkpointing": "non_reentrant"})
+    sharded, *_ = workers(2).run(spread_steps, config.model_copy(update={"model": checkpointed}), STEPS)
+    for ours, theirs in zip(sharded.records, planned.records, strict=True):
+        assert theirs["grad_norm"] > 0
+        assert ours["execution"]["stages"] == theirs["execution"]["stages"]
+        same_numbers(*({key: value for key, value in each.items() if key != "execution"} for each in (ours, theirs)))
+    same_numbers(sharded.state, planned.state)
+
+
+def test_sharded_ranks_hold_half_of_what_is_dense(workers):
+    whole, *_ = workers(2).run(dense_elements, config_of(2))
+    shares = [part / whole for part in workers(2).run(dense_elements, config_of(2, dense="fsdp2"))]
+    assert sum(shares) == 1
+    assert all(0.4 < share < 0.6 for share in shares)
+    with pytest.raises(ConfigError, match='dense = "fsdp2" spreads parameters over ranks'):
+        config_of(1, dense="fsdp2")
+    with pytest.raises(ConfigError, match=r'parallel\.dense = "fsdp2" was never tested with .* take "non_reentrant"'):
+        small_config(
+            model={"gradient_checkpointing": "reentrant"},
+            rollout={"prompts": 8},
+            parallel={"expert": 2, "dense": "fsdp2"},
+        )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import foreroute as fr
 from foreroute.errors import ConfigError
@@ -27,6 +28,8 @@ def test_an_interrupted_run_on_two_ranks_ends_as_the_uninterrupted_one(workers, 
     assert same_state(checkpoint(stopped, 3), checkpoint(whole, 3))
     trace = fr.load(whole / "traces" / "step-000002.safetensors")
     assert len(trace) == 8 * 4, "the trace holds the rollouts of all ranks"
+    written = AutoModelForCausalLM.from_pretrained(stopped / "model", dtype=torch.float32).state_dict()
+    assert same_state(dict(written), checkpoint(stopped, 3)["model"]), "the model is whole"
     # and with one process instead of two
     train(run_config(1, rl={"steps": 4}), whole, resume=True)
     assert [record.get("execution", {}).get("ranks", 1) for record in records(whole)] == [2, 2, 2, 1]
@@ -47,7 +50,9 @@ def uninterrupted(workers, tmp_path_factory):
 def one_step(workers, num_ranks, folder, step):
     if num_ranks == 1:
         return step_on(0, config_of(1), folder, step)
-    return workers(num_ranks).run(step_on, config_of(num_ranks), folder, step)[0]
+    # two of the ranks have parts of dense parameters too
+    config = config_of(num_ranks, dense="fsdp2" if num_ranks == 2 else "replicated")
+    return workers(num_ranks).run(step_on, config, folder, step)[0]
 
 
 def test_a_change_of_ranks_is_another_order_of_summation_and_no_more(uninterrupted):

@@ -12,7 +12,7 @@ from foreroute.errors import StaleTraceError
 from foreroute.train import loop, rollout
 from foreroute.train.forward import inputs, pad
 from foreroute.train.ranks import Ranks
-from foreroute.train.rollout import roll_out
+from foreroute.train.rollout import Scores, roll_out
 from foreroute.train.schedule import make_schedule
 from foreroute.train.update import update
 from small_runs import small_config, trainer_of
@@ -21,7 +21,7 @@ from small_runs import small_config, trainer_of
 def seen_step(monkeypatch, **sections):
     """Run one step; returns the trainer, its rollout, its record, and what went into and on in the update."""
     rewards = np.random.default_rng(0).random
-    monkeypatch.setattr(rollout, "score", lambda task, problems, generation, size: rewards(len(generation)))
+    monkeypatch.setattr(rollout, "score", lambda task, problems, generation, size: Scores(rewards(len(generation))))
     trainer = trainer_of(small_config(rollout={"prompts": 8, "precision": "fp8"}, **sections))
     trainer.run_step()  # a second step has weights that differ from the engine's in more than precision
     seen = {"experts": []}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,18 @@ class CheckpointWriter:
     def write(self, folder: Path, weights: Mapping[str, Tensor] | None = None) -> Path:
         """Write configuration and weights (the model's own if none are given) to `folder`, replacing what is there."""
         shutil.rmtree(folder, ignore_errors=True)
-        bars = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
-        try:
+        with without_progress_bars():
             self._model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
-        finally:
-            if bars:
-                logging.enable_progress_bar()
         return folder
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """While the context is open, transformers draws none."""
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if bars:
+            logging.enable_progress_bar()

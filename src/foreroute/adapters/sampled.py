@@ -40,13 +40,14 @@ class Sampled:
         """The routes of this sequence, checked.
 
         Raises:
-            EngineError: when there is not one finite log-prob for each token.
+            EngineError: when there is not one finite log-prob for each token, or a token is none of the model's.
             CaptureError: when the routes are missing, misplaced, or cannot be true.
         """
         if len(self.logprobs) != len(self.response):
             raise EngineError(f"the engine returned {len(self.logprobs)} log-probs for {len(self.response)} tokens")
         if not np.isfinite(self.logprobs).all():
             raise EngineError("the engine returned a log-prob that is no finite number; its weights may be damaged")
+        _require_known(self.response, facts.vocabulary_size)
         tokens = np.concatenate([self.prompt, self.response])
         if self.output is None and not self.finished:
             return RoutingTrace.unrouted(facts.spec, [tokens])
@@ -76,14 +77,33 @@ def generation_of(
 
 
 def facts_of(routed: RoutedModel) -> ModelFacts:
-    """Its spec, and how many decoder layers an engine counts."""
+    """Its spec, how many decoder layers an engine counts, and its vocabulary."""
     config: Any = routed.model.config
-    return ModelFacts(routed.spec, int(config.get_text_config().num_hidden_layers))
+    text = config.get_text_config()
+    return ModelFacts(routed.spec, int(text.num_hidden_layers), int(text.vocab_size))
 
 
 def draw_seeds(generator: torch.Generator, count: int) -> NDArray[np.int64]:
     """int64 [count], a seed for each request. Engines add the number of the response within its group."""
     return torch.randint(1 << 31, (count,), generator=generator).numpy()
+
+
+def require_same_prompt(sent: NDArray[np.int32], echoed: Sequence[int] | None) -> None:
+    """Raise `EngineError` when an engine says that it was given another prompt than it was sent."""
+    if echoed is not None and not np.array_equal(sent, echoed):
+        raise EngineError(
+            f"the engine ran on the prompt {list(echoed)[:8]}..., it was sent {sent[:8].tolist()}...: it puts prompts "
+            "through a tokenizer or template of its own. Start it on the trainer's checkpoint, with nothing between"
+        )
+
+
+def _require_known(tokens: NDArray[np.int32], vocabulary_size: int | None) -> None:
+    unknown = np.flatnonzero((tokens < 0) | (tokens >= (vocabulary_size or np.inf)))
+    if len(unknown):
+        raise EngineError(
+            f"the engine sampled token {tokens[unknown[0]]}, the policy knows those below {vocabulary_size}: "
+            "the engine runs another model or vocabulary. Start it on the trainer's checkpoint"
+        )
 
 
 def require_version(stated: str, expected: int) -> None:

@@ -13,16 +13,18 @@ from foreroute.trace import LayerKind, RoutingSpec
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A routing spec and the number of decoder layers that the engine counts, dense ones included.
+    """A routing spec, the number of decoder layers that the engine counts, dense ones included, and the vocabulary.
 
     Attributes:
         spec: experts, picks and routed layers. Engines return decoder layers only, so MTP and draft layers are refused.
         num_hidden_layers: decoder layers in all, `num_hidden_layers` of the model's configuration. None when it is not
             known: then only a layer axis of exactly the routed layers can be read.
+        vocabulary_size: tokens that the model can be given. None when it is not known: then no token is refused.
     """
 
     spec: RoutingSpec
     num_hidden_layers: int | None = None
+    vocabulary_size: int | None = None
 
     def __post_init__(self) -> None:
         kinds = {layer.kind for layer in self.spec.layers}

@@ -1,7 +1,8 @@
 """A generation on disk: a trace file, and beside it the log-probs of its response tokens.
 
     rollout.safetensors          log-probs [R] float32, prompt lengths [S] int64; metadata: foreroute.generation = "1",
-                                 foreroute.trace = the name of the trace file, foreroute.digest = its digest
+                                 foreroute.trace = the name of the trace file, foreroute.digest = its digest.
+                                 Where text of tools stands between turns: sampled [N] uint8, 1 for tokens of responses
     rollout.trace.safetensors    the trace, as `foreroute.save` writes it
 
 The digest binds the two. The trace is looked for in the same folder only; its name holds no path.
@@ -39,6 +40,8 @@ def save_generation(generation: Generation, path: str | os.PathLike[str], *, ove
         "logprobs": np.ascontiguousarray(generation.logprobs_R, np.float32),
         "prompt_lengths": np.ascontiguousarray(generation.prompt_lengths, np.int64),
     }
+    if int(generation.sampled_N.sum()) < int((generation.trace.lengths - generation.prompt_lengths).sum()):
+        tensors["sampled"] = generation.sampled_N.astype(np.uint8)
     header = {
         "foreroute.generation": GENERATION_VERSION,
         "foreroute.trace": trace.name,
@@ -71,7 +74,13 @@ def load_generation(path: str | os.PathLike[str]) -> Generation:
     for tensor, kind in (("logprobs", "f"), ("prompt_lengths", "i")):
         if tensor not in tensors or tensors[tensor].ndim != 1 or tensors[tensor].dtype.kind != kind:
             raise TraceFileError(f"{source} has no {tensor} of one axis and kind {kind!r}; it is damaged")
-    return Generation(trace, tensors["prompt_lengths"].astype(np.int64), tensors["logprobs"].astype(np.float32))
+    sampled = tensors.get("sampled")
+    if sampled is not None and (sampled.dtype != np.uint8 or (sampled > 1).any()):
+        raise TraceFileError(f"{source} has sampled tokens that are neither 0 nor 1; it is damaged")
+    prompt_lengths, logprobs_R = tensors["prompt_lengths"].astype(np.int64), tensors["logprobs"].astype(np.float32)
+    if sampled is None:
+        return Generation(trace, prompt_lengths, logprobs_R)
+    return Generation(trace, prompt_lengths, logprobs_R, sampled.astype(np.bool_))
 
 
 def _read(source: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:

@@ -15,7 +15,8 @@ class Sampling:
         max_new_tokens: a response ends here unless `end_token` came first.
         end_token: ends a response and is part of it.
         group_size: responses per prompt.
-        temperature: divides the logits; log-probs are those of the distribution sampled from.
+        temperature: divides the logits; log-probs are those of the distribution sampled from. 0 takes the most probable
+            token each time; log-probs are then those of the undivided logits.
     """
 
     max_new_tokens: int
@@ -24,7 +25,7 @@ class Sampling:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.group_size < 1 or not self.temperature > 0:
+        if self.max_new_tokens < 1 or self.group_size < 1 or not self.temperature >= 0:
             raise ConfigError(
-                f"{self} cannot be sampled; expected at least one token and response, and a temperature above 0"
+                f"{self} cannot be sampled; expected at least one token and response, and a temperature of 0 or more"
             )

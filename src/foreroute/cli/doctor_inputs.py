@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,9 +119,10 @@ def read_model(path: Path, checkpoint: Path | None) -> tuple[Any, bool]:
     from foreroute.train.tasks import make_task
 
     config = load_config(path)
-    model = make_model(config.model, make_task(config), seed=0)
+    with closing(make_task(config)) as task:
+        model = make_model(config.model, task, seed=0)
     if checkpoint is None:
-        return model, False
+        return model, config.model.path is not None
     state = load_checkpoint(checkpoint)["model"]
     try:
         model.load_state_dict(state)

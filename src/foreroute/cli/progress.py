@@ -138,6 +138,10 @@ def _pace(seconds: float) -> str:
 
 def _figures(record: dict[str, Any]) -> str:
     parts = [f"reward {record['reward_mean']:.2f}"]
+    if "evaluation" in record:
+        parts.append(f"held out {record['evaluation']['reward_mean']:.2f}")
+    if record.get("reward_failures"):
+        parts.append(f"{record['reward_failures']} without reward")
     for name, label in (("native", "without replay"), ("replayed", "with")):
         if name in record["mismatch"]:
             parts.append(f"k3 {label} {record['mismatch'][name]['k3']:.1e}")

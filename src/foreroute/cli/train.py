@@ -24,6 +24,8 @@ def train_and_report(config: TrainConfig, folder: Path, *, resume: bool = False)
         return
     saved = run.last_checkpoint() or "none: stopped in the warm start, nothing was written"
     console.print(f"checkpoint  {saved}", soft_wrap=True, highlight=False, markup=False)
+    if (folder / "model").exists():
+        console.print(f"model       {folder / 'model'}", soft_wrap=True, highlight=False, markup=False)
     if (folder / "metrics.jsonl").exists():
         console.print(
             f"report      {write_report([folder], folder / 'report.html')}",

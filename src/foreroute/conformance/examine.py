@@ -118,8 +118,8 @@ def _response_logprobs(model: Any, part: Generation, temperature: float) -> list
     mask = torch.from_numpy(kept.astype(np.int64)).to(device)
     logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[:, :-1]
     logprobs = (logits.float() / temperature).log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0].cpu().numpy()
-    starts = part.prompt_lengths - 1
-    return [row[a : n - 1] for row, a, n in zip(logprobs, starts, lengths, strict=True)]
+    sampled = np.split(part.sampled_N, part.trace.offsets[1:-1])
+    return [row[: n - 1][of_row[1:]] for row, of_row, n in zip(logprobs, sampled, lengths, strict=True)]
 
 
 def _without_logprobs(trace: RoutingTrace) -> Generation:

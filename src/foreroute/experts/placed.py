@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from foreroute.balance import StepPlan
 from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError
 from foreroute.experts.agreement import agree_on_rows, agree_on_step
 from foreroute.experts.batch_rows import BatchRows
+from foreroute.experts.dense_shards import cut_alike, shard_dense
 from foreroute.experts.execution import Execution, Executions, StepOrders
 from foreroute.experts.gradients import clip_gradients, sum_gradients
 from foreroute.experts.layer import ExpertLayer
@@ -93,6 +95,14 @@ class PlacedModel:
         experts = set(map(id, self.expert_parameters()))
         return [parameter for parameter in self.model.parameters() if id(parameter) not in experts]
 
+    def shard_dense(self) -> None:
+        """Keep a part of every dense parameter on each rank, as FSDP2 has it, which gathers them layer by layer.
+
+        A collective call, before an optimizer is made; dense parameters are `DTensor`s from then on. Their gradients
+        are added up, and cut likewise, within the backward.
+        """
+        shard_dense(self.model, self.expert_parameters(), [layer.path for layer in self.layers], self.group)
+
     def use(self, weights: StepWeights) -> None:
         """Take replica weights from here, from the next `begin_step` on; by default they are sent when needed."""
         self._weights = weights
@@ -153,7 +163,10 @@ class PlacedModel:
             raise CountsError("; ".join(objections))
 
     def sum_gradients(self) -> None:
-        """Add up the gradients of dense parameters over all ranks. A collective call, before the optimizer's."""
+        """Add up the gradients of dense parameters over all ranks. A collective call, before the optimizer's.
+
+        Those of sharded ones are added up in the backward.
+        """
         sum_gradients(self.dense_parameters(), self.group, self.votes.group)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -193,7 +206,7 @@ class PlacedModel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The weights of the whole model, experts in logical order, on every rank. A collective call."""
-        return {name: self._whole(tensor) for name, tensor in self._own_state().items()}
+        return {name: self.whole(tensor, tensor) for name, tensor in self._own_state().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up the weights of the whole model, as `state_dict` or the model before it was distributed gives them.
@@ -211,7 +224,7 @@ class PlacedModel:
                     f"{name} has {len(tensor)} experts, expected all {len(shards.home_E)} in order of their ids; load "
                     "what PlacedModel.state_dict() or the model before it was distributed gives"
                 )
-            local[name] = tensor if shards is None else shards.local(tensor)
+            local[name] = self.own(own[name], tensor) if name in own else tensor
         with _states_allowed(self.layers):
             self.model.load_state_dict(local)
 
@@ -219,9 +232,19 @@ class PlacedModel:
         with _states_allowed(self.layers):
             return self.model.state_dict(keep_vars=True)
 
-    def _whole(self, tensor: Tensor) -> Tensor:
-        shards = self.shards_of(tensor)
-        return tensor.detach() if shards is None else shards.gather(tensor)
+    def whole(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """A tensor that is spread as a parameter is, its optimizer state for one, whole. A collective call."""
+        shards = self.shards_of(parameter)
+        if shards is not None:
+            return shards.gather(tensor)
+        return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+    def own(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """What this rank has of a whole tensor, if it is spread as a parameter is."""
+        shards = self.shards_of(parameter)
+        if shards is not None:
+            return shards.local(tensor)
+        return cut_alike(tensor, parameter) if isinstance(parameter, DTensor) else tensor
 
 
 @contextmanager

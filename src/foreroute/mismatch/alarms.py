@@ -40,7 +40,7 @@ class AlarmRules:
     f2_above: float = 0.1
     disagreement_growth: float = 2.0
     disagreement_above: float = 0.1
-    agreement_below: float = 0.85
+    agreement_below: float = 0.88
     effective_share_below: float = 0.5
 
 

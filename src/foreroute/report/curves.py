@@ -36,6 +36,27 @@ def reward(runs: Sequence[Run]) -> Plot:
     return plot(caption, runs, series, draw)
 
 
+def held_out_reward(runs: Sequence[Run]) -> list[Plot]:
+    """One plot, or none where nothing was evaluated."""
+    series = per_run(runs, lambda step: step.evaluation.reward_mean if step.evaluation else None)
+    if not series:
+        return []
+    caption = Caption(
+        title="Reward on held-out problems",
+        sentence="Mean reward on problems that are not trained on, with the weights that the step began with.",
+        x_label=STEP,
+        y_label="mean reward",
+        absent="Nothing was evaluated.",
+    )
+
+    def draw(axes: Any) -> None:
+        for line in series:
+            axes.plot(line.x, line.y, **line.look | {"marker": "o", "markersize": 4})
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+
+    return [plot(caption, runs, series, draw)]
+
+
 def entropy(runs: Sequence[Run]) -> Plot:
     caption = Caption(
         title="Entropy",

@@ -46,7 +46,9 @@ def _values(runs: Sequence[Run]) -> dict[str, Any]:
 
     rows = summary_rows(runs)
     plots = [
-        *(draw(runs) for draw in (curves.reward, curves.entropy, curves.gradient_norm)),
+        curves.reward(runs),
+        *curves.held_out_reward(runs),
+        *(draw(runs) for draw in (curves.entropy, curves.gradient_norm)),
         *(draw(runs) for draw in (curves.k3, curves.f2, curves.disagreement)),
         *(draw(runs) for draw in (distributions.by_layer, distributions.differing_layers, distributions.margins)),
         *objective_plots(runs),
@@ -72,7 +74,14 @@ def _values(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _reading_notes(runs: Sequence[Run]) -> list[str]:
-    return [f"{run.label}: {note}" for run in runs for note in run.notes]
+    notes = [f"{run.label}: {note}" for run in runs for note in run.notes]
+    for run in runs:
+        failures = sum(step.reward_failures for step in run.steps)
+        if failures:
+            notes.append(
+                f"{run.label}: {failures} responses got no reward because a function failed; their groups are left out."
+            )
+    return notes
 
 
 def _table_notes(rows: Sequence[SummaryRow]) -> list[str]:

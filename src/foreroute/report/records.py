@@ -120,6 +120,14 @@ class Importance:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Rewards on held-out problems."""
+
+    reward_mean: float
+    responses: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolledBack:
     """A return to an earlier checkpoint."""
 
@@ -135,11 +143,13 @@ class Step:
     step: int
     seconds: dict[str, float] = field(default_factory=dict)
     reward_mean: float | None = None
+    reward_failures: int = 0
     entropy: float | None = None
     grad_norm: float | None = None
     clip_share: float | None = None
     kl: float | None = None
     importance: Importance | None = None
+    evaluation: Evaluation | None = None
     mismatch: dict[Side, Mismatch] = field(default_factory=dict)
     margins: Margins | None = None
     expert_load: dict[int, float] = field(default_factory=dict)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from foreroute.capture import Generation
 from foreroute.trace import RoutingTrace
@@ -25,18 +28,52 @@ def response_logprobs(model: Any, generation: Generation, temperature: float) ->
         Two tensors [R] in float32, or in the logits' dtype where that is wider: response tokens packed sequence after
         sequence. Entropy is in nats, without gradient.
     """
-    input_ids_BT, mask_BT = pad(inputs(generation.trace), pad_token(model))
-    logits = model(
-        input_ids=torch.from_numpy(input_ids_BT), attention_mask=torch.from_numpy(mask_BT), use_cache=False
-    ).logits
-    # the logits at position p are those of token p + 1
-    predicts_BT = mask_BT.astype(bool) & (np.arange(mask_BT.shape[1]) >= generation.prompt_lengths[:, None] - 1)
-    precise = torch.promote_types(logits.dtype, torch.float32)
-    logprobs_RV = (logits[torch.from_numpy(predicts_BT)].to(precise) / temperature).log_softmax(-1)
-    responses = [generation.response(s) for s in range(len(generation))]
-    targets_R = torch.from_numpy(np.concatenate(responses).astype(np.int64))
+    logits_RV, targets_R = _response_logits(model, generation, temperature)
+    logprobs_RV = logits_RV.log_softmax(-1)
     entropy_R = -(logprobs_RV.detach().exp() * logprobs_RV.detach()).sum(-1)
     return logprobs_RV.gather(-1, targets_R[:, None])[:, 0], entropy_R
+
+
+def sampled_logprobs(model: Any, generation: Generation, temperature: float) -> Tensor:
+    """The log-probabilities of `response_logprobs`, to the bit, without the passes over logits that entropy takes."""
+    return -cross_entropy(*_response_logits(model, generation, temperature), reduction="none")
+
+
+def _response_logits(model: Any, generation: Generation, temperature: float) -> tuple[Tensor, Tensor]:
+    """Logits [R, V] over the temperature, and the tokens [R] that were sampled there."""
+    input_ids_BT, mask_BT = pad(inputs(generation.trace), pad_token(model))
+    # the logits at position p are those of token p + 1
+    predicts_BT = mask_BT.astype(bool)
+    predicts_BT[predicts_BT] = generation.targets_N
+    picked_BT = torch.from_numpy(predicts_BT)
+    with _head_on(model, picked_BT):
+        logits = model(
+            input_ids=torch.from_numpy(input_ids_BT), attention_mask=torch.from_numpy(mask_BT), use_cache=False
+        ).logits
+    # a family whose head is a function and no module has computed all of them
+    logits_RV = logits if logits.ndim == 2 else logits[picked_BT]
+    logits_RV = logits_RV.to(torch.promote_types(logits.dtype, torch.float32))
+    responses = [generation.response(s) for s in range(len(generation))]
+    targets_R = torch.from_numpy(np.concatenate(responses).astype(np.int64))
+    return logits_RV if temperature == 1 else logits_RV / temperature, targets_R
+
+
+@contextmanager
+def _head_on(model: Any, picked_BT: Tensor) -> Iterator[None]:
+    """While the context is open, the output head sees the picked positions alone, as rows [R, hidden]."""
+    head = model.get_output_embeddings()
+    if head is None:
+        yield
+        return
+
+    def pick(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (args[0][picked_BT], *args[1:])
+
+    handle = head.register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def inputs(trace: RoutingTrace) -> RoutingTrace:

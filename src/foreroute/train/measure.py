@@ -65,6 +65,7 @@ def merged(parts: list[StepPart]) -> StepPart:
             np.concatenate([each.sampled.first_rewards_S for each in experiences]),
             max(each.sampled.rounds for each in experiences),
             sum(each.sampled.responses for each in experiences),
+            tuple(failure for each in experiences for failure in each.sampled.failures),
         ),
     )
     micro_step_S = np.concatenate([part.updated.micro_step_S for part in parts])
@@ -82,9 +83,11 @@ def step_record(step: int, whole: StepPart, trained_with: str, seconds: dict[str
     """
     experience, passes, updated = whole.experience, whole.passes, whole.updated
     generation, rewards_S = experience.generation, experience.sampled.first_rewards_S
+    rewards_S = rewards_S[~np.isnan(rewards_S)]
     record: dict[str, Any] = {
         "step": step,
         "weight_version": max(generation.trace.versions),
+        "staleness": step - min(generation.trace.versions),
         "seconds": {stage: round(value, 4) for stage, value in seconds.items()},
         "reward_mean": float(rewards_S.mean()),
         "reward_std": float(rewards_S.std()),
@@ -99,12 +102,15 @@ def step_record(step: int, whole: StepPart, trained_with: str, seconds: dict[str
         "mismatch": {name: mismatch_record(*mismatch_of(generation, result)) for name, result in passes.items()},
         "expert_load": _expert_load(generation, updated),
         "importance": asdict(updated.importance) | {"rejected_sequences": updated.rejected_sequences},
+        "reward_failures": len(experience.sampled.failures),
         "sampling": {
             "rounds": experience.sampled.rounds,
             "responses": experience.sampled.responses,
             "informative_share": float(experience.informative_S.mean()),
         },
     }
+    if experience.sampled.failures:
+        record["reward_failure"] = experience.sampled.failures[0]
     if updated.kl is not None:
         record["kl"] = updated.kl
     if updated.live_agreement:

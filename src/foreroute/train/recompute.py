@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,7 @@ def recompute(
     temperature: float,
     replay: bool,
     weight_version: int,
+    accepted: Collection[int] | None = None,
     gate_weights: bool = False,
 ) -> Recomputed:
     """Run the policy over the rollout, on its own routes or on the rollout's.
@@ -52,21 +54,21 @@ def recompute(
         routed: the policy.
         execution: how it is executed.
         generation: S sequences.
-        stage: the sequences of each forward, in their order.
+        stage: the sequences of each forward, all of them.
         temperature: of the rollout.
-        replay: force the routes of `generation.trace`, which must carry `weight_version`.
+        replay: force the routes of `generation.trace`.
         weight_version: the version of the policy's weights.
+        accepted: the versions that replayed routes may be of; that of the policy alone by default.
         gate_weights: force the rollout's gate weights too.
     """
     logprobs, entropies, executed, margins = [], [], [], []
+    versions = weight_version if accepted is None else accepted
     with torch.no_grad(), execution.running(stage) if replay else nullcontext():
         for number, sequences in enumerate(stage.micro_steps):
             part = generation.select(sequences)
             routes = inputs(part.trace)
             forced: AbstractContextManager[Any] = (
-                routed.replay(routes, weight_version=weight_version, gate_weights=gate_weights)
-                if replay
-                else nullcontext()
+                routed.replay(routes, weight_version=versions, gate_weights=gate_weights) if replay else nullcontext()
             )
             recorded = routed.record(weight_version=weight_version, margins=True)
             with forced, execution.micro_step(number, routes), recorded as recording:
@@ -76,6 +78,10 @@ def recompute(
             last = [part.trace.tokens(s)[-1:] for s in range(len(part))]
             executed.append(recording.trace().continued_by(RoutingTrace.unrouted(routed.spec, last)))
             margins.append(recording.margins_NL())
+    responses_S, routed_S = generation.response_lengths, generation.trace.lengths - 1
     return Recomputed(
-        np.concatenate(logprobs), np.concatenate(entropies), concatenate(executed), np.concatenate(margins)
+        stage.in_order(logprobs, responses_S),
+        stage.in_order(entropies, responses_S),
+        concatenate(executed).select(stage.restore_S),
+        stage.in_order(margins, routed_S),
     )

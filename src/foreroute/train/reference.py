@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from foreroute.adapters import hf
 from foreroute.capture import Generation
 from foreroute.errors import RunFolderError
 from foreroute.train.config import TrainConfig
-from foreroute.train.forward import response_logprobs
+from foreroute.train.forward import sampled_logprobs
 from foreroute.train.model import make_model
 from foreroute.train.run_folder import RunFolder, load_checkpoint
 from foreroute.train.schedule import Stage
@@ -26,9 +27,9 @@ class Reference:
 
     @torch.no_grad()
     def logprobs_R(self, generation: Generation, stage: Stage, temperature: float) -> NDArray[np.float32]:
-        """float32 [R], of the response tokens of all sequences, which `stage` deals in their order."""
-        parts = [response_logprobs(self._model, generation.select(part), temperature)[0] for part in stage.micro_steps]
-        return np.concatenate([part.numpy() for part in parts])
+        """float32 [R], of the response tokens of all sequences, which `stage` deals, in their order."""
+        parts = [sampled_logprobs(self._model, generation.select(part), temperature) for part in stage.micro_steps]
+        return stage.in_order([part.numpy() for part in parts], generation.response_lengths)
 
 
 def load_reference(config: TrainConfig, task: Task, run: RunFolder) -> Reference:
@@ -43,5 +44,5 @@ def load_reference(config: TrainConfig, task: Task, run: RunFolder) -> Reference
             f"{first} does not exist; rl.kl_coefficient needs the weights that the run began with. Restore the file"
         )
     model = make_model(config.model, task, seed=0)
-    model.load_state_dict(load_checkpoint(first)["model"])
+    model.load_state_dict(hf.without_lora(load_checkpoint(first)["model"]))
     return Reference(model)

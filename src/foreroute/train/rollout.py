@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from foreroute.capture import Generation, Sampling
+from foreroute.errors import FunctionError
 from foreroute.train.config import TrainConfig
+from foreroute.train.engines import Engine
 from foreroute.train.objective.advantages import group_advantages
 from foreroute.train.ranks import Ranks
 from foreroute.train.tasks import Problem, Task
-
-
-class Engine(Protocol):
-    """What samples: the embedded engine, or one that runs elsewhere."""
-
-    weight_version: int
-
-    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take over the trainer's weights; what follows is stamped with `version`."""
-
-    def generate(
-        self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
-    ) -> Generation:
-        """Sample `sampling.group_size` responses to each prompt, grouped by prompt."""
-
-    def close(self) -> None:
-        """End what was started to sample. May be called again."""
+from foreroute.train.turns import Conversations, converse, last_turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +25,9 @@ class Experience:
 
     Attributes:
         generation: S = prompts * group size sequences, grouped by prompt.
-        rewards_S: float64 [S].
+        rewards_S: float64 [S], NaN where there is none.
         advantages_S: float64 [S].
-        informative_S: bool [S], False in groups whose rewards are all equal; they teach nothing and are left out.
+        informative_S: bool [S], False in groups whose rewards are all equal or not all there; they are left out.
         max_response_tokens: the most that a response may have.
         sampled: what it took to get them.
     """
@@ -64,11 +49,26 @@ class Sampled:
             rounds replace what was always right, and always wrong.
         rounds: how many there were.
         responses: sampled in all of them.
+        failures: why responses got no reward, in all of them.
     """
 
     first_rewards_S: NDArray[np.float64]
     rounds: int
     responses: int
+    failures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What responses are worth.
+
+    Attributes:
+        rewards_S: float64 [S], NaN where there is none.
+        failures: why not, for each of those, by its number.
+    """
+
+    rewards_S: NDArray[np.float64]
+    failures: Mapping[int, str] = field(default_factory=dict)
 
 
 def roll_out(engine: Engine, task: Task, config: TrainConfig, step: int, ranks: Ranks) -> Experience:
@@ -79,40 +79,39 @@ def roll_out(engine: Engine, task: Task, config: TrainConfig, step: int, ranks: 
     another. Problems follow from the seed, the step and the round, responses from the number of ranks too.
     """
     group_size, kind = config.rollout.group_size, config.rl.advantage
-    generation, rewards = _sample_round(engine, task, config, step, ranks, 0)
-    first_rewards, rounds = rewards, 1
+    generation, scores = _sample_round(engine, task, config, step, ranks, 0)
+    rewards, failures, rounds = scores.rewards_S, [*scores.failures.values()], 1
     advantages, informative = group_advantages(rewards, group_size, kind)
     while not informative.all() and rounds < config.rollout.max_rounds:
-        new_generation, new_rewards = _sample_round(engine, task, config, step, ranks, rounds)
-        order = _replaced(informative, group_advantages(new_rewards, group_size, kind)[1], group_size)
+        new_generation, new = _sample_round(engine, task, config, step, ranks, rounds)
+        order = _replaced(informative, group_advantages(new.rewards_S, group_size, kind)[1], group_size)
         generation = Generation.concatenate([generation, new_generation]).select(order)
-        rewards = np.concatenate([rewards, new_rewards])[order]
+        rewards = np.concatenate([rewards, new.rewards_S])[order]
+        failures += new.failures.values()
         advantages, informative = group_advantages(rewards, group_size, kind)
         rounds += 1
-    sampled = Sampled(first_rewards, rounds, rounds * len(rewards))
-    return Experience(generation, rewards, advantages, informative, task.max_response_tokens, sampled)
+    longest = task.max_turns * task.max_response_tokens
+    sampled = Sampled(scores.rewards_S, rounds, rounds * len(rewards), tuple(failures))
+    return Experience(generation, rewards, advantages, informative, longest, sampled)
 
 
 def _sample_round(
     engine: Engine, task: Task, config: TrainConfig, step: int, ranks: Ranks, number: int
-) -> tuple[Generation, NDArray[np.float64]]:
+) -> tuple[Generation, Scores]:
     """The responses of this rank in one round, and their rewards."""
     rng = np.random.default_rng([config.seed, step, 1, number] if number else [config.seed, step, 1])
     generator = torch.Generator().manual_seed(int(rng.integers(2**62)) + ranks.rank)
     problems = task.problems(config.rollout.prompts, step, number, rng)
     each = len(problems) // ranks.size
     problems = problems[each * ranks.rank : each * (ranks.rank + 1)]
-    generation = engine.generate(
-        [problem.tokens for problem in problems],
-        Sampling(
-            max_new_tokens=task.max_response_tokens,
-            end_token=task.end_token,
-            group_size=config.rollout.group_size,
-            temperature=config.rollout.temperature,
-        ),
-        generator,
+    sampling = Sampling(
+        max_new_tokens=task.max_response_tokens,
+        end_token=task.end_token,
+        group_size=config.rollout.group_size,
+        temperature=config.rollout.temperature,
     )
-    return generation, score(task, problems, generation, config.rollout.group_size)
+    conversations = converse(engine, task, problems, sampling, generator)
+    return conversations.generation, scored(task, problems, conversations, config.rollout.group_size)
 
 
 def _replaced(informative_S: NDArray[np.bool_], new_S: NDArray[np.bool_], group_size: int) -> NDArray[np.int64]:
@@ -124,7 +123,27 @@ def _replaced(informative_S: NDArray[np.bool_], new_S: NDArray[np.bool_], group_
     return np.asarray((groups[:, None] * group_size + np.arange(group_size)).reshape(-1))
 
 
-def score(task: Task, problems: Sequence[Problem], generation: Generation, group_size: int) -> NDArray[np.float64]:
-    """float64 [S], the reward of each response."""
-    responses = [task.text(generation.response(s)) for s in range(len(generation))]
-    return np.array([task.reward(problems[s // group_size], text) for s, text in enumerate(responses)], np.float64)
+def scored(task: Task, problems: Sequence[Problem], conversations: Conversations, group_size: int) -> Scores:
+    """The rewards of responses, none for those whose environment failed.
+
+    Raises:
+        FunctionError: when not one of them got any.
+    """
+    scores = score(task, problems, conversations.generation, group_size)
+    rewards_S = scores.rewards_S.copy()
+    rewards_S[list(conversations.failures)] = np.nan
+    failures = {**scores.failures, **conversations.failures}
+    if np.isnan(rewards_S).all():
+        raise FunctionError(f"none of {len(rewards_S)} responses got a reward. The first: {failures[0]}")
+    return Scores(rewards_S, failures)
+
+
+def score(task: Task, problems: Sequence[Problem], generation: Generation, group_size: int) -> Scores:
+    """What the task makes of the last turn of each response."""
+    rewards_S, failures = np.full(len(generation), np.nan), {}
+    for s in range(len(generation)):
+        try:
+            rewards_S[s] = task.reward(*last_turn(task, problems[s // group_size], generation, s))
+        except FunctionError as error:
+            failures[s] = str(error)
+    return Scores(rewards_S, failures)

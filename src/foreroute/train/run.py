@@ -16,11 +16,13 @@ from foreroute.errors import ConfigError, DivergedError, RunFolderError
 from foreroute.train.config import TrainConfig
 from foreroute.train.engines import make_engine
 from foreroute.train.guard import Guard
+from foreroute.train.loggers import require_loggers
 from foreroute.train.loop import Trainer, make_execution, make_policy, make_trainer
+from foreroute.train.model import write_model
 from foreroute.train.ranks import Ranks, joined
+from foreroute.train.recorder import Recorder
 from foreroute.train.reference import load_reference
 from foreroute.train.rollback import Rollback, as_rolled_back, read_rollbacks, settle
-from foreroute.train.rollout import Experience
 from foreroute.train.run_folder import RunFolder, load_checkpoint, misfit_named
 from foreroute.train.spread import compile_planner
 from foreroute.train.tasks import Task, make_task
@@ -66,14 +68,17 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
         ranks.require_same(_by_key(config.model_dump()), "Start all of them with the same configuration")
         ranks.first("opening the run folder", lambda: _open(config, folder, resume))
         run = RunFolder(folder)
-        with closing(make_task(config)) as task:
-            while _goes_back(config, task, run, ranks, watcher):
+        with closing(ranks.together("reading the task", lambda: make_task(config))) as task:
+            ranks.require_same({"the data": task.data_digest}, "Give all of them the same files")
+            while _goes_back(config, task, run, ranks, watcher, resume=resume):
                 if ranks.rank == 0:
                     watcher.on_rollback(read_rollbacks(run)[-1])
     return run
 
 
-def _goes_back(config: TrainConfig, task: Task, run: RunFolder, ranks: Ranks, watcher: Watcher) -> bool:
+def _goes_back(
+    config: TrainConfig, task: Task, run: RunFolder, ranks: Ranks, watcher: Watcher, *, resume: bool
+) -> bool:
     """Run from the last checkpoint to the end, or to where an earlier checkpoint became the last."""
     rollbacks = read_rollbacks(run)
     config = as_rolled_back(config, rollbacks)
@@ -83,10 +88,12 @@ def _goes_back(config: TrainConfig, task: Task, run: RunFolder, ranks: Ranks, wa
         last = _last_checkpoint(run, ranks)
         if last is None and not _begin(policy.model, config, task, ranks, watcher):
             return False
-        with closing(make_execution(config, policy, ranks)) as execution:
-            trainer = make_trainer(config, task, policy, execution, engine)
+        with (
+            closing(make_execution(config, policy, ranks)) as execution,
+            closing(make_trainer(config, task, policy, execution, engine)) as trainer,
+        ):
             trainer.skipped_steps = rollbacks[-1].skipped_steps if rollbacks else 0
-            _start(trainer, run, last)
+            _start(trainer, run, last, resume=resume)
             return _run(trainer, run, watcher)
 
 
@@ -98,6 +105,7 @@ def _by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _open(config: TrainConfig, folder: Path, resume: bool) -> None:
+    require_loggers(config.logging)
     if resume:
         settle(RunFolder.reopen(folder, config))
     else:
@@ -136,13 +144,17 @@ def _begin(model: Any, config: TrainConfig, task: Task, ranks: Ranks, watcher: W
     return bool(ranks.most([begun == [True]])[0])
 
 
-def _start(trainer: Trainer, run: RunFolder, last: Path | None) -> None:
-    ranks = trainer.execution.ranks
+def _start(trainer: Trainer, run: RunFolder, last: Path | None, *, resume: bool) -> None:
+    ranks, digest = trainer.execution.ranks, trainer.task.data_digest
     if last is not None:
+        ranks.first("comparing the data", lambda: run.bind_data(digest))
         ranks.together(f"loading {last}", lambda: trainer.restore(last))
         ranks.first("taking up the metrics", lambda: run.forget_metrics_from(trainer.step))
     else:
-        ranks.first("making the run folder", lambda: run.begin(trainer.config))
+        # a run that was killed before its first checkpoint has a configuration already
+        if not resume:
+            ranks.first("making the run folder", lambda: run.begin(trainer.config))
+        ranks.first("noting the data", lambda: run.bind_data(digest))
         _save(trainer, run)
     if trainer.config.rl.kl_coefficient:
         trainer.reference = ranks.together(
@@ -152,15 +164,22 @@ def _start(trainer: Trainer, run: RunFolder, last: Path | None) -> None:
 
 def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> bool:
     """True when the run was rolled back."""
-    config, ranks, saved_at = trainer.config, trainer.execution.ranks, trainer.step
+    config, ranks = trainer.config, trainer.execution.ranks
     guard = Guard(config.alarms, run, ranks)
+    with closing(Recorder(config, run, guard)) as recorder:
+        ranks.first("opening the loggers", lambda: recorder.open(trainer.step))
+        return _take_steps(trainer, run, watcher, guard, recorder)
+
+
+def _take_steps(trainer: Trainer, run: RunFolder, watcher: Watcher, guard: Guard, recorder: Recorder) -> bool:
+    config, ranks, saved_at = trainer.config, trainer.execution.ranks, trainer.step
     while trainer.step < config.rl.steps and not ranks.most([watcher.should_stop()])[0]:
         step = trainer.step
         try:
             experience, record = trainer.run_step()
         except DivergedError as error:
             return guard.survive(step, error)
-        write = partial(_write, run, config, guard, step, experience, record)
+        write = partial(recorder.write, step, experience, record)
         ranks.first(f"writing the metrics of step {step}", write)
         if record:
             watcher.on_step(record)
@@ -172,16 +191,9 @@ def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> bool:
             saved_at = trainer.step
     if trainer.step != saved_at:
         _save(trainer, run)
+    if trainer.step == config.rl.steps:
+        _write_model(trainer, run)
     return False
-
-
-def _write(
-    run: RunFolder, config: TrainConfig, guard: Guard, step: int, experience: Experience, record: dict[str, Any]
-) -> None:
-    guard.examine(record)
-    if step % config.measure.save_trace_every == 0:
-        run.save_trace(step, experience.generation.trace.without_gate_weights())
-    run.append_metrics(record)
 
 
 def _save(trainer: Trainer, run: RunFolder) -> None:
@@ -189,8 +201,17 @@ def _save(trainer: Trainer, run: RunFolder) -> None:
     trainer.execution.ranks.first("saving a checkpoint", lambda: run.save_checkpoint(trainer.step, state))
 
 
+def _write_model(trainer: Trainer, run: RunFolder) -> None:
+    weights, model = trainer.weights_for_engine(), trainer.policy.model
+    trainer.execution.ranks.first(
+        "writing the model", lambda: run.save_model(partial(write_model, model, weights, trainer.task))
+    )
+
+
 def _warm_start(model: Any, config: TrainConfig, task: Task, watcher: Watcher) -> bool:
     source = config.warm_start.checkpoint
+    if source is None and config.warm_start.max_steps == 0:
+        return True
     if source is None:
         return warm_start(model, config, task, watcher.on_warm_start, watcher.should_stop)
     if not Path(source).is_file():

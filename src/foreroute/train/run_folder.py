@@ -1,9 +1,11 @@
 """The folder of a run: its configuration, one line of metrics per step, checkpoints, and traces.
 
 config.json                  the resolved configuration
+data.txt                     the digest of the data set, where there is one
 metrics.jsonl                one JSON object per finished step
 checkpoints/step-000020.pt   the state before step 20
 traces/step-000020.safetensors
+model/                       the policy after the last step, as a Hugging Face folder
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ from foreroute.trace import RoutingTrace, save, write_atomically
 from foreroute.train.config import TrainConfig
 
 CHECKPOINT = re.compile(r"step-(\d{6})\.pt")
+LEFT_BEHIND = re.compile(r"\.config\.json\.[0-9a-f]{8}")
+"""What a run leaves that is killed before its configuration is written."""
 MAY_CHANGE = ("parallel.", "alarms.", "logging.")
 
 
@@ -45,7 +50,7 @@ class RunFolder:
         Raises:
             RunFolderError: when the folder already holds something.
         """
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or not all(LEFT_BEHIND.fullmatch(p.name) for p in path.iterdir())):
             raise RunFolderError(f"{path} is not empty; nothing was changed. Use --resume to go on, or another folder")
         return cls(path)
 
@@ -59,6 +64,27 @@ class RunFolder:
         text = json.dumps(config.model_dump(), indent=2)
         with writing(self.path / "config.json") as path:
             write_atomically(path, lambda temporary: write_text(temporary, text))
+
+    def bind_data(self, digest: str) -> None:
+        """Remember what a new run is trained on, or make sure that a resumed one goes on with the same.
+
+        Args:
+            digest: empty for a task that makes its problems.
+
+        Raises:
+            RunFolderError: when the data set is another.
+        """
+        path = self.path / "data.txt"
+        if not digest:
+            return
+        if not path.exists():
+            with writing(path):
+                write_atomically(path, lambda temporary: write_text(temporary, digest))
+        elif path.read_text(encoding="utf-8") != digest:
+            raise RunFolderError(
+                f"{self.path} was started with other data: task.data or evaluation.data has changed since. Resume with "
+                "the files as they were, or start in another folder"
+            )
 
     @classmethod
     def reopen(cls, path: Path, config: TrainConfig) -> RunFolder:
@@ -112,6 +138,16 @@ class RunFolder:
         folder = self.path / "checkpoints"
         found = [p for p in folder.iterdir() if CHECKPOINT.fullmatch(p.name)] if folder.is_dir() else []
         return max(found, default=None)
+
+    def save_model(self, write: Callable[[Path], None]) -> Path:
+        """Have the final model written to a folder: all of it or nothing. One that is there is replaced."""
+        with writing(self.path / "model") as path:
+            unfinished = path.with_name(".model")
+            write(unfinished)
+            if path.exists():
+                shutil.rmtree(path)
+            unfinished.rename(path)
+        return path
 
     def checkpoint_step_before(self, step: int) -> int:
         """The step of the last checkpoint from before `step`, or of the first one."""

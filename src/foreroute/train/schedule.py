@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.layout import MicroBatches, by_token_budget
+from foreroute.layout import by_token_budget
+from foreroute.trace.check import as_offsets, segment_rows
 from foreroute.train.config.rl import RLConfig
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Experience
 
+ValueT = TypeVar("ValueT", bound=np.generic)
 MicroSteps = list[NDArray[np.int64]]
 """The sequences of each micro-step."""
 
@@ -30,13 +34,25 @@ class Stage:
     after: int
     micro_steps: MicroSteps
 
+    @property
+    def restore_S(self) -> NDArray[np.int64]:
+        """int64 [S], of a stage that takes all sequences: results one after another, `[restore_S]`, are in order."""
+        return np.argsort(np.concatenate(self.micro_steps))
+
+    def in_order(self, parts: Sequence[NDArray[ValueT]], lengths_S: NDArray[np.int64]) -> NDArray[ValueT]:
+        """Rows of all micro-steps in the order of the sequences, of which each has `lengths_S` rows."""
+        sequences, joined = np.concatenate(self.micro_steps), np.concatenate(parts)
+        ordered = np.empty_like(joined)
+        ordered[segment_rows(as_offsets(lengths_S)[sequences], lengths_S[sequences])] = joined
+        return ordered
+
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """What one rank does in one step.
+    """What one rank does in one step. Sequences of like lengths share a micro-step, so that little is padded.
 
     Attributes:
-        recompute: all sequences in their order.
+        recompute: all sequences.
         update: for each mini-step, the informative sequences that it trains on. A rank that has too few for as many
             micro-steps as another takes some of no advantage beside them, which add nothing to the gradient.
     """
@@ -57,8 +73,11 @@ def make_schedule(experience: Experience, config: RLConfig, ranks: Ranks, *, see
     # the last token of a sequence is not put into the model
     lengths_S = experience.generation.trace.lengths - 1
 
-    def dealt(sequences: NDArray[np.int64], fewest: int = 0) -> MicroBatches:
-        return by_token_budget(lengths_S[sequences], config.micro_step_tokens, padded=True, min_count=fewest)
+    def dealt(sequences: NDArray[np.int64], fewest: int = 0) -> MicroSteps:
+        longest_first = np.argsort(-lengths_S[sequences], kind="stable")
+        cost_S = lengths_S[sequences[longest_first]]
+        parts = by_token_budget(cost_S, config.micro_step_tokens, padded=True, min_count=fewest)
+        return [sequences[np.sort(longest_first[picked])] for picked in parts]
 
     everything = np.arange(len(lengths_S))
     order = np.random.default_rng([*seed, 2]).permutation(np.flatnonzero(experience.informative_S))
@@ -70,6 +89,5 @@ def make_schedule(experience: Experience, config: RLConfig, ranks: Ranks, *, see
         missing = max(0, count - len(part))
         taken, spare = np.concatenate([part, spare[:missing]]), spare[missing:]
         if count:
-            micro_steps = [taken[picked] for picked in dealt(taken, count)]
-            update.append(Stage(f"update {len(update)}", len(update), micro_steps))
-    return Schedule(Stage("recompute", 0, list(dealt(everything, num_recompute))), update)
+            update.append(Stage(f"update {len(update)}", len(update), dealt(taken, count)))
+    return Schedule(Stage("recompute", 0, dealt(everything, num_recompute)), update)

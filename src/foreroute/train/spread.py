@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,8 @@ class Spread:
         self._options = PlanOptions(tolerance=config.tolerance, slots=config.slots)
         self._pad_token = pad_token(policy.model)
         self._placed = distribute(policy.model, timeout_s=config.timeout_s)
+        if config.dense == "fsdp2":
+            self._placed.shard_dense()
         options = TransferOptions(
             paths=config.paths,
             slots=config.slots,
@@ -157,14 +160,13 @@ class Spread:
         return np.ascontiguousarray(np.moveaxis(self.ranks.stacked(mine_MLE.astype(np.int32)), 0, 2))
 
     def _converted(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, gather: bool) -> dict[str, Any]:
-        """The same state with that of experts whole, or cut to those of this rank."""
+        """The same state with that of all parameters whole, or cut to what this rank has."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         converted: dict[int, dict[str, Any]] = {}
         for position, values in state["state"].items():
-            shards = self._placed.shards_of(parameters[position])
-            change = None if shards is None else shards.gather if gather else shards.local
+            change = partial(self._placed.whole if gather else self._placed.own, parameters[position])
             converted[position] = {
-                key: change(value) if change is not None and isinstance(value, Tensor) and value.dim() else value
+                key: change(value) if isinstance(value, Tensor) and value.dim() else value
                 for key, value in values.items()
             }
         return {**state, "state": converted}

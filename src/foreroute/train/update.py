@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ from foreroute.adapters.hf import RoutedModel
 from foreroute.errors import ConfigError, DivergedError
 from foreroute.trace import RoutingTrace
 from foreroute.train.config.rl import RLConfig
-from foreroute.train.forward import inputs, response_logprobs
+from foreroute.train.forward import inputs, sampled_logprobs
 from foreroute.train.live_sums import LiveSums
 from foreroute.train.objective.means import coefficients, denominator
 from foreroute.train.objective.sums import Importance, LossSums
@@ -65,6 +65,7 @@ def update(
     *,
     weight_version: int,
     temperature: float,
+    accepted: Collection[int] | None = None,
     reference_logprobs_R: NDArray[np.float32] | None = None,
     watch_routes: bool = False,
 ) -> Updated:
@@ -81,14 +82,15 @@ def update(
         old_logprobs_R: float32 [R], from recompute.
         routes: of all S sequences, to replay in every forward and recomputation; None for the policy's own.
         config: of the loss.
-        weight_version: of the policy before this update; `routes` must carry it.
+        weight_version: of the policy before this update.
         temperature: of the rollout.
+        accepted: the versions that `routes` may be of; that of the policy alone by default.
         reference_logprobs_R: float32 [R], of the reference policy; needed with a `kl_coefficient`.
         watch_routes: have routers select by themselves too, in the same forwards, for `live_agreement`.
 
     Raises:
         ConfigError: when a divergence from a reference is asked for, and there is none.
-        StaleTraceError: when `routes` belong to another step.
+        StaleTraceError: when `routes` are of other versions.
         DivergedError: when loss or gradients are not finite; no optimizer step is taken with them.
     """
     if config.kl_coefficient and reference_logprobs_R is None:
@@ -96,7 +98,8 @@ def update(
             f"rl.kl_coefficient = {config.kl_coefficient} needs a reference; give the trainer one, or set it to 0"
         )
     tokens = RolloutTokens.of(experience, old_logprobs_R, reference_logprobs_R, config.rejection)
-    batch = _Batch(routed, execution, tokens, routes, config, weight_version, temperature, watch_routes)
+    versions = {weight_version} if accepted is None else accepted
+    batch = _Batch(routed, execution, tokens, routes, config, versions, temperature, watch_routes)
     losses, norms = [], []
     for stage in mini_steps:
         with nullcontext() if routes is None else execution.running(stage, updating=True):
@@ -135,7 +138,7 @@ class _Batch:
     tokens: RolloutTokens
     routes: RoutingTrace | None
     config: RLConfig
-    weight_version: int
+    versions: Collection[int]
     temperature: float
     watch_routes: bool
     sums: LossSums = field(default_factory=LossSums)
@@ -161,7 +164,7 @@ class _Batch:
         """Summed over the sequences that are trained; the others take part in the forward alone."""
         experience = self.tokens.experience
         part = experience.generation.select(sequences)
-        logprobs_R, _ = response_logprobs(self.routed.model, part, self.temperature)
+        logprobs_R = sampled_logprobs(self.routed.model, part, self.temperature)
         tokens = self.tokens.trained_tokens(sequences, logprobs_R)
         losses = token_losses(tokens, self.config)
         self.sums.add(losses)
@@ -176,7 +179,7 @@ class _Batch:
         routes = inputs(self.routes.select(sequences))
         weights = self.config.routing == "R3+weights"
         replay = self.routed.replay(
-            routes, weight_version=self.weight_version, gate_weights=weights, telemetry=self.watch_routes
+            routes, weight_version=self.versions, gate_weights=weights, telemetry=self.watch_routes
         )
         with replay as session, self.execution.micro_step(number, routes):
             yield

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from foreroute.errors import ConfigError
 from foreroute.train.config import TrainConfig, WarmStartConfig
 from foreroute.train.forward import pad_token
+from foreroute.train.optimizer import make_optimizer
 from foreroute.train.tasks import Lesson, Task
 
 SMOOTHING = 0.9
@@ -42,7 +43,7 @@ def warm_start(
         ConfigError: when the task knows no right answers, or the model has no load-balancing loss.
     """
     settings = config.warm_start
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
+    optimizer = make_optimizer(model, lr=settings.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.max_steps)
     smoothed = float("nan")
     model.train()

@@ -8,6 +8,7 @@ import pytest
 
 from foreroute import capture
 from foreroute.adapters import vllm
+from foreroute.adapters.sampled import facts_of
 from foreroute.adapters.vllm.server import EXTENSION, sampled_of
 from foreroute.capture import Sampling
 from foreroute.errors import ConfigError, EngineError
@@ -132,6 +133,26 @@ def test_a_server_that_is_not_there(tmp_path):
         vllm.ServerEngine(policy(), "http://127.0.0.1:9", weights_folder=tmp_path)
     with pytest.raises(ConfigError, match="no address"):
         vllm.ServerEngine(policy(), "127.0.0.1:8000", weights_folder=tmp_path)
+
+
+def test_an_engine_with_another_tokenizer_is_refused():
+    record = payload(DATA / "completion.json")
+    prompt = np.array(record["request"]["prompt"], np.int32)
+    facts = facts_of(policy())
+    [sampled] = sampled_of(record["response"], prompt)
+    sampled.trace(facts, weight_version=0, engine="vllm", engine_version="0.30.0")
+    for token in (facts.vocabulary_size, -1):
+        answer = copy.deepcopy(record["response"])
+        answer["choices"][0]["token_ids"][1] = token
+        [sampled] = sampled_of(answer, prompt)
+        with pytest.raises(
+            EngineError, match=rf"sampled token {token}, the policy knows those below 64.*another model"
+        ):
+            sampled.trace(facts, weight_version=0, engine="vllm", engine_version="0.30.0")
+    answer = copy.deepcopy(record["response"])
+    answer["choices"][0]["prompt_token_ids"][0] += 1
+    with pytest.raises(EngineError, match="a tokenizer or template of its own"):
+        sampled_of(answer, prompt)
 
 
 def test_log_probs_that_are_no_numbers_are_refused():

@@ -8,8 +8,23 @@ routed = hf.attach(model)
 from foreroute.adapters.hf.attach import attach
 from foreroute.adapters.hf.distribute import distribute
 from foreroute.adapters.hf.engine import EmbeddedEngine
+from foreroute.adapters.hf.local import load_pretrained
+from foreroute.adapters.hf.lora import add_lora, merged, without_lora
 from foreroute.adapters.hf.model import RoutedModel
 from foreroute.adapters.hf.models import build_model
 from foreroute.adapters.hf.recording import Recording
+from foreroute.adapters.hf.tokenizer import Tokenizer
 
-__all__ = ["EmbeddedEngine", "Recording", "RoutedModel", "attach", "build_model", "distribute"]
+__all__ = [
+    "EmbeddedEngine",
+    "Recording",
+    "RoutedModel",
+    "Tokenizer",
+    "add_lora",
+    "attach",
+    "build_model",
+    "distribute",
+    "load_pretrained",
+    "merged",
+    "without_lora",
+]

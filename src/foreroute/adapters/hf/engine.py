@@ -123,10 +123,13 @@ class EmbeddedEngine:
 
 
 def _sample(logits_SV: Tensor, temperature: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    logprobs_SV = (logits_SV.float() / temperature).log_softmax(-1)
+    logprobs_SV = (logits_SV.float() / (temperature or 1.0)).log_softmax(-1)
     if bool(logprobs_SV.isnan().any()):
         raise DivergedError("the policy's logits are not finite; resume from a checkpoint with a lower learning rate")
-    token = torch.multinomial(logprobs_SV.exp(), 1, generator=generator)
+    if temperature == 0:
+        token = logprobs_SV.argmax(-1, keepdim=True)
+    else:
+        token = torch.multinomial(logprobs_SV.exp(), 1, generator=generator)
     return token[:, 0], logprobs_SV.gather(1, token)[:, 0]
 
 

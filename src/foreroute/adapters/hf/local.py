@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from foreroute.adapters.checkpoint import without_progress_bars
 from foreroute.errors import ConfigError
 
 
@@ -35,3 +37,36 @@ def load_local(path: Path) -> tuple[Any, bool]:
             return transformers.AutoModelForCausalLM.from_config(config), False
     except Exception as error:  # transformers raises what its loaders raise
         raise ConfigError(f"{path} cannot be loaded by transformers: {str(error).partition(chr(10))[0]}") from error
+
+
+def load_pretrained(folder: Path, *, experts_implementation: str) -> Any:
+    """A causal language model with all its weights, in float32 on the CPU, to be trained.
+
+    Args:
+        folder: with config.json and safetensors.
+        experts_implementation: "eager", "grouped_mm" or "batched_mm", where the family has a choice.
+
+    Raises:
+        ConfigError: when one of them is missing, transformers cannot load them, or they are not those of one another.
+    """
+    for name in ("config.json", "*.safetensors"):
+        if not any(folder.glob(name)):
+            raise ConfigError(f"{folder} holds no {name}; name the folder of a Hugging Face model with its weights")
+    try:
+        with without_progress_bars():
+            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+            )
+    except Exception as error:  # transformers raises what its loaders raise
+        raise ConfigError(f"{folder} cannot be loaded by transformers: {str(error).partition(chr(10))[0]}") from error
+    # transformers fills what it does not find at random, and says so in a warning alone
+    missing = sorted(map(str, {*loading["missing_keys"], *loading["mismatched_keys"]}))
+    if missing:
+        raise ConfigError(
+            f"the weights in {folder} are not those of its config.json: {len(missing)} are missing or of another shape "
+            f"({', '.join(missing[:3])}, …); copy the folder again"
+        )
+    # a family without a choice refuses to be given one
+    with suppress(ValueError):
+        model.set_experts_implementation(experts_implementation)
+    return model

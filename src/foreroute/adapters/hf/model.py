@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -68,7 +68,7 @@ class RoutedModel:
         self,
         trace: RoutingTrace,
         *,
-        weight_version: int | None = None,
+        weight_version: int | Collection[int] | None = None,
         missing: MissingRows = "error",
         telemetry: bool = False,
         counts: Counts = "native",
@@ -84,7 +84,8 @@ class RoutedModel:
 
         Args:
             trace: routes of the sequences of the batch, as `trace.select(...)` gives them for a micro-batch.
-            weight_version: when given, the version that every routed row must have been recorded under.
+            weight_version: when given, the version that every routed row must have been recorded under, or the
+                versions that are accepted, such as `range(3, 6)` where rollouts may be two versions old.
             missing: what to do when any other row has no route: refuse the batch ("error"), let the model route it
                 ("native"), or that and take the tokens after it out of the loss by `session.loss_mask_BT` ("drop").
             telemetry: also let each router select by itself, for `session.agreement()` and `expert_counts_LE()`.
@@ -128,11 +129,15 @@ class RoutedModel:
         session.close()
 
 
-def _require_version(trace: RoutingTrace, expected: int | None) -> None:
-    if expected is not None and trace.versions != (expected,):
+def _require_version(trace: RoutingTrace, expected: int | Collection[int] | None) -> None:
+    if expected is None:
+        return
+    accepted = sorted({expected} if isinstance(expected, int) else set(expected))
+    if not trace.versions or not set(trace.versions) <= set(accepted):
         raise StaleTraceError(
-            f"the trace was recorded under weight versions {list(trace.versions)}, expected only {expected} "
-            f"({NO_VERSION} means not stated). Replay the trace of the rollout that this update belongs to"
+            f"the trace was recorded under weight versions {list(trace.versions)}, expected only "
+            f"{', '.join(map(str, accepted))} ({NO_VERSION} means not stated). Replay the trace of the rollout that "
+            "this update belongs to"
         )
 
 

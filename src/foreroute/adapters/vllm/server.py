@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from foreroute.adapters.checkpoint import CheckpointWriter
 from foreroute.adapters.endpoint import Endpoint
 from foreroute.adapters.hf import RoutedModel
-from foreroute.adapters.sampled import Sampled, draw_seeds, facts_of, generation_of, require_version
+from foreroute.adapters.sampled import (
+    Sampled,
+    draw_seeds,
+    facts_of,
+    generation_of,
+    require_same_prompt,
+    require_version,
+)
 from foreroute.capture import Generation, Sampling
 from foreroute.errors import EngineError
 from foreroute.trace import NO_VERSION
@@ -136,9 +143,11 @@ def sampled_of(answer: Any, prompt: NDArray[np.int32]) -> list[Sampled]:
     """The choices of a completion response, in order.
 
     Raises:
-        EngineError: when it lacks what was asked for.
+        EngineError: when it lacks what was asked for, or is the answer to other tokens.
     """
     try:
+        for choice in answer["choices"]:
+            require_same_prompt(prompt, choice.get("prompt_token_ids"))
         return [
             Sampled(
                 prompt=prompt,

@@ -1,7 +1,9 @@
 """The configuration of a run: a file for each table, and `run.py` for the whole."""
 
 from foreroute.train.config.alarms import AlarmsConfig
-from foreroute.train.config.model import ModelConfig, WarmStartConfig
+from foreroute.train.config.evaluation import EvaluationConfig
+from foreroute.train.config.logging import LoggingConfig
+from foreroute.train.config.model import LoRAConfig, ModelConfig, WarmStartConfig
 from foreroute.train.config.parallel import ParallelConfig
 from foreroute.train.config.rl import RLConfig
 from foreroute.train.config.rollout import RolloutConfig, VLLMConfig
@@ -11,6 +13,9 @@ from foreroute.train.config.task import TaskConfig
 __all__ = [
     "AlarmsConfig",
     "CheckpointConfig",
+    "EvaluationConfig",
+    "LoRAConfig",
+    "LoggingConfig",
     "MeasureConfig",
     "ModelConfig",
     "ParallelConfig",

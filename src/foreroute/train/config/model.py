@@ -2,28 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from foreroute.balance.config_file import Count, Section
 
 
-class ModelConfig(Section):
-    """The policy, made from a configuration and the seed."""
+class LoRAConfig(Section):
+    """Low-rank adapters (peft), which RL trains instead of the model's weights. Routers stay as `rl.router` says."""
 
-    family: str = "qwen3_moe"
-    """Model type of transformers."""
-    experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] = "grouped_mm"
-    """How transformers computes the experts of a layer."""
-    sizes: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Fields of the family's configuration; the vocabulary comes from the task."""
+    rank: Annotated[int, Field(ge=0)] = 0
+    """Of the matrices A and B in W + alpha / rank · B A; 0 puts no adapters in."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """See there."""
+    dropout: Annotated[float, Field(ge=0, le=0)] = 0.0
+    """0: the update's probabilities are compared with the recompute's, which drops nothing."""
+    targets: list[str] = Field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1)
+    """Names of linear layers, in every block."""
 
     @model_validator(mode="after")
-    def _vocabulary_of_the_task(self) -> ModelConfig:
+    def _has_rank(self) -> LoRAConfig:
+        given = sorted(self.model_fields_set - {"rank"})
+        if not self.rank and any(getattr(self, key) != getattr(LoRAConfig(), key) for key in given):
+            raise ValueError(f"{', '.join(given)} change nothing without adapters; set rank, such as 16")
+        return self
+
+
+class ModelConfig(Section):
+    """The policy: a Hugging Face model from a folder, or a new one from its sizes and the seed."""
+
+    path: str | None = None
+    """A folder with config.json and safetensors of a Mixture-of-Experts model."""
+    tokenizer: str | None = None
+    """A folder with a tokenizer; the model's own by default. A new model gets its vocabulary."""
+    family: str | None = None
+    """Without path: model type of transformers, "qwen3_moe" by default."""
+    experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] = "grouped_mm"
+    """How transformers computes experts, where the family has a choice."""
+    sizes: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Without path: fields of the family's configuration; the vocabulary comes from the task."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and arithmetic. With bfloat16 the optimizer keeps weights in float32, and gradients are float32."""
+    gradient_checkpointing: Literal["off", "reentrant", "non_reentrant"] = "off"
+    """Keep the inputs of layers alone, and compute the rest again in the backward. Changes no bit."""
+    lora: LoRAConfig = LoRAConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_family(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("path") is not None or values.get("family") is not None:
+            return values
+        return {**values, "family": "qwen3_moe"}
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if self.path is not None and (self.family is not None or self.sizes):
+            raise ValueError("path names a model that has its family and sizes; leave family and sizes out")
         if "vocab_size" in self.sizes:
             raise ValueError("sizes.vocab_size comes from the task; leave it out")
         return self
+
+    @property
+    def tokenizer_folder(self) -> str | None:
+        """Where the tokenizer is, if there is one."""
+        return self.tokenizer or self.path
 
 
 class WarmStartConfig(Section):
@@ -31,8 +74,9 @@ class WarmStartConfig(Section):
 
     checkpoint: str | None = None
     """A checkpoint to start from instead; then nothing else here is used."""
-    max_steps: Count = 800
-    """Supervised steps at most; the learning rate falls along a cosine over so many."""
+    max_steps: Annotated[int, Field(ge=0)] = 800
+    """Supervised steps at most; the learning rate falls along a cosine over so many. 0 leaves the warm start out, and
+    is the default for a model from a path."""
     batch_size: Count = 128
     """Right answers per step."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3

@@ -32,6 +32,8 @@ class ParallelConfig(Section):
     """A cell waits this long for its replicas; then its tokens go to the homes."""
     checksums: bool = False
     """Verify what arrives."""
+    dense: Literal["replicated", "fsdp2"] = "replicated"
+    """What is no expert: whole on every rank, or a part of each parameter, gathered when a layer runs."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """A rank that does not answer for so long in the middle of a stage is taken for dead."""
 
@@ -41,6 +43,8 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"expert = {self.expert} ranks do not fill nodes of ranks_per_node = {self.ranks_per_node}"
             )
+        if self.dense == "fsdp2" and self.expert == 1:
+            raise ValueError('dense = "fsdp2" spreads parameters over ranks; set expert above 1, or leave it out')
         if self.deadline_s is not None and self.deadline_s >= self.timeout_s:
             raise ValueError(f"deadline_s = {self.deadline_s} is not below timeout_s = {self.timeout_s}")
         return self

@@ -51,6 +51,9 @@ class RolloutConfig(Section):
     of sampling, the first included."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Logits are divided by it, in the rollout and in the trainer."""
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """Versions by which the weights that sample a step are older than those that train on it. Above 0 rollouts are
+    sampled beside the updates of earlier steps."""
 
     @model_validator(mode="after")
     def _precision_of_engine(self) -> RolloutConfig:

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 
 from foreroute.balance.config_file import Count, Section, checked, read_toml
 from foreroute.train.config.alarms import AlarmsConfig
+from foreroute.train.config.evaluation import EvaluationConfig
+from foreroute.train.config.logging import LoggingConfig
 from foreroute.train.config.model import ModelConfig, WarmStartConfig
 from foreroute.train.config.parallel import ParallelConfig
 from foreroute.train.config.rl import RLConfig
@@ -46,20 +48,56 @@ class TrainConfig(Section):
     warm_start: WarmStartConfig = WarmStartConfig()
     rollout: RolloutConfig = RolloutConfig()
     rl: RLConfig = RLConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     measure: MeasureConfig = MeasureConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     alarms: AlarmsConfig = AlarmsConfig()
+    logging: LoggingConfig = LoggingConfig()
     parallel: ParallelConfig = ParallelConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trained_models_start_warm(cls, values: Any) -> Any:
+        given = values if isinstance(values, dict) else {}
+        model, warm_start = given.get("model"), given.get("warm_start", {})
+        if isinstance(model, dict) and model.get("path") is not None and isinstance(warm_start, dict):
+            return {**given, "warm_start": {"max_steps": 0, **warm_start}}
+        return values
+
+    @model_validator(mode="after")
+    def _task_in_tokens_of_the_model(self) -> TrainConfig:
+        folder = self.model.tokenizer_folder
+        if self.task.kind == "dataset" and folder is None:
+            raise ValueError(
+                'task.kind = "dataset" needs a tokenizer; set model.path, or model.tokenizer for a new model'
+            )
+        if self.task.kind == "chain" and folder is not None:
+            raise ValueError(
+                f'task.kind = "chain" has 16 tokens of its own, and no use for the tokenizer in {folder}; set '
+                'task.kind = "dataset", or leave model.path and model.tokenizer out'
+            )
+        return self
 
     @model_validator(mode="after")
     def _enough_sequences(self) -> TrainConfig:
         sequences = self.rollout.prompts * self.rollout.group_size
         if self.rl.mini_steps > sequences:
             raise ValueError(f"rl.mini_steps = {self.rl.mini_steps} exceeds the {sequences} sequences of a rollout")
-        longest = 3 * self.task.max_operands  # operands, operators and "=", then one result each; the end is no input
+        longest = self.task.longest_input
         if self.rl.micro_step_tokens < longest:
             raise ValueError(
                 f"rl.micro_step_tokens = {self.rl.micro_step_tokens} cannot hold a sequence of up to {longest} tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _held_out_problems_known(self) -> TrainConfig:
+        if self.evaluation.every and (self.evaluation.data is None) == (self.task.kind == "dataset"):
+            raise ValueError('evaluation.data goes with task.kind = "dataset", which needs it; chains make their own')
+        if self.evaluation.every and self.rollout.max_staleness:
+            raise ValueError(
+                "evaluation needs the engine between steps, which samples ahead with rollout.max_staleness = "
+                f"{self.rollout.max_staleness}; set one of the two to 0"
             )
         return self
 
@@ -70,11 +108,30 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _one_process_for(self) -> TrainConfig:
+        wanted = {'model.dtype = "bfloat16"': self.model.dtype != "float32", "model.lora": self.model.lora.rank > 0}
+        wanted["rollout.max_staleness"] = self.rollout.max_staleness > 0
+        asked = [key for key, is_asked in wanted.items() if is_asked]
+        if self.parallel.dense == "fsdp2" and self.model.gradient_checkpointing == "reentrant":
+            raise ValueError(
+                'parallel.dense = "fsdp2" was never tested with model.gradient_checkpointing = "reentrant"; take '
+                '"non_reentrant"'
+            )
+        if self.parallel.expert > 1 and asked:
+            raise ValueError(f"{asked[0]} trains in one process; set parallel.expert = 1, or leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _can_be_spread(self) -> TrainConfig:
         num_ranks = self.parallel.expert
         if self.rollout.prompts % num_ranks:
             raise ValueError(
                 f"rollout.prompts = {self.rollout.prompts} cannot be dealt to parallel.expert = {num_ranks} evenly"
+            )
+        if self.evaluation.every and self.evaluation.prompts % num_ranks:
+            raise ValueError(
+                f"evaluation.prompts = {self.evaluation.prompts} cannot be dealt to parallel.expert = {num_ranks} "
+                "evenly"
             )
         if num_ranks > 1 and self.rollout.engine != "embedded":
             raise ValueError(f'parallel.expert = {num_ranks} needs rollout.engine = "embedded", which every rank has')

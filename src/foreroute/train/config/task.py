@@ -2,21 +2,83 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
 
 from foreroute.balance.config_file import Count, Section
 
+BUILT_IN = ("exact_match", "regex", "arithmetic", "countdown")
+"""Verifiers that a reward can name."""
+
 
 class TaskConfig(Section):
-    """Chains of digit arithmetic with a verifiable answer."""
+    """Chains of digit arithmetic with a verifiable answer, or a data set."""
 
+    kind: Literal["chain", "dataset"] = "chain"
+    """Chains of digits, which are made as they are needed, or problems from a file."""
     min_operands: Count = 8
-    """Digits of the shortest chain."""
+    """chain: digits of the shortest."""
     max_operands: Count = 8
-    """Digits of the longest chain."""
+    """chain: digits of the longest."""
+    data: str | None = None
+    """dataset: a JSONL file, one problem in each line."""
+    reward: str | None = None
+    """dataset: a verifier ("exact_match", "regex", "arithmetic", "countdown"), or "file.py:function"."""
+    pattern: str | None = None
+    """dataset, regex: what finds the answer in a response; its first group is the answer, if it has one."""
+    environment: str | None = None
+    """dataset: "file.py:function" that says what a tool answers to a turn."""
+    max_turns: Count = 1
+    """dataset, with an environment: of a response."""
+    max_tool_tokens: Count = 256
+    """dataset, with an environment: of what a tool says to one turn."""
+    function_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """dataset: a call of a function of one's own that takes longer is ended, and has failed."""
+    max_prompt_tokens: Count = 512
+    """dataset: of a prompt."""
+    max_response_tokens: Count = 512
+    """dataset: of one turn of a response; one that has not ended then is cut, and is the last."""
+    long_prompts: Literal["error", "skip"] = "error"
+    """dataset: what happens with prompts that are longer."""
+
+    @property
+    def longest_input(self) -> int:
+        """Tokens of the longest sequence that is put into the model, which the last one is not."""
+        if self.kind == "dataset":
+            tools = (self.max_turns - 1) * self.max_tool_tokens
+            return self.max_prompt_tokens + self.max_turns * self.max_response_tokens + tools - 1
+        return 3 * self.max_operands  # operands, operators and "=", then one result each
 
     @model_validator(mode="after")
-    def _in_order(self) -> TaskConfig:
+    def _of_its_kind(self) -> TaskConfig:
         if self.min_operands > self.max_operands:
             raise ValueError(f"min_operands = {self.min_operands} exceeds max_operands = {self.max_operands}")
+        other = {"chain": _DATASET_KEYS, "dataset": _CHAIN_KEYS}[self.kind]
+        idle = [name for name in other if getattr(self, name) != TaskConfig.model_fields[name].default]
+        if idle:
+            raise ValueError(f'{", ".join(idle)} change nothing with kind = "{self.kind}"; leave them out')
+        if self.kind == "dataset" and (self.data is None or self.reward is None):
+            raise ValueError('kind = "dataset" needs data, a JSONL file, and reward')
         return self
+
+    @model_validator(mode="after")
+    def _functions_known(self) -> TaskConfig:
+        if self.reward is not None and self.reward not in BUILT_IN and not self.reward.partition(".py:")[2]:
+            raise ValueError(
+                f'reward = "{self.reward}" is no verifier ({", ".join(BUILT_IN)}); a function of your own is written '
+                '"file.py:function"'
+            )
+        if self.environment is not None and not self.environment.partition(".py:")[2]:
+            raise ValueError(f'environment = "{self.environment}" is no function; write "file.py:function"')
+        if (self.environment is None) != (self.max_turns == 1):
+            raise ValueError("an environment and max_turns of 2 or more go together; set both, or neither")
+        if self.environment is None and self.max_tool_tokens != TaskConfig.model_fields["max_tool_tokens"].default:
+            raise ValueError("max_tool_tokens changes nothing without an environment; leave it out")
+        if (self.reward == "regex") != (self.pattern is not None):
+            raise ValueError('pattern goes with reward = "regex", and reward = "regex" needs it')
+        return self
+
+
+_CHAIN_KEYS = ("min_operands", "max_operands")
+_DATASET_KEYS = tuple(name for name in TaskConfig.model_fields if name not in ("kind", *_CHAIN_KEYS))

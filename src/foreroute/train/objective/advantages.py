@@ -22,10 +22,12 @@ def group_advantages(
     The mean and the (population) standard deviation are those of the `group_size` rewards of one prompt.
 
     Returns:
-        float64 [S], exactly 0 in a group whose rewards are all equal; and bool [S], False there.
+        float64 [S], exactly 0 in a group whose rewards are all equal, or of which one is missing (NaN); and bool [S],
+        False there.
     """
     groups = rewards_S.reshape(-1, group_size)
-    differs = (groups != groups[:, :1]).any(axis=1, keepdims=True)
+    complete = ~np.isnan(groups).any(axis=1, keepdims=True)
+    differs = complete & (groups != groups[:, :1]).any(axis=1, keepdims=True)
     centred = groups - groups.mean(axis=1, keepdims=True)
     scale = np.where(differs, groups.std(axis=1, keepdims=True), 1.0) if kind == "group_std" else 1.0
     advantages = np.where(differs, centred / scale, 0.0)

@@ -8,6 +8,8 @@ the rest, as in a chain of reasoning.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,6 +25,9 @@ class ChainTask:
     end_token = VOCABULARY.index(";")
     pad_token = VOCABULARY.index("_")
     vocabulary_size = len(VOCABULARY)
+    max_turns = 1
+    skipped = 0
+    data_digest = ""
 
     def __init__(self, config: TaskConfig) -> None:
         self._operands = config.min_operands, config.max_operands
@@ -31,6 +36,9 @@ class ChainTask:
     def problems(self, count: int, step: int, number: int, rng: np.random.Generator) -> list[Problem]:
         shortest, longest = self._operands
         return sample_problems(rng, count, min_operands=shortest, max_operands=longest)
+
+    def held_out(self, count: int, rng: np.random.Generator) -> list[Problem]:
+        return self.problems(count, 0, 0, rng)
 
     def lessons(self, count: int, rng: np.random.Generator) -> list[Lesson]:
         shortest, longest = self._operands
@@ -41,8 +49,17 @@ class ChainTask:
     def text(self, tokens: NDArray[np.int32]) -> str:
         return decode(tokens)
 
+    def transcript(self, tokens: NDArray[np.int32]) -> str:
+        return decode(tokens)
+
+    def follow(self, problem: Problem, response: str) -> NDArray[np.int32] | None:
+        return None
+
     def reward(self, problem: Problem, response: str) -> float:
         return right_share(problem.row["answer"], response)
+
+    def save_tokenizer(self, folder: Path) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from foreroute.adapters.hf import Tokenizer
 from foreroute.train.config import TrainConfig
 from foreroute.train.tasks.chain import ChainTask
+from foreroute.train.tasks.dataset import DatasetTask
 from foreroute.train.tasks.task import Task
 
 
 def make_task(config: TrainConfig) -> Task:
-    """Make it; the caller closes it."""
-    return ChainTask(config.task)
+    """Make it; the caller closes it.
+
+    Raises:
+        ConfigError: when there is no tokenizer, or no reward.
+        DatasetError: when a line of the data set is not what it must be.
+    """
+    if config.task.kind == "chain":
+        return ChainTask(config.task)
+    return DatasetTask(config, Tokenizer(Path(str(config.model.tokenizer_folder))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,13 +46,19 @@ class Task(Protocol):
         end_token: ends a response, and is part of it.
         pad_token: fills what no sequence fills.
         vocabulary_size: of a model that is made for this task.
-        max_response_tokens: the most that a response may have, its end token included.
+        max_response_tokens: the most that one turn of a response may have, its end token included.
+        max_turns: the most turns that a response may have; 1 without an environment.
+        skipped: problems that were left out as too long.
+        data_digest: of what the problems are read from; empty where they are made.
     """
 
     end_token: int
     pad_token: int
     vocabulary_size: int
     max_response_tokens: int
+    max_turns: int
+    skipped: int
+    data_digest: str
 
     def problems(self, count: int, step: int, number: int, rng: np.random.Generator) -> list[Problem]:
         """The problems of a round of a step.
@@ -61,6 +68,14 @@ class Task(Protocol):
             step: from 0.
             number: of the round within the step; 0 unless sampling is dynamic.
             rng: randomness of this round, which follows from the seed of the run and the two numbers.
+        """
+
+    def held_out(self, count: int, rng: np.random.Generator) -> list[Problem]:
+        """Problems to evaluate on.
+
+        Args:
+            count: how many.
+            rng: the same randomness each time.
         """
 
     def lessons(self, count: int, rng: np.random.Generator) -> list[Lesson]:
@@ -73,8 +88,33 @@ class Task(Protocol):
     def text(self, tokens: NDArray[np.int32]) -> str:
         """The text of a response, without what marks its end, where that is no text."""
 
+    def transcript(self, tokens: NDArray[np.int32]) -> str:
+        """All that tokens say, with what marks turns and their ends."""
+
+    def follow(self, problem: Problem, response: str) -> NDArray[np.int32] | None:
+        """What a tool says to a turn, int32 [T] of at least one token; None where the response ends.
+
+        Args:
+            problem: whose prompt is all that came before the turn.
+            response: the turn.
+
+        Raises:
+            FunctionError: when the environment did not say.
+        """
+
     def reward(self, problem: Problem, response: str) -> float:
-        """What a response is worth."""
+        """What a response is worth.
+
+        Args:
+            problem: whose prompt is all that came before the last turn.
+            response: the last turn.
+
+        Raises:
+            FunctionError: when a function of the user's did not say.
+        """
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer beside a model, if there is one."""
 
     def close(self) -> None:
         """End what was started to score. May be called again."""

@@ -1,0 +1,66 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: put into a model, and merged for engines that know none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foreroute.errors import ConfigError
+
+ADAPTER = "default"
+INSIDE, BASE = ".lora_", ".base_layer."
+"""In names of weights: those of adapters, and those of the layers that they were put around."""
+
+
+def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: Sequence[str], seed: int) -> None:
+    """Put adapters around linear layers, and freeze everything else. They change nothing until they are trained.
+
+    Args:
+        model: changed in place.
+        rank: r of W + alpha / r · B A.
+        alpha: see there.
+        targets: names of the layers, such as "q_proj", in every block.
+        seed: of A; B is zero. The global random state is left alone.
+
+    Raises:
+        ConfigError: without peft, or when there are no such layers, or they are not linear.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError("model.lora needs peft, which is not installed: pip install peft") from error
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=list(targets))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            inject_adapter_in_model(config, model)
+    except ValueError as error:
+        linear = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+        raise ConfigError(
+            f"model.lora.targets = {list(targets)} cannot be adapted ({error}); linear layers of this model are "
+            f"{', '.join(sorted(linear))}"
+        ) from error
+
+
+def merged(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The weights of a model with adapters under the names of one without, what adapters add added to them.
+
+    Args:
+        weights: the state of the model.
+        model: has the adapters.
+    """
+    layers: dict[str, Any] = {path: module for path, module in model.named_modules() if hasattr(module, "lora_A")}
+    plain = without_lora(weights)
+    with torch.no_grad():
+        for path, layer in layers.items():
+            name = f"{path}.weight"
+            plain[name] = plain[name] + layer.get_delta_weight(ADAPTER).to(plain[name].dtype)
+    return plain
+
+
+def without_lora(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights that adapters were put around, under the names that they had before."""
+    return {name.replace(BASE, "."): weight for name, weight in weights.items() if INSIDE not in name}

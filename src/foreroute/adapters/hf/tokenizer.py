@@ -1,0 +1,87 @@
+"""A tokenizer from a local folder, as far as a trainer needs one. Nothing is downloaded, and no code in it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+from numpy.typing import ArrayLike, NDArray
+
+from foreroute.errors import ConfigError
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+"""A folder of a tokenizer has one of these. Without, transformers may make an empty one."""
+
+
+class Tokenizer:
+    """Text to tokens and back.
+
+    Attributes:
+        end_token: ends a response.
+        pad_token: the tokenizer's own, or `end_token` where it has none.
+        size: one more than the largest token.
+
+    Args:
+        folder: with the files of a Hugging Face tokenizer.
+
+    Raises:
+        ConfigError: when there is none, transformers cannot read it, or it has no end token.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._inner = _load(folder)
+        if self._inner.eos_token_id is None:
+            raise ConfigError(
+                f"the tokenizer in {folder} has no end token, so no response would end; name one as eos_token in its "
+                "tokenizer_config.json"
+            )
+        self.end_token = int(self._inner.eos_token_id)
+        pad_token = self._inner.pad_token_id
+        self.pad_token = self.end_token if pad_token is None else int(pad_token)
+        self.size = max(self._inner.get_vocab().values()) + 1
+
+    def prompt(self, text: str) -> NDArray[np.int32]:
+        """int32 [T], with what the tokenizer puts around a text of its own, such as a first token."""
+        return np.array(self._inner(text)["input_ids"], np.int32)
+
+    def continuation(self, text: str) -> NDArray[np.int32]:
+        """int32 [T], of text that follows other tokens."""
+        return np.array(self._inner(text, add_special_tokens=False)["input_ids"], np.int32)
+
+    def chat(self, messages: Sequence[Any]) -> str:
+        """What the chat template makes of messages, up to where the answer begins.
+
+        Raises:
+            ConfigError: when there is no template, or it refuses the messages.
+        """
+        if self._inner.chat_template is None:
+            raise ConfigError(
+                f'the tokenizer in {self._folder} has no chat template; give "prompt" instead of "messages"'
+            )
+        try:
+            return str(self._inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # templates are programs, which raise what they like
+            raise ConfigError(f"the chat template in {self._folder} refuses these messages: {error}") from error
+
+    def text(self, tokens: ArrayLike, *, special: bool = False) -> str:
+        """The text of tokens, with special ones or without."""
+        return str(self._inner.decode(np.asarray(tokens).tolist(), skip_special_tokens=not special))
+
+    def save(self, folder: Path) -> None:
+        """Write its files into a folder, beside what is there."""
+        self._inner.save_pretrained(folder)
+
+
+def _load(folder: Path) -> Any:
+    if not any((folder / name).is_file() for name in FILES):
+        raise ConfigError(
+            f"{folder} holds no tokenizer (none of {', '.join(FILES)}); name the folder that has it as model.tokenizer"
+        )
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises what its loaders raise
+        raise ConfigError(f"the tokenizer in {folder} cannot be read: {str(error).partition(chr(10))[0]}") from error

@@ -1,0 +1,38 @@
+"""The configuration of evaluation on problems that are not trained on."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from foreroute.balance.config_file import Count, Section
+
+
+class EvaluationConfig(Section):
+    """Rewards on held-out problems, with the weights that a step begins with. Nothing here changes the run."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations, the first before step 0; 0 makes none."""
+    prompts: Count = 32
+    """Held-out problems, the same each time."""
+    group_size: Count = 1
+    """Responses to each."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 takes the most probable token each time."""
+    data: str | None = None
+    """dataset: a JSONL file as for training; its first prompts are used."""
+
+    @model_validator(mode="after")
+    def _takes_place(self) -> EvaluationConfig:
+        if self.every == 0 and self.model_dump() != _DEFAULTS:
+            raise ValueError("the other keys change nothing with every = 0; set every, or leave them out")
+        if self.temperature == 0 and self.group_size > 1:
+            raise ValueError(
+                f"group_size = {self.group_size} responses to a prompt are all the same at temperature = 0; raise the "
+                "temperature, or leave group_size out"
+            )
+        return self
+
+
+_DEFAULTS = {name: field.default for name, field in EvaluationConfig.model_fields.items()}

@@ -1,0 +1,132 @@
+"""TensorBoard and Weights & Biases: the numbers of metrics.jsonl, step by step, and none of them twice."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from foreroute.errors import ConfigError
+from foreroute.trace import write_atomically
+from foreroute.train.config import LoggingConfig, TrainConfig
+from foreroute.train.rollback import read_rollbacks
+from foreroute.train.run_folder import RunFolder, write_text, writing
+
+
+class Logger(Protocol):
+    """Where numbers go."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """The numbers of one step, by name."""
+
+    def close(self) -> None:
+        """Nothing follows."""
+
+
+def require_loggers(config: LoggingConfig) -> None:
+    """Refuse what is not installed.
+
+    Raises:
+        ConfigError: naming the key and the package.
+    """
+    for package in ("tensorboard", "wandb"):
+        if getattr(config, package) and find_spec(package) is None:
+            raise ConfigError(
+                f"logging.{package} = true needs the package {package}, which is not installed: "
+                f"pip install 'foreroute[{package}]', or set it to false"
+            )
+
+
+def open_loggers(config: TrainConfig, run: RunFolder, first_step: int) -> list[Logger]:
+    """Those that the configuration asks for.
+
+    Args:
+        config: of the run.
+        run: its folder.
+        first_step: the next step; what was logged of it and of later ones, before a kill or a rollback, is superseded.
+    """
+    loggers: list[Logger] = []
+    if config.logging.tensorboard:
+        loggers.append(TensorBoard(run, first_step))
+    if config.logging.wandb:
+        loggers.append(WeightsAndBiases(config, run))
+    return loggers
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """The single numbers of a record by path, such as "mismatch/native/f2"; how many alarms are on; live agreement by
+    mini-step. Histograms and other lists stay in metrics.jsonl.
+    """
+    values = dict(_numbers(record))
+    del values["step"]
+    values |= {f"live_agreement/{number}": share for number, share in enumerate(record.get("live_agreement", []))}
+    values["alarms"] = len(record["alarms"])
+    return values
+
+
+def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield prefix + key, value
+
+
+class TensorBoard:
+    """Event files; readers drop what an earlier file has of steps from `first_step` on."""
+
+    def __init__(self, run: RunFolder, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = run.path / "tensorboard"
+        with writing(self._folder):
+            self._writer = SummaryWriter(str(self._folder), purge_step=first_step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """On disk when it returns."""
+        with writing(self._folder):
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run there, or its continuation, which does not take steps that it has."""
+
+    def __init__(self, config: TrainConfig, run: RunFolder) -> None:
+        import wandb
+
+        identity, attempt = _identity(run), len(read_rollbacks(run))
+        self._run = wandb.init(
+            project=config.logging.wandb_project,
+            mode=config.logging.wandb_mode,
+            name=f"{config.name}-{attempt}" if attempt else config.name,
+            group=identity,
+            id=f"{identity}-{attempt}",
+            resume="allow",
+            dir=str(run.path),
+            config=config.model_dump(),
+        )
+        # what a killed run logged after its checkpoint runs again with the same numbers
+        self._first_new = int(self._run.step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step >= self._first_new:
+            self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _identity(run: RunFolder) -> str:
+    """Of the run at Weights & Biases, made when it is first asked for."""
+    path = run.path / "wandb-id"
+    if not path.exists():
+        made = secrets.token_hex(6)
+        with writing(path):
+            write_atomically(path, lambda temporary: write_text(temporary, made))
+    return path.read_text(encoding="utf-8")

@@ -1,0 +1,98 @@
+"""The built-in rewards: 1 for a right response, 0 for a wrong one. What a row must have is checked beforehand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from foreroute.errors import ConfigError
+from foreroute.train.tasks.arithmetic import evaluate, whole_numbers
+from foreroute.train.tasks.rows import Row
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A built-in reward.
+
+    Attributes:
+        check: refuses rows that it cannot judge responses to.
+        is_right: whether a response to a row is right.
+    """
+
+    check: Callable[[Row], None]
+    is_right: Callable[[Mapping[str, Any], str], bool]
+
+
+def make_verifier(name: str, pattern: str | None) -> Verifier:
+    """The verifier of that name.
+
+    Raises:
+        ConfigError: when `pattern` is no regular expression.
+    """
+    if name == "regex":
+        return Verifier(_needs_answer, _Found(str(pattern)))
+    return {
+        "exact_match": Verifier(_needs_answer, exact_match),
+        "arithmetic": Verifier(_needs_value, arithmetic),
+        "countdown": Verifier(_needs_numbers, countdown),
+    }[name]
+
+
+def exact_match(row: Mapping[str, Any], response: str) -> bool:
+    """The response is the answer; white space around either does not matter."""
+    return response.strip() == str(row["answer"]).strip()
+
+
+def arithmetic(row: Mapping[str, Any], response: str) -> bool:
+    """The end of the last line, behind "=" if there is one, is an expression of the answer's value."""
+    value = evaluate(_last_line(response).rpartition("=")[2])
+    return value is not None and value == evaluate(row["answer"])
+
+
+def countdown(row: Mapping[str, Any], response: str) -> bool:
+    """The last line, up to "=" if there is one, uses each of the row's "numbers" once and makes its "target"."""
+    expression = _last_line(response).partition("=")[0]
+    used = whole_numbers(expression)
+    return used is not None and sorted(used) == sorted(row["numbers"]) and evaluate(expression) == row["target"]
+
+
+class _Found:
+    """The answer is what the last match of a pattern found."""
+
+    def __init__(self, pattern: str) -> None:
+        try:
+            self._pattern = re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"task.pattern {pattern!r} is no regular expression: {error}") from error
+
+    def __call__(self, row: Mapping[str, Any], response: str) -> bool:
+        matches = list(self._pattern.finditer(response))
+        if not matches:
+            return False
+        answer = matches[-1].group(1 if self._pattern.groups else 0)
+        return answer is not None and answer.strip() == str(row["answer"]).strip()
+
+
+def _last_line(response: str) -> str:
+    lines = response.strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def _needs_answer(row: Row) -> None:
+    if row.answer is None:
+        row.refuse('no "answer"', "one, which this reward compares responses with")
+
+
+def _needs_value(row: Row) -> None:
+    _needs_answer(row)
+    if evaluate(str(row.answer)) is None:
+        row.refuse(f'"answer" is {row.answer!r}', "a number or an expression of + - * / and parentheses")
+
+
+def _needs_numbers(row: Row) -> None:
+    numbers, target = row.values.get("numbers"), row.values.get("target")
+    whole = [*numbers, target] if isinstance(numbers, list) and numbers else [None]
+    if not all(type(number) is int for number in whole):
+        row.refuse(f'"numbers" is {numbers!r} and "target" {target!r}', "whole numbers, such as [3, 5, 7] and 22")

@@ -1,0 +1,64 @@
+"""Runs of a trainer that only counts: everything around the steps is real, and a run takes no time."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.train import load_checkpoint, run
+from foreroute.train.ranks import Ranks
+from small_runs import small_config
+from traces import random_trace
+
+TRACE = random_trace(0)
+
+
+class CountingTrainer:
+    """What it has learned depends on all data that it was given, in order, and on whose routes it trained with."""
+
+    def __init__(self, config, worthless):
+        self.config, self.worthless = config, worthless
+        self.execution = SimpleNamespace(ranks=Ranks())
+        self.step = self.skipped_steps = 0
+        self.learned = torch.zeros(64, dtype=torch.float64)
+
+    def run_step(self):
+        data = self.step + self.skipped_steps
+        share = 0.5 if self.config.rl.routing == "R3" else 0.25
+        self.learned = self.learned * share + torch.from_numpy(np.random.default_rng(data).random(64))
+        record = {
+            "step": self.step,
+            "reward_mean": 0.0 if data in self.worthless else 0.5,
+            "learned": float(self.learned.sum()),
+        }
+        self.step += 1
+        return SimpleNamespace(generation=SimpleNamespace(trace=TRACE)), record
+
+    def state(self):
+        return {"model": {"learned": self.learned}}
+
+    def restore(self, checkpoint):
+        state = load_checkpoint(checkpoint)
+        self.step, self.learned = state["step"], state["model"]["learned"]
+
+
+@contextmanager
+def counting(worthless=()):
+    """Runs count instead of training; what they are given at the steps `worthless` of data earns nothing."""
+    policy = SimpleNamespace(spec=SimpleNamespace(num_experts=1), model=torch.nn.Identity())
+    closed = SimpleNamespace(close=lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "make_policy", lambda *_: policy)
+        patch.setattr(run, "make_engine", lambda *_: closed)
+        patch.setattr(run, "make_execution", lambda *_: closed)
+        patch.setattr(run, "warm_start", lambda *_: True)
+        patch.setattr(run, "make_trainer", lambda config, *_: CountingTrainer(config, worthless))
+        yield
+
+
+def counting_config(**sections):
+    """Means of two steps, low twice; where data of steps 5, 6 and 7 is worthless, an alarm goes off at step 7."""
+    alarms = {"window": 2, "collapse_for": 2, **sections.pop("alarms", {})}
+    return small_config(rl={"steps": 9, "routing": "none"}, alarms=alarms, **sections)

@@ -1,0 +1,143 @@
+"""What goes wrong in a run: one error or a documented skip for each fault, and no checkpoint is lost.
+
+Of the faults in docs/train-faults.md, those with a test elsewhere are listed there with it.
+"""
+
+import copy
+import resource
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from counting_runs import counting, counting_config
+from foreroute.adapters import hf
+from foreroute.errors import DivergedError, RunFolderError
+from foreroute.train import RunFolder, load_checkpoint, loop, rollout, train
+from foreroute.train.update import update
+from small_runs import always_informative, records, same_state, small_config, trainer_of
+
+
+def config_of(**rl):
+    return small_config(
+        rl={"steps": 4, **rl},
+        task={"min_operands": 2, "max_operands": 2},
+        rollout={"prompts": 4, "group_size": 2},
+        warm_start={"max_steps": 1},
+        measure={"compare_every": 100},
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _something_to_learn():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollout, "score", always_informative)
+        yield
+
+
+def test_a_gradient_that_is_no_number_changes_no_weight():
+    trainer = trainer_of(config_of())
+    trainer.run_step()
+    before = {name: tensor.clone() for name, tensor in trainer.policy.model.state_dict().items()}
+    moments = copy.deepcopy(trainer.optimizer.state_dict()["state"])
+    trainer.policy.router_parameters()[0].register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(DivergedError, match=r"gradient norm nan in step 1; lower rl\.learning_rate"):
+        trainer.run_step()
+    assert same_state(before, dict(trainer.policy.model.state_dict()))
+    assert same_state(moments, trainer.optimizer.state_dict()["state"])
+
+
+def test_a_run_whose_gradients_are_no_numbers_keeps_its_checkpoints(tmp_path, monkeypatch):
+    whole = train(config_of(), tmp_path / "whole")
+
+    def poisoned(routed, *rest, weight_version, **options):
+        if weight_version == 3:
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, norm: torch.tensor(float("nan")))
+                return update(routed, *rest, weight_version=weight_version, **options)
+        return update(routed, *rest, weight_version=weight_version, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "update", poisoned)
+        with pytest.raises(DivergedError, match="in step 3"):
+            train(config_of(), tmp_path / "run")
+    assert load_checkpoint(RunFolder(tmp_path / "run").last_checkpoint())["step"] == 2
+    resumed = train(config_of(), tmp_path / "run", resume=True)
+    assert records(resumed.path) == records(whole.path)
+    assert same_state(load_checkpoint(resumed.last_checkpoint()), load_checkpoint(whole.last_checkpoint()))
+
+
+@pytest.mark.parametrize("worth", [0.0, 1.0])
+def test_a_step_without_any_reward_to_learn_from_is_taken_without_an_update(monkeypatch, worth):
+    def score(task, problems, generation, size):
+        return rollout.Scores(np.full(len(generation), worth))
+
+    monkeypatch.setattr(rollout, "score", score)
+    trainer = trainer_of(config_of())
+    before = {name: tensor.clone() for name, tensor in trainer.policy.model.state_dict().items()}
+    _, record = trainer.run_step()
+    assert same_state(before, dict(trainer.policy.model.state_dict()))
+    assert (record["reward_mean"], record["grad_norm"], record["loss"]) == (worth, 0, 0)
+    assert record["sampling"]["informative_share"] == 0
+    assert trainer.step == 1
+
+
+def test_responses_without_an_end_are_cut_at_the_most_tokens_and_scored_as_they_are(monkeypatch):
+    generate = hf.EmbeddedEngine.generate
+
+    def endless(engine, prompts, sampling, generator):
+        return generate(engine, prompts, replace(sampling, end_token=-1), generator)
+
+    monkeypatch.setattr(hf.EmbeddedEngine, "generate", endless)
+    trainer = trainer_of(config_of())
+    experience, record = trainer.run_step()
+    assert (experience.generation.response_lengths == trainer.task.max_response_tokens).all()
+    assert record["response_tokens_mean"] == trainer.task.max_response_tokens
+    assert np.isfinite(record["loss"])
+
+
+@contextmanager
+def room_for(num_bytes):
+    """No file may grow beyond this size, as on a full disk: what fits is written, and the rest is not."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    ("method", "at_call", "num_bytes", "named", "resumes_at"),
+    [
+        # checkpoints before steps 0, 2 and 4; traces and metrics of steps 0, 2 and of 0, 1, 2
+        ("save_checkpoint", 1, 300, r"step-000002\.pt", 0),
+        ("save_checkpoint", 2, 300, r"step-000004\.pt", 2),
+        ("append_metrics", 2, 150, r"metrics\.jsonl", 2),
+        ("save_trace", 1, 100, r"step-000002\.safetensors", 2),
+    ],
+)
+def test_a_full_disk_is_one_error_and_what_was_written_is_whole(
+    tmp_path, monkeypatch, method, at_call, num_bytes, named, resumes_at
+):
+    config, write, calls = counting_config(), getattr(RunFolder, method), []
+
+    def on_a_full_disk(run, *given):
+        calls.append(1)
+        if len(calls) <= at_call:
+            return write(run, *given)
+        with room_for(num_bytes):
+            return write(run, *given)
+
+    with counting():
+        expected = train(config, tmp_path / "whole")
+        with monkeypatch.context() as patch:
+            patch.setattr(RunFolder, method, on_a_full_disk)
+            with pytest.raises(RunFolderError, match=rf"{named} cannot be written .*make room.*--resume"):
+                train(config, tmp_path / "run")
+        assert load_checkpoint(RunFolder(tmp_path / "run").last_checkpoint())["step"] == resumes_at
+        resumed = train(config, tmp_path / "run", resume=True)
+    assert records(resumed.path) == records(expected.path)
+    assert same_state(load_checkpoint(resumed.last_checkpoint()), load_checkpoint(expected.last_checkpoint()))
