@@ -32,6 +32,8 @@ EXTRAS = {
     "hf": ["adapters.hf", "replay", "experts", "train", "conformance.huggingface"],
     "megatron": ["adapters.megatron", "conformance.megatron"],
     "trl": ["adapters.trl", "conformance.trl"],
+    "tensorboard": ["train.loggers"],
+    "wandb": ["train.loggers"],
     "report": ["report.curves", "report.plan_plots", "report.simulation_plots"],
 }
 
