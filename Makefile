@@ -9,10 +9,13 @@ export HF_HUB_OFFLINE = 1
 KERNELS := $(shell find src/foreroute/trace src/foreroute/balance src/foreroute/simulate -name '*.py' | sort | xargs cat | sha256sum | cut -c1-12)
 export NUMBA_CACHE_DIR = $(CURDIR)/.numba_cache/$(KERNELS)
 
-.PHONY: demo demo-ep test check bench experiments docs config-reference test-kill clean
+.PHONY: environments demo demo-ep test check bench experiments docs config-reference test-kill clean
 
 demo: $(READY)
 	$(BIN)/foreroute demo
+
+# what .ci/run installs, side by side
+environments: $(READY) vllm-env
 
 # the demo's task on four expert-parallel ranks of this machine
 demo-ep: $(READY)
