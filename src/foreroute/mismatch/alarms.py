@@ -15,6 +15,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 Kind = Literal["collapse", "f2", "disagreement", "stale_routes", "effective_share"]
+"""What an alarm is about; `AlarmRules` says when each goes off."""
 
 
 @dataclass(frozen=True, kw_only=True)
