@@ -177,12 +177,17 @@ def test_replay_without_effect_is_refused(monkeypatch):
 
 
 NEEDED_PLANS = {
-    "DbrxRouter": "dbrx",
     "DeepseekV4HashRouter": "deepseek_v4",
     "JetMoeTopKGating": "jetmoe",
     "PhimoeTopKRouter": "phimoe",
     "SwitchTransformersTop1Router": "switch_transformers",
 }
+
+
+def test_a_selection_of_the_block_that_goes_unseen_is_refused(monkeypatch):
+    monkeypatch.setattr("foreroute.adapters.hf.discover.IN_PARENT", "no_such_method")
+    with pytest.raises(AttachError):
+        hf.attach(build("dbrx"))
 
 
 @pytest.mark.parametrize("router", NEEDED_PLANS)

@@ -14,8 +14,8 @@ from foreroute.trace import LayerKind, RoutedLayer
 ROUTER_CLASS = re.compile(r"(Router|Gating|Gate)$")
 NOT_A_ROUTER = re.compile(r"Density")
 PERHAPS_A_ROUTER = re.compile(r"Gate$")
-BEFORE_5_14 = "route_tokens_to_experts"
-"""The method of the block around a router that selects for it, up to transformers 5.13 in the DeepSeek families."""
+IN_PARENT = "route_tokens_to_experts"
+"""The method of the block around a router that selects for it: in DBRX, and up to transformers 5.13 in DeepSeek's."""
 ATTENTION = re.compile(r"attn|attention")
 
 
@@ -77,9 +77,8 @@ def _site(model: nn.Module, path: str, module: nn.Module) -> RouterSite:
     plan = PLANS.get(type(module).__name__, TOP_K)
     selecting = (module, "forward")
     parent = model.get_submodule(path.rpartition(".")[0])
-    in_parent = plan.method_of_parent or (BEFORE_5_14 if hasattr(parent, BEFORE_5_14) else None)
-    if in_parent:
-        selecting = (parent, in_parent)
+    if hasattr(parent, IN_PARENT):
+        selecting = (parent, IN_PARENT)
     return RouterSite(path, module, _layer(path, plan), plan, selecting)
 
 

@@ -25,14 +25,12 @@ class Plan:
 
     Attributes:
         mode: what watches and forces its selection.
-        method_of_parent: the method of the module above it that selects, where its own forward does not.
         num_skip_classes: how many of its last ids stand for no expert at all.
         is_lookup: whether the selection is a function of the token alone; it is checked and never forced.
         read_back: the ids in what it hands on, [R, K] in ascending order, where they are not there as they are.
     """
 
     mode: type[SelectionMode] = SelectionMode
-    method_of_parent: str = ""
     num_skip_classes: int = 0
     is_lookup: bool = False
     read_back: Callable[[Any], Tensor] | None = None
@@ -41,7 +39,6 @@ class Plan:
 TOP_K = Plan()
 
 PLANS = {
-    "DbrxRouter": Plan(method_of_parent="route_tokens_to_experts"),
     "DeepseekV4HashRouter": Plan(mode=HashLookupMode, is_lookup=True),
     "JetMoeTopKGating": Plan(read_back=grouped_by_expert),
     "PhimoeTopKRouter": Plan(mode=SparseMixerMode),
