@@ -41,7 +41,7 @@ def sampled_logprobs(model: Any, generation: Generation, temperature: float) -> 
 
 def _response_logits(model: Any, generation: Generation, temperature: float) -> tuple[Tensor, Tensor]:
     """Logits [R, V] over the temperature, and the tokens [R] that were sampled there."""
-    input_ids_BT, mask_BT = pad(inputs(generation.trace), pad_token(model))
+    input_ids_BT, mask_BT = pad(inputs(generation.trace))
     # the logits at position p are those of token p + 1
     predicts_BT = mask_BT.astype(bool)
     predicts_BT[predicts_BT] = generation.targets_N
@@ -84,14 +84,9 @@ def inputs(trace: RoutingTrace) -> RoutingTrace:
     return trace.truncated(trace.lengths - 1)
 
 
-def pad_token(model: Any) -> int:
-    """What the model's batches are padded with; `make_model` sees to it that there is one."""
-    return int(model.config.get_text_config().pad_token_id)
-
-
-def pad(trace: RoutingTrace, token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens and mask [B, T], padded on the right with `token`."""
+def pad(trace: RoutingTrace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens and mask [B, T], padded on the right, where the mask hides whatever token there is."""
     mask_BT = np.arange(int(trace.lengths.max())) < trace.lengths[:, None]
-    input_ids_BT = np.full(mask_BT.shape, token, np.int64)
+    input_ids_BT = np.zeros(mask_BT.shape, np.int64)
     input_ids_BT[mask_BT] = trace.token_ids_N
     return input_ids_BT, mask_BT.astype(np.int64)

@@ -17,7 +17,7 @@ from foreroute.train.tasks import Task
 
 
 def make_model(config: ModelConfig, task: Task, seed: int) -> Any:
-    """A model with its first weights, whose configuration names a pad token.
+    """A model with its first weights.
 
     Raises:
         ConfigError: when transformers cannot make or load it, or it has no embedding for a token of the task.
@@ -29,13 +29,9 @@ def make_model(config: ModelConfig, task: Task, seed: int) -> Any:
             experts_implementation=config.experts_implementation,
             **{**config.sizes, "vocab_size": task.vocabulary_size},
         )
-        model.config.get_text_config().pad_token_id = task.pad_token
         return in_dtype(model, config)
     model = hf.load_pretrained(Path(config.path), experts_implementation=config.experts_implementation)
     _require_embeddings(model, config, task)
-    settings = model.config.get_text_config()
-    if settings.pad_token_id is None:
-        settings.pad_token_id = task.pad_token
     return in_dtype(model, config)
 
 

@@ -27,7 +27,7 @@ from foreroute.balance import Links, PlanOptions, StepPlan, Topology
 from foreroute.experts import BatchRows
 from foreroute.trace import RoutingTrace, count_assignments
 from foreroute.train.config import ParallelConfig
-from foreroute.train.forward import pad, pad_token
+from foreroute.train.forward import pad
 from foreroute.train.load import StageLoad, execution_record
 from foreroute.train.ranks import Ranks
 from foreroute.train.schedule import Stage
@@ -67,7 +67,6 @@ class Spread:
         per_node = config.ranks_per_node or ranks.size
         self._topology = Topology(ranks.size, per_node, config.redundant_slots, LINKS)
         self._options = PlanOptions(tolerance=config.tolerance, slots=config.slots)
-        self._pad_token = pad_token(policy.model)
         self._placed = distribute(policy.model, timeout_s=config.timeout_s)
         if config.dense == "fsdp2":
             self._placed.shard_dense()
@@ -132,7 +131,7 @@ class Spread:
         if self._now is None:
             yield
             return
-        with self._placed.executing(number, BatchRows.replayed(routes, *pad(routes, self._pad_token))) as execution:
+        with self._placed.executing(number, BatchRows.replayed(routes, *pad(routes))) as execution:
             yield
         self._now.executed_ML[number] = execution.executed_L
 

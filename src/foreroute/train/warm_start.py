@@ -11,7 +11,6 @@ from torch.nn.functional import cross_entropy
 
 from foreroute.errors import ConfigError
 from foreroute.train.config import TrainConfig, WarmStartConfig
-from foreroute.train.forward import pad_token
 from foreroute.train.optimizer import make_optimizer
 from foreroute.train.tasks import Lesson, Task
 
@@ -65,7 +64,7 @@ def warm_start(
 
 
 def _loss(model: Any, settings: WarmStartConfig, lessons: list[Lesson]) -> torch.Tensor:
-    tokens_BT, mask_BT, answers_BT = _padded(lessons, pad_token(model))
+    tokens_BT, mask_BT, answers_BT = _padded(lessons)
     mask = None if mask_BT.all() else mask_BT.long()
     output = model(
         input_ids=tokens_BT, attention_mask=mask, use_cache=False, output_router_logits=settings.aux_loss > 0
@@ -80,13 +79,13 @@ def _loss(model: Any, settings: WarmStartConfig, lessons: list[Lesson]) -> torch
     return balanced
 
 
-def _padded(lessons: list[Lesson], token: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _padded(lessons: list[Lesson]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens [B, T], padded on the right; which of them there are; and which are of answers."""
     prompts_B = np.array([len(lesson.prompt) for lesson in lessons])[:, None]
     lengths_B = prompts_B + np.array([len(lesson.answer) for lesson in lessons])[:, None]
     positions_T = np.arange(lengths_B.max())
     mask_BT = positions_T < lengths_B
-    tokens_BT = np.full(mask_BT.shape, token, np.int64)
+    tokens_BT = np.zeros(mask_BT.shape, np.int64)
     tokens_BT[mask_BT] = np.concatenate([part for lesson in lessons for part in (lesson.prompt, lesson.answer)])
     answers_BT = mask_BT & (positions_T >= prompts_B)
     return torch.from_numpy(tokens_BT), torch.from_numpy(mask_BT), torch.from_numpy(answers_BT)

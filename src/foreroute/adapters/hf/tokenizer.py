@@ -21,7 +21,6 @@ class Tokenizer:
 
     Attributes:
         end_token: ends a response.
-        pad_token: the tokenizer's own, or `end_token` where it has none.
         size: one more than the largest token.
 
     Args:
@@ -40,8 +39,6 @@ class Tokenizer:
                 "tokenizer_config.json"
             )
         self.end_token = int(self._inner.eos_token_id)
-        pad_token = self._inner.pad_token_id
-        self.pad_token = self.end_token if pad_token is None else int(pad_token)
         self.size = max(self._inner.get_vocab().values()) + 1
 
     def prompt(self, text: str) -> NDArray[np.int32]:

@@ -23,7 +23,6 @@ class ChainTask:
     """Random chains of digits, and the share of each answer that was right; implements `Task`."""
 
     end_token = VOCABULARY.index(";")
-    pad_token = VOCABULARY.index("_")
     vocabulary_size = len(VOCABULARY)
     max_turns = 1
     skipped = 0

@@ -37,7 +37,7 @@ class DatasetTask:
 
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer) -> None:
         self._config, self._tokenizer, self._seed = config.task, tokenizer, config.seed
-        self.end_token, self.pad_token = tokenizer.end_token, tokenizer.pad_token
+        self.end_token = tokenizer.end_token
         self.vocabulary_size = tokenizer.size
         self.max_response_tokens = config.task.max_response_tokens
         reward = str(config.task.reward)

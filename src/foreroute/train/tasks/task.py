@@ -44,7 +44,6 @@ class Task(Protocol):
 
     Attributes:
         end_token: ends a response, and is part of it.
-        pad_token: fills what no sequence fills.
         vocabulary_size: of a model that is made for this task.
         max_response_tokens: the most that one turn of a response may have, its end token included.
         max_turns: the most turns that a response may have; 1 without an environment.
@@ -53,7 +52,6 @@ class Task(Protocol):
     """
 
     end_token: int
-    pad_token: int
     vocabulary_size: int
     max_response_tokens: int
     max_turns: int
