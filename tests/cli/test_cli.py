@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import tomli_w
 from command import foreroute
+from rich.text import Text
+from typer.main import get_command
 
 import foreroute as fr
 from benchmarks import wires
 from foreroute.cli.demo import demo_values
+from foreroute.cli.main import app
 from foreroute.train import load_checkpoint
 from small_runs import records, small_values
 from traces import random_trace, spec_of
@@ -29,6 +32,18 @@ def config_file(folder, **sections):
 def test_version():
     command = [sys.executable, "-m", "foreroute.cli", "--version"]
     assert subprocess.check_output(command, text=True) == f"foreroute {fr.__version__}\n"
+
+
+def test_no_help_text_is_taken_for_markup():
+    """Rich reads "[default: x]" as a tag and leaves it out."""
+    commands = {"foreroute": get_command(app), **get_command(app).commands}
+    texts = [(name, text) for name, command in commands.items() for text in (command.help, *_helps(command))]
+    assert len(texts) > 50
+    assert not [(name, text) for name, text in texts if text and Text.from_markup(text).plain != text]
+
+
+def _helps(command):
+    return [parameter.help for parameter in command.params if hasattr(parameter, "help")]
 
 
 def test_a_process_ends_with_one_message_and_the_code(tmp_path):

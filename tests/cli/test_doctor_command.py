@@ -119,6 +119,10 @@ def no_config(files):
     return ["--model", files], "holds no config.json"
 
 
+def name_on_the_hub(files):
+    return ["--model", "Qwen/Qwen3-30B-A3B"], "Nothing is downloaded: hf download"
+
+
 def no_array(files):
     return (
         ["--trace", files / "bf16.trace.safetensors", "--trainer-logprobs", files / "model" / "config.json"],
@@ -142,7 +146,7 @@ def not_a_generation(files):
 
 
 @pytest.mark.parametrize(
-    "case", [nothing, no_engine, both, no_config, no_array, wrong_size, wrong_type, not_a_generation]
+    "case", [nothing, no_engine, both, no_config, name_on_the_hub, no_array, wrong_size, wrong_type, not_a_generation]
 )
 def test_wrong_input_is_one_message_and_exit_code_2(files, case):
     np.save(files / "short.npy", np.zeros(3, np.float32))

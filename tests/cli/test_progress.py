@@ -14,17 +14,17 @@ ALARM = {"kind": "f2", "since": 3, "value": 0.25, "threshold": 0.1}
 ROLLBACK = Rollback(number=1, at_step=7, to_step=4, because="reward has collapsed", skipped_steps=4)
 
 
-def shown(monkeypatch, steps, *, terminal, back_after=None):
+def shown(monkeypatch, steps, *, terminal, back_after=None, width=160, mismatch=None):
     """Everything that is printed while steps end 2.5 s apart, the display being asked for its state each time."""
     now = iter(range(10**6))
     monkeypatch.setattr(progress, "monotonic", lambda: 2.5 * next(now))
     text = io.StringIO()
-    console = Console(file=text, force_terminal=terminal, width=160, color_system=None)
+    console = Console(file=text, force_terminal=terminal, width=width, color_system=None)
     with watching(CONFIG, console) as watcher:
         watcher.on_warm_start(0, 1.5)
         for step in steps:
             alarms = [ALARM] if step in (5, 6, 7) else []
-            watcher.on_step({"step": step, "reward_mean": 0.5, "mismatch": {}, "alarms": alarms})
+            watcher.on_step({"step": step, "reward_mean": 0.5, "mismatch": mismatch or {}, "alarms": alarms})
             if step == back_after:
                 watcher.on_rollback(ROLLBACK)
                 back_after = None
@@ -63,3 +63,13 @@ def test_a_terminal_has_a_bar_with_pace_and_time_left(monkeypatch):
     last = re.split(r"[\r\n]+", text.strip())[-1]
     assert re.search(r"watched: GRPO .* 21/41 reward 0\.50 .* s/step \d:\d\d:\d\d \d:\d\d:\d\d", last), last
     assert text.count("alarm at step 5") == 1
+
+
+def test_a_narrow_terminal_cuts_nothing(monkeypatch):
+    mismatch = {"native": {"k3": 3.1e-5}, "replayed": {"k3": 2.1e-5}}
+    text = re.sub(
+        r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown(monkeypatch, range(21), terminal=True, width=80, mismatch=mismatch)
+    )
+    assert re.search(r"21/41 reward 0\.50, k3 .* s/step \d:\d\d:\d\d", text), text[-400:]
+    assert "2.1e-05" in text
+    assert "…" not in text

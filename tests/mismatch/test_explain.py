@@ -118,7 +118,10 @@ def test_broad_difference_without_a_pattern_is_unexplained():
 
 def test_edges():
     reference, other = clean_pair(5)
-    assert explain(reference, reference).kind is Defect.NONE
+    same = explain(reference, reference)
+    assert same.kind is Defect.NONE
+    assert same.sentence.startswith("Both have the same experts")
+    assert explain(reference, other).sentence.startswith("Natural mismatch")
     assert explain(reference.select([0]), other.select([0])).kind is Defect.NONE
     assert explain(reference.truncated([1] * len(reference)), other.truncated([1] * len(other))).kind is Defect.NONE
     nothing = replace(other, valid_N=np.zeros_like(other.valid_N))

@@ -47,5 +47,6 @@ def _by_position(found: Explanation) -> Table:
     for start, stop in pairwise(edges.tolist()):
         shares = found.overlap_by_position_T[start:stop]
         known = shares[~np.isnan(shares)]
-        table.add_row(f"{start} to {stop - 1}", f"{known.mean():.2%}" if len(known) else "no row in both")
+        positions = f"{start} to {stop - 1}" if stop - start > 1 else str(start)
+        table.add_row(positions, f"{known.mean():.2%}" if len(known) else "no row in both")
     return table

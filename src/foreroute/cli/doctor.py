@@ -29,7 +29,8 @@ def run_doctor(
     console = Console()
     engine = read_engine(inputs, max_sequences)
     if inputs.model is not None:
-        evidence, name = _examined(inputs, engine, temperature, weight_version)
+        with console.status("examining the model: quick checks, then passes over the sequences"):
+            evidence, name = _examined(inputs, engine, temperature, weight_version)
     else:
         evidence, name = _given(inputs, engine, weight_version), "none; the trainer's passes were given"
     diagnosis = diagnose(evidence, _facts(name, engine.trace))

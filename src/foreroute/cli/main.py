@@ -61,7 +61,7 @@ def demo(
     folder: Annotated[
         Path | None, typer.Option(help="Where to put the runs; a new folder below runs/demo by default.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="RL steps of each run.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="RL steps of each run; 100 by default.")] = None,
     precision: Annotated[str, typer.Option(help="Of the rollout engine: bfloat16, fp8 or float32.")] = "bfloat16",
     engine: Annotated[
         str, typer.Option(help="Rollout engine: embedded, or vllm (make vllm-env installs it beside).")
@@ -76,7 +76,7 @@ def demo(
 @app.command("demo-ep")
 def demo_ep(
     folder: Annotated[Path, typer.Option(help="The run's folder.")],
-    steps: Annotated[int, typer.Option(min=1)] = 30,
+    steps: Annotated[int, typer.Option(min=1, help="RL steps.")] = 30,
 ) -> None:
     """Train the demo's task on expert-parallel ranks: torchrun --nproc-per-node 4 -m foreroute.cli demo-ep."""
     from foreroute.cli.demo_ep import run_demo_ep
@@ -218,10 +218,10 @@ def plan(
         list[Path] | None, typer.Option(help="Traces (repeat it), or one .npz, of the step before.")
     ] = None,
     token_budget: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of a rank in a micro-step, for traces [default: 16384].")
+        int | None, typer.Option(min=1, help="Most tokens of a rank in a micro-step, for traces; 16384 by default.")
     ] = None,
     pack: Annotated[
-        str | None, typer.Option(help="How traces are packed: routes, or lengths [default: routes].")
+        str | None, typer.Option(help="How traces are packed: routes (the default), or lengths.")
     ] = None,
     baseline: Annotated[list[str] | None, typer.Option(help="Compare with this one alone; repeat it.")] = None,
     baselines: Annotated[bool, typer.Option(help="Compare with other balancers.")] = True,
@@ -270,7 +270,7 @@ def simulate(
         Path | None, typer.Option(help="Timed steps, JSON Lines: fit rates of the hardware to them first.")
     ] = None,
     rate: Annotated[
-        list[str] | None, typer.Option(help="Fit this one; repeat it [default: gemm_flops_per_s, layer_s].")
+        list[str] | None, typer.Option(help="Fit this one; repeat it. By default gemm_flops_per_s and layer_s.")
     ] = None,
 ) -> None:
     """Say what balancing is worth on a cluster that is described, not there: one RL step under every method."""

@@ -131,7 +131,7 @@ def _dispatch(costs: CostModel) -> str:
 def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[StepPlan, float]:
     """The plan and the seconds that it took, without those of compiling."""
     with _progress(console) as progress:
-        task = progress.add_task("compiling", total=None)
+        task = progress.add_task("compiling, once on this machine", total=None)
         plan(step.counts_MLGE[:1], step.topology, options, home_LE=step.home_LE, costs=step.costs)
         cells = step.counts_MLGE.shape[0] * step.counts_MLGE.shape[1]
         progress.update(task, description="planning", total=cells)

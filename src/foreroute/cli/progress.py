@@ -22,12 +22,15 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from foreroute.mismatch import Alarm
 from foreroute.train import Rollback, TrainConfig, Watcher
 
 LINES_EVERY = 20
+NARROW = 110
+"""Columns of a terminal below which the figures need the bar's room."""
 PACE_OVER_S = 3600.0
 """The pace of a run is that of the last hour, since a step may take minutes."""
 
@@ -71,13 +74,7 @@ class Display:
     def __init__(self, config: TrainConfig, console: Console) -> None:
         self._name, self._num_steps, self._console = config.name, config.rl.steps, console
         self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            PaceColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            *_columns(console.width),
             console=console,
             speed_estimate_period=PACE_OVER_S,
             disable=not console.is_terminal,
@@ -130,6 +127,20 @@ class Display:
         each_s, to_go = (now - begun) / (step - first), self._num_steps - step - 1
         left = f", {timedelta(seconds=round(each_s * to_go))} left" if to_go else ""
         return f", {_pace(each_s)}{left}"
+
+
+def _columns(width: int) -> list[ProgressColumn]:
+    """Of the bar. Where the terminal is narrow the figures are wrapped, and nothing else is cut."""
+    wide = width >= NARROW
+    return [
+        TextColumn("{task.description}"),
+        *([BarColumn(bar_width=20)] if wide else []),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[figures]}", table_column=Column()),
+        PaceColumn(table_column=Column(no_wrap=True)),
+        *([TimeElapsedColumn(table_column=Column(no_wrap=True))] if wide else []),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
+    ]
 
 
 def _pace(seconds: float) -> str:

@@ -228,6 +228,8 @@ def _drift(pair: TracePair, differs_RL: NDArray[np.bool_]) -> _Finding:
     by_layer, differing = differs_RL.mean(axis=0), float(differs_RL.mean())
     third = max(len(by_layer) // 3, 1)
     grows = by_layer[-third:].mean() - by_layer[:third].mean() > 0.1
+    if differing == 0:
+        return _Finding(Defect.NONE, versions, f"Both have the same experts in every row and layer ({stated}).")
     if differing <= NATURAL:
         return _Finding(Defect.NONE, versions, f"Natural mismatch: {differing:.1%} of the routers differ ({stated}).")
     if versions["a"] != versions["b"] or grows:

@@ -23,6 +23,7 @@ def load_local(path: Path) -> tuple[Any, bool]:
     Raises:
         ConfigError: when there is no configuration, or transformers cannot make the model.
     """
+    require_there(path)
     folder = path.parent if path.is_file() else path
     config_file = path if path.is_file() else path / "config.json"
     if not config_file.is_file():
@@ -30,7 +31,8 @@ def load_local(path: Path) -> tuple[Any, bool]:
     has_weights = path.is_dir() and any(folder.glob("*.safetensors"))
     try:
         if has_weights:
-            return transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True), True
+            with without_progress_bars():
+                return transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True), True
         config = transformers.AutoConfig.from_pretrained(config_file, local_files_only=True)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -49,6 +51,7 @@ def load_pretrained(folder: Path, *, experts_implementation: str) -> Any:
     Raises:
         ConfigError: when one of them is missing, transformers cannot load them, or they are not those of one another.
     """
+    require_there(folder)
     for name in ("config.json", "*.safetensors"):
         if not any(folder.glob(name)):
             raise ConfigError(f"{folder} holds no {name}; name the folder of a Hugging Face model with its weights")
@@ -70,3 +73,16 @@ def load_pretrained(folder: Path, *, experts_implementation: str) -> Any:
     with suppress(ValueError):
         model.set_experts_implementation(experts_implementation)
     return model
+
+
+def require_there(path: Path) -> None:
+    """Refuses a path that leads nowhere, such as the name of a model on the Hugging Face Hub.
+
+    Raises:
+        ConfigError: when there is neither a folder nor a file.
+    """
+    if not path.exists():
+        raise ConfigError(
+            f"there is no {path} in {Path.cwd()}; name a local folder. Nothing is downloaded: "
+            f"hf download NAME --local-dir FOLDER fetches a model of the Hugging Face Hub"
+        )

@@ -10,6 +10,7 @@ import numpy as np
 import transformers
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.adapters.hf.local import require_there
 from foreroute.errors import ConfigError
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -74,6 +75,7 @@ class Tokenizer:
 
 
 def _load(folder: Path) -> Any:
+    require_there(folder)
     if not any((folder / name).is_file() for name in FILES):
         raise ConfigError(
             f"{folder} holds no tokenizer (none of {', '.join(FILES)}); name the folder that has it as model.tokenizer"

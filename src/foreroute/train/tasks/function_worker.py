@@ -67,9 +67,10 @@ def _called(function: Callable[[str, str, dict[str, Any]], object], *given: Any)
 
 
 def _words(error: BaseException) -> str:
-    """The error, and the user's line that raised it."""
+    """The error, and the user's line that raised it, where it was not a line of this file."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" (line {frames[-1].lineno} of {frames[-1].filename})" if len(frames) > 1 else ""
+    own = len(frames) == 0 or frames[-1].filename == __file__
+    where = "" if own else f" (line {frames[-1].lineno} of {frames[-1].filename})"
     return f"{type(error).__name__}: {error}{where}"
 
 
