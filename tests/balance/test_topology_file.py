@@ -1,5 +1,9 @@
 """Topology files: presets, overrides, and refusal of what is not understood."""
 
+import re
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from foreroute.balance.presets import HARDWARE, MODELS
@@ -39,6 +43,13 @@ def test_without_presets_every_key_without_default_is_needed():
     assert parse_cluster(whole, source="x").costs.hardware.tile_rows == 128
     with pytest.raises(ConfigError, match=r"x: \[model\] has no num_layers, num_experts"):
         parse_cluster({key: whole[key] for key in whole if key != "model"}, source="x")
+
+
+def test_the_files_of_the_planners_page_are_read():
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    whole, model = map(tomllib.loads, re.findall(r"```toml\n(.*?)```", page, re.DOTALL))
+    assert parse_cluster(whole, source="page").costs.model == MODELS["qwen3-30b-a3b"]
+    assert parse_cluster({**whole, **model}, source="page").costs.model.num_experts == 64
 
 
 @pytest.mark.parametrize(
