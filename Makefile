@@ -55,6 +55,8 @@ experiments: $(READY)
 
 # torch is installed on its own first, in the pinned version, before anything can ask for another
 $(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "there is no $(PYTHON); name a Python from 3.11 on: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "making $(VENV) and installing into it: some minutes, with torch as the largest download"
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt torch

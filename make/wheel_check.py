@@ -112,6 +112,8 @@ def check_light_core(wheel: Path, folder: Path) -> None:
     planned = run([command, *PLAN], folder, NUMBA_DISABLE_JIT="1", PYTHONWARNINGS="ignore")
     require((folder / "plan.safetensors").is_file(), "foreroute plan wrote no plan")
     require("pip install 'foreroute[report]'" in planned, f"foreroute plan does not say what a page needs:\n{planned}")
+    lacking = run([command, "train", "any.toml"], folder, code=2)
+    require("pip install 'foreroute[all]'" in lacking, f"foreroute train does not say what it needs:\n{lacking}")
     print(f"light    {len(LIGHT_ROOMS)} rooms, and foreroute --version, inspect, validate, plan, without torch")
 
 
@@ -133,12 +135,15 @@ def project() -> dict[str, object]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def run(command: list[str], folder: Path, **environment: str) -> str:
-    """Run a command in a folder without this environment's PYTHONPATH; its output, or an error with all it said."""
+def run(command: list[str], folder: Path, *, code: int = 0, **environment: str) -> str:
+    """Run a command in a folder without this environment's PYTHONPATH; its output, or an error with all it said.
+
+    With another `code` than 0 it is that one it has to end with, and its errors are returned.
+    """
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=folder, env={**kept, **environment}, capture_output=True, text=True, check=False)
-    require(done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done.stdout
+    require(done.returncode == code, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stderr if code else done.stdout
 
 
 def require(holds: bool, message: str) -> None:

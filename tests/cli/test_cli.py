@@ -54,6 +54,30 @@ def test_a_process_ends_with_one_message_and_the_code(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+def test_what_the_light_core_lacks_is_one_message(tmp_path, monkeypatch):
+    def lacking(name):
+        def run(*arguments, **options):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        return run
+
+    monkeypatch.setattr("foreroute.cli.train.run_training", lacking("torch.nn"))
+    result = foreroute("train", tmp_path / "any.toml")
+    assert result.returncode == 2
+    assert result.stderr == "error: this needs torch, which is not installed: pip install 'foreroute[all]' brings it\n"
+    monkeypatch.setattr("foreroute.cli.train.run_training", lacking("foreroute.gone"))
+    with pytest.raises(ModuleNotFoundError, match=r"foreroute\.gone"):
+        foreroute("train", tmp_path / "any.toml")
+
+
+def test_a_run_without_the_libraries_of_its_page_is_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("foreroute.cli.page.DRAWN_WITH", ("no_such_library",))
+    result = foreroute("train", config_file(tmp_path, rl={"steps": 1}), "--folder", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    assert "report      none, for want of no_such_library" in result.stdout
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
 def test_a_small_demo_runs_to_its_table_and_page(tmp_path, monkeypatch):
     values = demo_values()
     values["warm_start"]["max_steps"] = 20

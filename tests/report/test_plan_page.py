@@ -14,6 +14,7 @@ from foreroute.balance.presets import hardware_preset, model_preset
 from foreroute.balance.survey import survey
 from foreroute.errors import InputError
 from foreroute.report import method_rows, plan_summary, write_plan_page
+from foreroute.report.canvas import whole_ticks
 from foreroute.report.plan_rows import over_mean, step_seconds
 from foreroute.report.wording import duration
 
@@ -115,3 +116,9 @@ def test_seconds_of_a_step(value, text):
 @pytest.mark.parametrize(("value", "text"), [(1.0, "1.000"), (1.02004, "1.020"), (12.34, "12.3")])
 def test_loads_over_the_mean(value, text):
     assert over_mean(value) == text
+
+
+def test_one_micro_step_has_one_tick():
+    ticks = whole_ticks(8).tick_values(-0.5, 0.5)
+    assert [tick for tick in ticks if -0.5 < tick < 0.5] == [0]
+    assert len(whole_ticks(8).tick_values(0, 100)) > 4

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from foreroute.cli.page import write_page
 from foreroute.cli.progress import watching
 from foreroute.report import SummaryRow, read_runs, summary_rows, write_report
 from foreroute.train import TrainConfig, parse_config, train
@@ -39,9 +40,7 @@ def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: 
         "At this scale replay changes the mismatch, not the reward.",
         highlight=False,
     )
-    console.print(
-        f"report  {write_report(runs, folder / 'report.html')}", soft_wrap=True, highlight=False, markup=False
-    )
+    write_page(console, lambda: write_report(runs, folder / "report.html"), name=f"{'report':<7}")
     trace = folder / "R3" / "traces" / "step-000000.safetensors"
     console.print(f"trace   {trace}   (foreroute inspect shows it)", soft_wrap=True, highlight=False, markup=False)
 

@@ -12,6 +12,9 @@ from rich.console import Console
 import foreroute
 from foreroute.errors import AttachError, ForerouteError, InputError
 
+OF_EXTRAS = {"torch", "transformers"}
+"""What commands import that the light core does not bring."""
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -28,6 +31,10 @@ def main() -> None:
         _fail(error, 2)
     except ForerouteError as error:
         _fail(error, 1)
+    except ModuleNotFoundError as error:
+        if (library := (error.name or "").partition(".")[0]) not in OF_EXTRAS:
+            raise
+        _fail(InputError(f"this needs {library}, which is not installed: pip install 'foreroute[all]' brings it"), 2)
 
 
 def _fail(error: ForerouteError, code: int) -> None:
@@ -220,9 +227,7 @@ def plan(
     token_budget: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of a rank in a micro-step, for traces; 16384 by default.")
     ] = None,
-    pack: Annotated[
-        str | None, typer.Option(help="How traces are packed: routes (the default), or lengths.")
-    ] = None,
+    pack: Annotated[str | None, typer.Option(help="How traces are packed: routes (the default), or lengths.")] = None,
     baseline: Annotated[list[str] | None, typer.Option(help="Compare with this one alone; repeat it.")] = None,
     baselines: Annotated[bool, typer.Option(help="Compare with other balancers.")] = True,
     threads: Annotated[int, typer.Option(min=1, help="Of the planner; plans do not depend on it.")] = 1,

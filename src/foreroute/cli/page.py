@@ -11,11 +11,11 @@ from rich.console import Console
 DRAWN_WITH = ("jinja2", "matplotlib")
 
 
-def write_page(console: Console, write: Callable[[], Path]) -> None:
+def write_page(console: Console, write: Callable[[], Path], *, name: str = f"{'page':<9}") -> None:
     """Write a page and say where it is, or say what is missing for one: the light core has figures alone."""
     missing = [library for library in DRAWN_WITH if find_spec(library) is None]
     if missing:
         found = f"none, for want of {' and '.join(missing)}; pip install 'foreroute[report]' brings it"
     else:
         found = str(write())
-    console.print(f"{'page':<9} {found}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"{name} {found}", soft_wrap=True, highlight=False, markup=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from foreroute.cli.page import write_page
 from foreroute.cli.progress import console_of_rank, is_first_rank, watching
 from foreroute.report import write_report
 from foreroute.train import TrainConfig, load_config, train
@@ -27,9 +28,4 @@ def train_and_report(config: TrainConfig, folder: Path, *, resume: bool = False)
     if (folder / "model").exists():
         console.print(f"model       {folder / 'model'}", soft_wrap=True, highlight=False, markup=False)
     if (folder / "metrics.jsonl").exists():
-        console.print(
-            f"report      {write_report([folder], folder / 'report.html')}",
-            soft_wrap=True,
-            highlight=False,
-            markup=False,
-        )
+        write_page(console, lambda: write_report([folder], folder / "report.html"), name=f"{'report':<11}")

@@ -104,7 +104,8 @@ def _check_ends(trace: RoutingTrace, batch: _Sequences) -> None:
             trace,
             batch,
             f"sequence {s} has {int(length_S[s])} tokens in the batch and {int(trace.lengths[s])} in the trace, equal "
-            "up to there; pass the attention mask if the rest is padding, or join the rest with trace.continued_by",
+            "up to there; pass the attention mask if the rest is padding. Tokens that no router has seen, such as the "
+            "last sampled one, are joined with trace.continued_by(RoutingTrace.unrouted(spec, tokens))",
         )
     routed_before = as_offsets(trace.valid_N.astype(np.int64))
     left_out = routed_before[trace.offsets[1:]] - routed_before[trace.offsets[:-1] + length_S]

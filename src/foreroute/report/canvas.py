@@ -168,12 +168,17 @@ def percent_axis(axes: Any) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None, symbol=" %"))
 
 
+def whole_ticks(most: int) -> MaxNLocator:
+    """Ticks at whole numbers, also where there is one point; matplotlib alone would put fractions beside it."""
+    return MaxNLocator(integer=True, nbins=most, min_n_ticks=1)
+
+
 def top_down(axes: Any) -> None:
     """Horizontal bars in the order of a list: the first on top."""
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
 
 
 def _labelled(caption: Caption, draw: Callable[[Any], None]) -> Callable[[Figure], None]:

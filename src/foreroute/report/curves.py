@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from foreroute.report.canvas import TALL_INCHES, Caption, Plot, Series, percent_axis, plot, plot_figure
+from foreroute.report.canvas import TALL_INCHES, Caption, Plot, Series, percent_axis, plot, plot_figure, whole_ticks
 from foreroute.report.records import SIDES, Mismatch, Run, Step
 from foreroute.report.table import WINDOW
 
@@ -31,7 +31,7 @@ def reward(runs: Sequence[Run]) -> Plot:
         for line in series:
             axes.plot(line.x, line.y, **line.look | {"marker": None, "linewidth": 0.8, "alpha": 0.4})
             axes.plot(line.x, _trailing_mean(line.y), **line.look | {"linewidth": 2.2})
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        axes.xaxis.set_major_locator(whole_ticks(6))
 
     return plot(caption, runs, series, draw)
 
@@ -52,7 +52,7 @@ def held_out_reward(runs: Sequence[Run]) -> list[Plot]:
     def draw(axes: Any) -> None:
         for line in series:
             axes.plot(line.x, line.y, **line.look | {"marker": "o", "markersize": 4})
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        axes.xaxis.set_major_locator(whole_ticks(6))
 
     return [plot(caption, runs, series, draw)]
 
@@ -149,7 +149,7 @@ def expert_load(runs: Sequence[Run]) -> Plot:
                 axes.plot(line.x, line.y, **line.look)
             axes.set_title(f"{rank} ranks", loc="left", fontsize=10.5, color="#3b4550", pad=3)
             axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
-        panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        panels[-1].xaxis.set_major_locator(whole_ticks(6))
         panels[-1].set_xlabel(caption.x_label)
         figure.supylabel(caption.y_label, fontsize=11, color="#3b4550")
 
@@ -162,7 +162,7 @@ def lines(
     def draw(axes: Any) -> None:
         for line in series:
             axes.plot(line.x, line.y, **line.look)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        axes.xaxis.set_major_locator(whole_ticks(6))
         finish(axes)
 
     return plot(caption, runs, series, draw)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from foreroute.conformance.diagnosis import Measures
-from foreroute.report.canvas import COLOURS, Caption, Plot, picture
+from foreroute.report.canvas import COLOURS, Caption, Plot, picture, whole_ticks
 
 
 def diagnosis_plots(measures: Measures) -> list[Plot]:
@@ -38,7 +38,7 @@ def _by_layer(measures: Measures) -> Plot:
         axes.plot(layers, first_L, color=COLOURS[1], marker="o", markersize=3.5, label="differs first")
         axes.set_ylim(0, max(1.25 * float(shares_L.max()), 1e-3))
         axes.legend(frameon=False, fontsize=10, loc="upper left", ncols=2)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        axes.xaxis.set_major_locator(whole_ticks(8))
 
     text = f"{caption.title}. From {shares_L.min():.1%} to {shares_L.max():.1%} of the tokens differ in a layer."
     return _picture(caption, draw, text)
@@ -64,7 +64,7 @@ def _by_position(measures: Measures) -> Plot:
         room = 0.06 * max(1 - lowest, 0.05)
         axes.set_ylim(max(0.0, lowest - room), 1 + room)
         axes.set_yticks([tick for tick in axes.get_yticks() if max(0.0, lowest - room) <= tick <= 1])
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        axes.xaxis.set_major_locator(whole_ticks(8))
 
     text = f"{caption.title}. Common experts from {np.nanmin(overlap_T):.1%} to {np.nanmax(overlap_T):.1%}."
     return _picture(caption, draw, text)

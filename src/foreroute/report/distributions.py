@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from foreroute.report.canvas import TALL_INCHES, Caption, Plot, Series, percent_axis, plot
+from foreroute.report.canvas import TALL_INCHES, Caption, Plot, Series, percent_axis, plot, whole_ticks
 from foreroute.report.records import SIDES, Margins, Mismatch, Run
 
 
@@ -29,7 +28,7 @@ def by_layer(runs: Sequence[Run]) -> Plot:
     def draw(axes: Any) -> None:
         for line in series:
             axes.plot(line.x, line.y, **line.look)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        axes.xaxis.set_major_locator(whole_ticks(8))
         percent_axis(axes)
 
     return plot(caption, runs, series, draw)
@@ -50,7 +49,7 @@ def differing_layers(runs: Sequence[Run]) -> Plot:
 
     def draw(axes: Any) -> None:
         _stairs(axes, series)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        axes.xaxis.set_major_locator(whole_ticks(8))
         percent_axis(axes)
 
     return plot(caption, runs, series, draw)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from foreroute.report.canvas import Caption, Plot, picture
+from foreroute.report.canvas import Caption, Plot, picture, whole_ticks
 from foreroute.report.plan_rows import over_mean
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _panels(caption: Caption, sides: tuple[NDArray[np.float64], ...], *, least: 
             axes.set_xlabel(caption.x_label)
             axes.grid(visible=False)
             for axis in (axes.xaxis, axes.yaxis):
-                axis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+                axis.set_major_locator(whole_ticks(5))
         panels[0].set_ylabel(caption.y_label)
         bar = figure.colorbar(image, ax=panels, location="bottom", fraction=0.05, pad=0.02, aspect=40)
         bar.set_label("over mean")

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from foreroute.report.canvas import COLOURS, INCHES, Caption, Key, Plot, panel, top_down
+from foreroute.report.canvas import COLOURS, INCHES, Caption, Key, Plot, panel, top_down, whole_ticks
 from foreroute.report.plan_rows import over_mean, step_seconds
 
 if TYPE_CHECKING:
@@ -225,4 +225,4 @@ def _marks(values_X: NDArray[Any]) -> dict[str, Any]:
 
 
 def _whole(axes: Any) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.xaxis.set_major_locator(whole_ticks(8))

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from foreroute.report.canvas import TALL_INCHES, Caption, Key, Plot, Series, picture, plot
+from foreroute.report.canvas import TALL_INCHES, Caption, Key, Plot, Series, picture, plot, whole_ticks
 from foreroute.report.load_rows import planned_steps
 from foreroute.report.records import Execution, Load, Run, StageLoads
 
@@ -51,7 +51,7 @@ def over_steps(runs: Sequence[Run]) -> Plot:
         for kind, line in found:
             axes.plot(line.x, line.y, **line.look | {"linestyle": STYLES[kind]})
         axes.set_ylim(bottom=1 - 0.03 * (axes.get_ylim()[1] - 1))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        axes.xaxis.set_major_locator(whole_ticks(6))
 
     drawn = plot(caption, runs, [line for _, line in found], draw, TALL_INCHES)
     return replace(drawn, keys=(*drawn.keys, *(Key(WORDS[kind], None, dashed=kind == "at_home") for kind in WORDS)))
