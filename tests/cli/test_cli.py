@@ -122,12 +122,15 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(tmp_path):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "press Ctrl-C again" in output
+    assert "with --resume goes on" in output
     done = len(records(tmp_path / "run"))
     assert 0 < done < 400
     (last,) = [p for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name != "step-000000.pt"]
     assert load_checkpoint(last)["step"] == done
     shorter = config_file(tmp_path, rl={"steps": done + 1}, checkpoint={"every": 1000})
-    assert foreroute("train", shorter, "--folder", tmp_path / "run", "--resume").returncode == 0
+    resumed = foreroute("train", shorter, "--folder", tmp_path / "run", "--resume")
+    assert resumed.returncode == 0
+    assert "goes on" not in resumed.stdout
     assert len(records(tmp_path / "run")) == done + 1
 
 

@@ -20,6 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Record the routes at rollout. Replay them in training. Balance the experts before the step runs.",
+    epilog="Documentation: https://github.com/foreroute/foreroute/tree/main/docs",
 )
 
 
@@ -97,7 +98,10 @@ def train(
     folder: Annotated[Path | None, typer.Option(help="The run's folder; runs/NAME by default.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder.")] = False,
 ) -> None:
-    """Train from a configuration; Ctrl-C saves a checkpoint first."""
+    """Train from a configuration; Ctrl-C saves a checkpoint first.
+
+    docs/train.md has a whole configuration, docs/configuration.md every key.
+    """
     from foreroute.cli.train import run_training
 
     run_training(config, folder, resume=resume)
@@ -200,7 +204,7 @@ def diff(
 
 @app.command()
 def plan(
-    topology: Annotated[Path, typer.Option(help="TOML: ranks, slots, hardware, model, costs.")],
+    topology: Annotated[Path, typer.Option(help="TOML: ranks, slots, hardware, model, costs; see docs/planner.md.")],
     traces: Annotated[list[Path] | None, typer.Argument(help="Trace files of one step.")] = None,
     counts: Annotated[
         Path | None, typer.Option(help=".npz with an integer array counts [M, L, G, E], instead of traces.")
@@ -267,7 +271,9 @@ def plan(
 
 @app.command()
 def simulate(
-    config: Annotated[Path, typer.Argument(help="TOML: cluster, hardware, model, workload, execution, sweep.")],
+    config: Annotated[
+        Path, typer.Argument(help="TOML: cluster, hardware, model, workload, execution, sweep; see docs/simulate.md.")
+    ],
     output: Annotated[
         Path | None, typer.Option(help="The run's folder; runs/simulate/NAME of the configuration by default.")
     ] = None,

@@ -25,6 +25,8 @@ def train_and_report(config: TrainConfig, folder: Path, *, resume: bool = False)
         return
     saved = run.last_checkpoint() or "none: stopped in the warm start, nothing was written"
     console.print(f"checkpoint  {saved}", soft_wrap=True, highlight=False, markup=False)
+    if watcher.should_stop() and run.last_checkpoint() is not None:
+        console.print("stopped     the same command with --resume goes on from there", highlight=False)
     if (folder / "model").exists():
         console.print(f"model       {folder / 'model'}", soft_wrap=True, highlight=False, markup=False)
     if (folder / "metrics.jsonl").exists():
