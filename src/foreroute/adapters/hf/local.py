@@ -83,6 +83,6 @@ def require_there(path: Path) -> None:
     """
     if not path.exists():
         raise ConfigError(
-            f"there is no {path} in {Path.cwd()}; name a local folder. Nothing is downloaded: "
+            f"there is nothing at {path.absolute()}; name a local folder. Nothing is downloaded: "
             f"hf download NAME --local-dir FOLDER fetches a model of the Hugging Face Hub"
         )
