@@ -14,7 +14,7 @@ from foreroute.balance.presets import hardware_preset, model_preset
 from foreroute.balance.survey import survey
 from foreroute.errors import InputError
 from foreroute.report import method_rows, plan_summary, write_plan_page
-from foreroute.report.canvas import whole_ticks
+from foreroute.report.canvas import ticks_above_one, whole_ticks
 from foreroute.report.plan_rows import over_mean, step_seconds
 from foreroute.report.wording import duration
 
@@ -116,6 +116,13 @@ def test_seconds_of_a_step(value, text):
 @pytest.mark.parametrize(("value", "text"), [(1.0, "1.000"), (1.02004, "1.020"), (12.34, "12.3")])
 def test_loads_over_the_mean(value, text):
     assert over_mean(value) == text
+
+
+def test_no_label_of_a_colour_bar_runs_into_that_of_one():
+    assert ticks_above_one(3.2)[0] == pytest.approx(1.8), "matplotlib's first, 1.2, is too near"
+    for most in (1.05, 2.0, 9.0):
+        assert ticks_above_one(most), most
+        assert all(0.15 < (tick - 1) / (most - 1) <= 1 for tick in ticks_above_one(most)), most
 
 
 def test_one_micro_step_has_one_tick():

@@ -107,8 +107,8 @@ def _facts(step: StepToPlan, options: PlanOptions) -> dict[str, str]:
         *([] if options.locality else ["no locality"]),
     ]
     return {
-        "step": f"{num_micro_steps} micro-steps of {num_layers} layers, {num_experts} experts, "
-        f"{int(step.counts_MLGE.sum(dtype=np.int64)):,} assignments",
+        "step": f"{num_micro_steps} micro-step{'s' * (num_micro_steps > 1)} of {num_layers} layers, "
+        f"{num_experts} experts, {int(step.counts_MLGE.sum(dtype=np.int64)):,} assignments",
         "cluster": f"{num_ranks} ranks in nodes of {topology.ranks_per_node}, redundant slots per rank: "
         f"{topology.redundant_slots}",
         "costs": f"{costs.model.expert_bytes / 1e6:.1f} MB an expert, {_dispatch(costs)}",

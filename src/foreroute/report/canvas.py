@@ -173,6 +173,12 @@ def whole_ticks(most: int) -> MaxNLocator:
     return MaxNLocator(integer=True, nbins=most, min_n_ticks=1)
 
 
+def ticks_above_one(most: float) -> list[float]:
+    """Ticks of a colour bar from 1 to `most`, none so near to 1 that its label would run into that of 1."""
+    ticks = MaxNLocator(4).tick_values(1.0, most)
+    return [float(tick) for tick in ticks if 1 + 0.15 * (most - 1) < tick <= most]
+
+
 def top_down(axes: Any) -> None:
     """Horizontal bars in the order of a list: the first on top."""
     axes.invert_yaxis()

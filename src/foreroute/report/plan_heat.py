@@ -8,10 +8,9 @@ import matplotlib
 import numpy as np
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from foreroute.report.canvas import Caption, Plot, picture, whole_ticks
+from foreroute.report.canvas import Caption, Plot, picture, ticks_above_one, whole_ticks
 from foreroute.report.plan_rows import over_mean
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def _panels(caption: Caption, sides: tuple[NDArray[np.float64], ...], *, least: 
         bar.set_label("over mean")
         bar.outline.set_visible(False)
         low = [] if least is None else [0.0, 0.5]
-        bar.set_ticks([*low, 1.0, *[t for t in MaxNLocator(4).tick_values(1.0, most) if 1.0 < t <= most]])
+        bar.set_ticks([*low, 1.0, *ticks_above_one(most)])
         if least is None:
             bar.ax.set_xlim(1.0, most)
 

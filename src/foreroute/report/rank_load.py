@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from foreroute.report.canvas import TALL_INCHES, Caption, Key, Plot, Series, picture, plot, whole_ticks
+from foreroute.report.canvas import TALL_INCHES, Caption, Key, Plot, Series, picture, plot, ticks_above_one, whole_ticks
 from foreroute.report.load_rows import planned_steps
 from foreroute.report.records import Execution, Load, Run, StageLoads
 
@@ -89,7 +88,7 @@ def by_cell(runs: Sequence[Run], position: int) -> Plot:
         figure.supylabel(caption.y_label, fontsize=11, color=SOFT)
         bar = figure.colorbar(shown, ax=panels, location="bottom", fraction=0.05, pad=0.02, aspect=40)
         bar.set_label("load over mean")
-        bar.set_ticks([0.0, 0.5, 1.0, *(t for t in MaxNLocator(4).tick_values(1.0, most) if 1 < t <= most)])
+        bar.set_ticks([0.0, 0.5, 1.0, *ticks_above_one(most)])
         bar.outline.set_visible(False)
 
     spans = "; ".join(f"{WORDS[kind]} {over.min():.2f} to {over.max():.2f}" for kind, over in loads.items())
