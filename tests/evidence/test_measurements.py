@@ -18,7 +18,7 @@ from experiments.training import run_training
 from foreroute.errors import DivergedError
 from foreroute.trace import RoutingTrace
 from foreroute.train import load_checkpoint, run
-from foreroute.train.loop import make_policy
+from foreroute.train.model import make_policy
 from foreroute.train.tasks import make_task
 from small_runs import small_values
 

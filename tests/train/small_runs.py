@@ -7,7 +7,8 @@ import torch
 
 from foreroute.train import parse_config
 from foreroute.train.engines import make_engine
-from foreroute.train.loop import make_policy, make_trainer
+from foreroute.train.loop import make_trainer
+from foreroute.train.model import make_policy
 from foreroute.train.rollout import Scores
 from foreroute.train.tasks import make_task
 from foreroute.train.whole import Whole

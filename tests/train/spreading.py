@@ -10,8 +10,10 @@ from foreroute.capture import Generation
 from foreroute.experts import PlacedModel
 from foreroute.train import rollout
 from foreroute.train.engines import make_engine
-from foreroute.train.loop import make_execution, make_policy, make_trainer
+from foreroute.train.loop import make_trainer
+from foreroute.train.model import make_policy
 from foreroute.train.ranks import Ranks, joined
+from foreroute.train.spread import make_execution
 from foreroute.train.tasks import make_task
 from small_runs import SIZES, small_config
 

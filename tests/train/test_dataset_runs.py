@@ -14,7 +14,7 @@ from foreroute.report import read_runs
 from foreroute.report.page import _reading_notes
 from foreroute.train import Watcher, load_checkpoint, parse_config, train
 from foreroute.train.engines import make_engine
-from foreroute.train.loop import make_policy
+from foreroute.train.model import make_policy
 from foreroute.train.tasks import make_task
 from foreroute.train.warm_start import _loss, warm_start
 from small_runs import SIZES, records
