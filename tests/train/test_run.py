@@ -122,15 +122,18 @@ def test_routes_of_another_step_are_refused(tmp_path):
 
 def test_a_warm_start_is_shared(whole, tmp_path):
     checkpoint = whole.path / "checkpoints" / "step-000000.pt"
-    warm_start = {"checkpoint": str(checkpoint)}
-    run = train(small_config(rl={"steps": 1, "routing": "none"}, warm_start=warm_start), tmp_path / "second")
+
+    def from_checkpoint(path, **sections):
+        return parse_config({**small_values(**sections), "warm_start": {"checkpoint": str(path)}}, source="test")
+
+    run = train(from_checkpoint(checkpoint, rl={"steps": 1, "routing": "none"}), tmp_path / "second")
     start = load_checkpoint(run.path / "checkpoints" / "step-000000.pt")["model"]
     assert same_state(start, load_checkpoint(checkpoint)["model"])
-    wrong = small_config(warm_start=warm_start, model={"sizes": {**SIZES, "hidden_size": 16}})
+    wrong = from_checkpoint(checkpoint, model={"sizes": {**SIZES, "hidden_size": 16}})
     with pytest.raises(RunFolderError, match="does not fit this model"):
         train(wrong, tmp_path / "third")
     with pytest.raises(RunFolderError, match="does not exist"):
-        train(small_config(warm_start={"checkpoint": "nowhere.pt"}), tmp_path / "third")
+        train(from_checkpoint("nowhere.pt"), tmp_path / "third")
     assert not (tmp_path / "third").exists()
 
 
@@ -169,6 +172,9 @@ def test_a_checkpoint_executes_nothing(tmp_path):
         load_checkpoint(path)
 
 
+SERVER = {"mode": "server", "url": "http://x", "weights_folder": "y"}
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
@@ -184,6 +190,25 @@ def test_a_checkpoint_executes_nothing(tmp_path):
         ({"rl": {"micro_step_tokens": 8}}, "cannot hold a sequence of up to 12 tokens"),
         ({"model": {"sizes": {"vocab_size": 7}}}, "vocab_size comes from the task"),
         ({"name": "../up"}, "name"),
+        ({"alarms": {"max_rollbacks": 3}}, 'max_rollbacks changes nothing with action = "warn"'),
+        ({"alarms": {"action": "stop", "max_rollbacks": 3}}, 'max_rollbacks changes nothing with action = "stop"'),
+        ({"logging": {"wandb_mode": "offline"}}, "wandb_mode changes nothing with wandb = false"),
+        (
+            {"warm_start": {"checkpoint": "x.pt"}},
+            "batch_size, stop_at_loss, max_steps change nothing beside a checkpoint",
+        ),
+        ({"warm_start": {"max_steps": 0}}, "batch_size, stop_at_loss change nothing with max_steps = 0"),
+        ({"parallel": {"prefetch": 2, "checksums": True}}, "prefetch, checksums change nothing with expert = 1"),
+        ({"rollout": {"vllm": {"timeout_s": 5.0}}}, 'vllm changes nothing with engine = "embedded"'),
+        ({"rollout": {"engine": "vllm", "vllm": {"url": "x"}}}, 'url changes nothing with mode = "process"'),
+        (
+            {"rollout": {"engine": "vllm", "vllm": {**SERVER, "python": "x"}}},
+            'python changes nothing with mode = "server"',
+        ),
+        (
+            {"rollout": {"engine": "vllm", "precision": "float32", "vllm": SERVER}},
+            "precision changes nothing of a vLLM",
+        ),
     ],
 )
 def test_wrong_configurations_are_explained(sections, message):
