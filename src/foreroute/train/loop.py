@@ -31,7 +31,7 @@ from foreroute.trace import RoutingTrace
 from foreroute.train.ahead import RolloutsAhead
 from foreroute.train.config import TrainConfig
 from foreroute.train.engines import Engine
-from foreroute.train.evaluate import Evaluated, evaluate, evaluation_record
+from foreroute.train.evaluate import evaluate, evaluation_record
 from foreroute.train.measure import StepPart, merged, step_record
 from foreroute.train.model import trainable
 from foreroute.train.optimizer import make_optimizer, set_learning_rate
@@ -156,19 +156,15 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, Any]:
         """With the weights that the step begins with."""
-        every, ranks, work = self.config.evaluation.every, self.execution.ranks, self._evaluated
+        every, ranks = self.config.evaluation.every, self.execution.ranks
         if not every or self.step % every:
             return {}
+        # a rollout has just been sampled or ordered with these weights, and whoever samples has loaded them for it
+        work = partial(evaluate, self.engine, self.task, self.config, self.step, ranks)
         if self.ahead is not None:
-            # the engine is the thread's, and has the weights of whatever it sampled last
-            work = partial(self.ahead.in_thread, partial(self._evaluated, self.weights_for_engine()))
+            work = partial(self.ahead.in_thread, work)
         with self._timed("evaluation"):
             return evaluation_record(ranks.gathered(ranks.together(f"the evaluation of step {self.step}", work)))
-
-    def _evaluated(self, weights: Mapping[str, torch.Tensor] | None = None) -> Evaluated:
-        if weights is not None:
-            self.engine.load_weights(weights, version=self.step)
-        return evaluate(self.engine, self.task, self.config, self.step, self.execution.ranks)
 
     def _recompute_passes(self, experience: Experience, schedule: Schedule) -> dict[str, Recomputed]:
         """The pass that is trained with, and at steps that measure the other one; "native" or "replayed"."""
