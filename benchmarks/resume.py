@@ -60,7 +60,7 @@ def run(*, quick: bool) -> dict[str, Any]:
         while len(kills) < wanted:
             killed = Path(name) / f"killed-{len(same)}"
             kills += _killed_run(killed, wanted - len(kills), step_s, rng)
-            same.append(_outcome(killed) == _outcome(whole) and _same_state(killed, whole))
+            same.append(_outcome(killed) == _outcome(whole) and _same_checkpoint(killed, whole))
     metrics = {"kills": len(kills), "runs": len(same), "same": sum(same) / len(same), "steps_at_kill": kills}
     return {"metrics": metrics, "baselines": {"step_s": round(step_s, 3)}}
 
@@ -112,17 +112,18 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def _same_state(a: Path, b: Path) -> bool:
+def _same_checkpoint(a: Path, b: Path) -> bool:
     last = [RunFolder(folder).last_checkpoint() for folder in (a, b)]
     states = [load_checkpoint(path) for path in last if path is not None]
-    return len(states) == 2 and _same(*states)
+    return len(states) == 2 and same_state(*states)
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_state(a: Any, b: Any) -> bool:
+    """Whether states of trainers, such as checkpoints hold, are the same to the bit."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(same_state, a, b))
     return bool(a == b)

@@ -47,7 +47,8 @@ from foreroute.adapters import hf
 from foreroute.capture import Generation
 from foreroute.trace import RoutingTrace
 from foreroute.train import TrainConfig
-from foreroute.train.loop import Trainer, make_policy, make_trainer
+from foreroute.train.loop import Trainer, make_trainer
+from foreroute.train.model import make_policy
 from foreroute.train.objective.advantages import group_advantages
 from foreroute.train.ranks import Ranks
 from foreroute.train.recompute import recompute

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from experiments.arms import Arms, Figure, growth, over_steps, reward_last, static
+from experiments.arms import Arms, Figure, growth, over_steps, reward_last, spikes, static
 from experiments.grid import MINI_STEPS
 from experiments.intervals import Interval, paired_difference, paired_ratio
 from experiments.wording import interval_text
@@ -37,7 +37,7 @@ class Row:
 
 def claims(arms: Arms) -> list[Row]:
     """Every claim for which at least one figure is there."""
-    return [row for part in (_static, _training, _replays, _others) for row in part(arms) if row.seeds]
+    return [row for part in (_static, _training, _replays, _others, _confirmed) for row in part(arms) if row.seeds]
 
 
 def verdict(interval: Interval | None, null: float, claimed: str) -> str:
@@ -140,6 +140,29 @@ def _others(arms: Arms) -> Iterator[Row]:
         ("Shifted routes do harm in RL (8 mini-steps)", "E/shifted/8", "B/none/plain/8", "below"),
         ("Mismatch costs reward at all (8 mini-steps)", "F/part B/exact", "B/none/plain/8", "above"),
     )
+    yield from _rewards(arms, pairs)
+
+
+def _confirmed(arms: Arms) -> Iterator[Row]:
+    """On seeds of their own."""
+    pairs = (
+        ("Mismatch costs reward (8 mini-steps, fresh seeds)", "G/exact", "G/none", "above"),
+        ("R3 raises the reward (8 mini-steps, fresh seeds)", "G/R3", "G/none", "above"),
+        ("R3 leaves less reward than no mismatch at all (8 mini-steps, fresh seeds)", "G/R3", "G/exact", "below"),
+        ("GSPO + R3 is better than GSPO (8 mini-steps, fresh seeds)", "G/gspo/R3", "G/gspo/none", "above"),
+    )
+    yield from _rewards(arms, pairs)
+    for words, replayed, none in (("", "B/R3/plain/8", "B/none/plain/8"), (", fresh seeds", "G/R3", "G/none")):
+        yield _difference(
+            f"R3 spares the run gradient spikes (8 mini-steps{words}; asked after the runs)",
+            f"share of steps with a gradient norm above 10, {replayed} minus {none}",
+            arms.difference(replayed, none, spikes),
+            "below",
+        )
+
+
+def _rewards(arms: Arms, pairs: tuple[tuple[str, str, str, str], ...]) -> Iterator[Row]:
+    """Of each claim, two arms and the side."""
     for claim, first, second, claimed in pairs:
         yield _difference(
             claim,

@@ -24,6 +24,7 @@ PARTS = {
     "D": "frozen routers (staleness is measured in all runs with replay)",
     "E": "RL on routes shifted by one token",
     "F": "regimes in which mismatch may matter more, and runs without any mismatch",
+    "G": "what B, C and F leave open at 8 mini-steps, asked again on seeds of its own",
 }
 
 
@@ -70,6 +71,7 @@ def page_text(
         hours=sum(line["processor_s"] for line in done.values()) / 3600,
         versions=_versions(done.values()),
         claims=found,
+        found={row.claim: row.found for row in found},
         verdicts=_verdicts(found),
         static=static_table(arms),
         runs=grid_table(arms),

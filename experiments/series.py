@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,12 +76,17 @@ def reduced(records: Sequence[dict[str, Any]], trained_with: str) -> dict[str, A
     return {
         "steps": len(records),
         "reward": [round(value, 4) for value in rewards.tolist()],
-        "reward_last": float(rewards[-WINDOW:].mean()),
-        "reward_mean": float(rewards.mean()),
+        "reward_last": _mean(rewards[-WINDOW:]),
+        "reward_mean": _mean(rewards),
         "collapsed_at": collapse_step(rewards.tolist()),
-        "spikes": float(np.mean(np.array(columns["grad_norm"]) > 10)),
-        "differing_share": float(np.mean([each["differing_share"] for each in native])),
+        "spikes": _mean([norm > 10 for norm in columns["grad_norm"]]),
+        "differing_share": _mean([each["differing_share"] for each in native]),
         "stale_share_by_mini_step": stale_shares(records),
-        "mean": {name: float(f"{np.mean(values):.5g}") for name, values in columns.items()},
+        "mean": {name: float(f"{_mean(values):.5g}") for name, values in columns.items()},
         "binned": {name: binned(values) for name, values in columns.items()},
     }
+
+
+def _mean(values: Sequence[float] | NDArray[np.float64]) -> float:
+    """NaN without values: of a run whose first step diverged."""
+    return float(np.mean(values)) if len(values) else math.nan

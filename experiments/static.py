@@ -15,8 +15,9 @@ from experiments.starts import configuration
 from experiments.tampering import shifted
 from foreroute.capture import Generation
 from foreroute.train.engines import make_engine
-from foreroute.train.loop import make_policy, make_trainer
+from foreroute.train.loop import make_trainer
 from foreroute.train.measure import mismatch_of, mismatch_record
+from foreroute.train.model import make_policy
 from foreroute.train.ranks import Ranks
 from foreroute.train.recompute import Recomputed, recompute
 from foreroute.train.rollout import roll_out

@@ -28,9 +28,10 @@ def static_table(arms: Arms) -> Table:
 
 
 def grid_table(arms: Arms) -> Table:
-    """Parts B to E: arm, seeds, reward, mismatch, spikes, collapses."""
+    """Parts B to E and G: arm, seeds, reward, mismatch, spikes, collapses."""
     names = [f"B/{routing}/{c}/{n}" for n in MINI_STEPS for c in ("plain", "tis") for routing in ROUTINGS]
     names += ["C/gspo/none", "C/gspo/R3", "D/frozen/none", "D/frozen/R3", "E/shifted/1", "E/shifted/8"]
+    names += ["G/none", "G/R3", "G/exact", "G/gspo/none", "G/gspo/R3"]
     return [_run_row(arms, name) for name in names if name in arms]
 
 

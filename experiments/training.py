@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from experiments.cells import Cell
-from experiments.models import merged
 from experiments.series import reduced
 from experiments.starts import configuration
 from experiments.tampering import shifting_engine
 from foreroute.errors import DivergedError
-from foreroute.train import train
+from foreroute.train import RunFolder, train
 
 
 def run_training(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
@@ -22,8 +20,7 @@ def run_training(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str
 
     A run whose loss or probabilities stop being finite is a result too: it has collapsed at that step.
     """
-    settings = merged(cell.settings, {"warm_start": {"checkpoint": str(checkpoint)}})
-    config = configuration(base, settings, cell.seed)
+    config = configuration({**base, "warm_start": {"checkpoint": str(checkpoint)}}, cell.settings, cell.seed)
     with tempfile.TemporaryDirectory(prefix="evidence-") as folder:
         run = Path(folder) / "run"
         diverged = False
@@ -32,8 +29,7 @@ def run_training(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str
                 train(config, run)
         except DivergedError:
             diverged = True
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
+        records = RunFolder(run).metrics()
     trained_with = "replayed" if config.rl.routing in ("R3", "R3+weights") else "native"
     figures = reduced(records, trained_with)
     if diverged and figures["collapsed_at"] is None:

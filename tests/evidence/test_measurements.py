@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from experiments import training
+from experiments.arms import reward_last
 from experiments.cells import Cell
 from experiments.models import base_values, merged
 from experiments.series import stale_shares
@@ -18,7 +19,7 @@ from experiments.training import run_training
 from foreroute.errors import DivergedError
 from foreroute.trace import RoutingTrace
 from foreroute.train import load_checkpoint, run
-from foreroute.train.loop import make_policy
+from foreroute.train.model import make_policy
 from foreroute.train.tasks import make_task
 from small_runs import small_values
 
@@ -104,6 +105,13 @@ def test_shifted_routes_reach_the_trainer_and_diverged_runs_are_results(start, m
     monkeypatch.setattr(training, "train", diverging)
     found = run_training(cell("train", rl=rl), small(), start)
     assert (found["diverged"], found["collapsed_at"]) == (True, 1)
+    monkeypatch.setattr(training, "train", diverging_at_once)
+    found = run_training(cell("train", rl=rl), small(), start)
+    assert (found["diverged"], found["collapsed_at"], found["steps"], reward_last(found)) == (True, 0, 0, 0.0)
+
+
+def diverging_at_once(config, folder):
+    raise DivergedError("loss nan")
 
 
 def test_shifted_traces_hold_the_routes_of_the_token_before():

@@ -9,7 +9,7 @@ from made_up import K3, line
 from experiments.__main__ import PAGE, RESULTS
 from experiments.arms import Arms
 from experiments.claims import claims, verdict
-from experiments.grid import SEEDS, grid
+from experiments.grid import FRESH, SEEDS, grid
 from experiments.intervals import Interval
 from experiments.page import page_text, write_page
 from experiments.plots import PICTURES
@@ -44,7 +44,7 @@ def test_claims_are_decided_by_the_arms_that_they_name():
         if cell.arm == "B/R3/plain/8":
             done[cell.name]["figures"]["reward_last"] += 0.1 + 0.001 * (cell.seed % 2)
     verdicts = {row.claim: row for row in claims(Arms(done))}
-    assert all(row.seeds == len(SEEDS) for row in verdicts.values())
+    assert all(row.seeds == len(FRESH if "fresh seeds" in row.claim else SEEDS) for row in verdicts.values())
     for claim, expected in {
         "Routing causes the excess: R3 lowers the mismatch (fp8)": "holds",
         "The MoE model's mismatch is larger than a dense model's (bfloat16)": "holds",
@@ -95,3 +95,28 @@ def test_the_page_in_the_documentation_is_that_of_the_results():
     pictures = {name: words for name, (_, words) in PICTURES.items() if (folder / f"{name}.svg").exists()}
     expected = page_text(grid(), done, pictures, PAGE.stem)
     assert Path(PAGE).read_text() == expected, "redraw it with: python -m experiments page"
+
+
+def test_what_the_page_says_in_short_rests_on_verdicts():
+    found = {row.claim: row.verdict for row in claims(Arms(current(grid(), RESULTS)))}
+    fresh = "(8 mini-steps, fresh seeds)"
+    said = {
+        "holds": [
+            "Routing causes the excess: R3 lowers the mismatch (bfloat16)",
+            "Routing causes the excess: R3 lowers the mismatch (fp8)",
+            "R3 keeps the mismatch low through RL (8 mini-steps)",
+            "R3 spares the run gradient spikes (8 mini-steps, fresh seeds; asked after the runs)",
+            "Shifted routes do harm in RL (1 mini-step)",
+            "Shifted routes do harm in RL (8 mini-steps)",
+            "Mismatch costs reward at all (8 mini-steps)",
+            "GSPO + R3 is better than GSPO (8 mini-steps)",
+        ],
+        "not shown": [
+            f"Mismatch costs reward {fresh}",
+            f"R3 raises the reward {fresh}",
+            f"GSPO + R3 is better than GSPO {fresh}",
+            *(claim for claim in found if "is the better replay" in claim or "TIS" in claim),
+        ],
+    }
+    for verdict_said, those in said.items():
+        assert {claim: found[claim] for claim in those} == dict.fromkeys(those, verdict_said)

@@ -3,7 +3,7 @@
 import errno
 import os
 import signal
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -13,8 +13,14 @@ import torch
 from faults import FaultyPeers
 from foreroute.adapters import hf
 from foreroute.balance import Topology
-from foreroute.errors import EngineError
+from foreroute.errors import DivergedError, EngineError
 from foreroute.train import loop, spread
+from foreroute.train.engines import make_engine
+from foreroute.train.loop import make_trainer
+from foreroute.train.model import make_policy
+from foreroute.train.ranks import joined
+from foreroute.train.spread import make_execution
+from foreroute.train.tasks import make_task
 from spread_runs import run
 from spreading import Steps, precise_trainer, steps_of
 
@@ -34,6 +40,33 @@ def faulty_steps(rank, config, faults):
 def resume_broken(rank, config, folder, way):
     with BREAKAGES[way](rank):
         run(rank, config, folder, resume=True)
+
+
+def diverge_once(rank, config, folder):
+    """What rank 1 samples for step 2 is no number, the first time. Returns the steps that are recorded here."""
+    generate, calls = hf.EmbeddedEngine.generate, []
+
+    def once(*args):
+        calls.append(1)
+        if rank == 1 and len(calls) == 3:
+            raise DivergedError("logits are not finite")
+        return generate(*args)
+
+    with mock.patch.object(hf.EmbeddedEngine, "generate", once):
+        return run(rank, config, folder)
+
+
+def state_after(rank, config, checkpoint, skipped_steps, count):
+    """By hand: so many steps from a checkpoint, on data behind those that are skipped."""
+    task = make_task(config)
+    with joined(config.parallel.expert, config.parallel.timeout_s) as ranks:
+        policy = make_policy(config, task)
+        engine = make_engine(config, policy)
+        with closing(make_execution(config, policy, ranks)) as execution:
+            trainer = make_trainer(config, task, policy, execution, engine)
+            trainer.skipped_steps = skipped_steps
+            trainer.restore(checkpoint)
+            return steps_of(trainer, count).state
 
 
 def run_unlike(rank, config, folder):

@@ -3,27 +3,18 @@
 import json
 
 import numpy as np
-import torch
 
+from benchmarks import resume
 from foreroute.train import parse_config
 from foreroute.train.engines import make_engine
-from foreroute.train.loop import make_policy, make_trainer
+from foreroute.train.loop import make_trainer
+from foreroute.train.model import make_policy
 from foreroute.train.rollout import Scores
 from foreroute.train.tasks import make_task
 from foreroute.train.whole import Whole
 
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts": 16,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-    "initializer_range": 0.2,
-    "max_position_embeddings": 64,
-}
+SIZES = resume.SIZES
+same_state = resume.same_state
 
 
 def small_values(**sections):
@@ -62,13 +53,3 @@ def trainer_of(config):
 def always_informative(task, problems, generation, group_size):
     """Rewards that differ within every group, for `rollout.score`: a model this small is always wrong."""
     return Scores(np.arange(len(generation)) % group_size / group_size)
-
-
-def same_state(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same_state, a, b))
-    return a == b

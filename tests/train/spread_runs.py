@@ -12,7 +12,7 @@ from spreading import scored_by_tokens, spread_steps
 def run_config(num_ranks, **sections):
     sections["rl"] = {"steps": 3, "micro_step_tokens": 96, **sections.get("rl", {})}
     parallel = {"expert": num_ranks, "timeout_s": 30.0, **sections.pop("parallel", {})}
-    return small_config(rollout={"prompts": 8}, parallel=parallel, **sections)
+    return small_config(rollout={"prompts": 8}, parallel=parallel if num_ranks > 1 else {}, **sections)
 
 
 def run(rank, config, folder, *, resume=False, stop_after=None, watcher=None):

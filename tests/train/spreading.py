@@ -10,8 +10,10 @@ from foreroute.capture import Generation
 from foreroute.experts import PlacedModel
 from foreroute.train import rollout
 from foreroute.train.engines import make_engine
-from foreroute.train.loop import make_execution, make_policy, make_trainer
+from foreroute.train.loop import make_trainer
+from foreroute.train.model import make_policy
 from foreroute.train.ranks import Ranks, joined
+from foreroute.train.spread import make_execution
 from foreroute.train.tasks import make_task
 from small_runs import SIZES, small_config
 
@@ -26,12 +28,14 @@ class Steps:
 
 
 def config_of(num_ranks, *, routing="R3", mini_steps=1, **parallel):
+    if num_ranks > 1:
+        parallel = {"expert": num_ranks, "tolerance": 0.0, "timeout_s": 30.0, **parallel}
     # grouped_mm knows no float64
     return small_config(
         model={"experts_implementation": "eager", "sizes": dict(SIZES)},
         rollout={"prompts": 8},
         rl={"routing": routing, "mini_steps": mini_steps, "micro_step_tokens": 96},
-        parallel={"expert": num_ranks, "tolerance": 0.0, "timeout_s": 30.0, **parallel},
+        parallel=parallel,
     )
 
 

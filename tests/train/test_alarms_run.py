@@ -144,6 +144,13 @@ def test_a_run_goes_back_only_so_often(tmp_path):
     assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000004.pt")["step"] == 4
 
 
+def test_a_checkpoint_of_the_step_that_trouble_began_with_is_no_good_one(tmp_path):
+    told, config = [], counting_config(alarms={"action": "rollback"}, checkpoint={"every": 5})
+    with counting(POISON):
+        train(config, tmp_path / "run", watcher=Watcher(on_rollback=told.append))
+    assert [(each.at_step, each.to_step) for each in told] == [(7, 0)]
+
+
 def test_a_run_that_diverges_goes_back_too(tmp_path):
     config = small_config(
         rl={"learning_rate": 1e30, "warmup_steps": 0},

@@ -14,7 +14,7 @@ from foreroute.report import read_runs
 from foreroute.report.page import _reading_notes
 from foreroute.train import Watcher, load_checkpoint, parse_config, train
 from foreroute.train.engines import make_engine
-from foreroute.train.loop import make_policy
+from foreroute.train.model import make_policy
 from foreroute.train.tasks import make_task
 from foreroute.train.warm_start import _loss, warm_start
 from small_runs import SIZES, records
@@ -255,15 +255,17 @@ def test_tokenizers_that_are_of_no_use_are_refused(copied):
     ("sections", "message"),
     [
         ({"task": {"kind": "chain", "data": None, "reward": None}}, "max_prompt_tokens.* change nothing with kind"),
-        ({"task": {"min_operands": 2}}, "min_operands change nothing"),
+        ({"task": {"min_operands": 2}}, "min_operands changes nothing"),
         ({"task": {"data": None}}, "needs data, a JSONL file, and reward"),
         ({"task": {"reward": "mine.py"}}, 'no verifier .* a function of your own is written "file.py:function"'),
         ({"task": {"reward": "regex"}}, 'reward = "regex" needs it'),
         ({"model": {"path": None}}, "needs a tokenizer; set model.path"),
         ({"model": {"sizes": {"hidden_size": 3}}}, "leave family and sizes out"),
+        ({"task": {"function_timeout_s": 1.0}}, "function_timeout_s changes nothing without a function of your own"),
+        ({"warm_start": {"batch_size": 4}}, "batch_size changes nothing with max_steps = 0, the default"),
         ({"rl": {"micro_step_tokens": 12}}, "cannot hold a sequence of up to 13 tokens"),
         ({"evaluation": {"every": 2}}, "evaluation.data goes with task.kind"),
-        ({"evaluation": {"prompts": 2}}, "change nothing with every = 0"),
+        ({"evaluation": {"prompts": 2}}, "prompts changes nothing with every = 0"),
         ({"evaluation": {"every": 2, "data": "x", "group_size": 2}}, "all the same at temperature = 0"),
         ({"evaluation": {"every": 2, "data": "x", "prompts": 3}, "parallel": {"expert": 2}}, "dealt to .* evenly"),
     ],

@@ -9,10 +9,13 @@ from foreroute.report.curves import held_out_reward
 from foreroute.train import train
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
+from foreroute.train.tasks.chain import ChainTask
 from small_runs import records, small_config, trainer_of
 
 
-def test_evaluating_changes_nothing_and_is_on_the_report(tmp_path):
+def test_evaluating_changes_nothing_and_is_on_the_report(tmp_path, monkeypatch):
+    asked, held_out = [], ChainTask.held_out
+    monkeypatch.setattr(ChainTask, "held_out", lambda *given: asked.append(held_out(*given)) or asked[-1])
     evaluation = {"every": 2, "prompts": 5, "group_size": 3, "temperature": 0.7}
     with_it = train(small_config(evaluation=evaluation, rl={"steps": 3}), tmp_path / "with")
     without = train(small_config(rl={"steps": 3}), tmp_path / "without")
@@ -20,6 +23,8 @@ def test_evaluating_changes_nothing_and_is_on_the_report(tmp_path):
     figures = [record.pop("evaluation", None) for record in seen]
     assert seen == records(without.path)
     assert figures[1] is None
+    first, third = ([problem.prompt for problem in problems] for problems in asked)
+    assert first == third, "the same problems each time"
     for each in (figures[0], figures[2]):
         assert each["responses"] == 15
         assert 0 <= each["reward_mean"] <= 1

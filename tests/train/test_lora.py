@@ -79,7 +79,7 @@ def test_what_cannot_be_adapted_is_explained(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match="needs peft, which is not installed: pip install peft"):
         hf.add_lora(tiny("qwen3_moe"), targets=["q_proj"], **options)
-    with pytest.raises(ConfigError, match="targets change nothing without adapters; set rank"):
+    with pytest.raises(ConfigError, match="targets changes nothing without adapters; set rank"):
         small_config(model={"lora": {"targets": ["q_proj"]}})
     with pytest.raises(ConfigError, match=r"model\.lora\.dropout: Input should be less than or equal to 0"):
         small_config(model={"lora": {"dropout": 0.1}})

@@ -10,7 +10,7 @@ import torch
 
 import foreroute as fr
 from foreroute.errors import ConfigError, DivergedError, RunFolderError, StaleTraceError
-from foreroute.train import Watcher, load_checkpoint, load_config, parse_config, train
+from foreroute.train import RunFolder, Watcher, load_checkpoint, load_config, parse_config, train
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
 from foreroute.train.schedule import make_schedule
@@ -19,61 +19,69 @@ from models import FAMILIES
 from small_runs import SIZES, records, same_state, small_config, small_values, trainer_of
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run that others are compared with. Tests leave its folder as it is."""
+    return train(small_config(), tmp_path_factory.mktemp("runs") / "whole")
+
+
+@pytest.fixture
+def copied(whole, tmp_path):
+    """Its folder, to do things to."""
+    shutil.copytree(whole.path, tmp_path / "copied")
+    return RunFolder(tmp_path / "copied")
+
+
 @pytest.mark.parametrize(
     ("routing", "mini_steps", "precision"),
     [("none", 1, "bfloat16"), ("R2", 2, "bfloat16"), ("R3", 1, "bfloat16"), ("R3", 3, "fp8")],
 )
 def test_an_interrupted_run_ends_as_the_uninterrupted_one(tmp_path, routing, mini_steps, precision):
-    config = small_config(rl={"routing": routing, "mini_steps": mini_steps}, rollout={"precision": precision})
+    config = small_config(
+        rl={"routing": routing, "mini_steps": mini_steps, "steps": 3}, rollout={"precision": precision}
+    )
     whole = train(config, tmp_path / "whole")
     seen = []
-    stop_after = Watcher(on_step=seen.append, should_stop=lambda: len(seen) == 3)
+    stop_after = Watcher(on_step=seen.append, should_stop=lambda: len(seen) == 1)
     stopped = train(config, tmp_path / "stopped", watcher=stop_after)
-    assert load_checkpoint(stopped.last_checkpoint())["step"] == 3
+    assert load_checkpoint(stopped.last_checkpoint())["step"] == 1
     resumed = train(config, tmp_path / "stopped", resume=True)
-    assert records(resumed.path) == records(whole.path)
-    assert same_state(load_checkpoint(resumed.last_checkpoint()), load_checkpoint(whole.last_checkpoint()))
+    same_run(resumed, whole)
 
 
-def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path):
+def same_run(one, other):
+    assert records(one.path) == records(other.path)
+    assert same_state(load_checkpoint(one.last_checkpoint()), load_checkpoint(other.last_checkpoint()))
+
+
+def test_a_killed_run_resumes_from_its_last_checkpoint(whole, copied):
     """Metrics beyond the checkpoint, a torn line and a half-written checkpoint are left by a kill."""
-    config = small_config()
-    whole = train(config, tmp_path / "whole")
-    shutil.copytree(whole.path, tmp_path / "killed")
-    killed = tmp_path / "killed"
     for name in ("step-000004.pt", "step-000005.pt"):
-        (killed / "checkpoints" / name).unlink()
-    (killed / "checkpoints" / ".step-000004.pt.x1").write_bytes(b"half")
-    lines = (killed / "metrics.jsonl").read_text().splitlines()
-    (killed / "metrics.jsonl").write_text("\n".join(lines[:4]) + '\n{"step": 4, "rew')
-    resumed = train(config, killed, resume=True)
-    assert records(resumed.path) == records(whole.path)
-    assert same_state(load_checkpoint(resumed.last_checkpoint()), load_checkpoint(whole.last_checkpoint()))
+        (copied.path / "checkpoints" / name).unlink()
+    (copied.path / "checkpoints" / ".step-000004.pt.x1").write_bytes(b"half")
+    lines = (copied.path / "metrics.jsonl").read_text().splitlines()
+    (copied.path / "metrics.jsonl").write_text("\n".join(lines[:4]) + '\n{"step": 4, "rew')
+    same_run(train(small_config(), copied.path, resume=True), whole)
 
 
-def test_a_run_stopped_in_its_warm_start_leaves_nothing_behind(tmp_path):
-    config = small_config()
+def test_a_run_stopped_in_its_warm_start_leaves_nothing_behind(whole, tmp_path):
     seen = []
     watcher = Watcher(on_warm_start=lambda step, loss: seen.append(step), should_stop=lambda: len(seen) == 3)
-    stopped = train(config, tmp_path / "run", watcher=watcher)
+    stopped = train(small_config(), tmp_path / "run", watcher=watcher)
     assert seen == [0, 1, 2]
     assert stopped.last_checkpoint() is None
     assert not stopped.path.exists()
-    again = train(config, tmp_path / "run")
-    assert records(again.path) == records(train(config, tmp_path / "whole").path)
+    again = train(small_config(rl={"steps": 1}), tmp_path / "run")
+    assert records(again.path) == records(whole.path)[:1]
 
 
-def test_the_seed_decides(tmp_path):
-    one = train(small_config(rl={"steps": 1}), tmp_path / "one")
-    same = train(small_config(rl={"steps": 1}), tmp_path / "same")
+def test_the_seed_decides(whole, tmp_path):
     other = train(small_config(rl={"steps": 1}, seed=1), tmp_path / "other")
-    assert records(one.path) == records(same.path)
-    assert records(one.path) != records(other.path)
+    assert records(other.path) != records(whole.path)[:1]
 
 
-def test_what_a_step_records(tmp_path):
-    run = train(small_config(rl={"routing": "R3"}), tmp_path / "run")
-    for record in records(run.path):
+def test_what_a_step_records(whole):
+    for record in records(whole.path):
         native, replayed = record["mismatch"]["native"], record["mismatch"]["replayed"]
         assert replayed["differing_share"] == 0
         assert replayed["differing_tokens_share"] == 0
@@ -82,19 +90,18 @@ def test_what_a_step_records(tmp_path):
         assert sum(native["differing_layers_histogram"]) == native["routed_rows"]
         assert sum(record["margins"]["counts_LB"][0]) == record["tokens"] - 24
         assert 0 <= record["reward_mean"] <= 1
-    assert any(record["mismatch"]["native"]["differing_share"] > 0 for record in records(run.path))
-    assert any(record["grad_norm"] > 0 for record in records(run.path))
-    trace = fr.load(run.path / "traces" / "step-000002.safetensors")
+    assert any(record["mismatch"]["native"]["differing_share"] > 0 for record in records(whole.path))
+    assert any(record["grad_norm"] > 0 for record in records(whole.path))
+    trace = fr.load(whole.path / "traces" / "step-000002.safetensors")
     assert trace.versions == (2,)
 
 
-def test_measuring_changes_nothing(tmp_path):
-    often = train(small_config(measure={"compare_every": 1}), tmp_path / "often")
-    seldom = train(small_config(measure={"compare_every": 4}), tmp_path / "seldom")
-    assert same_state(
-        load_checkpoint(often.last_checkpoint())["model"], load_checkpoint(seldom.last_checkpoint())["model"]
-    )
-    assert "native" not in records(seldom.path)[1]["mismatch"]
+def test_measuring_changes_nothing(whole, tmp_path):
+    """The metrics of `whole` are measured at every step."""
+    seldom = train(small_config(measure={"compare_every": 4}, rl={"steps": 2}), tmp_path / "seldom")
+    often = load_checkpoint(whole.path / "checkpoints" / "step-000002.pt")
+    assert same_state(load_checkpoint(seldom.last_checkpoint()), often)
+    assert ["native" in record["mismatch"] for record in records(seldom.path)] == [True, False]
 
 
 def test_float32_rollouts_have_no_mismatch(tmp_path):
@@ -102,16 +109,6 @@ def test_float32_rollouts_have_no_mismatch(tmp_path):
     for record in records(run.path):
         assert record["mismatch"]["native"]["differing_share"] == 0
         assert record["mismatch"]["native"]["k3"] < 1e-9
-
-
-def test_micro_steps_do_not_change_the_update(tmp_path):
-    """Accumulated over many micro-steps or taken in one, the update is the same up to rounding."""
-    models = []
-    for tokens in (64, 4096):
-        run = train(small_config(rl={"micro_step_tokens": tokens, "steps": 1}), tmp_path / str(tokens))
-        models.append(load_checkpoint(run.last_checkpoint())["model"])
-    for name, value in models[0].items():
-        torch.testing.assert_close(value, models[1][name], rtol=0, atol=2e-4)
 
 
 def test_routes_of_another_step_are_refused(tmp_path):
@@ -123,42 +120,45 @@ def test_routes_of_another_step_are_refused(tmp_path):
         trainer._recompute(experience, schedule, "replayed")
 
 
-def test_a_warm_start_is_shared(tmp_path):
-    first = train(small_config(rl={"routing": "none", "steps": 1}), tmp_path / "first")
-    checkpoint = first.path / "checkpoints" / "step-000000.pt"
-    second = train(small_config(rl={"steps": 1}, warm_start={"checkpoint": str(checkpoint)}), tmp_path / "second")
-    start = load_checkpoint(second.path / "checkpoints" / "step-000000.pt")["model"]
+def test_a_warm_start_is_shared(whole, tmp_path):
+    checkpoint = whole.path / "checkpoints" / "step-000000.pt"
+
+    def from_checkpoint(path, **sections):
+        return parse_config({**small_values(**sections), "warm_start": {"checkpoint": str(path)}}, source="test")
+
+    run = train(from_checkpoint(checkpoint, rl={"steps": 1, "routing": "none"}), tmp_path / "second")
+    start = load_checkpoint(run.path / "checkpoints" / "step-000000.pt")["model"]
     assert same_state(start, load_checkpoint(checkpoint)["model"])
-    wrong = small_config(warm_start={"checkpoint": str(checkpoint)}, model={"sizes": {**SIZES, "hidden_size": 16}})
+    wrong = from_checkpoint(checkpoint, model={"sizes": {**SIZES, "hidden_size": 16}})
     with pytest.raises(RunFolderError, match="does not fit this model"):
         train(wrong, tmp_path / "third")
     with pytest.raises(RunFolderError, match="does not exist"):
-        train(small_config(warm_start={"checkpoint": "nowhere.pt"}), tmp_path / "third")
+        train(from_checkpoint("nowhere.pt"), tmp_path / "third")
     assert not (tmp_path / "third").exists()
 
 
-def test_folders_in_use_are_left_alone(tmp_path):
-    run = train(small_config(rl={"steps": 1}), tmp_path / "run")
-    before = {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
+def test_folders_in_use_are_left_alone(whole, tmp_path):
+    before = {p: p.read_bytes() for p in whole.path.rglob("*") if p.is_file()}
     with pytest.raises(RunFolderError, match="not empty"):
-        train(small_config(), run.path)
+        train(small_config(), whole.path)
     with pytest.raises(RunFolderError, match=r"keys differ: rl\.learning_rate"):
-        train(small_config(rl={"learning_rate": 1.0, "steps": 9}), run.path, resume=True)
+        train(small_config(rl={"learning_rate": 1.0, "steps": 9}), whole.path, resume=True)
     with pytest.raises(RunFolderError, match="no run to resume"):
         train(small_config(), tmp_path / "nothing", resume=True)
-    assert {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()} == before
+    assert {p: p.read_bytes() for p in whole.path.rglob("*") if p.is_file()} == before
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"x" * 100])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_works(tmp_path, damage):
-    run = train(small_config(), tmp_path / "run")
-    last = run.last_checkpoint()
-    last.write_bytes(damage(last.read_bytes()))
-    with pytest.raises(RunFolderError, match=r"step-000005\.pt cannot be read"):
-        train(small_config(rl={"steps": 6}), run.path, resume=True)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_works(whole, copied):
+    last = copied.last_checkpoint()
+    written = last.read_bytes()
+    for damaged in (written[: len(written) // 2], b"", b"x" * 100):
+        last.write_bytes(damaged)
+        with pytest.raises(RunFolderError, match=r"step-000005\.pt cannot be read"):
+            train(small_config(rl={"steps": 6}), copied.path, resume=True)
     last.unlink()
-    train(small_config(rl={"steps": 6}), run.path, resume=True)
-    assert [r["step"] for r in records(run.path)] == list(range(6))
+    train(small_config(rl={"steps": 6}), copied.path, resume=True)
+    assert records(copied.path)[:5] == records(whole.path)
+    assert [record["step"] for record in records(copied.path)] == list(range(6))
 
 
 def test_a_checkpoint_executes_nothing(tmp_path):
@@ -170,6 +170,9 @@ def test_a_checkpoint_executes_nothing(tmp_path):
     torch.save({"step": 0, "model": Trap()}, path)
     with pytest.raises(RunFolderError, match="cannot be read"):
         load_checkpoint(path)
+
+
+SERVER = {"mode": "server", "url": "http://x", "weights_folder": "y"}
 
 
 @pytest.mark.parametrize(
@@ -187,6 +190,25 @@ def test_a_checkpoint_executes_nothing(tmp_path):
         ({"rl": {"micro_step_tokens": 8}}, "cannot hold a sequence of up to 12 tokens"),
         ({"model": {"sizes": {"vocab_size": 7}}}, "vocab_size comes from the task"),
         ({"name": "../up"}, "name"),
+        ({"alarms": {"max_rollbacks": 3}}, 'max_rollbacks changes nothing with action = "warn"'),
+        ({"alarms": {"action": "stop", "max_rollbacks": 3}}, 'max_rollbacks changes nothing with action = "stop"'),
+        ({"logging": {"wandb_mode": "offline"}}, "wandb_mode changes nothing with wandb = false"),
+        (
+            {"warm_start": {"checkpoint": "x.pt"}},
+            "batch_size, stop_at_loss, max_steps change nothing beside a checkpoint",
+        ),
+        ({"warm_start": {"max_steps": 0}}, "batch_size, stop_at_loss change nothing with max_steps = 0"),
+        ({"parallel": {"prefetch": 2, "checksums": True}}, "prefetch, checksums change nothing with expert = 1"),
+        ({"rollout": {"vllm": {"timeout_s": 5.0}}}, 'vllm changes nothing with engine = "embedded"'),
+        ({"rollout": {"engine": "vllm", "vllm": {"url": "x"}}}, 'url changes nothing with mode = "process"'),
+        (
+            {"rollout": {"engine": "vllm", "vllm": {**SERVER, "python": "x"}}},
+            'python changes nothing with mode = "server"',
+        ),
+        (
+            {"rollout": {"engine": "vllm", "precision": "float32", "vllm": SERVER}},
+            "precision changes nothing of a vLLM",
+        ),
     ],
 )
 def test_wrong_configurations_are_explained(sections, message):
@@ -227,14 +249,13 @@ def test_a_run_that_diverges_ends_with_one_error_and_keeps_its_checkpoints(tmp_p
     assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000000.pt")["step"] == 0
 
 
-def test_a_checkpoint_of_another_model_is_refused_on_resume(tmp_path):
-    run = train(small_config(), tmp_path / "run")
-    last = run.last_checkpoint()
+def test_a_checkpoint_of_another_model_is_refused_on_resume(copied):
+    last = copied.last_checkpoint()
     state = load_checkpoint(last)
     del state["optimizer"]
     torch.save(state, last)
     with pytest.raises(RunFolderError, match="does not fit this model and optimizer"):
-        train(small_config(rl={"steps": 6}), run.path, resume=True)
+        train(small_config(rl={"steps": 6}), copied.path, resume=True)
 
 
 def test_unknown_model_sizes_are_explained(tmp_path):
@@ -244,10 +265,9 @@ def test_unknown_model_sizes_are_explained(tmp_path):
         train(small_config(model={"family": "qwen9"}), tmp_path / "run2")
 
 
-def test_the_resolved_configuration_is_written(tmp_path):
-    run = train(small_config(rl={"steps": 1}), tmp_path / "run")
-    stored = json.loads((run.path / "config.json").read_text())
-    assert parse_config(stored, source="config.json") == small_config(rl={"steps": 1})
+def test_the_resolved_configuration_is_written(whole):
+    stored = json.loads((whole.path / "config.json").read_text())
+    assert parse_config(stored, source="config.json") == small_config()
 
 
 def test_impossible_model_sizes_are_explained(tmp_path):

@@ -1,12 +1,11 @@
 """What several ranks record of a step: each figure against what the processes exchanged, or counted anew."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
+from compiling import compiled_before_and_after_plans
 from metering import metered_steps, steps_with_slow_plans
+from processes import Workers
 from small_runs import SIZES
 from spreading import config_of
 
@@ -118,30 +117,11 @@ def test_planning_that_a_stage_does_not_wait_for_is_hidden(workers):
 
 def test_one_small_plan_compiles_all_that_plans_of_a_run_need():
     """In a process of its own, where nothing was planned before."""
-    subprocess.run([sys.executable, "-c", COMPILED], check=True, timeout=240)
-
-
-COMPILED = """
-import sys
-import numpy as np
-from numba.core.dispatcher import Dispatcher
-from foreroute.balance import PlanOptions, Topology
-from foreroute.train.config import ParallelConfig
-from foreroute.train.spread import LINKS, _plan, compile_planner
-
-def compiled():
-    modules = [module for name, module in sys.modules.items() if name.startswith("foreroute.balance")]
-    kernels = {id(f): f for module in modules for f in vars(module).values() if isinstance(f, Dispatcher)}
-    return {(f.__qualname__, str(signature)) for f in kernels.values() for signature in f.signatures}
-
-assert not compiled()
-compile_planner(ParallelConfig(expert=4))
-ready = compiled()
-assert ready
-for slots, per_node in (("layer", 4), ("shared", 2)):
-    topology = Topology(4, per_node, 2, LINKS)
-    counts_MLGE = np.random.default_rng(0).poisson(3, (3, 2, 4, 16)).astype(np.int32)
-    plan, _ = _plan(counts_MLGE, topology, PlanOptions(slots=slots), np.tile(topology.contiguous_home_E(16), (2, 1)))
-    assert len(plan.expert_R)
-assert compiled() == ready, compiled() - ready
-"""
+    alone = Workers(1, timeout_s=240)
+    try:
+        [(before, ready, after)] = alone.run(compiled_before_and_after_plans)
+    finally:
+        alone.close()
+    assert not before
+    assert ready
+    assert after == ready, after - ready

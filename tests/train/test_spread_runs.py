@@ -7,10 +7,9 @@ from transformers import AutoModelForCausalLM
 import foreroute as fr
 from foreroute.errors import ConfigError
 from foreroute.train import RunFolder, load_checkpoint, train
-from small_runs import records
+from small_runs import records, same_state
 from spread_runs import path_of, resume, run, run_config, step_on, stop_early
 from spreading import Steps, config_of, precise_trainer, steps_alone
-from test_run import same_state
 
 SIZES = (4, 2, 1, 4)
 OTHER_ORDERS = 1000

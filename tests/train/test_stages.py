@@ -57,7 +57,7 @@ def executed_rows(experience, result, seen, num_layers):
     for micro_step in range(result.micro_step_S.max() + 1):
         members = [s for s in order if result.micro_step_S[s] == micro_step]
         part = inputs(generation.select(members).trace)
-        kept = pad(part, 0)[1].reshape(-1).astype(bool)
+        kept = pad(part)[1].reshape(-1).astype(bool)
         for _ in range(num_layers):
             layer, ids = next(calls)
             yield part, members, layer, ids[kept]

@@ -13,7 +13,8 @@ from foreroute.errors import ConfigError, FunctionError
 from foreroute.train import parse_config
 from foreroute.train.engines import make_engine
 from foreroute.train.forward import inputs, response_logprobs
-from foreroute.train.loop import make_policy, make_trainer
+from foreroute.train.loop import make_trainer
+from foreroute.train.model import make_policy
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
 from foreroute.train.schedule import make_schedule

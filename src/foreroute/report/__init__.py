@@ -9,7 +9,8 @@ from foreroute.report.load_rows import LoadRow, load_rows
 from foreroute.report.page import write_report
 from foreroute.report.plan import write_plan_page
 from foreroute.report.plan_rows import MethodRow, method_rows, plan_summary
-from foreroute.report.records import Run, read_run, read_runs
+from foreroute.report.reading import read_run, read_runs
+from foreroute.report.records import Run
 from foreroute.report.simulation import write_simulation_page
 from foreroute.report.simulation_rows import SimulationRow, compared, simulation_rows, simulation_summary
 from foreroute.report.table import Sides, SummaryRow, summary_rows

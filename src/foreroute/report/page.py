@@ -9,7 +9,8 @@ from typing import Any
 
 from foreroute.report.alarm_rows import alarm_rows, watched
 from foreroute.report.load_rows import load_rows
-from foreroute.report.records import Run, read_runs
+from foreroute.report.reading import read_runs
+from foreroute.report.records import Run
 from foreroute.report.table import WINDOW, SummaryRow, summary_rows
 from foreroute.report.template import write_html
 from foreroute.report.wording import describe, flattened, pace, percentage, reward, scientific, seconds

@@ -1,19 +1,15 @@
-"""Reading run folders: `config.json` and `metrics.jsonl`, checked line by line. Nothing is computed or drawn here."""
+"""What run folders hold, as `reading.py` finds it there."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
 
-from foreroute.errors import InputError, RunFolderError
 from foreroute.mismatch import Alarm
 
 Side = Literal["native", "replayed"]
@@ -187,165 +183,9 @@ class Run:
         return self.paired_steps() or tuple(step for step in self.steps if side in step.mismatch)
 
 
-@dataclass(frozen=True)
-class _Rollout:
-    precision: str
-
-
-@dataclass(frozen=True)
-class _Rl:
-    routing: str
-
-
-@dataclass(frozen=True)
-class _Config:
-    name: str
-    seed: int
-    rollout: _Rollout
-    rl: _Rl
-
-
-_CONFIG = TypeAdapter(_Config)
-_ANYTHING = TypeAdapter(dict[str, Any])
-_STEP = TypeAdapter(Step)
-
-
-@dataclass(frozen=True)
-class _Rollbacks:
-    rollbacks: tuple[RolledBack, ...]
-
-
-_ROLLBACKS = TypeAdapter(_Rollbacks)
-
-
-def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read run folders in the given order. Runs of one name get their folder's name added to their label.
-
-    Raises:
-        InputError: when no folder is given.
-        RunFolderError: when a folder or file is missing or damaged.
-    """
-    if not folders:
-        raise InputError("no run folder was given; name at least one")
-    runs = [read_run(Path(folder)) for folder in folders]
-    names = Counter(run.name for run in runs)
-    runs = [replace(run, label=f"{run.name} ({run.folder.name})") if names[run.name] > 1 else run for run in runs]
-    labels = Counter(run.label for run in runs)
-    return [
-        replace(run, label=f"{run.label} #{position}") if labels[run.label] > 1 else run
-        for position, run in enumerate(runs, 1)
-    ]
-
-
-def read_run(folder: Path) -> Run:
-    """Read one run folder. A last line that a killed run left half written is dropped and noted.
-
-    Raises:
-        RunFolderError: when the folder or a file is missing, a line is damaged, or there is no complete step.
-    """
-    if not folder.is_dir():
-        raise RunFolderError(f"{folder} is not a folder; name the folder that a training run wrote")
-    path = folder / "config.json"
-    content = _read_bytes(path)
-    try:
-        config, shown = _CONFIG.validate_json(content, strict=True), _ANYTHING.validate_json(content)
-    except ValidationError as error:
-        raise RunFolderError(f"{path} is damaged: {_reason(error)}. Restore it from a copy") from error
-    steps, notes = _read_metrics(folder / "metrics.jsonl")
-    return Run(
-        folder=folder,
-        label=config.name,
-        name=config.name,
-        seed=config.seed,
-        precision=config.rollout.precision,
-        routing=config.rl.routing,
-        config=shown,
-        steps=tuple(steps),
-        notes=tuple(notes),
-        rollbacks=_read_rollbacks(folder / "rollbacks.json"),
-    )
-
-
-def _read_rollbacks(path: Path) -> tuple[RolledBack, ...]:
-    if not path.exists():
-        return ()
-    try:
-        return _ROLLBACKS.validate_json(_read_bytes(path), strict=True).rollbacks
-    except ValidationError as error:
-        raise RunFolderError(f"{path} is damaged: {_reason(error)}. Restore it from a copy") from error
-
-
-def _read_metrics(path: Path) -> tuple[list[Step], list[str]]:
-    lines = [(number, line) for number, line in enumerate(_read_bytes(path).split(b"\n"), 1) if line.strip()]
-    steps: list[Step] = []
-    notes: list[str] = []
-    shapes: dict[str, object] = {}
-    for number, line in lines:
-        try:
-            step = _STEP.validate_json(line, strict=True)
-            _check_like(shapes, step)
-        except ValueError as error:
-            if number == lines[-1][0] and _is_torn(error):
-                notes.append(
-                    f"Line {number} of {path.name} is half written, so the run was stopped there; it is left out."
-                )
-                break
-            raise RunFolderError(
-                f"{path}, line {number} is damaged: {_reason(error)}. "
-                f"Restore the file from a copy, or delete line {number} to report on the other steps"
-            ) from error
-        if steps and step.step <= steps[-1].step:
-            notes.append(
-                f"The run was resumed at step {step.step}; the steps after that are those of the later attempt."
-            )
-            steps = [earlier for earlier in steps if earlier.step < step.step]
-        steps.append(step)
-    if not steps:
-        raise RunFolderError(f"{path} holds no complete step; let the run finish at least one step")
-    return steps, notes
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise RunFolderError(
-            f"{path} does not exist; a run folder holds config.json and metrics.jsonl. Name one that training wrote"
-        ) from error
-    except OSError as error:
-        raise RunFolderError(
-            f"{path} cannot be read ({error.strerror}); check what it is and who may read it"
-        ) from error
-
-
-def _check_like(shapes: dict[str, object], step: Step) -> None:
-    """Refuse a step of another model: layers and bins are summed over steps. `shapes` remembers what came first."""
-    found: list[tuple[str, object]] = []
-    for mismatch in step.mismatch.values():
-        found += [("layers of differing_share_by_layer", len(mismatch.differing_share_by_layer))]
-        found += [("bins of differing_layers_histogram", len(mismatch.differing_layers_histogram))]
-    if step.margins:
-        found += [("bins of log10_edges", step.margins.log10_edges)]
-    for what, shape in found:
-        if shape and shapes.setdefault(what, shape) != shape:
-            raise ValueError(f"the {what} are {shape}, on earlier lines they are {shapes[what]}")
-
-
 def _shape(loads_MLG: tuple[tuple[tuple[int, ...], ...], ...]) -> tuple[int, int, int] | None:
     """M, L and G, or None when they are uneven or 0."""
     layers = {len(cells) for cells in loads_MLG}
     ranks = {len(cell) for cells in loads_MLG for cell in cells}
     even = len(layers) == len(ranks) == 1 and min(layers) > 0 and min(ranks) > 0
     return (len(loads_MLG), min(layers), min(ranks)) if even else None
-
-
-def _is_torn(error: ValueError) -> bool:
-    return isinstance(error, ValidationError) and error.errors()[0]["type"] == "json_invalid"
-
-
-def _reason(error: ValueError) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
-    return f"{place}: {first['msg']}" if place else first["msg"]

@@ -6,21 +6,26 @@
     trainer trains on         rollout 0       rollout 1       rollout 2
 
 The rollout of step t is sampled with the weights of version max(0, t - max_staleness). That is fixed by numbers of
-steps and not by what is ready when, so that a run repeats, and a resumed one ends, with the same bits.
+steps and not by what is ready when, so that a run repeats, and a resumed one ends, with the same bits. Whatever is
+missing for that, at the beginning or after a rollback, is sampled with the weights of the step that it is missed at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from foreroute.trace import RoutingSpec
 from foreroute.train.rollout import Experience
+from foreroute.train.stored_rollout import restored, stored
 
 Sample = Callable[[int, int, Mapping[str, Tensor]], Experience]
 """Of a step, with weights and their version."""
+T = TypeVar("T")
 
 
 class RolloutsAhead:
@@ -41,28 +46,50 @@ class RolloutsAhead:
         )
 
     def order(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Have everything sampled that is sampled with these weights. They are copied, and may change afterwards."""
+        """Have everything sampled that is still missing, up to `max_staleness` steps from now.
+
+        Args:
+            version: of the weights, which is the step that begins.
+            weights: are copied, and may change afterwards.
+        """
         copies = {name: weight.detach().clone() for name, weight in weights.items()}
-        last = version + self._max_staleness
-        for step in range(last if version else 0, last + 1):
+        first = max(self._ordered, default=version - 1) + 1
+        for step in range(first, version + self._max_staleness + 1):
             self._ordered[step] = self._worker.submit(self._sample, step, version, copies)
 
     def take(self, step: int) -> Experience:
         """The rollout of a step, which is waited for. Raises what sampling it raised."""
         return self._ordered.pop(step).result()
 
-    def waiting(self) -> dict[int, Experience]:
-        """The rollouts of steps to come, all of which are waited for."""
-        return {step: rollout.result() for step, rollout in self._ordered.items()}
+    def in_thread(self, work: Callable[[], T]) -> T:
+        """Have the thread do something else with the engine, after what was ordered, and wait for it."""
+        return self._worker.submit(work).result()
 
-    def restore(self, waiting: Mapping[int, Experience]) -> None:
-        """Take up what `waiting` gave, in place of what was ordered."""
+    def state(self, skipped_steps: int) -> dict[int, Any]:
+        """The rollouts of steps to come, all of which are waited for, by the step whose data they are of.
+
+        Args:
+            skipped_steps: of data, that were passed over so far.
+        """
+        return {step + skipped_steps: stored(rollout.result()) for step, rollout in self._ordered.items()}
+
+    def restore(self, state: Mapping[int, Any], spec: RoutingSpec, step: int, skipped_steps: int) -> None:
+        """Take up a state, in place of what was ordered. Rollouts whose data is passed over since are dropped.
+
+        Args:
+            state: as `state` gave it.
+            spec: of the model.
+            step: the next.
+            skipped_steps: as they are now.
+        """
         for rollout in self._ordered.values():
             rollout.cancel()
         self._ordered.clear()
-        for step, experience in waiting.items():
-            self._ordered[step] = Future()
-            self._ordered[step].set_result(experience)
+        for data_step, values in state.items():
+            if data_step >= step + skipped_steps:
+                rollout = Future()
+                rollout.set_result(restored(values, spec))
+                self._ordered[data_step - skipped_steps] = rollout
 
     def close(self) -> None:
         """End the thread; what has not begun is not sampled any more."""

@@ -20,7 +20,7 @@ def response_logprobs(model: Any, generation: Generation, temperature: float) ->
     """Log-probability of each sampled token, and the entropy of the distribution it was sampled from.
 
     Args:
-        model: a causal language model, whose configuration names a pad token.
+        model: a causal language model.
         generation: the sequences of one micro-batch; their `inputs` are padded on the right.
         temperature: of the rollout.
 
@@ -85,7 +85,7 @@ def inputs(trace: RoutingTrace) -> RoutingTrace:
 
 
 def pad(trace: RoutingTrace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens and mask [B, T], padded on the right, where the mask hides whatever token there is."""
+    """Tokens and mask, int64 [B, T], padded on the right, where the mask hides whatever token there is."""
     mask_BT = np.arange(int(trace.lengths.max())) < trace.lengths[:, None]
     input_ids_BT = np.zeros(mask_BT.shape, np.int64)
     input_ids_BT[mask_BT] = trace.token_ids_N

@@ -27,27 +27,22 @@ import torch
 from numpy.typing import NDArray
 
 from foreroute.adapters import hf
-from foreroute.errors import AttachError, ConfigError
 from foreroute.trace import RoutingTrace
 from foreroute.train.ahead import RolloutsAhead
 from foreroute.train.config import TrainConfig
 from foreroute.train.engines import Engine
 from foreroute.train.evaluate import evaluate, evaluation_record
 from foreroute.train.measure import StepPart, merged, step_record
-from foreroute.train.model import make_model
-from foreroute.train.optimizer import make_optimizer
-from foreroute.train.precision import checkpointed
-from foreroute.train.ranks import Ranks
+from foreroute.train.model import trainable
+from foreroute.train.optimizer import make_optimizer, set_learning_rate
 from foreroute.train.recompute import Recomputed, recompute
 from foreroute.train.reference import Reference
 from foreroute.train.rollout import Experience, roll_out
 from foreroute.train.run_folder import load_checkpoint, misfit_named
 from foreroute.train.schedule import Schedule, Stage, make_schedule
-from foreroute.train.spread import Spread
-from foreroute.train.stored_rollout import restored, stored
 from foreroute.train.tasks import Task
 from foreroute.train.update import Updated, update
-from foreroute.train.whole import Execution, Whole
+from foreroute.train.whole import Execution
 
 
 @dataclass
@@ -89,50 +84,37 @@ class Trainer:
             The rollout and the step's record, on rank 0 those of all ranks; elsewhere the record is empty.
         """
         self.seconds.clear()
-        ranks, version, routing = self.execution.ranks, self.step, self.config.rl.routing
+        ranks, version = self.execution.ranks, self.step
         with self._timed("rollout"):
             experience = self._roll_out()
         evaluation = self._evaluate()
-        schedule = make_schedule(experience, self.config.rl, ranks, seed=(self.config.seed, self._data_step))
-        follows_rollout = routing in ("R3", "R3+weights")
-        if follows_rollout:
-            self._plan(experience.generation.trace, [schedule.recompute, *schedule.update])
-        trained_with = "replayed" if follows_rollout else "native"
-        with self._timed("recompute"):
-            passes = {trained_with: self._recompute(experience, schedule, trained_with)}
-        if routing == "R2":
-            self._plan(passes[trained_with].executed, schedule.update)
-        if self._measures:
-            other = "native" if trained_with == "replayed" else "replayed"
-            with self._timed("measure"):
-                passes[other] = self._recompute(experience, schedule, other)
-        reference_R = None
-        if self.reference is not None:
-            with self._timed("reference"):
-                temperature = self.config.rollout.temperature
-                reference_R = self.reference.logprobs_R(experience.generation, schedule.recompute, temperature)
+        data_step = version + self.skipped_steps
+        schedule = make_schedule(experience, self.config.rl, ranks, seed=(self.config.seed, data_step))
+        passes = self._recompute_passes(experience, schedule)
+        reference_R = self._reference_logprobs(experience, schedule)
         with self._timed("update"):
-            updated = self._update(experience, schedule, passes[trained_with], reference_R)
+            updated = self._update(experience, schedule, passes[self._trains_with], reference_R)
         self.step += 1
         execution = self.execution.record()
         parts = ranks.gathered(StepPart(experience, passes, updated))
         if not parts:
             return experience, {}
         whole = merged(parts)
-        skipped = {"skipped_prompts": self.task.skipped} if self.task.skipped else {}
-        record = step_record(version, whole, trained_with, self.seconds)
-        return whole.experience, record | evaluation | execution | skipped
+        record = step_record(version, whole, self._trains_with, self.seconds) | evaluation | execution
+        return whole.experience, record | ({"skipped_prompts": self.task.skipped} if self.task.skipped else {})
 
     def state(self) -> dict[str, Any]:
         """Everything that a resumed run needs; randomness follows from the seed and the step."""
-        weights = dict(self.execution.state_dict())
-        state = {"model": weights, "optimizer": self.execution.optimizer_state(self.optimizer)}
+        optimizer = self.execution.optimizer_state(self.optimizer)
+        state = {"model": dict(self.execution.state_dict()), "optimizer": optimizer}
         if self.ahead is None:
             return state
-        return state | {"rollouts": {step: stored(each) for step, each in self.ahead.waiting().items()}}
+        return state | {"rollouts": self.ahead.state(self.skipped_steps)}
 
     def restore(self, checkpoint: Path) -> None:
-        """Continue from a checkpoint of the same run.
+        """Continue from a checkpoint of the same run, passing over the data of `skipped_steps`.
+
+        Rollouts that waited then, and whose data is passed over since, are dropped.
 
         Raises:
             RunFolderError: when it is damaged, or of another model.
@@ -140,13 +122,13 @@ class Trainer:
         state = load_checkpoint(checkpoint)
         with misfit_named(f"checkpoint {checkpoint}"):
             self.execution.load(state["model"], self.optimizer, state["optimizer"])
+            self.step = state["step"]
             if self.ahead is not None:
-                self.ahead.restore({step: restored(s, self.policy.spec) for step, s in state["rollouts"].items()})
-        self.step = state["step"]
+                self.ahead.restore(state["rollouts"], self.policy.spec, self.step, self.skipped_steps)
 
     @property
-    def _data_step(self) -> int:
-        return self.step + self.skipped_steps
+    def _trains_with(self) -> str:
+        return "replayed" if self.config.rl.routing in ("R3", "R3+weights") else "native"
 
     @property
     def _measures(self) -> bool:
@@ -173,16 +155,39 @@ class Trainer:
         return range(max(0, self.step - self.config.rollout.max_staleness), self.step + 1)
 
     def _evaluate(self) -> dict[str, Any]:
-        """With the weights that this step's rollout was sampled with."""
+        """With the weights that the step begins with."""
         every, ranks = self.config.evaluation.every, self.execution.ranks
         if not every or self.step % every:
             return {}
+        # a rollout has just been sampled or ordered with these weights, and whoever samples has loaded them for it
+        work = partial(evaluate, self.engine, self.task, self.config, self.step, ranks)
+        if self.ahead is not None:
+            work = partial(self.ahead.in_thread, work)
         with self._timed("evaluation"):
-            evaluated = ranks.together(
-                f"the evaluation of step {self.step}",
-                lambda: evaluate(self.engine, self.task, self.config, self.step, ranks),
-            )
-            return evaluation_record(ranks.gathered(evaluated))
+            return evaluation_record(ranks.gathered(ranks.together(f"the evaluation of step {self.step}", work)))
+
+    def _recompute_passes(self, experience: Experience, schedule: Schedule) -> dict[str, Recomputed]:
+        """The pass that is trained with, and at steps that measure the other one; "native" or "replayed"."""
+        follows_rollout = self._trains_with == "replayed"
+        if follows_rollout:
+            self._plan(experience.generation.trace, [schedule.recompute, *schedule.update])
+        with self._timed("recompute"):
+            passes = {self._trains_with: self._recompute(experience, schedule, self._trains_with)}
+        if self.config.rl.routing == "R2":
+            self._plan(passes["native"].executed, schedule.update)
+        if self._measures:
+            other = "native" if follows_rollout else "replayed"
+            with self._timed("measure"):
+                passes[other] = self._recompute(experience, schedule, other)
+        return passes
+
+    def _reference_logprobs(self, experience: Experience, schedule: Schedule) -> NDArray[np.float32] | None:
+        """float32 [R], or None without a reference."""
+        if self.reference is None:
+            return None
+        with self._timed("reference"):
+            temperature = self.config.rollout.temperature
+            return self.reference.logprobs_R(experience.generation, schedule.recompute, temperature)
 
     def _plan(self, routes: RoutingTrace, stages: list[Stage]) -> None:
         self.execution.plan(self.step * self.config.rl.mini_steps, routes, stages)
@@ -207,9 +212,8 @@ class Trainer:
         recomputed: Recomputed,
         reference_logprobs_R: NDArray[np.float32] | None,
     ) -> Updated:
-        self._set_learning_rate()
-        rollout = experience.generation.trace
-        routes = {"none": None, "R2": recomputed.executed, "R3": rollout, "R3+weights": rollout}
+        set_learning_rate(self.optimizer, self.config.rl, self.step)
+        routes = {"none": None, "R2": recomputed.executed}
         return update(
             self.policy,
             self.execution,
@@ -217,7 +221,7 @@ class Trainer:
             experience,
             schedule.update,
             recomputed.logprobs_R,
-            routes[self.config.rl.routing],
+            routes.get(self.config.rl.routing, experience.generation.trace),
             self.config.rl,
             weight_version=self.step,
             temperature=self.config.rollout.temperature,
@@ -226,12 +230,6 @@ class Trainer:
             watch_routes=self._measures,
         )
 
-    def _set_learning_rate(self) -> None:
-        settings = self.config.rl
-        share = min(1.0, (self.step + 1) / (settings.warmup_steps + 1))
-        for group in self.optimizer.param_groups:
-            group["lr"] = settings.learning_rate * share
-
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
         start = time.perf_counter()
@@ -239,40 +237,10 @@ class Trainer:
         self.seconds[stage] = time.perf_counter() - start
 
 
-def make_policy(config: TrainConfig, task: Task) -> hf.RoutedModel:
-    """The model, with initial weights, ready to record and replay.
-
-    Raises:
-        ConfigError: when it cannot be had, or has no routers that can be recorded and replayed.
-    """
-    model = checkpointed(make_model(config.model, task, config.seed), config.model)
-    model.train()
-    try:
-        return hf.attach(model)
-    except AttachError as error:
-        raise ConfigError(
-            f"the model of {config.model.path or config.model.family} cannot be trained: {error}"
-        ) from error
-
-
-def make_execution(config: TrainConfig, policy: hf.RoutedModel, ranks: Ranks) -> Whole | Spread:
-    """The policy, whole in one process or its experts spread over all."""
-    return Whole(policy) if ranks.size == 1 else Spread(policy, config.parallel, ranks)
-
-
 def make_trainer(
     config: TrainConfig, task: Task, policy: hf.RoutedModel, execution: Execution, engine: Engine
 ) -> Trainer:
-    """All of these, adapters if there are to be some, and a new optimizer.
-
-    Routers that are to stay as they are get no gradients.
-    """
-    lora = config.model.lora
-    if lora.rank:
-        hf.add_lora(policy.model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
-        policy = hf.attach(policy.model)
-    if lora.rank or config.rl.router == "frozen":
-        for parameter in policy.router_parameters():
-            parameter.requires_grad_(config.rl.router == "trained")
+    """All of these, and a new optimizer. RL changes what it is to change alone."""
+    policy = trainable(config, policy)
     optimizer = make_optimizer(policy.model, lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     return Trainer(config, task, policy, execution, engine, optimizer)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import CheckpointWriter
-from foreroute.errors import ConfigError
-from foreroute.train.config import ModelConfig
-from foreroute.train.precision import in_dtype
+from foreroute.errors import AttachError, ConfigError
+from foreroute.train.config import ModelConfig, TrainConfig
+from foreroute.train.precision import checkpointed, in_dtype
 from foreroute.train.tasks import Task
 
 
@@ -33,6 +33,34 @@ def make_model(config: ModelConfig, task: Task, seed: int) -> Any:
     model = hf.load_pretrained(Path(config.path), experts_implementation=config.experts_implementation)
     _require_embeddings(model, config, task)
     return in_dtype(model, config)
+
+
+def make_policy(config: TrainConfig, task: Task) -> hf.RoutedModel:
+    """The model, with initial weights, ready to record and replay.
+
+    Raises:
+        ConfigError: when it cannot be had, or has no routers that can be recorded and replayed.
+    """
+    model = checkpointed(make_model(config.model, task, config.seed), config.model)
+    model.train()
+    try:
+        return hf.attach(model)
+    except AttachError as error:
+        raise ConfigError(
+            f"the model of {config.model.path or config.model.family} cannot be trained: {error}"
+        ) from error
+
+
+def trainable(config: TrainConfig, policy: hf.RoutedModel) -> hf.RoutedModel:
+    """The policy, changed in place: with adapters if there are to be some, and gradients where RL changes weights."""
+    lora = config.model.lora
+    if lora.rank:
+        hf.add_lora(policy.model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
+        policy = hf.attach(policy.model)
+    if lora.rank or config.rl.router == "frozen":
+        for parameter in policy.router_parameters():
+            parameter.requires_grad_(config.rl.router == "trained")
+    return policy
 
 
 def write_model(model: Any, weights: Mapping[str, Tensor], task: Task, folder: Path) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from foreroute.train.config import RLConfig
+
 IN_FLOAT32 = ("master", "exp_avg", "exp_avg_sq")
 
 
@@ -17,6 +19,13 @@ def make_optimizer(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     parameters = list(model.parameters())
     low = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in parameters)
     return (MasterAdamW if low else torch.optim.AdamW)(parameters, **options)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: RLConfig, step: int) -> None:
+    """That of a step, from 0: it rises linearly over `warmup_steps`, and stays."""
+    share = min(1.0, (step + 1) / (config.warmup_steps + 1))
+    for group in optimizer.param_groups:
+        group["lr"] = config.learning_rate * share
 
 
 class MasterAdamW(torch.optim.AdamW):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from foreroute.errors import ConfigError, ForerouteError, RankError
+from foreroute.errors import ConfigError, DivergedError, ForerouteError, RankError
 from foreroute.transfer.agreement import Votes
 from foreroute.transfer.exchange import lost
 
@@ -47,6 +47,7 @@ class Ranks:
 
         Raises:
             RankError: when another rank failed; a rank that fails raises what went wrong there, whatever it is.
+            DivergedError: on every rank, when numbers are not finite on some, and nothing else is wrong.
         """
         if self._votes is None:
             return work()
@@ -56,11 +57,14 @@ class Ranks:
         except Exception as raised:
             error = raised
         objections = self._votes.objections(_words(error), what)
-        if error is not None:
+        if not objections:
+            return done  # type: ignore[return-value]  # without an error there is one
+        # ranks can only survive a divergence together
+        otherwise = self.most([int(error is not None and not isinstance(error, DivergedError))])[0]
+        if error is not None and (otherwise == 0 or not isinstance(error, DivergedError)):
             raise error
-        if objections:
-            raise RankError(f"{what} failed on another rank: " + "; ".join(objections))
-        return done  # type: ignore[return-value]  # without an error there is one
+        kind = RankError if otherwise else DivergedError
+        raise kind(f"{what} failed on another rank: " + "; ".join(objections)) from error
 
     def first(self, what: str, work: Callable[[], object]) -> None:
         """Rank 0 alone does it, and the others wait. Raises as `together`."""
@@ -139,7 +143,8 @@ class Ranks:
 def _words(error: Exception | None) -> str | None:
     if error is None:
         return None
-    return str(error) if isinstance(error, ForerouteError) else f"{type(error).__name__}: {error}"
+    words = f"{type(error).__name__}: {error}"
+    return str(error) or words if isinstance(error, ForerouteError) else words
 
 
 @contextmanager

@@ -17,14 +17,14 @@ from foreroute.train.config import TrainConfig
 from foreroute.train.engines import make_engine
 from foreroute.train.guard import Guard
 from foreroute.train.loggers import require_loggers
-from foreroute.train.loop import Trainer, make_execution, make_policy, make_trainer
-from foreroute.train.model import write_model
+from foreroute.train.loop import Trainer, make_trainer
+from foreroute.train.model import make_policy, write_model
 from foreroute.train.ranks import Ranks, joined
 from foreroute.train.recorder import Recorder
 from foreroute.train.reference import load_reference
 from foreroute.train.rollback import Rollback, as_rolled_back, read_rollbacks, settle
 from foreroute.train.run_folder import RunFolder, load_checkpoint, misfit_named
-from foreroute.train.spread import compile_planner
+from foreroute.train.spread import compile_planner, make_execution
 from foreroute.train.tasks import Task, make_task
 from foreroute.train.warm_start import warm_start
 
@@ -172,28 +172,35 @@ def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> bool:
 
 
 def _take_steps(trainer: Trainer, run: RunFolder, watcher: Watcher, guard: Guard, recorder: Recorder) -> bool:
-    config, ranks, saved_at = trainer.config, trainer.execution.ranks, trainer.step
-    while trainer.step < config.rl.steps and not ranks.most([watcher.should_stop()])[0]:
+    last, ranks, saved_at = trainer.config.rl.steps, trainer.execution.ranks, trainer.step
+    while trainer.step < last and not ranks.most([watcher.should_stop()])[0]:
         step = trainer.step
         try:
-            experience, record = trainer.run_step()
-        except DivergedError as error:
+            record = _take_step(trainer, recorder)
+            if record:
+                watcher.on_step(record)
+            # before a checkpoint is saved, so that a run that is killed here comes to the same decision again
+            if guard.act(step):
+                return True
+            if trainer.step % trainer.config.checkpoint.every == 0 or trainer.step == last:
+                _save(trainer, run)
+                saved_at = trainer.step
+        except DivergedError as error:  # of the step, or of a rollout ahead that a checkpoint waits for
             return guard.survive(step, error)
-        write = partial(recorder.write, step, experience, record)
-        ranks.first(f"writing the metrics of step {step}", write)
-        if record:
-            watcher.on_step(record)
-        # before a checkpoint is saved, so that a run that is killed here comes to the same decision again
-        if guard.act(step):
-            return True
-        if trainer.step % config.checkpoint.every == 0:
-            _save(trainer, run)
-            saved_at = trainer.step
     if trainer.step != saved_at:
         _save(trainer, run)
-    if trainer.step == config.rl.steps:
+    if trainer.step == last:
         _write_model(trainer, run)
     return False
+
+
+def _take_step(trainer: Trainer, recorder: Recorder) -> dict[str, Any]:
+    """Its record, which is written down, on rank 0; elsewhere it is empty."""
+    step = trainer.step
+    experience, record = trainer.run_step()
+    write = partial(recorder.write, step, experience, record)
+    trainer.execution.ranks.first(f"writing the metrics of step {step}", write)
+    return record
 
 
 def _save(trainer: Trainer, run: RunFolder) -> None:

@@ -26,11 +26,12 @@ from foreroute.adapters.hf import RoutedModel, distribute
 from foreroute.balance import Links, PlanOptions, StepPlan, Topology
 from foreroute.experts import BatchRows
 from foreroute.trace import RoutingTrace, count_assignments
-from foreroute.train.config import ParallelConfig
+from foreroute.train.config import ParallelConfig, TrainConfig
 from foreroute.train.forward import pad
 from foreroute.train.load import StageLoad, execution_record
 from foreroute.train.ranks import Ranks
 from foreroute.train.schedule import Stage
+from foreroute.train.whole import Whole
 from foreroute.transfer.engine import TransferEngine
 from foreroute.transfer.exchange import PeerGroup
 from foreroute.transfer.records import TransferOptions
@@ -169,6 +170,11 @@ class Spread:
                 for key, value in values.items()
             }
         return {**state, "state": converted}
+
+
+def make_execution(config: TrainConfig, policy: RoutedModel, ranks: Ranks) -> Whole | Spread:
+    """The policy, whole in one process or its experts spread over all."""
+    return Whole(policy) if ranks.size == 1 else Spread(policy, config.parallel, ranks)
 
 
 def compile_planner(config: ParallelConfig) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.capture import Generation
@@ -15,21 +15,15 @@ from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trace.check import check_rows
 from foreroute.train.rollout import Experience, Sampled
 
-OF_TRACE = ("expert_ids_NLK", "valid_N", "token_ids_N", "weight_versions_N", "offsets", "gate_weights_NLK")
-OF_GENERATION = ("prompt_lengths", "logprobs_R")
-OF_EXPERIENCE = ("rewards_S", "advantages_S", "informative_S")
-
 
 def stored(experience: Experience) -> dict[str, Any]:
-    """Tensors and plain values."""
-    generation, sampled = experience.generation, experience.sampled
-    trace = generation.trace
+    """Tensors and plain values, which `torch.load` reads without executing anything."""
+    generation = experience.generation
     return {
-        "trace": _tensors(trace, OF_TRACE)
-        | {"provenance": dict(trace.provenance), "pick_order_kept": trace.pick_order_kept},
-        "generation": _tensors(generation, OF_GENERATION),
-        "experience": _tensors(experience, OF_EXPERIENCE) | {"max_response_tokens": experience.max_response_tokens},
-        "sampled": _tensors(sampled, ("first_rewards_S",)) | {"rounds": sampled.rounds, "responses": sampled.responses},
+        "trace": _values(generation.trace, "spec"),
+        "generation": _values(generation, "trace"),
+        "experience": _values(experience, "generation", "sampled"),
+        "sampled": _values(experience.sampled),
     }
 
 
@@ -46,9 +40,15 @@ def restored(state: Mapping[str, Any], spec: RoutingSpec) -> Experience:
     return Experience(generation, sampled=Sampled(**_arrays(state["sampled"])), **_arrays(state["experience"]))
 
 
-def _tensors(holder: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
-    arrays: dict[str, NDArray[Any] | None] = {name: getattr(holder, name) for name in names}
-    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items() if array is not None}
+def _values(holder: Any, *without: str) -> dict[str, Any]:
+    """All fields of a dataclass but those that are stored on their own."""
+    return {each.name: _plain(getattr(holder, each.name)) for each in fields(holder) if each.name not in without}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(np.array(value))
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _arrays(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,27 +99,12 @@ def update(
         )
     tokens = RolloutTokens.of(experience, old_logprobs_R, reference_logprobs_R, config.rejection)
     versions = {weight_version} if accepted is None else accepted
-    batch = _Batch(routed, execution, tokens, routes, config, versions, temperature, watch_routes)
-    losses, norms = [], []
-    for stage in mini_steps:
-        with nullcontext() if routes is None else execution.running(stage, updating=True):
-            summed, divisor = batch.accumulate(stage.micro_steps)
-        loss, norm = summed / max(divisor, 1), execution.finish_gradients(config.max_grad_norm)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise DivergedError(
-                f"loss {loss} and gradient norm {norm} in step {weight_version}; lower rl.learning_rate"
-            )
-        if divisor:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        execution.weights_changed()
-        batch.agreement.end_mini_step()
-        losses.append(loss)
-        norms.append(norm)
+    batch = _Batch(routed, execution, tokens, routes, config, weight_version, versions, temperature, watch_routes)
+    taken = [batch.take_mini_step(stage, optimizer) for stage in mini_steps]
     importance, clip_share, kl = batch.sums.total(execution.ranks)
     return Updated(
-        float(np.mean(losses or [0.0])),
-        float(np.mean(norms or [0.0])),
+        float(np.mean([loss for loss, _ in taken] or [0.0])),
+        float(np.mean([norm for _, norm in taken] or [0.0])),
         clip_share,
         importance,
         int(execution.ranks.total([tokens.rejected])[0]),
@@ -138,13 +123,37 @@ class _Batch:
     tokens: RolloutTokens
     routes: RoutingTrace | None
     config: RLConfig
+    weight_version: int
     versions: Collection[int]
     temperature: float
     watch_routes: bool
     sums: LossSums = field(default_factory=LossSums)
     agreement: LiveSums = field(default_factory=LiveSums)
 
-    def accumulate(self, micro_steps: MicroSteps) -> tuple[float, int]:
+    def take_mini_step(self, stage: Stage, optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+        """One optimizer step, or none where nothing is trained.
+
+        Returns:
+            The loss, and the norm of its gradient before clipping.
+
+        Raises:
+            DivergedError: when one of them is not finite.
+        """
+        with nullcontext() if self.routes is None else self.execution.running(stage, updating=True):
+            summed, divisor = self._accumulate(stage.micro_steps)
+        loss, norm = summed / max(divisor, 1), self.execution.finish_gradients(self.config.max_grad_norm)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise DivergedError(
+                f"loss {loss} and gradient norm {norm} in step {self.weight_version}; lower rl.learning_rate"
+            )
+        if divisor:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self.execution.weights_changed()
+        self.agreement.end_mini_step()
+        return loss, norm
+
+    def _accumulate(self, micro_steps: MicroSteps) -> tuple[float, int]:
         """Gradients of the loss of a mini-batch.
 
         Returns:

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from foreroute.balance.config_file import Count, Section
 from foreroute.mismatch import AlarmRules, Kind
+from foreroute.train.config.idle import refuse_idle
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -46,6 +47,8 @@ class AlarmsConfig(Section):
     def _can_act(self) -> AlarmsConfig:
         if self.action != "warn" and not self.act_on:
             raise ValueError(f'action = "{self.action}" with an empty act_on never acts; name alarms, or set "warn"')
+        idle = {"warn": ("act_on", "max_rollbacks"), "stop": ("max_rollbacks",), "rollback": ()}[self.action]
+        refuse_idle(self, idle, f'with action = "{self.action}"; leave out what is of another action')
         return self
 
     def rules(self) -> AlarmRules:

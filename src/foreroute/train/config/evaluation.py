@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from foreroute.balance.config_file import Count, Section
+from foreroute.train.config.idle import refuse_idle
 
 
 class EvaluationConfig(Section):
@@ -25,14 +26,11 @@ class EvaluationConfig(Section):
 
     @model_validator(mode="after")
     def _takes_place(self) -> EvaluationConfig:
-        if self.every == 0 and self.model_dump() != _DEFAULTS:
-            raise ValueError("the other keys change nothing with every = 0; set every, or leave them out")
+        if self.every == 0:
+            refuse_idle(self, EvaluationConfig.model_fields, "with every = 0; set every, or leave the others out")
         if self.temperature == 0 and self.group_size > 1:
             raise ValueError(
                 f"group_size = {self.group_size} responses to a prompt are all the same at temperature = 0; raise the "
                 "temperature, or leave group_size out"
             )
         return self
-
-
-_DEFAULTS = {name: field.default for name, field in EvaluationConfig.model_fields.items()}

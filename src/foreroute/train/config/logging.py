@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import model_validator
+
 from foreroute.balance.config_file import Section
+from foreroute.train.config.idle import refuse_idle
 
 
 class LoggingConfig(Section):
@@ -19,3 +22,9 @@ class LoggingConfig(Section):
     is rolled back."""
     wandb_mode: Literal["online", "offline"] = "online"
     """Offline runs are kept in the run's folder, for `wandb sync`."""
+
+    @model_validator(mode="after")
+    def _takes_place(self) -> LoggingConfig:
+        if not self.wandb:
+            refuse_idle(self, ("wandb_project", "wandb_mode"), "with wandb = false; set it to true, or leave them out")
+        return self

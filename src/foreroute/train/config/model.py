@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from foreroute.balance.config_file import Count, Section
+from foreroute.train.config.idle import refuse_idle
 
 
 class LoRAConfig(Section):
@@ -23,9 +24,8 @@ class LoRAConfig(Section):
 
     @model_validator(mode="after")
     def _has_rank(self) -> LoRAConfig:
-        given = sorted(self.model_fields_set - {"rank"})
-        if not self.rank and any(getattr(self, key) != getattr(LoRAConfig(), key) for key in given):
-            raise ValueError(f"{', '.join(given)} change nothing without adapters; set rank, such as 16")
+        if not self.rank:
+            refuse_idle(self, LoRAConfig.model_fields, "without adapters; set rank, such as 16")
         return self
 
 
@@ -73,7 +73,7 @@ class WarmStartConfig(Section):
     """Supervised training before RL, until the model half knows the task."""
 
     checkpoint: str | None = None
-    """A checkpoint to start from instead; then nothing else here is used."""
+    """A checkpoint to start from instead; then the other keys are left out."""
     max_steps: Annotated[int, Field(ge=0)] = 800
     """Supervised steps at most; the learning rate falls along a cosine over so many. 0 leaves the warm start out, and
     is the default for a model from a path."""
@@ -85,3 +85,15 @@ class WarmStartConfig(Section):
     """Training stops when the moving average of the loss, in nats per answer token, falls below this."""
     aux_loss: Annotated[float, Field(ge=0)] = 0.01
     """Weight of the load-balancing loss. RL uses none."""
+
+    @model_validator(mode="after")
+    def _takes_place(self) -> WarmStartConfig:
+        others = [name for name in WarmStartConfig.model_fields if name not in ("checkpoint", "max_steps")]
+        if self.checkpoint is not None:
+            # 0 is what a model from a path has by default
+            refuse_idle(
+                self, [*others, *(["max_steps"] if self.max_steps else [])], "beside a checkpoint; leave it out"
+            )
+        elif self.max_steps == 0:
+            refuse_idle(self, others, "with max_steps = 0, the default for a model from a path; set max_steps")
+        return self

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from foreroute.balance.config_file import Count, Section
+from foreroute.train.config.idle import refuse_idle
 
 
 class ParallelConfig(Section):
@@ -45,6 +46,10 @@ class ParallelConfig(Section):
             )
         if self.dense == "fsdp2" and self.expert == 1:
             raise ValueError('dense = "fsdp2" spreads parameters over ranks; set expert above 1, or leave it out')
+        if self.expert == 1:
+            refuse_idle(
+                self, ParallelConfig.model_fields, "with expert = 1, one process; set expert, or leave them out"
+            )
         if self.deadline_s is not None and self.deadline_s >= self.timeout_s:
             raise ValueError(f"deadline_s = {self.deadline_s} is not below timeout_s = {self.timeout_s}")
         return self

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from foreroute.balance.config_file import Count, Section
+from foreroute.train.config.idle import refuse_idle
 
 
 class VLLMConfig(Section):
@@ -31,6 +32,8 @@ class VLLMConfig(Section):
     def _server_known(self) -> VLLMConfig:
         if self.mode == "server" and (self.url is None or self.weights_folder is None):
             raise ValueError('mode = "server" needs url and weights_folder')
+        of_the_other = {"process": ("url", "weights_folder"), "server": ("python", "max_model_len", "options")}
+        refuse_idle(self, of_the_other[self.mode], f'with mode = "{self.mode}"; leave them out, or set the other mode')
         return self
 
 
@@ -57,6 +60,10 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _precision_of_engine(self) -> RolloutConfig:
+        if self.engine != "vllm":
+            refuse_idle(self, ["vllm"], f'with engine = "{self.engine}"; set engine = "vllm", or leave it out')
+        elif self.vllm.mode == "server":
+            refuse_idle(self, ["precision"], "of a vLLM server, which has its own; leave it out")
         if self.engine == "vllm" and self.precision == "fp8":
             raise ValueError('precision = "fp8" is the embedded engine\'s; vLLM takes float32 or bfloat16')
         return self

@@ -94,11 +94,6 @@ class TrainConfig(Section):
     def _held_out_problems_known(self) -> TrainConfig:
         if self.evaluation.every and (self.evaluation.data is None) == (self.task.kind == "dataset"):
             raise ValueError('evaluation.data goes with task.kind = "dataset", which needs it; chains make their own')
-        if self.evaluation.every and self.rollout.max_staleness:
-            raise ValueError(
-                "evaluation needs the engine between steps, which samples ahead with rollout.max_staleness = "
-                f"{self.rollout.max_staleness}; set one of the two to 0"
-            )
         return self
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from foreroute.balance.config_file import Count, Section
+from foreroute.train.config.idle import refuse_idle
 
 BUILT_IN = ("exact_match", "regex", "arithmetic", "countdown")
 """Verifiers that a reward can name."""
@@ -55,9 +56,7 @@ class TaskConfig(Section):
         if self.min_operands > self.max_operands:
             raise ValueError(f"min_operands = {self.min_operands} exceeds max_operands = {self.max_operands}")
         other = {"chain": _DATASET_KEYS, "dataset": _CHAIN_KEYS}[self.kind]
-        idle = [name for name in other if getattr(self, name) != TaskConfig.model_fields[name].default]
-        if idle:
-            raise ValueError(f'{", ".join(idle)} change nothing with kind = "{self.kind}"; leave them out')
+        refuse_idle(self, other, f'with kind = "{self.kind}"; leave out what is of the other kind')
         if self.kind == "dataset" and (self.data is None or self.reward is None):
             raise ValueError('kind = "dataset" needs data, a JSONL file, and reward')
         return self
@@ -73,8 +72,10 @@ class TaskConfig(Section):
             raise ValueError(f'environment = "{self.environment}" is no function; write "file.py:function"')
         if (self.environment is None) != (self.max_turns == 1):
             raise ValueError("an environment and max_turns of 2 or more go together; set both, or neither")
-        if self.environment is None and self.max_tool_tokens != TaskConfig.model_fields["max_tool_tokens"].default:
-            raise ValueError("max_tool_tokens changes nothing without an environment; leave it out")
+        if self.environment is None:
+            refuse_idle(self, ["max_tool_tokens"], "without an environment; leave it out")
+            if self.reward in BUILT_IN:
+                refuse_idle(self, ["function_timeout_s"], "without a function of your own; leave it out")
         if (self.reward == "regex") != (self.pattern is not None):
             raise ValueError('pattern goes with reward = "regex", and reward = "regex" needs it')
         return self
