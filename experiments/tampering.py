@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from foreroute.adapters.sampling_engine import Engine
 from foreroute.capture import Generation, Sampling
 from foreroute.trace import RoutingTrace
 from foreroute.train import run
-from foreroute.train.engines import Engine, make_engine
+from foreroute.train.engines import make_engine
 
 
 def shifted(trace: RoutingTrace) -> RoutingTrace:

@@ -1,5 +1,6 @@
 """The kit is itself tested: an adapter that is broken in one way fails the check of that way, and no other."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -20,8 +21,15 @@ def test_the_adapter_that_is_broken_here_works_when_nothing_is_broken():
     assert run_conformance(Adapter()).ok
 
 
+@pytest.fixture
+def unchecked(monkeypatch):
+    """The good adapter under the broken one trusts the model: its self-check is a third of a run of the kit."""
+    attaching = importlib.import_module("foreroute.adapters.hf.attach")
+    monkeypatch.setattr(attaching, "self_check", lambda routed, sites: None)
+
+
 @pytest.mark.parametrize("adapter", BROKEN, ids=lambda adapter: adapter.__name__)
-def test_a_broken_adapter_fails_its_own_check_and_no_other(adapter):
+def test_a_broken_adapter_fails_its_own_check_and_no_other(adapter, unchecked):
     report = run_conformance(adapter())
     assert report.failed == (BROKEN[adapter],), report.text()
     assert not report.ok

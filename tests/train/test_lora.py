@@ -76,6 +76,10 @@ def test_what_cannot_be_adapted_is_explained(monkeypatch):
     options = {"rank": 4, "alpha": 8.0, "seed": 0}
     with pytest.raises(ConfigError, match=r"targets = \['nothing'\] cannot be adapted .* k_proj, lm_head, o_proj"):
         hf.add_lora(tiny("qwen3_moe"), targets=["nothing"], **options)
+    with pytest.raises(ConfigError, match=r"\(there is no v_prj\); linear layers of this model are k_proj"):
+        hf.add_lora(tiny("qwen3_moe"), targets=["q_proj", "v_prj"], **options)
+    with pytest.raises(ConfigError, match=r"cannot be adapted \(Target module Qwen3MoeSparseMoeBlock"):
+        hf.add_lora(tiny("qwen3_moe"), targets=["mlp"], **options)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match="needs peft, which is not installed: pip install peft"):
         hf.add_lora(tiny("qwen3_moe"), targets=["q_proj"], **options)

@@ -29,8 +29,10 @@ class HuggingFaceUnderTest(AdapterUnderTest):
         sizes: fields of its configuration.
     """
 
+    adapter = "foreroute.adapters.hf"
+
     def __init__(self, family: str, sizes: Mapping[str, Any]) -> None:
-        self.name = f"foreroute.adapters.hf on {family}"
+        self.name = f"{self.adapter} on {family}"
         self.vocabulary = int(sizes["vocab_size"])
         self.groups = Groups(sizes["n_group"], sizes["topk_group"]) if sizes.get("n_group", 1) > 1 else None
         self._family = family

@@ -30,16 +30,9 @@ from foreroute.trace import RoutingSpec, RoutingTrace
 
 
 class TRLUnderTest(HuggingFaceUnderTest):
-    """A family of transformers as the policy of a `GRPOTrainer`.
+    """A family of transformers as the policy of a `GRPOTrainer`."""
 
-    Args:
-        family: a model type of transformers.
-        sizes: fields of its configuration.
-    """
-
-    def __init__(self, family: str, sizes: Any) -> None:
-        super().__init__(family, sizes)
-        self.name = f"foreroute.adapters.trl on {family}"
+    adapter = "foreroute.adapters.trl"
 
     def build(self, case: Case) -> TRLModel:
         """The model of a family with TRL's head, and no trainer yet."""

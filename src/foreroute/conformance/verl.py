@@ -31,16 +31,9 @@ from foreroute.trace import RoutingSpec, RoutingTrace
 
 
 class VerlUnderTest(HuggingFaceUnderTest):
-    """A family of transformers as the policy of verl's FSDP engine.
+    """A family of transformers as the policy of verl's FSDP engine."""
 
-    Args:
-        family: a model type of transformers.
-        sizes: fields of its configuration.
-    """
-
-    def __init__(self, family: str, sizes: Any) -> None:
-        super().__init__(family, sizes)
-        self.name = f"foreroute.adapters.verl on {family}"
+    adapter = "foreroute.adapters.verl"
 
     def build(self, case: Case) -> VerlModel:
         """The model of a family in an engine without replay."""

@@ -1,17 +1,11 @@
-"""What the trainer asks of whatever samples, and the engine that a configuration asks for."""
+"""The engine that a configuration asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from foreroute.adapters import hf, vllm
-from foreroute.capture import Generation, Sampling
+from foreroute.adapters.sampling_engine import Engine
 from foreroute.train.config import TrainConfig
 
 
@@ -37,20 +31,3 @@ def make_engine(run: TrainConfig, policy: hf.RoutedModel) -> Engine:
     # TrainConfig refuses a server without url and folder
     url, folder = str(place.url), Path(str(place.weights_folder))
     return vllm.ServerEngine(policy, url, weights_folder=folder, timeout_s=place.timeout_s)
-
-
-class Engine(Protocol):
-    """The embedded engine, or one that runs elsewhere."""
-
-    weight_version: int
-
-    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take over the trainer's weights; what follows is stamped with `version`."""
-
-    def generate(
-        self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
-    ) -> Generation:
-        """Sample `sampling.group_size` responses to each prompt, grouped by prompt."""
-
-    def close(self) -> None:
-        """End what was started to sample. May be called again."""

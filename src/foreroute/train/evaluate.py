@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from foreroute.adapters.sampling_engine import Engine
 from foreroute.capture import Sampling
 from foreroute.train.config import TrainConfig
-from foreroute.train.engines import Engine
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Scores, scored
 from foreroute.train.tasks import Task

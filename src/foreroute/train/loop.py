@@ -27,10 +27,10 @@ import torch
 from numpy.typing import NDArray
 
 from foreroute.adapters import hf
+from foreroute.adapters.sampling_engine import Engine
 from foreroute.trace import RoutingTrace
 from foreroute.train.ahead import RolloutsAhead
 from foreroute.train.config import TrainConfig
-from foreroute.train.engines import Engine
 from foreroute.train.evaluate import evaluate, evaluation_record
 from foreroute.train.measure import StepPart, merged, step_record
 from foreroute.train.model import trainable

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from foreroute.adapters.sampling_engine import Engine
 from foreroute.capture import Generation, Sampling
 from foreroute.errors import FunctionError
 from foreroute.train.config import TrainConfig
-from foreroute.train.engines import Engine
 from foreroute.train.objective.advantages import group_advantages
 from foreroute.train.ranks import Ranks
 from foreroute.train.tasks import Problem, Task

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from foreroute.adapters.sampling_engine import Engine
 from foreroute.capture import Generation, Sampling
 from foreroute.errors import FunctionError
 from foreroute.trace import extended
-from foreroute.train.engines import Engine
 from foreroute.train.tasks import Problem, Task
 
 

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ BATCH = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
 
 def record(name):
     """What is recorded is what the experts are given."""
-    model, routed = attached(name)
+    model, routed = shared(name)
     with routed.record() as recording, watching(name, routed) as calls:
         run(model)
     require_given_to_experts(recording.trace(), calls)
@@ -29,12 +29,12 @@ def record(name):
 
 def native(name):
     """Replaying its own routes changes no bit of outputs and gradients."""
-    require_bit_equal(build(name), *attached(name))
+    require_bit_equal(build(name), *shared(name))
 
 
 def foreign(name):
     """Experts are given exactly the ids of routes that the model would not take."""
-    model, routed = attached(name)
+    model, routed = shared(name)
     trace = foreign_routes(routed)
     with routed.replay(trace), watching(name, routed) as calls:
         run(model)
@@ -43,7 +43,7 @@ def foreign(name):
 
 def weights(name):
     """Gate weights follow the formula of the family: an untouched router's at its own picks, ours at the replayed."""
-    model, routed = attached(name)
+    model, routed = shared(name)
     with routed.record() as recording, watching(name, routed) as untouched:
         run(model)
     trace = foreign_routes(routed)
@@ -58,7 +58,7 @@ def weights(name):
 
 def gradient(name):
     """The gradient of a router is that of the formula at the replayed ids, and every router has one."""
-    model, routed = attached(name)
+    model, routed = shared(name)
     trace = foreign_routes(routed)
     with routed.replay(trace), watching(name, routed) as calls:
         loss = run(model)
@@ -86,7 +86,7 @@ def checkpointing(name):
     """Both kinds, with the backward outside of the session, change no gradient bit under foreign routes."""
     if not can_checkpoint(build(name)):
         return "upstream has no activation checkpointing"
-    plain = checkpointed_gradients(name, None)
+    plain = trained_gradients(*shared(name))
     for use_reentrant in (True, False):
         ours = checkpointed_gradients(name, use_reentrant)
         assert plain.keys() == ours.keys()
@@ -105,7 +105,7 @@ def backends(name):
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     if "use_experts_implementation" not in inspect.getsource(module):
         return "upstream has one backend"
-    _, eager = attached(name)
+    _, eager = shared(name)
     with eager.replay(foreign_routes(eager)), torch.no_grad():
         expected = run(eager.model)
     for experts in ("grouped_mm", "batched_mm"):
@@ -201,12 +201,18 @@ def require_bit_equal(untouched, model, routed):
 def checkpointed_gradients(name, use_reentrant, *, replayed=True):
     model = build(name)
     routed = hf.attach(model) if replayed else None
-    model.train()
     if use_reentrant is not None:
         model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    return trained_gradients(model, routed)
+
+
+def trained_gradients(model, routed):
+    """In train mode, under foreign routes where there is a `routed`."""
+    model.train()
     with routed.replay(foreign_routes(routed)) if routed else nullcontext():
         loss = run(model)
     loss.backward()
+    model.eval()
     return gradients(model)
 
 
@@ -221,6 +227,16 @@ def can_checkpoint(model):
 def attached(name, **build_options):
     model = build(name, **build_options)
     return model, hf.attach(model)
+
+
+def shared(name):
+    """One attached model for all checks that leave it as it is. The checks of a family run one after the other."""
+    model, routed = attached_once(name)
+    model.zero_grad()
+    return model, routed
+
+
+attached_once = lru_cache(maxsize=1)(attached)
 
 
 def run(model):

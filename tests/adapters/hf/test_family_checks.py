@@ -6,9 +6,17 @@ import pytest
 import torch
 
 from driving import random_routes
-from family_checks import backends, checkpointing, foreign, gradient, native, record, weights
+from family_checks import attached_once, backends, checkpointing, foreign, gradient, native, record, weights
 from foreroute.adapters.hf import intercept, recording, selection_mode
 from foreroute.replay import forced_selection
+
+
+@pytest.fixture(autouse=True)
+def of_its_own():
+    """No model of a test here is that of another."""
+    attached_once.cache_clear()
+    yield
+    attached_once.cache_clear()
 
 
 @pytest.fixture

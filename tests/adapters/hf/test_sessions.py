@@ -259,8 +259,11 @@ def test_a_stale_trace_is_refused():
         routed.replay(trace.with_weight_version(3), weight_version=4),
     ):
         pass
-    with routed.replay(trace.with_weight_version(4), weight_version=4):
-        model(**BATCH)
+    with pytest.raises(StaleTraceError, match="expected only 5, 6"):
+        routed.replay(trace.with_weight_version(4), weight_version=range(5, 7)).__enter__()
+    for accepted in (4, np.int64(4), range(3, 6), {4}):
+        with routed.replay(trace.with_weight_version(4), weight_version=accepted):
+            model(**BATCH)
 
 
 @pytest.mark.parametrize(

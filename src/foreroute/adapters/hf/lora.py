@@ -26,23 +26,23 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: Sequence[str
         seed: of A; B is zero. The global random state is left alone.
 
     Raises:
-        ConfigError: without peft, or when there are no such layers, or they are not linear.
+        ConfigError: without peft, or when a name is of no layer, or of one that cannot be adapted.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError("model.lora needs peft, which is not installed: pip install peft") from error
+    # peft itself is content with one name that fits
+    paths = [f".{path}" for path, _ in model.named_modules()]
+    if unknown := [target for target in targets if not any(path.endswith(f".{target}") for path in paths)]:
+        raise _refusal(model, targets, f"there is no {', '.join(unknown)}")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=list(targets))
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             inject_adapter_in_model(config, model)
     except ValueError as error:
-        linear = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-        raise ConfigError(
-            f"model.lora.targets = {list(targets)} cannot be adapted ({error}); linear layers of this model are "
-            f"{', '.join(sorted(linear))}"
-        ) from error
+        raise _refusal(model, targets, str(error)) from error
 
 
 def merged(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -64,3 +64,11 @@ def merged(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]
 def without_lora(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights that adapters were put around, under the names that they had before."""
     return {name.replace(BASE, "."): weight for name, weight in weights.items() if INSIDE not in name}
+
+
+def _refusal(model: nn.Module, targets: Sequence[str], why: str) -> ConfigError:
+    linear = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return ConfigError(
+        f"model.lora.targets = {list(targets)} cannot be adapted ({why}); linear layers of this model are "
+        f"{', '.join(sorted(linear))}"
+    )

@@ -132,7 +132,7 @@ class RoutedModel:
 def _require_version(trace: RoutingTrace, expected: int | Collection[int] | None) -> None:
     if expected is None:
         return
-    accepted = sorted({expected} if isinstance(expected, int) else set(expected))
+    accepted = sorted(set(expected) if isinstance(expected, Collection) else {expected})
     if not trace.versions or not set(trace.versions) <= set(accepted):
         raise StaleTraceError(
             f"the trace was recorded under weight versions {list(trace.versions)}, expected only "

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import is_peft_model
-from numpy.typing import NDArray
 
+from foreroute.adapters.sampling_engine import Engine
 from foreroute.adapters.trl.rollout import ROUTES
-from foreroute.capture import Generation, Sampling
+from foreroute.capture import Sampling
 from foreroute.errors import ConfigError
-
-
-class Engine(Protocol):
-    """What samples: `hf.EmbeddedEngine`, and the engines of `adapters.vllm` and `adapters.sglang`."""
-
-    weight_version: int
-
-    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take over the trainer's weights; what follows is stamped with `version`."""
-
-    def generate(
-        self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
-    ) -> Generation:
-        """Sample `sampling.group_size` responses to each prompt, grouped by prompt."""
 
 
 def rollout_with(engine: Engine) -> Callable[[list[Any], Any], dict[str, Any]]:
