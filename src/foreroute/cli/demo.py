@@ -23,8 +23,8 @@ def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: 
     folder = folder or Path("runs") / "demo" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     warm = folder / "none" / "checkpoints" / "step-000000.pt"
     configs = [
-        _config("none", steps, precision, engine, warm_start={}),
-        _config("R3", steps, precision, engine, warm_start={"checkpoint": str(warm)}),
+        _config("none", steps, precision, engine),
+        _config("R3", steps, precision, engine, begins_at=warm),
     ]
     for config in configs:
         with watching(config, console) as watcher:
@@ -50,7 +50,9 @@ def demo_values() -> dict[str, Any]:
     return tomllib.loads((files("foreroute.cli") / "arithmetic.toml").read_text(encoding="utf-8"))
 
 
-def _config(routing: str, steps: int | None, precision: str, engine: str, warm_start: dict[str, Any]) -> TrainConfig:
+def _config(
+    routing: str, steps: int | None, precision: str, engine: str, *, begins_at: Path | None = None
+) -> TrainConfig:
     values = demo_values()
     values["name"] = routing
     values["rl"]["routing"] = routing
@@ -58,7 +60,8 @@ def _config(routing: str, steps: int | None, precision: str, engine: str, warm_s
     if engine == "vllm":
         # vLLM's attention on the CPU has kernels for heads of 32 and more
         values["model"]["sizes"]["head_dim"] = 32
-    values["warm_start"] |= warm_start
+    if begins_at is not None:
+        values["warm_start"] = {"checkpoint": str(begins_at)}
     if steps is not None:
         values["rl"]["steps"] = steps
     return parse_config(values, source="the demo's configuration")

@@ -93,11 +93,10 @@ def colocated(monkeypatch, change):
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "LLM", LLM, raising=False)
     monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
-    # TRL writes these for vLLM's external launcher
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "29511")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        # TRL sets them for vLLM, and the next trainer would take them for torchrun's: undoing this takes them away
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     return LLM
 
 
