@@ -138,7 +138,7 @@ def test_a_killed_rank_ends_the_others_and_leaves_a_checkpoint(tmp_path):
     memory.mkdir()
     before = set(os.listdir("/dev/shm"))
     config = run_config(2, checkpoint={"every": 1}, parallel={"shared_memory": str(memory), "timeout_s": 60.0})
-    group = Workers(2, timeout_s=240)
+    group = Workers(2, timeout_s=60)
     try:
         first, second = group.outcomes(die_in_update, config, tmp_path / "run")
     finally:
