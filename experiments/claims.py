@@ -140,7 +140,7 @@ def _others(arms: Arms) -> Iterator[Row]:
         ("Shifted routes do harm in RL (8 mini-steps)", "E/shifted/8", "B/none/plain/8", "below"),
         ("Mismatch costs reward at all (8 mini-steps)", "F/part B/exact", "B/none/plain/8", "above"),
     )
-    yield from _rewards(arms, pairs)
+    yield from _compared(arms, pairs)
 
 
 def _confirmed(arms: Arms) -> Iterator[Row]:
@@ -151,25 +151,33 @@ def _confirmed(arms: Arms) -> Iterator[Row]:
         ("R3 leaves less reward than no mismatch at all (8 mini-steps, fresh seeds)", "G/R3", "G/exact", "below"),
         ("GSPO + R3 is better than GSPO (8 mini-steps, fresh seeds)", "G/gspo/R3", "G/gspo/none", "above"),
     )
-    yield from _rewards(arms, pairs)
-    for words, replayed, none in (("", "B/R3/plain/8", "B/none/plain/8"), (", fresh seeds", "G/R3", "G/none")):
-        yield _difference(
-            f"R3 spares the run gradient spikes (8 mini-steps{words}; asked after the runs)",
-            f"share of steps with a gradient norm above 10, {replayed} minus {none}",
-            arms.difference(replayed, none, spikes),
+    yield from _compared(arms, pairs)
+    spiking = (
+        (
+            "R3 spares the run gradient spikes (8 mini-steps; asked after the runs)",
+            "B/R3/plain/8",
+            "B/none/plain/8",
             "below",
-        )
+        ),
+        (
+            "R3 spares the run gradient spikes (8 mini-steps, fresh seeds; asked after the runs)",
+            "G/R3",
+            "G/none",
+            "below",
+        ),
+    )
+    yield from _compared(arms, spiking, spikes, "share of steps with a gradient norm above 10")
 
 
-def _rewards(arms: Arms, pairs: tuple[tuple[str, str, str, str], ...]) -> Iterator[Row]:
+def _compared(
+    arms: Arms,
+    pairs: tuple[tuple[str, str, str, str], ...],
+    figure: Figure = reward_last,
+    words: str = "reward of the last 10 steps",
+) -> Iterator[Row]:
     """Of each claim, two arms and the side."""
     for claim, first, second, claimed in pairs:
-        yield _difference(
-            claim,
-            f"reward of the last 10 steps, {first} minus {second}",
-            arms.difference(first, second, reward_last),
-            claimed,
-        )
+        yield _difference(claim, f"{words}, {first} minus {second}", arms.difference(first, second, figure), claimed)
 
 
 def _within(arms: Arms, arm: str, first: Figure, second: Figure) -> Interval:
