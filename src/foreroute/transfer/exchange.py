@@ -38,7 +38,8 @@ class Message:
 class PeerGroup:
     """A process group for transfers alone, so that they never mix with the collectives of the model.
 
-    All ranks of the group must begin the same exchanges in the same order; what one of them holds may be empty.
+    All ranks of the group must begin the same exchanges in the same order; what one of them holds may be empty. Whoever
+    begins one and fails before it is over leaves no rank waiting: what was posted is still sent.
 
     Args:
         along, ranks: as in `own_group`, which it is made by.
@@ -52,6 +53,8 @@ class PeerGroup:
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self._begun = 0
+        # gloo forgets what was posted, and has not left yet, with the handle of it: the peer would wait for ever
+        self._under_way: list[Exchange] = []
 
     def begin(self, sends: Iterable[Message], receives: Iterable[Message], what: str) -> Exchange:
         """Post all messages and return at once.
@@ -75,7 +78,9 @@ class PeerGroup:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             raise lost(what, self.rank, error) from error
-        return Exchange(what, self.rank, works)
+        exchange = Exchange(what, self.rank, works)
+        self._under_way = [earlier for earlier in self._under_way if earlier.works] + [exchange]
+        return exchange
 
 
 @dataclass
