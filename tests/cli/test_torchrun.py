@@ -1,24 +1,17 @@
 """`foreroute train` on several processes, as torchrun starts them."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import tomli_w
 
 from small_runs import records, small_values
+from torchrun import torchrun
 
 
-def torchrun(num_ranks, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
-    return subprocess.run(
-        [*map(str, command), "-m", "foreroute.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
-    )
+def foreroute(num_ranks, *arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    return torchrun(num_ranks, "-m", "foreroute.cli", *arguments, timeout=240, env=environment)
 
 
 @pytest.fixture
@@ -30,7 +23,7 @@ def config(tmp_path):
 
 
 def test_two_processes_train_and_one_of_them_speaks(config, tmp_path):
-    result = torchrun(2, "train", config, "--folder", tmp_path / "run")
+    result = foreroute(2, "train", config, "--folder", tmp_path / "run")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("checkpoint ") == result.stdout.count("report ") == 1
     (record,) = records(tmp_path / "run")
@@ -39,13 +32,13 @@ def test_two_processes_train_and_one_of_them_speaks(config, tmp_path):
 
 
 def test_the_demo_needs_several_processes(tmp_path):
-    result = torchrun(1, "demo-ep", "--folder", tmp_path / "run")
+    result = foreroute(1, "demo-ep", "--folder", tmp_path / "run")
     assert "1 process runs; start several: torchrun --nproc-per-node 4" in result.stderr
     assert not (tmp_path / "run").exists()
 
 
 def test_the_wrong_number_of_processes_is_one_clear_error(config, tmp_path):
-    result = torchrun(1, "train", config, "--folder", tmp_path / "run")
+    result = foreroute(1, "train", config, "--folder", tmp_path / "run")
     assert result.returncode != 0
     assert (
         "parallel.expert is 2 and 1 process runs; start one for each rank: torchrun --nproc-per-node 2" in result.stderr

@@ -2,12 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from forked_ranks import ROOT, run
+from torchrun import torchrun
 
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -35,16 +34,9 @@ def test_a_block_that_fails_is_seen():
 
 @pytest.mark.parametrize("arguments", [(), ("--pipeline", "2")], ids=["experts", "pipeline"])
 def test_the_example_trains_on_two_ranks(arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [*command, "examples/megatron/grpo.py", "--steps", "3", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    script = ("examples/megatron/grpo.py", "--steps", "3", *arguments)
+    done = torchrun(2, *script, timeout=300, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = re.findall(r"^step \d: .*k3 on own routes (\S+), k3 on the engine's (\S+),", done.stdout, re.MULTILINE)
     assert len(lines) == 3, done.stdout
