@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export OMP_NUM_THREADS = 1
 export HF_HUB_OFFLINE = 1
+# tests start hundreds of processes, and each would compile all it imports anew
+unexport PYTHONDONTWRITEBYTECODE
 # numba looks at the file of a compiled function, not at those of the functions that it calls: one cache for each state
 KERNELS := $(shell find src/foreroute/trace src/foreroute/balance src/foreroute/simulate -name '*.py' | sort | xargs cat | sha256sum | cut -c1-12)
 export NUMBA_CACHE_DIR = $(CURDIR)/.numba_cache/$(KERNELS)

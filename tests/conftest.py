@@ -1,5 +1,6 @@
 """Shared set-up: one thread, no network."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -8,3 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 for shared in (".", "train", "conformance", "transfer", "adapters/hf"):
     sys.path.insert(0, str(Path(__file__).parent / shared))
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: without this, every full collection walks a million objects of it."""
+    gc.freeze()

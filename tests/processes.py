@@ -103,6 +103,8 @@ def _serve(rank, num_ranks, rendezvous, pipe):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # what is imported by now stays: without this, every full collection walks it all
+    gc.freeze()
     store = dist.FileStore(rendezvous, num_ranks)
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store, timeout=timedelta(seconds=START_S))
     pipe.send("ready")
