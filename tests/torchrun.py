@@ -16,7 +16,7 @@ def torchrun(num_ranks, *arguments, timeout, **options):
         options: of `subprocess.Popen`.
 
     Raises:
-        subprocess.TimeoutExpired: when no rank is left.
+        subprocess.TimeoutExpired: after the ranks were told to stop.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
     process = subprocess.Popen(
