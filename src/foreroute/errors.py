@@ -27,12 +27,37 @@
     ├── CollapseError (also RuntimeError) a run that its alarms ended
     └── ReplayError (also RuntimeError)   replay was asked for and did not take effect
 
-A message says what was seen, what was expected, and what to do.
+A message says what was seen, what was expected, and what to do. It may quote a file, a model or a path, so it is
+`printable`: what a terminal would obey is escaped.
 """
+
+_SHOWN_AS_THEY_ARE = {"\n"}
+_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+"""Unicode categories that a terminal obeys or cannot show: controls, bidi marks, lone surrogates, separators."""
+
+
+def printable(text: object) -> str:
+    r"""`text` as a string that a terminal shows and does not obey.
+
+    Control characters other than a line feed, marks that change the direction of text, and bytes of a file name that
+    are not UTF-8 are escaped as Python writes them: `\x1b`, `\u202e`, `\udcff`.
+    """
+    import unicodedata
+
+    return "".join(
+        letter
+        if letter in _SHOWN_AS_THEY_ARE or unicodedata.category(letter) not in _HIDDEN
+        else letter.encode("unicode_escape").decode("ascii")
+        for letter in str(text)
+    )
 
 
 class ForerouteError(Exception):
     """Base of the tree."""
+
+    def __str__(self) -> str:
+        """The message, `printable`."""
+        return printable(super().__str__())
 
 
 class InputError(ForerouteError, ValueError):

@@ -19,7 +19,7 @@ from foreroute.balance.step_plan import StepPlan
 from foreroute.balance.topology import Links, Topology
 from foreroute.balance.verify import check_structure
 from foreroute.errors import InputError, PlanError
-from foreroute.trace.atomic import write_atomically
+from foreroute.files import write_atomically
 from foreroute.trace.seal import seal_file
 
 FORMAT_VERSION = 1
@@ -61,7 +61,7 @@ def save_plan(plan: StepPlan, path: str | os.PathLike[str], *, overwrite: bool =
     metadata, tensors = encode_plan(plan)
     raw = to_bytes(tensors, metadata=metadata)
     try:
-        write_atomically(target, lambda name: _write_bytes(name, raw), overwrite=overwrite)
+        write_atomically(target, raw, overwrite=overwrite)
     except FileExistsError as error:
         raise PlanError(f"{target} was written by another process meanwhile; nothing was replaced") from error
     return target
@@ -188,7 +188,3 @@ def _check_version(source: Path, metadata: Mapping[str, str]) -> None:
         raise PlanError(f"{source} is a safetensors file but not a plan (no foreroute.plan_version in it)")
     if version != str(FORMAT_VERSION):
         raise PlanError(f"{source} has plan format {version}; this foreroute reads {FORMAT_VERSION}. Upgrade foreroute")
-
-
-def _write_bytes(name: str, raw: bytes) -> None:
-    Path(name).write_bytes(raw)

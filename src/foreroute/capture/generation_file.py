@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from foreroute.capture.generation import Generation
 from foreroute.errors import TraceFileError
-from foreroute.trace import digest, load, save, write_atomically
+from foreroute.files import write_atomically
+from foreroute.trace import digest, load, save
 
 GENERATION_VERSION = "1"
 
@@ -30,7 +31,7 @@ def save_generation(generation: Generation, path: str | os.PathLike[str], *, ove
     Raises:
         TraceFileError: when one of the two exists and `overwrite` is False.
     """
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save as to_bytes
 
     target = Path(path)
     if target.exists() and not overwrite:
@@ -47,7 +48,7 @@ def save_generation(generation: Generation, path: str | os.PathLike[str], *, ove
         "foreroute.trace": trace.name,
         "foreroute.digest": digest(generation.trace),
     }
-    write_atomically(target, lambda temporary: save_file(tensors, temporary, metadata=header))
+    write_atomically(target, to_bytes(tensors, metadata=header))
     return target
 
 

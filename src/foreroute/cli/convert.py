@@ -12,7 +12,8 @@ from rich.console import Console
 
 from foreroute.capture import WRITABLE, ModelFacts, WireKind, decode, encode, recognise
 from foreroute.errors import CaptureError, InputError, TraceFileError
-from foreroute.trace import CODECS, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, save, write_atomically
+from foreroute.files import write_atomically
+from foreroute.trace import CODECS, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, save
 
 SAFETENSORS_HEADER = 9
 """A trace file begins with eight bytes of length and an opening brace."""
@@ -49,7 +50,7 @@ def convert_file(source: Path, target: Path, to: str, origin: Origin) -> None:
             json.dumps({"token_ids": trace.tokens(s).tolist(), "routed_experts": payload})
             for s, payload in enumerate(payloads)
         ]
-        write_atomically(target, lambda path: _write_lines(path, lines))
+        write_atomically(target, "".join(line + "\n" for line in lines))
     console.print(f"wrote  {target}: {to}, {target.stat().st_size:,} bytes", markup=False)
 
 
@@ -131,7 +132,3 @@ def _facts_of_config(config: dict[str, Any]) -> ModelFacts:
         model=str(config.get("model_type", "")),
     )
     return ModelFacts(spec, layers)
-
-
-def _write_lines(path: str, lines: list[str]) -> None:
-    Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")

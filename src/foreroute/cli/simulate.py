@@ -15,6 +15,7 @@ from rich.text import Text
 
 from foreroute.cli.page import write_page
 from foreroute.errors import InputError, RunFolderError
+from foreroute.files import write_atomically
 from foreroute.report import (
     SimulationRow,
     compared,
@@ -39,7 +40,6 @@ from foreroute.simulate.config import SweepConfig
 from foreroute.simulate.fit import FitRecord, fit
 from foreroute.simulate.measured import load_measured
 from foreroute.simulate.simulation import OnProgress
-from foreroute.trace import write_atomically
 
 TIMELINE_LAYERS = 5
 DEFAULT_RATES = ("gemm_flops_per_s", "layer_s")
@@ -189,8 +189,4 @@ def _table(rows: Sequence[SimulationRow]) -> Table:
 
 def _save(path: Path, values: dict[str, Any]) -> None:
     text = json.dumps(values, indent=1)
-    write_atomically(path, lambda temporary: _write(temporary, text))
-
-
-def _write(path: str, text: str) -> None:
-    Path(path).write_text(text, encoding="utf-8")
+    write_atomically(path, text)

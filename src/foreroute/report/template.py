@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from foreroute.errors import InputError
-from foreroute.trace import write_atomically
+from foreroute.files import write_atomically
 
 
 def write_html(
@@ -47,9 +46,5 @@ def write_html(
     environment.filters.update(wording or {})
     environment.globals.update(wording or {})  # macros take them as arguments
     html = environment.get_template(template).render(shown)
-    write_atomically(target, lambda temporary: _write(temporary, html))
+    write_atomically(target, html)
     return target
-
-
-def _write(path: str | os.PathLike[str], html: str) -> None:
-    Path(path).write_text(html, encoding="utf-8")

@@ -1,7 +1,6 @@
 """What was routed: the container of routes, its checks, its file, its fingerprint, and counts. No torch."""
 
 from foreroute.trace.assembly import extended
-from foreroute.trace.atomic import write_atomically
 from foreroute.trace.codec import CODECS, CodecName
 from foreroute.trace.container import NO_VERSION, RoutingTrace, concatenate
 from foreroute.trace.counts import add_assignments, count_assignments
@@ -34,5 +33,4 @@ __all__ = [
     "overlap",
     "save",
     "synthetic_trace",
-    "write_atomically",
 ]

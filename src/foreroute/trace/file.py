@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.trace.atomic import write_atomically
+from foreroute.files import write_atomically
 from foreroute.trace.codec import CodecName
 from foreroute.trace.container import RoutingTrace
 from foreroute.trace.index import BULK, FORMAT_VERSION, TraceIndex, read_index
@@ -54,7 +54,7 @@ def save(
     raw = to_bytes(tensors, metadata=metadata)
     try:
         # Written here and not by safetensors, whose own temporary file hides the modes and names of ours.
-        write_atomically(target, lambda name: _write_bytes(name, raw), overwrite=overwrite)
+        write_atomically(target, raw, overwrite=overwrite)
     except FileExistsError as error:
         raise TraceFileError(f"{target} was written by another process meanwhile; nothing was replaced") from error
     return target
@@ -91,10 +91,6 @@ def load(
         spec = replace(index.spec, layers=tuple(chosen_L))
         with _damage_named(source, TraceContentError):
             return read_rows(file, index, spec, chosen_S, positions)
-
-
-def _write_bytes(name: str, raw: bytes) -> None:
-    Path(name).write_bytes(raw)
 
 
 def encoded_size(trace: RoutingTrace, codec: CodecName) -> int:

@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from foreroute.errors import ConfigError
-from foreroute.trace import write_atomically
+from foreroute.files import write_atomically
 from foreroute.train.config import LoggingConfig, TrainConfig
 from foreroute.train.rollback import read_rollbacks
-from foreroute.train.run_folder import RunFolder, write_text, writing
+from foreroute.train.run_folder import RunFolder, writing
 
 
 class Logger(Protocol):
@@ -128,5 +128,5 @@ def _identity(run: RunFolder) -> str:
     if not path.exists():
         made = secrets.token_hex(6)
         with writing(path):
-            write_atomically(path, lambda temporary: write_text(temporary, made))
+            write_atomically(path, made)
     return path.read_text(encoding="utf-8")

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from foreroute.errors import RunFolderError
-from foreroute.trace import write_atomically
+from foreroute.files import write_atomically
 from foreroute.train.config import TrainConfig
-from foreroute.train.run_folder import RunFolder, write_text, writing
+from foreroute.train.run_folder import RunFolder, writing
 
 NUMBERED = re.compile(r"step-(\d{6})(\.\w+)?")
 
@@ -66,7 +66,7 @@ def settle(run: RunFolder) -> None:
     with writing(aside / "metrics.jsonl") as path:
         if not path.exists():
             lines = [json.dumps(record) + "\n" for record in run.metrics() if record["step"] >= last.to_step]
-            write_atomically(path, lambda temporary: write_text(temporary, "".join(lines)))
+            write_atomically(path, "".join(lines))
     run.forget_metrics_from(last.to_step)
     for name, first in (("checkpoints", last.to_step + 1), ("traces", last.to_step)):
         _move(run.path / name, aside / name, first)
@@ -103,4 +103,4 @@ def _read(run: RunFolder) -> tuple[list[Rollback], bool]:
 def _store(run: RunFolder, rollbacks: list[Rollback], *, settled: bool) -> None:
     text = json.dumps({"settled": settled, "rollbacks": [asdict(each) for each in rollbacks]}, indent=2)
     with writing(run.path / "rollbacks.json") as path:
-        write_atomically(path, lambda temporary: write_text(temporary, text))
+        write_atomically(path, text)

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from foreroute.errors import ForerouteError, RunFolderError
-from foreroute.trace import RoutingTrace, save, write_atomically
+from foreroute.files import write_atomically
+from foreroute.trace import RoutingTrace, save
 from foreroute.train.config import TrainConfig
 
 CHECKPOINT = re.compile(r"step-(\d{6})\.pt")
@@ -63,7 +64,7 @@ class RunFolder:
         RunFolder.claim(self.path)
         text = json.dumps(config.model_dump(), indent=2)
         with writing(self.path / "config.json") as path:
-            write_atomically(path, lambda temporary: write_text(temporary, text))
+            write_atomically(path, text)
 
     def bind_data(self, digest: str) -> None:
         """Remember what a new run is trained on, or make sure that a resumed one goes on with the same.
@@ -79,7 +80,7 @@ class RunFolder:
             return
         if not path.exists():
             with writing(path):
-                write_atomically(path, lambda temporary: write_text(temporary, digest))
+                write_atomically(path, digest)
         elif path.read_text(encoding="utf-8") != digest:
             raise RunFolderError(
                 f"{self.path} was started with other data: task.data or evaluation.data has changed since. Resume with "
@@ -125,12 +126,12 @@ class RunFolder:
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines()[:step]
             with writing(path):
-                write_atomically(path, lambda temporary: write_text(temporary, "".join(line + "\n" for line in lines)))
+                write_atomically(path, "".join(line + "\n" for line in lines))
 
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> Path:
         """Write the state before `step`: the whole file or nothing."""
         with writing(self.path / "checkpoints" / f"step-{step:06d}.pt") as path:
-            write_atomically(path, lambda temporary: torch.save({"step": step, **state}, temporary))
+            write_atomically(path, lambda file: torch.save({"step": step, **state}, file))
         return path
 
     def last_checkpoint(self) -> Path | None:
@@ -199,11 +200,6 @@ def _changed_keys(stored: dict[str, Any], wanted: dict[str, Any], prefix: str = 
         elif a != b:
             changed.add(prefix + key)
     return changed
-
-
-def write_text(path: str, text: str) -> None:
-    """For `write_atomically`."""
-    Path(path).write_text(text, encoding="utf-8")
 
 
 @contextmanager

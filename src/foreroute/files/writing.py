@@ -1,0 +1,146 @@
+"""Files that are there in whole or not at all, and never in the place of something that is no file."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from foreroute.errors import ForerouteError, InputError
+
+_RANDOM = re.compile(r"[0-9a-f]{8}")
+
+
+def write_atomically(
+    target: Path, content: bytes | str | Callable[[IO[bytes]], None], *, overwrite: bool = True
+) -> None:
+    """Fill a temporary file beside `target`, flush it to disk, then move it into place.
+
+    The temporary file is named `.<name>.<random>` and locked while it is written. One that a killed process left behind
+    is locked by nobody, and the next write to the same target removes it. A link is followed: the file that it points
+    at is replaced, not the link.
+
+    Args:
+        target: the file to write; folders on the way are made.
+        content: bytes, text to be written as UTF-8, or a function that writes to an opened file.
+        overwrite: whether a file that is there may be replaced.
+
+    Raises:
+        FileExistsError: when `target` is there, or appears meanwhile, and `overwrite` is False; when it is a folder, a
+            FIFO, a device or a socket, always.
+        OSError: what the system refuses. `target` is as it was.
+    """
+    target = Path(os.path.realpath(target))
+    _refuse_special(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left_behind(target)
+    temporary, descriptor = _new_temporary(target)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(descriptor)
+            # still locked, so that nobody takes it for left behind
+            if overwrite:
+                _refuse_special(target)
+                os.replace(temporary, target)
+            else:
+                _claim(target, temporary)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    _sync_folder(target.parent)
+
+
+@contextmanager
+def writing_named(path: str | os.PathLike[str], kind: type[InputError]) -> Iterator[None]:
+    """What the system refuses while `path` is written becomes one error of `kind` that names it.
+
+    Raises:
+        kind: for `FileExistsError` of `write_atomically`, and for any other `OSError`: a full disk, no permission, a
+            parent that is a file, a name that is too long.
+    """
+    try:
+        yield
+    except ForerouteError:
+        raise
+    except FileExistsError as error:
+        raise kind(
+            f"{path} cannot be written ({error.strerror or error}); nothing was changed. Choose another path"
+        ) from error
+    except OSError as error:
+        raise kind(f"{path} cannot be written ({error.strerror or error}); what was there before is whole") from error
+
+
+def _refuse_special(target: Path) -> None:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        if not stat.S_ISREG(os.stat(target).st_mode):
+            raise FileExistsError(None, "it exists and is no regular file")
+
+
+def _new_temporary(target: Path) -> tuple[str, int]:
+    """A locked empty file beside `target`: its name and descriptor."""
+    while True:
+        temporary = str(target.parent / f".{target.name}.{secrets.token_hex(4)}")
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # somebody found it before it was locked, and removes it
+            os.close(descriptor)
+            continue
+        except OSError:  # a file system without locks: nothing is removed there either
+            return temporary, descriptor
+        if os.path.exists(temporary):
+            return temporary, descriptor
+        os.close(descriptor)
+
+
+def _remove_left_behind(target: Path) -> None:
+    """Remove temporary files of the same target whose writer is gone. A living one holds a lock on its own."""
+    prefix = f".{target.name}."
+    for path in target.parent.iterdir():
+        if not (path.name.startswith(prefix) and _RANDOM.fullmatch(path.name[len(prefix) :])):
+            continue
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+            finally:
+                os.close(descriptor)
+
+
+def _claim(target: Path, temporary: str) -> None:
+    """Rename `temporary` to `target` unless that is taken. A link looks and names in one step; a rename does not."""
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        raise
+    except OSError as error:  # a file system without links
+        if target.exists():
+            raise FileExistsError(None, "it exists") from error
+        os.replace(temporary, target)
+    else:
+        os.unlink(temporary)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name survive a power cut, where the system lets a folder be opened."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
