@@ -10,7 +10,6 @@ from safetensors.numpy import save as to_bytes
 
 import foreroute as fr
 from balance_plans import LINKS, random_counts, random_plan, small_case
-from benchmarks.fuzz import fuzz, plan_target
 from foreroute.balance import Links, StepPlan, Topology
 from foreroute.balance.plan_file import encode_plan, load_plan, save_plan
 from foreroute.balance.verify import verify
@@ -179,13 +178,6 @@ def test_every_truncation_is_refused(tmp_path):
         (tmp_path / "d").write_bytes(raw[:size])
         with pytest.raises(PlanError):
             load_plan(tmp_path / "d")
-
-
-def test_malformed_plan_files(tmp_path):
-    tally = fuzz(plan_target(tmp_path), 1500, seed=3)
-    # How long a case takes is judged by `python -m benchmarks fuzz`, on a machine with nothing else to do.
-    assert [failure for failure in tally.failures if ": took " not in failure] == []
-    assert tally.refused > 1200
 
 
 def test_splits_take_a_bit_and_few_bytes_each(tmp_path):
