@@ -15,6 +15,7 @@ from foreroute.balance.plan_file import encode_plan, load_plan, save_plan
 from foreroute.balance.verify import verify
 from foreroute.errors import PlanError, TraceFileError
 from foreroute.trace.seal import seal_file
+from forging import STAIRCASE
 
 
 def equal(a, b):
@@ -124,6 +125,10 @@ FORGERIES = {
     "fetched twice": (_set("fetched_R", np.full(20, 2, np.uint8)), "expected 0 and 1"),
     "fewer splits": (_set("tokens", np.ones(3, np.uint8)), "3 are there"),
     "wide splits": (_set("tokens", np.ones(3, np.uint64)), "tensor tokens is U64"),
+    "wrapping staircase": (
+        _set("offsets", np.array([*STAIRCASE, 28, 28, 28], np.int64)),
+        "offsets must ascend from 0 to the 28 replicas",
+    ),
     "axes": (_set("offsets", np.zeros((1, 1), np.int64)), "tensor offsets is I64"),
 }
 

@@ -14,6 +14,7 @@ from foreroute.balance.digest import counts_digest
 from foreroute.balance.options import PlanOptions
 from foreroute.balance.step_plan import StepPlan
 from foreroute.errors import PlanError
+from foreroute.trace.check import ascending
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -100,7 +101,7 @@ def _check_arrays(plan: StepPlan) -> None:
             raise PlanError(
                 f"{name} is {array.dtype} {list(array.shape)}; expected {np.dtype(dtype)} {list(shapes[name])}"
             )
-    if offsets[0] != 0 or offsets[-1] != count or (np.diff(offsets) < 0).any():
+    if not ascending(offsets, count):
         raise PlanError(f"offsets must ascend from 0 to the {count} replicas of the plan")
 
 

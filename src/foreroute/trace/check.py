@@ -75,13 +75,36 @@ def as_sequence_numbers(numbers: ArrayLike, count: int, *, name: str = "sequence
     return chosen
 
 
+def ascending(offsets: NDArray[Any], upto: int) -> bool:
+    """Whether `offsets` are integers that go from 0 to `upto` and never fall.
+
+    Everything that comes from outside and is used as offsets passes here first. Neighbours are compared, and not
+    subtracted: differences of 64-bit numbers wrap, and numpy's `repeat` writes out of bounds when the sum of its counts
+    wraps.
+    """
+    if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets):
+        return False
+    return bool(offsets[0] == 0 and offsets[-1] == upto and (offsets[1:] >= offsets[:-1]).all())
+
+
 def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [S + 1], the running sum of the lengths, from 0."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    """int64 [S + 1], the running sum of the lengths, from 0.
+
+    Raises:
+        TraceContentError: when a length is negative, or they add up to 2^63 or more.
+    """
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    if (offsets[1:] < offsets[:-1]).any():  # a sum of lengths from 0 that wraps becomes negative at once
+        raise TraceContentError("lengths must be 0 or more, and add up to less than 2^63")
+    return offsets
 
 
 def segment_rows(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The row numbers of the segments `starts[i] : starts[i] + lengths[i]`, joined."""
+    """The row numbers of the segments `starts[i] : starts[i] + lengths[i]`, joined.
+
+    Raises:
+        TraceContentError: as `as_offsets`.
+    """
     before = as_offsets(lengths)
     return np.arange(before[-1]) + np.repeat(starts - before[:-1], lengths)
 

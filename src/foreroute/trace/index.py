@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import TraceContentError
+from foreroute.trace.check import as_offsets, ascending
 from foreroute.trace.codec import Codec, decoder
 from foreroute.trace.seal import SEAL_BYTES, seal_file
 from foreroute.trace.sharing import MAX_EXPANSION, Runs
@@ -165,13 +166,12 @@ def _check_rows(index: TraceIndex, sizes: Mapping[str, int]) -> None:
     if not _tiles(index.span_starts, stored) or len(index.span_starts) != len(index.span_versions):
         raise TraceContentError(f"weight-version spans do not tile {stored} stored rows")
     offsets, starts, lengths = index.runs.offsets, index.runs.starts, index.runs.lengths
-    chained = len(offsets) >= 1 and offsets[0] == 0 and offsets[-1] == len(starts) and (np.diff(offsets) >= 0).all()
-    if not chained or len(starts) != len(lengths):
+    if not ascending(offsets, len(starts)) or len(starts) != len(lengths):
         raise TraceContentError("run_offsets do not go from 0 to the number of runs")
     inside = (starts >= 0) & (lengths >= 1) & (lengths <= stored) & (starts <= stored - lengths)
     if not inside.all():
         raise TraceContentError(f"a run leaves the {stored} stored rows")
-    if sum(lengths.tolist()) > MAX_EXPANSION * stored:
+    if as_offsets(lengths)[-1] > MAX_EXPANSION * stored:
         raise TraceContentError(f"the sequences have more than {MAX_EXPANSION} times the {stored} stored rows")
 
 
@@ -183,7 +183,7 @@ def check_expansion(index: TraceIndex, stored_bytes: int) -> None:
         stored_bytes: of tokens and payloads.
     """
     spec = index.spec
-    decoded = sum(index.runs.lengths.tolist()) * spec.num_layers * spec.top_k * spec.id_dtype.itemsize
+    decoded = int(as_offsets(index.runs.lengths)[-1]) * spec.num_layers * spec.top_k * spec.id_dtype.itemsize
     if decoded > max(DECODED_FREELY, DECODED_PER_BYTE * stored_bytes):
         raise TraceContentError(f"{stored_bytes} bytes of tokens and routes would become {decoded} bytes of routes")
 

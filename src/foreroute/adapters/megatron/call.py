@@ -16,6 +16,7 @@ from foreroute.adapters.megatron.ranks import Share
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import Layout, pack, pad
 from foreroute.trace import RoutingTrace
+from foreroute.trace.check import ascending
 
 
 @dataclass(frozen=True)
@@ -174,5 +175,19 @@ def _packed_layout(trace: RoutingTrace, call: Call, share: Share) -> Layout:
 def packed_slots(packed: Any) -> NDArray[np.int64]:
     """int64 [S], the slots of each sequence of a packed batch, padding included."""
     padded = packed.cu_seqlens_q_padded
-    offsets = packed.cu_seqlens_q if padded is None else padded
-    return np.asarray(np.diff(offsets.detach().cpu().numpy().astype(np.int64)))
+    return lengths_of(packed.cu_seqlens_q if padded is None else padded)
+
+
+def lengths_of(cumulative: Tensor) -> NDArray[np.int64]:
+    """int64 [S], the lengths that cumulative ones are the sums of.
+
+    Raises:
+        BatchMismatchError: when they are not integers that ascend from 0.
+    """
+    offsets = cumulative.detach().cpu().numpy()
+    if offsets.ndim != 1 or not offsets.size or not ascending(offsets, int(offsets[-1])):
+        raise BatchMismatchError(
+            f"packed_seq_params has cumulative lengths {offsets.dtype} {offsets.reshape(-1)[:8].tolist()} of shape "
+            f"{offsets.shape}; expected integers [sequences + 1] that ascend from 0"
+        )
+    return np.asarray(np.diff(offsets.astype(np.int64)), np.int64)
