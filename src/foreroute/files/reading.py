@@ -11,7 +11,7 @@ import os
 import stat
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from foreroute.errors import InputError
 
@@ -68,6 +68,10 @@ class RegularFile:
         except OSError as error:
             raise self._kind(f"{self.path} cannot be read ({_reason(error)})") from error
         return buffer
+
+    def stream(self) -> IO[bytes]:
+        """The file as a seekable stream, for a library that wants one. It stays open when this is closed."""
+        return os.fdopen(os.dup(self._descriptor), "rb")
 
     def close(self) -> None:
         """Let go of it; harmless when done twice."""

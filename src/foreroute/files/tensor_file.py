@@ -42,6 +42,7 @@ class TensorFile:
     Args:
         path: the file.
         kind: the error to raise.
+        most_header_bytes: a longer header is refused. A parsed one takes about 25 times its bytes of memory at most.
 
     Attributes:
         path: the file.
@@ -51,11 +52,13 @@ class TensorFile:
         kind: when it cannot be opened, or is not a whole safetensors file.
     """
 
-    def __init__(self, path: str | os.PathLike[str], kind: type[InputError]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], kind: type[InputError], *, most_header_bytes: int = MOST_HEADER_BYTES
+    ) -> None:
         self._file, self._kind = RegularFile(path, kind), kind
         self.path = self._file.path
         try:
-            self.metadata, self._tensors = self._read_header()
+            self.metadata, self._tensors = self._read_header(most_header_bytes)
         except BaseException:
             self._file.close()
             raise
@@ -103,11 +106,13 @@ class TensorFile:
     ) -> None:
         self.close()
 
-    def _read_header(self) -> tuple[dict[str, str], dict[str, _Tensor]]:
+    def _read_header(self, most_bytes: int) -> tuple[dict[str, str], dict[str, _Tensor]]:
         size = self._file.size
         length = int.from_bytes(self._file.read(0, 8), "little") if size >= 8 else size
-        if length > min(size - 8, MOST_HEADER_BYTES):
+        if length > size - 8:
             raise self._wrong(f"its header would take {length} of its {size} bytes")
+        if length > most_bytes:
+            raise self._kind(f"{self.path} has a header of {length} bytes; expected {most_bytes} at most")
         header = parse_json(self._file.read(8, length), self._kind, name=f"{self.path}: the safetensors header")
         if not isinstance(header, dict):
             raise self._wrong(f"its header is {type(header).__name__}, not an object")

@@ -70,7 +70,9 @@ def unpack_rows(
     out: Any,
     num_out: Any,
 ) -> Any:
-    """Rows written by `pack_rows` to their places; whether all ids are below E and distinct in their row.
+    """Rows written by `pack_rows` to their places.
+
+    Returns whether all ids are below E and distinct in their row, and nothing but zeros follows the last one.
 
     Args:
         words: uint64 [Z], the payloads of one block.
@@ -88,6 +90,10 @@ def unpack_rows(
     whole, mask = len(slots) * bits <= FETCHED, (uint64(1) << width) - uint64(1)
     seen = np.zeros(1 << bits, np.int64)
     stamp, bad = 0, False
+    used = uint64(len(dest)) * depth * width
+    for c in range(len(starts)):
+        tail = words[starts[c] + size - 2] >> (used & uint64(63)) if used & uint64(63) else uint64(0)
+        bad |= (tail | words[starts[c] + size - 1]) != uint64(0)
     for i in range(len(dest)):
         if dest[i] < 0:
             continue

@@ -197,6 +197,17 @@ def is_permutation(order: Any, num_experts: Any, seen: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
+def closed(payload: Any, head: Any, rank_bytes: Any, bits: Any) -> Any:
+    """Whether zeros follow the ranks, the stream of so many bits, and the payload."""
+    tail = payload[len(payload) - 1]
+    if bits & uint64(63):
+        tail |= payload[len(payload) - 2] >> (bits & uint64(63))
+    if head > 2 and rank_bytes % 8:
+        tail |= payload[head - 1] >> uint64(8 * (rank_bytes % 8))
+    return tail == uint64(0)
+
+
+@njit(nogil=True, cache=True)
 def read_block(
     words: Any,
     starts: Any,
@@ -225,6 +236,8 @@ def read_block(
         ends[0], ends[1] = payload[0] & half, payload[0] >> uint64(32)
         ends[2], ends[3] = payload[1] & half, payload[1] >> uint64(32)
         if np.int64(ends[3] + uint64(63)) // 64 + head + 1 != len(payload):
+            return c
+        if not closed(payload, head, num_experts * order.itemsize, ends[3]):
             return c
         if head > 2:
             for rank in range(num_experts):
