@@ -44,7 +44,7 @@ PARTS = 4
 SILENT_S = 20.0
 """A case that takes longer is a hang. Valid inputs take milliseconds; the rest is for a busy machine."""
 START_S = 300.0
-"""For a child to import, and on first use to compile, what its first case needs."""
+"""For a child to import what its cases need, or to make a valid input, for which kernels are compiled on first use."""
 MOST_FAILURES = 20
 """Listed of each target, and the number of times a child that dies is started again."""
 
@@ -162,7 +162,7 @@ def _child(
         if child.returncode and case < 0:
             errors.seek(0)
             raise RuntimeError(
-                f"the child for {group} did not start:\n{errors.read().decode(errors='replace')[-2000:]}"
+                f"the child for {group} could not make a valid input:\n{errors.read().decode(errors='replace')[-2000:]}"
             )
         return number, case, silent, child.returncode
 

@@ -32,7 +32,7 @@ MORE_MEMORY = 64 << 20
 SLACK = 4 << 20
 """The kernel counts resident pages in batches per thread, and the allocator grows in steps."""
 AT = struct.Struct("<qq")
-"""Which job a child is at, and which case."""
+"""Which job a child is at, and which case; -1 while it makes a valid input, for which kernels may be compiled."""
 
 
 class Peak:
@@ -65,6 +65,7 @@ def main() -> None:
             for start in range(first - first % BATCH, first + count, BATCH):
                 cases = range(max(start, first), min(start + BATCH, first + count))
                 begin = partial(AT.pack_into, page, 0, number)
+                begin(-1)
                 result = attack(targets[name], peak, int(seed), start, cases, begin)
                 print(json.dumps({"target": name, "after": cases.stop, **result}), flush=True)
 
