@@ -75,6 +75,7 @@ def check_structure(plan: StepPlan) -> None:
         _check_homes(name, getattr(plan, name), plan.topology.num_ranks)
     _check_replicas(plan)
     _check_fetches(plan)
+    _check_figures(plan)
 
 
 def _check_arrays(plan: StepPlan) -> None:
@@ -103,6 +104,14 @@ def _check_arrays(plan: StepPlan) -> None:
             )
     if not ascending(offsets, count):
         raise PlanError(f"offsets must ascend from 0 to the {count} replicas of the plan")
+
+
+def _check_figures(plan: StepPlan) -> None:
+    for what, figure_ML in (("largest load", plan.max_load_ML), ("bound", plan.bound_ML)):
+        wrong_ML = ~(np.isfinite(figure_ML) & (figure_ML >= 0))
+        if wrong_ML.any():
+            m, layer = np.argwhere(wrong_ML)[0].tolist()
+            raise PlanError(f"{_cell_name(m, layer)}: the {what} {figure_ML[m, layer]} is no number of assignments")
 
 
 def _check_homes(name: str, home_LE: NDArray[np.int16], num_ranks: int) -> None:

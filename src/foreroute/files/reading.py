@@ -58,16 +58,24 @@ class RegularFile:
         if start < 0 or size < 0 or start + size > self.size:
             raise self._kind(f"{self.path} has {self.size} bytes; {size} from byte {start} on are not among them")
         buffer = bytearray(size)
-        done, view = 0, memoryview(buffer)
+        self.fill(memoryview(buffer), start)
+        return buffer
+
+    def fill(self, buffer: memoryview, start: int) -> None:
+        """Fill a buffer of bytes with those from `start`.
+
+        Raises:
+            kind: as `read`.
+        """
+        done = 0
         try:
-            while done < size:
-                count = os.preadv(self._descriptor, [view[done:]], start + done)
+            while done < len(buffer):
+                count = os.preadv(self._descriptor, [buffer[done:]], start + done)
                 if count == 0:
                     raise self._kind(f"{self.path} was cut while it was read; copy it again")
                 done += count
         except OSError as error:
             raise self._kind(f"{self.path} cannot be read ({_reason(error)})") from error
-        return buffer
 
     def stream(self) -> IO[bytes]:
         """The file as a seekable stream, for a library that wants one. It stays open when this is closed."""
