@@ -3,6 +3,7 @@
 from foreroute.capture.containers import Recognised, recognise
 from foreroute.capture.decode import decode
 from foreroute.capture.encode import WRITABLE, encode
+from foreroute.capture.engines import ENGINES
 from foreroute.capture.facts import ModelFacts
 from foreroute.capture.generation import Generation
 from foreroute.capture.generation_file import load_generation, save_generation
@@ -12,6 +13,7 @@ from foreroute.capture.suspect import refuse_constant_layers
 from foreroute.capture.trajectory import Trajectory
 
 __all__ = [
+    "ENGINES",
     "WRITABLE",
     "Generation",
     "ModelFacts",
