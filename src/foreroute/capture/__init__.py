@@ -8,6 +8,7 @@ from foreroute.capture.facts import ModelFacts
 from foreroute.capture.generation import Generation
 from foreroute.capture.generation_file import load_generation, save_generation
 from foreroute.capture.kinds import WireKind
+from foreroute.capture.model_config import facts_of_config
 from foreroute.capture.sampling import Sampling
 from foreroute.capture.suspect import refuse_constant_layers
 from foreroute.capture.trajectory import Trajectory
@@ -23,6 +24,7 @@ __all__ = [
     "WireKind",
     "decode",
     "encode",
+    "facts_of_config",
     "load_generation",
     "recognise",
     "refuse_constant_layers",
