@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.capture.arguments import as_array, field_of, is_array, items_of, shown
-from foreroute.capture.kinds import RULES, WireKind
+from foreroute.capture.kinds import WireKind
 from foreroute.capture.wire import NEMO_MAGIC, NPY_MAGIC, parse_text, read_array
 from foreroute.errors import CaptureError
 
@@ -66,7 +66,7 @@ def recognise(output: object) -> Recognised:
         CaptureError: when the form is unknown or carries no routes.
     """
     kind, payloads = read_container(output)
-    return Recognised(kind, RULES[kind].description, len(payloads))
+    return Recognised(kind, kind.description, len(payloads))
 
 
 def read_container(output: Any) -> tuple[WireKind, list[Payload]]:
