@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from foreroute.adapters import hf
 from foreroute.errors import ConfigError, DatasetError, FunctionError, RunFolderError
 from foreroute.report import read_runs
 from foreroute.report.page import _reading_notes
@@ -86,12 +87,22 @@ def test_a_run_goes_on_where_it_was_and_ends_with_a_model_for_transformers(home,
     def weights_at(step):
         return load_checkpoint(resumed.path / "checkpoints" / f"step-{step:06d}.pt")["model"]
 
-    given = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32).state_dict()
+    def weights_of(folder):
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        ).state_dict()
+
+    given = weights_of(home / "model")
     assert all(torch.equal(given[name], value) for name, value in weights_at(0).items()), "no warm start"
-    written = AutoModelForCausalLM.from_pretrained(resumed.path / "model", dtype=torch.float32).state_dict()
+    written = weights_of(resumed.path / "model")
     assert all(torch.equal(written[name], value) for name, value in weights_at(4).items())
     assert any(not torch.equal(given[name], value) for name, value in written.items())
-    assert AutoTokenizer.from_pretrained(resumed.path / "model")("1+2=")["input_ids"] == [5, 14, 6, 17]
+    assert AutoTokenizer.from_pretrained(resumed.path / "model", trust_remote_code=False)("1+2=")["input_ids"] == [
+        5,
+        14,
+        6,
+        17,
+    ]
 
 
 def test_a_run_does_not_go_on_with_other_data(copied, tmp_path):
@@ -196,7 +207,7 @@ def test_a_new_model_gets_the_vocabulary_of_its_tokenizer(home, tmp_path):
     model = {"path": None, "tokenizer": str(home / "model"), "sizes": {**SIZES, "initializer_range": 0.02}}
     warm = {"max_steps": 3, "batch_size": 8}
     run = train(config_of(home, model=model, rl={"steps": 1}, warm_start=warm), tmp_path / "run")
-    assert AutoModelForCausalLM.from_pretrained(run.path / "model").config.vocab_size == 51
+    assert hf.load_pretrained(run.path / "model", experts_implementation="eager").config.vocab_size == 51
 
 
 @pytest.fixture
