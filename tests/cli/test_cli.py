@@ -105,6 +105,15 @@ def test_train_report_and_inspect(tmp_path):
     assert "planes" in shown.stdout
     assert re.search(r"24, of \d+ to \d+ tokens", shown.stdout)
     assert "decoder 1" in shown.stdout
+    folder, step = tmp_path / "run", "step-000002.safetensors"
+    arguments = ["--model", config, "--checkpoint", folder / "checkpoints" / step, "--weight-version", 2]
+    examined = foreroute("doctor", *arguments, "--generation", folder / "rollouts" / step)
+    assert examined.returncode == 0, examined.stderr
+    (recorded,) = [record["mismatch"] for record in records(folder) if record["step"] == 2]
+    assert recorded["native"]["k3"] > recorded["replayed"]["k3"] > 0
+    figures = " ".join(examined.stdout.split())
+    for side in ("native", "replayed"):
+        assert f"{recorded[side]['k3']:.2e}" in figures, (recorded, examined.stdout)
     more = foreroute("train", config_file(tmp_path, rl={"steps": 6}), "--folder", tmp_path / "run", "--resume")
     assert more.returncode == 0, more.stderr
     assert len(records(tmp_path / "run")) == 6

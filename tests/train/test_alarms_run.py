@@ -9,6 +9,7 @@ import pytest
 
 import foreroute as fr
 from counting_runs import counting, counting_config
+from foreroute.capture import load_generation
 from foreroute.errors import CollapseError, ConfigError
 from foreroute.train import RunFolder, Watcher, load_checkpoint, loop, train
 from foreroute.train.rollback import read_rollbacks
@@ -119,6 +120,8 @@ def test_after_a_rollback_a_run_is_one_with_replay_from_that_checkpoint_on_later
         assert np.array_equal(got.trace.tokens(s)[:length], expected.trace.tokens(s)[:length])
     kept = fr.load(back.path / "traces" / "step-000004.safetensors")
     assert kept.equals(got.trace)
+    rollout = load_generation(back.path / "rollouts" / "step-000004.safetensors")
+    assert np.array_equal(rollout.logprobs_R, got.logprobs_R)
 
 
 @pytest.mark.usefixtures("_poisoned")

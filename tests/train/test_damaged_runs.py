@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from counting_runs import counting, counting_config
+from foreroute.capture import load_generation
 from foreroute.errors import RunFolderError
 from foreroute.train import RunFolder, Watcher, train
 from foreroute.train.checkpoint import read_checkpoint, write_checkpoint
@@ -239,6 +240,7 @@ def test_steps_that_come_out_otherwise_put_what_was_recorded_aside(whole, folder
     assert seen == [(7, aside)]
     assert (aside / "metrics.jsonl").read_bytes() == b"".join(before.splitlines(keepends=True)[7:])
     assert [each.name for each in (aside / "traces").iterdir()] == ["step-000008.safetensors"]
+    assert load_generation(aside / "rollouts" / "step-000008.safetensors").trace.num_rows > 0
     assert path.read_bytes() == whole.metrics.path.read_bytes()
 
 

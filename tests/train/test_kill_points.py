@@ -9,6 +9,7 @@ import pytest
 
 import foreroute as fr
 from counting_runs import counting, counting_config
+from foreroute.capture import load_generation
 from foreroute.errors import RunFolderError
 from foreroute.trace.digest import digest
 from foreroute.train import RunFolder, train
@@ -59,7 +60,10 @@ def files(folder):
 
 
 def content(path):
-    if path.parent.name == "traces" and path.stat().st_size > 100:
+    if path.parent.name == "rollouts" and ".trace" not in path.name:
+        rollout = load_generation(path)
+        return digest(rollout.trace), rollout.logprobs_R.tolist()
+    if path.parent.name in ("rollouts", "traces") and path.stat().st_size > 100:
         # the order of a trace's metadata is not fixed
         return digest(fr.load(path))
     return path.read_bytes()

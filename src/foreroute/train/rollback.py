@@ -1,7 +1,7 @@
 """Rollbacks: a run goes back to an earlier checkpoint, and goes on from there in another way.
 
 rollbacks.json                what was gone back to, and why
-rolled-back-1/                the metrics, checkpoints and traces that the first rollback took out of the run
+rolled-back-1/                the metrics, checkpoints, rollouts and traces that the first rollback took out of the run
 
 The file is written first. Whoever opens a folder in which the rest was not finished finishes it.
 """
@@ -76,7 +76,7 @@ def settle(run: RunFolder) -> None:
     if settled:
         return
     last = rollbacks[-1]
-    first = {"checkpoints": last.to_step + 1, "traces": last.to_step}
+    first = {"checkpoints": last.to_step + 1, "rollouts": last.to_step, "traces": last.to_step}
     run.put_aside(run.path / f"rolled-back-{last.number}", first, metrics_from=last.to_step)
     _store(run, rollbacks, settled=True)
 

@@ -1,13 +1,14 @@
 """The folder of a run: its configuration, one line of metrics per step, checkpoints, and rollouts.
 
-config.json                  the resolved configuration
-data.txt                     the digest of the data set, where there is one
-metrics.jsonl                one JSON object per finished step
+config.json                           the resolved configuration
+data.txt                              the digest of the data set, where there is one
+metrics.jsonl                         one JSON object per finished step
 checkpoints/step-000020.safetensors   the state before step 20, sealed
-traces/step-000020.safetensors
-model/                       the policy after the last step, as a Hugging Face folder
-superseded-1/                metrics and traces of steps that ran again, and came out otherwise
-.lock                        held while a process trains here; the system lets go of it when that process ends
+rollouts/step-000020.safetensors      the log-probs of step 20, and beside them the trace, as `save_generation` writes
+traces/step-000020.safetensors        that trace again, by another name of the same file: a `TraceStore`
+model/                                the policy after the last step, as a Hugging Face folder
+superseded-1/                         metrics and rollouts of steps that ran again, and came out otherwise
+.lock                               held while a process trains here; the system lets go of it when that process ends
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from foreroute.capture import Generation
+from foreroute.capture import Generation, save_generation
 from foreroute.errors import ConfigError, ForerouteError, RunFolderError
 from foreroute.files import parse_json, read_text, write_atomically
 from foreroute.trace import save
@@ -176,7 +177,7 @@ class RunFolder:
         while os.path.lexists(self.path / f"superseded-{number}"):
             number += 1
         aside = self.path / f"superseded-{number}"
-        self.put_aside(aside, {"traces": record["step"]}, metrics_from=record["step"])
+        self.put_aside(aside, {"rollouts": record["step"], "traces": record["step"]}, metrics_from=record["step"])
         return aside
 
     def put_aside(self, aside: Path, first: Mapping[str, int], *, metrics_from: int) -> None:
@@ -249,10 +250,14 @@ class RunFolder:
         return path
 
     def save_rollout(self, step: int, generation: Generation) -> None:
-        """Keep a step's rollout. A step that runs again writes the same again."""
-        path = self.path / "traces" / f"step-{step:06d}.safetensors"
-        with writing(path):
-            save(generation.trace, path, overwrite=True)
+        """Keep a step's rollout, and its trace among those of the run. A step that runs again writes the same again."""
+        rollout = self.path / "rollouts" / f"step-{step:06d}.safetensors"
+        with writing(rollout):
+            save_generation(generation, rollout, overwrite=True)
+        trace = self.path / "traces" / rollout.name
+        with writing(trace):
+            if not _linked(rollout.with_name(f"{rollout.stem}.trace.safetensors"), trace):
+                save(generation.trace, trace, overwrite=True)
 
     def _checkpoints(self) -> dict[int, Path]:
         found = ((path, NAME.fullmatch(path.name)) for path in _entries(self.path / "checkpoints"))
@@ -316,6 +321,17 @@ def _move(source: Path, target: Path, first: int) -> None:
         for path, match in found:
             if match and int(match[1]) >= first:
                 os.replace(path, target / path.name)
+
+
+def _linked(source: Path, target: Path) -> bool:
+    """Give a file a second name, where the file system has links."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True
 
 
 def _locked(path: Path) -> int:
