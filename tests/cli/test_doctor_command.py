@@ -16,6 +16,7 @@ from foreroute.cli.doctor_inputs import DoctorInputs
 from foreroute.conformance.diagnosis import Severity
 from foreroute.conformance.examine import examine
 from foreroute.errors import InputError
+from foreroute.train.checkpoint import Checkpoint, write_checkpoint
 from foreroute.train.tasks.chain import VOCABULARY
 from models import tiny
 from small_runs import small_values
@@ -88,9 +89,9 @@ def test_a_toml_of_the_trainer_with_and_without_checkpoint(tmp_path, capsys):
     values = small_values()
     (tmp_path / "run.toml").write_text(tomli_w.dumps(values))
     model = hf.build_model("qwen3_moe", seed=7, **{**values["model"]["sizes"], "vocab_size": len(VOCABULARY)})
-    torch.save({"step": 0, "model": model.state_dict()}, tmp_path / "step.pt")
+    write_checkpoint(tmp_path / "step", Checkpoint({"step": 0, "model": model.state_dict()}, "", ""))
     assert run_doctor(DoctorInputs(model=tmp_path / "run.toml"), None, **OPTIONS) is Severity.NOTE
-    inputs = DoctorInputs(model=tmp_path / "run.toml", checkpoint=tmp_path / "step.pt")
+    inputs = DoctorInputs(model=tmp_path / "run.toml", checkpoint=tmp_path / "step")
     assert run_doctor(inputs, None, **OPTIONS) is Severity.FINE
     capsys.readouterr()
     read, has_weights = doctor_inputs.read_model(inputs.model, inputs.checkpoint)

@@ -121,11 +121,13 @@ class Spread:
             self._published = True
         exposed_s, publishing_s = known - begun, time.monotonic() - known
         self._placed.begin_step(planned.number, plan, planned.counts_MLGE, updating=updating)
-        self._now = StageLoad(stage.name, plan, planned.counts_MLGE, planning_s, exposed_s, publishing_s)
-        yield
-        self._now.transfers = self._engine.take_records()
-        self._loads.append(self._now)
-        self._now = None
+        now = self._now = StageLoad(stage.name, plan, planned.counts_MLGE, planning_s, exposed_s, publishing_s)
+        try:
+            yield
+        finally:
+            # records of a stage that failed are not those of the next one
+            self._now, now.transfers = None, self._engine.take_records()
+        self._loads.append(now)
 
     @contextmanager
     def micro_step(self, number: int, routes: RoutingTrace) -> Iterator[None]:
