@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from foreroute.capture import WRITABLE, ModelFacts, WireKind, decode, encode, recognise
+from foreroute.cli.terminal import Console
 from foreroute.errors import CaptureError, InputError, TraceFileError
 from foreroute.files import write_atomically
 from foreroute.trace import CODECS, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, save

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from foreroute.errors import ConfigError
+from foreroute.errors import ConfigError, how_to_install
 from foreroute.files import write_atomically
 from foreroute.train.config import LoggingConfig, TrainConfig
 from foreroute.train.rollback import read_rollbacks
@@ -34,7 +34,7 @@ def require_loggers(config: LoggingConfig) -> None:
         if getattr(config, package) and find_spec(package) is None:
             raise ConfigError(
                 f"logging.{package} = true needs the package {package}, which is not installed: "
-                f"pip install 'foreroute[{package}]', or set it to false"
+                f"{how_to_install(package)}, or set it to false"
             )
 
 
