@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from foreroute.capture import WRITABLE, ModelFacts, WireKind, decode, encode, facts_of_config
+from foreroute.cli.terminal import Console
 from foreroute.errors import CaptureError, TraceFileError, printable
 from foreroute.files import RegularFile, parse_json, read_file, read_text, write_atomically, writing_named
 from foreroute.trace import CODECS, RoutingSpec, RoutingTrace, load, save

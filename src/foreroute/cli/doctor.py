@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from foreroute.cli.doctor_inputs import DoctorInputs, Engine, read_array, read_engine, read_model
+from foreroute.cli.terminal import Console
 from foreroute.conformance.diagnosis import Diagnosis, Evidence, Severity, TrainerPass
 from foreroute.conformance.doctor import diagnose
-from foreroute.report import measure_rows, write_diagnosis
+from foreroute.report import check_page, measure_rows, write_diagnosis
 from foreroute.trace import RoutingTrace, load
 
 STYLES = {Severity.FINE: "green", Severity.NOTE: "blue", Severity.WARNING: "yellow", Severity.PROBLEM: "bold red"}
@@ -27,6 +27,8 @@ def run_doctor(
 ) -> Severity:
     """Print the diagnosis, write the page if asked, and return how bad it is."""
     console = Console()
+    if output is not None:
+        check_page(output)
     engine = read_engine(inputs, max_sequences)
     if inputs.model is not None:
         with console.status("examining the model: quick checks, then passes over the sequences"):

@@ -66,6 +66,31 @@ def write_atomically(
     _sync_folder(target.parent)
 
 
+def check_writable(target: Path) -> None:
+    """See whether `write_atomically` could write, by writing nothing, so that long work is not done in vain.
+
+    Args:
+        target: need not exist, nor the folder that it is in.
+
+    Raises:
+        FileExistsError: when it is a folder, a FIFO, a device or a socket.
+        OSError: what the system would refuse: no permission, a parent that is a file, a name that is too long.
+    """
+    target = Path(os.path.realpath(target))
+    _refuse_special(target)
+    folder = target.parent
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is no folder", str(target))
+    for part in target.relative_to(folder).parts:  # those that are not there yet may still be too long
+        with suppress(FileNotFoundError):
+            os.lstat(folder / part)
+    temporary, descriptor = _new_temporary(folder / target.name)
+    os.unlink(temporary)
+    os.close(descriptor)
+
+
 @contextmanager
 def writing_named(path: str | os.PathLike[str], kind: type[InputError]) -> Iterator[None]:
     """What the system refuses while `path` is written becomes one error of `kind` that names it.
