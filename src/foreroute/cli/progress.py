@@ -105,7 +105,7 @@ class Display:
             self._line(f"step {step}, {_figures(record)}{self._time_left(step, now)}")
         alarms = {each["kind"]: Alarm(**each) for each in record["alarms"]}
         for kind in sorted(alarms.keys() - self._alarms):
-            self._say(f"alarm at step {step}: {alarms[kind]}")
+            self._say(f"alarm at step {step}: {alarms[kind]}. {alarms[kind].advice}")
         self._alarms = set(alarms)
 
     def rollback(self, rollback: Rollback) -> None:
