@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ class Interceptor:
         self._installed: ExitStack | None = None
         self._is_whole = False
         self._users = 0
+        self._lock = RLock()  # backwards of other threads recompute while sessions open and close
         self._checkpoints_open = 0
         self._number = graph_ops.register(self)
         self._ledger = torch.zeros(1, dtype=torch.int64)
@@ -111,21 +113,23 @@ class Interceptor:
     @contextmanager
     def _hooks(self, *, whole: bool) -> Iterator[None]:
         """Have the hooks in place until the last user leaves; only those of routers if not `whole`."""
-        if self._installed is None:
-            self._installed, self._is_whole = self._install(whole=whole), whole
-        elif whole and not self._is_whole:
-            raise ReplayError(
-                f"a part of {type(self._trunk).__name__} is being recomputed in a backward; open the session before or "
-                "after it"
-            )
-        self._users += 1
+        with self._lock:
+            if self._installed is None:
+                self._installed, self._is_whole = self._install(whole=whole), whole
+            elif whole and not self._is_whole:
+                raise ReplayError(
+                    f"a part of {type(self._trunk).__name__} is being recomputed in a backward; open the session "
+                    "before or after it"
+                )
+            self._users += 1
         try:
             yield
         finally:
-            self._users -= 1
-            if not self._users:
-                installed, self._installed = self._installed, None
-                installed.close()
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    installed, self._installed = self._installed, None
+                    installed.close()
 
     def _install(self, *, whole: bool) -> ExitStack:
         if any(is_hooked(site.selecting[0]) for site in self._sites):
@@ -299,7 +303,7 @@ class Interceptor:
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal ran_before
             if ran_before:
-                with self._hooks(whole=False), self._passes.on_top(first.open(recompute=True)):
+                with self._passes.on_top(first.open(recompute=True)), self._hooks(whole=False):
                     return function(*args, **kwargs)
             ran_before = True
             self._checkpoints_open += 1
