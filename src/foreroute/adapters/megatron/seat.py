@@ -66,9 +66,9 @@ class Seat:
         self._has_bias = bool(router.enable_expert_bias)
 
     @contextmanager
-    def taken(self, before_call: Callable[[str], None], on_call: Callable[[int], None]) -> Iterator[None]:
-        """Sit on the router while the context is open, as by `take`."""
-        self.take(before_call, on_call)
+    def taken(self, on_call: Callable[[int], None]) -> Iterator[None]:
+        """Sit on the router while the context is open, as by `take`, and refuse no call."""
+        self.take(lambda path: None, on_call)
         try:
             yield
         finally:

@@ -61,7 +61,7 @@ def _route(site: RouterSite, hidden: Tensor, now: LayerPass | None = None) -> tu
     seat = Seat(site, 0)
     seat.now = now
     try:
-        with nullcontext() if now is None else seat.taken(lambda path: None, lambda position: None):
+        with nullcontext() if now is None else seat.taken(lambda position: None):
             # its hooks are not for rows of ours: those of DDP would begin to gather parameters
             probs, routing_map = site.module.forward(hidden)
     except ReplayError as error:
