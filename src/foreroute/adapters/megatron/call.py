@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -39,8 +40,13 @@ class Call:
 
     @classmethod
     def read(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Find them among the arguments of a call whose parameters have these names."""
+        """Find them among the arguments of a call whose parameters have these names.
+
+        Raises:
+            BatchMismatchError: when tokens or padding are of a type that says something else.
+        """
         given = dict(zip(names, args, strict=False)) | kwargs
+        _require_types(given)
         inference, packed = given.get("inference_context"), given.get("packed_seq_params")
         return cls(
             _tensor(given.get("input_ids")),
@@ -61,6 +67,18 @@ class Call:
 
 def _tensor(value: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
+
+
+def _require_types(given: dict[str, Any]) -> None:
+    tokens, padding = _tensor(given.get("input_ids")), _tensor(given.get("padding_mask"))
+    if tokens is not None and (tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool):
+        raise BatchMismatchError(
+            f"input_ids are {tokens.dtype} of shape {tuple(tokens.shape)}; expected integers [batch, tokens]"
+        )
+    if padding is not None and padding.dtype != torch.bool:
+        raise BatchMismatchError(
+            f"padding_mask is {padding.dtype}; expected booleans [batch, tokens], True for padding"
+        )
 
 
 def parameter_names(forward: Callable[..., Any]) -> list[str]:
