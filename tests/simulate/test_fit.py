@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.stats import spearmanr
 
 from foreroute.balance import PlanOptions, plan, save_plan
 from foreroute.errors import ConfigError, CountsError, PlanError
-from foreroute.simulate.fit import fit, fit_record, predict
+from foreroute.simulate.fit import fit, fit_record, predict, rank_correlation
 from foreroute.simulate.measured import Measured, load_measured
 from simulate_cases import small_config
 
@@ -52,6 +53,22 @@ def test_noise_of_five_percent_leaves_rates_near():
     found = fit(steps(config, noise=0.05), config, tuple(RATES))
     assert found.parameters == pytest.approx(RATES, rel=0.3)
     assert found.median_error < 0.08
+
+
+@pytest.mark.parametrize("different", [2, 3, 5, 1000])
+def test_equal_values_share_a_rank_in_the_rank_correlation(different):
+    rng = np.random.default_rng(different)
+    for _ in range(20):
+        a, b = rng.integers(different, size=(2, 12)).astype(np.float64)
+        wanted = spearmanr(a, b).statistic if len(set(a)) > 1 and len(set(b)) > 1 else None
+        assert rank_correlation(a, b) == (wanted if wanted is None else pytest.approx(wanted, abs=1e-12))
+
+
+def test_the_rank_correlation_of_what_does_not_vary_is_not_defined():
+    config, _ = config_and_costs()
+    same = [replace(one, seconds=0.5) for one in steps(config)]
+    assert fit_record(same, config, config.described().costs, ["layer_s"]).rank_correlation is None
+    assert fit_record(same[:1], config, config.described().costs, ["layer_s"]).rank_correlation is None
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ class RegularFile:
     Attributes:
         path: the file.
         size: bytes when it was opened.
+        status: whose it is and who may write it.
 
     Raises:
         kind: when it is missing, cannot be opened, or is a folder, FIFO, device or socket.
@@ -43,11 +44,11 @@ class RegularFile:
             raise kind(f"{self.path} does not exist") from error
         except (OSError, ValueError) as error:
             raise kind(f"{self.path} cannot be opened ({_reason(error)})") from error
-        status = os.fstat(self._descriptor)
-        if not stat.S_ISREG(status.st_mode):
+        self.status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(self.status.st_mode):
             self.close()
-            raise kind(f"{self.path} is {_what(status.st_mode)}; expected a file")
-        self.size = status.st_size
+            raise kind(f"{self.path} is {_what(self.status.st_mode)}; expected a file")
+        self.size = self.status.st_size
 
     def read(self, start: int, size: int) -> bytearray:
         """Exactly `size` bytes from `start`.

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numba import njit, uint64
 
+from foreroute.kernels import kernel
+
 FETCHED = 64
 """Bits that one `fetch` brings."""
 
@@ -23,7 +25,7 @@ def fetch(words: Any, position: Any, last: Any) -> Any:
     return (words[index] >> shift) | ((words[index + uint64(1)] << uint64(1)) << (uint64(63) - shift))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def pack_rows(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, bits: Any, words_LW: Any) -> None:
     """Write the picks of `rows` as `bits` bits each into one zeroed stream per layer.
 
@@ -57,7 +59,7 @@ def pack_rows(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, bits: Any, 
             source += depth
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def unpack_rows(
     words: Any,
     starts: Any,
@@ -115,7 +117,7 @@ def unpack_rows(
     return not bad
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def first_bad_cell(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, num_experts: Any) -> Any:
     """The first (row, layer) of `rows` with an id of E or more or an expert twice, as row * L + layer; -1 if none.
 
