@@ -22,6 +22,7 @@ HARNESS = {
     "eplb_published",
     "execution_bench",
     "execution_gpu",
+    "flips",
     "fuzz_targets_capture",
     "fuzz_targets_plan",
     "mutations",
