@@ -257,10 +257,33 @@ def test_a_run_that_diverges_ends_with_one_error_and_keeps_its_checkpoints(tmp_p
     assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000000.safetensors")["step"] == 0
 
 
-def test_a_checkpoint_of_another_model_is_refused_on_resume(copied):
+def without_optimizer(state):
+    del state["optimizer"]
+
+
+def optimizer_is_nothing(state):
+    state["optimizer"] = None
+
+
+def model_is_empty(state):
+    state["model"] = {}
+
+
+def of_another_weight(state):
+    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+
+
+def of_other_parameters(state):
+    state["optimizer"]["param_groups"][0]["params"].pop()
+
+
+@pytest.mark.parametrize(
+    "change", [without_optimizer, optimizer_is_nothing, model_is_empty, of_another_weight, of_other_parameters]
+)
+def test_a_checkpoint_of_another_model_is_refused_on_resume(copied, change):
     last = copied.last_checkpoint()
     state = load_checkpoint(last)
-    del state["optimizer"]
+    change(state)
     write_checkpoint(last, replace(read_checkpoint(last), state=state))
     with pytest.raises(RunFolderError, match="does not fit this model and optimizer"):
         train(small_config(rl={"steps": 6}), copied.path, resume=True)

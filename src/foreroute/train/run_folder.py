@@ -25,7 +25,7 @@ from typing import Any
 
 from foreroute.capture import Generation, save_generation
 from foreroute.errors import ConfigError, ForerouteError, RunFolderError
-from foreroute.files import parse_json, read_text, write_atomically
+from foreroute.files import TensorFile, parse_json, read_text, write_atomically
 from foreroute.trace import save
 from foreroute.train.checkpoint import NAME, Checkpoint, read_checkpoint, write_checkpoint
 from foreroute.train.config import TrainConfig, parse_config
@@ -36,7 +36,7 @@ LEFT_BEHIND = re.compile(r"\.lock|\.config\.json\.[0-9a-f]{8}")
 """What a run leaves that is killed before its configuration is written."""
 MAY_CHANGE = ("parallel.", "alarms.", "logging.")
 DIGEST = re.compile(r"[0-9a-f]{32}( [0-9a-f]{32})*")
-NUMBERED = re.compile(r"step-(\d{6,})((?:\.\w+)*)")
+NUMBERED = re.compile(r"step-(\d{6,})\..+")
 """Files of a step."""
 
 
@@ -256,7 +256,9 @@ class RunFolder:
             save_generation(generation, rollout, overwrite=True)
         trace = self.path / "traces" / rollout.name
         with writing(trace):
-            if not _linked(rollout.with_name(f"{rollout.stem}.trace.safetensors"), trace):
+            with TensorFile(rollout, RunFolderError) as file:
+                beside = rollout.with_name(file.metadata["foreroute.trace"])
+            if not _linked(beside, trace):
                 save(generation.trace, trace, overwrite=True)
 
     def _checkpoints(self) -> dict[int, Path]:

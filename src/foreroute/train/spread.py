@@ -29,6 +29,7 @@ from foreroute.trace import RoutingTrace, count_assignments
 from foreroute.train.config import ParallelConfig, TrainConfig
 from foreroute.train.forward import pad
 from foreroute.train.load import StageLoad, execution_record
+from foreroute.train.optimizer import load_state
 from foreroute.train.ranks import Ranks
 from foreroute.train.schedule import Stage
 from foreroute.train.whole import Whole
@@ -97,7 +98,7 @@ class Spread:
 
     def load(self, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         self._placed.load_state_dict(weights)
-        optimizer.load_state_dict(self._converted(optimizer, state, gather=False))
+        load_state(optimizer, self._converted(optimizer, state, gather=False))
         self._published = False
 
     def plan(self, first: int, routes: RoutingTrace, stages: Sequence[Stage]) -> None:
