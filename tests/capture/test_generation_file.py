@@ -45,7 +45,7 @@ def test_what_is_no_generation_is_refused(tmp_path, generation):
     with pytest.raises(TraceFileError, match="goes with --trace"):
         load_generation(tmp_path / "rollout.trace.safetensors")
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(TraceFileError, match="not a readable generation"):
+    with pytest.raises(TraceFileError, match="not a whole safetensors file"):
         load_generation(path)
     with pytest.raises(TraceFileError, match="does not exist"):
         load_generation(tmp_path / "nothing")

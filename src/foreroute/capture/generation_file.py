@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from foreroute.capture.generation import Generation
 from foreroute.errors import TraceFileError
-from foreroute.files import write_atomically
+from foreroute.files import TensorFile, write_atomically
 from foreroute.trace import digest, load, save
 
 GENERATION_VERSION = "1"
@@ -85,12 +85,5 @@ def load_generation(path: str | os.PathLike[str]) -> Generation:
 
 
 def _read(source: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    from safetensors import SafetensorError, safe_open
-
-    if not source.is_file():
-        raise TraceFileError(f"{source} does not exist or is not a file")
-    try:
-        with safe_open(source, framework="np") as opened:
-            return opened.metadata() or {}, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, TypeError) as error:
-        raise TraceFileError(f"{source} is not a readable generation ({error}). Copy it again") from error
+    with TensorFile(source, TraceFileError) as file:
+        return file.metadata, {name: file.read(name) for name in file.names}

@@ -21,7 +21,7 @@ from foreroute.trace import RoutingTrace, load
 if TYPE_CHECKING:  # it loads torch
     from foreroute.train import TrainConfig
 
-CHECKPOINT = re.compile(r"step-(\d{6,9})\.pt")
+CHECKPOINT = re.compile(r"step-(\d{6,9})\.\w+")
 NPY = re.compile(
     rb"\x93NUMPY\x01\x00(?P<length>..)"
     rb"\{'descr': '(?P<type>[<>|=][A-Za-z]\d{0,4})', 'fortran_order': (True|False), "
@@ -218,7 +218,7 @@ def _is_of_a_run(path: Path) -> bool:
 def _checkpoint_of(folder: Path, held: Mapping[int, Path], trace: RoutingTrace | None) -> Path:
     """Of the weights that a trace was recorded under; the last one where there is no trace, or it does not say."""
     if not held:
-        raise RunFolderError(f"{folder} holds no checkpoints/step-000000.pt or later one, so there are no weights")
+        raise RunFolderError(f"{folder} holds no checkpoints, so there are no weights to examine")
     known = [version for version in trace.versions if version >= 0] if trace is not None else []
     wanted = known[-1] if known else max(held)
     if wanted not in held:
@@ -244,7 +244,9 @@ def _trainer(config: TrainConfig, path: Path, checkpoint: Path | None, held: Map
     }
     if checkpoint is None:
         return Trainer(model=model, has_weights=config.model.path is not None, before_step_0=str(path), **given)
-    state, lora = load_checkpoint(checkpoint), config.model.lora
+    with RegularFile(checkpoint, RunFolderError):  # so that a FIFO is not waited for
+        state = load_checkpoint(checkpoint)
+    lora = config.model.lora
     if lora.rank:
         add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
     try:
