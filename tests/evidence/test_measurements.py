@@ -45,7 +45,7 @@ def test_a_start_is_made_once(start):
     written = start.stat().st_mtime_ns
     assert started(start.parent, "moe", small(), 3) == start
     assert start.stat().st_mtime_ns == written
-    assert {path.name for path in start.parent.iterdir()} == {"moe-3.pt", "moe-3.lock"}
+    assert {path.name for path in start.parent.iterdir()} == {"moe-3.safetensors", "moe-3.lock"}
 
 
 def test_at_fixed_weights_replay_lowers_what_precision_raised(start):

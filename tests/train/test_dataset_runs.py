@@ -81,10 +81,12 @@ def test_a_run_goes_on_where_it_was_and_ends_with_a_model_for_transformers(home,
     (note,) = [note for note in _reading_notes(read_runs([whole.path])) if "no reward" in note]
     assert f"{sum(record['reward_failures'] for record in records(whole.path))} responses" in note
     assert ["evaluation" in record for record in records(whole.path)] == [True, False, True, False]
-    assert records(whole.path)[2]["evaluation"] == greedy_by_hand(config, whole.path / "checkpoints" / "step-000002.pt")
+    assert records(whole.path)[2]["evaluation"] == greedy_by_hand(
+        config, whole.path / "checkpoints" / "step-000002.safetensors"
+    )
 
     def weights_at(step):
-        return load_checkpoint(resumed.path / "checkpoints" / f"step-{step:06d}.pt")["model"]
+        return load_checkpoint(resumed.path / "checkpoints" / f"step-{step:06d}.safetensors")["model"]
 
     given = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32).state_dict()
     assert all(torch.equal(given[name], value) for name, value in weights_at(0).items()), "no warm start"
@@ -99,7 +101,7 @@ def test_a_run_does_not_go_on_with_other_data(copied, tmp_path):
     (copied / "data.jsonl").write_text('{"prompt": "1+2=", "answer": 3}\n')
     with pytest.raises(RunFolderError, match="was started with other data"):
         train(config_of(copied, rl={"steps": 2}), run.path, resume=True)
-    assert run.last_checkpoint().name == "step-000001.pt"
+    assert run.last_checkpoint().name == "step-000001.safetensors"
 
 
 def greedy_by_hand(config, checkpoint):
@@ -131,7 +133,7 @@ def test_where_nothing_is_rewarded_the_run_ends_and_can_go_on(home, tmp_path):
     config = config_of(home, task={"reward": f"{home / 'mine.py'}:never"})
     with pytest.raises(FunctionError, match=r"none of 16 responses got a reward\. The first: .*never' returned None"):
         train(config, tmp_path / "run")
-    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000000.pt")["step"] == 0
+    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000000.safetensors")["step"] == 0
 
 
 def test_every_epoch_has_every_row_once_in_an_order_of_its_own(home):

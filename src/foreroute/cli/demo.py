@@ -21,7 +21,7 @@ def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: 
     """Train twice, print the table, write the report."""
     console = Console()
     folder = folder or Path("runs") / "demo" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    warm = folder / "none" / "checkpoints" / "step-000000.pt"
+    warm = folder / "none" / "checkpoints" / "step-000000.safetensors"
     configs = [
         _config("none", steps, precision, engine),
         _config("R3", steps, precision, engine, begins_at=warm),

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from foreroute.cli.doctor_inputs import DoctorInputs, Engine, read_array, read_engine, read_trainer
+from foreroute.cli.doctor_inputs import DoctorInputs, Engine, read_array, read_engine, read_trainer, with_last_rollout
 from foreroute.conformance.diagnosis import Diagnosis, Evidence, Severity, TrainerPass
 from foreroute.conformance.doctor import diagnose
 from foreroute.errors import printable
@@ -40,6 +40,7 @@ def run_doctor(
         InputError: for everything that a user can mend.
     """
     console = Console()
+    inputs = with_last_rollout(inputs)
     engine = read_engine(inputs, max_sequences)
     if inputs.model is not None:
         with console.status("examining the model: quick checks, then passes over the sequences"):
