@@ -37,6 +37,7 @@ def files(tmp_path_factory):
     model.save_pretrained(folder / "model")
     good = generation(model, "bfloat16")
     save_generation(good, folder / "bf16.safetensors")
+    fr.save(good.trace, folder / "bf16.trace.safetensors")
     save_generation(shifted(good), folder / "shifted.safetensors")
     evidence = examine(model, good)
     np.save(folder / "engine.npy", good.logprobs_R)

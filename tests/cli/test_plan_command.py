@@ -186,8 +186,19 @@ def test_existing_files_are_replaced_only_when_asked(files, tmp_path):
         run_plan(inputs, PlanOptions(), tmp_path / "plan.safetensors", baselines=(), overwrite=False)
     assert (tmp_path / "plan.html").read_text() == "mine"
     assert not (tmp_path / "plan.safetensors").exists()
-    run_plan(inputs, PlanOptions(), tmp_path / "plan.safetensors", baselines=(), overwrite=True)
-    assert "Plan of a step" in (tmp_path / "plan.html").read_text()
+    with pytest.raises(InputError, match=r"plan.html exists and is no page that foreroute wrote"):
+        run_plan(inputs, PlanOptions(), tmp_path / "plan.safetensors", baselines=(), overwrite=True)
+    assert (tmp_path / "plan.html").read_text() == "mine"
+    (tmp_path / "plan.html").unlink()
+    trace = (files / "step-000000.safetensors").read_bytes()
+    (tmp_path / "plan.safetensors").write_bytes(trace)
+    with pytest.raises(InputError, match=r"plan.safetensors is no plan, which is all that --overwrite replaces"):
+        run_plan(inputs, PlanOptions(), tmp_path / "plan.safetensors", baselines=(), overwrite=True)
+    assert (tmp_path / "plan.safetensors").read_bytes() == trace
+    (tmp_path / "plan.safetensors").unlink()
+    for overwrite in (False, True):
+        run_plan(inputs, PlanOptions(), tmp_path / "plan.safetensors", baselines=(), overwrite=overwrite)
+        assert "Plan of a step" in (tmp_path / "plan.html").read_text()
 
 
 @pytest.mark.parametrize(("text", "moves"), [("0", 0), ("16", 16), ("all", None)])

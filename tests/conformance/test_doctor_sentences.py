@@ -203,7 +203,7 @@ def test_the_rest_is_told_in_whole_sentences():
     _, trace = reference()
     all_fail = report(*(Outcome.FAILED for _ in ALL_CHECKS))
     of_run = {"before_step_0": "run.toml", "engine": trace}
-    held = {20 * n: f"runs/a/checkpoints/step-{20 * n:06d}.pt" for n in range(12)}
+    held = {20 * n: f"runs/a/checkpoints/step-{20 * n:06d}.safetensors" for n in range(12)}
     for evidence in (
         Evidence(),
         Evidence(attach_error="model.layers.1.mlp has no router\n   that can be seen; upgrade"),
@@ -276,16 +276,20 @@ def test_a_model_without_weights_is_compared_with_nothing():
 
 def test_the_weights_before_step_0_are_named_and_the_checkpoint_asked_for():
     _, trace = reference()
-    held = {0: "checkpoints/step-000000.pt", 10: "checkpoints/step-000010.pt"}
+    held = {0: "checkpoints/step-000000.safetensors", 10: "checkpoints/step-000010.safetensors"}
     of_10 = Evidence(engine=trace.with_weight_version(10), before_step_0="run.toml", checkpoints=held)
     found = diagnose(of_10)
     assert found.worst is Severity.PROBLEM
     assert "run.toml stands for the weights before step 0. The trace is of weight version 10" in found.headline
     assert (
-        found.findings[0].advice == "Add --checkpoint checkpoints/step-000010.pt to examine the weights of version 10."
+        found.findings[0].advice
+        == "Add --checkpoint checkpoints/step-000010.safetensors to examine the weights of version 10."
     )
     of_7 = diagnose(replace(of_10, engine=trace.with_weight_version(7)))
-    assert "The run has checkpoints/step-000000.pt, checkpoints/step-000010.pt." in of_7.findings[0].advice
+    assert (
+        "The run has checkpoints/step-000000.safetensors, checkpoints/step-000010.safetensors."
+        in of_7.findings[0].advice
+    )
     assert diagnose(replace(of_10, engine=trace.with_weight_version(0))).worst is Severity.FINE
 
 

@@ -184,6 +184,9 @@ def test_fitted_rates(tmp_path):
     assert "host_bytes_per_s 50 GB/s 25 GB/s" in text
     assert "layer_s 40 us 90 us" in text
     assert "2 measured stages are predicted with a median error of 3.50 % and a worst of 4.00 %" in text
+    assert "the rank correlation is 1.00." in text
+    html = page(tmp_path, record(("static",)), fit=(replace(found, rank_correlation=None), before))
+    assert "the rank correlation is not defined." in text_of(html)
     assert "a.npz, update: 1.50 s measured, 1.45 s predicted" in plots(html)["Predicted and measured"]
 
 

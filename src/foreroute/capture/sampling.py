@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 
+from foreroute.capture.arguments import shown, whole_number
 from foreroute.errors import ConfigError
+
+MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,8 @@ class Sampling:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.group_size < 1 or not self.temperature >= 0:
-            raise ConfigError(
-                f"{self} cannot be sampled; expected at least one token and response, and a temperature of 0 or more"
-            )
+        for name, least in (("max_new_tokens", 1), ("end_token", 0), ("group_size", 1)):
+            whole_number(getattr(self, name), name, least, MAX_INT32, kind=ConfigError)
+        temperature: object = self.temperature
+        if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature is {shown(temperature)}; expected a number of 0 or more")

@@ -8,11 +8,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from foreroute.cli.page import write_page
 from foreroute.cli.progress import watching
+from foreroute.cli.terminal import Console
 from foreroute.report import SummaryRow, read_runs, summary_rows, write_report
 from foreroute.train import TrainConfig, parse_config, train
 

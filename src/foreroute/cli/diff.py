@@ -6,10 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from foreroute.cli.terminal import Console
 from foreroute.mismatch import Defect, Explanation, explain
 from foreroute.trace import RoutingSpec, load
 

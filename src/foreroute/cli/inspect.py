@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from foreroute.capture import refuse_constant_layers
+from foreroute.cli.terminal import Console
 from foreroute.errors import InputError
 from foreroute.trace import CODECS, NO_VERSION, RoutingTrace, count_assignments, digest, encoded_size, load
 

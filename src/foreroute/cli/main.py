@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import foreroute
-from foreroute.errors import AttachError, ForerouteError, InputError
-
-OF_EXTRAS = {"torch", "transformers"}
-"""What commands import that the light core does not bring."""
+from foreroute.cli.ending import run
+from foreroute.cli.terminal import Console
+from foreroute.errors import InputError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,33 +22,13 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; a user's error becomes one message and exit code 2."""
-    try:
-        app()
-    except (InputError, AttachError) as error:
-        _fail(error, 2)
-    except ForerouteError as error:
-        _fail(error, 1)
-    except ModuleNotFoundError as error:
-        if (library := (error.name or "").partition(".")[0]) not in OF_EXTRAS:
-            raise
-        _fail(InputError(f"this needs {library}, which is not installed: pip install 'foreroute[all]' brings it"), 2)
-
-
-def _fail(error: ForerouteError, code: int) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]error[/]: {_escaped(str(error))}", highlight=False)
-    sys.exit(code)
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+    """Run the command line and exit; `foreroute.cli.ending` has the exit codes."""
+    run(lambda: app(standalone_mode=False))
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"foreroute {foreroute.__version__}")
+        Console().print(f"foreroute {foreroute.__version__}", highlight=False)
         raise typer.Exit
 
 
@@ -301,7 +278,8 @@ def report(
     """Write one HTML page about a run, or comparing several."""
     from foreroute.report import write_report
 
-    typer.echo(write_report(runs, output or runs[0] / "report.html"))
+    page = write_report(runs, output or runs[0] / "report.html")
+    Console().print(str(page), soft_wrap=True, highlight=False, markup=False)
 
 
 if __name__ == "__main__":

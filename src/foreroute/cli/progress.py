@@ -12,7 +12,6 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -26,6 +25,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from foreroute.cli.terminal import Console
 from foreroute.mismatch import Alarm
 from foreroute.train import Rollback, TrainConfig, Watcher
 

@@ -145,7 +145,7 @@ def _checkpoint_to_give(evidence: Evidence, versions: tuple[int, ...]) -> str:
         return f"Add --checkpoint {held[versions[0]]} to examine the weights of version {versions[0]}."
     asked = "Add --checkpoint with the weights that the trace was recorded under"
     if not held:
-        return f"{asked}: in the run's folder checkpoints, the file of step 20 holds those of weight version 20."
+        return f"{asked}: step-000020.safetensors in the run's folder checkpoints holds those of weight version 20."
     shown = [held[version] for version in sorted(held)[-8:]]
     return f"{asked}. The run has {', '.join(shown)}{' and earlier ones' if len(held) > len(shown) else ''}."
 

@@ -37,7 +37,7 @@ def write_plan_page(
         layers: L, where the model's own numbers of them are known.
 
     Raises:
-        InputError: when `target` is a folder, or the `report` extra is not installed.
+        InputError: when `target` cannot be written or is no page of ours, or the `report` extra is not installed.
     """
     return write_html(target, "plan.html.j2", lambda: _values(plan, survey, records, facts, layers))
 

@@ -37,7 +37,7 @@ def write_simulation_page(
         fit: what was fitted to measurements, if anything was, and the values before.
 
     Raises:
-        InputError: when `target` is a folder, or the `report` extra is not installed.
+        InputError: when `target` cannot be written or is no page of ours, or the `report` extra is not installed.
     """
     return write_html(target, "simulation.html.j2", lambda: _values(record, config, sweeps, timelines, fit))
 

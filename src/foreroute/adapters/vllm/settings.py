@@ -17,6 +17,8 @@ FIXED_OPTIONS = {
     # of the distribution sampled from, after the temperature
     "logprobs_mode": "processed_logprobs",
     "disable_log_stats": False,
+    # code of a model's folder is never run
+    "trust_remote_code": False,
 }
 DEFAULT_OPTIONS = {
     # compiled on the CPU, vLLM 0.30 returns routes that are all zero
