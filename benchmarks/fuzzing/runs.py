@@ -7,14 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from benchmarks.fuzzing.mutations import damage, forge_text
+from benchmarks.fuzzing.mutations import damage, forge, forge_text
 from benchmarks.fuzzing.target import Target, written
 from benchmarks.fuzzing.texts import json_lines, require_unchanged, toml_target
 from foreroute.report.reading import read_run
 from foreroute.report.records import Run
-from foreroute.train import TrainConfig, load_config
-from foreroute.train.tasks.rows import Row, read_rows
+from foreroute.trace.seal import seal_file
+from foreroute.train import TrainConfig, load_config, parse_config
+from foreroute.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from foreroute.train.rollback import Rollback, read_rollbacks
+from foreroute.train.run_folder import RunFolder
+from foreroute.train.tasks.rows import Row, parse_rows
 
 TRAINING = {
     "name": "fuzz",
@@ -34,6 +40,15 @@ ROWS: list[dict[str, Any]] = [
     {"prompt": "Name a colour.", "hint": ["red", 1, None]},
 ]
 
+ROLLBACKS = {
+    "settled": True,
+    "rollbacks": [
+        {"number": 1, "at_step": 7, "to_step": 4, "because": "collapse since step 5", "skipped_steps": 4},
+        {"number": 2, "at_step": 9, "to_step": 6, "because": "collapse since step 8", "skipped_steps": 8},
+    ],
+}
+STORED = json.dumps(parse_config(TRAINING, source="fuzz").model_dump())
+
 
 def run_targets(folder: Path) -> list[Target]:
     """Their readers."""
@@ -42,7 +57,7 @@ def run_targets(folder: Path) -> list[Target]:
         Target(
             name="data set",
             make=lambda rng: json_lines(ROWS),
-            read=lambda raw: read_rows(written(raw, folder / "rows.jsonl")),
+            read=lambda raw: parse_rows(raw, "rows.jsonl"),
             same=lambda a, b: [row.values for row in a] == [row.values for row in b],
             forge=forge_line,
             check=_require_rows,
@@ -54,6 +69,32 @@ def run_targets(folder: Path) -> list[Target]:
             same=lambda a, b: a.steps == b.steps,
             forge=forge_line,
             check=_require_steps,
+        ),
+        Target(
+            name="rollbacks",
+            make=lambda rng: json.dumps(ROLLBACKS).encode(),
+            read=lambda raw: _rollbacks(raw, folder / "rolled-back"),
+            same=lambda a, b: a == b,
+            forge=lambda raw, rng: forge_text(raw.decode(), rng).encode("utf-8", "surrogatepass"),
+            check=_require_rollbacks,
+        ),
+        Target(
+            name="stored configuration",
+            make=lambda rng: STORED.encode(),
+            read=lambda raw: _reopened(raw, folder / "stored"),
+            same=lambda a, b: a == b,
+            forge=lambda raw, rng: forge_text(raw.decode(), rng).encode("utf-8", "surrogatepass"),
+            check=_require_stored,
+        ),
+        Target(
+            name="checkpoint",
+            make=lambda rng: _checkpoint_bytes(rng, folder / "made"),
+            read=lambda raw: read_checkpoint(written(raw, folder / "checkpoint")),
+            same=_same_state,
+            forge=lambda raw, rng: forge(raw, rng, _seal_checkpoint),
+            check=_require_state,
+            sealed=True,
+            weight=2.0,
         ),
     ]
 
@@ -147,3 +188,84 @@ def _step(number: int, rng: np.random.Generator) -> dict[str, Any]:
         "margins": {"log10_edges": [-2.0, -1.0, 0.0], "counts_LB": [[3, 4]] * layers},
         "expert_load": {"4": 1.3},
     }
+
+
+def _rollbacks(raw: bytes, folder: Path) -> list[Rollback]:
+    folder.mkdir(exist_ok=True)
+    (folder / "rollbacks.json").write_bytes(raw)
+    return read_rollbacks(RunFolder(folder))
+
+
+def _require_rollbacks(raw: bytes, rollbacks: list[Rollback]) -> None:
+    given = json.loads(raw)["rollbacks"]
+    assert [rollback.number for rollback in rollbacks] == list(range(1, len(given) + 1))
+    for rollback, values in zip(rollbacks, given, strict=True):
+        assert vars(rollback) == values
+        assert 0 <= rollback.to_step <= rollback.at_step
+        assert type(rollback.at_step) is type(rollback.to_step) is type(rollback.skipped_steps) is int
+
+
+def _reopened(raw: bytes, folder: Path) -> str:
+    """A run is taken up when its stored configuration is the one that is given, but for what may change."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_bytes(raw)
+    RunFolder(folder, parse_config(TRAINING, source="fuzz")).require_begun()
+    return raw.decode()
+
+
+def _require_stored(raw: bytes, text: str) -> None:
+    given, expected = json.loads(text), json.loads(STORED)
+    for values in (given, expected):
+        for name in ("parallel", "alarms", "logging"):
+            values.pop(name, None)
+        values["rl"].pop("steps", None)
+    assert given == expected
+
+
+def _checkpoint_bytes(rng: np.random.Generator, path: Path) -> bytes:
+    seed = torch.Generator().manual_seed(int(rng.integers(2**31)))
+    weights = {f"layer.{n}.weight": torch.randn(3, 4, generator=seed) for n in range(3)}
+    weights["gate"] = torch.randn(5, generator=seed).to(torch.bfloat16)
+    state = {
+        "step": int(rng.integers(0, 50)),
+        "model": weights,
+        "optimizer": {"state": {0: {"step": torch.tensor(4.0), "exp_avg": torch.randn(3, 4, generator=seed)}}},
+        "rollouts": (None, [1, 2.5, "text", True], {}),
+    }
+    write_checkpoint(path, Checkpoint(state, "ab" * 16, "cd" * 16))
+    return path.read_bytes()
+
+
+def _same_state(a: Checkpoint, b: Checkpoint) -> bool:
+    return a.config == b.config and a.metrics == b.metrics and _equal(a.state, b.state)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and _bits(a) == _bits(b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b)
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    """Not the values: a NaN is equal to itself here."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _require_state(raw: bytes, checkpoint: Checkpoint) -> None:
+    assert type(checkpoint.state["step"]) is int
+    assert checkpoint.state["step"] >= 0
+    assert isinstance(checkpoint.state["model"], dict)
+
+
+def _seal_checkpoint(tensors: dict[str, NDArray[Any]], metadata: dict[str, str]) -> None:
+    try:
+        ours = {name: value for name, value in metadata.items() if name != "foreroute.seal"}
+        metadata["foreroute.seal"] = seal_file(ours, tensors)
+    except UnicodeEncodeError:  # a lone surrogate, which no file can hold
+        metadata["foreroute.seal"] = ""

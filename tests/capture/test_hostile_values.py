@@ -311,7 +311,7 @@ def test_layers_that_no_form_has_are_not_written():
 
 
 @pytest.mark.parametrize("field", ["max_new_tokens", "end_token", "group_size", "temperature"])
-@pytest.mark.parametrize("value", [None, True, "3", [], Raises(), float("nan"), 1j, -1, deep()], **IDS)
+@pytest.mark.parametrize("value", [None, True, "3", [], Raises(), float("nan"), 1j, -2, deep()], **IDS)
 def test_hostile_sampling(field, value):
     with pytest.raises(ConfigError, match=f"{field} is"):
         Sampling(**{"max_new_tokens": 3, "end_token": 1, field: value})

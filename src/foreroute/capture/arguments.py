@@ -45,9 +45,7 @@ def field_of(record: Any, name: str) -> Any:
         value = getattr(record, name, None)
         return _item_of(record, name) if value is None and hasattr(type(record), "__getitem__") else value
     except Exception as error:
-        raise CaptureError(
-            f"{name} of a {type(record).__name__} cannot be read ({type(error).__name__}: {shown(error)})"
-        ) from error
+        raise CaptureError(f"{name} of a {type(record).__name__} cannot be read ({shown(error)})") from error
 
 
 def items_of(values: Any, name: str) -> list[Any]:
@@ -59,9 +57,7 @@ def items_of(values: Any, name: str) -> list[Any]:
     try:
         return [*values]
     except Exception as error:
-        raise CaptureError(
-            f"{name} cannot be read ({type(error).__name__}: {shown(error)}); expected a list"
-        ) from error
+        raise CaptureError(f"{name} cannot be read ({shown(error)}); expected a list") from error
 
 
 def is_array(value: Any) -> bool:
@@ -80,7 +76,7 @@ def as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
         array = np.asarray(values)
     except Exception as error:
         raise CaptureError(
-            f"{name}, a {type(values).__name__}, cannot be read as an array ({type(error).__name__}: {shown(error)}); "
+            f"{name}, a {type(values).__name__}, cannot be read as an array ({shown(error)}); "
             "copy it to host memory first"
         ) from error
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):

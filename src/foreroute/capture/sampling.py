@@ -18,7 +18,7 @@ class Sampling:
 
     Attributes:
         max_new_tokens: a response ends here unless `end_token` came first.
-        end_token: ends a response and is part of it.
+        end_token: ends a response and is part of it; -1 for none.
         group_size: responses per prompt.
         temperature: divides the logits; log-probs are those of the distribution sampled from. 0 takes the most probable
             token each time; log-probs are then those of the undivided logits.
@@ -30,7 +30,7 @@ class Sampling:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 1), ("end_token", 0), ("group_size", 1)):
+        for name, least in (("max_new_tokens", 1), ("end_token", -1), ("group_size", 1)):
             whole_number(getattr(self, name), name, least, MAX_INT32, kind=ConfigError)
         temperature: object = self.temperature
         if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 <= self.temperature < math.inf:

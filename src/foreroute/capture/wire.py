@@ -119,11 +119,11 @@ def read_array(value: Any, name: str = "the routes") -> NDArray[Any]:
     return array
 
 
-def parse_text(text: str) -> Any:
-    """The value of a JSON text, bounded in length and depth."""
+def parse_text(text: str | bytes, *, name: str = "the text, which starts like JSON and may have been cut,") -> Any:
+    """The value of a JSON text, bounded in length and depth. `name` says which, for the message."""
     if len(text) > MAX_TEXT:
-        raise CaptureError(f"the JSON text has {len(text)} characters; expected at most {MAX_TEXT}")
-    return parse_json(text, CaptureError, name="the text, which starts like JSON and may have been cut,")
+        raise CaptureError(f"{name} has {len(text)} characters; expected at most {MAX_TEXT}")
+    return parse_json(text, CaptureError, name=name)
 
 
 def _three_counts(values: list[Any]) -> bool:

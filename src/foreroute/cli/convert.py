@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from foreroute.capture import WRITABLE, ModelFacts, WireKind, decode, encode, facts_of_config
+from foreroute.capture.wire import parse_text
 from foreroute.cli.terminal import Console
 from foreroute.errors import CaptureError, TraceFileError, printable
-from foreroute.files import RegularFile, parse_json, read_file, read_text, write_atomically, writing_named
+from foreroute.files import RegularFile, read_file, write_atomically, writing_named
 from foreroute.trace import CODECS, RoutingSpec, RoutingTrace, load, save
 
 HEADER = 9
@@ -77,7 +78,7 @@ def _first_line(data: bytes, source: Path) -> tuple[Any, list[tuple[int, bytes]]
     if not lines or not lines[0][1].lstrip().startswith(b"{"):
         return None, []
     try:
-        return parse_json(lines[0][1], CaptureError, name=str(source)), lines[1:]
+        return parse_text(lines[0][1], name=str(source)), lines[1:]
     except CaptureError:
         if len(lines) == 1:
             raise
@@ -85,7 +86,7 @@ def _first_line(data: bytes, source: Path) -> tuple[Any, list[tuple[int, bytes]]
 
 
 def _line(line: bytes, number: int, source: Path) -> dict[str, Any]:
-    row = parse_json(line, CaptureError, name=f"line {number} of {source}")
+    row = parse_text(line, name=f"line {number} of {source}")
     if not isinstance(row, dict) or row.keys() != LINE:
         raise CaptureError(f"line {number} of {source} is not an object of {' and '.join(sorted(LINE))}")
     return row
@@ -111,7 +112,7 @@ def _tokens(origin: Origin) -> Any:
     """Token lists as they stand in the file; `decode` checks them."""
     if origin.tokens is None:
         return None
-    tokens = parse_json(read_text(origin.tokens, CaptureError), CaptureError, name=str(origin.tokens))
+    tokens = parse_text(read_file(origin.tokens, CaptureError), name=str(origin.tokens))
     if not isinstance(tokens, list):
         raise CaptureError(f"{origin.tokens} holds a {type(tokens).__name__}; expected a list of token lists")
     return tokens
@@ -124,7 +125,7 @@ def _facts(origin: Origin, known: RoutingSpec | None) -> ModelFacts:
         raise CaptureError("engine output does not say which model it is from; pass --model, a trace or a config.json")
     if origin.model.suffix != ".json":
         return ModelFacts(load(origin.model).spec)
-    config = parse_json(read_text(origin.model, CaptureError), CaptureError, name=str(origin.model))
+    config = parse_text(read_file(origin.model, CaptureError), name=str(origin.model))
     try:
         return facts_of_config(config)
     except CaptureError as error:
