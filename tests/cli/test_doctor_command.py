@@ -1,6 +1,7 @@
 """`foreroute doctor` as a user meets it."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +20,7 @@ from foreroute.cli.doctor_inputs import DoctorInputs
 from foreroute.conformance.diagnosis import Severity
 from foreroute.conformance.examine import examine
 from foreroute.errors import InputError
-from foreroute.train import parse_config
+from foreroute.train import parse_config, train
 from foreroute.train.checkpoint import Checkpoint, write_checkpoint
 from foreroute.train.tasks.chain import VOCABULARY
 from models import tiny
@@ -47,8 +48,8 @@ def files(tmp_path_factory):
     return folder
 
 
-def doctor(*arguments):
-    return foreroute("doctor", *arguments)
+def doctor(*arguments, **options):
+    return foreroute("doctor", *arguments, **options)
 
 
 def test_a_model_folder_and_a_generation(files, tmp_path):
@@ -115,11 +116,11 @@ def run(tmp_path_factory):
     (folder / "config.json").write_text(json.dumps(config.model_dump()))
     for step in (0, 20):
         model = hf.build_model("qwen3_moe", seed=step, **{**values["model"]["sizes"], "vocab_size": len(VOCABULARY)})
-        path = folder / "checkpoints" / f"step-{step:06d}.safetensors"
-        write_checkpoint(path, Checkpoint({"step": step, "model": model.state_dict()}, "", ""))
+        state = {"step": step, "model": model.state_dict()}
+        write_checkpoint(folder / "checkpoints" / f"step-{step:06d}.safetensors", Checkpoint(state, "", ""))
     good = generation(model, "bfloat16", temperature=0.7, below=len(VOCABULARY) - 1)
     good = replace(good, trace=good.trace.with_weight_version(20))
-    save_generation(good, folder / "traces" / "step-000020.safetensors")
+    save_generation(good, folder / "rollouts" / "step-000020.safetensors")
     return folder
 
 
@@ -128,7 +129,7 @@ def words(result):
 
 
 def test_a_run_folder_is_examined_at_the_checkpoint_of_its_rollout(run):
-    rollout = run / "traces" / "step-000020.safetensors"
+    rollout = run / "rollouts" / "step-000020.safetensors"
     result = doctor("--model", run, "--generation", rollout)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "R3 helps by a factor of" in words(result)
@@ -140,8 +141,22 @@ def test_a_run_folder_is_examined_at_the_checkpoint_of_its_rollout(run):
     assert words(named) == words(result)
 
 
+@pytest.mark.parametrize("more", [{}, {"lora": {"rank": 2}}], ids=["all weights", "adapters"])
+def test_the_folder_of_a_run_alone_is_enough(more, tmp_path):
+    values = small_values(rl={"steps": 3, "micro_step_tokens": 64, "warmup_steps": 2}, model=more)
+    train(parse_config(values, source="test"), tmp_path / "run")
+    result = doctor("--model", tmp_path / "run")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"k3 goes from \d\.\d+e-\d+ to \d\.\d+e-\d+ nats", words(result)), words(result)
+    fr.save(fr.load(tmp_path / "run" / "traces" / "step-000002.safetensors"), tmp_path / "trace.safetensors")
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(values))
+    without = doctor("--model", tmp_path / "run.toml", "--trace", tmp_path / "trace.safetensors", cwd=tmp_path)
+    assert without.returncode == 1
+    assert "weight version 2, which are other weights" in words(without)
+
+
 def test_a_configuration_without_its_checkpoint_is_a_problem_that_names_it(run):
-    rollout = run / "traces" / "step-000020.safetensors"
+    rollout = run / "rollouts" / "step-000020.safetensors"
     result = doctor("--model", run.parent / "run.toml", "--generation", rollout, "--weight-version", "20")
     assert result.returncode == 1, result.stdout + result.stderr
     said = words(result)
@@ -152,7 +167,7 @@ def test_a_configuration_without_its_checkpoint_is_a_problem_that_names_it(run):
 
 
 def test_a_checkpoint_of_another_step_is_said_to_be_one(run):
-    rollout = run / "traces" / "step-000020.safetensors"
+    rollout = run / "rollouts" / "step-000020.safetensors"
     result = doctor(
         "--model", run, "--checkpoint", run / "checkpoints" / "step-000000.safetensors", "--generation", rollout
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from foreroute.cli.doctor_inputs import DoctorInputs, Engine, read_array, read_engine, read_trainer
+from foreroute.cli.doctor_inputs import DoctorInputs, Engine, read_array, read_engine, read_trainer, with_last_rollout
 from foreroute.cli.terminal import Console
 from foreroute.conformance.diagnosis import Diagnosis, Evidence, Severity, TrainerPass
 from foreroute.conformance.doctor import diagnose
@@ -42,6 +42,7 @@ def run_doctor(
     console = Console()
     if output is not None:
         check_page(output)
+    inputs = with_last_rollout(inputs)
     engine = read_engine(inputs, max_sequences)
     if inputs.model is not None:
         with console.status("examining the model: quick checks, then passes over the sequences"):
@@ -92,9 +93,10 @@ def _facts(model: str, trace: RoutingTrace | None) -> dict[str, str]:
     facts = {"model": printable(model)}
     if trace is not None:
         spec = trace.spec
+        versions = ", ".join(str(version) for version in trace.versions if version >= 0) or "unknown"
         facts["trace"] = (
             f"{len(trace)} sequences, {trace.num_rows} rows, {spec.num_layers} layers, top-{spec.top_k} of "
-            f"{spec.num_experts} experts, weight versions {', '.join(map(str, trace.versions)) or 'none'}"
+            f"{spec.num_experts} experts, weights of version {versions}"
         )
     return facts
 

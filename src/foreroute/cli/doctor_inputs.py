@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,18 @@ class Engine:
     trace: RoutingTrace | None
     generation: Generation | None
     logprobs_R: NDArray[Any] | None
+
+
+def with_last_rollout(inputs: DoctorInputs) -> DoctorInputs:
+    """Of a run's folder and nothing else: the last rollout that it kept at a step of a checkpoint, if there is one."""
+    folder = inputs.model
+    if folder is None or folder.suffix == ".toml" or not _is_of_a_run(folder):
+        return inputs
+    if inputs.generation or inputs.trace or inputs.checkpoint:
+        return inputs
+    rollouts = _by_step(folder / "rollouts")
+    both = rollouts.keys() & checkpoints_of(folder).keys()
+    return replace(inputs, generation=rollouts[max(both)]) if both else inputs
 
 
 def read_engine(inputs: DoctorInputs, max_sequences: int) -> Engine:
@@ -195,17 +207,21 @@ def read_trainer(inputs: DoctorInputs, trace: RoutingTrace | None) -> Trainer:
         stored = path / "config.json"
         values = parse_json(read_text(stored, RunFolderError), RunFolderError, name=str(stored))
         config, held = parse_config(values, source=str(stored)), checkpoints_of(path)
-        checkpoint = checkpoint or _checkpoint_of(path, held, trace)
+        checkpoint = checkpoint or _checkpoint_of(path, held, trace, config.rollout.max_staleness)
     return _trainer(config, path, checkpoint, {version: str(found) for version, found in held.items()})
 
 
 def checkpoints_of(folder: Path) -> dict[int, Path]:
     """The checkpoints in a run's folder by the weight version that each holds; none where there is no such folder."""
+    return _by_step(folder / "checkpoints")
+
+
+def _by_step(folder: Path) -> dict[int, Path]:
     from foreroute.train.checkpoint import NAME
 
     found = {}
     with suppress(OSError):
-        for path in sorted((folder / "checkpoints").iterdir()):
+        for path in folder.iterdir():
             if match := NAME.fullmatch(path.name):
                 found[int(match[1])] = path
     return found
@@ -216,20 +232,23 @@ def _is_of_a_run(path: Path) -> bool:
     return path.suffix == ".toml" or (path / "metrics.jsonl").exists() or (path / "checkpoints").is_dir()
 
 
-def _checkpoint_of(folder: Path, held: Mapping[int, Path], trace: RoutingTrace | None) -> Path:
-    """Of the weights that a trace was recorded under; the last one where there is no trace, or it does not say."""
+def _checkpoint_of(folder: Path, held: Mapping[int, Path], trace: RoutingTrace | None, max_staleness: int) -> Path:
+    """Of the weights that a trace was recorded under; the last one where there is no trace, or it does not say.
+
+    Where rollouts may be older than the weights that train on them, the first checkpoint that may train on the trace.
+    """
     if not held:
-        raise RunFolderError(
-            f"{folder} holds no checkpoints/step-000000.safetensors or later one, so there are no weights"
-        )
+        raise RunFolderError(f"{folder} holds no checkpoints, so there are no weights to examine")
     known = [version for version in trace.versions if version >= 0] if trace is not None else []
-    wanted = known[-1] if known else max(held)
-    if wanted not in held:
+    if not known:
+        return held[max(held)]
+    fitting = [version for version in held if known[-1] <= version <= max(known[-1], known[0] + max_staleness)]
+    if not fitting:
         raise RunFolderError(
-            f"{folder} has no checkpoint of weight version {wanted}, under which the trace was recorded; it has those "
-            f"of {', '.join(map(str, sorted(held)))}. Give a trace of one of these, or another --checkpoint"
+            f"{folder} has no checkpoint of weight version {known[-1]}, under which the trace was recorded; it has "
+            f"those of {', '.join(map(str, sorted(held)))}. Give a trace of one of these, or another --checkpoint"
         )
-    return held[wanted]
+    return held[min(fitting)]
 
 
 def _trainer(config: TrainConfig, path: Path, checkpoint: Path | None, held: Mapping[int, str]) -> Trainer:
