@@ -1,52 +1,81 @@
-"""Versions of what an adapter speaks to, compared with those that it was written for. Needs no framework."""
+"""Which releases of other projects the adapters work with: the one table, which the documentation repeats.
+
+An adapter looks at the versions before it imports anything else of its peer: an older release lacks what it stands on,
+and would fail by an import error that names neither.
+"""
 
 from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 
-from foreroute.errors import EngineError
-
-_NUMBERS = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
+from foreroute.errors import AttachError
 
 
-def require_version(name: str, found: str, *, least: str, below: str | None = None, tested: str) -> None:
-    """Refuse an engine of a version that is known not to work, and warn of one that nobody has tried.
+@dataclass(frozen=True)
+class Peer:
+    """What is known of a package.
 
-    Args:
-        name: of the engine.
-        found: its version, as it states it; what follows the third number is not looked at.
-        least: the first version that works.
-        below: the first one that does not any more, if that is known.
-        tested: the newest that was tested.
+    Attributes:
+        module: the one that states the version of the code that runs.
+        lowest: older ones are refused.
+        newest: the newest one that the tests ran with; newer ones give a warning.
+    """
+
+    module: str
+    lowest: str
+    newest: str
+
+
+PEERS = {
+    "torch": Peer("torch", "2.10", "2.13.0"),
+    # from 5.14 on for every family of docs/adapters.md; older ones for those of docs/verl.md, since verl pins them
+    "transformers": Peer("transformers", "5.10.4", "5.23.0"),
+    "megatron-core": Peer("megatron.core", "0.16.1", "0.19.2"),
+    "trl": Peer("trl", "1.16.0", "1.16.0"),
+    "verl": Peer("verl", "0.9.1", "0.9.1"),
+}
+
+
+def require_peers(*packages: str) -> None:
+    """Look at the versions of these packages.
 
     Raises:
-        EngineError: when it is older than `least`, or not below `below`.
+        AttachError: when one is too old.
+        ModuleNotFoundError: when one is not installed.
     """
-    number = _numbers(found)
-    works = f"{least} or newer" if below is None else f"from {least} on and below {below}"
-    if number is None:
+    for package in packages:
+        _require_peer(package)
+
+
+@cache
+def _require_peer(package: str) -> None:
+    """Refuses, or warns, once in a process."""
+    peer = PEERS[package]
+    stated = getattr(import_module(peer.module), "__version__", None)
+    version = _numbers(str(stated))
+    if not version:  # a build that states none: what it lacks is seen when it is used
+        return
+    if version < _numbers(peer.lowest):
+        raise AttachError(
+            f"{package} {stated} is installed; foreroute works with {peer.lowest} or newer and was tested up to "
+            f"{peer.newest}. Install one of these"
+        )
+    if version > _numbers(peer.newest):
         warnings.warn(
-            f"{name} states the version {found!r:.40}, which has no number; foreroute needs one {works}, and was "
-            f"tested with {tested}",
+            f"{package} {stated} is newer than {peer.newest}, the newest that foreroute was tested with; if something "
+            f"fails, try {package}=={peer.newest} first",
             stacklevel=3,
         )
-    elif number < _known(least) or (below is not None and number >= _known(below)):
-        raise EngineError(
-            f"{name} {found:.40} does not work with this foreroute, which needs a version {works}; install {tested}"
-        )
-    elif below is None and number > _known(tested):
-        warnings.warn(
-            f"{name} {found:.40} is newer than {tested}, the newest that this foreroute was tested with", stacklevel=3
-        )
 
 
-def _numbers(version: str) -> tuple[int, ...] | None:
-    match = _NUMBERS.match(version)
-    return match and tuple(int(number or 0) for number in match.groups())
-
-
-def _known(version: str) -> tuple[int, ...]:
-    numbers = _numbers(version)
-    assert numbers is not None, f"{version!r} is no version"
-    return numbers
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release, without zeros at its end; what marks builds and candidates is left out."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(part) for part in found[0].split(".")] if found else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
