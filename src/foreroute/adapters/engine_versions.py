@@ -1,4 +1,4 @@
-"""Versions of what an adapter speaks to, compared with those that it was written for. Needs no framework."""
+"""Versions of engines in other processes, compared with those that adapters were written for. Needs no framework."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foreroute.errors import EngineError
 _NUMBERS = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
 
 
-def require_version(name: str, found: str, *, least: str, below: str | None = None, tested: str) -> None:
+def require_engine(name: str, found: str, *, least: str, below: str | None = None, tested: str) -> None:
     """Refuse an engine of a version that is known not to work, and warn of one that nobody has tried.
 
     Args:
