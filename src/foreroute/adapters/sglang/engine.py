@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from foreroute.adapters.checkpoint import WeightsFolder
 from foreroute.adapters.endpoint import Answer, Endpoint
+from foreroute.adapters.engine_versions import require_engine
 from foreroute.adapters.hf import RoutedModel
 from foreroute.adapters.sampled import OutsideEngine, Sampled, draw_seeds, generation_of, require_version
-from foreroute.adapters.versions import require_version as require_engine
 from foreroute.capture import Generation, Sampling
 from foreroute.errors import EngineError
 

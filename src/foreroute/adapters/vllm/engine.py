@@ -14,9 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 
 import foreroute
 from foreroute.adapters.checkpoint import CheckpointWriter, WeightsFolder
+from foreroute.adapters.engine_versions import require_engine
 from foreroute.adapters.hf import RoutedModel
 from foreroute.adapters.sampled import OutsideEngine, Sampled, draw_seeds, require_finished, require_version
-from foreroute.adapters.versions import require_version as require_engine
 from foreroute.adapters.vllm.frames import Frame
 from foreroute.adapters.vllm.partial import PartialGeneration
 from foreroute.adapters.vllm.process import WorkerProcess

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from foreroute.adapters.checkpoint import WeightsFolder
 from foreroute.adapters.endpoint import Answer, Endpoint
+from foreroute.adapters.engine_versions import require_engine
 from foreroute.adapters.hf import RoutedModel
 from foreroute.adapters.sampled import (
     OutsideEngine,
@@ -23,7 +24,6 @@ from foreroute.adapters.sampled import (
     require_same_prompt,
     require_version,
 )
-from foreroute.adapters.versions import require_version as require_engine
 from foreroute.adapters.vllm.worker import SUPPORTED
 from foreroute.capture import Generation, Sampling
 from foreroute.errors import EngineError

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.adapters.versions import require_version
+from foreroute.adapters.engine_versions import require_engine
 from foreroute.adapters.vllm.frames import Frame, receive_frame, send_frame
 
 MARKER = ".foreroute-vllm-worker"
@@ -85,7 +85,7 @@ class Session:
     def _load(self, model: str, options: dict[str, Any]) -> Frame:
         import vllm
 
-        require_version("vLLM", vllm.__version__, **SUPPORTED)
+        require_engine("vLLM", vllm.__version__, **SUPPORTED)
         self._llm = vllm.LLM(model=model, **options)
         return Frame({"engine_version": vllm.__version__})
 
