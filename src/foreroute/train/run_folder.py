@@ -156,8 +156,8 @@ class RunFolder:
             raise RunFolderError(f"{path} is damaged: it holds {stored!r:.60}, no digest. Restore it from a copy")
         if stored != digest:
             raise RunFolderError(
-                f"{self.path} was started with other data: task.data or evaluation.data has changed since. Resume with "
-                "the files as they were, or start in another folder"
+                f"{self.path} was started with other data: task.data or evaluation.data has changed since, or "
+                "data.txt is damaged. Resume with the files as they were, or start in another folder"
             )
 
     def supersede(self, record: Mapping[str, Any]) -> Path | None:
