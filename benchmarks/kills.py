@@ -56,8 +56,8 @@ from foreroute.train.rollback import Rollback, roll_back
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 PATIENCE_S = 300.0
 """A command that takes longer hangs."""
-TRAINING = {**VALUES, "checkpoint": {"every": 1}, "measure": {"save_trace_every": 1}}
-"""Most of a step is saving."""
+OFTEN = {"checkpoint": {"every": 1}, "measure": {"save_trace_every": 1}}
+"""Much of a step is saving."""
 MODEL = "[hardware]\npreset = 'h100'\n[model]\npreset = 'qwen3-30b-a3b'\n"
 TOPOLOGY = f"[topology]\nnum_ranks = 8\nredundant_slots = 2\n{MODEL}"
 SIMULATION = f"methods = ['ours']\n[cluster]\ngpus = 8\nexpert_parallel = 8\n{MODEL}"
@@ -84,8 +84,9 @@ class Tally:
 def run(*, quick: bool) -> dict[str, Any]:
     """About 10 kills, and 8 flips of each kind, when quick; at least 200 kills, and 200 flips of each, otherwise."""
     return measured(
+        steps=10 if quick else 24,
         runs=1 if quick else 22,
-        kills_of_run=6,
+        kills_of_run=4 if quick else 6,
         others=1 if quick else 14,
         kills_of_other=2 if quick else 3,
         anew=0 if quick else 6,
@@ -95,11 +96,20 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def measured(
-    *, runs: int, kills_of_run: int, others: int, kills_of_other: int, anew: int, flips_of_kind: int, seed: int
+    *,
+    steps: int,
+    runs: int,
+    kills_of_run: int,
+    others: int,
+    kills_of_other: int,
+    anew: int,
+    flips_of_kind: int,
+    seed: int,
 ) -> dict[str, Any]:
     """The metrics.
 
     Args:
+        steps: of each run.
         runs: that are trained, and killed so often.
         kills_of_run: at most, of each.
         others: of each other command, that are killed so often.
@@ -109,9 +119,9 @@ def measured(
         seed: of the moments.
     """
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
-        home = Home(Path(name))
+        home = Home(Path(name), steps)
         began = time.monotonic()
-        home.prepare()
+        home.prepare(pool)
         prepared_s, began = time.monotonic() - began, time.monotonic()
         work: list[Callable[[], Tally]] = []
         for number in range(runs):
@@ -148,35 +158,39 @@ def measured(
 class Home:
     """A folder with what commands are given, and what they make of it when nobody kills them."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, steps: int) -> None:
+        self.path, self.steps = path, steps
+        self.values = {**VALUES, **OFTEN, "rl": {**VALUES["rl"], "steps": steps}}
         self.train, self.topology, self.simulate = (path / f"{n}.toml" for n in ("train", "topology", "simulate"))
         self.trace, self.counts, self.whole = path / "trace.safetensors", path / "counts.npz", path / "whole"
         self.seconds: dict[str, float] = {}
 
-    def prepare(self) -> None:
+    def prepare(self, pool: ThreadPoolExecutor) -> None:
         """Write the inputs, and run every command once to its end."""
         import tomli_w
 
-        self.train.write_text(tomli_w.dumps(TRAINING))
+        self.train.write_text(tomli_w.dumps(self.values))
         self.topology.write_text(TOPOLOGY)
         self.simulate.write_text(SIMULATION)
         spec = RoutingSpec(num_experts=128, top_k=8, layers=tuple(RoutedLayer(each) for each in range(24)))
         save(synthetic_trace(spec, [500] * 16, seed=0, weight_version=0), self.trace)
         rng = np.random.default_rng(0)
         np.savez(self.counts, counts=rng.integers(0, 400, (16, 24, 8, 128), np.int32))
-        for name, arguments in (
-            ("train", ["train", self.train, "--folder", self.whole]),
-            ("convert", self.converting(self.path / "converted")),
-            ("plan", self.planning(self.path / "planned" / "plan.safetensors")),
-            ("report", self.reporting(self.path / "page.html")),
-        ):
-            began = time.monotonic()
-            command = Command(arguments, self.path / f"{name}.log")
-            if command.wait() != 0:
-                raise RuntimeError(f"{name} failed: {command.printed()}")
-            self.seconds[name] = time.monotonic() - began
-        (self.path / "page.html").rename(self.path / "planned" / "page.html")
+        planned = self.path / "planned"
+        others = [
+            pool.submit(self._timed, "convert", self.converting(self.path / "converted")),
+            pool.submit(self._timed, "plan", self.planning(planned / "plan.safetensors")),
+        ]
+        self._timed("train", ["train", self.train, "--folder", self.whole])
+        for each in others:
+            each.result()
+        self._timed("report", self.reporting(planned / "page.html"))
+
+    def _timed(self, name: str, arguments: Sequence[Any]) -> None:
+        began, command = time.monotonic(), Command(arguments, self.path / f"{name}.log")
+        if command.wait() != 0:
+            raise RuntimeError(f"{name} failed: {command.printed()}")
+        self.seconds[name] = time.monotonic() - began
 
     def converting(self, target: Path) -> list[Any]:
         """The command that saves a trace."""
@@ -193,8 +207,8 @@ class Home:
 
     def killed_run(self, name: str, kills: int, rng: random.Random, *, forked: bool) -> Tally:
         """One run to its end, killed on its way."""
-        tally, folder, last = Tally(), self.path / name, TRAINING["rl"]["steps"]
-        step_s = self.seconds["train"] / last
+        tally, folder = Tally(), self.path / name
+        step_s = self.seconds["train"] / self.steps
         for number in range(kills + 1):
             resume = ["--resume"] if (folder / "config.json").exists() else []
             arguments = ["train", self.train, "--folder", folder, *resume]
@@ -303,9 +317,9 @@ class Home:
 
     def flipped(self, number: int, seed: int) -> dict[str, flips.Found]:
         """Flip bits in copies of everything, a run with a rollback among them."""
-        config = parse_config(TRAINING, source="benchmarks/kills.py")
+        config = parse_config(self.values, source="benchmarks/kills.py")
         run = flips.copied(self.whole, self.path / "flipped")
-        folder, last = RunFolder(run, config), TRAINING["rl"]["steps"]
+        folder, last = RunFolder(run, config), self.steps
         back = Rollback(number=1, at_step=last - 1, to_step=last - 4, because="a test", skipped_steps=4)
         roll_back(folder, back)
         folder.bind_data(flips.DATA, begun=False)
