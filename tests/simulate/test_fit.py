@@ -96,7 +96,9 @@ def test_measurements_are_read_from_lines_and_from_arrays(folder, form):
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("{", ConfigError, "neither JSON Lines nor a JSON array"),
+        ("{", ConfigError, r"m\.jsonl, line 1 is not JSON"),
+        ("[" * 100_000, ConfigError, "nested too deep"),
+        ("\n" + "9" * 5000, ConfigError, r"m\.jsonl, line 2 is not JSON"),
         (line(second=1), ConfigError, "measurement 1 is not valid: second: Extra inputs"),
         (line(seconds=0), ConfigError, "measurement 1 is not valid: seconds: Input should be greater than 0"),
         (line(stage="rollout"), ConfigError, "measurement 1 is not valid: stage"),
