@@ -71,6 +71,32 @@ def test_what_is_not_understood_is_refused(table, values, message):
         parse_cluster({**USUAL, table: values}, source="x")
 
 
+@pytest.mark.parametrize(
+    ("table", "values", "message"),
+    [
+        ("topology", {"num_ranks": 65_536, "redundant_slots": 2}, "num_ranks is 65536; expected at most 32767"),
+        (
+            "topology",
+            {"num_ranks": 64, "redundant_slots": 2**40},
+            "slots is .* expected at most 131072 in all",
+        ),
+        ("topology", {"num_ranks": 2**62, "redundant_slots": 2}, "num_ranks is"),
+        ("topology", {"num_ranks": 64, "redundant_slots": 2, "ranks_per_node": 0}, "do not fill nodes of 0"),
+        ("topology", {"num_ranks": 64, "redundant_slots": 2, "slot_memory_bytes": -1}, "slot_memory_bytes is -1"),
+        ("hardware", {"preset": "h100", "ranks_per_node": 2**62}, "ranks_per_node is"),
+        ("hardware", {"preset": "h100", "memory_bytes_per_s": 1e-300}, "memory_bytes_per_s is 1e-300; expected 1 to"),
+        ("hardware", {"preset": "h100", "layer_s": 1e300}, "layer_s is"),
+        ("model", {"preset": "qwen3-30b-a3b", "num_experts": 32_769}, "num_experts is 32769; .* 32768 at most"),
+        ("model", {"preset": "qwen3-30b-a3b", "vocabulary": 2**62}, "vocabulary is"),
+        ("links", {"cluster_bytes_per_s": 1e30}, r"cluster_bytes_per_s is 1e\+30; expected 1 to 1e\+18"),
+        ("costs", {"sequence_tokens": 1e30}, r"sequence_tokens is 1e\+30"),
+    ],
+)
+def test_sizes_beyond_all_clusters_are_refused(table, values, message):
+    with pytest.raises((ConfigError, TopologyError), match=message):
+        parse_cluster({**USUAL, table: values}, source="x")
+
+
 def test_impossible_clusters_and_files_are_refused(tmp_path):
     with pytest.raises(TopologyError, match="12 ranks do not fill nodes of 8"):
         parse_cluster({**USUAL, "topology": {"num_ranks": 12, "redundant_slots": 2}}, source="x")

@@ -9,10 +9,12 @@ from numpy.typing import NDArray
 
 from foreroute.errors import TopologyError
 
-MOST_RANKS = 2**15
+MOST_RANKS = 32_767
 """Plans name ranks and slots in int16."""
-MOST_OF_A_LINK = 1e30
-"""Bytes per second, or seconds: sums and quotients of such numbers are finite."""
+MOST_SLOTS = 1 << 17
+"""Redundant slots of all ranks together. What they hold is kept for every layer."""
+MOST_BYTES_PER_S, MOST_LATENCY_S = 1e18, 3600.0
+"""Far beyond any link, and such that no product of costs overflows."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,10 @@ class Links:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not 0 < value <= MOST_OF_A_LINK:
-                raise TopologyError(f"{name} is {value!r:.40}; expected more than 0, {MOST_OF_A_LINK:.0e} at most")
+            if name.endswith("_latency_s") and not 0 < value <= MOST_LATENCY_S:
+                raise TopologyError(f"{name} is {value!r:.40}; expected more than 0, and {MOST_LATENCY_S:g} at most")
+            if name.endswith("_bytes_per_s") and not 1 <= value <= MOST_BYTES_PER_S:
+                raise TopologyError(f"{name} is {value!r:.40}; expected 1 to {MOST_BYTES_PER_S:g}")
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,11 @@ class Topology:
             raise TopologyError(f"redundant_slots is {self.redundant_slots}; expected 0 or more")
         if self.slot_memory_bytes is not None and self.slot_memory_bytes < 0:
             raise TopologyError(f"slot_memory_bytes is {self.slot_memory_bytes}; expected 0 or more, or no limit")
+        if self.num_ranks * self.redundant_slots > MOST_SLOTS:
+            raise TopologyError(
+                f"redundant_slots is {self.redundant_slots} on each of {self.num_ranks} ranks; expected at most "
+                f"{MOST_SLOTS} in all"
+            )
 
     @property
     def num_nodes(self) -> int:

@@ -179,7 +179,7 @@ def _forced_gain(record: SimulationRecord) -> float:
 
 
 def _said(key: str, configured: float, config: SimulateConfig) -> str:
-    from foreroute.simulate.sweep import BANDWIDTHS
+    from foreroute.simulate.reading import BANDWIDTHS
 
     if key in BANDWIDTHS:
         rate = getattr(config.described().topology.links, BANDWIDTHS[key])
@@ -191,7 +191,7 @@ def _said(key: str, configured: float, config: SimulateConfig) -> str:
 
 def _configured(key: str, record: SimulationRecord, config: SimulateConfig) -> float:
     """The value that the configuration has."""
-    from foreroute.simulate.sweep import PLACES
+    from foreroute.simulate.reading import PLACES
 
     if key not in PLACES:
         return 1.0
