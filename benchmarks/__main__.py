@@ -23,6 +23,7 @@ HARNESS = {
     "eplb_published",
     "execution_bench",
     "execution_gpu",
+    "flips",
     "pairs",
     "planner_against",
     "planner_oracles",

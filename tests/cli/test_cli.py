@@ -160,7 +160,7 @@ def corrupt_trace(folder):
 def truncated_trace(folder):
     path = fr.save(random_trace(0), folder / "trace")
     path.write_bytes(path.read_bytes()[:-3])
-    return ["inspect", path], "not a readable trace"
+    return ["inspect", path], "not a whole safetensors file"
 
 
 def no_run_to_report(folder):

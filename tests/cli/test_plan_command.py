@@ -144,7 +144,7 @@ def test_the_step_before_from_traces(files):
         (("--counts", "counts.npz", "--previous-step", "three.npz"), "three.npz has 3 layers of 8 experts"),
         (("step-000000.safetensors", "other.safetensors"), "other.safetensors"),
         (("--counts", "counts.npz", "--output", "plan.html"), "is the name of the page"),
-        (("--counts", "counts.npz", "--previous-plan", "counts.npz"), "counts.npz is not a readable plan"),
+        (("--counts", "counts.npz", "--previous-plan", "counts.npz"), "counts.npz is not a whole safetensors file"),
         (("--counts", "odd.npz"), "cannot be placed evenly"),
         (("--counts", "ranks.npz"), "counts have 8 source ranks and the topology 4"),
         (("--counts", "large.npz"), "describes a model with top-2 of 8 experts, the input has 16 experts"),

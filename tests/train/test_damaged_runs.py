@@ -102,6 +102,10 @@ DAMAGES = {
     "a line that is no object": (line(3, lambda text: b"[1]"), "line 4 is damaged: it is a list, no object"),
     "a line that is not UTF-8": (line(3, lambda text: b"\xff" + text), "line 4 is damaged: it is not text in UTF-8"),
     "a line nested deep": (line(3, lambda text: b"[" * 100_000), "line 4 is damaged: it is not JSON that can be read"),
+    "a line nested just so deep": (
+        line(8, lambda text: text[:-1] + b', "x": ' + b"[" * 800 + b"]" * 800 + b"}"),
+        "line 9 is damaged: it is nested too deep",
+    ),
     "a line with another figure": (line(3, lambda text: text.replace(b"0.5", b"0.6")), "are not those that were there"),
     "a line without alarms": (
         line(8, lambda text: text.replace(b"alarms", b"harmless")),
@@ -117,6 +121,10 @@ DAMAGES = {
     "config is a list": (edited("config.json", lambda _: b"[]"), r"config\.json is damaged"),
     "config is null": (edited("config.json", lambda _: b"null"), r"config\.json is damaged"),
     "config nested deep": (edited("config.json", lambda _: b"[" * 100_000), r"config\.json.*nested too deep"),
+    "config nested just so deep": (
+        edited("config.json", lambda _: b'{"a": ' * 800 + b"1" + b"}" * 800),
+        r"config\.json is damaged: it is nested too deep",
+    ),
     "config is no text": (edited("config.json", lambda _: b"\xff\xfe"), r"config\.json is not text"),
     "config with a text for steps": (
         values("config.json", lambda stored: stored["rl"].update(steps="many")),

@@ -15,6 +15,7 @@ MIN_ROWS = 32
 """Rows before a layer that never changes its mind counts as a failed capture."""
 MIN_TOKENS = 8
 """Distinct input tokens among them: a repeated token may well go to the same experts."""
+ROWS_AT_ONCE = 4096
 
 
 def refuse_false_rows(
@@ -107,8 +108,11 @@ def refuse_constant_layers(trace: RoutingTrace) -> None:
     if len(np.unique(trace.token_ids_N[valid])) < MIN_TOKENS:
         return
     ids = trace.expert_ids_NLK[valid]
-    sums = ids.sum(axis=-1, dtype=np.int64)
-    alike = np.flatnonzero((sums == sums[0]).all(axis=0))  # spares sorting the layers that cannot be constant
+    alike_L, first_L = np.ones(spec.num_layers, np.bool_), ids[0].sum(axis=-1, dtype=np.int64)
+    for start in range(0, len(ids), ROWS_AT_ONCE):  # sums take up to eight times the memory of the ids
+        sums = ids[start : start + ROWS_AT_ONCE].sum(axis=-1, dtype=np.int64)
+        alike_L &= (sums == first_L).all(axis=0)
+    alike = np.flatnonzero(alike_L)  # spares sorting the layers that cannot be constant
     sets = np.sort(ids[:, alike], axis=-1)
     constant = (sets == sets[:1]).all(axis=(0, 2))
     if constant.any():

@@ -48,14 +48,15 @@ def demo(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="RL steps of each run; 100 by default.")] = None,
     precision: Annotated[str, typer.Option(help="Of the rollout engine: bfloat16, fp8 or float32.")] = "bfloat16",
-    engine: Annotated[
-        str, typer.Option(help="Rollout engine: embedded, or vllm (make vllm-env installs it beside).")
-    ] = "embedded",
+    engine: Annotated[str, typer.Option(help="Rollout engine: embedded or vllm.")] = "embedded",
+    vllm_python: Annotated[
+        Path | None, typer.Option(help="For vllm: the Python of an environment that has it (docs/engines.md).")
+    ] = None,
 ) -> None:
     """Train a tiny MoE model without and with replay, and compare what was measured."""
     from foreroute.cli.demo import run_demo
 
-    run_demo(folder, steps=steps, precision=precision, engine=engine)
+    run_demo(folder, steps=steps, precision=precision, engine=engine, vllm_python=vllm_python)
 
 
 @app.command("demo-ep")

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from foreroute.errors import InputError
+from foreroute.errors import ForerouteError, InputError
 
 MOST_BYTES = 4 << 30
 """What is read in one piece at most, unless the caller says otherwise; larger inputs are mistakes."""
@@ -121,7 +121,7 @@ def read_text(path: str | os.PathLike[str], kind: type[InputError], *, most_byte
         raise kind(f"{path} is not text in UTF-8 ({error.reason} at byte {error.start})") from error
 
 
-def parse_json(text: str | bytes | bytearray, kind: type[InputError], *, name: str) -> Any:
+def parse_json(text: str | bytes | bytearray, kind: type[ForerouteError], *, name: str) -> Any:
     """The value of a JSON text from outside.
 
     Args:

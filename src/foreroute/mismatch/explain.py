@@ -74,8 +74,8 @@ class _Finding:
 def explain(a: RoutingTrace, b: RoutingTrace, *, seed: int = 0, names: tuple[str, str] = NAMES) -> Explanation:
     """Compare `b` with the reference `a` and name what sets them apart.
 
-    Large traces are sampled for the search; overlaps are exact. Shifts beyond 256 tokens and permutations of more than
-    256 sequences are not looked for.
+    Large traces are sampled for the search; overlaps are exact. Shifts beyond 256 tokens or 64 layers, permutations of
+    more than 256 sequences and renamings of more than 1,024 experts are not looked for.
 
     Args:
         a: the reference, say the trainer's own routes.

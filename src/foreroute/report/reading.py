@@ -75,6 +75,10 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is not a folder; name the folder that a training run wrote")
     path = folder / "config.json"
+    if not os.path.lexists(path):
+        raise RunFolderError(
+            f"{path} does not exist; a run folder holds config.json and metrics.jsonl. Name one that training wrote"
+        )
     content = read_file(path, RunFolderError)
     try:
         config, shown = _CONFIG.validate_json(content, strict=True), _ANYTHING.validate_json(content)

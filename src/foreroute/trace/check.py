@@ -130,7 +130,9 @@ def segment_rows(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArr
         TraceContentError: as `as_offsets`.
     """
     before = as_offsets(lengths)
-    return np.arange(before[-1]) + np.repeat(starts - before[:-1], lengths)
+    rows = np.repeat(starts - before[:-1], lengths)
+    rows += np.arange(before[-1])
+    return rows
 
 
 def _refuse_first(

@@ -171,10 +171,11 @@ class RoutingTrace:
         return len(self.offsets) - 1
 
     def __repr__(self) -> str:
-        s = self.spec
+        s, versions = self.spec, self.versions
+        listed = f"{versions}" if len(versions) <= 8 else f"{len(versions)} from {versions[0]} to {versions[-1]}"
         return (
             f"RoutingTrace({len(self)} sequences, {self.num_rows} rows of which {int(self.valid_N.sum())} routed, "
-            f"{s.num_layers} layers, top-{s.top_k} of {s.num_experts}, weight versions {self.versions})"
+            f"{s.num_layers} layers, top-{s.top_k} of {s.num_experts}, weight versions {listed})"
         )
 
     @property

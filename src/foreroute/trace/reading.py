@@ -17,6 +17,8 @@ from foreroute.trace.index import TraceIndex
 from foreroute.trace.seal import seal_payloads, seal_rows
 from foreroute.trace.spec import RoutingSpec
 
+ROWS_AT_ONCE = 1 << 18
+
 
 def read_rows(
     file: TensorFile, index: TraceIndex, spec: RoutingSpec, sequences: NDArray[np.int64], positions: NDArray[np.int64]
@@ -46,9 +48,10 @@ def read_rows(
     for block, (start, stop) in zip(blocks.tolist(), pairwise(edges), strict=True):
         reader.decode(block, dest[start:stop][valid[start:stop]], ids)
     if rows_N is not None:
-        first_N = dest[rows_N]
-        again = np.flatnonzero(first_N != np.arange(num_rows))
-        ids[again] = ids[first_N[again]]
+        for start, stop in _chunks(num_rows):
+            first = dest[rows_N[start:stop]]
+            again = np.flatnonzero(first != np.arange(start, stop))
+            ids[start + again] = ids[first[again]]
         tokens, valid, versions = tokens[rows_N], valid[rows_N], versions[rows_N]
     return RoutingTrace(
         spec=spec,
@@ -138,8 +141,14 @@ def _first_places(rows_N: NDArray[np.int64], stored: int) -> NDArray[np.int64]:
     Other sequences that share the row copy it from there.
     """
     places = np.full(stored, -1, np.int64)
-    places[rows_N[::-1]] = np.arange(len(rows_N))[::-1]
+    for start, stop in reversed(_chunks(len(rows_N))):
+        places[rows_N[start:stop][::-1]] = np.arange(start, stop)[::-1]
     return places
+
+
+def _chunks(rows: int) -> list[tuple[int, int]]:
+    """Parts of so many rows, so that indices of all of them are not made at once: a row may be smaller than they."""
+    return [(start, min(start + ROWS_AT_ONCE, rows)) for start in range(0, rows, ROWS_AT_ONCE)]
 
 
 def _contiguous(numbers: NDArray[np.int64]) -> list[NDArray[np.int64]]:

@@ -18,6 +18,8 @@ from foreroute.files import parse_json, read_file, write_atomically
 
 TIMES = ("seconds", "execution")
 """What no two runs of a step share."""
+DEEPEST = 32
+"""Records and configurations nest far less."""
 
 
 class MetricsFile:
@@ -121,6 +123,7 @@ class MetricsFile:
             record = parse_json(line, RunFolderError, name="it")
             if not isinstance(record, dict):
                 raise RunFolderError(f"it is a {type(record).__name__}, no object")
+            require_shallow(record)
             if type(record.get("step")) is not int or record["step"] != number:
                 raise RunFolderError(f"its step is {record.get('step')!r:.40}, expected {number}")
         except RunFolderError as error:
@@ -130,6 +133,19 @@ class MetricsFile:
                 "steps run again"
             ) from error
         return record
+
+
+def require_shallow(value: Any, deepest: int = DEEPEST) -> None:
+    """Make sure that a value of JSON can be walked: what can just be read nests too deep for a function that calls itself.
+
+    Raises:
+        RunFolderError: when it nests deeper than `deepest`.
+    """
+    if deepest == 0:
+        raise RunFolderError("it is nested too deep")
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            require_shallow(each, deepest - 1)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ rollouts/step-000020.safetensors      the log-probs of step 20, and beside them 
 traces/step-000020.safetensors        that trace again, by another name of the same file: a `TraceStore`
 model/                                the policy after the last step, as a Hugging Face folder
 superseded-1/                         metrics and rollouts of steps that ran again, and came out otherwise
-.lock                               held while a process trains here; the system lets go of it when that process ends
+.lock                                 held while a process trains here; the system lets go of it when that process ends
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from typing import Any
 
 from foreroute.capture import Generation, save_generation
 from foreroute.errors import ConfigError, ForerouteError, RunFolderError
-from foreroute.files import parse_json, read_text, write_atomically
+from foreroute.files import TensorFile, parse_json, read_text, write_atomically
 from foreroute.trace import save
 from foreroute.train.checkpoint import NAME, Checkpoint, read_checkpoint, write_checkpoint
 from foreroute.train.config import TrainConfig, parse_config
-from foreroute.train.metrics_file import MetricsFile, writing
+from foreroute.train.metrics_file import MetricsFile, require_shallow, writing
 
 LOCK = ".lock"
 LEFT_BEHIND = re.compile(r"\.lock|\.config\.json\.[0-9a-f]{8}")
 """What a run leaves that is killed before its configuration is written."""
 MAY_CHANGE = ("parallel.", "alarms.", "logging.")
 DIGEST = re.compile(r"[0-9a-f]{32}( [0-9a-f]{32})*")
-NUMBERED = re.compile(r"step-(\d{6,})((?:\.\w+)*)")
+NUMBERED = re.compile(r"step-(\d{6,})\..+")
 """Files of a step."""
 
 
@@ -120,6 +120,10 @@ class RunFolder:
         stored = parse_json(read_text(path, RunFolderError), RunFolderError, name=str(path))
         if not isinstance(stored, dict):
             raise RunFolderError(f"{path} is damaged: it is no configuration. Restore it from a copy")
+        try:
+            require_shallow(stored)
+        except RunFolderError as error:
+            raise RunFolderError(f"{path} is damaged: {error}. Restore it from a copy") from error
         keys = _changed_keys(stored, self._config.model_dump())
         changed = {key for key in keys if not _may_change(key)}
         if changed:
@@ -156,8 +160,8 @@ class RunFolder:
             raise RunFolderError(f"{path} is damaged: it holds {stored!r:.60}, no digest. Restore it from a copy")
         if stored != digest:
             raise RunFolderError(
-                f"{self.path} was started with other data: task.data or evaluation.data has changed since. Resume with "
-                "the files as they were, or start in another folder"
+                f"{self.path} was started with other data: task.data or evaluation.data has changed since, or "
+                "data.txt is damaged. Resume with the files as they were, or start in another folder"
             )
 
     def supersede(self, record: Mapping[str, Any]) -> Path | None:
@@ -256,7 +260,9 @@ class RunFolder:
             save_generation(generation, rollout, overwrite=True)
         trace = self.path / "traces" / rollout.name
         with writing(trace):
-            if not _linked(rollout.with_name(f"{rollout.stem}.trace.safetensors"), trace):
+            with TensorFile(rollout, RunFolderError) as file:
+                beside = rollout.with_name(file.metadata["foreroute.trace"])
+            if not _linked(beside, trace):
                 save(generation.trace, trace, overwrite=True)
 
     def _checkpoints(self) -> dict[int, Path]:

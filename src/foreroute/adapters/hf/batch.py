@@ -91,7 +91,7 @@ class Batch:
             BatchMismatchError: when mask or positions do not fit the tokens.
         """
         tokens = _to_host(tensors.input_ids_BT).astype(np.int64, copy=False)
-        mask = _mask(tensors.mask, tokens.shape)
+        mask = kept_of(tensors.mask, tokens.shape)
         starts = None if tensors.past else _starts(tensors, np.ones(tokens.shape, np.bool_) if mask is None else mask)
         return cls(tokens, mask, starts, int(tensors.past), tensors.input_ids_BT.device)
 
@@ -106,7 +106,12 @@ def parameter_names(forward: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(forward).parameters)
 
 
-def _mask(mask: Tensor | None, shape: tuple[int, ...]) -> NDArray[np.bool_] | None:
+def kept_of(mask: Tensor | None, shape: tuple[int, ...]) -> NDArray[np.bool_] | None:
+    """Bool [B, T], False where an attention mask says padding; None where nothing is.
+
+    Raises:
+        BatchMismatchError: when the mask is no such mask, or of another shape.
+    """
     if mask is None:
         return None
     if mask.ndim == 4:

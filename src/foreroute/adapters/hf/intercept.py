@@ -177,6 +177,8 @@ class Interceptor:
             return self._run_trunk_in_graph(tensors, forward, args, kwargs)
         self._sessions.require_mine("runs a model")
         listeners = list(self._listeners)
+        if not listeners:  # another thread closed its session when this one was about to be refused
+            return forward(*args, **kwargs)
         require_unchecked(type(self._trunk).__name__)
         batch = Batch.read(BatchTensors.of_call(self._names, args, kwargs))
         rows = self._begin(batch)

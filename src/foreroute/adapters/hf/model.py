@@ -10,7 +10,7 @@ from torch import nn
 from foreroute.adapters.hf.discover import RouterSite
 from foreroute.adapters.hf.intercept import Interceptor
 from foreroute.adapters.hf.plans.hash_lookup import require_looked_up
-from foreroute.adapters.hf.recording import Recording
+from foreroute.adapters.hf.recording import Recording, refusing_beams
 from foreroute.adapters.hf.session import ReplaySession
 from foreroute.errors import TraceContentError
 from foreroute.replay import (
@@ -74,7 +74,7 @@ class RoutedModel:
         require_switch("gate_weights", gate_weights)
         provenance = {"engine": "transformers", "engine_version": transformers.__version__}
         recording = Recording(self.spec, stamped, provenance, margins=margins, weights=gate_weights)
-        with self._interceptor.listening(recording):
+        with self._interceptor.listening(recording), refusing_beams(self.model):
             yield recording
 
     @opened_once

@@ -133,6 +133,8 @@ class Interceptor:
 
     def _run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._sessions.require_mine("runs a model")
+        if not self._listeners:  # another thread closed its session when this one was about to be refused
+            return forward(*args, **kwargs)
         before, self._call = self._call, Call.read(self._names, args, kwargs)
         try:
             return forward(*args, **kwargs)
@@ -141,6 +143,8 @@ class Interceptor:
 
     def _run_decoder(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self._call
+        if not self._listeners:
+            return forward(*args, **kwargs)
         if call is None:
             raise ReplayError("the decoder ran outside a forward of its model; call the model that was attached")
         require_plain(call)
