@@ -18,14 +18,12 @@ import benchmarks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 HARNESS = {
+    "fuzzing",
     "__main__",
     "eplb_published",
     "execution_bench",
     "execution_gpu",
     "flips",
-    "fuzz_targets_capture",
-    "fuzz_targets_plan",
-    "mutations",
     "pairs",
     "planner_against",
     "planner_oracles",

@@ -31,7 +31,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 INTRO = """# Configuration
 
 Every key of the TOML files that `foreroute train`, `foreroute simulate` and `foreroute plan` read: its type, its
-default, and what it means. Unknown keys and values of another type are errors that name the key.
+default, and what it means. Unknown keys, values of another type and numbers out of range are errors that name the key.
+Ranges end far beyond what is of use, where a run would never end or a machine would run out of memory. A file has
+64 KiB at most.
 
 This page is made from the code by `make config-reference`, and a test fails when it is out of date.
 """
@@ -111,7 +113,8 @@ def _bounds(metadata: Any) -> list[str]:
         return [words for each in metadata.metadata for words in _bounds(each)]
     for kind, (attribute, words) in BOUNDS.items():
         if isinstance(metadata, kind):
-            return [f"{words} {getattr(metadata, attribute):g}"]
+            bound = getattr(metadata, attribute)
+            return [f"{words} {bound:,}" if isinstance(bound, int) else f"{words} {bound:g}"]
     return []
 
 

@@ -111,9 +111,9 @@ def check_light_core(wheel: Path, folder: Path) -> None:
     # the kernels as plain Python: compiling them takes a minute, and is what the tests do
     planned = run([command, *PLAN], folder, NUMBA_DISABLE_JIT="1", PYTHONWARNINGS="ignore")
     require((folder / "plan.safetensors").is_file(), "foreroute plan wrote no plan")
-    require("pip install 'foreroute[report]'" in planned, f"foreroute plan does not say what a page needs:\n{planned}")
+    require("pip install '.[report]'" in planned, f"foreroute plan does not say what a page needs:\n{planned}")
     lacking = run([command, "train", "any.toml"], folder, code=2)
-    require("pip install 'foreroute[all]'" in lacking, f"foreroute train does not say what it needs:\n{lacking}")
+    require("pip install '.[hf]'" in lacking, f"foreroute train does not say what it needs:\n{lacking}")
     print(f"light    {len(LIGHT_ROOMS)} rooms, and foreroute --version, inspect, validate, plan, without torch")
 
 

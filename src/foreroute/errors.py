@@ -31,7 +31,6 @@ A message says what was seen, what was expected, and what to do. It may quote a 
 `printable`: what a terminal would obey is escaped.
 """
 
-_SHOWN_AS_THEY_ARE = {"\n"}
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 """Unicode categories that a terminal obeys or cannot show: controls, bidi marks, lone surrogates, separators."""
 
@@ -44,12 +43,21 @@ def printable(text: object) -> str:
     """
     import unicodedata
 
-    return "".join(
-        letter
-        if letter in _SHOWN_AS_THEY_ARE or unicodedata.category(letter) not in _HIDDEN
-        else letter.encode("unicode_escape").decode("ascii")
-        for letter in str(text)
+    lines = str(text).split("\n")
+    return "\n".join(
+        line
+        if line.isprintable()
+        else "".join(
+            letter.encode("unicode_escape").decode("ascii") if unicodedata.category(letter) in _HIDDEN else letter
+            for letter in line
+        )
+        for line in lines
     )
+
+
+def how_to_install(extra: str) -> str:
+    """What brings the libraries of an extra. foreroute is in no package index: a name there would not be ours."""
+    return f"pip install '.[{extra}]' in a clone of foreroute brings it"
 
 
 class ForerouteError(Exception):

@@ -54,7 +54,7 @@ def test_by_hand(name):
 def test_ours_by_hand():
     given, options = problem(1), PlanOptions(tolerance=0.0)
     (record,) = compare(given, COSTS, plans={"exact": options}, baselines=[])
-    found = plan(given.counts_MLGE, given.topology, options)
+    found = plan(given.counts_MLGE, given.topology, options, costs=COSTS)
     assert record.label == "exact"
     assert record.slowest_load == found.max_load_ML.sum()
     assert record.fetches_per_cell == found.fetched_R.sum() / 6

@@ -1,5 +1,7 @@
 """Counts from traces against a loop, and refusal of counts that cannot be planned."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -52,6 +54,16 @@ def test_gaps_and_empty_sequences_do_not_count():
     packing = random_packing(np.random.default_rng(0), len(trace))
     assert not trace.valid_N.all()
     np.testing.assert_array_equal(packed_counts(trace, packing), loop([trace], packing))
+
+
+def test_counts_that_a_small_trace_cannot_fill_are_refused_before_they_are_made():
+    trace = random_trace(0, num_experts=4096, num_layers=100)
+    zeros = np.zeros(len(trace), np.int32)
+    tracemalloc.start()
+    with pytest.raises(CountsError, match=r"would have 1,677,721,600 entries for [\d,]+ assignments; take fewer ranks"):
+        packed_counts(trace, Packing(zeros, zeros, 1, 4096))
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
 
 
 def test_packings_that_do_not_fit_are_refused():

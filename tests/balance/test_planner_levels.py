@@ -60,18 +60,20 @@ def test_replicas_against_traffic_are_faster_and_valid():
 def test_replicas_that_do_not_pay_are_declined(slots):
     given = counts(2)
     options = PlanOptions(tolerance=0.0, slots=slots)
-    kept, paid = (plan(given, TOPOLOGY, o, costs=SLOW_HOST) for o in (options, replace(options, pay_off=True)))
-    verify(paid, given, replace(options, pay_off=True))
+    keeping = replace(options, pay_off=False)
+    kept, paid = (plan(given, TOPOLOGY, o, costs=SLOW_HOST) for o in (keeping, options))
+    verify(paid, given, options)
     assert paid.fetched_R.sum() < kept.fetched_R.sum()
     assert seconds(paid, given, SLOW_HOST) < seconds(kept, given, SLOW_HOST)
     plenty = counts(2, 40_000)
-    kept, paid = (plan(plenty, TOPOLOGY, o, costs=SLOW_HOST) for o in (options, replace(options, pay_off=True)))
+    kept, paid = (plan(plenty, TOPOLOGY, o, costs=SLOW_HOST) for o in (keeping, options))
     assert same(kept, paid), "nothing is exposed, so nothing is declined"
+    assert same(plan(given, TOPOLOGY, options), plan(given, TOPOLOGY, keeping)), "nothing is priced"
 
 
 def test_cells_handed_out_early_are_those_of_the_plan():
     given = counts(3, 4000)
-    options = PlanOptions(slots="shared", traffic=True, pay_off=True, home_moves=4)
+    options = PlanOptions(slots="shared", traffic=True, home_moves=4)
     progress = start(given, replace(TOPOLOGY, redundant_slots=6), options, costs=COSTS)
     cells = [progress.cell(m, layer) for m, layer in np.ndindex(4, 3)]
     found = progress.result()
@@ -84,7 +86,6 @@ def test_cells_handed_out_early_are_those_of_the_plan():
     ("topology", "options"),
     [
         (TOPOLOGY, PlanOptions(slots="shared", traffic=True)),
-        (TOPOLOGY, PlanOptions(pay_off=True)),
         (replace(TOPOLOGY, slot_memory_bytes=10**12), PlanOptions()),
     ],
 )

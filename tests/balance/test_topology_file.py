@@ -71,11 +71,46 @@ def test_what_is_not_understood_is_refused(table, values, message):
         parse_cluster({**USUAL, table: values}, source="x")
 
 
+@pytest.mark.parametrize(
+    ("table", "values", "message"),
+    [
+        ("topology", {"num_ranks": 65_536, "redundant_slots": 2}, "num_ranks is 65536; expected at most 32767"),
+        (
+            "topology",
+            {"num_ranks": 64, "redundant_slots": 2**40},
+            "slots is .* expected at most 131072 in all",
+        ),
+        ("topology", {"num_ranks": 2**62, "redundant_slots": 2}, "num_ranks is"),
+        ("topology", {"num_ranks": 64, "redundant_slots": 2, "ranks_per_node": 0}, "do not fill nodes of 0"),
+        ("topology", {"num_ranks": 64, "redundant_slots": 2, "slot_memory_bytes": -1}, "slot_memory_bytes is -1"),
+        ("hardware", {"preset": "h100", "ranks_per_node": 2**62}, "ranks_per_node is"),
+        ("hardware", {"preset": "h100", "memory_bytes_per_s": 1e-300}, "memory_bytes_per_s is 1e-300; expected 1 to"),
+        ("hardware", {"preset": "h100", "layer_s": 1e300}, "layer_s is"),
+        ("model", {"preset": "qwen3-30b-a3b", "num_experts": 32_769}, "num_experts is 32769; .* 32768 at most"),
+        ("model", {"preset": "qwen3-30b-a3b", "vocabulary": 2**62}, "vocabulary is"),
+        ("links", {"cluster_bytes_per_s": 1e30}, r"cluster_bytes_per_s is 1e\+30; expected 1 to 1e\+18"),
+        ("costs", {"sequence_tokens": 1e30}, r"sequence_tokens is 1e\+30"),
+    ],
+)
+def test_sizes_beyond_all_clusters_are_refused(table, values, message):
+    with pytest.raises((ConfigError, TopologyError), match=message):
+        parse_cluster({**USUAL, table: values}, source="x")
+
+
 def test_impossible_clusters_and_files_are_refused(tmp_path):
     with pytest.raises(TopologyError, match="12 ranks do not fill nodes of 8"):
         parse_cluster({**USUAL, "topology": {"num_ranks": 12, "redundant_slots": 2}}, source="x")
     with pytest.raises(TopologyError, match="cluster_bytes_per_s is -1"):
         parse_cluster({**USUAL, "links": {"cluster_bytes_per_s": -1.0}}, source="x")
+    for values, message in (
+        ({"num_ranks": 10**30, "redundant_slots": 2, "ranks_per_node": 1}, "num_ranks is 1000000"),
+        ({"num_ranks": 8, "redundant_slots": 10**30}, "redundant_slots is 1000000"),
+        ({"num_ranks": 8, "redundant_slots": 2, "slot_memory_bytes": -5}, "slot_memory_bytes is -5"),
+    ):
+        with pytest.raises(TopologyError, match=message):
+            parse_cluster({**USUAL, "topology": values}, source="x")
+    with pytest.raises(TopologyError, match=r"cluster_latency_s is 1e\+200; expected more than 0, 1e\+30 at most"):
+        parse_cluster({**USUAL, "links": {"cluster_latency_s": 1e200}}, source="x")
     with pytest.raises(ConfigError, match="does not exist"):
         load_cluster(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("[topology")

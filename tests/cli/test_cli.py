@@ -54,22 +54,6 @@ def test_a_process_ends_with_one_message_and_the_code(tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_what_the_light_core_lacks_is_one_message(tmp_path, monkeypatch):
-    def lacking(name):
-        def run(*arguments, **options):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-        return run
-
-    monkeypatch.setattr("foreroute.cli.train.run_training", lacking("torch.nn"))
-    result = foreroute("train", tmp_path / "any.toml")
-    assert result.returncode == 2
-    assert result.stderr == "error: this needs torch, which is not installed: pip install 'foreroute[all]' brings it\n"
-    monkeypatch.setattr("foreroute.cli.train.run_training", lacking("foreroute.gone"))
-    with pytest.raises(ModuleNotFoundError, match=r"foreroute\.gone"):
-        foreroute("train", tmp_path / "any.toml")
-
-
 def test_a_run_without_the_libraries_of_its_page_is_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("foreroute.cli.page.DRAWN_WITH", ("no_such_library",))
     result = foreroute("train", config_file(tmp_path, rl={"steps": 1}), "--folder", tmp_path / "run")
@@ -176,7 +160,7 @@ def corrupt_trace(folder):
 def truncated_trace(folder):
     path = fr.save(random_trace(0), folder / "trace")
     path.write_bytes(path.read_bytes()[:-3])
-    return ["inspect", path], "not a readable trace"
+    return ["inspect", path], "not a whole safetensors file"
 
 
 def no_run_to_report(folder):

@@ -144,7 +144,7 @@ def test_the_step_before_from_traces(files):
         (("--counts", "counts.npz", "--previous-step", "three.npz"), "three.npz has 3 layers of 8 experts"),
         (("step-000000.safetensors", "other.safetensors"), "other.safetensors"),
         (("--counts", "counts.npz", "--output", "plan.html"), "is the name of the page"),
-        (("--counts", "counts.npz", "--previous-plan", "counts.npz"), "counts.npz is not a readable plan"),
+        (("--counts", "counts.npz", "--previous-plan", "counts.npz"), "counts.npz is not a whole safetensors file"),
         (("--counts", "odd.npz"), "cannot be placed evenly"),
         (("--counts", "ranks.npz"), "counts have 8 source ranks and the topology 4"),
         (("--counts", "large.npz"), "describes a model with top-2 of 8 experts, the input has 16 experts"),
@@ -186,8 +186,19 @@ def test_existing_files_are_replaced_only_when_asked(files, tmp_path):
         run_plan(inputs, PlanOptions(), tmp_path / "plan.safetensors", baselines=(), overwrite=False)
     assert (tmp_path / "plan.html").read_text() == "mine"
     assert not (tmp_path / "plan.safetensors").exists()
-    run_plan(inputs, PlanOptions(), tmp_path / "plan.safetensors", baselines=(), overwrite=True)
-    assert "Plan of a step" in (tmp_path / "plan.html").read_text()
+    with pytest.raises(InputError, match=r"plan.html exists and is no page that foreroute wrote"):
+        run_plan(inputs, PlanOptions(), tmp_path / "plan.safetensors", baselines=(), overwrite=True)
+    assert (tmp_path / "plan.html").read_text() == "mine"
+    (tmp_path / "plan.html").unlink()
+    trace = (files / "step-000000.safetensors").read_bytes()
+    (tmp_path / "plan.safetensors").write_bytes(trace)
+    with pytest.raises(InputError, match=r"plan.safetensors is no plan, which is all that --overwrite replaces"):
+        run_plan(inputs, PlanOptions(), tmp_path / "plan.safetensors", baselines=(), overwrite=True)
+    assert (tmp_path / "plan.safetensors").read_bytes() == trace
+    (tmp_path / "plan.safetensors").unlink()
+    for overwrite in (False, True):
+        run_plan(inputs, PlanOptions(), tmp_path / "plan.safetensors", baselines=(), overwrite=overwrite)
+        assert "Plan of a step" in (tmp_path / "plan.html").read_text()
 
 
 @pytest.mark.parametrize(("text", "moves"), [("0", 0), ("16", 16), ("all", None)])

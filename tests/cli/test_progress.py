@@ -10,6 +10,7 @@ from rich.console import Console
 
 from foreroute.cli import progress
 from foreroute.cli.progress import watching
+from foreroute.mismatch.alarms import ADVICE
 from foreroute.train import Rollback, parse_config
 
 CONFIG = parse_config({"name": "watched", "rl": {"steps": 41}}, source="test")
@@ -40,7 +41,7 @@ def test_elsewhere_a_line_now_and_then_says_the_pace_and_the_time_left(monkeypat
         "watched: warm start, step 0, loss 1.50",
         "watched: step 0, reward 0.50",
         "watched: alarm at step 5: too many tokens are far apart in trainer and engine, F(2) "
-        "(since step 3: 0.25, limit 0.1)",
+        f"(since step 3: 0.25, limit 0.1). {ADVICE['f2']}",
         "watched: step 20, reward 0.50, 2.5 s/step, 0:00:50 left",
         "watched: step 40, reward 0.50, 2.5 s/step",
     ]

@@ -117,10 +117,10 @@ def test_rates_are_fitted_first(run, tmp_path):
         (TOML.replace('"ours"', '"hours"'), ("config.toml",), "there is no method called hours"),
         (TOML + "[sweep]\nslots = [1]\n", ("config.toml",), "sweep.slots: unknown key"),
         (TOML, ("config.toml", "--output", "full"), "full is not empty; nothing was changed"),
-        (TOML, ("config.toml", "--output", "config.toml"), "config.toml is not empty; nothing was changed"),
+        (TOML, ("config.toml", "--output", "config.toml"), "config.toml is no folder; nothing was changed"),
         (TOML, ("config.toml", "--rate", "layer_s"), "add --fit MEASUREMENTS"),
         (TOML, ("config.toml", "--fit", "none.jsonl"), "none.jsonl does not exist"),
-        (TOML, ("config.toml", "--fit", "config.toml"), "config.toml is neither JSON Lines nor a JSON array"),
+        (TOML, ("config.toml", "--fit", "config.toml"), " is not JSON"),
         (TOML, ("config.toml", "--fit", "measured.jsonl", "--rate", "speed"), "speed cannot be fitted"),
     ],
 )

@@ -138,7 +138,7 @@ def test_the_dense_control_is_a_dense_model():
     sizes = {key: value for key, value in config.model.sizes.items() if key in kept}
     vocabulary, head = policy.config.vocab_size, sizes["hidden_size"] // sizes["num_attention_heads"]
     dense = AutoModelForCausalLM.from_config(
-        Qwen3Config(**sizes, intermediate_size=64, vocab_size=vocabulary, head_dim=head)
+        Qwen3Config(**sizes, intermediate_size=64, vocab_size=vocabulary, head_dim=head), trust_remote_code=False
     )
     weights = policy.state_dict()
     for layer in range(4):

@@ -54,10 +54,12 @@ def test_an_empty_sequence_is_none():
 @pytest.mark.parametrize(
     ("cumulative", "shape", "message"),
     [
-        ([0, 2], (1, 3), "run from 0 to 2; expected 0 to 3"),
+        ([0, 2], (1, 3), "run from 0 to 2; expected them to ascend from 0 to 3"),
         ([1, 3], (1, 3), "run from 1 to 3"),
         ([0, 3], (2, 3), "a batch of 2 rows"),
-        ([0, 2, 1, 3], (1, 3), "expected ascending"),
+        ([0, 2, 1, 3], (1, 3), "expected them to ascend"),
+        ([0, 2**63 - 1, -(2**63), -1, 3], (1, 3), "expected them to ascend"),
+        ([0.0, 3.0], (1, 3), "expected integers"),
         ([], (1, 3), r"shape \(0,\)"),
     ],
 )
@@ -69,5 +71,8 @@ def test_offsets_that_do_not_fit_are_refused(cumulative, shape, message):
 def test_positions_of_another_shape_are_refused():
     with pytest.raises(BatchMismatchError, match=r"shape \(2, 3\); expected \(2, 4\)"):
         starts_from_positions(np.zeros((2, 3), int), np.ones((2, 4), bool))
+    for starts in ([[0.5, 1]], [[True]], [[2, 0]]):
+        with pytest.raises(BatchMismatchError, match=r"expected bool \(1, 2\)"):
+            locate_rows(canary([2]), [[0, 1]], None, starts)
     with pytest.raises(BatchMismatchError, match="in no sequence"):
         locate_rows(canary([2]), [[0, 1]], None, [[False, True]])

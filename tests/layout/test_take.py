@@ -63,6 +63,8 @@ def test_a_rank_with_fewer_experts_gets_fewer_pads_but_none_twice():
 
 def test_impossible_fills_are_refused():
     ids = np.zeros((2, 1, 3), np.uint8)
+    with pytest.raises(LayoutError, match="homes are float64"):
+        layout.fill_padding(ids, np.ones(2, bool), [0.9, 0, 1])
     with pytest.raises(LayoutError, match="3 distinct picks cannot be made from 2"):
         layout.fill_padding(ids, np.ones(2, bool), [0, 1])
     with pytest.raises(LayoutError, match="one bool for each of 2 slots"):

@@ -1,10 +1,12 @@
 """The page: complete, self-contained, safe to open, and honest about what is missing."""
 
 import base64
+import os
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -203,20 +205,49 @@ def test_a_killed_run_is_reported_with_a_note(tmp_path):
 
 def test_a_report_is_replaced_whole_or_not_at_all(tmp_path):
     target = tmp_path / "report.html"
-    target.write_text("before")
+    target.write_text("")
+    assert write_report([small_run(tmp_path / "0")], target) == target, "an empty file is nobody's"
+    first = target.read_bytes()
     with pytest.raises(RunFolderError):
         write_report([tmp_path / "nowhere"], target)
-    assert target.read_text() == "before"
-    assert write_report([small_run(tmp_path / "0")], target) == target
-    first = target.read_bytes()
+    assert target.read_bytes() == first
     write_report([tmp_path / "0"], target)
     assert target.read_bytes() == first, "the same records must give the same page"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "report.html"]
 
 
-def test_a_folder_as_target_is_refused(tmp_path):
-    with pytest.raises(InputError, match="is a folder"):
-        write_report([small_run(tmp_path / "a")], tmp_path)
+def test_only_a_page_of_ours_is_replaced(tmp_path):
+    run = small_run(tmp_path / "run")
+    metrics = (run / "metrics.jsonl").read_bytes()
+    (tmp_path / "mine.html").write_text("<html><head><title>mine</title></head></html>")
+    (tmp_path / "notes.txt").write_text("notes")
+    (tmp_path / "link").symlink_to(tmp_path / "notes.txt")
+    (tmp_path / "late.html").write_text(" " * 5000 + '<meta name="generator" content="foreroute">')
+    os.mkfifo(tmp_path / "pipe")
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.*")}
+    for target in (*before, run / "metrics.jsonl", tmp_path / "link"):
+        with pytest.raises(InputError, match="exists and is no page that foreroute wrote; nothing was changed"):
+            write_report([run], target)
+    for target in (tmp_path / "pipe", tmp_path / "notes.txt" / "below", tmp_path / ("x" * 300), Path("/dev/full")):
+        with pytest.raises(InputError, match="cannot be written"):
+            write_report([run], target)
+    with pytest.raises(InputError, match="is a folder; name the file to write"):
+        write_report([run], tmp_path)
+    assert {path: path.read_bytes() for path in before} == before
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+    assert (tmp_path / "pipe").is_fifo()
+    assert Path("/dev/full").is_char_device()
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "link", "pipe", *(path.name for path in before)}
+
+
+def test_a_page_shows_names_that_no_reader_is_misled_by(tmp_path):
+    name = os.fsdecode(b"run\xff\xe2\x80\xae\x1b[2J")
+    runs = [write_run(tmp_path / folder, config("twin"), [step_line(i) for i in range(3)]) for folder in ("a", name)]
+    text = write_report(runs, tmp_path / f"{name}.html").read_text()
+    assert r"run\udcff\u202e\x1b[2J" in text
+    assert not set(text) & set("\x1b\u202e\udcff")
+    again = write_report(runs, tmp_path / f"{name}.html")
+    assert again.read_text() == text
 
 
 def test_reading_and_rows_load_no_plotting_library():

@@ -233,7 +233,7 @@ def test_all_ranks_are_dealt_from_the_same_rounds(monkeypatch):
 
 def test_what_cannot_be_run_is_refused():
     with pytest.raises(ConfigError, match=r'"R3\+weights" needs rollout.engine = "embedded"'):
-        small_config(rl={"routing": "R3+weights"}, rollout={"engine": "vllm"})
+        small_config(rl={"routing": "R3+weights"}, rollout={"engine": "vllm", "vllm": {"python": "python"}})
     with pytest.raises(ConfigError, match=r"rl\.correction\.heigh: unknown key; did you mean high"):
         small_config(rl={"correction": {"kind": "tis", "heigh": 2.0}})
 

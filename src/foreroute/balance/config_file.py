@@ -11,8 +11,29 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from foreroute.errors import ConfigError
+from foreroute.files import read_text
 
-Count = Annotated[int, Field(ge=1)]
+MOST = 999_999
+"""Of what is counted: steps, whose numbers have six digits in file names, and sequences, which are kept in lists."""
+MOST_TOKENS = 1 << 24
+"""Of a sequence or a batch; the longest contexts have about 10 million."""
+MOST_SECONDS = 604_800.0
+"""A week: what one waits for at most. Far beyond, the system refuses to wait."""
+MOST_EP = MOST_THREADS = 1024
+"""Ranks that the experts of a layer are spread over, of which the largest deployments have about 300; threads of a
+process, of which libraries cannot start many more."""
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Natural = Annotated[int, Field(ge=0, le=MOST)]
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_EP)]
+Threads = Annotated[int, Field(ge=1, le=MOST_THREADS)]
+Slots = Annotated[int, Field(ge=0, le=1024)]
+Timeout = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
+
+MOST_BYTES, MOST_DOTS, DEEPEST = 1 << 16, 1000, 32
+"""Of a file, of a line of it, and tables within tables. tomllib takes seconds for a key of thousands of parts."""
+MOST_PROBLEMS, MOST_LINE = 20, 2000
+"""That a message lists, and characters of each."""
 
 
 class Section(BaseModel):
@@ -28,14 +49,20 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The values of a file.
 
     Raises:
-        ConfigError: when there is none, or it is not TOML.
+        ConfigError: when there is none, it is not TOML, or no configuration can have what is in it.
     """
+    text = read_text(path, ConfigError, most_bytes=MOST_BYTES)
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > MOST_DOTS:
+            raise ConfigError(f"{path}: line {number} has {line.count('.')} dots; expected {MOST_DOTS} at most")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path} is not a readable TOML file: {error}") from error
+        values = tomllib.loads(text)
+    except ValueError as error:  # also for an integer of thousands of digits
+        raise ConfigError(f"{path} is not a readable TOML file: {error!s:.400}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is not a readable TOML file: it is nested too deep") from error
+    _refuse_impossible(values, str(path))
+    return values
 
 
 def checked(
@@ -53,6 +80,7 @@ def checked(
     Raises:
         ConfigError: naming every unknown key (with the nearest known one), wrong type and conflict.
     """
+    _refuse_impossible(values, source)
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -61,8 +89,11 @@ def checked(
 
 
 def invalid(source: str, what: str, problems: Iterable[str]) -> str:
-    """The message for all problems."""
-    return f"{source} is not a valid {what}:\n" + "\n".join(f"  {problem}" for problem in problems)
+    """The message for all problems, or the first of many."""
+    lines = list(problems)
+    more = [f"and {len(lines) - MOST_PROBLEMS} more"] if len(lines) > MOST_PROBLEMS else []
+    shown = [line[:MOST_LINE] for line in [*lines[:MOST_PROBLEMS], *more]]
+    return f"{source} is not a valid {what}:\n" + "\n".join(f"  {line}" for line in shown)
 
 
 def unknown_key(key: str, name: str, known: Sequence[str]) -> str:
@@ -73,13 +104,30 @@ def unknown_key(key: str, name: str, known: Sequence[str]) -> str:
 
 def _describe(problem: Any, kind: type[BaseModel], within: str | None) -> str:
     location = problem["loc"]
-    key = ".".join(str(part) for part in (within, *location) if part is not None)
+    key = ".".join(str(part)[:80] for part in (within, *location) if part is not None)
     if problem["type"] == "extra_forbidden":
         return unknown_key(key, str(location[-1]), _known_keys(kind, location[:-1]))
     if problem["type"] == "missing":
         return f"{key}: required and not given"
-    seen = "" if problem["type"] == "value_error" else f" (got {problem['input']!r})"
+    seen = "" if problem["type"] == "value_error" else f" (got {problem['input']!r:.80})"
     return f"{key + ': ' if key else ''}{problem['msg']}{seen}"
+
+
+def _refuse_impossible(values: Any, source: str) -> None:
+    """Refuse what no configuration can have, and what tools behind would fail on without a word about it."""
+    waiting = [("", 0, values)]
+    while waiting:
+        key, depth, value = waiting.pop()
+        if depth > DEEPEST:
+            raise ConfigError(f"{source}: {key[:80]} is nested more than {DEEPEST} deep")
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise ConfigError(f"{source}: {key[:80]}: an integer of more than 64 bits")
+        if isinstance(value, str) and "\0" in value:
+            raise ConfigError(f"{source}: {key[:80]}: text with a NUL character")
+        if isinstance(value, dict):
+            waiting += [(f"{key}.{name}" if key else str(name), depth + 1, inner) for name, inner in value.items()]
+        elif isinstance(value, list | tuple):
+            waiting += [(key, depth + 1, inner) for inner in value]
 
 
 def _known_keys(kind: type[BaseModel], location: Sequence[str | int]) -> list[str]:

@@ -24,6 +24,21 @@ from numpy.typing import NDArray
 from foreroute.balance.topology import Links, Topology
 from foreroute.errors import ConfigError
 
+MOST_OF_MODEL = {
+    "num_layers": 1024,
+    "num_experts": 32_768,  # plans name them in int16
+    "top_k": 32_768,
+    "hidden": 1 << 20,
+    "intermediate": 1 << 20,
+    "dense_parameters": 1 << 40,
+    "attention_width": 1 << 20,
+    "vocabulary": 1 << 24,
+}
+MOST_OF_HARDWARE = {"ranks_per_node": 32_767, "tile_rows": 1_000_000, "layer_s": 3600.0}
+MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE = 1e24, 64, 1 << 24
+"""Of FLOPs or bytes in a second, bytes of an element, tokens of a sequence. Like all bounds here: ten times what anyone
+has or more, and such that no product of them overflows."""
+
 Dispatcher = Literal["copies", "dedup"]
 FetchPath = Literal["host", "direct"]
 
@@ -61,8 +76,7 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value > 0:
-                raise ConfigError(f"{name} is {value}; expected more than 0")
+            _require_within(name, value, MOST_OF_MODEL.get(name, MOST_ELEMENT_BYTES))
         if self.top_k > self.num_experts:
             raise ConfigError(f"top_k is {self.top_k}; a layer of {self.num_experts} experts has no more to pick")
 
@@ -106,8 +120,10 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "links" and not value > 0:
-                raise ConfigError(f"{name} is {value}; expected more than 0")
+            if name.endswith("_per_s"):
+                _require_within(name, value, MOST_RATE, least=1)
+            elif name != "links":
+                _require_within(name, value, MOST_OF_HARDWARE[name])
 
     def topology(self, num_ranks: int, redundant_slots: int) -> Topology:
         """G expert-parallel ranks of this hardware. Fewer ranks than fill one node are one node.
@@ -182,8 +198,7 @@ class CostModel:
             raise ConfigError(f"dispatcher is {self.dispatcher!r}; expected 'copies' or 'dedup'")
         if self.update_path not in ("host", "direct"):
             raise ConfigError(f"update_path is {self.update_path!r}; expected 'host' or 'direct'")
-        if not self.sequence_tokens > 0:
-            raise ConfigError(f"sequence_tokens is {self.sequence_tokens}; expected more than 0")
+        _require_within("sequence_tokens", self.sequence_tokens, MOST_SEQUENCE)
 
     def expert_seconds(self, tokens_X: NDArray[np.integer], one: Pass = FORWARD) -> NDArray[np.float64]:
         """Seconds of single local experts; those of a rank add up. An expert without tokens costs nothing.
@@ -294,6 +309,12 @@ class Prices(NamedTuple):
     top_k: int
     ranks_per_node: int
     groups: tuple[tuple[int, int, int], ...]
+
+
+def _require_within(name: str, value: float, most: float, *, least: float = 0) -> None:
+    if not (value > 0 and least <= value <= most):
+        span = f"{least:g} to {most:g}" if least else f"more than 0, and {most} at most"
+        raise ConfigError(f"{name} is {value}; expected {span}")
 
 
 def expert_seconds(tokens: Any, tile_rows: int, row_s: float, weight_s: float, pair_s: float) -> Any:

@@ -15,6 +15,9 @@ from foreroute.trace.counts import add_assignments
 
 MOST = 2**31 - 1
 """Most assignments of a cell: planners count in int32."""
+FEW_ENTRIES, ENTRIES_PER_ASSIGNMENT = 1 << 26, 16
+"""Counts from traces have so many entries at most: any trace 256 MB, and a large one in proportion to what it holds.
+Those of a step in which every rank gets thousands of tokens have fewer entries than assignments."""
 MOST_EXPERTS = 2**15
 """Plans name experts and ranks in int16."""
 
@@ -31,7 +34,7 @@ def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packin
         counts_MLGE: int32 [M, L, G, E].
 
     Raises:
-        CountsError: when there is no trace, or the packing is of another number of sequences.
+        CountsError: when there is no trace, more than 2^15 experts, or the packing is of another number of sequences.
         SpecMismatchError: when the traces are of different models.
         TraceContentError: when the packing puts a sequence beyond its own micro-steps or ranks.
     """
@@ -45,6 +48,16 @@ def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packin
     spec = several[0].spec
     for trace in several[1:]:
         spec.require_same(trace.spec, what="a trace to be counted")
+    if spec.num_experts > MOST_EXPERTS:
+        raise CountsError(f"the traces have {spec.num_experts} experts; expected at most {MOST_EXPERTS}")
+    entries = packing.num_micro_steps * spec.num_layers * packing.num_ranks * spec.num_experts
+    assignments = sum(int(trace.lengths.sum()) for trace in several) * spec.num_layers * spec.top_k
+    if entries > max(FEW_ENTRIES, ENTRIES_PER_ASSIGNMENT * assignments):
+        raise CountsError(
+            f"counts of {packing.num_micro_steps} micro-steps, {spec.num_layers} layers, {packing.num_ranks} ranks and "
+            f"{spec.num_experts} experts would have {entries:,} entries for {assignments:,} assignments; take fewer "
+            "ranks, or longer traces"
+        )
     counts = np.zeros((packing.num_micro_steps, spec.num_layers, packing.num_ranks, spec.num_experts), np.int32)
     first = 0
     for trace, size in zip(several, sizes, strict=True):

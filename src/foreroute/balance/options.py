@@ -25,7 +25,8 @@ class PlanOptions:
         locality: False splits tokens without regard to where they come from.
         traffic: also replicate what cuts the slowest link's bytes, where the cost model says that it pays. It refills
             all slots in every cell, and so needs `slots="shared"`.
-        pay_off: drop replicas whose transfer exposes more time than they save, by the cost model.
+        pay_off: drop replicas whose transfer exposes more time than they save, by the cost model. Nothing is dropped
+            where the planner is given none.
         threads: of the planner. Plans do not depend on it.
         seed: of the placement search. The same seed gives the same plan.
     """
@@ -36,7 +37,7 @@ class PlanOptions:
     slots: SlotUse = "layer"
     locality: bool = True
     traffic: bool = False
-    pay_off: bool = False
+    pay_off: bool = True
     threads: int = 1
     seed: int = 0
 

@@ -48,7 +48,7 @@ def plan(
         options: what the plan may do.
         home_LE: integers [L, E], the rank that each expert lives on now; E / G experts per rank. Contiguous when left
             out.
-        costs: the cost model, which the options `traffic` and `pay_off` and a limit of slot memory need.
+        costs: the cost model, which the option `traffic` and a limit of slot memory need, and `pay_off` goes by.
         on_progress: called with the number of cells planned so far and in all, from a planner's thread.
 
     Raises:
@@ -85,7 +85,6 @@ def _check_costs(topology: Topology, options: PlanOptions, costs: CostModel | No
     """What needs a cost model has one, and redundant slots fit into their memory."""
     needs = {
         "traffic": options.traffic,
-        "pay_off": options.pay_off,
         "slot_memory_bytes": topology.slot_memory_bytes is not None,
     }
     if costs is None:
@@ -138,11 +137,10 @@ def _refiner(
     options: PlanOptions,
     costs: CostModel | None,
 ) -> Refiner | None:
-    if not (options.traffic or options.pay_off):
+    if costs is None or not (options.traffic or options.pay_off):
         return None
     from foreroute.balance.refine import Refiner
 
-    assert costs is not None, "checked before the thread started"
     return Refiner(counts, home_LE, topology, options, costs)
 
 

@@ -9,6 +9,13 @@ from numpy.typing import NDArray
 
 from foreroute.errors import TopologyError
 
+MOST_RANKS = 32_767
+"""Plans name ranks and slots in int16."""
+MOST_SLOTS = 1 << 17
+"""Redundant slots of all ranks together. What they hold is kept for every layer."""
+MOST_BYTES_PER_S, MOST_LATENCY_S = 1e18, 3600.0
+"""Far beyond any link, and such that no product of costs overflows."""
+
 
 @dataclass(frozen=True)
 class Links:
@@ -30,8 +37,10 @@ class Links:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value > 0:
-                raise TopologyError(f"{name} is {value}; expected more than 0")
+            if name.endswith("_latency_s") and not 0 < value <= MOST_LATENCY_S:
+                raise TopologyError(f"{name} is {value!r:.40}; expected more than 0, and {MOST_LATENCY_S:g} at most")
+            if name.endswith("_bytes_per_s") and not 1 <= value <= MOST_BYTES_PER_S:
+                raise TopologyError(f"{name} is {value!r:.40}; expected 1 to {MOST_BYTES_PER_S:g}")
 
 
 @dataclass(frozen=True)
@@ -54,12 +63,23 @@ class Topology:
     slot_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("num_ranks", "ranks_per_node", "redundant_slots"):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value > MOST_RANKS:
+                raise TopologyError(f"{name} is {value!r:.40}; expected a whole number, {MOST_RANKS} at most")
         if self.num_ranks < 1 or self.ranks_per_node < 1 or self.num_ranks % self.ranks_per_node:
             raise TopologyError(
                 f"{self.num_ranks} ranks do not fill nodes of {self.ranks_per_node}; expected a multiple, at least one"
             )
         if self.redundant_slots < 0:
             raise TopologyError(f"redundant_slots is {self.redundant_slots}; expected 0 or more")
+        if self.slot_memory_bytes is not None and self.slot_memory_bytes < 0:
+            raise TopologyError(f"slot_memory_bytes is {self.slot_memory_bytes}; expected 0 or more, or no limit")
+        if self.num_ranks * self.redundant_slots > MOST_SLOTS:
+            raise TopologyError(
+                f"redundant_slots is {self.redundant_slots} on each of {self.num_ranks} ranks; expected at most "
+                f"{MOST_SLOTS} in all"
+            )
 
     @property
     def num_nodes(self) -> int:

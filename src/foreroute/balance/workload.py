@@ -26,6 +26,8 @@ GROUP = 8
 """Responses per prompt."""
 LENGTH_SIGMA = 0.7
 SHORTEST = 32
+MOST_ASSIGNMENTS = 2**31 - 1
+"""Of a cell, as `balance.counts` has them."""
 DRIFT = 0.03
 """Standard deviation of the change of a log share from one step to the next."""
 
@@ -79,6 +81,12 @@ class Workload:
         if min(self.mean_length, self.longest) < SHORTEST:
             raise ConfigError(
                 f"mean_length is {self.mean_length} and longest {self.longest}; expected {SHORTEST} tokens or more"
+            )
+        heaviest = most * self.longest * self.num_ranks * self.top_k
+        if heaviest > MOST_ASSIGNMENTS:
+            raise ConfigError(
+                f"{self.num_ranks} ranks with {most} sequences of {self.longest} tokens and top-{self.top_k} may make "
+                f"{heaviest} assignments in a cell; expected {MOST_ASSIGNMENTS} at most. Take fewer tokens or ranks"
             )
         if not (self.layer_evenness > 0 and self.micro_step_evenness > 0 and 0 < self.common < 1):
             raise ConfigError("expected layer_evenness and micro_step_evenness above 0, and common between 0 and 1")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from foreroute.cli.demo import demo_values
 from foreroute.cli.progress import console_of_rank, is_first_rank
+from foreroute.cli.terminal import Console
 from foreroute.cli.train import train_and_report
 from foreroute.errors import ConfigError
 from foreroute.report import LoadRow, load_rows, read_runs

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import foreroute
-from foreroute.errors import AttachError, ForerouteError, InputError
-
-OF_EXTRAS = {"torch", "transformers"}
-"""What commands import that the light core does not bring."""
+from foreroute.cli.ending import run
+from foreroute.cli.terminal import Console
+from foreroute.errors import InputError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,33 +22,13 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; a user's error becomes one message and exit code 2."""
-    try:
-        app()
-    except (InputError, AttachError) as error:
-        _fail(error, 2)
-    except ForerouteError as error:
-        _fail(error, 1)
-    except ModuleNotFoundError as error:
-        if (library := (error.name or "").partition(".")[0]) not in OF_EXTRAS:
-            raise
-        _fail(InputError(f"this needs {library}, which is not installed: pip install 'foreroute[all]' brings it"), 2)
-
-
-def _fail(error: ForerouteError, code: int) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]error[/]: {_escaped(str(error))}", highlight=False)
-    sys.exit(code)
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+    """Run the command line and exit; `foreroute.cli.ending` has the exit codes."""
+    run(lambda: app(standalone_mode=False))
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"foreroute {foreroute.__version__}")
+        Console().print(f"foreroute {foreroute.__version__}", highlight=False)
         raise typer.Exit
 
 
@@ -71,14 +48,15 @@ def demo(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="RL steps of each run; 100 by default.")] = None,
     precision: Annotated[str, typer.Option(help="Of the rollout engine: bfloat16, fp8 or float32.")] = "bfloat16",
-    engine: Annotated[
-        str, typer.Option(help="Rollout engine: embedded, or vllm (make vllm-env installs it beside).")
-    ] = "embedded",
+    engine: Annotated[str, typer.Option(help="Rollout engine: embedded or vllm.")] = "embedded",
+    vllm_python: Annotated[
+        Path | None, typer.Option(help="For vllm: the Python of an environment that has it (docs/engines.md).")
+    ] = None,
 ) -> None:
     """Train a tiny MoE model without and with replay, and compare what was measured."""
     from foreroute.cli.demo import run_demo
 
-    run_demo(folder, steps=steps, precision=precision, engine=engine)
+    run_demo(folder, steps=steps, precision=precision, engine=engine, vllm_python=vllm_python)
 
 
 @app.command("demo-ep")
@@ -118,9 +96,10 @@ def inspect(trace: Annotated[Path, typer.Argument(help="A trace file.")]) -> Non
 @app.command()
 def doctor(
     model: Annotated[
-        Path | None, typer.Option(help="A Hugging Face folder, its config.json, or a TOML of foreroute train.")
+        Path | None,
+        typer.Option(help="A Hugging Face folder, its config.json, or a TOML or run folder of foreroute train."),
     ] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint of that TOML's run.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint of that run.")] = None,
     generation: Annotated[Path | None, typer.Option(help="Trace and log-probs, by capture.save_generation.")] = None,
     trace: Annotated[Path | None, typer.Option(help="The engine's trace.")] = None,
     logprobs: Annotated[Path | None, typer.Option(help="The engine's, of the response tokens: .npy, floats.")] = None,
@@ -128,8 +107,10 @@ def doctor(
     trainer_trace: Annotated[Path | None, typer.Option(help="The trainer's own routes, without a model.")] = None,
     trainer_logprobs: Annotated[Path | None, typer.Option(help="Without replay: .npy, without a model.")] = None,
     replayed_logprobs: Annotated[Path | None, typer.Option(help="With replay: .npy, without a model.")] = None,
-    temperature: Annotated[float, typer.Option(min=1e-3, help="That the engine divided its logits by.")] = 1.0,
-    weight_version: Annotated[int | None, typer.Option(help="That the trainer is at.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=1e-3, help="That the engine divided its logits by; the run's own, or 1.")
+    ] = None,
+    weight_version: Annotated[int | None, typer.Option(help="That the trainer is at; the checkpoint's.")] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="How many of the sequences to run.")] = 64,
     output: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
 ) -> None:
@@ -298,7 +279,8 @@ def report(
     """Write one HTML page about a run, or comparing several."""
     from foreroute.report import write_report
 
-    typer.echo(write_report(runs, output or runs[0] / "report.html"))
+    page = write_report(runs, output or runs[0] / "report.html")
+    Console().print(str(page), soft_wrap=True, highlight=False, markup=False)
 
 
 if __name__ == "__main__":

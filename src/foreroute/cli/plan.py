@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -20,8 +19,10 @@ from foreroute.balance.costs import CostModel
 from foreroute.balance.survey import survey
 from foreroute.cli.page import write_page
 from foreroute.cli.plan_inputs import PlanInputs, StepToPlan, read_step
+from foreroute.cli.terminal import Console
 from foreroute.errors import ConfigError, InputError, PlanError
-from foreroute.report import MethodRow, method_rows, plan_summary, write_plan_page
+from foreroute.files import TensorFile, check_writable, writing_named
+from foreroute.report import MethodRow, check_page, method_rows, plan_summary, write_plan_page
 from foreroute.report.wording import duration
 
 
@@ -35,7 +36,7 @@ def run_plan(
         options: of the planner.
         output: the plan file; the page is the same with the suffix .html.
         baselines: the names of those to compare with; None takes all that can be had.
-        overwrite: whether files that exist may be replaced.
+        overwrite: whether a plan and a page that exist may be replaced.
 
     Raises:
         InputError: for everything that a user can mend.
@@ -49,7 +50,8 @@ def run_plan(
     console.print(_list(facts))
     found, planning_s = _planned(step, options, console)
     verify(found, step.counts_MLGE, options)
-    save_plan(found, output, overwrite=overwrite)
+    with writing_named(output, PlanError):
+        save_plan(found, output, overwrite=overwrite)
     console.print(f"{'plan':<9} {output}, {output.stat().st_size:,} bytes, verified", soft_wrap=True, markup=False)
     records = _others(step, baselines, console)
     with console.status("pricing every cell"):
@@ -59,7 +61,7 @@ def run_plan(
     console.print(_table(rows))
     for sentence in plan_summary(found, seen):
         console.print(sentence, highlight=False, markup=False)
-    write_page(console, lambda: write_plan_page(found, seen, records, facts, page))
+    write_page(console, lambda: write_plan_page(found, seen, records, facts, page, layers=step.layers))
 
 
 def read_home_moves(text: str) -> int | None:
@@ -79,8 +81,21 @@ def _check_target(output: Path, page: Path, overwrite: bool) -> None:
     if output == page:
         raise InputError(f"--output {output} is the name of the page; name the plan file, for example plan.safetensors")
     for path in (output, page):
-        if path.exists() and (path.is_dir() or not overwrite):
-            raise PlanError(f"{path} already exists; pass another --output, or --overwrite to replace it")
+        with writing_named(path, PlanError):
+            if path.exists() and (path.is_dir() or not overwrite):
+                raise PlanError(f"{path} already exists; pass another --output, or --overwrite to replace it")
+            check_writable(path)
+    check_page(page)
+    if output.exists() and output.stat().st_size and "foreroute.plan_version" not in _metadata(output):
+        raise PlanError(f"{output} is no plan, which is all that --overwrite replaces; nothing was changed")
+
+
+def _metadata(path: Path) -> Mapping[str, str]:
+    try:
+        with TensorFile(path, PlanError) as file:
+            return file.metadata
+    except PlanError:
+        return {}
 
 
 def _check_baselines(baselines: Sequence[str] | None, inputs: PlanInputs) -> None:
@@ -111,7 +126,7 @@ def _facts(step: StepToPlan, options: PlanOptions) -> dict[str, str]:
         f"{num_experts} experts, {int(step.counts_MLGE.sum(dtype=np.int64)):,} assignments",
         "cluster": f"{num_ranks} ranks in nodes of {topology.ranks_per_node}, redundant slots per rank: "
         f"{topology.redundant_slots}",
-        "costs": f"{costs.model.expert_bytes / 1e6:.1f} MB an expert, {_dispatch(costs)}",
+        "costs": f"{costs.model.expert_bytes / 1e6:.3g} MB an expert, {_dispatch(costs)}",
         "options": ", ".join(switched),
     }
 

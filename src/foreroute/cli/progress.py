@@ -12,7 +12,6 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -26,6 +25,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from foreroute.cli.terminal import Console
 from foreroute.mismatch import Alarm
 from foreroute.train import Rollback, TrainConfig, Watcher
 
@@ -105,7 +105,7 @@ class Display:
             self._line(f"step {step}, {_figures(record)}{self._time_left(step, now)}")
         alarms = {each["kind"]: Alarm(**each) for each in record["alarms"]}
         for kind in sorted(alarms.keys() - self._alarms):
-            self._say(f"alarm at step {step}: {alarms[kind]}")
+            self._say(f"alarm at step {step}: {alarms[kind]}. {alarms[kind].advice}")
         self._alarms = set(alarms)
 
     def rollback(self, rollback: Rollback) -> None:

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from foreroute.cli.page import write_page
+from foreroute.cli.terminal import Console
 from foreroute.errors import InputError, RunFolderError
-from foreroute.files import write_atomically
+from foreroute.files import check_writable, write_atomically, writing_named
 from foreroute.report import (
     SimulationRow,
     compared,
@@ -74,7 +74,6 @@ def run_simulation(
     with _watching(console, "timelines") as on_progress:
         timelines = _timelines(config, record, on_progress)
     sweeps = _sweeps(config, record, console)
-    folder.mkdir(parents=True, exist_ok=True)
     _save(folder / "config.json", config.model_dump(mode="json"))
     figures = record.as_dict() | {
         "sweeps": [point.as_dict() for point in sweeps],
@@ -91,8 +90,12 @@ def run_simulation(
 
 
 def _check_free(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunFolderError(f"{folder} is not empty; nothing was changed. Name another folder with --output")
+    with writing_named(folder, RunFolderError):
+        if folder.exists() and not folder.is_dir():
+            raise RunFolderError(f"{folder} is no folder; nothing was changed. Name another one with --output")
+        if folder.exists() and any(folder.iterdir()):
+            raise RunFolderError(f"{folder} is not empty; nothing was changed. Name another folder with --output")
+        check_writable(folder / "simulation.json")
 
 
 def _fitted(
@@ -173,7 +176,7 @@ def _table(rows: Sequence[SimulationRow]) -> Table:
     for heading in (
         "time, s",
         "static\n/ this",
-        "of the\nideal",
+        "of forced\nbalance",
         "over\nmean",
         "ex-\nposed",
         "planned\nin",
@@ -182,11 +185,11 @@ def _table(rows: Sequence[SimulationRow]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         style = "bold" if row.ours else ""
-        cells = (row.training, row.gain, row.of_ideal, row.imbalance, row.exposed, row.planning, row.saved)
+        cells = (row.training, row.gain, row.of_forced_balance, row.imbalance, row.exposed, row.planning, row.saved)
         table.add_row(row.label, *cells, style=style)
     return table
 
 
 def _save(path: Path, values: dict[str, Any]) -> None:
-    text = json.dumps(values, indent=1)
-    write_atomically(path, text)
+    with writing_named(path, RunFolderError):
+        write_atomically(path, json.dumps(values, indent=1))

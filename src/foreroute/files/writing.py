@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -38,7 +39,10 @@ def write_atomically(
     """
     target = Path(os.path.realpath(target))
     _refuse_special(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:  # what is there is no folder
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target.parent)) from error
     _remove_left_behind(target)
     temporary, descriptor = _new_temporary(target)
     try:
@@ -60,6 +64,31 @@ def write_atomically(
             os.unlink(temporary)
         raise
     _sync_folder(target.parent)
+
+
+def check_writable(target: Path) -> None:
+    """See whether `write_atomically` could write, by writing nothing, so that long work is not done in vain.
+
+    Args:
+        target: need not exist, nor the folder that it is in.
+
+    Raises:
+        FileExistsError: when it is a folder, a FIFO, a device or a socket.
+        OSError: what the system would refuse: no permission, a parent that is a file, a name that is too long.
+    """
+    target = Path(os.path.realpath(target))
+    _refuse_special(target)
+    folder = target.parent
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is no folder", str(target))
+    for part in target.relative_to(folder).parts:  # those that are not there yet may still be too long
+        with suppress(FileNotFoundError):
+            os.lstat(folder / part)
+    temporary, descriptor = _new_temporary(folder / target.name)
+    os.unlink(temporary)
+    os.close(descriptor)
 
 
 @contextmanager

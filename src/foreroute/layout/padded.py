@@ -72,7 +72,12 @@ class _Sequences:
 def _lengths(kept_BT: NDArray[np.bool_], starts_BT: ArrayLike | None) -> NDArray[np.int64]:
     if starts_BT is None:
         return np.asarray(kept_BT.sum(axis=1))
-    begins = np.flatnonzero(np.asarray(starts_BT, np.bool_)[kept_BT])
+    given_BT = np.asarray(starts_BT)
+    if given_BT.shape != kept_BT.shape or not ((given_BT == 0) | (given_BT == 1)).all():
+        raise BatchMismatchError(
+            f"starts are {given_BT.dtype} of shape {given_BT.shape}; expected bool {kept_BT.shape}"
+        )
+    begins = np.flatnonzero(given_BT[kept_BT] == 1)
     if len(begins) and begins[0]:
         raise BatchMismatchError("the first token of the batch is in no sequence; expected it to start one")
     return np.diff(begins, append=kept_BT.sum())

@@ -78,7 +78,10 @@ def fill_padding(ids_RLK: NDArray[Any], fill_R: NDArray[np.bool_], homes: ArrayL
         LayoutError: for a mask of another length, or fewer experts than picks.
     """
     num_slots, num_layers, top_k = ids_RLK.shape
-    home_XE = np.atleast_2d(np.asarray(homes, dtype=np.int64))  # X: 1, or a row for each layer
+    given = np.asarray(homes)
+    if given.dtype.kind not in "iu":
+        raise LayoutError(f"homes are {given.dtype}; expected the rank of each expert, integers")
+    home_XE = np.atleast_2d(given.astype(np.int64))  # X: 1, or a row for each layer
     if fill_R.shape != (num_slots,) or fill_R.dtype != np.bool_:
         raise LayoutError(f"the mask is {fill_R.dtype} {fill_R.shape}; expected one bool for each of {num_slots} slots")
     if home_XE.ndim > 2 or len(home_XE) not in (1, num_layers):

@@ -14,6 +14,7 @@ from foreroute.report.records import Run
 from foreroute.report.simulation import write_simulation_page
 from foreroute.report.simulation_rows import SimulationRow, compared, simulation_rows, simulation_summary
 from foreroute.report.table import Sides, SummaryRow, summary_rows
+from foreroute.report.template import check_page
 
 __all__ = [
     "LoadRow",
@@ -23,6 +24,7 @@ __all__ = [
     "Sides",
     "SimulationRow",
     "SummaryRow",
+    "check_page",
     "compared",
     "fit_rows",
     "fit_summary",

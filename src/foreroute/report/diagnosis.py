@@ -21,7 +21,7 @@ class MeasureRow:
     name: str
     k3: str
     f2: str
-    cells: str
+    decisions: str
     tokens: str
 
 
@@ -40,7 +40,7 @@ def write_diagnosis(diagnosis: Diagnosis, target: Path) -> Path:
     """Write the page; one that is there is replaced.
 
     Raises:
-        InputError: when `target` is a folder, or the `report` extra is not installed.
+        InputError: when `target` cannot be written or is no page of ours, or the `report` extra is not installed.
     """
     return write_html(target, "diagnosis.html.j2", lambda: _values(diagnosis))
 

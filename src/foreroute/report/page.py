@@ -20,7 +20,8 @@ def write_report(run_folders: Sequence[Path], target: Path) -> Path:
     """Write the report of one run, or the comparison of several, to `target`; a report that is there is replaced.
 
     Raises:
-        InputError: when no folder is given, `target` is a folder, or the `report` extra is not installed.
+        InputError: when no folder is given, `target` cannot be written or is no page of ours, or the `report` extra is
+            not installed.
         RunFolderError: when a run folder is missing or damaged.
     """
     wording = {"percentage": percentage, "reward": reward, "scientific": scientific, "seconds": seconds}

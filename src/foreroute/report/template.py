@@ -6,8 +6,35 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from foreroute.errors import InputError
-from foreroute.files import write_atomically
+from foreroute.errors import InputError, how_to_install, printable
+from foreroute.files import RegularFile, check_writable, write_atomically, writing_named
+
+MARK = '<meta name="generator" content="foreroute">'
+"""In the head of every page. A file with it may be replaced by another page, any other file may not."""
+MARKED_WITHIN = 1024
+"""Bytes of a page that are searched for the mark."""
+
+
+def check_page(target: Path) -> None:
+    """Refuse a target that no page can be written to, before the work for that page begins.
+
+    Raises:
+        InputError: when `target` is a folder or no regular file, cannot be written, or is a file that is neither empty
+            nor a page that foreroute wrote.
+    """
+    target = Path(target)
+    with writing_named(target, InputError):
+        if target.is_dir():
+            raise InputError(f"{target} is a folder; name the file to write, for example {target / 'report.html'}")
+        check_writable(target)
+        if not target.exists():
+            return
+    with RegularFile(target, InputError) as file:
+        head = file.read(0, min(file.size, MARKED_WITHIN))
+    if head and MARK.encode() not in head:
+        raise InputError(
+            f"{target} exists and is no page that foreroute wrote; nothing was changed. Choose another path"
+        )
 
 
 def write_html(
@@ -16,7 +43,7 @@ def write_html(
     values: Callable[[], Mapping[str, Any]],
     wording: Mapping[str, Callable[..., str]] | None = None,
 ) -> Path:
-    """Fill a template and write the file; one that is there is replaced.
+    """Fill a template and write the file; a page that is there is replaced.
 
     Args:
         target: the file to write.
@@ -25,17 +52,17 @@ def write_html(
         wording: functions by name, for use as filters and in macros.
 
     Raises:
-        InputError: when `target` is a folder, or the `report` extra is not installed.
+        InputError: as `check_page` does, when the system refuses to write, and when the `report` extra is not
+            installed.
     """
     target = Path(target)
-    if target.is_dir():
-        raise InputError(f"{target} is a folder; name the file to write, for example {target / 'report.html'}")
+    check_page(target)
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
         shown = values()
     except ModuleNotFoundError as error:
-        raise InputError(f"a report needs {error.name}; install it with: pip install 'foreroute[report]'") from error
+        raise InputError(f"a page needs {error.name}, which is not installed; {how_to_install('report')}") from error
     environment = Environment(
         loader=PackageLoader("foreroute.report", ""),
         autoescape=True,
@@ -45,6 +72,8 @@ def write_html(
     )
     environment.filters.update(wording or {})
     environment.globals.update(wording or {})  # macros take them as arguments
-    html = environment.get_template(template).render(shown)
-    write_atomically(target, html)
+    html = printable(environment.get_template(template).render(shown))
+    assert MARK in html[:MARKED_WITHIN], f"{template} could not be told from a file that is not ours"
+    with writing_named(target, InputError):
+        write_atomically(target, html)
     return target

@@ -18,17 +18,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from foreroute.balance.config_file import Count, Section, checked, read_toml
+from foreroute.balance.config_file import MOST_SECONDS, Count, Natural, Ranks, Section, Slots, Tokens
 from foreroute.balance.topology_file import Cluster, parse_cluster
 from foreroute.balance.workload import WORKLOADS
 from foreroute.simulate.methods import METHODS, check_methods
 
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+Skew = Annotated[float, Field(ge=1e-3, le=1e3)]
+Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
 Path_ = Literal["host", "direct", "auto"]
 DRAWING = ("preset", "tokens_per_rank", "micro_steps", "layers", "groups", "skew", "seed")
 """Keys of a workload that is drawn."""
@@ -40,11 +41,11 @@ class ClusterConfig(Section):
 
     gpus: Count
     """In all; a multiple of `expert_parallel` times `pipeline`."""
-    expert_parallel: Count
+    expert_parallel: Ranks
     """EP: GPUs that the experts of a layer are spread over. They are neighbours."""
     pipeline: Count = 1
     """Pipeline stages, each with its own layers; 1F1B without interleaving."""
-    redundant_slots: Annotated[int, Field(ge=0)] = 2
+    redundant_slots: Slots = 2
     """Per GPU and layer, for all methods that say nothing else."""
     processors_per_node: Count | None = None
     """Processors that the ranks of a node share, for simulating ranks on CPUs; each GPU has its own."""
@@ -73,7 +74,7 @@ class WorkloadConfig(Section):
     """An .npz file with integers `counts` [M, L, G, E] instead, the same for all groups."""
     previous_counts: str | None = None
     """Likewise, the step before."""
-    tokens_per_rank: Count | None = None
+    tokens_per_rank: Tokens | None = None
     """Tokens of a GPU in a micro-step, about; whole sequences are dealt evenly. By default as the preset has them."""
     micro_steps: Count = 32
     """M."""
@@ -81,7 +82,7 @@ class WorkloadConfig(Section):
     """Layers that are drawn and planned; they stand in turn for all routed layers of the model. None draws all."""
     groups: Count | None = 8
     """Expert-parallel groups that are drawn at most; they stand in turn for all. None draws all."""
-    skew: Annotated[float, Field(gt=0)] = 1.0
+    skew: Skew = 1.0
     """Above 1, experts of a layer are less even than the preset says; concentrations are divided by it."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Of what is drawn."""
@@ -114,13 +115,13 @@ class ExecutionConfig(Section):
     gradient_return: Literal["micro-step", "transfer"] = "micro-step"
     """When gradients of replicas return to their homes: after every micro-step, as `foreroute.experts` does, or once
     for each time that weights were fetched, if they were added up in the slot meanwhile."""
-    prefetch: Annotated[int, Field(ge=0)] = 1
+    prefetch: Natural = 1
     """Cells that are fetched ahead."""
     overlap: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of its computing time behind which a layer hides its all-to-alls. 0: no overlap."""
     planning_s: Seconds | None = None
     """Seconds that planning a step takes, for every method; by default the processor time measured here."""
-    planner_speed: Annotated[float, Field(gt=0)] = 1.0
+    planner_speed: Factor = 1.0
     """Measured planning times are divided by it: other processors, more threads."""
     plan_lead_s: Seconds = 0.0
     """Seconds between the end of the rollout, when planning begins, and the recompute."""
@@ -133,19 +134,19 @@ class ExecutionConfig(Section):
 class SweepConfig(Section):
     """Sensitivities: for each key, values that replace the configuration's, one at a time."""
 
-    redundant_slots: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    redundant_slots: tuple[Slots, ...] = ()
     """Values of cluster.redundant_slots."""
-    node_bandwidth: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    node_bandwidth: tuple[Factor, ...] = ()
     """Factors of links.node_bytes_per_s."""
-    cluster_bandwidth: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    cluster_bandwidth: tuple[Factor, ...] = ()
     """Factors of links.cluster_bytes_per_s."""
-    host_bandwidth: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    host_bandwidth: tuple[Factor, ...] = ()
     """Factors of links.host_bytes_per_s."""
-    tokens_per_rank: tuple[Count, ...] = ()
+    tokens_per_rank: tuple[Tokens, ...] = ()
     """Values of workload.tokens_per_rank."""
-    expert_parallel: tuple[Count, ...] = ()
+    expert_parallel: tuple[Ranks, ...] = ()
     """Values of cluster.expert_parallel."""
-    skew: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    skew: tuple[Skew, ...] = ()
     """Values of workload.skew."""
     overlap: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
     """Values of execution.overlap."""
@@ -154,7 +155,7 @@ class SweepConfig(Section):
 
 
 class SimulateConfig(Section):
-    """A simulation. `load_config` reads one from a file."""
+    """A simulation. `reading.load_config` reads one from a file."""
 
     cluster: ClusterConfig
     workload: WorkloadConfig = WorkloadConfig()
@@ -203,24 +204,3 @@ class SimulateConfig(Section):
         cluster = self.cluster
         tables["topology"] = {"num_ranks": cluster.expert_parallel, "redundant_slots": cluster.redundant_slots}
         return parse_cluster(tables, source=source)
-
-
-def load_config(path: Path) -> SimulateConfig:
-    """Read a TOML file.
-
-    Raises:
-        ConfigError: naming every unknown key (with the nearest known one), wrong type and conflict.
-        TopologyError: when ranks do not fill nodes.
-    """
-    return parse_config(read_toml(path), source=str(path))
-
-
-def parse_config(values: dict[str, Any], *, source: str) -> SimulateConfig:
-    """Check values that came from `source`.
-
-    Raises:
-        ConfigError, TopologyError: as `load_config`.
-    """
-    config = checked(SimulateConfig, values, source=source)
-    config.described(source)
-    return config

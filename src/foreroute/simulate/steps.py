@@ -17,6 +17,7 @@ from foreroute.balance.topology import Topology
 from foreroute.balance.workload import WORKLOADS, Step, Workload
 from foreroute.errors import ConfigError, CountsError
 from foreroute.simulate.config import SimulateConfig, WorkloadConfig
+from foreroute.simulate.size import Size
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +42,9 @@ def group_steps(config: SimulateConfig, topology: Topology, model: ModelShape) -
     """
     load = config.workload
     if load.counts is not None:
-        yield _read(load, topology, model)
+        yield _read(config, topology, model)
         return
-    groups = config.cluster.groups if load.groups is None else min(load.groups, config.cluster.groups)
+    groups = _groups(config)
     workload = drawn_workload(load, topology.num_ranks, model, groups)
     step, before = (workload.draw(seed=load.seed, step=number) for number in (1, 0))
     counts, squares_MG = step.counts(), squares_of(step)
@@ -53,6 +54,17 @@ def group_steps(config: SimulateConfig, topology: Topology, model: ModelShape) -
         part = slice(group * load.micro_steps, (group + 1) * load.micro_steps)
         problem = Problem(counts[part], topology, home_LE, previous_LE)
         yield GroupStep(problem, squares_MG[part])
+
+
+def drawn_size(config: SimulateConfig, topology: Topology, model: ModelShape) -> Size:
+    """How much `group_steps` draws, and what is simulated with it.
+
+    Raises:
+        ConfigError: when a workload like that cannot be.
+    """
+    groups = _groups(config)
+    workload = drawn_workload(config.workload, topology.num_ranks, model, groups)
+    return _size(config, topology, model, groups, config.workload.micro_steps, workload.num_layers)
 
 
 def drawn_workload(load: WorkloadConfig, num_ranks: int, model: ModelShape, groups: int) -> Workload:
@@ -97,7 +109,28 @@ def _preset_for(num_ranks: int, num_experts: int) -> str:
     return f"G{min(64, max(8, 1 << (num_ranks - 1).bit_length()))}"
 
 
-def _read(load: WorkloadConfig, topology: Topology, model: ModelShape) -> GroupStep:
+def _groups(config: SimulateConfig) -> int:
+    most = config.workload.groups
+    return config.cluster.groups if most is None else min(most, config.cluster.groups)
+
+
+def _size(
+    config: SimulateConfig, topology: Topology, model: ModelShape, groups: int, micro_steps: int, layers: int
+) -> Size:
+    return Size(
+        groups=groups,
+        micro_steps=micro_steps,
+        layers=layers,
+        ranks=topology.num_ranks,
+        experts=model.num_experts,
+        slots=topology.redundant_slots,
+        stages=config.cluster.pipeline,
+        model_layers=model.num_layers,
+    )
+
+
+def _read(config: SimulateConfig, topology: Topology, model: ModelShape) -> GroupStep:
+    load = config.workload
     assert load.counts is not None, "checked by the caller"
     counts = check_counts(load_counts(Path(load.counts)), num_ranks=topology.num_ranks, top_k=model.top_k)
     layers, experts = counts.shape[1], counts.shape[3]
@@ -106,6 +139,7 @@ def _read(load: WorkloadConfig, topology: Topology, model: ModelShape) -> GroupS
             f"{load.counts} has {layers} layers of {experts} experts, the model {model.num_layers} of "
             f"{model.num_experts}; set them in [model]"
         )
+    _size(config, topology, model, 1, counts.shape[0], layers).require(load.counts)
     previous_LE = None
     if load.previous_counts is not None:
         before = check_counts(load_counts(Path(load.previous_counts)))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from foreroute.errors import ConfigError, RunFolderError
+from foreroute.errors import ConfigError, RunFolderError, how_to_install
 from foreroute.files import read_text, write_atomically
 from foreroute.train.config import LoggingConfig, TrainConfig
 from foreroute.train.metrics_file import writing
@@ -39,7 +39,7 @@ def require_loggers(config: LoggingConfig) -> None:
         if getattr(config, package) and find_spec(package) is None:
             raise ConfigError(
                 f"logging.{package} = true needs the package {package}, which is not installed: "
-                f"pip install 'foreroute[{package}]', or set it to false"
+                f"{how_to_install(package)}, or set it to false"
             )
 
 

@@ -136,7 +136,7 @@ class MetricsFile:
 
 
 def require_shallow(value: Any, deepest: int = DEEPEST) -> None:
-    """Make sure that a value of JSON can be walked: what can just be read nests too deep for recursion.
+    """Make sure that a value of JSON can be walked: what can be read may nest too deep for a function that recurses.
 
     Raises:
         RunFolderError: when it nests deeper than `deepest`.

@@ -22,7 +22,7 @@ class AlarmsConfig(Section):
     act_on: list[Kind] = Field(default=["collapse"])
     """The alarms that lead to the action; the others only warn. Ones that "rollback" does not list still decide which
     checkpoint is good."""
-    max_rollbacks: Annotated[int, Field(ge=1)] = 2
+    max_rollbacks: Count = 2
     """The run ends when it would have to go back once more."""
     window: Count = AlarmRules.window
     """Measurements in every mean below. One that is not taken at each step, see measure.compare_every, takes longer."""

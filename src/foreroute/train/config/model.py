@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from foreroute.balance.config_file import Count, Section
+from foreroute.balance.config_file import Count, Natural, Section
 from foreroute.train.config.idle import refuse_idle
 
 
 class LoRAConfig(Section):
     """Low-rank adapters (peft), which RL trains instead of the model's weights. Routers stay as `rl.router` says."""
 
-    rank: Annotated[int, Field(ge=0)] = 0
+    rank: Annotated[int, Field(ge=0, le=4096)] = 0
     """Of the matrices A and B in W + alpha / rank · B A; 0 puts no adapters in."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """See there."""
@@ -74,7 +74,7 @@ class WarmStartConfig(Section):
 
     checkpoint: str | None = None
     """A checkpoint to start from instead; then the other keys are left out."""
-    max_steps: Annotated[int, Field(ge=0)] = 800
+    max_steps: Natural = 800
     """Supervised steps at most; the learning rate falls along a cosine over so many. 0 leaves the warm start out, and
     is the default for a model from a path."""
     batch_size: Count = 128

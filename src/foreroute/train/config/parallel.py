@@ -6,18 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from foreroute.balance.config_file import Count, Section
+from foreroute.balance.config_file import MOST_SECONDS, Natural, Ranks, Section, Slots, Timeout
 from foreroute.train.config.idle import refuse_idle
 
 
 class ParallelConfig(Section):
     """Expert parallelism: one process for each rank, started by torchrun. Nothing here changes what a run learns."""
 
-    expert: Count = 1
+    expert: Ranks = 1
     """Ranks that the experts are spread over, and the prompts dealt to; the number of processes."""
-    ranks_per_node: Count | None = None
+    ranks_per_node: Ranks | None = None
     """Ranks that share a node's memory; all of them by default."""
-    redundant_slots: Annotated[int, Field(ge=0)] = 2
+    redundant_slots: Slots = 2
     """Replicas that a rank may serve in each layer; 0 leaves every expert at its home."""
     tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Of the planner: a cell is balanced when its busiest rank has at most this share more than the mean."""
@@ -27,15 +27,15 @@ class ParallelConfig(Section):
     """How replicas travel: through the node's memory, peer to peer, or by whichever is expected to end sooner."""
     shared_memory: str = "/dev/shm"
     """Folder in the memory of a node, through which replicas travel unless paths = "direct"."""
-    prefetch: Annotated[int, Field(ge=0)] = 1
+    prefetch: Natural = 1
     """Cells ahead of the one that runs whose replicas are fetched."""
-    deadline_s: Annotated[float, Field(ge=0)] | None = None
+    deadline_s: Annotated[float, Field(ge=0, le=MOST_SECONDS)] | None = None
     """A cell waits this long for its replicas; then its tokens go to the homes."""
     checksums: bool = False
     """Verify what arrives."""
     dense: Literal["replicated", "fsdp2"] = "replicated"
     """What is no expert: whole on every rank, or a part of each parameter, gathered when a layer runs."""
-    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    timeout_s: Timeout = 600.0
     """A rank that does not answer for so long in the middle of a stage is taken for dead."""
 
     @model_validator(mode="after")

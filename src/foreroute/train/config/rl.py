@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from foreroute.balance.config_file import Count, Section
+from foreroute.balance.config_file import Count, Natural, Section, Tokens
 from foreroute.train.objective.advantages import Advantage
 from foreroute.train.objective.corrections import Correction, Rejection
 from foreroute.train.objective.means import Mean
@@ -114,11 +114,11 @@ class RLConfig(Section):
     """Rollouts, each with its update; may be raised on resume."""
     mini_steps: Count = 1
     """Optimizer steps per rollout."""
-    micro_step_tokens: Count = 4096
+    micro_step_tokens: Tokens = 4096
     """Token slots, padding included, of one forward and backward."""
     learning_rate: Positive = 6e-4
     """Of AdamW, once the warm-up is over."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 5
+    warmup_steps: Natural = 5
     """Steps over which the learning rate rises."""
     max_grad_norm: Positive = 1.0
     """Gradients with a larger norm are scaled down to it."""

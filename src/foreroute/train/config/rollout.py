@@ -6,8 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from foreroute.balance.config_file import Count, Section
+from foreroute.balance.config_file import MOST, Count, Natural, Section, Timeout, Tokens
 from foreroute.train.config.idle import refuse_idle
+
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
+"""Divided by less, logits overflow; divided by more, all are alike."""
 
 
 class VLLMConfig(Section):
@@ -15,9 +18,9 @@ class VLLMConfig(Section):
 
     mode: Literal["process", "server"] = "process"
     """A worker process that the trainer starts and ends, or a server that is already running."""
-    python: str = ".venv-vllm/bin/python"
-    """process: the interpreter of an environment with vLLM; `make vllm-env` makes this one."""
-    max_model_len: Count | None = None
+    python: str | None = None
+    """process: the interpreter of an environment with vLLM."""
+    max_model_len: Tokens | None = None
     """process: tokens of the longest sequence; by default the most that the model takes."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """process: further arguments of `vllm.LLM`."""
@@ -25,7 +28,7 @@ class VLLMConfig(Section):
     """server: its address, such as "http://127.0.0.1:8000"."""
     weights_folder: str | None = None
     """server: where new weights are put for it, under a path that it sees too."""
-    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    timeout_s: Timeout = 600.0
     """For loading and for each request."""
 
     @model_validator(mode="after")
@@ -47,16 +50,22 @@ class RolloutConfig(Section):
     vllm: VLLMConfig = VLLMConfig()
     prompts: Count = 32
     """Prompts per step."""
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Annotated[int, Field(ge=2, le=MOST)] = 8
     """Responses per prompt."""
-    max_rounds: Count = 1
+    max_rounds: Annotated[int, Field(ge=1, le=100)] = 1
     """Dynamic sampling: prompts whose responses all get one reward are replaced by new ones, in at most so many rounds
     of sampling, the first included."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)] = 1.0
     """Logits are divided by it, in the rollout and in the trainer."""
-    max_staleness: Annotated[int, Field(ge=0)] = 0
+    max_staleness: Natural = 0
     """Versions by which the weights that sample a step are older than those that train on it. Above 0 rollouts are
     sampled beside the updates of earlier steps."""
+
+    @model_validator(mode="after")
+    def _can_be_kept(self) -> RolloutConfig:
+        if self.prompts * self.group_size > MOST:
+            raise ValueError(f"prompts times group_size is {self.prompts * self.group_size}; expected {MOST} at most")
+        return self
 
     @model_validator(mode="after")
     def _precision_of_engine(self) -> RolloutConfig:
@@ -64,6 +73,8 @@ class RolloutConfig(Section):
             refuse_idle(self, ["vllm"], f'with engine = "{self.engine}"; set engine = "vllm", or leave it out')
         elif self.vllm.mode == "server":
             refuse_idle(self, ["precision"], "of a vLLM server, which has its own; leave it out")
+        if self.engine == "vllm" and self.vllm.mode == "process" and self.vllm.python is None:
+            raise ValueError('engine = "vllm" needs vllm.python, the interpreter of an environment with vLLM')
         if self.engine == "vllm" and self.precision == "fp8":
             raise ValueError('precision = "fp8" is the embedded engine\'s; vLLM takes float32 or bfloat16')
         return self

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from foreroute.balance.config_file import Count, Section, checked, read_toml
+from foreroute.balance.config_file import Count, Section, Threads, checked, read_toml
 from foreroute.train.config.alarms import AlarmsConfig
 from foreroute.train.config.evaluation import EvaluationConfig
 from foreroute.train.config.logging import LoggingConfig
@@ -44,7 +44,7 @@ class TrainConfig(Section):
     """Letters, digits, dots, dashes and underscores: it names the run's folder."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Of the initial weights, the problems, the sampling and the order of sequences."""
-    threads: Count = 1
+    threads: Threads = 1
     """Threads of torch. Small models are fastest, and runs repeat bit for bit, with one."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from foreroute.balance.config_file import Count, Section
+from foreroute.balance.config_file import Count, Section, Timeout, Tokens
 from foreroute.train.config.idle import refuse_idle
 
 BUILT_IN = ("exact_match", "regex", "arithmetic", "countdown")
@@ -30,15 +30,16 @@ class TaskConfig(Section):
     """dataset, regex: what finds the answer in a response; its first group is the answer, if it has one."""
     environment: str | None = None
     """dataset: "file.py:function" that says what a tool answers to a turn."""
-    max_turns: Count = 1
+    max_turns: Annotated[int, Field(ge=1, le=1000)] = 1
     """dataset, with an environment: of a response."""
-    max_tool_tokens: Count = 256
+    max_tool_tokens: Tokens = 256
     """dataset, with an environment: of what a tool says to one turn."""
-    function_timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """dataset: a call of a function of one's own that takes longer is ended, and has failed."""
-    max_prompt_tokens: Count = 512
+    function_timeout_s: Timeout = 10.0
+    """dataset: a call of a function of one's own, or a search for the pattern, that takes longer is ended, and has
+    failed."""
+    max_prompt_tokens: Tokens = 512
     """dataset: of a prompt."""
-    max_response_tokens: Count = 512
+    max_response_tokens: Tokens = 512
     """dataset: of one turn of a response; one that has not ended then is cut, and is the last."""
     long_prompts: Literal["error", "skip"] = "error"
     """dataset: what happens with prompts that are longer."""
@@ -74,8 +75,8 @@ class TaskConfig(Section):
             raise ValueError("an environment and max_turns of 2 or more go together; set both, or neither")
         if self.environment is None:
             refuse_idle(self, ["max_tool_tokens"], "without an environment; leave it out")
-            if self.reward in BUILT_IN:
-                refuse_idle(self, ["function_timeout_s"], "without a function of your own; leave it out")
+            if self.reward in BUILT_IN and self.reward != "regex":
+                refuse_idle(self, ["function_timeout_s"], "without a function of your own or a pattern; leave it out")
         if (self.reward == "regex") != (self.pattern is not None):
             raise ValueError('pattern goes with reward = "regex", and reward = "regex" needs it')
         return self

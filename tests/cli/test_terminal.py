@@ -1,0 +1,143 @@
+"""What reaches a terminal: shown and never obeyed, at every width and on every stream."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import foreroute
+from rich.progress import Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+import foreroute as fr
+from foreroute.cli.terminal import Console
+from foreroute.errors import printable
+from traces import random_trace
+
+SOURCE = Path(fr.__file__).parent
+HOSTILE = "\x1b]0;mine\x07\x1b[2J\u202etxt.\x9b1m"
+NOT_UTF8 = os.fsdecode(b"tr\xffce")
+
+
+def plain(text):
+    """Nothing in it that a terminal obeys, and nothing that cannot be written."""
+    return printable(text) == text and text.encode()
+
+
+def test_what_is_printed_is_escaped_wherever_it_stands():
+    file = io.StringIO()
+    console = Console(file=file, width=200, force_terminal=False)
+    table = Table(title=Text(HOSTILE), caption=HOSTILE)
+    table.add_column(HOSTILE)
+    table.add_row(Text(HOSTILE))
+    table.add_row(HOSTILE)
+    for shown in (HOSTILE, Text(HOSTILE), table, NOT_UTF8):
+        console.print(shown, markup=False)
+    console.rule(HOSTILE)
+    console.print(f"[bold]{NOT_UTF8}[/]", style="red")
+    assert plain(file.getvalue())
+    assert file.getvalue().count(r"\x1b[2J\u202e") >= 5
+    assert r"tr\udcffce" in file.getvalue()
+
+
+def test_colours_and_progress_bars_still_reach_a_terminal():
+    file = io.StringIO()
+    console = Console(file=file, width=100, force_terminal=True, color_system="standard", _environ={})
+    console.print("[red]danger[/]")
+    assert file.getvalue() == "\x1b[31mdanger\x1b[0m\n"
+    with Progress(TextColumn("{task.description}", markup=False), console=console, auto_refresh=False) as progress:
+        progress.add_task(HOSTILE, total=2)
+        progress.refresh()
+    shown = file.getvalue()
+    assert "\x1b[2K" in shown, "the bar is drawn over the one before"
+    assert "\x1b[2J" not in shown
+    assert "\x07" not in shown
+    assert "\u202e" not in shown
+
+
+def test_no_verb_prints_through_another_door():
+    others = re.compile(r"rich\.console|typer\.echo|\bprint\(|sys\.stdout\.write")
+    found = [
+        f"{path.relative_to(SOURCE)}: {line.strip()}"
+        for path in SOURCE.rglob("*.py")
+        if path.name != "terminal.py"
+        for line in path.read_text().splitlines()
+        if others.search(line.replace("console.print(", "").replace("Console().print(", ""))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", [HOSTILE, NOT_UTF8], ids=["hostile", "not UTF-8"])
+def test_names_of_files_are_shown_and_not_obeyed(tmp_path, name):
+    trace = fr.save(random_trace(0, num_experts=64, top_k=3), tmp_path / name)
+    results = [
+        foreroute("inspect", trace),
+        foreroute("validate", trace, tmp_path / f"{name}-missing"),
+        foreroute("convert", trace, tmp_path / f"{name}-2", "--to", "raw"),
+        foreroute("diff", trace, trace),
+        foreroute("report", trace),
+        foreroute("inspect", tmp_path / f"{name}-missing"),
+        foreroute("simulate", tmp_path / f"{name}.toml"),
+        foreroute("plan", "--topology", tmp_path / f"{name}.toml", trace),
+        foreroute("plan", f"--{name}"),
+        foreroute(name),
+    ]
+    assert [result.returncode for result in results] == [0, 2, 0, 0, 2, 2, 2, 2, 2, 2]
+    for result in results:
+        assert plain(result.stdout + result.stderr)
+        assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "7", "-3", "\N{SUPERSCRIPT TWO}", "wide", "9" * 12, "1" * 30])
+def test_any_width_of_the_terminal_shows_the_message(tmp_path, columns):
+    trace = fr.save(random_trace(0), tmp_path / "trace")
+    assert "top-2" in foreroute("inspect", trace, columns=columns).stdout
+    assert foreroute("inspect", tmp_path / "no", columns=columns).stderr.startswith("error: ")
+    assert "validate" in foreroute("--help", columns=columns).stdout
+
+
+def shell(command, folder, **variables):
+    """The command line in a shell, where streams can be redirected; `@` is the command."""
+    ours = f"'{sys.executable}' -m foreroute.cli"
+    environment = {**os.environ, "COLUMNS": "100", **variables}
+    return subprocess.run(
+        ["bash", "-c", command.replace("@", ours)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        ("@ --version >/dev/full", 2, "error: standard output: No space left on device\n"),
+        ("@ --help >/dev/full", 2, "error: standard output: No space left on device\n"),
+        ("@ --version >&-", 2, "error: standard output is closed; open it, or send it to /dev/null\n"),
+        ("@ nothing 2>&-", 2, ""),
+        ("@ nothing 2>/dev/full", 2, ""),
+        ("@ --version >/dev/full 2>&1", 2, ""),
+        ("@ --version >/dev/null <&-", 0, ""),
+        ("@ --version >/dev/null <&- 2>&-", 0, ""),
+        ("set -o pipefail; @ --version | (exec <&-; sleep 2)", 2, ""),
+        ("PYTHONIOENCODING=ascii @ inspect trace >/dev/null", 0, ""),
+    ],
+)
+def test_streams_that_cannot_be_written_are_one_message(tmp_path, command, code, message):
+    fr.save(random_trace(0), tmp_path / "trace")
+    result = shell(command, tmp_path)
+    assert (result.returncode, result.stderr) == (code, message)
+
+
+def test_a_closed_stream_is_not_the_file_that_is_written(tmp_path):
+    fr.save(random_trace(0), tmp_path / "trace")
+    result = shell("@ convert trace copy --to raw >/dev/null 2>&- <&-", tmp_path)
+    assert result.returncode == 0
+    assert fr.load(tmp_path / "copy").equals(fr.load(tmp_path / "trace"))

@@ -1,0 +1,133 @@
+"""What a small file may ask of a simulation: a bounded amount of memory and of work, and no numbers that overflow."""
+
+import time
+import tracemalloc
+import warnings
+
+import numpy as np
+import pytest
+
+from foreroute.balance.workload import WORKLOADS
+from foreroute.errors import ConfigError, InputError
+from foreroute.simulate import load_config, parse_config, simulate
+from simulate_cases import small_config
+
+CLUSTER = {"cluster": {"gpus": 64, "expert_parallel": 16}}
+WIDE = {"num_experts": 32_768, "num_layers": 1000}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"workload": {"micro_steps": 999_999}}, "would take about .* GB of memory; expected at most 2 GB"),
+        ({"workload": {"layers": 48, "groups": 999_999, "micro_steps": 5000}}, "would take about .* GB of memory"),
+        ({"cluster": {"gpus": 1024, "expert_parallel": 1024}, "model": WIDE}, "would take about .* GB of memory"),
+        ({"cluster": {"gpus": 64, "expert_parallel": 64, "redundant_slots": 2000}}, "redundant_slots"),
+        ({"cluster": {"gpus": 64, "expert_parallel": 64, "redundant_slots": 1000}}, "would take about .* GB of memory"),
+        (
+            {"cluster": {"gpus": 999_999, "expert_parallel": 1}, "workload": {"groups": 999_999}},
+            "would take about .* GB",
+        ),
+        ({"cluster": {"gpus": 2**40, "expert_parallel": 16}}, r"cluster\.gpus: .*less than or equal to 999999"),
+        ({"cluster": {"gpus": 65536, "expert_parallel": 65536}}, r"cluster\.expert_parallel: .*or equal to 1024"),
+        ({"sweep": {"planning_s": [float(i) for i in range(1000)]}}, "1000 points; expected 256 at most"),
+        (
+            {"workload": {"micro_steps": 200}, "sweep": {"planning_s": [float(i) for i in range(250)]}},
+            r"would plan [\d,]+ cells with 14 methods, .*; expected 100,000,000,000 at most",
+        ),
+        ({"sweep": {"expert_parallel": [64], "redundant_slots": [1000]}, "workload": {"layers": 48}}, "GB of memory"),
+        ({"workload": {"tokens_per_rank": 2**24}}, "assignments in a cell; expected 2147483647 at most"),
+        ({"workload": {"skew": 1e30}}, r"workload\.skew"),
+        ({"execution": {"planner_speed": 1e-300}}, r"execution\.planner_speed"),
+        ({"execution": {"rollout_s": 1e300}}, r"execution\.rollout_s"),
+        ({"model": {"num_layers": 2**62}}, "num_layers is 4611686018427387904; expected .* at most"),
+        ({"model": {"hidden": 2**62}}, "hidden is 4611686018427387904; expected .* at most"),
+        ({"model": {"weight_bytes": 1e300}}, r"weight_bytes is 1e\+300; expected .* at most"),
+        ({"links": {"node_bytes_per_s": 1e-300}}, r"node_bytes_per_s is 1e-300; expected 1 to 1e\+18"),
+        ({"links": {"node_latency_s": 1e300}}, r"node_latency_s is 1e\+300; expected"),
+        ({"hardware": {"gemm_flops_per_s": 1e-300}}, "gemm_flops_per_s is 1e-300; expected"),
+        ({"hardware": {"tile_rows": 2**40}}, "tile_rows is 1099511627776; expected"),
+        ({"costs": {"sequence_tokens": 1e300}}, r"sequence_tokens is 1e\+300; expected"),
+        ({"links": {"cluster_bytes_per_s": 1e18}, "sweep": {"cluster_bandwidth": [1e9]}}, "cluster_bandwidth"),
+    ],
+)
+def test_what_would_take_too_much_is_refused_in_a_moment(values, message):
+    usual = {"hardware": {"preset": "h100"}, "model": {"preset": "qwen3-30b-a3b"}, **CLUSTER}
+    asked = {name: {**usual.get(name, {}), **values.get(name, {})} for name in {*usual, *values}}
+    tracemalloc.start()
+    before = time.monotonic()
+    with pytest.raises(InputError, match=message):
+        simulate(parse_config(asked, source="here"))
+    assert time.monotonic() - before < 5
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
+
+
+def test_the_largest_that_anyone_simulates_is_let_through():
+    values = {
+        "cluster": {"gpus": 4096, "expert_parallel": 64},
+        "model": {"preset": "deepseek-v3"},
+        "workload": {"layers": 58, "micro_steps": 32, "groups": 1},
+        "sweep": {"redundant_slots": [0, 1, 4], "overlap": [0.5, 1.0]},
+    }
+    parse_config(values, source="here")
+    parse_config(
+        {**values, "cluster": {"gpus": 2048, "expert_parallel": 256}, "workload": {"layers": 4}}, source="here"
+    )
+
+
+def test_counts_from_a_file_are_bounded_like_drawn_ones(tmp_path):
+    np.savez_compressed(tmp_path / "counts.npz", counts=np.zeros((200_000, 1, 1, 2), np.int8))
+    values = small_config(experts=2, gpus=1, expert_parallel=1).model_dump()
+    values["workload"] = {"counts": str(tmp_path / "counts.npz")}
+    values["model"] |= {"num_layers": 1000, "top_k": 1}
+    with pytest.raises(ConfigError, match=r"counts\.npz: .*would take about .* GB of memory"):
+        simulate(parse_config(values, source="here"))
+
+
+def test_a_file_of_one_line_is_answered_or_refused_at_once(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text("cluster = {gpus = 999000, expert_parallel = 1000}\nworkload = {micro_steps = 999999}\n")
+    with pytest.raises(InputError):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("table", "values"),
+    [
+        ("links", dict.fromkeys(("node_bytes_per_s", "cluster_bytes_per_s", "host_bytes_per_s"), 1)),
+        ("links", dict.fromkeys(("node_bytes_per_s", "cluster_bytes_per_s", "host_bytes_per_s"), 1e18)),
+        ("links", dict.fromkeys(("node_latency_s", "cluster_latency_s"), 3600.0)),
+        ("hardware", {"gemm_flops_per_s": 1, "attention_flops_per_s": 1, "memory_bytes_per_s": 1}),
+        ("hardware", {"gemm_flops_per_s": 1e24, "layer_s": 3600, "tile_rows": 1_000_000}),
+        ("model", {"hidden": 1 << 20, "intermediate": 1 << 20, "vocabulary": 1 << 24, "dense_parameters": 1 << 40}),
+        ("model", {"weight_bytes": 64.0, "gradient_bytes": 64.0, "activation_bytes": 64.0, "num_layers": 1024}),
+        ("execution", {"planning_s": 604_800.0, "rollout_s": 604_800.0, "plan_lead_s": 604_800.0}),
+        ("execution", {"prefetch": 999_999, "planner_speed": 1e-6}),
+        ("workload", {"skew": 1000.0}),
+        ("workload", {"skew": 0.001}),
+        ("cluster", {"redundant_slots": 128, "processors_per_node": 999_999}),
+    ],
+)
+def test_whatever_is_allowed_gives_finite_figures(table, values):
+    given = small_config().model_dump()
+    given[table] = {**given[table], **values}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        found = simulate(parse_config(given, source="here"))
+    for method in found.methods:
+        assert np.isfinite([method.training_s, method.step_s, method.share_of_ideal, method.gpu_hours]).all()
+        assert method.training_s > 0
+
+
+def test_every_point_of_a_sweep_is_looked_at_before_the_first_is_simulated():
+    values = small_config().model_dump() | {"sweep": {"tokens_per_rank": [32, 1 << 24]}}
+    values["cluster"] = {"gpus": 1024, "expert_parallel": 1024}
+    values["model"] |= {"num_experts": 1024}
+    with pytest.raises(InputError, match="tokens_per_rank = 16777216"):
+        parse_config(values, source="here")
+
+
+def test_a_cell_of_a_workload_is_counted_in_int32():
+    with pytest.raises(ConfigError, match="2147483647 at most"):
+        type(WORKLOADS["G8"])(**{**vars(WORKLOADS["G8"]), "num_ranks": 4096, "longest": 1 << 20})

@@ -1,0 +1,66 @@
+"""Numbers that would run for ever, or end a run without a word, are refused when they are read."""
+
+import pytest
+
+from foreroute.adapters import hf
+from foreroute.errors import ConfigError
+from foreroute.train import parse_config
+from small_runs import SIZES, small_config
+
+HUGE = 2**62
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("threads", "task.min_operands", "task.max_operands", "warm_start.max_steps", "warm_start.batch_size"),
+        *("rollout.prompts", "rollout.group_size", "rollout.max_rounds", "rollout.max_staleness", "rl.steps"),
+        *("rl.mini_steps", "rl.micro_step_tokens", "rl.warmup_steps", "evaluation.every", "evaluation.prompts"),
+        *("evaluation.group_size", "measure.compare_every", "measure.save_trace_every", "checkpoint.every"),
+        *("alarms.window", "alarms.collapse_for", "alarms.max_rollbacks", "model.lora.rank", "parallel.expert"),
+        *("parallel.ranks_per_node", "parallel.redundant_slots", "parallel.prefetch", "task.max_prompt_tokens"),
+        *("task.max_response_tokens", "task.max_tool_tokens", "task.max_turns", "rollout.vllm.max_model_len"),
+    ],
+)
+def test_every_count_is_bounded(key):
+    values: dict = {"name": "x"}
+    *tables, name = key.split(".")
+    inner = values
+    for table in tables:
+        inner = inner.setdefault(table, {})
+    inner[name] = HUGE
+    with pytest.raises(ConfigError, match=rf"{key}: Input should be less than or equal to \d+ \(got {HUGE}\)"):
+        parse_config(values, source="here")
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"rollout": {"prompts": 100_000, "group_size": 100}}, "prompts times group_size is 10000000; expected 999999"),
+        ({"evaluation": {"every": 1, "prompts": 999_999, "group_size": 2, "temperature": 1.0}}, "is 1999998; expected"),
+        ({"rollout": {"temperature": 1e-300}}, r"rollout\.temperature"),
+        ({"rollout": {"temperature": 1e30}}, r"rollout\.temperature"),
+        ({"evaluation": {"every": 1, "temperature": 1e-30}}, "temperature = 1e-30 overflows; set 0, or 0.001 and more"),
+        ({"task": {"function_timeout_s": 1e30}}, r"task\.function_timeout_s: .* 604800"),
+        ({"rollout": {"vllm": {"timeout_s": 1e30}}}, r"rollout\.vllm\.timeout_s: .* 604800"),
+        ({"parallel": {"expert": 2, "timeout_s": 1e30}}, r"parallel\.timeout_s: .* 604800"),
+        ({"parallel": {"expert": 2, "deadline_s": 1e30}}, r"parallel\.deadline_s: .* 604800"),
+    ],
+)
+def test_products_and_times_are_bounded(sections, message):
+    with pytest.raises(ConfigError, match=message):
+        small_config(**sections)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_hidden_layers": HUGE}, "num_hidden_layers is .*; expected 1024 at most"),
+        ({"num_experts": HUGE}, "num_experts is .*; expected 65536 at most"),
+        ({"hidden_size": HUGE}, "cannot be made with these sizes"),
+        ({"vocab_size": 2**40}, r"would take [\d,]+ GB"),
+    ],
+)
+def test_sizes_of_a_new_model_are_bounded(sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        hf.build_model("qwen3_moe", seed=0, **{**SIZES, "vocab_size": 16, **sizes})
