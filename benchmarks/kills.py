@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +61,8 @@ OFTEN = {"checkpoint": {"every": 1}, "measure": {"save_trace_every": 1}}
 MODEL = "[hardware]\npreset = 'h100'\n[model]\npreset = 'qwen3-30b-a3b'\n"
 TOPOLOGY = f"[topology]\nnum_ranks = 8\nredundant_slots = 2\n{MODEL}"
 SIMULATION = f"methods = ['ours']\n[cluster]\ngpus = 8\nexpert_parallel = 8\n{MODEL}"
+OTHERS = ("convert", "plan", "report")
+KILLS_OF_RUN, KILLS_OF_OTHER = 6, 3
 PRELOADED = ("adapters.hf", "balance.baselines", "cli.convert", "cli.plan", "cli.train")
 Process = Any
 
@@ -82,55 +84,37 @@ class Tally:
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """About 10 kills, and 8 flips of each kind, when quick; at least 200 kills, and 200 flips of each, otherwise."""
-    return measured(
-        steps=10 if quick else 24,
-        runs=1 if quick else 22,
-        kills_of_run=4 if quick else 6,
-        others=1 if quick else 14,
-        kills_of_other=2 if quick else 3,
-        anew=0 if quick else 6,
-        flips_of_kind=8 if quick else 200,
-        seed=random.randrange(2**32),
-    )
+    """10 kills, and 8 flips of each kind, when quick; 200 kills, and 200 flips of each kind, otherwise."""
+    if quick:
+        return measured(steps=10, kills={"run": 4, "convert": 2, "plan": 2, "report": 2}, anew=0, flips_of_kind=8)
+    return measured(steps=24, kills={"run": 110, "convert": 30, "plan": 30, "report": 30}, anew=5, flips_of_kind=200)
 
 
 def measured(
-    *,
-    steps: int,
-    runs: int,
-    kills_of_run: int,
-    others: int,
-    kills_of_other: int,
-    anew: int,
-    flips_of_kind: int,
-    seed: int,
+    *, steps: int, kills: Mapping[str, int], anew: int, flips_of_kind: int, seed: int | None = None
 ) -> dict[str, Any]:
     """The metrics.
 
     Args:
         steps: of each run.
-        runs: that are trained, and killed so often.
-        kills_of_run: at most, of each.
-        others: of each other command, that are killed so often.
-        kills_of_other: at most, of each.
+        kills: of "run", "convert", "plan" and "report", at least.
         anew: of the runs, those whose processes are started anew.
         flips_of_kind: of each kind of file.
-        seed: of the moments.
+        seed: of the moments, which depend on the machine too; another one each time by default.
     """
+    seed = random.randrange(2**32) if seed is None else seed
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         home = Home(Path(name), steps)
         began = time.monotonic()
         home.prepare(pool)
         prepared_s, began = time.monotonic() - began, time.monotonic()
-        work: list[Callable[[], Tally]] = []
-        for number in range(runs):
-            rng, forked = random.Random(f"{seed} run {number}"), number >= anew
-            work.append(partial(home.killed_run, f"run-{number}", kills_of_run, rng, forked=forked))
-        for number in range(others):
-            for kind in (home.convert, home.plan, home.report):
-                rng = random.Random(f"{seed} {kind.__name__} {number}")
-                work.append(partial(kind, f"{kind.__name__}-{number}", kills_of_other, rng))
+        runs = partial(home.killed_run, forked=True), partial(home.killed_run, forked=False)
+        wanted = [("run", runs[0], kills["run"] - anew - (half := (kills["run"] - anew) // 2)), ("run", runs[0], half)]
+        wanted += [("anew", runs[1], anew), *((each, getattr(home, each), kills[each]) for each in OTHERS)]
+        work = [
+            partial(_killed_often, task, f"{kind}-{number}", count, random.Random(f"{seed} {number}"))
+            for number, (kind, task, count) in enumerate(wanted)
+        ]
         tally = Tally()
         for future in [pool.submit(each) for each in work]:
             tally.add(future.result())
@@ -206,15 +190,15 @@ class Home:
         return ["report", self.whole, "--output", target]
 
     def killed_run(self, name: str, kills: int, rng: random.Random, *, forked: bool) -> Tally:
-        """One run to its end, killed on its way."""
+        """One run to its end, killed at most so often on its way."""
         tally, folder = Tally(), self.path / name
         step_s = self.seconds["train"] / self.steps
-        for number in range(kills + 1):
+        for number in range(min(kills, KILLS_OF_RUN) + 1):
             resume = ["--resume"] if (folder / "config.json").exists() else []
             arguments = ["train", self.train, "--folder", folder, *resume]
             command = Command(arguments, self.path / f"{name}-{number}.log", forked=forked)
             sent = None
-            if number < kills:
+            if number < min(kills, KILLS_OF_RUN):
                 if rng.random() < 0.8:
                     reach = _recorded(folder) + rng.randint(1, 4)
                     while command.alive and _recorded(folder) < reach:
@@ -288,18 +272,21 @@ class Home:
         """A command that is killed and given again. What is there in between is whole, or not there."""
         tally = Tally()
         (self.path / name).mkdir()
+        kills = min(kills, KILLS_OF_OTHER)
         for number in range(kills + 1):
+            began = time.monotonic()
             command, sent = Command(arguments, self.path / f"{name}-{number}.log"), None
             if number < kills:
                 # more often towards the end, where files are written
-                sent = command.kill_after(self.seconds[verb] * rng.uniform(0, 1.1) ** 0.5, rng)
+                sent = command.kill_after(self.seconds[verb] * rng.random() ** 0.5, rng)
             code = command.wait()
+            if sent is None:
+                # the machine is faster, or less busy, than it was
+                self.seconds[verb] = min(self.seconds[verb], time.monotonic() - began)
             self._ended(tally, name, command, code, sent)
             if (seen := _look(tally, name, content)) is not None:
                 tally.same.append(seen == expected)
-            if code == 0 and sent is None:
-                break
-            if verb == "convert":
+            if verb == "convert" and number < kills:
                 (self.path / name / "trace.safetensors").unlink(missing_ok=True)
         return tally
 
@@ -386,6 +373,16 @@ class Command:
             return self._process.poll()
         code: int | None = self._process.exitcode
         return code
+
+
+def _killed_often(task: Callable[[str, int, random.Random], Tally], name: str, kills: int, rng: random.Random) -> Tally:
+    """A task again and again, until it was killed so often; some end before they can be."""
+    tally = Tally()
+    for number in range(3 * kills):
+        if tally.kills >= kills:
+            break
+        tally.add(task(f"{name}-{number}", kills - tally.kills, rng))
+    return tally
 
 
 def _command(arguments: list[str], log: str) -> None:
