@@ -19,7 +19,7 @@ from foreroute.capture import Generation, load_generation
 from foreroute.errors import ForerouteError, RunFolderError
 from foreroute.files import TensorFile
 from foreroute.report import read_runs
-from foreroute.simulate.config import load_config as load_simulation
+from foreroute.simulate.reading import load_config as load_simulation
 from foreroute.trace import RoutingTrace, load
 from foreroute.train import RunFolder, TrainConfig, load_checkpoint, load_config, parse_config
 from foreroute.train.checkpoint import read_checkpoint
