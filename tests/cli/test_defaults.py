@@ -15,7 +15,10 @@ from foreroute.conformance.examine import examine
 from foreroute.simulate.methods import OURS
 from foreroute.train import TrainConfig, parse_config, train
 
-SHOWN_OTHERWISE = {"shared_slots": ("slots", {False: "layer", True: "shared"})}
+SHOWN_OTHERWISE = {
+    "shared_slots": ("slots", {False: "layer", True: "shared"}),
+    "temperature": ("temperature", {None: 1.0}),  # None takes that of a run's configuration, where one is examined
+}
 """Options of the command line that have another form in Python."""
 
 

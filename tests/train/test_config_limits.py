@@ -38,6 +38,10 @@ def test_every_count_is_bounded(key):
     [
         ({"rollout": {"prompts": 100_000, "group_size": 100}}, "prompts times group_size is 10000000; expected 999999"),
         ({"evaluation": {"every": 1, "prompts": 999_999, "group_size": 2, "temperature": 1.0}}, "is 1999998; expected"),
+        ({"rl": {"clip_high": 1.7e308}}, r"rl\.clip_high"),
+        ({"rl": {"learning_rate": 1e31}}, r"rl\.learning_rate"),
+        ({"rl": {"kl_coefficient": 1e31}}, r"rl\.kl_coefficient"),
+        ({"model": {"lora": {"rank": 2, "alpha": 1e31}}}, r"model\.lora\.alpha"),
         ({"rollout": {"temperature": 1e-300}}, r"rollout\.temperature"),
         ({"rollout": {"temperature": 1e30}}, r"rollout\.temperature"),
         ({"evaluation": {"every": 1, "temperature": 1e-30}}, "temperature = 1e-30 overflows; set 0, or 0.001 and more"),

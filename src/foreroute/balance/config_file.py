@@ -22,12 +22,16 @@ MOST_SECONDS = 604_800.0
 MOST_EP = MOST_THREADS = 1024
 """Ranks that the experts of a layer are spread over, of which the largest deployments have about 300; threads of a
 process, of which libraries cannot start many more."""
+MOST_FLOAT = 1e30
+"""Of a number that is handed to float32, which ends at 3e38."""
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Natural = Annotated[int, Field(ge=0, le=MOST)]
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_EP)]
 Threads = Annotated[int, Field(ge=1, le=MOST_THREADS)]
 Slots = Annotated[int, Field(ge=0, le=1024)]
+Positive = Annotated[float, Field(gt=0, le=MOST_FLOAT)]
+NotNegative = Annotated[float, Field(ge=0, le=MOST_FLOAT)]
 Timeout = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 
 MOST_BYTES, MOST_DOTS, DEEPEST = 1 << 16, 1000, 32

@@ -49,8 +49,8 @@ def starts_from_cumulative_lengths(cumulative: ArrayLike, kept_BT: NDArray[np.bo
         )
     if not ascending(offsets, kept_BT.shape[1]):
         raise BatchMismatchError(
-            f"cumulative lengths run from {int(offsets[0])} to {int(offsets[-1])}; expected them to ascend from 0 to "
-            f"{kept_BT.shape[1]}, the slots of the row"
+            f"cumulative lengths run from {int(offsets[0])} to {int(offsets[-1])}; expected 0 to {kept_BT.shape[1]}, "
+            "the slots of the row, and none below the one before it"
         )
     starts = np.zeros(kept_BT.shape, np.bool_)
     starts[0, offsets[:-1][offsets[1:] > offsets[:-1]]] = True

@@ -3,6 +3,7 @@
 import ast
 import io
 import json
+import logging
 import os
 import re
 import sys
@@ -206,6 +207,26 @@ def test_a_damaged_tokenizer_is_one_error(folder, content):
     (folder / "tokenizer.json").write_bytes(content)
     with pytest.raises(ConfigError, match="cannot be read"):
         hf.Tokenizer(folder)
+
+
+def test_what_transformers_logs_of_a_folder_is_shown_and_not_obeyed(folder):
+    changed(folder / "config.json", model_type="\x1b]0;title\x07", model_name="x")
+    shown = io.StringIO()
+    handler = logging.StreamHandler(shown)
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        hf.Tokenizer(folder)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert "model of type" in shown.getvalue()
+    assert "\x1b" not in shown.getvalue()
+    with pytest.raises(ConfigError) as caught:
+        load_local(folder)
+    assert "\x1b" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "\udcff"])

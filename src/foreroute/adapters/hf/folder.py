@@ -6,16 +6,19 @@ they do not cover is refused here.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from foreroute.errors import ConfigError
+from foreroute.adapters.checkpoint import without_progress_bars
+from foreroute.errors import ConfigError, printable
 from foreroute.files import RegularFile, parse_json, read_text
 
 INDEX = "model.safetensors.index.json"
@@ -157,6 +160,22 @@ def require_memory(config: Any, name: str, *, dtype: torch.dtype) -> None:
             f"{name}: the model would take {wanted / 1e9:,.0f} GB, this machine has {there / 1e9:,.0f} GB of memory; "
             "take a smaller model, or fewer layers of this one"
         )
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """While the context is open, transformers draws no progress bars, and what it logs of a folder is `printable`."""
+
+    def escape(record: logging.LogRecord) -> bool:
+        record.msg, record.args = printable(record.getMessage()), ()
+        return True
+
+    with ExitStack() as stack:
+        stack.enter_context(without_progress_bars())
+        for handler in transformers.logging.get_logger().handlers:
+            handler.addFilter(escape)
+            stack.callback(handler.removeFilter, escape)
+        yield
 
 
 def why(error: BaseException) -> str:

@@ -10,8 +10,15 @@ from typing import Any
 import torch
 import transformers
 
-from foreroute.adapters.checkpoint import without_progress_bars
-from foreroute.adapters.hf.folder import check_config, has_weights, require_files, require_memory, require_there, why
+from foreroute.adapters.hf.folder import (
+    check_config,
+    has_weights,
+    loading,
+    require_files,
+    require_memory,
+    require_there,
+    why,
+)
 from foreroute.errors import ConfigError
 
 
@@ -34,7 +41,8 @@ def load_local(path: Path) -> tuple[Any, bool]:
         path = path / "config.json"
     check_config(path)
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        with loading():
+            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         require_memory(config, str(path), dtype=config.dtype or torch.float32)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -75,8 +83,8 @@ def _require_config(folder: Path) -> None:
 
 def _pretrained(folder: Path, **options: Any) -> Any:
     try:
-        with without_progress_bars():
-            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        with loading():
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -87,7 +95,7 @@ def _pretrained(folder: Path, **options: Any) -> Any:
     except Exception as error:  # transformers raises what its loaders raise
         raise ConfigError(f"{folder} cannot be loaded by transformers: {why(error)}") from error
     # transformers fills what it does not find at random, and says so in a warning alone
-    missing = sorted(map(str, {*loading["missing_keys"], *loading["mismatched_keys"]}))
+    missing = sorted(map(str, {*found["missing_keys"], *found["mismatched_keys"]}))
     if missing:
         raise ConfigError(
             f"the weights in {folder} are not those of its config.json: {len(missing)} are missing or of another shape "

@@ -11,7 +11,7 @@ import numpy as np
 import transformers
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.adapters.hf.folder import require_files, require_there, why
+from foreroute.adapters.hf.folder import loading, require_files, require_there, why
 from foreroute.errors import ConfigError
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -95,7 +95,8 @@ def _load(folder: Path) -> Any:
             f"{folder} holds no tokenizer (none of {', '.join(FILES)}); name the folder that has it as model.tokenizer"
         )
     try:
-        inner = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with loading():
+            inner = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises what its loaders raise
         raise ConfigError(f"the tokenizer in {folder} cannot be read: {why(error)}") from error
     if not inner.get_vocab():

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from foreroute.balance.config_file import Count, Section
+from foreroute.balance.config_file import MOST_FLOAT, Count, Section
 from foreroute.mismatch import AlarmRules, Kind
 from foreroute.train.config.idle import refuse_idle
 
@@ -32,7 +32,7 @@ class AlarmsConfig(Section):
     """"collapse": for so many steps in a row."""
     f2_above: Share = AlarmRules.f2_above
     """"f2": share of response tokens whose probabilities in trainer and engine differ more than twofold. 1 is never."""
-    disagreement_growth: Annotated[float, Field(ge=1)] = AlarmRules.disagreement_growth
+    disagreement_growth: Annotated[float, Field(ge=1, le=MOST_FLOAT)] = AlarmRules.disagreement_growth
     """"disagreement": the trainer's own routes differ from the engine's for so many times the share of (token, layer)
     that they did over the run's first `window` measurements."""
     disagreement_above: Share = AlarmRules.disagreement_above

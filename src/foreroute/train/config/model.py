@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from foreroute.balance.config_file import Count, Natural, Section
+from foreroute.balance.config_file import Count, Natural, NotNegative, Positive, Section
 from foreroute.train.config.idle import refuse_idle
 
 
@@ -15,7 +15,7 @@ class LoRAConfig(Section):
 
     rank: Annotated[int, Field(ge=0, le=4096)] = 0
     """Of the matrices A and B in W + alpha / rank · B A; 0 puts no adapters in."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
+    alpha: Positive = 32.0
     """See there."""
     dropout: Annotated[float, Field(ge=0, le=0)] = 0.0
     """0: the update's probabilities are compared with the recompute's, which drops nothing."""
@@ -79,11 +79,11 @@ class WarmStartConfig(Section):
     is the default for a model from a path."""
     batch_size: Count = 128
     """Right answers per step."""
-    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    learning_rate: Positive = 3e-3
     """Of AdamW, at the start."""
-    stop_at_loss: Annotated[float, Field(gt=0)] = 0.3
+    stop_at_loss: Positive = 0.3
     """Training stops when the moving average of the loss, in nats per answer token, falls below this."""
-    aux_loss: Annotated[float, Field(ge=0)] = 0.01
+    aux_loss: NotNegative = 0.01
     """Weight of the load-balancing loss. RL uses none."""
 
     @model_validator(mode="after")

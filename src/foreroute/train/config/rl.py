@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from foreroute.balance.config_file import Count, Natural, Section, Tokens
+from foreroute.balance.config_file import Count, Natural, NotNegative, Positive, Section, Tokens
 from foreroute.train.objective.advantages import Advantage
 from foreroute.train.objective.corrections import Correction, Rejection
 from foreroute.train.objective.means import Mean
@@ -15,7 +15,6 @@ from foreroute.train.objective.surrogates import Loss
 
 Routing = Literal["none", "R2", "R3", "R3+weights"]
 Method = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "minirl"]
-Positive = Annotated[float, Field(gt=0)]
 
 METHODS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage": "group_std", "mean": "sequence", "clip_low": 0.2, "clip_high": 0.2},
@@ -138,7 +137,7 @@ class RLConfig(Section):
     """Ratios above 1 + clip_high are clipped."""
     correction: CorrectionConfig = CorrectionConfig()
     rejection: RejectionConfig = RejectionConfig()
-    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    kl_coefficient: NotNegative = 0.0
     """Weight of the divergence from the weights that RL started from; 0 keeps no reference."""
 
     @model_validator(mode="before")

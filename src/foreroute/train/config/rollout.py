@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from foreroute.balance.config_file import MOST, Count, Natural, Section, Timeout, Tokens
+from foreroute.balance.config_file import MOST, Count, Section, Timeout, Tokens
 from foreroute.train.config.idle import refuse_idle
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
@@ -57,7 +57,7 @@ class RolloutConfig(Section):
     of sampling, the first included."""
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)] = 1.0
     """Logits are divided by it, in the rollout and in the trainer."""
-    max_staleness: Natural = 0
+    max_staleness: Annotated[int, Field(ge=0, le=100)] = 0
     """Versions by which the weights that sample a step are older than those that train on it. Above 0 rollouts are
     sampled beside the updates of earlier steps."""
 
