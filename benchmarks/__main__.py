@@ -19,6 +19,7 @@ import benchmarks
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 HARNESS = {
     "__main__",
+    "doors_files",
     "eplb_published",
     "execution_bench",
     "execution_gpu",
