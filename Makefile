@@ -7,9 +7,8 @@ export OMP_NUM_THREADS = 1
 export HF_HUB_OFFLINE = 1
 # tests start hundreds of processes, and each would compile all it imports anew
 unexport PYTHONDONTWRITEBYTECODE
-# numba looks at the file of a compiled function, not at those of the functions that it calls: one cache for each state
-KERNELS := $(shell find src/foreroute/trace src/foreroute/balance src/foreroute/simulate -name '*.py' | sort | xargs cat | sha256sum | cut -c1-12)
-export NUMBA_CACHE_DIR = $(CURDIR)/.numba_cache/$(KERNELS)
+# compiled kernels, which make clean removes
+export NUMBA_CACHE_DIR = $(CURDIR)/.numba_cache
 
 .PHONY: environments demo demo-ep test check bench experiments docs config-reference test-kill clean
 
@@ -25,7 +24,6 @@ demo-ep: $(READY)
 
 # tests run every kernel briefly: compiling them at level 1 takes 33 s of the planner's 79 s, and changes no result
 test test-megatron-newest: export NUMBA_OPT = 1
-test test-megatron-newest: export NUMBA_CACHE_DIR = $(CURDIR)/.numba_cache/$(KERNELS)-tests
 test: $(READY)
 	$(BIN)/pytest -n 2 --dist loadfile
 

@@ -18,14 +18,13 @@ import benchmarks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 HARNESS = {
+    "fuzzing",
     "__main__",
     "doors_files",
     "eplb_published",
     "execution_bench",
     "execution_gpu",
-    "fuzz_targets_capture",
-    "fuzz_targets_plan",
-    "mutations",
+    "flips",
     "pairs",
     "planner_against",
     "planner_oracles",

@@ -66,7 +66,7 @@ INPUTS = (
     (
         "doctor",
         "--checkpoint",
-        "run/checkpoints/step-000001.pt",
+        "run/checkpoints/step-000001.safetensors",
         "doctor --model {good}/train.toml --trace {good}/run/traces/step-000000.safetensors --checkpoint @",
     ),
     ("doctor", "--generation", "generation.safetensors", "doctor --model {good}/model --generation @"),
@@ -111,7 +111,7 @@ PARTS = {
     "{step}": "--topology {good}/cluster.toml --counts {good}/counts.npz",
     "{engine}": "--model {good}/model --trace {good}/engine.safetensors",
 }
-WRONG = {"run": "model", "model": "run", ".toml": "trace.safetensors", ".pt": "../config.json"}
+WRONG = {"run": "model", "model": "run", ".toml": "trace.safetensors"}
 """By name or suffix of what is right."""
 NAMES_ANOTHER = {"generation.safetensors": "generation.trace.safetensors", "measured.jsonl": "counts.npz"}
 """Files that name another one beside them."""
@@ -363,7 +363,7 @@ def _make(condition: str, given: Path, here: Path, valid: Path | None) -> None:
     elif condition in ("empty", "text"):
         given.write_text("" if condition == "empty" else "not what you expect\n")
     elif condition == "wrong kind":
-        _copy(valid.parent / WRONG.get(valid.name, WRONG.get(valid.suffix, "cluster.toml")), given)
+        _copy(here.parent / "good" / WRONG.get(valid.name, WRONG.get(valid.suffix, "cluster.toml")), given)
     elif condition == "truncated":
         _copy(valid, given)
         for path in [given] if given.is_file() else [path for path in given.iterdir() if path.is_file()]:

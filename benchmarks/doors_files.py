@@ -12,12 +12,12 @@ import tomli_w
 from benchmarks import wires
 
 LAYERS, EXPERTS, PICKS = 2, 4, 2
-CLUSTER = {
+CLUSTER: dict[str, Any] = {
     "topology": {"num_ranks": 2, "ranks_per_node": 2, "redundant_slots": 1},
     "hardware": {"preset": "h100"},
     "model": {"preset": "qwen3-30b-a3b", "num_experts": EXPERTS, "top_k": PICKS},
 }
-SIMULATION = {
+SIMULATION: dict[str, Any] = {
     "methods": ["ours"],
     "cluster": {"gpus": 4, "expert_parallel": 2},
     "model": {
@@ -45,7 +45,7 @@ SIZES: dict[str, int] = {
     "max_position_embeddings": 64,
 }
 MODEL: dict[str, Any] = SIZES | {"vocab_size": 50, "head_dim": 8}
-TRAINING = {
+TRAINING: dict[str, Any] = {
     "name": "doors",
     "model": {"sizes": SIZES},
     "task": {"min_operands": 2, "max_operands": 2},

@@ -1,191 +1,188 @@
 """Malformed inputs for everything that reads what others wrote: no crash, no hang, no memory, nothing accepted unseen.
 
-A target is a decoder with a maker of valid inputs. Damaged inputs MUST be refused with a `ForerouteError` or give what
-the valid input gives. Forged inputs, where a target has them, are damage with right checksums: they MUST be refused or
-give a trace that could be true.
+A target is a reader with a maker of valid inputs. Every second input is damage: changed, cut, moved or added bytes.
+The others are forgeries, where a target has them: right syntax and right checksums over columns replaced by staircases
+that wrap, extremes, permutations, and values of another type. A sealed file that is damaged MUST be refused or read
+with exactly the same content. A forgery, and damage to what has no seal, MUST be refused or follow every rule of its
+format.
+
+Readers run in child processes: with numba's bounds checks, in a limited address space, and watched. A child that dies
+is a crash, one that stands still is a hang; both are counted, and the attack goes on behind that input.
 """
 
 from __future__ import annotations
 
-import resource
+import json
+import mmap
+import os
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from benchmarks.fuzzing.child import AT, BATCH
+from benchmarks.fuzzing.target import Verdict, load_group
 
-from benchmarks import fuzz_targets_capture, fuzz_targets_plan
-from benchmarks.mutations import damage, forge
-from foreroute.balance.verify import check_structure
-from foreroute.errors import ForerouteError
-from foreroute.trace import CODECS, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, synthetic_trace
-from foreroute.trace.check import check_rows
-from foreroute.trace.codec import CodecName
-from foreroute.trace.writing import encode_trace
-
-CASES, QUICK_CASES = 200_000, 8_000
-MODELS = ((8, 2, 3), (128, 8, 2), (300, 2, 1), (5, 1, 1))
-MOST_SECONDS, MOST_MEGABYTES = 1.0, 256.0
-
-
-@dataclass(frozen=True)
-class Target:
-    """A decoder of bytes from outside.
-
-    Attributes:
-        name: of the decoder.
-        make: a valid input.
-        decode: what is tried; raises `ForerouteError` for what it refuses.
-        same: whether two decoded values are equal.
-        forge: a malformed input with right checksums, if the format has any.
-        check: raises when a decoded forgery cannot be true.
-    """
-
-    name: str
-    make: Callable[[np.random.Generator], bytes]
-    decode: Callable[[bytes], Any]
-    same: Callable[[Any, Any], bool]
-    forge: Callable[[bytes, np.random.Generator], bytes] | None = None
-    check: Callable[[Any], None] | None = None
+GROUPS = (
+    "benchmarks.fuzzing.runs:run_targets",
+    "benchmarks.fuzzing.traces:trace_targets",
+    "benchmarks.fuzzing.plans:plan_targets",
+    "benchmarks.fuzzing.wires:wire_targets",
+    "benchmarks.fuzzing.texts:text_targets",
+)
+"""Slow to import first."""
+INPUTS, QUICK_INPUTS = 1_000_000, 8_000
+SEED = 1
+PARTS = 4
+"""Each group is attacked by so many children in turn, so that the groups share the cores evenly."""
+SILENT_S = 20.0
+"""A case that takes longer is a hang. Valid inputs take milliseconds; the rest is for a busy machine."""
+START_S = 300.0
+"""For a child to import what its cases need, or to make a valid input, for which kernels are compiled on first use."""
+MOST_FAILURES = 20
+"""Listed of each target, and the number of times a child that dies is started again."""
 
 
 @dataclass
 class Tally:
-    """What became of the inputs of one run."""
+    """What became of the inputs of one target."""
 
-    cases: int = 0
-    refused: int = 0
-    same: int = 0
-    plausible: int = 0
-    slowest_s: float = 0.0
-    grown_mb: float = 0.0
-    failures: list[str] = field(default_factory=list)
+    verdicts: Counter[str] = field(default_factory=Counter)
+    crashes: int = 0
+    hangs: int = 0
+    extra_mb: float = 0.0
+    failures: list[dict[str, Any]] = field(default_factory=list)
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Try all targets in turn."""
-    cases = QUICK_CASES if quick else CASES
-    with tempfile.TemporaryDirectory() as folder:
-        found = targets(Path(folder))
-        tallies = {target.name: fuzz(target, cases // len(found) + 1, seed=1) for target in found}
-    total = {
-        "cases": sum(t.cases for t in tallies.values()),
-        "refused": sum(t.refused for t in tallies.values()),
-        "failures": [failure for t in tallies.values() for failure in t.failures],
-        "slowest_s": max(t.slowest_s for t in tallies.values()),
-        "grown_mb": max(t.grown_mb for t in tallies.values()),
+    """Attack all readers."""
+    return attack_all(QUICK_INPUTS if quick else INPUTS)
+
+
+def attack_all(inputs: int, *, groups: Sequence[str] = GROUPS, seed: int = SEED) -> dict[str, Any]:
+    """Give the readers of some groups together `inputs` malformed inputs, or a few more."""
+    start = time.perf_counter()
+    jobs = list(_jobs(inputs, groups))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = list(pool.map(lambda job: _attack(job[0], job[1], seed), jobs))
+    tallies: dict[str, Tally] = {}
+    for part in parts:
+        for name, tally in part.items():
+            _add(tallies.setdefault(name, Tally()), tally)
+    verdicts = sum((tally.verdicts for tally in tallies.values()), Counter[str]())
+    crashes, hangs = sum(t.crashes for t in tallies.values()), sum(t.hangs for t in tallies.values())
+    metrics = {
+        "inputs": verdicts.total() + crashes + hangs,
+        "crashes": crashes,
+        "hangs": hangs,
+        "accepted_wrong": verdicts[Verdict.ACCEPTED_WRONG],
+        "tracebacks": verdicts[Verdict.TRACEBACK],
+        "over_memory": verdicts[Verdict.MEMORY],
+        "refused": verdicts[Verdict.REFUSED],
+        "same": verdicts[Verdict.SAME],
+        "plausible": verdicts[Verdict.PLAUSIBLE],
+        "extra_mb": max(t.extra_mb for t in tallies.values()),
+        "seconds": round(time.perf_counter() - start, 1),
     }
-    return {"metrics": total, "baselines": {}, "targets": {name: vars(tally) for name, tally in tallies.items()}}
+    return {
+        "metrics": metrics,
+        "baselines": {},
+        "targets": {name: {**vars(tally), "verdicts": dict(tally.verdicts)} for name, tally in tallies.items()},
+    }
 
 
-def targets(folder: Path) -> list[Target]:
-    """Every decoder that is tried; rooms that read foreign input add theirs here."""
-    return [*trace_targets(folder), *capture_targets(), plan_target(folder)]
+def _jobs(inputs: int, names: Sequence[str]) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
+    """For each child its group, and of each target the first case and the number of cases."""
+    groups = {name: load_group(name, Path("unused")) for name in names}
+    total = sum(target.weight for targets in groups.values() for target in targets)
+    parts = PARTS if inputs > QUICK_INPUTS else 1
+    for part in range(parts):
+        for name, targets in groups.items():
+            jobs = []
+            for target in targets:
+                share = -(-int(inputs * target.weight / total) // (parts * BATCH)) * BATCH
+                jobs.append((target.name, part * share, share))
+            yield name, jobs
 
 
-def capture_targets() -> list[Target]:
-    """Every wire. None has a checksum, so damage that is still a possible row is accepted; it must be possible."""
-
-    def possible(decoded: RoutingTrace, expected: RoutingTrace) -> bool:
-        check_rows(decoded.expert_ids_NLK, decoded.valid_N, decoded.offsets, decoded.spec)
-        return decoded.num_rows == expected.num_rows
-
-    return [
-        Target(f"capture {wire.name}", wire.make_valid, wire.decode, possible)
-        for wire in fuzz_targets_capture.targets()
-    ]
-
-
-def plan_target(folder: Path) -> Target:
-    """The plan file reader."""
-    return Target(
-        name="plan file",
-        make=fuzz_targets_plan.plan_bytes,
-        decode=lambda raw: fuzz_targets_plan.load_bytes(raw, folder / "tried"),
-        same=fuzz_targets_plan.same,
-        forge=forge,
-        check=check_structure,
-    )
+def _attack(group: str, jobs: list[tuple[str, int, int]], seed: int) -> dict[str, Tally]:
+    """All cases of the jobs, in as many children as it takes."""
+    tallies = {name: Tally() for name, _, _ in jobs}
+    left = [job for job in jobs if job[2]]
+    with tempfile.NamedTemporaryFile() as page:
+        page.truncate(AT.size)
+        while left:
+            number, case, silent, code = _child(group, left, seed, page.name, tallies)
+            if code == 0:
+                return tallies
+            name, first, count = left[number]
+            tally = tallies[name]
+            tally.hangs, tally.crashes = tally.hangs + silent, tally.crashes + (not silent)
+            tally.failures.append({"case": case, "verdict": "hang" if silent else "crash", "seen": f"exit code {code}"})
+            # cases of the batch that broke off are not counted, but for this one
+            again = (name, case + 1, first + count - case - 1)
+            go_on = again[2] > 0 and tally.crashes + tally.hangs < MOST_FAILURES
+            left = [*([again] if go_on else []), *left[number + 1 :]]
+    return tallies
 
 
-def fuzz(target: Target, cases: int, *, seed: int) -> Tally:
-    """Give one target `cases` malformed inputs; what must not happen is listed in `failures` with its case number."""
-    tally = Tally()
-    valid, expected = b"", None
-    started_mb = None
-    for case in range(cases):
-        rng = np.random.default_rng([seed, case])
-        if case % 50 == 0:
-            valid = target.make(rng)
-            expected = target.decode(valid)
-            started_mb = started_mb or _peak_mb()
-        forged = target.forge is not None and case % 4 == 3
-        raw = target.forge(valid, rng) if forged and target.forge else damage(valid, rng)
-        start = time.perf_counter()
-        try:
-            _judge(target, raw, expected, forged, tally)
-        except Exception as error:
-            tally.failures.append(f"{target.name} case {case}: {type(error).__name__}: {error}"[:200])
-        seconds = time.perf_counter() - start
-        tally.cases += 1
-        tally.slowest_s = max(tally.slowest_s, seconds)
-        if seconds > MOST_SECONDS:
-            tally.failures.append(f"{target.name} case {case}: took {seconds:.1f} s")
-    tally.grown_mb = _peak_mb() - (started_mb or 0.0)
-    if tally.grown_mb > MOST_MEGABYTES:
-        tally.failures.append(f"{target.name}: memory grew by {tally.grown_mb:.0f} MB")
-    return tally
-
-
-def _judge(target: Target, raw: bytes, expected: Any, forged: bool, tally: Tally) -> None:
-    try:
-        decoded = target.decode(raw)
-    except ForerouteError:
-        tally.refused += 1
-        return
-    if target.same(decoded, expected):
-        tally.same += 1
-    elif forged and target.check:
-        target.check(decoded)
-        tally.plausible += 1
-    else:
-        raise AssertionError("accepted with other content than the original")
-
-
-def trace_targets(folder: Path) -> Iterator[Target]:
-    """The trace file reader, per codec."""
-    for codec in CODECS:
-        yield Target(
-            name=f"trace file, {codec}",
-            make=lambda rng, codec=codec: _trace_bytes(rng, codec),  # type: ignore[misc]
-            decode=lambda raw: _load_bytes(raw, folder / "tried"),
-            same=lambda a, b: a.equals(b) and a.provenance == b.provenance,
-            forge=forge,
-            check=lambda trace: check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, trace.spec),
+def _child(
+    group: str, jobs: list[tuple[str, int, int]], seed: int, shared: str, tallies: dict[str, Tally]
+) -> tuple[int, int, bool, int]:
+    """Run one child to its end: its job and case then, whether it was killed for silence, and its exit code."""
+    with open(shared, "r+b") as opened, tempfile.TemporaryFile() as errors:
+        page = mmap.mmap(opened.fileno(), AT.size)
+        AT.pack_into(page, 0, 0, -1)
+        child: subprocess.Popen[bytes] = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.fuzzing.child", group, json.dumps(jobs), str(seed), shared],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(_cache()), "OMP_NUM_THREADS": "1"},
         )
+        silent = False
+        with ThreadPoolExecutor(1) as reader:
+            counting = reader.submit(_count, child.stdout or (), tallies)
+            seen, since = AT.unpack_from(page), time.monotonic()
+            while child.poll() is None:
+                time.sleep(0.02)
+                if (now := AT.unpack_from(page)) != seen:
+                    seen, since = now, time.monotonic()
+                elif time.monotonic() - since > (START_S if seen[1] < 0 else SILENT_S):
+                    silent = True
+                    child.kill()
+                    child.wait()
+            counting.result()
+        number, case = AT.unpack_from(page)
+        if child.returncode and case < 0:
+            errors.seek(0)
+            raise RuntimeError(
+                f"the child for {group} could not make a valid input:\n{errors.read().decode(errors='replace')[-2000:]}"
+            )
+        return number, case, silent, child.returncode
 
 
-def _trace_bytes(rng: np.random.Generator, codec: CodecName) -> bytes:
-    from safetensors.numpy import save
-
-    num_experts, top_k, num_layers = MODELS[int(rng.integers(len(MODELS)))]
-    spec = RoutingSpec(num_experts, top_k, tuple(RoutedLayer(i) for i in range(num_layers)), model="fuzz")
-    seed = int(rng.integers(2**31))
-    prompt = synthetic_trace(spec, [20], seed=seed, complete=True).select([0, 0])
-    samples = prompt.continued_by(synthetic_trace(spec, rng.integers(0, 9, 2).tolist(), seed=seed, weight_version=3))
-    trace = concatenate([samples, synthetic_trace(spec, rng.integers(0, 90, 2).tolist(), seed=seed)])
-    metadata, tensors = encode_trace(trace, codec)
-    raw: bytes = save(tensors, metadata=metadata)
-    return raw
+def _count(lines: Iterable[bytes], tallies: dict[str, Tally]) -> None:
+    for line in lines:
+        result = json.loads(line)
+        tally = tallies[result["target"]]
+        tally.verdicts.update(result["verdicts"])
+        tally.extra_mb = max(tally.extra_mb, round(result["extra"] / 2**20, 1))
+        tally.failures.extend(result["failures"][: MOST_FAILURES - len(tally.failures)])
 
 
-def _load_bytes(raw: bytes, path: Path) -> RoutingTrace:
-    path.write_bytes(raw)
-    return load(path)
+def _add(total: Tally, part: Tally) -> None:
+    total.verdicts += part.verdicts
+    total.crashes, total.hangs = total.crashes + part.crashes, total.hangs + part.hangs
+    total.extra_mb = max(total.extra_mb, part.extra_mb)
+    total.failures.extend(part.failures[: MOST_FAILURES - len(total.failures)])
 
 
-def _peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def _cache() -> Path:
+    """Kernels with bounds checks are other kernels; they are kept apart from those without."""
+    return Path(os.environ.get("NUMBA_CACHE_DIR", ".numba_cache")).resolve() / "bounds-checked"

@@ -39,7 +39,7 @@ def figures(found: SimulationRecord) -> dict[str, float]:
         "groups": found.groups,
         "groups_simulated": found.groups_simulated,
         "speedup_over_static": round(ours.speedup_over_static, 4),
-        "share_of_ideal": round(ours.share_of_ideal, 4),
+        "share_of_ideal": round(ours.share_of_forced_balance, 4),
         "groups_waiting": round(ours.groups_waiting, 4),
         "step_s": round(ours.step_s, 3),
         "recompute_s": round(ours.stages.recompute, 3),

@@ -25,7 +25,7 @@ from benchmarks.execution_bench import SIZES, SLOTS, Bench, in_processes
 from foreroute.balance import PlanOptions, StepPlan, Topology
 from foreroute.experts import BatchRows
 from foreroute.simulate import SimulateConfig, parse_config
-from foreroute.simulate.fit import fit, fit_record
+from foreroute.simulate.fit import fit, fit_record, rank_correlation
 from foreroute.simulate.measured import Measured
 from foreroute.transfer.engine import TransferEngine
 from foreroute.transfer.exchange import PeerGroup
@@ -73,10 +73,11 @@ def _figures(timed: list[Timed], num_ranks: int) -> dict[str, Any]:
             found += list(zip(unseen, fit_record(unseen, config, costs, FITTED).predicted_s, strict=True))
         seconds = np.array([one.seconds for one, _ in found])
         predicted = np.array([value for _, value in found])
+        correlation = rank_correlation(seconds, predicted)
         figures[stage] = {
             "median_error": round(float(np.median(np.abs(predicted / seconds - 1))), 4),
             "worst_error": round(float(np.abs(predicted / seconds - 1).max()), 4),
-            "rank_correlation": round(_rank_correlation(seconds, predicted), 4),
+            "rank_correlation": correlation and round(correlation, 4),
             "measured_and_predicted_s": {one.name: [round(one.seconds, 4), round(value, 4)] for one, value in found},
         }
     return figures
@@ -130,10 +131,6 @@ def _measured(one: Timed, stage: str) -> Measured:
     num_ranks = one.counts.shape[2]
     topology = Topology(num_ranks, num_ranks, SLOTS, one.plan.topology.links)
     return Measured.of(one.name, one.counts, one.plan, topology, stage, one.seconds[stage])
-
-
-def _rank_correlation(a: Any, b: Any) -> float:
-    return float(np.corrcoef(np.argsort(np.argsort(a)), np.argsort(np.argsort(b)))[0, 1])
 
 
 def _timed(rank: int, num_ranks: int, rounds: int) -> list[Timed]:

@@ -52,7 +52,7 @@ def base_values(start: str) -> dict[str, Any]:
 
 def start_path(folder: Path, start: str, seed: int) -> Path:
     """Where the checkpoint of a start is kept."""
-    return folder / f"{start}-{seed}.pt"
+    return folder / f"{start}-{seed}.safetensors"
 
 
 def merged(values: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

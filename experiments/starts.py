@@ -38,6 +38,6 @@ def started(folder: Path, start: str, base: dict[str, Any], seed: int) -> Path:
             run = folder / f"{start}-{seed}"
             shutil.rmtree(run, ignore_errors=True)
             train(configuration(base, {"rl": {"steps": 1}}, seed), run)
-            os.replace(run / "checkpoints" / "step-000000.pt", checkpoint)
+            os.replace(run / "checkpoints" / "step-000000.safetensors", checkpoint)
             shutil.rmtree(run)
     return checkpoint

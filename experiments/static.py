@@ -14,6 +14,7 @@ from experiments.models import merged
 from experiments.starts import configuration
 from experiments.tampering import shifted
 from foreroute.capture import Generation
+from foreroute.train import load_checkpoint
 from foreroute.train.engines import make_engine
 from foreroute.train.loop import make_trainer
 from foreroute.train.measure import mismatch_of, mismatch_record
@@ -21,7 +22,6 @@ from foreroute.train.model import make_policy
 from foreroute.train.ranks import Ranks
 from foreroute.train.recompute import Recomputed, recompute
 from foreroute.train.rollout import roll_out
-from foreroute.train.run_folder import load_checkpoint
 from foreroute.train.schedule import make_schedule
 from foreroute.train.tasks import make_task
 from foreroute.train.whole import Whole

@@ -12,15 +12,15 @@ from foreroute.capture import Sampling
 VERSION = 3
 
 
-def generation(model, precision="float32", *, sequences=8, temperature=1.0):
+def generation(model, precision="float32", *, sequences=8, temperature=1.0, below=49):
     """Two responses to each of some prompts."""
     engine = hf.EmbeddedEngine(model, precision)
     engine.load_weights(model.state_dict(), VERSION)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(1, 49, n).astype(np.int32) for n in rng.integers(4, 10, sequences)]
+    prompts = [rng.integers(1, below, n).astype(np.int32) for n in rng.integers(4, 10, sequences)]
     return engine.generate(
         prompts,
-        Sampling(group_size=2, max_new_tokens=24, end_token=49, temperature=temperature),
+        Sampling(group_size=2, max_new_tokens=24, end_token=below, temperature=temperature),
         torch.Generator().manual_seed(0),
     )
 

@@ -33,7 +33,10 @@ def assert_routes(trace, record, *, start=0):
 
 @contextmanager
 def serving(answer):
-    """A server whose answers are `answer(method, path, body)`: (status, JSON value or bytes). Notes what was asked."""
+    """A server whose answers are `answer(method, path, body)`: (status, JSON value or bytes, and headers if any).
+
+    Notes what was asked.
+    """
     asked = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -48,10 +51,12 @@ def serving(answer):
 
         def _reply(self, body):
             asked.append((self.path, body))
-            status, value = answer(self.command, self.path, body)
+            status, value, *headers = answer(self.command, self.path, body)
             data = value if isinstance(value, bytes) else json.dumps(value).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
+            for name, said in (headers[0] if headers else {}).items():
+                self.send_header(name, said)
             self.end_headers()
             self.wfile.write(data)
 

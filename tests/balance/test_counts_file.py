@@ -1,6 +1,7 @@
 """Counts from a file: what numpy wrote is read, and nothing else is trusted."""
 
 import io
+import os
 import struct
 import zipfile
 
@@ -53,7 +54,7 @@ def test_other_arrays_are_refused(tmp_path, array, message):
 def test_other_files_are_refused(tmp_path):
     with pytest.raises(CountsError, match="does not exist"):
         load_counts(tmp_path / "none.npz")
-    with pytest.raises(CountsError, match="does not exist or is not a file"):
+    with pytest.raises(CountsError, match="is a folder; expected a file"):
         load_counts(tmp_path)
     np.save(tmp_path / "c.npy", COUNTS)
     with pytest.raises(CountsError, match="not a readable"):
@@ -97,8 +98,40 @@ def test_a_directory_that_lies_about_the_size_is_refused(tmp_path):
     assert raw[central + 24 : central + 28] == stated
     raw[central + 24 : central + 28] = lie
     path.write_bytes(raw)
-    with pytest.raises(CountsError, match="the file is damaged"):
+    with pytest.raises(CountsError, match="nearly all 0 uncompressed"):
         load_counts(path)
+
+
+def test_zeros_that_take_a_thousand_times_their_file_are_refused(tmp_path):
+    zeros = np.zeros((64, 64, 64, 128), np.int32)
+    np.savez_compressed(tmp_path / "c.npz", counts=zeros)
+    with pytest.raises(CountsError, match=r"store counts that are nearly all 0 uncompressed, with numpy\.savez"):
+        load_counts(tmp_path / "c.npz")
+    np.savez(tmp_path / "u.npz", counts=zeros)
+    assert load_counts(tmp_path / "u.npz").shape == zeros.shape
+
+
+@pytest.mark.parametrize(
+    "text", ["(" * 9000, "-" * 9000 + "1", "[" * 150 + "]" * 150, "'", "{'descr': 0}", "\x00", "é"]
+)
+def test_headers_in_pythons_syntax_are_taken_to_be_hostile(tmp_path, text):
+    header = (text + "\n").encode("latin1")
+    data = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(64)
+    with pytest.raises(CountsError, match="not a readable"):
+        load_counts(archive(tmp_path / "c.npz", data))
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_other_compressions_are_refused_before_they_are_opened(tmp_path, compression):
+    with pytest.raises(CountsError, match=r"write them with numpy\.savez"):
+        load_counts(archive(tmp_path / "c.npz", member(COUNTS), compression=compression))
+
+
+def test_a_folder_a_fifo_and_a_path_that_is_none_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path, tmp_path / "fifo", "/dev/zero", "\0", "x" * 5000):
+        with pytest.raises(CountsError, match=r"expected a file|cannot be opened"):
+            load_counts(path)
 
 
 def test_damage_is_an_error_and_never_another_array(tmp_path):

@@ -76,6 +76,15 @@ def test_impossible_clusters_and_files_are_refused(tmp_path):
         parse_cluster({**USUAL, "topology": {"num_ranks": 12, "redundant_slots": 2}}, source="x")
     with pytest.raises(TopologyError, match="cluster_bytes_per_s is -1"):
         parse_cluster({**USUAL, "links": {"cluster_bytes_per_s": -1.0}}, source="x")
+    for values, message in (
+        ({"num_ranks": 10**30, "redundant_slots": 2, "ranks_per_node": 1}, "num_ranks is 1000000"),
+        ({"num_ranks": 8, "redundant_slots": 10**30}, "redundant_slots is 1000000"),
+        ({"num_ranks": 8, "redundant_slots": 2, "slot_memory_bytes": -5}, "slot_memory_bytes is -5"),
+    ):
+        with pytest.raises(TopologyError, match=message):
+            parse_cluster({**USUAL, "topology": values}, source="x")
+    with pytest.raises(TopologyError, match=r"cluster_latency_s is 1e\+200; expected more than 0, 1e\+30 at most"):
+        parse_cluster({**USUAL, "links": {"cluster_latency_s": 1e200}}, source="x")
     with pytest.raises(ConfigError, match="does not exist"):
         load_cluster(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("[topology")

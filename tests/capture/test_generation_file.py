@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
+from safetensors.numpy import save as to_bytes
 
 import foreroute as fr
 from foreroute.capture import Generation, load_generation, save_generation
 from foreroute.errors import TraceContentError, TraceFileError
+from foreroute.files import TensorFile
+from foreroute.trace import digest
+from foreroute.trace.seal import seal_file
 from traces import random_trace
 
 
@@ -23,19 +27,97 @@ def test_round_trip(tmp_path, generation):
     assert read.trace.equals(generation.trace)
     assert np.array_equal(read.logprobs_R, generation.logprobs_R)
     assert np.array_equal(read.prompt_lengths, generation.prompt_lengths)
-    assert fr.load(tmp_path / "rollout.trace.safetensors").equals(generation.trace)
+    [trace] = tmp_path.glob("*.trace.safetensors")
+    assert trace.name == f"rollout.safetensors-{digest(generation.trace)[:16]}.trace.safetensors"
+    assert fr.load(trace).equals(generation.trace)
 
 
 def test_nothing_is_overwritten_unless_asked(tmp_path, generation):
     path = save_generation(generation, tmp_path / "rollout.safetensors")
     with pytest.raises(TraceFileError, match="already exists"):
         save_generation(generation, path)
-    save_generation(generation, path, overwrite=True)
+    [before] = tmp_path.glob("*.trace.safetensors")
+    shorter = generation.select([0])
+    save_generation(shorter, path, overwrite=True)
+    assert load_generation(path).trace.equals(shorter.trace)
+    assert not before.exists()
+
+
+@pytest.mark.parametrize("moment", ["trace", "generation"])
+def test_a_writer_that_dies_between_the_two_files_leaves_a_whole_generation(tmp_path, generation, monkeypatch, moment):
+    path, other = save_generation(generation, tmp_path / "rollout.safetensors"), generation.select([0])
+
+    def die(target, *rest, **options):
+        raise KeyboardInterrupt
+
+    where = "foreroute.trace.file" if moment == "trace" else "foreroute.capture.generation_file"
+    with monkeypatch.context() as patched:
+        patched.setattr(f"{where}.write_atomically", die)
+        with pytest.raises(KeyboardInterrupt):
+            save_generation(other, path, overwrite=True)
+        with pytest.raises(KeyboardInterrupt):
+            save_generation(other, tmp_path / "new.safetensors")
+    assert load_generation(path).trace.equals(generation.trace)
+    save_generation(other, tmp_path / "new.safetensors")  # the trace that was left is no obstacle
+    assert load_generation(tmp_path / "new.safetensors").trace.equals(other.trace)
+
+
+def test_every_flipped_bit_is_refused_or_changes_nothing(tmp_path, generation):
+    path = save_generation(generation, tmp_path / "rollout.safetensors")
+    raw = path.read_bytes()
+    for place in range(len(raw)):
+        path.write_bytes(raw[:place] + bytes([raw[place] ^ (1 << place % 8)]) + raw[place + 1 :])
+        try:
+            read = load_generation(path)
+        except TraceFileError:
+            continue
+        assert read.trace.equals(generation.trace)
+        assert np.array_equal(read.logprobs_R, generation.logprobs_R)
+        assert np.array_equal(read.prompt_lengths, generation.prompt_lengths)
+
+
+@pytest.mark.parametrize("lengths", [1.5, True, 0, -(2**63), 2**63 - 1, None, [2, 3]])
+def test_prompts_are_whole_numbers_of_tokens(generation, lengths):
+    with pytest.raises(TraceContentError, match="prompt"):
+        Generation(generation.trace, [lengths] * len(generation), generation.logprobs_R)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "header", "message"),
+    [
+        ({"logprobs": np.zeros(3)}, {}, "logprobs is float64"),
+        ({"prompt_lengths": np.zeros(3, np.int32)}, {}, "prompt_lengths is int32"),
+        ({"sampled": np.full(3, 2, np.uint8)}, {}, "neither 0 nor 1"),
+        ({"more": np.zeros(3)}, {}, "other tensors"),
+        ({}, {"foreroute.more": "1"}, "other metadata"),
+        ({}, {"foreroute.generation": "2"}, "not a generation"),
+    ],
+)
+def test_what_breaks_the_format_is_refused(tmp_path, generation, tensors, header, message):
+    path = save_generation(generation, tmp_path / "rollout.safetensors")
+    with TensorFile(path, TraceFileError) as file:
+        all_header = {**file.metadata, **header}
+        all_tensors = {**{name: file.read(name) for name in file.names}, **tensors}
+    del all_header["foreroute.digest"]
+    all_header["foreroute.digest"] = seal_file(all_header, all_tensors)
+    path.write_bytes(to_bytes(all_tensors, metadata=all_header))
+    with pytest.raises(TraceFileError, match=message):
+        load_generation(path)
+
+
+def test_what_the_system_refuses_is_one_error(tmp_path, generation):
+    path = save_generation(generation, tmp_path / "rollout.safetensors")
+    with pytest.raises(TraceFileError, match="Not a directory"):
+        save_generation(generation, path / "below")
+    for special in (tmp_path, "/dev/zero"):
+        with pytest.raises(TraceFileError, match="expected a file"):
+            load_generation(special)
 
 
 def test_a_trace_that_was_exchanged_is_refused(tmp_path, generation):
     path = save_generation(generation, tmp_path / "rollout.safetensors")
-    fr.save(random_trace(6), tmp_path / "rollout.trace.safetensors", overwrite=True)
+    [trace] = tmp_path.glob("*.trace.safetensors")
+    fr.save(random_trace(6), trace, overwrite=True)
     with pytest.raises(TraceFileError, match="is not the trace"):
         load_generation(path)
 
@@ -43,9 +125,9 @@ def test_a_trace_that_was_exchanged_is_refused(tmp_path, generation):
 def test_what_is_no_generation_is_refused(tmp_path, generation):
     path = save_generation(generation, tmp_path / "rollout.safetensors")
     with pytest.raises(TraceFileError, match="goes with --trace"):
-        load_generation(tmp_path / "rollout.trace.safetensors")
+        load_generation(next(tmp_path.glob("*.trace.safetensors")))
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(TraceFileError, match="not a readable generation"):
+    with pytest.raises(TraceFileError, match="not a whole safetensors file"):
         load_generation(path)
     with pytest.raises(TraceFileError, match="does not exist"):
         load_generation(tmp_path / "nothing")
@@ -53,10 +135,10 @@ def test_what_is_no_generation_is_refused(tmp_path, generation):
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", ""])
 def test_a_trace_is_never_looked_for_elsewhere(tmp_path, name):
-    from safetensors.numpy import save_file
-
-    header = {"foreroute.generation": "1", "foreroute.trace": name, "foreroute.digest": ""}
-    save_file({"logprobs": np.zeros(1, np.float32)}, tmp_path / "g", metadata=header)
+    header = {"foreroute.generation": "1", "foreroute.trace": name, "foreroute.trace_digest": ""}
+    tensors = {"logprobs": np.zeros(1, np.float32), "prompt_lengths": np.ones(1, np.int64)}
+    header["foreroute.digest"] = seal_file(header, tensors)
+    (tmp_path / "g").write_bytes(to_bytes(tensors, metadata=header))
     with pytest.raises(TraceFileError, match="in the same folder"):
         load_generation(tmp_path / "g")
 

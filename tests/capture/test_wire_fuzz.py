@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from benchmarks.fuzz_targets_capture import expected, targets
+from benchmarks.fuzzing.wires import expected, targets
 from foreroute.errors import ForerouteError
 
 CASES = 1500

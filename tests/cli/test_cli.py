@@ -89,12 +89,24 @@ def test_train_report_and_inspect(tmp_path):
     assert "planes" in shown.stdout
     assert re.search(r"24, of \d+ to \d+ tokens", shown.stdout)
     assert "decoder 1" in shown.stdout
+    folder, step = tmp_path / "run", "step-000002.safetensors"
+    arguments = ["--model", config, "--checkpoint", folder / "checkpoints" / step, "--weight-version", 2]
+    examined = foreroute("doctor", *arguments, "--generation", folder / "rollouts" / step)
+    assert examined.returncode == 0, examined.stderr
+    (recorded,) = [record["mismatch"] for record in records(folder) if record["step"] == 2]
+    assert recorded["native"]["k3"] > recorded["replayed"]["k3"] > 0
+    figures = " ".join(examined.stdout.split())
+    for side in ("native", "replayed"):
+        assert f"{recorded[side]['k3']:.2e}" in figures, (recorded, examined.stdout)
     more = foreroute("train", config_file(tmp_path, rl={"steps": 6}), "--folder", tmp_path / "run", "--resume")
     assert more.returncode == 0, more.stderr
     assert len(records(tmp_path / "run")) == 6
 
 
-def test_ctrl_c_leaves_a_checkpoint_to_resume_from(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "said"), [(signal.SIGINT, "press Ctrl-C again"), (signal.SIGTERM, "send SIGTERM again")]
+)
+def test_a_signal_leaves_a_checkpoint_to_resume_from_and_a_page(tmp_path, number, said):
     config = config_file(tmp_path, rl={"steps": 400}, checkpoint={"every": 1000})
     command = [sys.executable, "-m", "foreroute.cli", "train", str(config), "--folder", str(tmp_path / "run")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -102,14 +114,15 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(tmp_path):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not metrics.exists():
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert "press Ctrl-C again" in output
+    assert said in output
+    assert (tmp_path / "run" / "report.html").exists()
     assert "with --resume goes on" in output
     done = len(records(tmp_path / "run"))
     assert 0 < done < 400
-    (last,) = [p for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name != "step-000000.pt"]
+    (last,) = [p for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name != "step-000000.safetensors"]
     assert load_checkpoint(last)["step"] == done
     shorter = config_file(tmp_path, rl={"steps": done + 1}, checkpoint={"every": 1000})
     resumed = foreroute("train", shorter, "--folder", tmp_path / "run", "--resume")
@@ -147,7 +160,7 @@ def corrupt_trace(folder):
 def truncated_trace(folder):
     path = fr.save(random_trace(0), folder / "trace")
     path.write_bytes(path.read_bytes()[:-3])
-    return ["inspect", path], "not a readable trace"
+    return ["inspect", path], "not a whole safetensors file"
 
 
 def no_run_to_report(folder):

@@ -1,5 +1,9 @@
 """`foreroute doctor` as a user meets it."""
 
+import json
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tomli_w
@@ -16,11 +20,13 @@ from foreroute.cli.doctor_inputs import DoctorInputs
 from foreroute.conformance.diagnosis import Severity
 from foreroute.conformance.examine import examine
 from foreroute.errors import InputError
+from foreroute.train import parse_config, train
+from foreroute.train.checkpoint import Checkpoint, write_checkpoint
 from foreroute.train.tasks.chain import VOCABULARY
 from models import tiny
 from small_runs import small_values
 
-OPTIONS = {"temperature": 1.0, "weight_version": None, "max_sequences": 64}
+OPTIONS = {"temperature": None, "weight_version": None, "max_sequences": 64}
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +37,7 @@ def files(tmp_path_factory):
     model.save_pretrained(folder / "model")
     good = generation(model, "bfloat16")
     save_generation(good, folder / "bf16.safetensors")
+    fr.save(good.trace, folder / "bf16.trace.safetensors")
     save_generation(shifted(good), folder / "shifted.safetensors")
     evidence = examine(model, good)
     np.save(folder / "engine.npy", good.logprobs_R)
@@ -41,8 +48,8 @@ def files(tmp_path_factory):
     return folder
 
 
-def doctor(*arguments):
-    return foreroute("doctor", *arguments)
+def doctor(*arguments, **options):
+    return foreroute("doctor", *arguments, **options)
 
 
 def test_a_model_folder_and_a_generation(files, tmp_path):
@@ -57,7 +64,7 @@ def test_a_model_folder_and_a_generation(files, tmp_path):
 def test_a_problem_is_exit_code_1(files):
     result = doctor("--model", files / "model", "--generation", files / "shifted.safetensors")
     assert result.returncode == 1, result.stderr
-    assert "shifted by +1 tokens" in result.stdout
+    assert "shifted by +1 token:" in result.stdout
 
 
 def test_loose_files_say_the_same(files, capsys):
@@ -87,14 +94,125 @@ def test_a_toml_of_the_trainer_with_and_without_checkpoint(tmp_path, capsys):
     values = small_values()
     (tmp_path / "run.toml").write_text(tomli_w.dumps(values))
     model = hf.build_model("qwen3_moe", seed=7, **{**values["model"]["sizes"], "vocab_size": len(VOCABULARY)})
-    torch.save({"step": 0, "model": model.state_dict()}, tmp_path / "step.pt")
+    write_checkpoint(tmp_path / "step", Checkpoint({"step": 0, "model": model.state_dict()}, "", ""))
     assert run_doctor(DoctorInputs(model=tmp_path / "run.toml"), None, **OPTIONS) is Severity.NOTE
-    inputs = DoctorInputs(model=tmp_path / "run.toml", checkpoint=tmp_path / "step.pt")
+    assert "stands for the weights before step 0" in " ".join(capsys.readouterr().out.split())
+    inputs = DoctorInputs(model=tmp_path / "run.toml", checkpoint=tmp_path / "step")
     assert run_doctor(inputs, None, **OPTIONS) is Severity.FINE
     capsys.readouterr()
-    read, has_weights = doctor_inputs.read_model(inputs.model, inputs.checkpoint)
-    assert has_weights
-    assert torch.equal(read.lm_head.weight, model.lm_head.weight)
+    trainer = doctor_inputs.read_trainer(inputs, None)
+    assert (trainer.has_weights, trainer.weight_version) == (True, 0)
+    assert torch.equal(trainer.model.lm_head.weight, model.lm_head.weight)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """What a run leaves: its configuration, checkpoints of two steps, and the rollout of the second one."""
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    values = small_values(rollout={"prompts": 6, "group_size": 4, "temperature": 0.7})
+    config = parse_config(values, source="test")
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder.parent / "run.toml").write_text(tomli_w.dumps(values))
+    (folder / "config.json").write_text(json.dumps(config.model_dump()))
+    for step in (0, 20):
+        model = hf.build_model("qwen3_moe", seed=step, **{**values["model"]["sizes"], "vocab_size": len(VOCABULARY)})
+        state = {"step": step, "model": model.state_dict()}
+        write_checkpoint(folder / "checkpoints" / f"step-{step:06d}.safetensors", Checkpoint(state, "", ""))
+    good = generation(model, "bfloat16", temperature=0.7, below=len(VOCABULARY) - 1)
+    good = replace(good, trace=good.trace.with_weight_version(20))
+    save_generation(good, folder / "rollouts" / "step-000020.safetensors")
+    return folder
+
+
+def words(result):
+    return " ".join(result.stdout.split())
+
+
+def test_a_run_folder_is_examined_at_the_checkpoint_of_its_rollout(run):
+    rollout = run / "rollouts" / "step-000020.safetensors"
+    result = doctor("--model", run, "--generation", rollout)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "R3 helps by a factor of" in words(result)
+    assert "Also on the engine's routes" not in words(result), "the temperature is the configuration's"
+    named = doctor(
+        "--model", run.parent / "run.toml", "--checkpoint", run / "checkpoints" / "step-000020.safetensors",
+        "--generation", rollout,
+    )  # fmt: skip
+    assert words(named) == words(result)
+
+
+@pytest.mark.parametrize("more", [{}, {"lora": {"rank": 2}}], ids=["all weights", "adapters"])
+def test_the_folder_of_a_run_alone_is_enough(more, tmp_path):
+    values = small_values(rl={"steps": 3, "micro_step_tokens": 64, "warmup_steps": 2}, model=more)
+    train(parse_config(values, source="test"), tmp_path / "run")
+    result = doctor("--model", tmp_path / "run")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"k3 goes from \d\.\d+e-\d+ to \d\.\d+e-\d+ nats", words(result)), words(result)
+    fr.save(fr.load(tmp_path / "run" / "traces" / "step-000002.safetensors"), tmp_path / "trace.safetensors")
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(values))
+    without = doctor("--model", tmp_path / "run.toml", "--trace", tmp_path / "trace.safetensors", cwd=tmp_path)
+    assert without.returncode == 1
+    assert "weight version 2, which are other weights" in words(without)
+
+
+def test_a_configuration_without_its_checkpoint_is_a_problem_that_names_it(run):
+    rollout = run / "rollouts" / "step-000020.safetensors"
+    result = doctor("--model", run.parent / "run.toml", "--generation", rollout, "--weight-version", "20")
+    assert result.returncode == 1, result.stdout + result.stderr
+    said = words(result)
+    assert "run.toml stands for the weights before step 0" in said
+    assert "The trace is of weight version 20" in said
+    assert "Add --checkpoint" in said
+    assert "step-000020.safetensors to examine the weights of version 20" in said
+
+
+def test_a_checkpoint_of_another_step_is_said_to_be_one(run):
+    rollout = run / "rollouts" / "step-000020.safetensors"
+    result = doctor(
+        "--model", run, "--checkpoint", run / "checkpoints" / "step-000000.safetensors", "--generation", rollout
+    )
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "its rows are of weight version 20, and the trainer is at 0" in words(result)
+
+
+def test_a_run_without_the_checkpoint_of_a_rollout_says_which_it_has(run, tmp_path):
+    other = generation(tiny("qwen3_moe"), below=16)
+    fr.save(other.trace.with_weight_version(7), tmp_path / "seven.safetensors")
+    result = doctor("--model", run, "--trace", tmp_path / "seven.safetensors")
+    assert result.returncode == 2
+    assert "no checkpoint of weight version 7" in result.stderr
+    assert "those of 0, 20" in result.stderr
+
+
+def test_nearly_all_routes_being_others_is_exit_code_1(files, tmp_path):
+    trace = fr.load(files / "native.safetensors")
+    rng = np.random.default_rng(0)
+    ids = np.argsort(rng.random((trace.num_rows, trace.spec.num_layers, trace.spec.num_experts)))
+    ids = np.where(trace.valid_N[:, None, None], ids[..., : trace.spec.top_k], 0).astype(trace.spec.id_dtype)
+    fr.save(replace(trace, expert_ids_NLK=ids), tmp_path / "other.safetensors")
+    result = doctor("--trace", tmp_path / "other.safetensors", "--trainer-trace", files / "native.safetensors")
+    assert result.returncode == 1, result.stdout
+    assert "no known defect is the cause" in words(result)
+    assert "Compare one sequence by hand" not in words(result)
+
+
+def test_sequences_in_another_order_are_told_and_not_refused(files, tmp_path):
+    trace = fr.load(files / "native.safetensors")
+    fr.save(trace.select(np.arange(len(trace))[::-1]), tmp_path / "reversed.safetensors")
+    result = doctor("--trace", tmp_path / "reversed.safetensors", "--trainer-trace", files / "native.safetensors")
+    assert result.returncode == 1, result.stderr
+    assert "in another order, tokens included" in words(result)
+
+
+def test_sequences_of_one_token_are_left_out(files, tmp_path):
+    trace = fr.load(files / "native.safetensors")
+    lengths = trace.lengths.copy()
+    lengths[0] = 1
+    fr.save(trace.truncated(lengths), tmp_path / "short.safetensors")
+    assert doctor("--model", files / "model", "--trace", tmp_path / "short.safetensors").returncode == 0
+    fr.save(trace.truncated(np.ones_like(lengths)), tmp_path / "none.safetensors")
+    result = doctor("--model", files / "model", "--trace", tmp_path / "none.safetensors")
+    assert (result.returncode, "no sequence of two tokens" in result.stderr) == (2, True)
 
 
 def test_fewer_sequences_are_examined_when_asked(files, capsys):

@@ -1,12 +1,16 @@
 """What someone who watches a run is shown, on a terminal and elsewhere."""
 
 import io
+import os
 import re
+import signal
 
+import pytest
 from rich.console import Console
 
 from foreroute.cli import progress
 from foreroute.cli.progress import watching
+from foreroute.mismatch.alarms import ADVICE
 from foreroute.train import Rollback, parse_config
 
 CONFIG = parse_config({"name": "watched", "rl": {"steps": 41}}, source="test")
@@ -37,7 +41,7 @@ def test_elsewhere_a_line_now_and_then_says_the_pace_and_the_time_left(monkeypat
         "watched: warm start, step 0, loss 1.50",
         "watched: step 0, reward 0.50",
         "watched: alarm at step 5: too many tokens are far apart in trainer and engine, F(2) "
-        "(since step 3: 0.25, limit 0.1)",
+        f"(since step 3: 0.25, limit 0.1). {ADVICE['f2']}",
         "watched: step 20, reward 0.50, 2.5 s/step, 0:00:50 left",
         "watched: step 40, reward 0.50, 2.5 s/step",
     ]
@@ -73,3 +77,56 @@ def test_a_narrow_terminal_cuts_nothing(monkeypatch):
     assert re.search(r"21/41 reward 0\.50, k3 .* s/step \d:\d\d:\d\d", text), text[-400:]
     assert "2.1e-05" in text
     assert "…" not in text
+
+
+class Second(BaseException):
+    """What whoever had the signals before makes of them."""
+
+
+@pytest.fixture
+def handlers():
+    """Handlers of the signals that raise, and at the end those of the tests again."""
+
+    def end(number, frame):
+        raise Second
+
+    before = {number: signal.signal(number, end) for number in progress.ENDING}
+    yield end
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGINT, "stopping; press Ctrl-C again to stop at once\n"),
+        (signal.SIGTERM, "stopping; send SIGTERM again to stop at once\n"),
+        (signal.SIGHUP, ""),  # nobody is there any more
+    ],
+)
+def test_the_first_signal_asks_to_stop_and_the_second_is_not_kept(handlers, number, said):
+    text = io.StringIO()
+    with watching(CONFIG, Console(file=text)) as watcher:
+        assert not watcher.should_stop()
+        os.kill(os.getpid(), number)
+        assert [watcher.should_stop(), watcher.should_stop()] == [True, True]
+        assert text.getvalue() == said
+        with pytest.raises(Second):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert {signal.getsignal(each) for each in progress.ENDING} == {handlers}
+
+
+def test_a_signal_that_is_ignored_stays_ignored(handlers):
+    """As SIGHUP under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with watching(CONFIG, Console(file=io.StringIO())) as watcher:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not watcher.should_stop()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_steps_that_came_out_otherwise_are_told(tmp_path):
+    text = io.StringIO()
+    with watching(CONFIG, Console(file=text, width=200)) as watcher:
+        watcher.on_superseded(4, tmp_path)
+    assert text.getvalue().startswith("watched: step 4 ran again and came out otherwise")

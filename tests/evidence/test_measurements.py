@@ -45,7 +45,7 @@ def test_a_start_is_made_once(start):
     written = start.stat().st_mtime_ns
     assert started(start.parent, "moe", small(), 3) == start
     assert start.stat().st_mtime_ns == written
-    assert {path.name for path in start.parent.iterdir()} == {"moe-3.pt", "moe-3.lock"}
+    assert {path.name for path in start.parent.iterdir()} == {"moe-3.safetensors", "moe-3.lock"}
 
 
 def test_at_fixed_weights_replay_lowers_what_precision_raised(start):
@@ -138,7 +138,7 @@ def test_the_dense_control_is_a_dense_model():
     sizes = {key: value for key, value in config.model.sizes.items() if key in kept}
     vocabulary, head = policy.config.vocab_size, sizes["hidden_size"] // sizes["num_attention_heads"]
     dense = AutoModelForCausalLM.from_config(
-        Qwen3Config(**sizes, intermediate_size=64, vocab_size=vocabulary, head_dim=head)
+        Qwen3Config(**sizes, intermediate_size=64, vocab_size=vocabulary, head_dim=head), trust_remote_code=False
     )
     weights = policy.state_dict()
     for layer in range(4):

@@ -79,9 +79,9 @@ def test_nobody_waits_for_a_start_that_another_makes(tmp_path):
     running = [_next(waiting, [], tmp_path)]
     running.append(_next(waiting, running, tmp_path))
     assert [cell.arm for cell in running] == ["a", "c"]
-    (tmp_path / "moe-0.pt").touch()
+    (tmp_path / "moe-0.safetensors").touch()
     assert _next(waiting, running, tmp_path).arm == "b"
-    (tmp_path / "moe-0.pt").unlink()
+    (tmp_path / "moe-0.safetensors").unlink()
     assert _next(waiting, running, tmp_path).arm == "d", "it may wait as well as nobody"
 
 

@@ -264,6 +264,15 @@ def no_experts(rank):
     hf.distribute(tiny("qwen3_moe").model.layers[0].self_attn)
 
 
+def older_torch(rank):
+    kept = torch.nn.functional.grouped_mm
+    del torch.nn.functional.grouped_mm
+    try:
+        hf.distribute(tiny("qwen3_moe"))
+    finally:
+        torch.nn.functional.grouped_mm = kept
+
+
 def dtensor(rank):
     model = tiny("qwen3_moe")
     experts = model.model.layers[1].mlp.experts
@@ -314,6 +323,7 @@ ATTACHED = {
         forward_of_others,
         undeclared_layout,
         no_experts,
+        older_torch,
         dtensor,
         parametrized,
         lora,

@@ -1,9 +1,14 @@
 """What cannot be executed ends with the same error on every rank, before any row is sent where that can be known."""
 
+import tomllib
+from pathlib import Path
+
 import pytest
+import torch
 
 import dying
 import refusing
+from foreroute.experts.compute import LEAST_TORCH
 from processes import Workers
 
 EARLY = {
@@ -56,6 +61,10 @@ ATTACHED = {
     "twice": ("AttachError", "is distributed already"),
     "forward_of_others": ("AttachError", "model.layers.1.mlp.experts has a forward of its own"),
     "undeclared_layout": ("AttachError", "whose layout transformers does not declare"),
+    "older_torch": (
+        "AttachError",
+        "has no torch.nn.functional.grouped_mm, which experts on several ranks are computed",
+    ),
     "no_experts": ("AttachError", "has no experts modules"),
     "dtensor": ("AttachError", "model.layers.1.mlp.experts.down_proj is a DTensor"),
     "parametrized": ("AttachError", "has parametrized weights"),
@@ -78,6 +87,15 @@ def test_models_that_cannot_be_spread_are_refused_by_name(attached, name):
     for errors in attached:
         found, text = errors[name]
         assert (found, message in text) == (kind, True), (found, text)
+
+
+def test_what_is_installed_is_what_experts_are_computed_with():
+    """The release asks for a torch that has what the code calls."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = [line for extra in project["optional-dependencies"].values() for line in extra if line.startswith("torch")]
+    assert asked == [f"torch>={LEAST_TORCH}"] * 2
+    assert hasattr(torch.nn.functional, "grouped_mm")
+    assert tuple(map(int, torch.__version__.split(".")[:2])) >= tuple(map(int, LEAST_TORCH.split(".")))
 
 
 def test_a_process_that_dies_ends_the_others_with_the_cell_they_waited_in():

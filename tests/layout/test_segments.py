@@ -54,10 +54,12 @@ def test_an_empty_sequence_is_none():
 @pytest.mark.parametrize(
     ("cumulative", "shape", "message"),
     [
-        ([0, 2], (1, 3), "run from 0 to 2; expected 0 to 3"),
+        ([0, 2], (1, 3), "run from 0 to 2; expected them to ascend from 0 to 3"),
         ([1, 3], (1, 3), "run from 1 to 3"),
         ([0, 3], (2, 3), "a batch of 2 rows"),
-        ([0, 2, 1, 3], (1, 3), "expected ascending"),
+        ([0, 2, 1, 3], (1, 3), "expected them to ascend"),
+        ([0, 2**63 - 1, -(2**63), -1, 3], (1, 3), "expected them to ascend"),
+        ([0.0, 3.0], (1, 3), "expected integers"),
         ([], (1, 3), r"shape \(0,\)"),
     ],
 )

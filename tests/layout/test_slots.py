@@ -74,10 +74,17 @@ def test_indices_widen_only_when_rows_need_it():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: layout.pack([3, -1]), "sequence 1 has length -1"),
+        (lambda: layout.pack([3, -1]), "lengths: sequence 1 has -1"),
         (lambda: layout.pack([[3]]), "expected one integer per sequence"),
         (lambda: layout.pack([3.5]), "expected one integer per sequence"),
         (lambda: layout.pack([3], align=0), "align is 0"),
+        (lambda: layout.pack([3], align=1.5), "a whole number"),
+        (lambda: layout.pack([2**63 - 1, 2**63 - 1, 7]), "lengths add up to"),
+        (lambda: layout.pack([3, 3], slots=[2**63 - 1, 2**62]), "slots add up to"),
+        (lambda: layout.pack([3], slots=[4.5]), "slots are float64"),
+        (lambda: layout.pack([3] * 3, align=2**40), "slots add up to"),
+        (lambda: layout.pad([3] * 3, side="left", order="bshd", to=2**40), "slots add up to"),
+        (lambda: layout.pad([3], side="left", order="bshd", to=3.5), "to is 3.5; expected"),
         (lambda: layout.pack([3], sequences=[1]), "1 to 1 were chosen from 1; expected 0 to 0"),
         (lambda: layout.pack([3], sequences=[0.0]), "sequences are float64"),
         (lambda: layout.pad([3], side="top", order="bshd"), "expected 'left' or 'right'"),

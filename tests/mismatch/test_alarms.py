@@ -2,13 +2,16 @@
 
 import json
 import math
+import re
+from pathlib import Path
 from statistics import fmean
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreroute.mismatch import Alarm, AlarmRules, Signals, alarms, trouble_began
+from foreroute.mismatch import Alarm, AlarmRules, Kind, Signals, alarms, trouble_began
 
 RULES = AlarmRules()
 
@@ -139,3 +142,12 @@ def test_trouble_begins_with_the_first_alarm_of_an_episode():
     assert trouble_began(by_step, 25, quiet=2) == 17
     assert trouble_began(by_step, 25, quiet=14) == 2
     assert trouble_began(by_step, 5, quiet=10) == 2
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_every_alarm_says_what_to_do_here_and_in_the_docs(kind):
+    advice = Alarm(kind=kind, since=0, value=0.2, threshold=0.1).advice
+    assert advice.endswith(".")
+    page = (Path(__file__).parents[2] / "docs" / "alarms.md").read_text(encoding="utf-8")
+    (said,) = re.findall(rf"^\| `{kind}` \| ([^|]*) \|$", page, re.MULTILINE)
+    assert said.replace("`", "") == advice

@@ -4,10 +4,10 @@ import functools
 from dataclasses import replace
 
 import numpy as np
-import plants
 import pytest
 
 import foreroute as fr
+import plants
 from foreroute.errors import BatchMismatchError, SpecMismatchError
 from foreroute.mismatch import Defect, explain
 
@@ -64,7 +64,7 @@ def test_undoing_a_mixup_restores_the_overlap():
     found = explain(reference, broken)
     assert found.overlap_before < before - 0.2
     assert found.overlap_after == pytest.approx(before, abs=0.05)
-    assert found.sentence.startswith("B is shifted by")
+    assert found.sentence.startswith("The other trace is shifted by")
 
 
 def test_overlaps_by_layer_and_position_match_a_loop():

@@ -23,6 +23,11 @@ def test_k3_and_f_by_hand():
     assert result.max_abs_log == pytest.approx(math.log(3))
 
 
+def test_f_is_kept_for_its_thresholds_alone():
+    with pytest.raises(InputError, match=r"F\(3.0\) was not counted; expected tau to be one of 1.5, 2.0"):
+        token_mismatch(np.zeros(1), np.zeros(1)).f(3.0)
+
+
 def test_the_threshold_itself_does_not_count():
     assert token_mismatch(np.array([math.log(2.0)]), np.zeros(1)).f(2.0) == 0
 

@@ -1,10 +1,14 @@
 """The alarms of a run as the report tells them."""
 
+import html
 import json
+from typing import get_args
 
 import pytest
 
 from foreroute.errors import RunFolderError
+from foreroute.mismatch import Kind
+from foreroute.mismatch.alarms import ADVICE
 from foreroute.report import read_runs, write_report
 from foreroute.report.alarm_rows import alarm_rows
 from report_runs import config, step_line, write_run
@@ -37,6 +41,14 @@ def test_steps_in_a_row_are_one_row_with_the_worst_value(tmp_path):
         ("3", "0.5, limit 0.88"),
     ]
     assert rows[0].what.startswith("Too many tokens are far apart")
+    assert [row.advice for row in rows] == [ADVICE[kind] for kind in ("f2", "f2", "stale_routes")]
+
+
+def test_the_page_says_what_to_do_about_every_alarm(tmp_path):
+    by_step = {step: [alarm(kind, 0.5)] for step, kind in enumerate(get_args(Kind))}
+    page = " ".join(html.unescape(text_of([run_with(tmp_path / "run", by_step)], tmp_path / "page.html")).split())
+    for kind in get_args(Kind):
+        assert ADVICE[kind] in page, kind
 
 
 def test_rollbacks_are_told_and_a_damaged_file_is_named(tmp_path):

@@ -1,14 +1,18 @@
 """The page of a diagnosis: complete with all evidence and with none, self-contained, and safe to open."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from foreroute.conformance.diagnosis import Diagnosis, Evidence, Finding, Measures, Severity, TrainerPass
 from foreroute.conformance.doctor import diagnose
 from foreroute.errors import InputError
 from foreroute.report import measure_rows, write_diagnosis
+from foreroute.report.canvas import layer_label, number_layers
+from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec
 from traces import random_trace
 
 
@@ -38,6 +42,23 @@ def test_everything_that_was_measured_is_on_the_page(tmp_path):
     assert [row.name for row in measure_rows(diagnosis.measures)] == re.findall(r'<tr><th scope="row">(.*?)</th>', html)
     assert html.count("data:image/svg+xml;base64,") == 2
     assert not re.search(r"<script|<link|https?://|@import|url\(", html)
+
+
+def test_layers_have_the_numbers_that_the_model_gives_them(tmp_path):
+    spec = RoutingSpec(8, 2, (RoutedLayer(1), RoutedLayer(2), RoutedLayer(4)))
+    engine, own = (replace(random_trace(3, route_seed=seed), spec=spec) for seed in (9, 10))
+    html = write_diagnosis(
+        diagnose(Evidence(engine=engine, native=TrainerPass(own, None))), tmp_path / "page.html"
+    ).read_text()
+    assert re.search(r"Tokens that differ: decoder 1 [\d.]+%, decoder 2 [\d.]+%, decoder 4 [\d.]+%", html)
+    axis = Figure().subplots()
+    axis.plot(range(3))
+    number_layers(axis.xaxis, spec.layers)
+    assert [axis.xaxis.get_major_formatter()(place, None) for place in range(4)] == ["1", "2", "4", ""]
+    assert (layer_label(spec.layers), layer_label(())) == ("decoder layer", "routed layer, counted from 0")
+    mixed = (RoutedLayer(0), RoutedLayer(0, LayerKind.MTP))
+    number_layers(axis.xaxis, mixed)
+    assert [axis.xaxis.get_major_formatter()(place, None) for place in range(2)] == ["decoder 0", "mtp 0"]
 
 
 def test_a_diagnosis_without_evidence_says_what_is_missing(tmp_path):

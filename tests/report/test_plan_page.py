@@ -15,8 +15,9 @@ from foreroute.balance.survey import survey
 from foreroute.errors import InputError
 from foreroute.report import method_rows, plan_summary, write_plan_page
 from foreroute.report.canvas import ticks_above_one, whole_ticks
-from foreroute.report.plan_rows import over_mean, step_seconds
+from foreroute.report.plan_rows import over_mean, step_seconds, step_time
 from foreroute.report.wording import duration
+from foreroute.trace import RoutedLayer
 
 COSTS = CostModel(model=model_preset("qwen3-30b-a3b"), hardware=hardware_preset("h100"))
 
@@ -73,6 +74,28 @@ def test_rows_say_what_records_say():
     assert bound.worst == f"{seen.bound_ML.max():.3f}"
 
 
+def test_the_tile_of_time_names_the_strongest_rival_and_short_times_are_in_milliseconds(tmp_path):
+    plan, seen, records = case()
+    html = write_plan_page(plan, seen, records, {}, tmp_path / "page.html").read_text()
+    rival = records[1]
+    text = text_of(html).replace("\N{NO-BREAK SPACE}", " ")
+    times = [step_time(s).replace("\N{NO-BREAK SPACE}", " ") for s in (seen.after.seconds, seen.before.seconds)]
+    assert all(time.endswith(" ms") for time in times), times
+    with_rival = step_time(rival.seconds).replace("\N{NO-BREAK SPACE}", " ")
+    assert (
+        f"time of the step, modelled {times[0]} {times[1]} without balancing, {with_rival} with {rival.label}" in text
+    )
+
+
+def test_layers_have_the_numbers_that_the_model_gives_them(tmp_path):
+    plan, seen, records = case()
+    layers = (RoutedLayer(3), RoutedLayer(5))
+    named = text_of(write_plan_page(plan, seen, records, {}, tmp_path / "a.html", layers=layers).read_text())
+    assert f"in {layers[seen.most_uneven_layer]}, the most uneven layer" in named
+    counted = text_of(write_plan_page(plan, seen, records, {}, tmp_path / "b.html").read_text())
+    assert f"in routed layer {seen.most_uneven_layer}, counted from 0, the most uneven layer" in counted
+
+
 def test_what_is_missing_is_said(tmp_path):
     plan, seen, records = case(Topology(4, 4, 0, LINKS), known=False)
     html = write_plan_page(plan, seen, records, {}, tmp_path / "page.html").read_text()
@@ -80,6 +103,7 @@ def test_what_is_missing_is_said(tmp_path):
     assert "All ranks are in one node" in html
     assert "The plan has no replicas." in html
     assert html.count('class="absent"') == 2
+    assert "another node" not in " ".join(plan_summary(plan, seen))
     assert "step before by" not in " ".join(plan_summary(plan, seen))
 
 

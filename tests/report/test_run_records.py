@@ -67,7 +67,9 @@ def edit_line(folder, number, text):
 def test_a_damaged_line_in_the_middle_is_refused_with_its_place(tmp_path, text, reason):
     folder = write_run(tmp_path / "a", config(), steps(4))
     edit_line(folder, 2, text)
-    with pytest.raises(RunFolderError, match=rf"metrics\.jsonl, line 2 is damaged: .*{reason}.*delete line 2"):
+    with pytest.raises(
+        RunFolderError, match=rf"metrics\.jsonl, line 2 is damaged: .*{reason}.*remove line 2 and those after it"
+    ):
         read_run(folder)
 
 
@@ -85,12 +87,27 @@ def test_steps_of_another_model_are_refused(tmp_path):
         read_run(write_run(tmp_path / "a", config(), lines))
 
 
-def test_a_resumed_run_counts_each_step_once(tmp_path):
-    again = [step_line(i, seed=9) for i in (2, 3)]
-    run = read_run(write_run(tmp_path / "a", config(), steps(4) + again))
-    assert [step.step for step in run.steps] == [0, 1, 2, 3]
-    assert run.steps[2].reward_mean == again[0]["reward_mean"]
-    assert "resumed at step 2" in run.notes[0]
+@pytest.mark.parametrize("numbers", [(0, 1, 1), (0, 2), (1, 2), (0, 1, 0)])
+def test_lines_are_those_of_the_steps_from_0_on(tmp_path, numbers):
+    folder = write_run(tmp_path / "a", config(), [step_line(step) for step in numbers])
+    with pytest.raises(RunFolderError, match="is damaged: its step is"):
+        read_run(folder)
+
+
+def test_steps_that_came_out_otherwise_are_noted(tmp_path):
+    folder = write_run(tmp_path / "a", config(), steps(4))
+    (folder / "superseded-1").mkdir()
+    assert "is in superseded-1" in read_run(folder).notes[0]
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "rollbacks.json"])
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b"\0" * 40, b'"\\ud800"', b"null", None])
+def test_no_file_of_a_run_ends_in_a_traceback(tmp_path, name, content):
+    folder = write_run(tmp_path / "a", config(), steps(2))
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir() if content is None else (folder / name).write_bytes(content)
+    with pytest.raises(RunFolderError, match=name.replace(".", r"\.")):
+        read_run(folder)
 
 
 def test_missing_things_are_refused_by_name(tmp_path):

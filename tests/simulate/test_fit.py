@@ -1,14 +1,16 @@
 """Fitting finds the rates that made the measurements, and says what cannot be; files of measurements are checked."""
 
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.stats import spearmanr
 
 from foreroute.balance import PlanOptions, plan, save_plan
-from foreroute.errors import ConfigError, PlanError
-from foreroute.simulate.fit import fit, fit_record, predict
+from foreroute.errors import ConfigError, CountsError, PlanError
+from foreroute.simulate.fit import fit, fit_record, predict, rank_correlation
 from foreroute.simulate.measured import Measured, load_measured
 from simulate_cases import small_config
 
@@ -51,6 +53,22 @@ def test_noise_of_five_percent_leaves_rates_near():
     found = fit(steps(config, noise=0.05), config, tuple(RATES))
     assert found.parameters == pytest.approx(RATES, rel=0.3)
     assert found.median_error < 0.08
+
+
+@pytest.mark.parametrize("different", [2, 3, 5, 1000])
+def test_equal_values_share_a_rank_in_the_rank_correlation(different):
+    rng = np.random.default_rng(different)
+    for _ in range(20):
+        a, b = rng.integers(different, size=(2, 12)).astype(np.float64)
+        wanted = spearmanr(a, b).statistic if len(set(a)) > 1 and len(set(b)) > 1 else None
+        assert rank_correlation(a, b) == (wanted if wanted is None else pytest.approx(wanted, abs=1e-12))
+
+
+def test_the_rank_correlation_of_what_does_not_vary_is_not_defined():
+    config, _ = config_and_costs()
+    same = [replace(one, seconds=0.5) for one in steps(config)]
+    assert fit_record(same, config, config.described().costs, ["layer_s"]).rank_correlation is None
+    assert fit_record(same[:1], config, config.described().costs, ["layer_s"]).rank_correlation is None
 
 
 @pytest.mark.parametrize(
@@ -96,7 +114,15 @@ def test_measurements_are_read_from_lines_and_from_arrays(folder, form):
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("{", ConfigError, "neither JSON Lines nor a JSON array"),
+        ("{", ConfigError, "line 1 is not JSON .*; expected JSON Lines or a JSON array"),
+        (line() + "\n{", ConfigError, "line 2 is not JSON"),
+        ("[" * 100_000, ConfigError, "nested too deep"),
+        ("1" * 5000, ConfigError, "line 1 is not JSON"),
+        ("3", ConfigError, "measurement 1 is not valid"),
+        (line(counts="\0"), CountsError, "cannot be opened"),
+        (line(counts="."), CountsError, "is a folder; expected a file"),
+        (line(seconds=10**400), ConfigError, "measurement 1 is not valid: seconds"),
+        ("x" * (1 << 21), ConfigError, "1048576 at most"),
         (line(second=1), ConfigError, "measurement 1 is not valid: second: Extra inputs"),
         (line(seconds=0), ConfigError, "measurement 1 is not valid: seconds: Input should be greater than 0"),
         (line(stage="rollout"), ConfigError, "measurement 1 is not valid: stage"),
@@ -112,3 +138,8 @@ def test_bad_measurements_are_refused_with_their_number(folder, text, error, mes
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"m.jsonl does not exist"):
         load_measured(tmp_path / "m.jsonl", small_config().described().topology)
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    os.mkfifo(tmp_path / "fifo")
+    for name, message in (("bytes", "not text in UTF-8"), ("fifo", "is a FIFO; expected a file"), ("", "is a folder")):
+        with pytest.raises(ConfigError, match=message):
+            load_measured(tmp_path / name, small_config().described().topology)

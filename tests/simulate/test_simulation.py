@@ -136,7 +136,7 @@ def everything():
 def test_no_method_beats_the_bound_and_parts_add_up(everything):
     _, found = everything
     assert len(found.methods) == 14
-    assert 0 < found.bound_s < found.ideal_s
+    assert 0 < found.bound_s < found.forced_balance_s
     for record in found.methods:
         assert 0 < record.share_of_bound <= 1
         for parts, seconds in (
@@ -144,7 +144,7 @@ def test_no_method_beats_the_bound_and_parts_add_up(everything):
             (record.update_parts, record.stages.update),
         ):
             assert sum(parts.values()) - parts["waiting for the plan"] == pytest.approx(seconds)
-        assert record.share_of_ideal == pytest.approx(found.ideal_s / record.training_s)
+        assert record.share_of_forced_balance == pytest.approx(found.forced_balance_s / record.training_s)
         assert record.gpu_hours == pytest.approx(record.step_s * 64 / 3600)
         assert record.gpu_hours_saved == pytest.approx(found["static"].gpu_hours - record.gpu_hours)
         assert record.as_dict()["stages"]["recompute"] == record.stages.recompute

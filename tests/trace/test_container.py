@@ -104,6 +104,80 @@ def test_versions_that_would_change_are_refused():
         random_trace(0).with_weight_version(-2)
 
 
+@pytest.mark.parametrize("version", [1.5, True, "1", None])
+def test_weight_versions_are_whole_numbers(version):
+    with pytest.raises(TraceContentError, match="weight version is"):
+        random_trace(0).with_weight_version(version)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"weight_versions": [[2**32 + 5, 0]]}, "from 5 to|from 0 to 4294967301"),
+        ({"weight_versions": [[1.5, 0]]}, r"weight_versions\[0\] is float64"),
+        ({"weight_versions": [[-2, 0]]}, r"weight_versions\[0\] is int64.*from -2"),
+        ({"valid": [[0.3, 0]]}, r"valid\[0\] is float64.*expected bools"),
+        ({"valid": [[2, 0]]}, "expected bools"),
+        ({"token_ids": [[-1, 2]]}, "token ids, integers .T. from 0"),
+        ({"token_ids": [[[1], [2, 3]]]}, "is no array"),
+        ({"expert_ids": [[[[0, 1]], [[0]]]]}, "is no array"),
+    ],
+)
+def test_rows_that_would_change_are_refused(changed, message):
+    spec = spec_of(num_experts=4, top_k=2, num_layers=1)
+    good = {"token_ids": [[1, 2]], "expert_ids": [[[[0, 1]], [[0, 0]]]], "valid": [[True, False]]}
+    good["weight_versions"] = [[3, 2**40]]  # of an absent row: not looked at
+    assert fr.RoutingTrace.from_rows(spec, **good).weight_versions_N.tolist() == [3, NO_VERSION]
+    with pytest.raises(TraceContentError, match=message):
+        fr.RoutingTrace.from_rows(spec, **{**good, **changed})
+
+
+@pytest.mark.parametrize("lengths", [2.9, True, "1"])
+def test_traces_are_truncated_to_whole_numbers(lengths):
+    trace = random_trace(0)
+    with pytest.raises(TraceContentError, match="expected a whole number for each"):
+        trace.truncated([lengths] * len(trace))
+
+
+def test_facts_of_joined_traces_do_not_grow_with_every_join():
+    x, y = (random_trace(0).with_provenance(engine=name, host="a") for name in "xy")
+    joined = fr.concatenate([x, y])
+    for _ in range(3):
+        joined = fr.concatenate([joined, joined, x])
+    assert joined.provenance == {"engine": "x | y", "host": "a"}
+    many = [random_trace(0).with_provenance(step=str(step)) for step in range(40)]
+    stepwise = many[0]
+    for trace in many[1:]:
+        stepwise = fr.concatenate([stepwise, trace])
+    for once in (stepwise, fr.concatenate(many)):
+        assert once.provenance["step"] == " | ".join([*map(str, range(16)), "…"])
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "layers", "message"),
+    [
+        ("8", 2, 1, "num_experts is '8'"),
+        (8, 2.5, 1, "top_k is 2.5"),
+        (8, True, 1, "top_k is True"),
+        (8, 2, 1025, "1025 layers of 8 experts"),
+        (65_536, 2, 17, "1048576 experts in all"),
+    ],
+)
+def test_models_that_cannot_be_are_refused(experts, top_k, layers, message):
+    with pytest.raises(TraceContentError, match=message):
+        fr.RoutingSpec(experts, top_k, tuple(map(fr.RoutedLayer, range(layers))))
+    for index, kind in ((-1, fr.trace.LayerKind.MTP), (2.5, fr.trace.LayerKind.MTP), (0, "decoder")):
+        with pytest.raises(TraceContentError, match="layer"):
+            fr.RoutedLayer(index, kind)
+
+
+def test_a_model_takes_one_line_however_many_layers_it_has():
+    assert repr(spec_of(num_layers=48)) == "RoutingSpec(test, 48 layers (decoder 0 to decoder 47), top-2 of 8)"
+    assert repr(fr.RoutingSpec(4, 1, (fr.RoutedLayer(3),))) == (
+        "RoutingSpec(model not stated, 1 layers (decoder 3), top-1 of 4)"
+    )
+
+
 def test_counting_needs_whole_micro_steps():
     trace = random_trace(0)
     for wrong in (np.full(len(trace), 0.5), np.full(len(trace), -1), np.zeros(len(trace) + 1, int)):

@@ -1,8 +1,11 @@
 """Traces on disk: round trips, and every way a file can be wrong."""
 
 import json
+import os
 import resource
 import struct
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -92,12 +95,19 @@ def test_impossible_routes_and_unknown_codecs_are_not_written(tmp_path):
 def test_parts_that_are_not_there_are_refused(tmp_path):
     trace = random_trace(0)
     path = fr.save(trace, tmp_path / "t")
-    with pytest.raises(TraceContentError, match="asked of a file of"):
+    with pytest.raises(TraceContentError, match="was selected from"):
         fr.load(path, sequences=[len(trace)])
     with pytest.raises(SpecMismatchError, match="decoder 7 is not among"):
         fr.load(path, layers=[fr.RoutedLayer(7)])
     with pytest.raises(TraceContentError, match="layer table is empty"):
         fr.load(path, layers=[])
+
+
+@pytest.mark.parametrize("sequences", [[False, False, True], [0.9, 1.7], ["0"], [None], [[0], [0, 1]]])
+def test_masks_and_fractions_select_no_sequences(tmp_path, sequences):
+    path = fr.save(fr.trace.synthetic_trace(spec_of(), [3, 4, 5], seed=0), tmp_path / "t")
+    with pytest.raises(TraceContentError, match="sequences is"):
+        fr.load(path, sequences=sequences)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -145,12 +155,54 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
     try:
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(TraceFileError, match=r"cannot be written \(File too large\)"):
             fr.save(random_trace(1), path, overwrite=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert fr.load(path).equals(random_trace(0))
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
+
+
+def test_what_the_system_refuses_is_one_error_that_says_what_it_was(tmp_path):
+    trace, path = random_trace(0), fr.save(random_trace(0), tmp_path / "t")
+    with pytest.raises(TraceFileError, match=r"t/below cannot be written \(Not a directory\)"):
+        fr.save(trace, path / "below")
+    with pytest.raises(TraceFileError, match="File name too long"):
+        fr.save(trace, tmp_path / ("x" * 300))
+    for special in (tmp_path, tmp_path / "fifo"):
+        if special.name == "fifo":
+            os.mkfifo(special)
+        with pytest.raises(TraceFileError, match=r"no regular file|already exists"):
+            fr.save(trace, special, overwrite=special.name == "fifo")
+        with pytest.raises(TraceFileError, match="expected a file"):
+            fr.load(special)
+    assert fr.load(path).equals(trace)
+
+
+CUTTER = """
+import os, sys
+import foreroute as fr
+from foreroute.trace import reading
+sealed = reading.seal_rows
+
+def cut_meanwhile(*rows):
+    os.truncate(sys.argv[1], 4096)
+    return sealed(*rows)
+
+reading.seal_rows = cut_meanwhile
+try:
+    fr.load(sys.argv[1])
+except fr.errors.TraceFileError as error:
+    print(error)
+"""
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_no_signal(tmp_path):
+    path = fr.save(fr.trace.synthetic_trace(spec_of(), [2000] * 4, seed=0), tmp_path / "t")
+    command = [sys.executable, "-c", CUTTER, path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "was cut while it was read" in done.stdout
 
 
 def test_every_truncation_is_refused(tmp_path):
@@ -240,5 +292,5 @@ def test_missing_and_foreign_files_are_refused(tmp_path):
     with pytest.raises(TraceFileError, match="does not exist"):
         fr.load(tmp_path / "nothing")
     (tmp_path / "text").write_text("this is no trace at all")
-    with pytest.raises(TraceFileError, match="not a readable trace"):
+    with pytest.raises(TraceFileError, match="not a whole safetensors file"):
         fr.load(tmp_path / "text")

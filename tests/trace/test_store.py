@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import numpy as np
 import pytest
 
+import foreroute as fr
 from foreroute.errors import TraceFileError
 from foreroute.trace import TraceStore
 from traces import mixed_trace, random_trace
@@ -50,6 +52,31 @@ def test_nothing_stored_is_replaced(tmp_path):
     assert store.load(5).equals(random_trace(1))
 
 
+def test_names_that_a_terminal_would_obey_are_escaped(tmp_path):
+    (tmp_path / "\x1b[31mred").touch()
+    with pytest.warns(UserWarning, match=r"complete trace: \\x1b\[31mred"):
+        TraceStore(tmp_path)
+
+
+def test_the_traces_of_a_run_are_a_store(tmp_path):
+    for step in (0, 20, 1_234_567):
+        fr.save(random_trace(step), tmp_path / "traces" / f"step-{step:06d}.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store = TraceStore(tmp_path / "traces")
+    assert store.steps == [0, 20, 1_234_567]
+    assert not store.leftovers
+    assert store.append(random_trace(1), step=21).name == "step-000021.safetensors"
+
+
+@pytest.mark.parametrize("step", [1.0, True, "3", None, -1])
+def test_steps_are_whole_numbers(tmp_path, step):
+    for use in (lambda store: store.append(random_trace(0), step=step), lambda store: store.load(step)):
+        with pytest.raises(TraceFileError, match="steps count from 0"):
+            use(TraceStore(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
 def test_missing_steps_and_files_in_the_place_of_a_folder_are_refused(tmp_path):
     store = TraceStore(tmp_path / "traces")
     with pytest.raises(TraceFileError, match="no step 2; it has none"):
@@ -65,7 +92,7 @@ def test_a_torn_shard_is_named_and_hides_no_other(tmp_path):
         store.append(random_trace(step), step=step)
     torn = store.path(1)
     torn.write_bytes(torn.read_bytes()[:-20])
-    with pytest.raises(TraceFileError, match="step-00000001"):
+    with pytest.raises(TraceFileError, match="step-000001"):
         list(store)
     assert list(store.damaged()) == [torn]
     assert store.load(2).equals(random_trace(2))
@@ -74,10 +101,11 @@ def test_a_torn_shard_is_named_and_hides_no_other(tmp_path):
 def test_foreign_files_are_named(tmp_path):
     store = TraceStore(tmp_path)
     store.append(random_trace(0), step=0)
-    (tmp_path / ".step-00000001.safetensors.abc").write_bytes(b"half")
-    with pytest.warns(UserWarning, match=r"\.step-00000001\.safetensors\.abc"):
+    (tmp_path / ".step-000001.safetensors.abc").write_bytes(b"half")
+    (tmp_path / "step-0000002.safetensors").write_bytes(b"a second name for step 2")
+    with pytest.warns(UserWarning, match=r"\.step-000001\.safetensors\.abc"):
         reopened = TraceStore(tmp_path)
-    assert [path.name for path in reopened.leftovers] == [".step-00000001.safetensors.abc"]
+    assert [path.name for path in reopened.leftovers] == [".step-000001.safetensors.abc", "step-0000002.safetensors"]
     assert reopened.steps == [0]
 
 

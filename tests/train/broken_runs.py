@@ -8,13 +8,12 @@ from dataclasses import replace
 from unittest import mock
 
 import numpy as np
-import torch
 
 from faults import FaultyPeers
 from foreroute.adapters import hf
 from foreroute.balance import Topology
 from foreroute.errors import DivergedError, EngineError
-from foreroute.train import loop, spread
+from foreroute.train import checkpoint, load_checkpoint, loop, spread
 from foreroute.train.engines import make_engine
 from foreroute.train.loop import make_trainer
 from foreroute.train.model import make_policy
@@ -65,7 +64,7 @@ def state_after(rank, config, checkpoint, skipped_steps, count):
         with closing(make_execution(config, policy, ranks)) as execution:
             trainer = make_trainer(config, task, policy, execution, engine)
             trainer.skipped_steps = skipped_steps
-            trainer.restore(checkpoint)
+            trainer.restore(load_checkpoint(checkpoint))
             return steps_of(trainer, count).state
 
 
@@ -112,7 +111,7 @@ def _full_memory(rank):
 
 @contextmanager
 def _full_disk(rank):
-    with mock.patch.object(torch, "save", _raising(RuntimeError("PytorchStreamWriter failed writing file"))):
+    with mock.patch.object(checkpoint, "_write", _raising(OSError(errno.ENOSPC, "No space left on device"))):
         yield
 
 

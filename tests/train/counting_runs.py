@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.train import load_checkpoint, run
+from foreroute.capture import Generation
+from foreroute.train import run
 from foreroute.train.ranks import Ranks
 from small_runs import small_config
 from traces import random_trace
 
 TRACE = random_trace(0)
+GENERATION = Generation(TRACE, np.ones(len(TRACE), np.int64), np.zeros(TRACE.num_rows - len(TRACE), np.float32))
 
 
 class CountingTrainer:
@@ -35,7 +37,7 @@ class CountingTrainer:
             "learned": float(self.learned.sum()),
         }
         self.step += 1
-        return SimpleNamespace(generation=SimpleNamespace(trace=TRACE)), record
+        return SimpleNamespace(generation=GENERATION), record
 
     def weights_for_engine(self):
         return {}
@@ -46,8 +48,7 @@ class CountingTrainer:
     def state(self):
         return {"model": {"learned": self.learned}}
 
-    def restore(self, checkpoint):
-        state = load_checkpoint(checkpoint)
+    def restore(self, state, name):
         self.step, self.learned = state["step"], state["model"]["learned"]
 
 

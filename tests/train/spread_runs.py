@@ -52,4 +52,4 @@ def rolled(self, optimizer, state, *, gather, right=Spread._converted):
 
 
 def path_of(folder, step):
-    return folder / "checkpoints" / f"step-{step:06d}.pt"
+    return folder / "checkpoints" / f"step-{step:06d}.safetensors"

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from foreroute.capture import Generation
 from foreroute.experts import PlacedModel
-from foreroute.train import rollout
+from foreroute.train import load_checkpoint, rollout
 from foreroute.train.engines import make_engine
 from foreroute.train.loop import make_trainer
 from foreroute.train.model import make_policy
@@ -43,7 +43,7 @@ def spread_steps(rank, config, count, checkpoint=None):
     """On every rank, from a checkpoint or from the beginning."""
     with precise_trainer(config) as trainer:
         if checkpoint is not None:
-            trainer.restore(checkpoint)
+            trainer.restore(load_checkpoint(checkpoint))
         return steps_of(trainer, count)
 
 

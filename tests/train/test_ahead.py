@@ -1,15 +1,14 @@
 """Rollouts sampled ahead: whose weights they are of, that it repeats, and what is too old."""
 
-import io
 from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
-import torch
 
 from foreroute.errors import ConfigError, DivergedError, RunFolderError, StaleTraceError
 from foreroute.trace import NO_VERSION
 from foreroute.train import Watcher, load_checkpoint, loop, train
+from foreroute.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from foreroute.train.evaluate import evaluate, evaluation_record
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollback import read_rollbacks
@@ -90,17 +89,17 @@ def test_a_run_with_rollouts_waiting_is_resumed_to_the_bit(tmp_path):
     assert list(last["rollouts"]) == [4, 5]
     assert same_state(load_checkpoint(resumed.last_checkpoint()), last)
     del last["rollouts"]
-    torch.save(last, whole.last_checkpoint())
+    checkpoint = read_checkpoint(whole.last_checkpoint())
+    write_checkpoint(whole.last_checkpoint(), replace(checkpoint, state=last))
     with pytest.raises(RunFolderError, match="does not fit this model and optimizer: 'rollouts'"):
         train(config.model_copy(update={"rl": config.rl.model_copy(update={"steps": 5})}), whole.path, resume=True)
 
 
-def test_a_rollout_is_stored_whole():
+def test_a_rollout_is_stored_whole(tmp_path):
     trainer = trainer_of(small_config(rl={"routing": "R3+weights"}))
-    experience, file = with_a_tool_and_a_failure(trainer._roll_out()), io.BytesIO()
-    torch.save(stored(experience), file)
-    file.seek(0)
-    again = restored(torch.load(file, weights_only=True), trainer.policy.spec)
+    experience, path = with_a_tool_and_a_failure(trainer._roll_out()), tmp_path / "state"
+    write_checkpoint(path, Checkpoint({"step": 0, "model": {}, "rollout": stored(experience)}, "", ""))
+    again = restored(load_checkpoint(path)["rollout"], trainer.policy.spec)
     assert again.generation.trace.equals(experience.generation.trace)
     assert again.generation.trace.gate_weights_NLK is not None
     assert same_fields(again, experience) > 15

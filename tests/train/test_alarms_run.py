@@ -9,6 +9,7 @@ import pytest
 
 import foreroute as fr
 from counting_runs import counting, counting_config
+from foreroute.capture import load_generation
 from foreroute.errors import CollapseError, ConfigError
 from foreroute.train import RunFolder, Watcher, load_checkpoint, loop, train
 from foreroute.train.rollback import read_rollbacks
@@ -73,7 +74,7 @@ def test_warn_says_so_and_goes_on(runs):
 
 @pytest.mark.usefixtures("_poisoned")
 def test_stop_ends_the_run_with_one_error_and_it_can_be_taken_up_again(tmp_path, runs):
-    with pytest.raises(CollapseError, match=r"step 7: reward has collapsed.*since step 5.*step-000006\.pt"):
+    with pytest.raises(CollapseError, match=r"step 7: reward has collapsed.*since step 5.*step-000006\.safetensors"):
         train(alarmed(action="stop"), tmp_path / "run")
     assert [record["step"] for record in records(tmp_path / "run")] == list(range(8))
     resumed = train(alarmed(action="warn"), tmp_path / "run", resume=True)
@@ -94,7 +95,7 @@ def test_rollback_goes_back_to_before_the_trouble_and_on_with_replay_and_other_d
     assert all(record["alarms"] == [] for record in new)
     aside = back.path / "rolled-back-1"
     assert records(aside) == records(warned.path)[4:8]
-    assert [path.name for path in (aside / "checkpoints").iterdir()] == ["step-000006.pt"]
+    assert [path.name for path in (aside / "checkpoints").iterdir()] == ["step-000006.safetensors"]
     assert {path.name for path in (aside / "traces").iterdir()} == {
         "step-000004.safetensors",
         "step-000006.safetensors",
@@ -106,7 +107,7 @@ def test_after_a_rollback_a_run_is_one_with_replay_from_that_checkpoint_on_later
     monkeypatch.setattr(loop, "roll_out", poisoned)
     config = alarmed(action="rollback")
     trainer = trainer_of(config.model_copy(update={"rl": config.rl.model_copy(update={"routing": "R3"})}))
-    trainer.restore(back.path / "checkpoints" / "step-000004.pt")
+    trainer.restore(load_checkpoint(back.path / "checkpoints" / "step-000004.safetensors"))
     trainer.skipped_steps = 4
     experiences = [trainer.run_step()[0] for _ in range(5)]
     assert same_state(load_checkpoint(back.last_checkpoint()), {"step": 9, **trainer.state()})
@@ -119,6 +120,8 @@ def test_after_a_rollback_a_run_is_one_with_replay_from_that_checkpoint_on_later
         assert np.array_equal(got.trace.tokens(s)[:length], expected.trace.tokens(s)[:length])
     kept = fr.load(back.path / "traces" / "step-000004.safetensors")
     assert kept.equals(got.trace)
+    rollout = load_generation(back.path / "rollouts" / "step-000004.safetensors")
+    assert np.array_equal(rollout.logprobs_R, got.logprobs_R)
 
 
 @pytest.mark.usefixtures("_poisoned")
@@ -141,7 +144,7 @@ def test_a_run_goes_back_only_so_often(tmp_path):
         train(config, tmp_path / "run", watcher=Watcher(on_rollback=told.append))
     assert [(each.at_step, each.to_step) for each in told] == [(7, 4)]
     assert read_rollbacks(RunFolder(tmp_path / "run")) == told
-    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000004.pt")["step"] == 4
+    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000004.safetensors")["step"] == 4
 
 
 def test_a_checkpoint_of_the_step_that_trouble_began_with_is_no_good_one(tmp_path):
@@ -162,7 +165,7 @@ def test_a_run_that_diverges_goes_back_too(tmp_path):
     with pytest.raises(CollapseError, match=r"logits are not finite.*rolled back once already"):
         train(config, tmp_path / "run", watcher=Watcher(on_rollback=told.append))
     assert [(each.to_step, each.because.count("not finite")) for each in told] == [(0, 1)]
-    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000000.pt")["step"] == 0
+    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000000.safetensors")["step"] == 0
 
 
 def test_an_action_without_alarms_is_refused():

@@ -1,7 +1,10 @@
 """Runs on a model, a tokenizer and a data set of one's own, from folders that transformers wrote."""
 
 import json
+import os
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from foreroute.adapters import hf
 from foreroute.errors import ConfigError, DatasetError, FunctionError, RunFolderError
 from foreroute.report import read_runs
 from foreroute.report.page import _reading_notes
@@ -81,17 +85,29 @@ def test_a_run_goes_on_where_it_was_and_ends_with_a_model_for_transformers(home,
     (note,) = [note for note in _reading_notes(read_runs([whole.path])) if "no reward" in note]
     assert f"{sum(record['reward_failures'] for record in records(whole.path))} responses" in note
     assert ["evaluation" in record for record in records(whole.path)] == [True, False, True, False]
-    assert records(whole.path)[2]["evaluation"] == greedy_by_hand(config, whole.path / "checkpoints" / "step-000002.pt")
+    assert records(whole.path)[2]["evaluation"] == greedy_by_hand(
+        config, whole.path / "checkpoints" / "step-000002.safetensors"
+    )
 
     def weights_at(step):
-        return load_checkpoint(resumed.path / "checkpoints" / f"step-{step:06d}.pt")["model"]
+        return load_checkpoint(resumed.path / "checkpoints" / f"step-{step:06d}.safetensors")["model"]
 
-    given = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32).state_dict()
+    def weights_of(folder):
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        ).state_dict()
+
+    given = weights_of(home / "model")
     assert all(torch.equal(given[name], value) for name, value in weights_at(0).items()), "no warm start"
-    written = AutoModelForCausalLM.from_pretrained(resumed.path / "model", dtype=torch.float32).state_dict()
+    written = weights_of(resumed.path / "model")
     assert all(torch.equal(written[name], value) for name, value in weights_at(4).items())
     assert any(not torch.equal(given[name], value) for name, value in written.items())
-    assert AutoTokenizer.from_pretrained(resumed.path / "model")("1+2=")["input_ids"] == [5, 14, 6, 17]
+    assert AutoTokenizer.from_pretrained(resumed.path / "model", trust_remote_code=False)("1+2=")["input_ids"] == [
+        5,
+        14,
+        6,
+        17,
+    ]
 
 
 def test_a_run_does_not_go_on_with_other_data(copied, tmp_path):
@@ -99,7 +115,7 @@ def test_a_run_does_not_go_on_with_other_data(copied, tmp_path):
     (copied / "data.jsonl").write_text('{"prompt": "1+2=", "answer": 3}\n')
     with pytest.raises(RunFolderError, match="was started with other data"):
         train(config_of(copied, rl={"steps": 2}), run.path, resume=True)
-    assert run.last_checkpoint().name == "step-000001.pt"
+    assert run.last_checkpoint().name == "step-000001.safetensors"
 
 
 def greedy_by_hand(config, checkpoint):
@@ -131,7 +147,7 @@ def test_where_nothing_is_rewarded_the_run_ends_and_can_go_on(home, tmp_path):
     config = config_of(home, task={"reward": f"{home / 'mine.py'}:never"})
     with pytest.raises(FunctionError, match=r"none of 16 responses got a reward\. The first: .*never' returned None"):
         train(config, tmp_path / "run")
-    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000000.pt")["step"] == 0
+    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000000.safetensors")["step"] == 0
 
 
 def test_every_epoch_has_every_row_once_in_an_order_of_its_own(home):
@@ -196,7 +212,7 @@ def test_a_new_model_gets_the_vocabulary_of_its_tokenizer(home, tmp_path):
     model = {"path": None, "tokenizer": str(home / "model"), "sizes": {**SIZES, "initializer_range": 0.02}}
     warm = {"max_steps": 3, "batch_size": 8}
     run = train(config_of(home, model=model, rl={"steps": 1}, warm_start=warm), tmp_path / "run")
-    assert AutoModelForCausalLM.from_pretrained(run.path / "model").config.vocab_size == 51
+    assert hf.load_pretrained(run.path / "model", experts_implementation="eager").config.vocab_size == 51
 
 
 @pytest.fixture
@@ -252,6 +268,57 @@ def test_tokenizers_that_are_of_no_use_are_refused(copied):
 
 
 @pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (r'{"prompt": "\ud800", "answer": 1}', ".*is half a character"),
+        ('{"prompt": "größer?", "answer": 1}', r"the tokenizer in .* makes no tokens of 'größer\?' \(.*[Ww]ordLevel"),
+        ('{"messages": [{"role": "user", "content": "ß"}], "answer": 1}', ".*makes no tokens of '<user>ß<bot>'"),
+    ],
+)
+def test_text_that_a_tokenizer_cannot_read_is_named_with_its_line(home, tmp_path, row, message):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+2=", "answer": 3}\n' + row + "\n")
+    with pytest.raises(DatasetError, match=rf"data\.jsonl, line 2: {message}"):
+        make_task(config_of(home, task={"data": str(tmp_path / "data.jsonl")}))
+
+
+def test_answers_that_cannot_be_taught_are_named_with_their_line(home, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+2=", "answer": "drei ß"}\n')
+    data = {"data": str(tmp_path / "data.jsonl")}
+    with pytest.raises(DatasetError, match=r"data\.jsonl, line 1: the tokenizer in .* makes no tokens of 'drei ß'"):
+        make_task(config_of(home, task=data, warm_start={"max_steps": 1})).lessons(1, np.random.default_rng(0))
+
+
+def test_what_an_environment_says_in_other_characters_is_its_failure(home, tmp_path):
+    (tmp_path / "tool.py").write_text("def says(prompt, response, row):\n    return row['says']\n")
+    tool = {"environment": f"{tmp_path / 'tool.py'}:says", "max_turns": 2, "max_tool_tokens": 8}
+    task = make_task(config_of(home, task=tool))
+    (problem,) = task.problems(1, 0, 0, np.random.default_rng(0))
+    for text in ("ß", "\ud800"):
+        with pytest.raises(FunctionError, match=r"returned text: the tokenizer in .* makes no tokens of"):
+            task.follow(replace(problem, row={"says": text}), "1")
+    assert task.follow(replace(problem, row={"says": "12"}), "1").tolist() == [5, 6]
+    task.close()
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "FIFO", "device"])
+def test_data_that_is_no_file_is_named_and_not_waited_for(home, tmp_path, kind):
+    path = {"device": Path("/dev/zero")}.get(kind, tmp_path / kind)
+    {"folder": Path.mkdir, "FIFO": os.mkfifo}.get(kind, str)(path)
+    with pytest.raises(DatasetError, match=rf"{path} (does not exist|is a {kind}; expected a file)"):
+        make_task(config_of(home, task={"data": str(path)}))
+
+
+def test_a_pattern_that_looks_for_too_long_costs_a_response_its_reward(home):
+    pattern = {"reward": "regex", "pattern": "(a+)+$", "function_timeout_s": 0.5}
+    task = make_task(config_of(home, task=pattern))
+    (problem,) = task.problems(1, 0, 0, np.random.default_rng(0))
+    with pytest.raises(FunctionError, match=r"task\.pattern = .* took more than 0\.5 s and was ended"):
+        task.reward(problem, "a" * 40 + "b")
+    assert task.reward(replace(problem, row={"answer": "aa"}), "aa") == 1.0
+    task.close()
+
+
+@pytest.mark.parametrize(
     ("sections", "message"),
     [
         ({"task": {"kind": "chain", "data": None, "reward": None}}, "max_prompt_tokens.* change nothing with kind"),
@@ -261,7 +328,10 @@ def test_tokenizers_that_are_of_no_use_are_refused(copied):
         ({"task": {"reward": "regex"}}, 'reward = "regex" needs it'),
         ({"model": {"path": None}}, "needs a tokenizer; set model.path"),
         ({"model": {"sizes": {"hidden_size": 3}}}, "leave family and sizes out"),
-        ({"task": {"function_timeout_s": 1.0}}, "function_timeout_s changes nothing without a function of your own"),
+        (
+            {"task": {"function_timeout_s": 1.0}},
+            "function_timeout_s changes nothing without a function of your own or a pat",
+        ),
         ({"warm_start": {"batch_size": 4}}, "batch_size changes nothing with max_steps = 0, the default"),
         ({"rl": {"micro_step_tokens": 12}}, "cannot hold a sequence of up to 13 tokens"),
         ({"evaluation": {"every": 2}}, "evaluation.data goes with task.kind"),

@@ -27,7 +27,7 @@ def run(tmp_path_factory):
 
 
 def test_adapters_alone_are_trained(run):
-    first, last = (load_checkpoint(run.path / "checkpoints" / f"step-00000{n}.pt")["model"] for n in (0, 2))
+    first, last = (load_checkpoint(run.path / "checkpoints" / f"step-00000{n}.safetensors")["model"] for n in (0, 2))
     moved = {name for name in first if not torch.equal(first[name], last[name])}
     adapters = {name for name in first if ".lora_" in name}
     assert len(adapters) == 2 * 2 * 4, "A and B of four layers in two blocks"
@@ -51,7 +51,7 @@ def test_a_run_is_resumed_to_the_bit_and_trains_routers_on_request(run, tmp_path
     assert records(resumed.path) == records(whole.path)
     last = load_checkpoint(whole.last_checkpoint())
     assert same_state(load_checkpoint(resumed.last_checkpoint()), last)
-    first = load_checkpoint(whole.path / "checkpoints" / "step-000000.pt")["model"]
+    first = load_checkpoint(whole.path / "checkpoints" / "step-000000.safetensors")["model"]
     moved = {name for name in first if not torch.equal(first[name], last["model"][name])}
     assert {name for name in moved if ".lora_" not in name} == {f"model.layers.{n}.mlp.gate.weight" for n in (0, 1)}
 

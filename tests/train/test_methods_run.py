@@ -158,7 +158,7 @@ def test_a_run_with_a_reference_resumes_bit_for_bit(tmp_path):
         whole = train(config_of(3), tmp_path / "whole")
         shutil.copytree(whole.path, tmp_path / "cut")
         for step in (2, 3):
-            (tmp_path / "cut" / "checkpoints" / f"step-00000{step}.pt").unlink()
+            (tmp_path / "cut" / "checkpoints" / f"step-00000{step}.safetensors").unlink()
         resumed = train(config_of(3), tmp_path / "cut", resume=True)
         assert records(resumed.path) == records(whole.path)
         ends = [load_checkpoint(run.last_checkpoint())["model"] for run in (whole, resumed)]
@@ -166,7 +166,7 @@ def test_a_run_with_a_reference_resumes_bit_for_bit(tmp_path):
         kl = [record["kl"] for record in records(whole.path)]
         assert kl[0] < 1e-9
         assert min(kl[1:]) > 1e-7
-        (resumed.path / "checkpoints" / "step-000000.pt").unlink()
+        (resumed.path / "checkpoints" / "step-000000.safetensors").unlink()
         with pytest.raises(RunFolderError, match="needs the weights that the run began with"):
             train(config_of(4), tmp_path / "cut", resume=True)
 
@@ -233,7 +233,7 @@ def test_all_ranks_are_dealt_from_the_same_rounds(monkeypatch):
 
 def test_what_cannot_be_run_is_refused():
     with pytest.raises(ConfigError, match=r'"R3\+weights" needs rollout.engine = "embedded"'):
-        small_config(rl={"routing": "R3+weights"}, rollout={"engine": "vllm"})
+        small_config(rl={"routing": "R3+weights"}, rollout={"engine": "vllm", "vllm": {"python": "python"}})
     with pytest.raises(ConfigError, match=r"rl\.correction\.heigh: unknown key; did you mean high"):
         small_config(rl={"correction": {"kind": "tis", "heigh": 2.0}})
 

@@ -1,5 +1,6 @@
 """The parts of the trainer, by hand and by brute force."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,11 +8,13 @@ import pytest
 import torch
 
 from foreroute.layout import by_token_budget
+from foreroute.train import loop
 from foreroute.train.config import RLConfig
 from foreroute.train.forward import inputs, pad, response_logprobs, sampled_logprobs
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
 from foreroute.train.schedule import make_schedule
+from foreroute.train.spread import Spread, _Planned
 from foreroute.train.tasks.chain import VOCABULARY, ChainTask, decode, encode, right_share, sample_problems
 from small_runs import small_config, trainer_of
 
@@ -108,3 +111,31 @@ def test_little_of_a_micro_step_is_padding():
     assert np.array_equal(schedule.recompute.in_order(values, lengths), lengths.repeat(lengths))
     taken = np.concatenate(schedule.recompute.micro_steps)
     assert np.array_equal(taken[schedule.recompute.restore_S], np.arange(64))
+
+
+def test_a_stage_that_fails_is_timed_and_its_records_are_not_those_of_the_next(monkeypatch):
+    trainer = trainer_of(small_config())
+
+    def fails(*_, **__):
+        raise ArithmeticError
+
+    monkeypatch.setattr(loop, "update", fails)
+    with pytest.raises(ArithmeticError):
+        trainer.run_step()
+    assert trainer.seconds.keys() >= {"rollout", "recompute", "update"}
+
+    plan = Future()
+    plan.set_result((None, 0.5))
+    counts_MLGE = np.zeros((1, 1, 2, 2), np.int32)
+    engine = SimpleNamespace(records=["of the stage that fails"])
+    engine.take_records = lambda: [engine.records.pop() for _ in list(engine.records)]
+    spread = object.__new__(Spread)
+    spread._engine, spread._published, spread._now, spread._loads = engine, True, None, []
+    spread._placed = SimpleNamespace(begin_step=lambda *_, **__: None)
+    spread._planned = {"update 0": _Planned(counts_MLGE, 0, plan)}
+    with pytest.raises(ArithmeticError), spread.running(SimpleNamespace(name="update 0")):
+        fails()
+    assert (spread._now, spread._loads, engine.records) == (None, [], [])
+    # a stage without a plan is not taken for one that executes the plan of the last
+    with spread.running(SimpleNamespace(name="update 1")), spread.micro_step(0, None):
+        pass

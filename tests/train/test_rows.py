@@ -3,21 +3,20 @@
 import pytest
 
 from foreroute.errors import DatasetError
-from foreroute.train.tasks.rows import read_rows
+from foreroute.train.tasks.rows import parse_rows
 
 
-def written(tmp_path, *lines, end="\n"):
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + end.encode())
-    return path
+def parsed(*lines, end="\n"):
+    content = b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + end.encode()
+    return parse_rows(content, "data.jsonl")
 
 
-def test_rows_keep_what_they_have(tmp_path):
+def test_rows_keep_what_they_have():
     lines = [
         '{"prompt": "3*4?", "answer": 12, "level": {"hard": true}}',
         '{"messages": [{"role": "user", "content": "größer?"}], "answer": "ja"}',
     ]
-    one, two = read_rows(written(tmp_path, *lines, end=""))
+    one, two = parsed(*lines, end="")
     assert one.values == {"prompt": "3*4?", "answer": "12", "level": {"hard": True}}
     assert two.values == {"messages": [{"role": "user", "content": "größer?"}], "answer": "ja"}
     assert two.where.endswith("data.jsonl, line 2")
@@ -48,15 +47,24 @@ GOOD = '{"prompt": "3*4?"}'
         ('{"prompt": "a", "x": NaN}', "NaN is no JSON number"),
         (b'{"prompt": "\xff"}', "is not JSON .*utf-8"),
         ("[" * 100000, "is not JSON"),
+        ('{"prompt": "a", "x": ' + "9" * 5000 + "}", "is not JSON"),
+        (r'{"prompt": "a\ud800"}', r"'\\ud800' is half a character"),
+        (r'{"messages": [{"role": "user", "content": "\udfff"}]}', "is half a character"),
+        (r'{"prompt": "a", "x": {"\ud800": 1}}', "is half a character"),
+        (r'{"prompt": "a", "answer": "\uD83D"}', "is half a character"),
+        ('{"prompt": "a", "answer": 1e999}', "beyond the range of floats"),
     ],
 )
-def test_a_wrong_line_is_named(tmp_path, line, message):
+def test_a_wrong_line_is_named(line, message):
     with pytest.raises(DatasetError, match=rf"data\.jsonl, line 2: .*{message}"):
-        read_rows(written(tmp_path, GOOD, line, GOOD))
+        parsed(GOOD, line, GOOD)
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path):
-    with pytest.raises(DatasetError, match=r"none\.jsonl cannot be read \(No such file"):
-        read_rows(tmp_path / "none.jsonl")
-    with pytest.raises(DatasetError, match="is empty"):
-        read_rows(written(tmp_path, end=""))
+def test_an_empty_file_is_named():
+    with pytest.raises(DatasetError, match=r"data\.jsonl is empty"):
+        parsed(end="")
+
+
+def test_a_character_of_two_escapes_is_whole():
+    (row,) = parsed(r'{"prompt": "\ud83d\ude00", "answer": "\u00e9"}')
+    assert row.values == {"prompt": "\U0001f600", "answer": "é"}

@@ -11,6 +11,7 @@ import torch
 import foreroute as fr
 from foreroute.errors import ConfigError, DivergedError, RunFolderError, StaleTraceError
 from foreroute.train import RunFolder, Watcher, load_checkpoint, load_config, parse_config, train
+from foreroute.train.checkpoint import read_checkpoint, write_checkpoint
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
 from foreroute.train.schedule import make_schedule
@@ -56,9 +57,9 @@ def same_run(one, other):
 
 def test_a_killed_run_resumes_from_its_last_checkpoint(whole, copied):
     """Metrics beyond the checkpoint, a torn line and a half-written checkpoint are left by a kill."""
-    for name in ("step-000004.pt", "step-000005.pt"):
+    for name in ("step-000004.safetensors", "step-000005.safetensors"):
         (copied.path / "checkpoints" / name).unlink()
-    (copied.path / "checkpoints" / ".step-000004.pt.x1").write_bytes(b"half")
+    (copied.path / "checkpoints" / ".step-000004.safetensors.x1").write_bytes(b"half")
     lines = (copied.path / "metrics.jsonl").read_text().splitlines()
     (copied.path / "metrics.jsonl").write_text("\n".join(lines[:4]) + '\n{"step": 4, "rew')
     same_run(train(small_config(), copied.path, resume=True), whole)
@@ -99,7 +100,7 @@ def test_what_a_step_records(whole):
 def test_measuring_changes_nothing(whole, tmp_path):
     """The metrics of `whole` are measured at every step."""
     seldom = train(small_config(measure={"compare_every": 4}, rl={"steps": 2}), tmp_path / "seldom")
-    often = load_checkpoint(whole.path / "checkpoints" / "step-000002.pt")
+    often = load_checkpoint(whole.path / "checkpoints" / "step-000002.safetensors")
     assert same_state(load_checkpoint(seldom.last_checkpoint()), often)
     assert ["native" in record["mismatch"] for record in records(seldom.path)] == [True, False]
 
@@ -121,13 +122,13 @@ def test_routes_of_another_step_are_refused(tmp_path):
 
 
 def test_a_warm_start_is_shared(whole, tmp_path):
-    checkpoint = whole.path / "checkpoints" / "step-000000.pt"
+    checkpoint = whole.path / "checkpoints" / "step-000000.safetensors"
 
     def from_checkpoint(path, **sections):
         return parse_config({**small_values(**sections), "warm_start": {"checkpoint": str(path)}}, source="test")
 
     run = train(from_checkpoint(checkpoint, rl={"steps": 1, "routing": "none"}), tmp_path / "second")
-    start = load_checkpoint(run.path / "checkpoints" / "step-000000.pt")["model"]
+    start = load_checkpoint(run.path / "checkpoints" / "step-000000.safetensors")["model"]
     assert same_state(start, load_checkpoint(checkpoint)["model"])
     wrong = from_checkpoint(checkpoint, model={"sizes": {**SIZES, "hidden_size": 16}})
     with pytest.raises(RunFolderError, match="does not fit this model"):
@@ -153,7 +154,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_works(whole, copied):
     written = last.read_bytes()
     for damaged in (written[: len(written) // 2], b"", b"x" * 100):
         last.write_bytes(damaged)
-        with pytest.raises(RunFolderError, match=r"step-000005\.pt cannot be read"):
+        with pytest.raises(
+            RunFolderError, match=r"step-000005\.safetensors cannot be read .*remove it to use the one before"
+        ):
             train(small_config(rl={"steps": 6}), copied.path, resume=True)
     last.unlink()
     train(small_config(rl={"steps": 6}), copied.path, resume=True)
@@ -166,7 +169,7 @@ def test_a_checkpoint_executes_nothing(tmp_path):
         def __reduce__(self):
             return (print, ("executed",))
 
-    path = tmp_path / "step-000000.pt"
+    path = tmp_path / "step-000000.safetensors"
     torch.save({"step": 0, "model": Trap()}, path)
     with pytest.raises(RunFolderError, match="cannot be read"):
         load_checkpoint(path)
@@ -190,6 +193,11 @@ SERVER = {"mode": "server", "url": "http://x", "weights_folder": "y"}
         ({"rl": {"micro_step_tokens": 8}}, "cannot hold a sequence of up to 12 tokens"),
         ({"model": {"sizes": {"vocab_size": 7}}}, "vocab_size comes from the task"),
         ({"name": "../up"}, "name"),
+        ({"name": "."}, r"name: .*'\.' cannot name a folder of its own"),
+        ({"name": ".."}, "cannot name a folder of its own"),
+        ({"name": "a" * 5000}, r"'a{20}'\.\.\. cannot name a folder of its own; expected at most 200 bytes"),
+        ({"name": "ü" * 120}, "cannot name a folder of its own"),
+        ({"name": "name\n"}, "name"),
         ({"alarms": {"max_rollbacks": 3}}, 'max_rollbacks changes nothing with action = "warn"'),
         ({"alarms": {"action": "stop", "max_rollbacks": 3}}, 'max_rollbacks changes nothing with action = "stop"'),
         ({"logging": {"wandb_mode": "offline"}}, "wandb_mode changes nothing with wandb = false"),
@@ -246,14 +254,37 @@ def test_a_run_that_diverges_ends_with_one_error_and_keeps_its_checkpoints(tmp_p
     config = small_config(rl={"learning_rate": 1e30, "warmup_steps": 0})
     with pytest.raises(DivergedError, match="lower"):
         train(config, tmp_path / "run")
-    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000000.pt")["step"] == 0
+    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000000.safetensors")["step"] == 0
 
 
-def test_a_checkpoint_of_another_model_is_refused_on_resume(copied):
+def without_optimizer(state):
+    del state["optimizer"]
+
+
+def optimizer_is_nothing(state):
+    state["optimizer"] = None
+
+
+def model_is_empty(state):
+    state["model"] = {}
+
+
+def of_another_weight(state):
+    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+
+
+def of_other_parameters(state):
+    state["optimizer"]["param_groups"][0]["params"].pop()
+
+
+@pytest.mark.parametrize(
+    "change", [without_optimizer, optimizer_is_nothing, model_is_empty, of_another_weight, of_other_parameters]
+)
+def test_a_checkpoint_of_another_model_is_refused_on_resume(copied, change):
     last = copied.last_checkpoint()
     state = load_checkpoint(last)
-    del state["optimizer"]
-    torch.save(state, last)
+    change(state)
+    write_checkpoint(last, replace(read_checkpoint(last), state=state))
     with pytest.raises(RunFolderError, match="does not fit this model and optimizer"):
         train(small_config(rl={"steps": 6}), copied.path, resume=True)
 

@@ -79,7 +79,7 @@ def test_what_goes_wrong_on_one_rank_ends_all_and_the_run_goes_on_later(workers,
         ("other plan on rank 1", ("PlanError",) * 2, "ranks hold different plans"),
         ("engine gone on rank 1", ("RankError", "EngineError"), "the engine is gone"),
         ("bug on rank 1", ("RankError", "KeyError"), "no such thing"),
-        ("full disk", ("RunFolderError", "RankError"), "step-000002.pt cannot be written"),
+        ("full disk", ("RunFolderError", "RankError"), "step-000002.safetensors cannot be written"),
     ]:
         outcomes = workers(2).outcomes(resume_broken, config, folder, way)
         assert tuple(outcome.kind for outcome in outcomes) == kinds, outcomes[0].trace
@@ -123,7 +123,9 @@ def test_ranks_that_were_started_unlike_say_so(workers, tmp_path):
     workers(2).run(run, config, here)
     outcomes = workers(2).outcomes(resume_apart, config, here, there)
     assert [outcome.kind for outcome in outcomes] == ["ConfigError"] * 2
-    assert all("rank 1: the last checkpoint is None, 'step-000001.pt' on rank 0" in o.message for o in outcomes)
+    assert all(
+        "rank 1: the last checkpoint is None, 'step-000001.safetensors' on rank 0" in o.message for o in outcomes
+    )
     assert not there.exists()
     taken = workers(2).outcomes(run, config, here)
     assert [outcome.kind for outcome in taken] == ["RunFolderError", "RankError"]

@@ -27,7 +27,9 @@ def test_an_interrupted_run_on_two_ranks_ends_as_the_uninterrupted_one(workers, 
     assert same_state(checkpoint(stopped, 3), checkpoint(whole, 3))
     trace = fr.load(whole / "traces" / "step-000002.safetensors")
     assert len(trace) == 8 * 4, "the trace holds the rollouts of all ranks"
-    written = AutoModelForCausalLM.from_pretrained(stopped / "model", dtype=torch.float32).state_dict()
+    written = AutoModelForCausalLM.from_pretrained(
+        stopped / "model", dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    ).state_dict()
     assert same_state(dict(written), checkpoint(stopped, 3)["model"]), "the model is whole"
     # and with one process instead of two
     train(run_config(1, rl={"steps": 4}), whole, resume=True)

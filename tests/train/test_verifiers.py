@@ -1,11 +1,12 @@
 """The built-in rewards, by hand; and arithmetic against Python's own, exactly."""
 
 import random
+import time
 from fractions import Fraction
 
 import pytest
 
-from foreroute.errors import ConfigError, DatasetError
+from foreroute.errors import ConfigError, DatasetError, FunctionError
 from foreroute.train.tasks.arithmetic import evaluate
 from foreroute.train.tasks.rows import Row
 from foreroute.train.tasks.verifiers import make_verifier
@@ -61,19 +62,50 @@ def test_decimals_are_exact():
     ],
 )  # fmt: skip
 def test_right_and_wrong_responses(name, row, right, wrong):
-    verifier = make_verifier(name, None)
+    verifier = make_verifier(name, None, timeout_s=1.0)
     assert [verifier.is_right(row, response) for response in right] == [True] * len(right)
     assert [verifier.is_right(row, response) for response in wrong] == [False] * len(wrong)
 
 
-def test_a_pattern_finds_the_answer_in_its_last_match():
-    verifier = make_verifier("regex", r"#### (-?\d+)")
-    assert verifier.is_right({"answer": "12"}, "#### 3\n#### 12")
-    assert not verifier.is_right({"answer": "12"}, "#### 12\n#### 3")
-    assert not verifier.is_right({"answer": "12"}, "12")
-    assert make_verifier("regex", "yes|no").is_right({"answer": "no"}, "yes, or no")
-    with pytest.raises(ConfigError, match="no regular expression"):
-        make_verifier("regex", "(")
+@pytest.fixture
+def pattern():
+    """Makes verifiers of patterns, and ends their processes."""
+    made = []
+
+    def make(text):
+        made.append(make_verifier("regex", text, timeout_s=0.5))
+        return made[-1].is_right
+
+    yield make
+    for verifier in made:
+        verifier.close()
+
+
+def test_a_pattern_finds_the_answer_in_its_last_match(pattern):
+    is_right = pattern(r"#### (-?\d+)")
+    assert is_right({"answer": "12"}, "#### 3\n#### 12")
+    assert not is_right({"answer": "12"}, "#### 12\n#### 3")
+    assert not is_right({"answer": "12"}, "12")
+    assert pattern("yes|no")({"answer": "no"}, "yes, or no")
+    assert not pattern("(a)|b")({"answer": "a"}, "b"), "the group found nothing"
+
+
+def test_a_pattern_that_looks_for_too_long_is_ended_and_the_next_response_is_judged(pattern):
+    is_right = pattern("(a+)+$")
+    before = time.monotonic()
+    with pytest.raises(FunctionError, match=r"task\.pattern = '\(a\+\)\+\$' took more than 0\.5 s and was ended"):
+        is_right({"answer": "a"}, "a" * 40 + "b")
+    assert time.monotonic() - before < 5
+    assert is_right({"answer": "aa"}, "aa")
+
+
+@pytest.mark.parametrize(
+    "text", ["(", "a{99999999999}", "(" * 2000 + "a" + ")" * 2000, "a{2,1}", "(?P<a>x)(?P<a>y)", "\\"]
+)
+def test_what_is_no_pattern_is_refused_by_name(pattern, text):
+    with pytest.raises(ConfigError, match=r"task\.pattern = .* is no regular expression: \w+") as caught:
+        pattern(text)
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize(
@@ -88,4 +120,4 @@ def test_a_pattern_finds_the_answer_in_its_last_match():
 )
 def test_rows_that_a_verifier_cannot_judge_are_refused(name, values, message):
     with pytest.raises(DatasetError, match=message):
-        make_verifier(name, None).check(Row("data.jsonl, line 7", values))
+        make_verifier(name, None, timeout_s=1.0).check(Row("data.jsonl, line 7", values))

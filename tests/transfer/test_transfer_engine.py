@@ -1,14 +1,30 @@
 """The engine, against one process that has all experts: losses and gradients under any plan, path and use of slots."""
 
+from unittest.mock import Mock
+
+import numpy as np
 import pytest
 import torch
 
+from foreroute.transfer import Cell, burst
 from foreroute.transfer.engine import TransferEngine
 from foreroute.transfer.exchange import PeerGroup
 from foreroute.transfer.moves import least_fetches_L
 from foreroute.transfer.records import TransferOptions
 from plans import asked, random_plan
-from toy import WITHIN, Multiplied, all_experts, largest_difference, make_engine, reference, run_step, shards, summed
+from toy import (
+    WITHIN,
+    Multiplied,
+    all_experts,
+    largest_difference,
+    make_engine,
+    reference,
+    run_step,
+    served,
+    shards,
+    summed,
+    weight,
+)
 
 
 def train(rank, plan, options, drop):
@@ -117,3 +133,24 @@ def test_cells_without_replicas_are_passed_over(workers):
         moved = [record for record in records if record.direct_bytes]
         assert len(moved) > 2
         assert all(record.prefetched for record in moved if record.cell != records[0].cell)
+
+
+def fetch_after_a_failure(rank, plan):
+    """The first transfer cannot begin on any rank."""
+    engine, homes = make_engine(plan, rank, TransferOptions(slots="layer", paths="direct", prefetch=0))
+    engine.begin_step(0, plan, updating=False)
+    cell = next(Cell(0, m, n) for m, n in np.argwhere(plan.num_replicas_ML).tolist())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(burst, "carry", Mock(side_effect=MemoryError("no memory for messages")))
+        with pytest.raises(MemoryError, match="no memory for messages"):
+            engine.fetch(cell, homes[cell.layer])
+    found = engine.fetch(cell, homes[cell.layer])
+    experts = served(plan.cell(cell.micro_step, cell.layer), rank)
+    engine.close()
+    return [(found[name][i] == weight(name, cell.layer, e)).all() for name in found for i, e in enumerate(experts)]
+
+
+def test_replicas_whose_transfer_could_not_begin_are_not_taken_for_there(workers):
+    outcomes = workers(2).run(fetch_after_a_failure, random_plan(3, ranks=2))
+    assert any(outcomes)
+    assert all(all(outcome) for outcome in outcomes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -11,43 +11,63 @@ from torch import nn
 
 from foreroute.errors import ReplayError
 
+ATTACHED_TWICE = (
+    "this model was attached twice, and a session of the other is open; attach it once, and record and replay by what "
+    "attach() returned"
+)
+
+COPYING = ("__deepcopy__", "__reduce_ex__")
+"""What `copy.deepcopy` and `pickle` ask an instance for."""
+
 
 @contextmanager
 def overridden(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
-    """Let `wrapper(original, ...)` stand in for an attribute of the instance; restore exactly what was there."""
-    own = module.__dict__
-    had_own, original = name in own, getattr(module, name)
+    """Let `wrapper(original, ...)` stand in for an attribute of the instance; restore exactly what was there.
+
+    Somebody who wraps the attribute meanwhile keeps the stand-in below theirs for good. It then only hands on.
+    """
+    original = getattr(module, name)
+    is_over = False
 
     @wraps(original)
     def stand_in(*args: Any, **kwargs: Any) -> Any:
+        if is_over:
+            return original(*args, **kwargs)
         return wrapper(original, *args, **kwargs)
 
-    own[name] = stand_in
     try:
-        yield
+        with _in_place(module, name, stand_in):
+            yield
     finally:
-        if own.get(name) is not stand_in:  # somebody replaced it meanwhile; theirs stays
-            pass
-        elif had_own:
-            own[name] = original
-        else:
-            del own[name]
+        is_over = True
 
 
 @contextmanager
 def uncopyable(module: nn.Module) -> Iterator[None]:
-    """Refuse `copy.deepcopy` while hooks are in place: the copy's hooks would run the original."""
-
-    def refuse(memo: object) -> nn.Module:
-        raise ReplayError("the model cannot be copied inside a record() or replay() session; copy it before or after")
-
-    module.__dict__["__deepcopy__"] = refuse
-    try:
+    """Refuse `copy.deepcopy` and pickling while hooks are in place: the copy's hooks would run the original."""
+    with ExitStack() as stack:
+        for name in COPYING:
+            stack.enter_context(_in_place(module, name, _refuse_copy))
         yield
-    finally:
-        del module.__dict__["__deepcopy__"]
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a session is open on a model with this trunk."""
-    return "__deepcopy__" in module.__dict__
+    """Whether a session is open on this trunk or router."""
+    return module.__dict__.get(COPYING[0]) is _refuse_copy
+
+
+@contextmanager
+def _in_place(module: nn.Module, name: str, stand_in: Callable[..., Any]) -> Iterator[None]:
+    own = module.__dict__
+    before = {name: own[name]} if name in own else {}
+    own[name] = stand_in
+    try:
+        yield
+    finally:
+        if own.get(name) is stand_in:  # else somebody replaced it meanwhile; theirs stays
+            del own[name]
+            own.update(before)
+
+
+def _refuse_copy(memo_or_protocol: object) -> nn.Module:
+    raise ReplayError("the model cannot be copied inside a record() or replay() session; copy it before or after")

@@ -21,11 +21,8 @@ def require_same_origin(own: RoutingTrace, rollout: RoutingTrace) -> None:
     Raises:
         ReplayError: naming the mix-up: other positions, sequences or layers, or physical ids.
     """
-    found = explain(own, rollout)
+    found = explain(own, rollout, names=("the trainer's own trace", "the rollout's trace"))
     if found.kind in DRIFT:
         warnings.warn(f"the first rollout's routes are far from the trainer's own: {found.sentence}", stacklevel=2)
     elif found.kind is not Defect.NONE:
-        raise ReplayError(
-            f"the first rollout's routes are not those of its tokens ({found.kind}). A is the trainer, B the rollout. "
-            f"{found.sentence}"
-        )
+        raise ReplayError(f"the first rollout's routes are not those of its tokens ({found.kind}). {found.sentence}")

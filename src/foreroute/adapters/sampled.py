@@ -1,8 +1,9 @@
-"""What every engine outside the trainer's process shares: sequences as it returned them, checked and made a trace."""
+"""What every engine outside the trainer's process shares: the weights it has, and sequences as it returned them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,36 @@ from foreroute.adapters.hf import RoutedModel
 from foreroute.capture import Generation, ModelFacts, decode
 from foreroute.errors import EngineError
 from foreroute.trace import NO_VERSION, RoutingTrace, concatenate
+
+
+class OutsideEngine:
+    """An engine that is sent weights, and stamps what it samples with their version.
+
+    Args:
+        routed: the policy.
+
+    Attributes:
+        weight_version: the version last loaded; every row is stamped with it.
+    """
+
+    def __init__(self, routed: RoutedModel) -> None:
+        self.weight_version = NO_VERSION
+        self._facts = facts_of(routed)
+        self._half_loaded = False
+
+    @contextmanager
+    def _loading(self, version: int) -> Iterator[None]:
+        """The engine has weights of this version if what is done inside succeeds, and unknown ones if it fails."""
+        self._half_loaded = True
+        yield
+        self.weight_version, self._half_loaded = version, False
+
+    def _require_weights(self) -> None:
+        """Raise `EngineError` when it is not known which weights the engine has."""
+        if self._half_loaded:
+            raise EngineError(
+                "the engine's weights are unknown, since loading the last ones failed half way; call load_weights again"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +96,8 @@ class Sampled:
 def generation_of(
     sequences: Sequence[Sampled], facts: ModelFacts, *, weight_version: int, engine: str, engine_version: str
 ) -> Generation:
-    """All sequences, in order, for training. Raises as `Sampled.trace`."""
+    """All sequences, in order, for training. Raises as `Sampled.trace`, and for one that was aborted."""
+    require_finished([s.finished for s in sequences])
     traces = [
         s.trace(facts, weight_version=weight_version, engine=engine, engine_version=engine_version) for s in sequences
     ]
@@ -88,12 +120,22 @@ def draw_seeds(generator: torch.Generator, count: int) -> NDArray[np.int64]:
     return torch.randint(1 << 31, (count,), generator=generator).numpy()
 
 
-def require_same_prompt(sent: NDArray[np.int32], echoed: Sequence[int] | None) -> None:
-    """Raise `EngineError` when an engine says that it was given another prompt than it was sent."""
-    if echoed is not None and not np.array_equal(sent, echoed):
+def require_finished(finished_S: Sequence[bool]) -> None:
+    """Raise `EngineError` when a sequence was aborted: as a whole response it would be trained on as if it ended so."""
+    if not all(finished_S):
         raise EngineError(
-            f"the engine ran on the prompt {list(echoed)[:8]}..., it was sent {sent[:8].tolist()}...: it puts prompts "
-            "through a tokenizer or template of its own. Start it on the trainer's checkpoint, with nothing between"
+            f"the engine aborted response {list(finished_S).index(False)} of {len(finished_S)}; no one else may use an "
+            "engine that a trainer uses"
+        )
+
+
+def require_same_prompt(sent: NDArray[np.int32], echoed: NDArray[np.int32]) -> None:
+    """Raise `EngineError` when an engine says that it was given another prompt than it was sent."""
+    if not np.array_equal(sent, echoed):
+        raise EngineError(
+            f"the engine ran on the prompt {echoed[:8].tolist()}..., it was sent {sent[:8].tolist()}...: it puts "
+            "prompts through a tokenizer or template of its own. Start it on the trainer's checkpoint, with nothing "
+            "between"
         )
 
 
@@ -106,10 +148,10 @@ def _require_known(tokens: NDArray[np.int32], vocabulary_size: int | None) -> No
         )
 
 
-def require_version(stated: str, expected: int) -> None:
+def require_version(stated: object, expected: int) -> None:
     """Raise `EngineError` unless an engine that was given weights sampled with those."""
     if expected != NO_VERSION and stated != str(expected):
         raise EngineError(
-            f"the engine sampled with weights of version {stated!r}, the trainer loaded version {expected}; "
+            f"the engine sampled with weights of version {stated!r:.40}, the trainer loaded version {expected}; "
             "no one else may change the weights of an engine that a trainer uses"
         )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from foreroute.kernels import kernel
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def equal_splits(load_CE: Any, num_ranks: Any, copies: Any, least_C: Any) -> None:
     """Give `copies` further copies, one by one, to the expert with the largest share. `least_C`: float64 [C], written.
 
@@ -27,7 +28,7 @@ def equal_splits(load_CE: Any, num_ranks: Any, copies: Any, least_C: Any) -> Non
         least_C[c] = max(share_E.max(), load_CE[c].sum() / num_ranks)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def slot_limits(load_CE: Any, num_ranks: Any, slots: Any, least_C: Any) -> None:
     """Bisect for the smallest T, from the mean on, with sum(max(1, ceil(load / T))) <= slots. int64 [C], written."""
     for c in range(load_CE.shape[0]):
@@ -45,7 +46,7 @@ def slot_limits(load_CE: Any, num_ranks: Any, slots: Any, least_C: Any) -> None:
         least_C[c] = low
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def fixed_hosts(load_CE: Any, expert_H: Any, rank_H: Any, offsets: Any, num_ranks: Any, least_C: Any) -> None:
     """Least load of the slowest rank for given hosts, per cell: int64 [C], written; -1 where a load has no host."""
     for c in range(load_CE.shape[0]):
@@ -53,7 +54,7 @@ def fixed_hosts(load_CE: Any, expert_H: Any, rank_H: Any, offsets: Any, num_rank
         least_C[c] = _least(load_CE[c], expert_H[part], rank_H[part], num_ranks)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _least(load_E: Any, expert_H: Any, rank_H: Any, num_ranks: Any) -> Any:
     """Raise a target from the mean to the densest closed set of ranks until loads can be levelled to it.
 
@@ -87,7 +88,7 @@ def _least(load_E: Any, expert_H: Any, rank_H: Any, num_ranks: Any) -> Any:
     return target
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _grouped(key_H: Any, count: Any) -> Any:
     """Hosts in the order of a key, and where each key begins: int64 [H] and [count + 1]."""
     first = np.zeros(count + 1, np.int64)
@@ -102,7 +103,7 @@ def _grouped(key_H: Any, count: Any) -> Any:
     return order, first
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _search(source: Any, target: Any, load_G: Any, served_H: Any, hosts: Any, entered: Any, queue: Any) -> Any:
     """Breadth first to a rank below the target: how many were reached before it, and its number or -1.
 
@@ -132,7 +133,7 @@ def _search(source: Any, target: Any, load_G: Any, served_H: Any, hosts: Any, en
     return tail, -1
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _push(source: Any, sink: Any, target: Any, load_G: Any, served_H: Any, rank_H: Any, entered: Any) -> None:
     from_G, to_G = entered
     amount = min(load_G[source] - target, target - load_G[sink])

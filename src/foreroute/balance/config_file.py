@@ -11,8 +11,11 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from foreroute.errors import ConfigError
+from foreroute.files import read_text
 
 Count = Annotated[int, Field(ge=1)]
+MOST_BYTES = 16 << 20
+"""Of a configuration, which is written by hand; a larger file is something else."""
 
 
 class Section(BaseModel):
@@ -30,11 +33,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: when there is none, or it is not TOML.
     """
+    text = read_text(path, ConfigError, most_bytes=MOST_BYTES)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a readable TOML file: {error}") from error
 
 

@@ -31,7 +31,7 @@ def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packin
         counts_MLGE: int32 [M, L, G, E].
 
     Raises:
-        CountsError: when there is no trace, or the packing is of another number of sequences.
+        CountsError: when there is no trace, more than 2^15 experts, or the packing is of another number of sequences.
         SpecMismatchError: when the traces are of different models.
         TraceContentError: when the packing puts a sequence beyond its own micro-steps or ranks.
     """
@@ -45,6 +45,8 @@ def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packin
     spec = several[0].spec
     for trace in several[1:]:
         spec.require_same(trace.spec, what="a trace to be counted")
+    if spec.num_experts > MOST_EXPERTS:
+        raise CountsError(f"the traces have {spec.num_experts} experts; expected at most {MOST_EXPERTS}")
     counts = np.zeros((packing.num_micro_steps, spec.num_layers, packing.num_ranks, spec.num_experts), np.int32)
     first = 0
     for trace, size in zip(several, sizes, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tokenize
 import zipfile
 import zlib
 from pathlib import Path
@@ -14,11 +15,28 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from foreroute.errors import CountsError
+from foreroute.files import RegularFile
 
 MEMBER = "counts.npy"
 MOST_ENTRIES = 2**30
-DEFLATE_RATIO = 1032
-"""No deflated stream is larger than this many times its size."""
+INFLATED_FREELY, INFLATED_PER_BYTE = 16 << 20, 64
+"""Counts may take 16 MiB, or 64 times their compressed bytes: of zeros, a deflated stream holds up to 1,032 times its
+size."""
+MALFORMED = (
+    OSError,
+    EOFError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    NotImplementedError,
+    RecursionError,
+    MemoryError,
+    SyntaxError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What zipfile and numpy raise for files that are none of theirs; numpy evaluates a header as a literal of Python."""
 
 
 def load_counts(path: str | os.PathLike[str]) -> NDArray[np.integer]:
@@ -29,15 +47,13 @@ def load_counts(path: str | os.PathLike[str]) -> NDArray[np.integer]:
 
     Raises:
         CountsError: when the file is missing, no .npz file or damaged, or its array is missing, not of integers, not of
-            four axes, larger than `MOST_ENTRIES` or of another size than it states.
+            four axes, larger than `MOST_ENTRIES`, of another size than it states, or compressed to next to nothing.
     """
     source = Path(path)
-    if not source.is_file():
-        raise CountsError(f"{source} does not exist or is not a file")
     try:
-        with zipfile.ZipFile(source) as archive:
+        with RegularFile(source, CountsError) as file, file.stream() as stream, zipfile.ZipFile(stream) as archive:
             if MEMBER not in archive.namelist():
-                names = ", ".join(archive.namelist()[:8]) or "nothing"
+                names = ", ".join(name[:40] for name in archive.namelist()[:8]) or "nothing"
                 raise CountsError(
                     f"{source} holds {names}; expected an array called counts, as written by "
                     "numpy.savez_compressed(path, counts=counts_MLGE)"
@@ -45,17 +61,24 @@ def load_counts(path: str | os.PathLike[str]) -> NDArray[np.integer]:
             return _read(source, archive)
     except CountsError:
         raise
-    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+    except MALFORMED as error:
         raise CountsError(f"{source} is not a readable .npz file: {error}") from error
 
 
 def _read(source: Path, archive: zipfile.ZipFile) -> NDArray[Any]:
     stated = archive.getinfo(MEMBER)
+    if stated.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise CountsError(f"{source}: counts are compressed in a way that numpy does not; write them with numpy.savez")
     with archive.open(MEMBER) as member:
         shape, dtype = _header(source, member)
         header = member.tell()
     size = math.prod(shape) * dtype.itemsize
-    if stated.file_size != header + size or size > stated.compress_size * DEFLATE_RATIO:
+    if stated.file_size == header + size > max(INFLATED_FREELY, INFLATED_PER_BYTE * stated.compress_size):
+        raise CountsError(
+            f"{source}: {stated.compress_size} bytes would become counts of {size} bytes; store counts that are nearly "
+            "all 0 uncompressed, with numpy.savez"
+        )
+    if stated.file_size != header + size:
         raise CountsError(
             f"{source}: counts of shape {shape} take {size} bytes, but {stated.file_size - header} are there, "
             f"{stated.compress_size} compressed; the file is damaged"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from foreroute.kernels import kernel
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def scan_counts(counts_CE: Any, least_C: Any, total_C: Any) -> None:
     """Smallest entry and total of each row of int32 [C, E]; both int64 [C], written."""
     for c in range(counts_CE.shape[0]):

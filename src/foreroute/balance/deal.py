@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from foreroute.balance.assignment import Assignment
 from foreroute.errors import CountsError
+from foreroute.kernels import kernel
 
 MAX_NODES = 64  # nodes of a token are bits of one integer
 
@@ -89,7 +90,7 @@ def reach(
     return _reach(host_TK, routes.offsets, assignment.rank_H.astype(np.int64), ranks_per_node)  # type: ignore[no-any-return]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _deal(
     ids_TK: Any, offsets: Any, first_E: Any, node_H: Any, left_GH: Any, ranks_per_node: int, host_TK: Any
 ) -> None:
@@ -162,7 +163,7 @@ def _next_host(first: int, last: int, left_H: Any, node_H: Any, own: int, nodes:
     return best
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _reach(host_TK: Any, offsets: Any, rank_H: Any, ranks_per_node: int) -> Any:
     num_ranks = len(offsets) - 1
     reach_GN = np.zeros((num_ranks, num_ranks // ranks_per_node))

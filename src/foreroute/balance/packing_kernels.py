@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from foreroute.balance.splitmix import next_below
+from foreroute.kernels import kernel
 
 ZERO = np.int32(0)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def deal(order: Any, tokens_S: Any, weight_S: Any, budget: Any, held_B: Any, filled_B: Any, bin_S: Any) -> Any:
     """Give each sequence in turn to the bin with the least weight that has room; ties go to the first bin.
 
@@ -43,7 +43,7 @@ def deal(order: Any, tokens_S: Any, weight_S: Any, budget: Any, held_B: Any, fil
     return True
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def rank_surplus(counts_SLE: Any, home_LE: Any, apart_SLG: Any) -> None:
     """What each sequence sends to each home rank beyond an even share, rounded. int32 [S, L, G], written."""
     num_ranks = apart_SLG.shape[2]
@@ -60,7 +60,7 @@ def rank_surplus(counts_SLE: Any, home_LE: Any, apart_SLG: Any) -> None:
                 apart_G[g] -= share
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def exchange(
     apart_SLG: Any, order: Any, window: Any, sizes: Any, limits: Any, proposals: Any, seed: Any, bin_S: Any
 ) -> None:
@@ -107,14 +107,14 @@ def exchange(
             filled_B[b] -= heavier
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _add(from_LG: Any, to_LG: Any) -> None:
     for layer in range(from_LG.shape[0]):
         for g in range(from_LG.shape[1]):
             to_LG[layer, g] += from_LG[layer, g]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _change(s_LG: Any, t_LG: Any, m_LG: Any, n_LG: Any) -> Any:
     """Change of the sum of what is above 0, when s leaves m for n and t leaves n for m."""
     total = np.int64(0)
@@ -127,7 +127,7 @@ def _change(s_LG: Any, t_LG: Any, m_LG: Any, n_LG: Any) -> Any:
     return total
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _move(s_LG: Any, t_LG: Any, m_LG: Any, n_LG: Any) -> None:
     for layer in range(s_LG.shape[0]):
         for g in range(s_LG.shape[1]):

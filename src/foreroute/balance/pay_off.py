@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from foreroute.balance.assignment import Assignment
@@ -16,6 +15,7 @@ from foreroute.balance.pricing import EXPOSED, NODE_OUT, cell_seconds, pairs_bet
 from foreroute.balance.revise import check_counts, revised
 from foreroute.balance.step_plan import CellPlan, StepPlan
 from foreroute.balance.topology import Topology
+from foreroute.kernels import kernel
 
 
 def pay_off(
@@ -103,7 +103,7 @@ def pay_off_step(
     return revised(plan, cells, counts_MLGE)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _decline(
     expert_H: Any, rank_H: Any, tokens_HG: Any, fetched_H: Any, home_E: Any, attention_s: Any, prices: Any
 ) -> Any:
@@ -140,7 +140,7 @@ def _decline(
     return best_H
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _least_on_busiest(
     expert_H: Any,
     rank_H: Any,
@@ -184,7 +184,7 @@ def _least_on_busiest(
     return best
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _successor(host: int, expert_H: Any, rank_H: Any, tokens_HG: Any, dropped_H: Any, num_ranks: int) -> int:
     """Another host of the same expert, on the rank that serves least."""
     load_G = np.zeros(num_ranks, np.int64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from foreroute.balance.placement_state import (
     ZERO,
@@ -19,12 +18,13 @@ from foreroute.balance.placement_state import (
     swap_change,
 )
 from foreroute.balance.splitmix import next_below, next_unit
+from foreroute.kernels import kernel
 
 HOT, COLD = 0.5, 0.007
 """Temperature of the annealing at first, in mean changes by a random swap, and at last, in the first one."""
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def place_layer(
     counts_MLGE: Any,
     layer: Any,
@@ -67,7 +67,7 @@ def place_layer(
         copy_homes(start_E, home_E)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def descend(table_XM: Any, cost_X: Any, sizes: Any, start_E: Any, max_moves: Any, home_E: Any) -> None:
     """Take the best swap that the budget allows until none improves. Ties go to the lowest experts.
 
@@ -97,7 +97,7 @@ def descend(table_XM: Any, cost_X: Any, sizes: Any, start_E: Any, max_moves: Any
         swap(table_XM, cost_X, sizes, best_e, best_f, home_E)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _pulls(table_XM: Any, sizes: Any, pull_EG: Any) -> None:
     """Slope of the objective in the presence of each expert on each rank."""
     num_experts, num_ranks, ranks_per_node = sizes
@@ -113,7 +113,7 @@ def _pulls(table_XM: Any, sizes: Any, pull_EG: Any) -> None:
             pull_EG[e, g] = pull
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def anneal(
     table_XM: Any, cost_X: Any, sizes: Any, start_E: Any, max_moves: Any, proposals: Any, seed: Any, home_E: Any
 ) -> None:
@@ -150,7 +150,7 @@ def anneal(
     copy_homes(best_E, home_E)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _propose(stream: Any, start_E: Any, seat_GI: Any, moved: Any, moves: Any, max_moves: Any) -> Any:
     """Two experts to be swapped."""
     if moves + 2 <= max_moves:
@@ -163,7 +163,7 @@ def _propose(stream: Any, start_E: Any, seat_GI: Any, moved: Any, moves: Any, ma
     return e, next_below(stream, len(start_E))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _note_move(e: Any, away: Any, moved: Any, place_E: Any, moves: Any) -> Any:
     """Keep the list of experts away from their start; returns its length."""
     if away and place_E[e] < 0:
@@ -177,7 +177,7 @@ def _note_move(e: Any, away: Any, moved: Any, place_E: Any, moves: Any) -> Any:
     return moves
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _seats(home_E: Any, num_ranks: Any) -> Any:
     """The experts of each rank, int32 [G, E / G], and the seat of each expert, int32 [E]."""
     seat_GI = np.empty((num_ranks, len(home_E) // num_ranks), np.int32)
@@ -189,14 +189,14 @@ def _seats(home_E: Any, num_ranks: Any) -> Any:
     return seat_GI, seat_E
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _exchange_seats(seats: Any, e: Any, f: Any, a: Any, b: Any) -> None:
     seat_GI, seat_E = seats
     seat_GI[a, seat_E[e]], seat_GI[b, seat_E[f]] = f, e
     seat_E[e], seat_E[f] = seat_E[f], seat_E[e]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _typical_change(table_XM: Any, cost_X: Any, sizes: Any, home_E: Any, stream: Any) -> float:
     """Mean size of the change by a random swap."""
     total, count = 0.0, 64
@@ -207,7 +207,7 @@ def _typical_change(table_XM: Any, cost_X: Any, sizes: Any, home_E: Any, stream:
     return max(total / count, 1.0)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def sweep(table_XM: Any, cost_X: Any, sizes: Any, start_E: Any, max_moves: Any, home_E: Any) -> None:
     """Give every expert in turn its best swap that the budget allows, where one improves."""
     num_experts = len(home_E)

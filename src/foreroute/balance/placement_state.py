@@ -13,21 +13,22 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from foreroute.kernels import kernel
 
 ZERO = np.int32(0)
 LARGEST = 1 << 28
 """Of all loads of a layer together, in int32: the objective and its slopes are at most six times as much."""
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def copy_homes(source_E: Any, target_E: Any) -> None:
     """Compiles much faster than a slice assignment, which carries its error messages."""
     for e in range(len(source_E)):
         target_E[e] = source_E[e]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def layer_loads(counts_MLGE: Any, layer: Any) -> Any:
     """int64 [E, M padded with zeros to whole vectors], summed over sources."""
     micro_steps, _, num_ranks, num_experts = counts_MLGE.shape
@@ -43,7 +44,7 @@ def layer_loads(counts_MLGE: Any, layer: Any) -> Any:
     return load_EM
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def narrowed(exact_EM: Any) -> Any:
     """Loads in int32, halved until all together are at most `LARGEST`."""
     shift, total = 0, exact_EM.sum()
@@ -52,7 +53,7 @@ def narrowed(exact_EM: Any) -> Any:
     return (exact_EM >> shift).astype(np.int32)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def placement_table(load_EM: Any, home_E: Any, num_ranks: Any, ranks_per_node: Any) -> Any:
     """`table_XM` and `cost_X` of a placement."""
     num_experts, num_nodes = len(home_E), num_ranks // ranks_per_node
@@ -69,7 +70,7 @@ def placement_table(load_EM: Any, home_E: Any, num_ranks: Any, ranks_per_node: A
     return table_XM, cost_X
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def objective(exact_EM: Any, home_E: Any, num_ranks: Any, ranks_per_node: Any) -> Any:
     """As above, in int64, of loads as they are."""
     num_nodes = num_ranks // ranks_per_node
@@ -83,7 +84,7 @@ def objective(exact_EM: Any, home_E: Any, num_ranks: Any, ranks_per_node: Any) -
     return total
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _add_surplus(load_EM: Any, home_E: Any, num_places: Any, ranks_per_place: Any, over_XM: Any, first: Any) -> None:
     """Load of each rank or node minus the mean, rounded down, added to the rows from `first` on."""
     for e in range(len(home_E)):
@@ -98,7 +99,7 @@ def _add_surplus(load_EM: Any, home_E: Any, num_places: Any, ranks_per_place: An
             over_XM[place, m] -= total // num_places
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def swap_change(table_XM: Any, cost_X: Any, sizes: Any, e: Any, f: Any, a: Any, b: Any) -> Any:
     """Change of the objective by the swap of e on rank a with f on rank b."""
     num_experts, num_ranks, ranks_per_node = sizes
@@ -110,7 +111,7 @@ def swap_change(table_XM: Any, cost_X: Any, sizes: Any, e: Any, f: Any, a: Any, 
     return change
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _exchanged(table_XM: Any, cost_X: Any, e: Any, f: Any, x: Any, y: Any) -> Any:
     """Change of the cost of rows x and y when e leaves x for y and f leaves y for x."""
     total = ZERO
@@ -121,7 +122,7 @@ def _exchanged(table_XM: Any, cost_X: Any, e: Any, f: Any, x: Any, y: Any) -> An
     return total - cost_X[x] - cost_X[y]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def swap(table_XM: Any, cost_X: Any, sizes: Any, e: Any, f: Any, home_E: Any) -> None:
     """Exchange the homes of e and f."""
     num_experts, num_ranks, ranks_per_node = sizes
@@ -133,7 +134,7 @@ def swap(table_XM: Any, cost_X: Any, sizes: Any, e: Any, f: Any, home_E: Any) ->
         _shift(table_XM, cost_X, e, f, nodes + a // ranks_per_node, nodes + b // ranks_per_node)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _shift(table_XM: Any, cost_X: Any, e: Any, f: Any, x: Any, y: Any) -> None:
     cost_X[x], cost_X[y] = ZERO, ZERO
     for m in range(table_XM.shape[1]):
@@ -144,7 +145,7 @@ def _shift(table_XM: Any, cost_X: Any, e: Any, f: Any, x: Any, y: Any) -> None:
         cost_X[y] += max(table_XM[y, m], ZERO)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def more_moves(start_E: Any, e: Any, f: Any, a: Any, b: Any) -> Any:
     """By how much the swap of e on a with f on b changes the number of experts away from their start."""
     return int(start_E[e] == a) - int(start_E[e] == b) + int(start_E[f] == b) - int(start_E[f] == a)

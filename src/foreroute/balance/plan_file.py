@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -19,24 +20,26 @@ from foreroute.balance.step_plan import StepPlan
 from foreroute.balance.topology import Links, Topology
 from foreroute.balance.verify import check_structure
 from foreroute.errors import InputError, PlanError
-from foreroute.files import write_atomically
+from foreroute.files import TensorFile, parse_json, write_atomically, writing_named
 from foreroute.trace.seal import seal_file
 
 FORMAT_VERSION = 1
 KEY = "foreroute."
+MOST_HEADER_BYTES = 1 << 20
+"""Of the safetensors header: a parsed one takes far more memory than its bytes."""
 METADATA = tuple(KEY + name for name in ("plan_version", "topology", "shape", "counts", "digest"))
 TENSORS: dict[str, tuple[tuple[str, ...], int]] = {
-    "previous_home_LE": (("I16",), 2),
-    "home_LE": (("I16",), 2),
-    "offsets": (("I64",), 1),
-    "expert_R": (("I16",), 1),
-    "rank_R": (("I16",), 1),
-    "slot_R": (("I16",), 1),
-    "fetched_R": (("U8",), 1),
-    "used_bits": (("U8",), 1),
-    "tokens": (("U8", "U16", "U32"), 1),
-    "max_load_ML": (("I64",), 2),
-    "bound_ML": (("F64",), 2),
+    "previous_home_LE": (("<i2",), 2),
+    "home_LE": (("<i2",), 2),
+    "offsets": (("<i8",), 1),
+    "expert_R": (("<i2",), 1),
+    "rank_R": (("<i2",), 1),
+    "slot_R": (("<i2",), 1),
+    "fetched_R": (("|u1",), 1),
+    "used_bits": (("|u1",), 1),
+    "tokens": (("|u1", "<u2", "<u4"), 1),
+    "max_load_ML": (("<i8",), 2),
+    "bound_ML": (("<f8",), 2),
 }
 """Types and number of axes of every tensor."""
 
@@ -50,20 +53,18 @@ def save_plan(plan: StepPlan, path: str | os.PathLike[str], *, overwrite: bool =
         overwrite: whether an existing file may be replaced.
 
     Raises:
-        PlanError: when `path` exists and `overwrite` is False, or the plan contradicts itself.
+        PlanError: when `path` exists and `overwrite` is False, or cannot be written: what was there is whole. When the
+            plan contradicts itself.
     """
     from safetensors.numpy import save as to_bytes
 
     target = Path(path)
-    if target.exists() and not overwrite:
-        raise PlanError(f"{target} already exists; pass another path, or overwrite=True to replace it")
-    check_structure(plan)
-    metadata, tensors = encode_plan(plan)
-    raw = to_bytes(tensors, metadata=metadata)
-    try:
-        write_atomically(target, raw, overwrite=overwrite)
-    except FileExistsError as error:
-        raise PlanError(f"{target} was written by another process meanwhile; nothing was replaced") from error
+    with writing_named(target, PlanError):
+        if target.exists() and not overwrite:
+            raise PlanError(f"{target} already exists; pass another path, or overwrite=True to replace it")
+        check_structure(plan)
+        metadata, tensors = encode_plan(plan)
+        write_atomically(target, to_bytes(tensors, metadata=metadata), overwrite=overwrite)
     return target
 
 
@@ -73,20 +74,13 @@ def load_plan(path: str | os.PathLike[str]) -> StepPlan:
     Raises:
         PlanError: when the file is missing, not a plan, of a newer format, truncated or damaged.
     """
-    from safetensors import SafetensorError, safe_open
-
     source = Path(path)
-    if not source.is_file():
-        raise PlanError(f"{source} does not exist or is not a file")
-    try:
-        with safe_open(source, framework="np") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            _check_version(source, metadata)
-            return decode_plan(metadata, _read_tensors(file))
-    except OSError as error:
-        raise PlanError(f"{source} cannot be read ({error})") from error
-    except (SafetensorError, InputError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise PlanError(f"{source} is not a readable plan: {error}. Plan again, or copy the file again") from error
+    with TensorFile(source, PlanError, most_header_bytes=MOST_HEADER_BYTES) as file:
+        _check_version(source, file.metadata)
+        try:
+            return decode_plan(file.metadata, _read_tensors(file))
+        except InputError as error:
+            raise PlanError(f"{source} is not a readable plan: {error}. Plan again, or copy the file again") from error
 
 
 def encode_plan(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
@@ -113,19 +107,23 @@ def decode_plan(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]
     """Check and unpack what `encode_plan` made.
 
     Raises:
-        InputError, KeyError, TypeError, ValueError, OverflowError, RecursionError: when it cannot be right.
+        InputError: when it cannot be right.
     """
     ours = {key: value for key, value in metadata.items() if key.startswith(KEY)}
     if set(ours) != set(METADATA):
-        raise PlanError(f"metadata are {sorted(ours)}, expected {sorted(METADATA)}")
+        raise PlanError(f"metadata are {_few(ours)}, expected {_few(METADATA)}")
+    if not all(value.isascii() for value in ours.values()):
+        raise PlanError("its metadata hold letters that no plan has")
     stated = ours.pop("foreroute.digest")
     digest = seal_file(ours, tensors)
     if digest != stated:
-        raise PlanError(f"its digest is {digest}, the file states {stated}")
+        raise PlanError(f"its digest is {digest}, the file states {stated:.40}")
     topology = _topology_from_json(ours["foreroute.topology"])
-    shape = json.loads(ours["foreroute.shape"])
-    if not (isinstance(shape, list) and len(shape) == 3 and all(type(size) is int for size in shape)):
-        raise PlanError(f"shape is {shape!r}; expected [M, L, E]")
+    shape = parse_json(ours["foreroute.shape"], PlanError, name="foreroute.shape")
+    if not (isinstance(shape, list) and len(shape) == 3 and all(type(size) is int and size >= 0 for size in shape)):
+        raise PlanError(f"shape is {shape!r:.80}; expected [M, L, E]")
+    if not re.fullmatch("[0-9a-f]{32}", ours["foreroute.counts"]):
+        raise PlanError(f"the digest of its counts is {ours['foreroute.counts']:.40}; expected 32 hexadecimal digits")
     columns = {name: tensors[name] for name in TENSORS if name not in ("used_bits", "tokens", "fetched_R")}
     if tensors["fetched_R"].max(initial=0) > 1:
         raise PlanError(f"fetched_R has values up to {tensors['fetched_R'].max()}; expected 0 and 1")
@@ -156,30 +154,39 @@ def _unpack_tokens(bits: NDArray[np.uint8], tokens: NDArray[Any], replicas: int,
 
 
 def _topology_from_json(text: str) -> Topology:
-    values = json.loads(text)
+    values = parse_json(text, PlanError, name="foreroute.topology")
+    _check_keys("topology", values, Topology)
     links = values.pop("links")
-    if set(values) | {"links"} != {field.name for field in fields(Topology)}:
-        raise PlanError(f"the topology has the keys {sorted(values)}")
+    _check_keys("links", links, Links)
     memory = values["slot_memory_bytes"]
     if not all(type(v) is int for name, v in values.items() if name != "slot_memory_bytes" or memory is not None):
-        raise PlanError(f"the topology {values} is not of integers")
+        raise PlanError(f"the topology {values!r:.200} is not of integers")
     if not all(type(v) in (int, float) for v in links.values()):
-        raise PlanError(f"the links {links} are not numbers")
+        raise PlanError(f"the links {links!r:.200} are not numbers")
     return Topology(**values, links=Links(**links))
 
 
-def _read_tensors(file: Any) -> dict[str, NDArray[Any]]:
+def _check_keys(what: str, values: Any, kind: type[Topology] | type[Links]) -> None:
+    expected = {field.name for field in fields(kind)}
+    if not isinstance(values, dict) or set(values) != expected:
+        found = f"has the keys {_few(values)}" if isinstance(values, dict) else f"is {values!r:.80}"
+        raise PlanError(f"the {what} {found}; expected {_few(expected)}")
+
+
+def _read_tensors(file: TensorFile) -> dict[str, NDArray[Any]]:
     """All tensors, each looked at before it is read: what is read is no larger than the file."""
-    names = set(file.keys())
-    if names != set(TENSORS):
-        raise PlanError(f"its tensors are {sorted(names)}, expected {sorted(TENSORS)}")
-    tensors = {}
+    if set(file.names) != set(TENSORS):
+        raise PlanError(f"its tensors are {_few(file.names)}, expected {_few(TENSORS)}")
     for name, (dtypes, axes) in TENSORS.items():
-        view = file.get_slice(name)
-        if view.get_dtype() not in dtypes or len(view.get_shape()) != axes:
-            raise PlanError(f"tensor {name} is {view.get_dtype()} {view.get_shape()}, expected {dtypes} of {axes} axes")
-        tensors[name] = file.get_tensor(name)
-    return tensors
+        dtype, shape = file.dtype(name), file.shape(name)
+        if dtype.str not in dtypes or len(shape) != axes:
+            raise PlanError(f"tensor {name} is {dtype} {list(shape)}, expected {' or '.join(dtypes)} of {axes} axes")
+    return {name: file.read(name) for name in TENSORS}
+
+
+def _few(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(f"{name:.40}" for name in listed[:16]) + (", ..." if len(listed) > 16 else "")
 
 
 def _check_version(source: Path, metadata: Mapping[str, str]) -> None:
@@ -187,4 +194,6 @@ def _check_version(source: Path, metadata: Mapping[str, str]) -> None:
     if version is None:
         raise PlanError(f"{source} is a safetensors file but not a plan (no foreroute.plan_version in it)")
     if version != str(FORMAT_VERSION):
-        raise PlanError(f"{source} has plan format {version}; this foreroute reads {FORMAT_VERSION}. Upgrade foreroute")
+        raise PlanError(
+            f"{source} has plan format {version:.40}; this foreroute reads {FORMAT_VERSION}. Upgrade foreroute"
+        )

@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 
 from foreroute.balance.costs import expert_seconds
+from foreroute.kernels import kernel
 
 CLUSTER_OUT, CLUSTER_IN, NODE_OUT, NODE_IN = range(4)
 ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED = range(5)
@@ -18,7 +19,7 @@ ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED = range(5)
 _expert_seconds = njit(nogil=True, inline="always")(expert_seconds)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def pairs_between(rank_H: Any, tokens_HG: Any) -> Any:
     """int64 [G, G], assignments of each source rank (first axis) that each rank serves."""
     num_ranks = tokens_HG.shape[1]
@@ -29,7 +30,7 @@ def pairs_between(rank_H: Any, tokens_HG: Any) -> Any:
     return pairs_GG
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def rows_sent(pairs_GG: Any, prices: Any) -> Any:
     """float64 [G, 4], rows of one dispatch over each rank's NIC out, NIC in, node link out and node link in.
 
@@ -56,7 +57,7 @@ def rows_sent(pairs_GG: Any, prices: Any) -> Any:
     return rows_of_reach(reach_GN, reach_GG, prices.ranks_per_node)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _rows_of_copies(pairs_GG: Any, ranks_per_node: int) -> Any:
     num_ranks = len(pairs_GG)
     rows_G4 = np.zeros((num_ranks, 4))
@@ -71,7 +72,7 @@ def _rows_of_copies(pairs_GG: Any, ranks_per_node: int) -> Any:
     return rows_G4
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def rows_of_reach(reach_GN: Any, reach_GG: Any, ranks_per_node: int) -> Any:
     """float64 [G, 4] as `rows_sent`, deduplicated.
 
@@ -95,7 +96,7 @@ def rows_of_reach(reach_GN: Any, reach_GG: Any, ranks_per_node: int) -> Any:
     return rows_G4
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def all_to_all_seconds(rows_G4: Any, prices: Any) -> Any:
     """One dispatch, or one combine, which sends the same rows back: the slowest link of any rank, and the latency."""
     slowest = 0.0
@@ -106,7 +107,7 @@ def all_to_all_seconds(rows_G4: Any, prices: Any) -> Any:
     return slowest + prices.latency_s
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def experts_by_rank(rank_H: Any, tokens_H: Any, num_ranks: int, prices: Any) -> Any:
     """float64 [G] twice, seconds of each rank's experts in a forward pass, and in a backward pass."""
     forward_G, backward_G = np.zeros(num_ranks), np.zeros(num_ranks)
@@ -124,7 +125,7 @@ def experts_by_rank(rank_H: Any, tokens_H: Any, num_ranks: int, prices: Any) -> 
     return forward_G, backward_G
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def transfer_seconds(expert_H: Any, rank_H: Any, fetched_H: Any, home_E: Any, num_ranks: int, prices: Any) -> Any:
     """Seconds of the ranks' transfers for one fetch of all replicas from host memory, float64 [G], for one over the
     direct path, and for the return of their gradients, both float64 [G, 4].
@@ -149,7 +150,7 @@ def transfer_seconds(expert_H: Any, rank_H: Any, fetched_H: Any, home_E: Any, nu
     return host_G, direct_G4, gradient_G4
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def cell_seconds(
     rows_G4: Any,
     expert_H: Any,

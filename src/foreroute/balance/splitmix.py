@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, uint64
+from numba import uint64
+
+from foreroute.kernels import kernel
 
 SHIFT_32 = uint64(32)
 LOW_32 = uint64(0xFFFFFFFF)
 TO_UNIT = 1.0 / (1 << 32)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def next_word(state: Any) -> Any:
     """Advance a splitmix64 stream (Steele, Lea and Flood, OOPSLA 2014). `state` is uint64 [1]."""
     state[0] += uint64(0x9E3779B97F4A7C15)
@@ -22,13 +24,13 @@ def next_word(state: Any) -> Any:
     return z ^ (z >> uint64(31))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def next_unit(state: Any) -> float:
     """A float64 from 0 to below 1."""
     return float(next_word(state) >> SHIFT_32) * TO_UNIT
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def next_below(state: Any, limit: Any) -> Any:
     """An integer from 0 to below `limit`, itself below 2**32."""
     return np.int64(((next_word(state) >> SHIFT_32) * uint64(limit)) >> SHIFT_32)

@@ -9,6 +9,11 @@ from numpy.typing import NDArray
 
 from foreroute.errors import TopologyError
 
+MOST_RANKS = 2**15
+"""Plans name ranks and slots in int16."""
+MOST_OF_A_LINK = 1e30
+"""Bytes per second, or seconds: sums and quotients of such numbers are finite."""
+
 
 @dataclass(frozen=True)
 class Links:
@@ -30,8 +35,8 @@ class Links:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value > 0:
-                raise TopologyError(f"{name} is {value}; expected more than 0")
+            if not 0 < value <= MOST_OF_A_LINK:
+                raise TopologyError(f"{name} is {value!r:.40}; expected more than 0, {MOST_OF_A_LINK:.0e} at most")
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,18 @@ class Topology:
     slot_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("num_ranks", "ranks_per_node", "redundant_slots"):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value > MOST_RANKS:
+                raise TopologyError(f"{name} is {value!r:.40}; expected a whole number, {MOST_RANKS} at most")
         if self.num_ranks < 1 or self.ranks_per_node < 1 or self.num_ranks % self.ranks_per_node:
             raise TopologyError(
                 f"{self.num_ranks} ranks do not fill nodes of {self.ranks_per_node}; expected a multiple, at least one"
             )
         if self.redundant_slots < 0:
             raise TopologyError(f"redundant_slots is {self.redundant_slots}; expected 0 or more")
+        if self.slot_memory_bytes is not None and self.slot_memory_bytes < 0:
+            raise TopologyError(f"slot_memory_bytes is {self.slot_memory_bytes}; expected 0 or more, or no limit")
 
     @property
     def num_nodes(self) -> int:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from foreroute.kernels import kernel
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def serve_locally(demand_NE: Any, hosted_NE: Any, home_E: Any, ranks_per_node: int, slots: int, target: int) -> Any:
     """Loads of all hosts of a cell whose nodes host given experts: int64 [G, E], what each rank serves of each expert.
 
@@ -40,7 +41,7 @@ def serve_locally(demand_NE: Any, hosted_NE: Any, home_E: Any, ranks_per_node: i
     return served_GE
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def choose_hosted(
     demand_NE: Any,
     order_X: Any,
@@ -81,7 +82,7 @@ def choose_hosted(
     return hosted_NE
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _quotas(demand_NE: Any, hosted_NE: Any, capacity: int) -> Any:
     """int64 [N, E], what each node serves of each expert."""
     num_nodes, num_experts = demand_NE.shape
@@ -112,7 +113,7 @@ def _quotas(demand_NE: Any, hosted_NE: Any, capacity: int) -> Any:
     return quota_NE
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _unload_node(node: int, quota_NE: Any, hosted_NE: Any, load_N: Any, capacity: int) -> None:
     """Give what exceeds a node's capacity to other hosts, in few pieces."""
     num_nodes, num_experts = quota_NE.shape
@@ -135,7 +136,7 @@ def _unload_node(node: int, quota_NE: Any, hosted_NE: Any, load_N: Any, capacity
         load_N[best_node] += best
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _place(
     node: int, left_E: Any, home_E: Any, ranks_per_node: int, slots: int, target: int, served_GE: Any, load_G: Any
 ) -> None:
@@ -171,7 +172,7 @@ def _place(
             left_E[e] -= amount
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _relieve(served_GE: Any, load_G: Any, target: int, ranks_per_node: int) -> None:
     """Ranks above the target pass load on to other hosts of their experts, on their own node first."""
     num_ranks, num_experts = served_GE.shape
@@ -194,7 +195,7 @@ def _relieve(served_GE: Any, load_G: Any, target: int, ranks_per_node: int) -> N
                         load_G[other] += amount
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def split_by_distance(counts_GE: Any, served_GE: Any, home_E: Any, ranks_per_node: int, by_rank: bool) -> Any:
     """Hosts in order of experts, and the tokens of each source rank that each serves: own rank, own node, the rest.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from foreroute.balance import pricing
 from foreroute.balance.pricing import cell_seconds, rows_sent
 from foreroute.balance.traffic_kernels import choose_hosted, serve_locally, split_by_distance
+from foreroute.kernels import kernel
 
 NO_LIMIT = 1 << 30
 WORTH = 1e-3  # a plan that saves less than this share of a cell's seconds is not worth its transfers
@@ -54,7 +54,7 @@ class Found(NamedTuple):
     parts_SP: Any
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def search_cell(
     counts_GE: Any, home_E: Any, base_NE: Any, base_s: float, slots: int, target: int, attention_s: Any, prices: Any
 ) -> Any:
@@ -97,7 +97,7 @@ def search_cell(
     return found.served_GE, found.seconds
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _around(cell: Any, found: Any, most_slots: int, slots: float, copies: float, steps: Any) -> Any:
     """The best of what was found and plans with multiples of these numbers."""
     for step in steps:
@@ -111,7 +111,7 @@ def _around(cell: Any, found: Any, most_slots: int, slots: float, copies: float,
     return found
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _economise(cell: Any, found: Any) -> Any:
     """Fewer replicas, as long as that takes no more time."""
     enough_s = found.seconds * (1 + WORTH)
@@ -123,7 +123,7 @@ def _economise(cell: Any, found: Any) -> Any:
     return found
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _plan(cell: Any, slots: int, copies: int) -> Any:
     width, home_E = cell.prices.ranks_per_node, cell.home_E
     guests = slots * width - min(width - 1, slots * width // 4)  # the rest cuts what is too large for one rank
@@ -145,7 +145,7 @@ def _plan(cell: Any, slots: int, copies: int) -> Any:
     return Found(slots, copies, served_GE, parts_SP.sum(), parts_SP)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _demand(counts_GE: Any, ranks_per_node: int) -> Any:
     num_ranks, num_experts = counts_GE.shape
     demand_NE = np.zeros((num_ranks // ranks_per_node, num_experts), np.int64)
@@ -155,7 +155,7 @@ def _demand(counts_GE: Any, ranks_per_node: int) -> Any:
     return demand_NE
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _least(prices: Any) -> int:
     """Assignments of a node for which one more expert on one of its ranks takes as long as the rows it saves.
 
@@ -172,7 +172,7 @@ def _least(prices: Any) -> int:
     return int(np.ceil((weights + padding) / saved))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _hidden(parts_SP: Any, prices: Any) -> Any:
     """Replicas of a rank, and copies of a home rank's experts, whose transfers about take the time of other work."""
     fetch_s = parts_SP[0].sum() - parts_SP[0, _EXPOSED]

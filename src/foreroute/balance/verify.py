@@ -14,6 +14,7 @@ from foreroute.balance.digest import counts_digest
 from foreroute.balance.options import PlanOptions
 from foreroute.balance.step_plan import StepPlan
 from foreroute.errors import PlanError
+from foreroute.trace.check import ascending
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -74,6 +75,7 @@ def check_structure(plan: StepPlan) -> None:
         _check_homes(name, getattr(plan, name), plan.topology.num_ranks)
     _check_replicas(plan)
     _check_fetches(plan)
+    _check_figures(plan)
 
 
 def _check_arrays(plan: StepPlan) -> None:
@@ -100,8 +102,16 @@ def _check_arrays(plan: StepPlan) -> None:
             raise PlanError(
                 f"{name} is {array.dtype} {list(array.shape)}; expected {np.dtype(dtype)} {list(shapes[name])}"
             )
-    if offsets[0] != 0 or offsets[-1] != count or (np.diff(offsets) < 0).any():
+    if not ascending(offsets, count):
         raise PlanError(f"offsets must ascend from 0 to the {count} replicas of the plan")
+
+
+def _check_figures(plan: StepPlan) -> None:
+    for what, figure_ML in (("largest load", plan.max_load_ML), ("bound", plan.bound_ML)):
+        wrong_ML = ~(np.isfinite(figure_ML) & (figure_ML >= 0))
+        if wrong_ML.any():
+            m, layer = np.argwhere(wrong_ML)[0].tolist()
+            raise PlanError(f"{_cell_name(m, layer)}: the {what} {figure_ML[m, layer]} is no number of assignments")
 
 
 def _check_homes(name: str, home_LE: NDArray[np.int16], num_ranks: int) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, uint64
+from numba import uint64
 
 from foreroute.balance.splitmix import LOW_32, SHIFT_32, TO_UNIT, next_below, next_unit, next_word
+from foreroute.kernels import kernel
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def draw_sequences(seed: Any, share_E: Any, prompt_S: Any, rows_S: Any, rule: Any, counts_SE: Any) -> None:
     """Assignments of every sequence of one cell.
 
@@ -48,7 +49,7 @@ def draw_sequences(seed: Any, share_E: Any, prompt_S: Any, rows_S: Any, rule: An
         _round(weight_E, rows_S[s], top_k, next_unit(state), counts_SE[s])
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _round(weight_E: Any, rows: Any, top_k: Any, phase: Any, counts_E: Any) -> None:
     """Turn weights into whole counts that add up to rows * top_k, none above rows: cap, then round systematically."""
     free, left = 0.0, float(rows * top_k)
@@ -79,7 +80,7 @@ def _round(weight_E: Any, rows: Any, top_k: Any, phase: Any, counts_E: Any) -> N
     _settle(round(left) - done, rows, last, counts_E)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _settle(missing: Any, rows: Any, last: Any, counts_E: Any) -> None:
     """Give or take the few assignments that float sums left over, from expert `last` on."""
     e = max(last, 0)
@@ -94,7 +95,7 @@ def _settle(missing: Any, rows: Any, last: Any, counts_E: Any) -> None:
             e = (e + 1) % len(counts_E)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def draw_cells(
     seed_ML: Any,
     share_MLE: Any,
@@ -122,7 +123,7 @@ def draw_cells(
                     target[e] += counts_SE[s, e]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def draw_rows(seed: Any, counts_SE: Any, rows_S: Any, top_k: Any, ids_NK: Any) -> None:
     """Routes with given counts: row by row, each expert with probability (what it still needs) / (rows left).
 

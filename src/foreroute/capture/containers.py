@@ -7,21 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from foreroute.capture.kinds import RULES, WireKind
-from foreroute.capture.wire import NEMO_MAGIC, NPY_MAGIC, parse_json, read_array
+from foreroute.capture.arguments import as_array, field_of, is_array, items_of, shown
+from foreroute.capture.kinds import WireKind
+from foreroute.capture.wire import NEMO_MAGIC, NPY_MAGIC, parse_text, read_array
 from foreroute.errors import CaptureError
 
 NPY_BASE64 = "k05VTVBZ"  # the magic of a .npy file, in base64
 _TABLE = {"data", "shape", "dtype"}
 _SEQUENCES = (list, tuple)
-_SHARED = {
-    WireKind.VLLM: (WireKind.TENSORRT_LLM, WireKind.LMDEPLOY),
-    WireKind.SGLANG: (WireKind.SGLANG_JAX,),
-    WireKind.RAW_INT32: (WireKind.SGLANG, WireKind.SGLANG_JAX),
-    WireKind.ARRAY: (WireKind.VLLM, WireKind.TENSORRT_LLM, WireKind.LMDEPLOY),
-    WireKind.LISTS: (WireKind.LMDEPLOY,),
-}
 
 
 @dataclass(frozen=True)
@@ -71,57 +66,93 @@ def recognise(output: object) -> Recognised:
         CaptureError: when the form is unknown or carries no routes.
     """
     kind, payloads = read_container(output)
-    return Recognised(kind, RULES[kind].description, len(payloads))
+    return Recognised(kind, kind.description, len(payloads))
 
 
 def read_container(output: Any) -> tuple[WireKind, list[Payload]]:
     """The form of `output`, and one payload for each sequence in it."""
-    if isinstance(output, bytes | bytearray | memoryview):
-        return _from_bytes(bytes(output))
+    output = _as_text(output)
+    if isinstance(output, str) and output.strip()[:1] in ("{", "["):
+        output = parse_text(output.strip())
+    return _from_list(output) if isinstance(output, _SEQUENCES) else _from_one(output)
+
+
+def _from_one(output: Any) -> tuple[WireKind, list[Payload]]:
+    """As `read_container`, of what is no list of outputs."""
+    output = _as_text(output)
+    if isinstance(output, bytes):
+        return WireKind.NPY, [Payload(output)]
     if isinstance(output, str):
-        return _from_text(output)
-    if isinstance(output, _SEQUENCES):
-        return _from_list(output)
-    if hasattr(output, "shape") and hasattr(output, "dtype"):
-        return _from_array(output)
-    return _from_record(output)
+        return _from_text(output.strip())
+    return _from_array(output) if is_array(output) else _from_record(output)
 
 
-def _from_bytes(data: bytes) -> tuple[WireKind, list[Payload]]:
-    if data.startswith(NPY_MAGIC):
-        return WireKind.NPY, [Payload(data)]
+def _as_text(output: Any) -> Any:
+    """Bytes as text, but those of a .npy file as they are; what is no bytes as it is."""
+    if not isinstance(output, bytes | bytearray | memoryview):
+        return output
     try:
-        text = data.decode("utf-8")
+        data = bytes(output)
+    except ValueError as error:  # a view that was released
+        raise CaptureError(f"the {type(output).__name__} cannot be read ({error})") from error
+    if data.startswith(NPY_MAGIC):
+        return data
+    try:
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise CaptureError(
             f"{len(data)} bytes starting with {data[:8]!r} are neither a .npy file nor text; expected engine output"
         ) from error
-    return _from_text(text)
 
 
 def _from_text(text: str) -> tuple[WireKind, list[Payload]]:
-    bare = text.strip()
-    if bare[:1] in ("{", "["):
-        return read_container(parse_json(bare))
-    return _kind_of_text(bare, raw=WireKind.RAW_INT32, npy=WireKind.NPY), [Payload(bare)]
+    if text[:1] == "{":
+        return _from_record(parse_text(text))
+    return _kind_of_text(text, raw=WireKind.RAW_INT32, npy=WireKind.NPY), [Payload(text)]
 
 
-def _from_list(items: Any) -> tuple[WireKind, list[Payload]]:
+def _from_list(values: Any) -> tuple[WireKind, list[Payload]]:
+    items = items_of(values, "the list of outputs")
     if not items or isinstance(items[0], _SEQUENCES):
-        return WireKind.LISTS, [Payload(items)]
+        return WireKind.LISTS, [Payload(_nested(items, "the list"))]
     if isinstance(items[0], int | float | None):
         raise CaptureError(
-            f"a flat list starting with {items[0]!r:.40} is no engine output; expected [rows, layers, K]"
+            f"a flat list starting with {shown(items[0])} is no engine output; expected [rows, layers, K]"
         )
-    found = [read_container(item) for item in items]
+    if any(isinstance(item, _SEQUENCES) for item in items):
+        raise CaptureError("a list of outputs holds another list; expected one output in each entry")
+    found = [_from_one(item) for item in items]
     kinds = {kind for kind, _ in found}
     if len(kinds) > 1:
         raise CaptureError(f"the outputs mix forms ({', '.join(sorted(kinds))}); decode each form on its own")
     return found[0][0], [payload for _, payloads in found for payload in payloads]
 
 
+def _nested(lists: Any, what: str) -> Any:
+    """Lists that begin as [rows, layers, K] do. Their other entries are looked at when they are read."""
+    inner, depth = lists, 0
+    while depth < 4 and isinstance(inner, _SEQUENCES):
+        entries = items_of(inner, what)
+        if not entries and (depth in (0, 2)):
+            return lists
+        inner, depth = entries[0] if entries else None, depth + 1
+    if depth != 3:
+        raise CaptureError(
+            f"{what} is nested {'deeper' if depth > 3 else f'{depth} deep'}; expected lists [rows, layers, K], "
+            "three deep"
+        )
+    return lists
+
+
+def _num_axes(array: Any) -> int:
+    try:
+        return len(array.shape)
+    except Exception as error:
+        raise CaptureError(f"a {type(array).__name__} has no shape ({shown(error)}); expected an array") from error
+
+
 def _from_array(array: Any) -> tuple[WireKind, list[Payload]]:
-    if len(array.shape) == 4:
+    if _num_axes(array) == 4:
         raise CaptureError(
             f"an array of shape {tuple(array.shape)} is a padded batch, and which rows are padding is not in it; "
             "pass the batch with routed_experts, input_ids and attention_mask"
@@ -130,37 +161,37 @@ def _from_array(array: Any) -> tuple[WireKind, list[Payload]]:
 
 
 def _from_record(record: Any) -> tuple[WireKind, list[Payload]]:
-    meta, extension = _get(record, "meta_info"), _get(record, "sglext") or _get(record, "sgl_ext")
+    meta, extension = field_of(record, "meta_info"), _first(field_of(record, "sglext"), field_of(record, "sgl_ext"))
     if meta is not None:
         return WireKind.SGLANG, [_sglang(meta, record)]
     if extension is not None:
         return WireKind.SGLANG, [_sglang(extension, _only_choice(record))]
-    if isinstance(record, Mapping) and record.keys() >= _TABLE:
-        return _kind_of_table(record), [Payload(record, start=record.get("start"))]
-    batch = _get(record, "batch")  # verl's DataProto
+    if isinstance(record, Mapping) and all(field_of(record, name) is not None for name in _TABLE):
+        return _kind_of_table(record), [Payload(record, start=field_of(record, "start"))]
+    batch = field_of(record, "batch")  # verl's DataProto
     if batch is not None and not isinstance(record, Mapping):
         return WireKind.VERL, _verl(batch)
-    choices = _get(record, "outputs") or _get(record, "choices")
+    choices = _first(field_of(record, "outputs"), field_of(record, "choices"))
     if isinstance(choices, _SEQUENCES) and choices:
         return _from_choices(record, choices)
-    routes = _get(record, "routed_experts")
-    if len(getattr(routes, "shape", ())) == 4:
-        return WireKind.VERL, _verl(record)
+    routes = field_of(record, "routed_experts")
     if routes is None:
         raise _no_routes(record)
+    if is_array(routes) and _num_axes(routes) == 4:
+        return WireKind.VERL, _verl(record)
     return _from_choices(record, [record])
 
 
 def _from_choices(record: Any, choices: Any) -> tuple[WireKind, list[Payload]]:
-    prompt_routes, prompt = _get(record, "prompt_routed_experts"), _get(record, "prompt_token_ids")
+    prompt_routes, prompt = field_of(record, "prompt_routed_experts"), field_of(record, "prompt_token_ids")
     payloads = []
-    for choice in choices:
-        routes = _get(choice, "routed_experts")
+    for choice in items_of(choices, "the choices"):
+        routes = field_of(choice, "routed_experts")
         if routes is None:
             raise _no_routes(choice)
-        response = _first(_get(choice, "token_ids"), _get(choice, "generation_token_ids"))
-        start = routes.get("start") if isinstance(routes, Mapping) else None
-        own_prompt = _first(_get(choice, "prompt_token_ids"), prompt)
+        response = _first(field_of(choice, "token_ids"), field_of(choice, "generation_token_ids"))
+        start = field_of(routes, "start") if isinstance(routes, Mapping) else None
+        own_prompt = _first(field_of(choice, "prompt_token_ids"), prompt)
         payloads.append(Payload(routes, prompt_routes, own_prompt, response, start))
     kinds = {_kind_of_field(record, payload) for payload in payloads}
     if len(kinds) > 1:
@@ -171,17 +202,19 @@ def _from_choices(record: Any, choices: Any) -> tuple[WireKind, list[Payload]]:
 def _kind_of_field(record: Any, payload: Payload) -> WireKind:
     """The form of a `routed_experts` field, by its type."""
     routes = payload.routes
-    if isinstance(routes, str) and _get(record, "input_token_len") is not None:
+    if isinstance(routes, str) and field_of(record, "input_token_len") is not None:
         return WireKind.LMDEPLOY
     if isinstance(routes, str):
         return _kind_of_text(routes, raw=WireKind.SGLANG_JAX, npy=WireKind.VLLM_NPY)
     if isinstance(routes, Mapping):
         return _kind_of_table(routes)
-    if payload.prompt_routes is not None or (isinstance(record, Mapping) and "prompt_routed_experts" in record):
+    if isinstance(routes, _SEQUENCES):
+        _nested(routes, "routed_experts")
+    if payload.prompt_routes is not None or "prompt_routed_experts" in _keys(record):
         return WireKind.VLLM_SPLIT
-    if isinstance(routes, _SEQUENCES) or _get(record, "input_token_len") is not None:
+    if isinstance(routes, _SEQUENCES) or field_of(record, "input_token_len") is not None:
         return WireKind.LMDEPLOY
-    if hasattr(routes, "shape"):
+    if is_array(routes):
         maker = type(record).__module__.split(".")[0]
         return WireKind.TENSORRT_LLM if maker == "tensorrt_llm" else WireKind.VLLM
     raise CaptureError(f"routed_experts is a {type(routes).__name__}; expected an array, lists, text or a table")
@@ -194,63 +227,91 @@ def _kind_of_text(text: str, *, raw: WireKind, npy: WireKind) -> WireKind:
 
 
 def _kind_of_table(table: Mapping[str, Any]) -> WireKind:
-    if not table.keys() >= _TABLE:
-        raise CaptureError(f"the table has keys {sorted(map(str, table))[:8]}; expected data, shape and dtype")
-    return WireKind.PRIME_RL if "start" in table else WireKind.SKYRL
+    if any(field_of(table, name) is None for name in _TABLE):
+        raise CaptureError(f"the table has keys {_keys(table)[:12]}; expected data, shape and dtype")
+    return WireKind.PRIME_RL if "start" in _keys(table) else WireKind.SKYRL
 
 
 def _sglang(holder: Any, record: Any) -> Payload:
-    routes = _get(holder, "routed_experts")
+    routes = field_of(holder, "routed_experts")
     if not isinstance(routes, str):
         raise _no_routes(holder)
-    start, dtype = _get(holder, "routed_experts_start_len"), _get(holder, "routed_experts_dtype")
-    prompt = _get(record, "prompt_token_ids")
-    response = _first(_get(record, "output_ids"), _get(record, "token_ids"))
+    start, dtype = field_of(holder, "routed_experts_start_len"), field_of(holder, "routed_experts_dtype")
+    prompt = field_of(record, "prompt_token_ids")
+    response = _first(field_of(record, "output_ids"), field_of(record, "token_ids"))
     return Payload(routes, None, prompt, response, start, dtype)
 
 
 def _only_choice(record: Any) -> Any:
-    choices = _get(record, "choices")
+    choices = field_of(record, "choices")
     if isinstance(choices, _SEQUENCES) and len(choices) > 1:
         raise CaptureError(
             f"the response has {len(choices)} choices, and SGLang returns the routes of the first alone; "
             "ask for n = 1, or use /generate"
         )
-    return choices[0] if isinstance(choices, _SEQUENCES) and choices else record
+    return items_of(choices, "the choices")[0] if isinstance(choices, _SEQUENCES) and choices else record
 
 
 def _verl(batch: Any) -> list[Payload]:
-    try:
-        fields = [read_array(batch[name]) for name in ("routed_experts", "input_ids", "attention_mask")]
-    except (KeyError, TypeError) as error:
+    names = ("routed_experts", "input_ids", "attention_mask")
+    fields = {name: field_of(batch, name) for name in names}
+    if missing := [name for name, value in fields.items() if value is None]:
         raise CaptureError(
-            f"the batch lacks {error}; expected routed_experts [b, T, layers, K], input_ids and attention_mask [b, T]"
-        ) from error
-    routes, tokens, mask = fields
+            f"the batch lacks {', '.join(missing)}; expected routed_experts [b, T, layers, K], input_ids and "
+            "attention_mask [b, T]"
+        )
+    routes, tokens = (read_array(fields[name], name) for name in names[:2])
+    mask = as_array(fields["attention_mask"], "attention_mask")
     if routes.ndim != 4 or tokens.shape != routes.shape[:2] or mask.shape != tokens.shape:
         raise CaptureError(
             f"routed_experts has shape {routes.shape}, input_ids {tokens.shape}, attention_mask {mask.shape}; "
             "expected [b, T, layers, K], [b, T] and [b, T]"
         )
-    kept = [np.flatnonzero(row) for row in mask]
+    kept = kept_by_mask(mask)
     return [Payload(routes[b, rows], token_ids=tokens[b, rows]) for b, rows in enumerate(kept)]
 
 
-def with_engine(kind: WireKind, engine: str) -> WireKind:
-    """The form, made exact by the engine's name where several engines share a container."""
-    return next((named for named in _SHARED.get(kind, ()) if named == engine), kind)
+def kept_by_mask(mask_BT: NDArray[Any]) -> list[slice]:
+    """Where the tokens of each sequence lie in a padded batch.
+
+    Raises:
+        CaptureError: for a mask that is neither bool nor integers 0 and 1, and for one with padding between tokens.
+    """
+    if mask_BT.dtype.kind not in "biu" or ((mask_BT != 0) & (mask_BT != 1)).any():
+        raise CaptureError(
+            f"attention_mask is {mask_BT.dtype} and not of 0 and 1 alone; expected 1 for a token and 0 for padding"
+        )
+    mask = mask_BT.astype(np.bool_)
+    counts, starts = mask.sum(axis=1), mask.argmax(axis=1) if mask.shape[1] else np.zeros(len(mask), np.int64)
+    kept = [slice(int(start), int(start + count)) for start, count in zip(starts, counts, strict=True)]
+    for sequence, tokens in enumerate(kept):
+        if not mask[sequence, tokens].all():
+            raise CaptureError(
+                f"attention_mask of sequence {sequence} has padding between its tokens, at position "
+                f"{tokens.start + int(np.argmin(mask[sequence, tokens]))}; expected padding at both ends alone. A row "
+                "was dropped, or masks of two batches were mixed"
+            )
+    return kept
 
 
 def _no_routes(record: Any) -> CaptureError:
-    seen = sorted(map(str, record))[:12] if isinstance(record, Mapping) else type(record).__name__
+    if isinstance(record, int | float | complex | None):
+        return CaptureError(
+            f"the {type(record).__name__} {shown(record)} is no engine output; expected a response (parsed, JSON text "
+            "or bytes), an in-process output, a list of them, or bare routes"
+        )
+    seen = _keys(record)[:12] if isinstance(record, Mapping) else f"a {type(record).__name__}"
     return CaptureError(
         f"no routed_experts in {seen}; start the engine with --enable-return-routed-experts, ask for them in the "
         "request (SGLang, LMDeploy), and pass the final output: streams and unfinished requests carry none"
     )
 
 
-def _get(record: Any, name: str) -> Any:
-    return record.get(name) if isinstance(record, Mapping) else getattr(record, name, None)
+def _keys(record: Any) -> list[str]:
+    """The names in a mapping, none of another object."""
+    return (
+        sorted(key for key in items_of(record, "the keys") if type(key) is str) if isinstance(record, Mapping) else []
+    )
 
 
 def _first(*values: Any) -> Any:

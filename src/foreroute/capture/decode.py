@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,16 +9,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.containers import Payload, read_container, with_engine
+from foreroute.capture.arguments import shown, whole_number
+from foreroute.capture.containers import Payload, read_container
+from foreroute.capture.engines import known_engine, named_kind, require_logical_ids
 from foreroute.capture.facts import ModelFacts
 from foreroute.capture.kinds import RULES, Absent, LastRow, WireKind, WireRules
-from foreroute.capture.suspect import refuse_constant_layers, refuse_false_rows, refuse_routed_dense
+from foreroute.capture.suspect import (
+    refuse_constant_layers,
+    refuse_false_rows,
+    refuse_routed_dense,
+    routed_before_zeros,
+)
 from foreroute.capture.tokens import MAX_INT32, tokens_of
 from foreroute.capture.wire import read_array, read_base64, read_envelope, read_lists, read_npy, read_raw, read_table
 from foreroute.errors import CaptureError
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
-
-_FIRST_LOGICAL_SGLANG = (0, 5, 10)
 
 
 def decode(
@@ -52,23 +56,26 @@ def decode(
         CaptureError: when the form is unknown or damaged, rows or layers do not fit, or the routes cannot be trusted.
     """
     facts = model if isinstance(model, ModelFacts) else ModelFacts(model)
+    engine = known_engine(engine)
+    version = whole_number(weight_version, "weight_version", NO_VERSION, MAX_INT32)
+    if start is not None:
+        start = whole_number(start, "start", 0, MAX_INT32)
     container, payloads = read_container(output)
-    kind = with_engine(container, engine)
-    _refuse_physical_ids(kind, engine_version)
-    if not NO_VERSION <= weight_version <= MAX_INT32:
-        raise CaptureError(f"weight_version is {weight_version}; expected {NO_VERSION} (unknown) to {MAX_INT32}")
+    kind = named_kind(container, engine)
+    require_logical_ids(kind, engine, engine_version)
     tokens = tokens_of(payloads, token_ids)
     placed = [
         _place(payload, _Place(kind, len(t), facts, f"sequence {s}"), start)
         for s, (payload, t) in enumerate(zip(payloads, tokens, strict=True))
     ]
+    _require_a_route(placed)
     facts_known = {"wire": kind.value, "engine": engine, "engine_version": engine_version}
     trace = RoutingTrace.from_rows(
         facts.spec,
         tokens,
-        [ids for ids, _ in placed],
-        valid=[valid for _, valid in placed],
-        weight_versions=[np.full(len(t), weight_version) for t in tokens],
+        [one.ids for one in placed],
+        valid=[one.valid for one in placed],
+        weight_versions=[np.full(len(t), version) for t in tokens],
         provenance={name: value for name, value in facts_known.items() if value},
     )
     refuse_constant_layers(trace)
@@ -89,8 +96,16 @@ class _Place:
         return RULES[self.kind]
 
 
-def _place(payload: Payload, place: _Place, start: int | None) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Rows [T, L, K] at their positions, and bool [T], which of them were routed."""
+@dataclass(frozen=True)
+class _Placed:
+    """One sequence: rows [T, L, K] at their positions, bool [T] of which were routed, and how many rows there were."""
+
+    ids: NDArray[Any]
+    valid: NDArray[np.bool_]
+    num_rows: int
+
+
+def _place(payload: Payload, place: _Place, start: int | None) -> _Placed:
     first = _first_position(payload.start, start, place)
     rows_RAK = _rows(payload, place, first)
     spec, routed = place.facts.spec, place.num_tokens - 1 - first
@@ -100,20 +115,20 @@ def _place(payload: Payload, place: _Place, start: int | None) -> tuple[NDArray[
     ids = np.zeros((place.num_tokens, spec.num_layers, spec.top_k), rows_RAK.dtype)
     valid = np.zeros(place.num_tokens, np.bool_)
     if not len(rows_RAK):
-        return ids, valid
+        return _Placed(ids, valid, 0)
     if rows_RAK.shape[2] != spec.top_k:
         raise CaptureError(f"{place.what} has {rows_RAK.shape[2]} picks in a row; expected top_k = {spec.top_k}")
     columns = place.facts.routed_columns(rows_RAK.shape[1], what=place.what)
     dense = np.setdiff1d(np.arange(rows_RAK.shape[1]), columns)
     rows_RAK = _without_last(rows_RAK, columns, routed, place)
     rows_RLK = rows_RAK[:, columns]
-    present = _present(rows_RLK, place)
+    present = _present(rows_RLK, place, first)
     stop = first + len(rows_RLK)
     ids[first:stop], valid[first:stop] = rows_RLK, present
     refuse_false_rows(rows_RLK, present, spec, what=place.what, first_position=first)
     if place.rules.dense_is_constant:
         refuse_routed_dense(rows_RAK[present][:, dense], dense.tolist(), what=place.what)
-    return ids, valid
+    return _Placed(ids, valid, len(rows_RLK))
 
 
 def _rows(payload: Payload, place: _Place, first: int) -> NDArray[Any]:
@@ -164,17 +179,19 @@ def _from_text(text: str, payload: Payload, place: _Place, first: int) -> NDArra
     return flat.reshape(rows, fits[0], picks)
 
 
-def _present(rows_RLK: NDArray[Any], place: _Place) -> NDArray[np.bool_]:
+def _present(rows_RLK: NDArray[Any], place: _Place, first: int) -> NDArray[np.bool_]:
     """A bool [R], False where the form says that a row was never routed."""
-    absent, spec = place.rules.absent, place.facts.spec
+    absent = place.rules.absent
     if absent is Absent.NEVER:
         return np.ones(len(rows_RLK), np.bool_)
-    filler = -1 if absent is Absent.MINUS_ONE else 0
-    present: NDArray[np.bool_] = (rows_RLK != filler).any(axis=(1, 2))
-    if absent is Absent.ZERO and spec.top_k == 1 and not present[: place.num_tokens - 1].all():
+    if absent is Absent.MINUS_ONE:
+        present: NDArray[np.bool_] = (rows_RLK != -1).any(axis=(1, 2))
+        return present
+    present = routed_before_zeros(rows_RLK, what=place.what, first_position=first)
+    if place.kind is WireKind.PRIME_RL and len(present) and not present.any():
         raise CaptureError(
-            f"{place.what} has a row of zeros, which in this form means 'never routed', but with top-1 routing it may "
-            "as well be expert 0; decode the engine's own output instead"
+            f"{place.what} has nothing but zeros in its {len(present)} rows; the engine never filled them. Ask it for "
+            "routes, and leave out sequences that have none"
         )
     return present
 
@@ -210,20 +227,19 @@ def _refuse_row_count(rows: int, routed: int, place: _Place, first: int) -> None
 def _first_position(stated: Any, start: int | None, place: _Place) -> int:
     if stated is not None and (type(stated) is not int or (start is not None and stated != start)):
         raise CaptureError(
-            f"{place.what} states start {stated!r:.40}; expected {'a position' if start is None else start}"
+            f"{place.what} states start {shown(stated)}; expected {'a position' if start is None else start}"
         )
     first = stated if stated is not None else (start or 0)
     if not 0 <= first <= max(place.num_tokens - 1, 0):
-        raise CaptureError(f"{place.what} starts at {first}; expected a position of its {place.num_tokens} tokens")
+        raise CaptureError(
+            f"{place.what} starts at {shown(first)}; expected a position of its {place.num_tokens} tokens"
+        )
     return int(first)
 
 
-def _refuse_physical_ids(kind: WireKind, engine_version: str) -> None:
-    if kind is not WireKind.SGLANG or not engine_version:
-        return
-    numbers = tuple(int(n) for n in re.findall(r"\d+", engine_version)[:3])
-    if numbers < _FIRST_LOGICAL_SGLANG:
+def _require_a_route(placed: list[_Placed]) -> None:
+    if not any(one.valid.any() for one in placed) and (rows := sum(one.num_rows for one in placed)):
         raise CaptureError(
-            f"SGLang {engine_version} captures routes after its load balancer has mapped them, so the ids are physical "
-            "slots, and the mapping is not in the output; upgrade SGLang to 0.5.10 or newer"
+            f"none of its {rows} rows has a route: all are marked as never routed. The capture failed, or was not "
+            "asked for; a sequence that was never routed is RoutingTrace.unrouted"
         )

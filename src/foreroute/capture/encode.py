@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.capture.arguments import shown
 from foreroute.capture.facts import ModelFacts
 from foreroute.capture.kinds import RULES, Absent, WireKind
 from foreroute.errors import CaptureError
@@ -32,8 +33,11 @@ def encode(trace: RoutingTrace, kind: WireKind, *, num_hidden_layers: int | None
     Raises:
         CaptureError: for a form that is not written, or a sequence with missing rows in a form that cannot say so.
     """
-    if kind not in WRITABLE:
-        raise CaptureError(f"routes cannot be written as {kind}; choose one of {', '.join(WRITABLE)}")
+    if not isinstance(trace, RoutingTrace):
+        raise CaptureError(f"the trace is {shown(trace)}; expected a RoutingTrace")
+    if not isinstance(kind, str) or kind not in WRITABLE:
+        name = kind if isinstance(kind, str) else shown(kind)
+        raise CaptureError(f"routes cannot be written as {name:.60}; choose one of {', '.join(WRITABLE)}")
     facts = ModelFacts(trace.spec, num_hidden_layers)
     return [_payload(trace.select([s]), kind, facts, s) for s in range(len(trace))]
 
@@ -41,11 +45,14 @@ def encode(trace: RoutingTrace, kind: WireKind, *, num_hidden_layers: int | None
 def _payload(sequence: RoutingTrace, kind: WireKind, facts: ModelFacts, number: int) -> Any:
     valid = sequence.valid_N[:-1]
     absent = RULES[kind].absent
-    ambiguous = absent is Absent.ZERO and sequence.spec.top_k == 1  # a row of one zero is a route to expert 0
-    if not valid.all() and (absent is Absent.NEVER or ambiguous):
+    gaps = np.flatnonzero(~valid)
+    # zeros mean "never routed" at the end alone, and with one pick they are a route to expert 0
+    at_the_end = len(gaps) < len(valid) and (np.diff(gaps, append=len(valid)) == 1).all() and sequence.spec.top_k > 1
+    if len(gaps) and (absent is Absent.NEVER or (absent is Absent.ZERO and not at_the_end)):
         raise CaptureError(
-            f"sequence {number} has no route at position {int(np.argmin(valid))}, which {kind} cannot say; "
-            f"choose {WireKind.NEMO_RL} or {WireKind.SKYRL}, or leave the sequence out"
+            f"sequence {number} has no route at position {int(gaps[0])}, which {kind} cannot say"
+            f"{'' if absent is Absent.NEVER else ' there'}; choose {WireKind.NEMO_RL} or {WireKind.SKYRL}, or leave "
+            "the sequence out"
         )
     marker = -1 if absent is Absent.MINUS_ONE else 0
     rows = np.where(valid[:, None, None], sequence.expert_ids_NLK[:-1].astype(np.int64), marker)

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.capture.arguments import shown, whole_number
 from foreroute.errors import CaptureError
 from foreroute.trace import LayerKind, RoutingSpec
+
+MOST = 1 << 31
+"""Layers or tokens of a vocabulary that a model may have."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,11 @@ class ModelFacts:
     vocabulary_size: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.spec, RoutingSpec):
+            raise CaptureError(f"the model is {shown(self.spec)}; expected a RoutingSpec or ModelFacts")
+        for name in ("num_hidden_layers", "vocabulary_size"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, whole_number(getattr(self, name), name, 1, MOST))
         kinds = {layer.kind for layer in self.spec.layers}
         if kinds & {LayerKind.MTP, LayerKind.DRAFT}:
             raise CaptureError(
@@ -38,6 +47,13 @@ class ModelFacts:
             raise CaptureError(
                 f"num_hidden_layers is {self.num_hidden_layers}, but the spec routes decoder layer {last}; "
                 "expected the count of all decoder layers, dense ones included"
+            )
+        indices = [layer.index for layer in self.spec.layers]
+        if self.num_hidden_layers is not None and len(set(indices)) < len(indices):
+            twice = next(index for index in indices if indices.count(index) > 1)
+            raise CaptureError(
+                f"the spec of {self.spec.model or 'the model'} has two routers in layer {twice}, and an axis of all "
+                "layers has one column for both; leave num_hidden_layers out"
             )
 
     @property

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.trace.check import as_sequence_numbers
+from foreroute.trace.check import as_array, as_sequence_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +37,13 @@ class Generation:
 
     def __post_init__(self) -> None:
         lengths = self.trace.lengths
-        prompts = np.asarray(self.prompt_lengths)
-        if prompts.shape != (len(self.trace),) or (lengths - prompts < 1).any() or (prompts < 1).any():
+        prompts = as_array(self.prompt_lengths, name="prompt_lengths")
+        whole = prompts.shape == (len(self.trace),) and (prompts.dtype.kind in "iu" or not prompts.size)
+        if not whole or (prompts < 1).any() or (prompts >= lengths).any():
             raise TraceContentError(
                 f"{len(self.trace)} sequences of lengths {self.trace.lengths.tolist()[:8]} have prompts of lengths "
-                f"{self.prompt_lengths.tolist()[:8]}; expected a prompt and a response of at least one token each"
+                f"{prompts.reshape(-1)[:8].tolist()}; expected whole numbers, a prompt and a response of at least one "
+                "token each"
             )
         behind_prompts_N = _positions_N(lengths) >= np.repeat(prompts, lengths)
         if cast(Any, self.sampled_N) is None:

@@ -25,6 +25,11 @@ class WireKind(StrEnum):
     LISTS = "lists"
     ARRAY = "array"
 
+    @property
+    def description(self) -> str:
+        """The form in words, and who emits it."""
+        return RULES[self].description
+
 
 class LastRow(StrEnum):
     """What becomes of a row for the last token, which a sampling engine never computes: bare routes may have one.

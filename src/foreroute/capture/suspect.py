@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.capture.arguments import shown
 from foreroute.errors import CaptureError
 from foreroute.trace import RoutingSpec, RoutingTrace
 
@@ -14,6 +15,7 @@ MIN_ROWS = 32
 """Rows before a layer that never changes its mind counts as a failed capture."""
 MIN_TOKENS = 8
 """Distinct input tokens among them: a repeated token may well go to the same experts."""
+ROWS_AT_ONCE = 4096
 
 
 def refuse_false_rows(
@@ -54,6 +56,36 @@ def refuse_false_rows(
         )
 
 
+def routed_before_zeros(rows_RLK: NDArray[Any], *, what: str, first_position: int) -> NDArray[np.bool_]:
+    """Which rows were routed, in a form that fills what was not with zeros, bool [R]: all but those at the end.
+
+    Args:
+        rows_RLK: [R, L, K], the routed layers of consecutive rows, without the one of the last token.
+        what: names the sequence.
+        first_position: the position of the first row, for the message.
+
+    Raises:
+        CaptureError: when a row of zeros stands before a routed one, where no framework writes it; and for any, when
+            K is 1.
+    """
+    routed: NDArray[np.bool_] = (rows_RLK != 0).any(axis=(1, 2))
+    gap = int(np.argmin(routed)) if len(routed) and not routed.all() else None
+    if gap is None:
+        return routed
+    if rows_RLK.shape[2] == 1:
+        raise CaptureError(
+            f"{what} has a row of zeros at position {first_position + gap}, which in this form means 'never routed', "
+            "but with top-1 routing it may as well be expert 0; decode the engine's own output instead"
+        )
+    if routed[gap:].any():
+        raise CaptureError(
+            f"{what} has zeros and so no route at position {first_position + gap}, and one at position "
+            f"{first_position + gap + int(np.argmax(routed[gap:]))}; expected zeros only at the end. The engine lost "
+            "those rows, or they belong to another sequence"
+        )
+    return routed
+
+
 def refuse_routed_dense(columns_RDK: NDArray[Any], layers: list[int], *, what: str) -> None:
     """Raise `CaptureError` when a column of a dense layer holds routes: then the layer axis is shifted."""
     if not columns_RDK.size:
@@ -68,14 +100,19 @@ def refuse_routed_dense(columns_RDK: NDArray[Any], layers: list[int], *, what: s
 
 def refuse_constant_layers(trace: RoutingTrace) -> None:
     """Raise `CaptureError` when a layer sends many different tokens to the same experts."""
+    if not isinstance(trace, RoutingTrace):
+        raise CaptureError(f"the trace is {shown(trace)}; expected a RoutingTrace")
     spec, valid = trace.spec, trace.valid_N
     if spec.top_k == spec.num_experts or valid.sum() < MIN_ROWS:
         return
     if len(np.unique(trace.token_ids_N[valid])) < MIN_TOKENS:
         return
     ids = trace.expert_ids_NLK[valid]
-    sums = ids.sum(axis=-1, dtype=np.int64)
-    alike = np.flatnonzero((sums == sums[0]).all(axis=0))  # spares sorting the layers that cannot be constant
+    alike_L, first_L = np.ones(spec.num_layers, np.bool_), ids[0].sum(axis=-1, dtype=np.int64)
+    for start in range(0, len(ids), ROWS_AT_ONCE):  # sums take up to eight times the memory of the ids
+        sums = ids[start : start + ROWS_AT_ONCE].sum(axis=-1, dtype=np.int64)
+        alike_L &= (sums == first_L).all(axis=0)
+    alike = np.flatnonzero(alike_L)  # spares sorting the layers that cannot be constant
     sets = np.sort(ids[:, alike], axis=-1)
     constant = (sets == sets[:1]).all(axis=(0, 2))
     if constant.any():
@@ -91,10 +128,11 @@ def _refuse_zero_layers(rows_RLK: NDArray[Any], spec: RoutingSpec, what: str) ->
     zero = (rows_RLK == 0).all(axis=(0, 2))
     # One pick of expert 0 is a possible route; a capture full of it is not.
     if (spec.top_k > 1 and zero.any()) or (zero.all() and zero.size * len(rows_RLK) >= 8 and spec.num_experts > 1):
+        wrong_table = "" if zero.all() else ". If the layer is dense, the model's layers are stated wrong: pass its own"
         raise CaptureError(
             f"{what} has nothing but zeros in {int(zero.sum())} of {spec.num_layers} layers (first: "
             f"{spec.layers[int(np.argmax(zero))]}); the engine never filled them. Compiled or fused MoE "
-            "paths bypass the capture: try enforce_eager=True, another MoE kernel, or a newer engine"
+            f"paths bypass the capture: try enforce_eager=True, another MoE kernel, or a newer engine{wrong_table}"
         )
 
 

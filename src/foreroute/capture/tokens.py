@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.capture.arguments import as_array, is_array, items_of, shown
 from foreroute.capture.containers import Payload
 from foreroute.errors import CaptureError
 
@@ -32,8 +33,18 @@ def _stated(token_ids: Any, payloads: Sequence[Payload]) -> list[Any]:
     """The caller's tokens, one entry for each payload."""
     if token_ids is None:
         return [None] * len(payloads)
-    flat = isinstance(token_ids, np.ndarray) and token_ids.ndim == 1
-    given = [token_ids] if flat or (len(token_ids) and np.ndim(token_ids[0]) == 0) else list(token_ids)
+    if isinstance(token_ids, list | tuple):
+        given = items_of(token_ids, "token_ids")
+        if given and not isinstance(given[0], list | tuple) and not is_array(given[0]):
+            given = [given]
+    elif is_array(token_ids):
+        array = as_array(token_ids, "token_ids")
+        given = list(array) if array.ndim == 2 else [array]
+    else:
+        raise CaptureError(
+            f"token_ids is a {type(token_ids).__name__}; expected integers [T], or a list of S such, prompt and "
+            "response together"
+        )
     if len(given) != len(payloads):
         raise CaptureError(f"got tokens of {len(given)} sequences for the routes of {len(payloads)}; expected as many")
     return given
@@ -66,16 +77,23 @@ def _carried(payload: Payload, sequence: int) -> NDArray[np.int32] | None:
 
 
 def _as_tokens(values: Any, sequence: int) -> NDArray[np.int32]:
-    if isinstance(values, list | tuple) and not all(isinstance(value, int | np.integer) for value in values):
-        raise CaptureError(f"the tokens of sequence {sequence} are no list of integers")
-    try:
-        tokens = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise CaptureError(f"the tokens of sequence {sequence} are no list of integers ({error})") from error
+    what = f"the tokens of sequence {sequence}"
+    if isinstance(values, list | tuple):
+        values = items_of(values, what)
+        for place, value in enumerate(values):
+            if type(value) is not int and not isinstance(value, np.integer):
+                raise CaptureError(
+                    f"token {place} of sequence {sequence} is the {type(value).__name__} {shown(value)}; expected an "
+                    "integer"
+                )
+    elif not is_array(values):
+        raise CaptureError(f"{what} are a {type(values).__name__}; expected a list of integers")
+    tokens = as_array(values, what)
     if tokens.size == 0 and tokens.ndim == 1:
         return np.zeros(0, np.int32)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() > MAX_INT32:
+        ids = f" from {tokens.min()} to {tokens.max()}" if tokens.size and tokens.dtype.kind in "iu" else ""
         raise CaptureError(
-            f"the tokens of sequence {sequence} are {tokens.dtype} of shape {tokens.shape}; expected token ids [T]"
+            f"{what} are {tokens.dtype} of shape {tokens.shape}{ids}; expected token ids [T], from 0 to {MAX_INT32}"
         )
     return tokens.astype(np.int32)

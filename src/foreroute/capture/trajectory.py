@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 
 from foreroute.errors import CaptureError
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace, extended
+from foreroute.trace.check import as_array
 
 
 class Trajectory:
@@ -67,18 +68,24 @@ class Trajectory:
             CaptureError: when rows and tokens do not fit each other.
             TraceContentError: for rows that cannot be true.
         """
-        tokens, routed = np.asarray(token_ids_so_far).reshape(-1), np.asarray(rows)
+        tokens, routed = as_array(token_ids_so_far, name="token_ids").reshape(-1), as_array(rows, name="rows")
+        versions = as_array(weight_version, name="weight_version")
         spec = self._trace.spec
-        if routed.ndim != 3 or start < 0 or start + len(routed) > len(tokens):
+        if type(start) is not int or routed.ndim != 3 or start < 0 or start + len(routed) > len(tokens):
             raise CaptureError(
                 f"rows of shape {routed.shape} from position {start} do not fit {len(tokens)} tokens; expected [R, "
                 f"{spec.num_layers}, {spec.top_k}] with start + R of at most {len(tokens)}"
             )
+        if versions.dtype.kind not in "iu" or versions.shape not in ((), (len(routed),)):
+            raise CaptureError(
+                f"weight_version is {versions.dtype} of shape {versions.shape}; expected one whole number, or one for "
+                f"each of {len(routed)} rows"
+            )
         whole = np.zeros((len(tokens), *routed.shape[1:]), routed.dtype)
-        valid, versions = np.zeros(len(tokens), np.bool_), np.full(len(tokens), NO_VERSION)
+        valid, versions_T = np.zeros(len(tokens), np.bool_), np.zeros(len(tokens), versions.dtype)
         here = slice(start, start + len(routed))
-        whole[here], valid[here], versions[here] = routed, True, weight_version
-        turn = RoutingTrace.from_rows(spec, [tokens], [whole], valid=[valid], weight_versions=[versions])
+        whole[here], valid[here], versions_T[here] = routed, True, versions
+        turn = RoutingTrace.from_rows(spec, [tokens], [whole], valid=[valid], weight_versions=[versions_T])
         return self.add(turn, replace_routed=replace_routed)
 
     def trace(self) -> RoutingTrace:

@@ -6,7 +6,6 @@ No function allocates more than a small multiple of its input: declared shapes m
 from __future__ import annotations
 
 import binascii
-import json
 import re
 from collections.abc import Mapping
 from itertools import chain
@@ -16,7 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.capture.arguments import as_array, field_of, items_of, shown
 from foreroute.errors import CaptureError
+from foreroute.files import parse_json
 
 NPY_MAGIC = b"\x93NUMPY"
 NEMO_MAGIC = "nrlre1:"
@@ -68,11 +69,11 @@ def read_envelope(text: str) -> NDArray[Any]:
 
 def read_table(table: Mapping[str, Any]) -> NDArray[Any]:
     """An array [R, layers, K] from a table of data (base64 text or bytes), shape and dtype."""
-    dtype, shape, data = table["dtype"], table["shape"], table["data"]
+    dtype, shape, data = (field_of(table, name) for name in ("dtype", "shape", "data"))
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise CaptureError(f"the table has dtype {dtype!r:.60}; expected one of {', '.join(_DTYPES)}")
-    if not isinstance(shape, list | tuple) or len(shape) != 3 or not all(type(n) is int and n >= 0 for n in shape):
-        raise CaptureError(f"the table has shape {shape!r:.60}; expected three counts [rows, layers, picks]")
+        raise CaptureError(f"the table has dtype {shown(dtype)}; expected one of {', '.join(_DTYPES)}")
+    if not isinstance(shape, list | tuple) or not _three_counts(items_of(shape, "the shape")):
+        raise CaptureError(f"the table has shape {shown(shape)}; expected three counts [rows, layers, picks]")
     if not isinstance(data, str | bytes):
         raise CaptureError(f"the table has data of type {type(data).__name__}; expected base64 text or bytes")
     return _shaped(read_base64(data) if isinstance(data, str) else data, _DTYPES[dtype], tuple(shape), what="table")
@@ -82,7 +83,7 @@ def read_raw(text: str, dtype: str | None) -> NDArray[Any]:
     """A flat array from base64 of raw bytes; int32 unless the engine advertises another dtype."""
     name = "int32" if dtype is None else dtype
     if not isinstance(name, str) or name not in _DTYPES:
-        raise CaptureError(f"the engine advertises dtype {name!r:.60}; expected one of {', '.join(_DTYPES)}")
+        raise CaptureError(f"the engine advertises dtype {shown(name)}; expected one of {', '.join(_DTYPES)}")
     data = read_base64(text)
     if len(data) % _DTYPES[name].itemsize:
         raise CaptureError(f"the routes have {len(data)} bytes, which is no whole number of {name}; was the text cut?")
@@ -91,7 +92,7 @@ def read_raw(text: str, dtype: str | None) -> NDArray[Any]:
 
 def read_lists(nested: Any) -> NDArray[np.int64]:
     """An array [R, layers, K] from nested lists of integers. Floats, booleans and ragged rows are refused."""
-    rows = list(nested)
+    rows = items_of(nested, "the nested lists")
     if not rows:
         return np.zeros((0, 0, 0), np.int64)
     _expect_lists([rows[0]], None)
@@ -102,7 +103,7 @@ def read_lists(nested: Any) -> NDArray[np.int64]:
     picks = list(chain.from_iterable(cells))
     if not all(type(pick) is int for pick in picks):
         wrong = next(pick for pick in picks if type(pick) is not int)
-        raise CaptureError(f"the lists hold {type(wrong).__name__} {wrong!r:.40}; expected integers")
+        raise CaptureError(f"the lists hold {type(wrong).__name__} {shown(wrong)}; expected integers")
     try:
         flat = np.array(picks, dtype=np.int64)
     except OverflowError as error:
@@ -110,35 +111,30 @@ def read_lists(nested: Any) -> NDArray[np.int64]:
     return flat.reshape(len(rows), layers, -1) if picks else np.zeros((len(rows), layers, 0), np.int64)
 
 
-def read_array(value: Any) -> NDArray[Any]:
+def read_array(value: Any, name: str = "the routes") -> NDArray[Any]:
     """The integer array behind an in-process value (numpy, or anything that numpy can view)."""
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise CaptureError(
-            f"a {type(value).__name__} cannot be read as an array ({error}); copy it to host memory first"
-        ) from error
+    array = as_array(value, name)
     if array.dtype.kind not in "iu":
-        raise CaptureError(f"the routes have dtype {array.dtype}; expected integers")
+        raise CaptureError(f"{name}: dtype {array.dtype}; expected integers")
     return array
 
 
-def parse_json(text: str) -> Any:
-    """The value of a JSON text, bounded in length and depth."""
+def parse_text(text: str | bytes, *, name: str = "the text, which starts like JSON and may have been cut,") -> Any:
+    """The value of a JSON text, bounded in length and depth. `name` says which, for the message."""
     if len(text) > MAX_TEXT:
-        raise CaptureError(f"the JSON text has {len(text)} characters; expected at most {MAX_TEXT}")
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise CaptureError("the JSON text is nested too deep to hold routes") from error
-    except ValueError as error:
-        raise CaptureError(f"the text starts like JSON but is none ({str(error)[:120]}); was it cut?") from error
+        raise CaptureError(f"{name} has {len(text)} characters; expected at most {MAX_TEXT}")
+    return parse_json(text, CaptureError, name=name)
+
+
+def _three_counts(values: list[Any]) -> bool:
+    return len(values) == 3 and all(type(n) is int and 0 <= n < 1 << 48 for n in values)
 
 
 def _expect_lists(values: list[Any], length: int | None) -> None:
     for value in values:
-        if not isinstance(value, list | tuple) or (length is not None and len(value) != length):
-            seen = f"{len(value)} entries" if isinstance(value, list | tuple) else f"{type(value).__name__}"
+        plain = type(value) in (list, tuple)
+        if not plain or (length is not None and len(value) != length):
+            seen = f"{len(value)} entries" if plain else f"{type(value).__name__}"
             wanted = "a list" if length is None else f"a list of {length}"
             raise CaptureError(f"the nested lists are uneven: found {seen} where {wanted} belongs")
 

@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from foreroute.capture import WRITABLE, ModelFacts, WireKind, decode, encode, recognise
+from foreroute.capture import WRITABLE, ModelFacts, WireKind, decode, encode, facts_of_config
+from foreroute.capture.wire import parse_text
 from foreroute.cli.terminal import Console
-from foreroute.errors import CaptureError, InputError, TraceFileError
-from foreroute.files import write_atomically
-from foreroute.trace import CODECS, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, save
+from foreroute.errors import CaptureError, TraceFileError, printable
+from foreroute.files import RegularFile, read_file, write_atomically, writing_named
+from foreroute.trace import CODECS, RoutingSpec, RoutingTrace, load, save
 
-SAFETENSORS_HEADER = 9
-"""A trace file begins with eight bytes of length and an opening brace."""
-EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-PICKS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+HEADER = 9
+"""Bytes that tell a trace file: a length, of which the upper half is zero as in no text, and an opening brace."""
+LINE = {"token_ids", "routed_experts"}
+"""What a line holds that `convert` writes."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,14 @@ class Origin:
 
 def convert_file(source: Path, target: Path, to: str, origin: Origin) -> None:
     """Read `source`, whatever it is, and write `target`; say what both are."""
-    if target.exists():
-        raise TraceFileError(f"{target} already exists; pass another path")
+    with writing_named(target, TraceFileError):
+        if target.exists():
+            raise TraceFileError(f"{target} already exists; pass another path")
     if to not in CODECS and to not in WRITABLE:
         raise CaptureError(f"--to is {to!r}; expected one of {', '.join([*CODECS, *WRITABLE])}")
     console = Console(soft_wrap=True, highlight=False)
     trace, what = _read(source, origin)
-    console.print(f"read   {source}: {what}, {trace!r}", markup=False)
+    console.print(printable(f"read   {source}: {what}, {trace!r}"), markup=False)
     if to in CODECS:
         save(trace, target, codec=to)
     else:
@@ -50,22 +50,46 @@ def convert_file(source: Path, target: Path, to: str, origin: Origin) -> None:
             json.dumps({"token_ids": trace.tokens(s).tolist(), "routed_experts": payload})
             for s, payload in enumerate(payloads)
         ]
-        write_atomically(target, "".join(line + "\n" for line in lines))
-    console.print(f"wrote  {target}: {to}, {target.stat().st_size:,} bytes", markup=False)
+        with writing_named(target, TraceFileError):
+            write_atomically(target, "".join(line + "\n" for line in lines), overwrite=False)
+    console.print(printable(f"wrote  {target}: {to}, {target.stat().st_size:,} bytes"), markup=False)
 
 
 def _read(source: Path, origin: Origin) -> tuple[RoutingTrace, str]:
-    if not source.is_file():
-        raise TraceFileError(f"{source} does not exist or is not a file")
-    data = source.read_bytes()
-    if data[:SAFETENSORS_HEADER][-1:] == b"{":
+    with RegularFile(source, TraceFileError) as file:
+        head = file.read(0, min(HEADER, file.size))
+    if head[4:] == b"\0\0\0\0{":
         return load(source), "trace"
     facts = _facts(origin, None)
-    rows = _lines(data)
-    if rows is None:
-        return _decoded(data, _tokens(origin), facts, origin), recognise(data).description
-    parts = [_decoded(row["routed_experts"], [row["token_ids"]], facts, origin) for row in rows]
-    return concatenate(parts), f"{len(rows)} lines of {recognise(rows[0]['routed_experts']).description}"
+    data = read_file(source, TraceFileError)
+    first, rest = _first_line(data, source)
+    if isinstance(first, dict) and first.keys() == LINE:
+        rows = [first, *(_line(line, number, source) for number, line in rest)]
+        trace = _decoded([row["routed_experts"] for row in rows], [row["token_ids"] for row in rows], facts, origin)
+        return trace, f"{len(rows)} lines of {_form(trace)}"
+    whole = data if first is None or rest else first
+    trace = _decoded(whole, _tokens(origin), facts, origin)
+    return trace, _form(trace)
+
+
+def _first_line(data: bytes, source: Path) -> tuple[Any, list[tuple[int, bytes]]]:
+    """What the first line holds, if it is a JSON object on its own, and the other lines with their numbers."""
+    lines = [(number, line) for number, line in enumerate(data.splitlines(), 1) if line.strip()]
+    if not lines or not lines[0][1].lstrip().startswith(b"{"):
+        return None, []
+    try:
+        return parse_text(lines[0][1], name=str(source)), lines[1:]
+    except CaptureError:
+        if len(lines) == 1:
+            raise
+        return None, []  # an object over several lines
+
+
+def _line(line: bytes, number: int, source: Path) -> dict[str, Any]:
+    row = parse_text(line, name=f"line {number} of {source}")
+    if not isinstance(row, dict) or row.keys() != LINE:
+        raise CaptureError(f"line {number} of {source} is not an object of {' and '.join(sorted(LINE))}")
+    return row
 
 
 def _decoded(output: object, tokens: Any, facts: ModelFacts, origin: Origin) -> RoutingTrace:
@@ -80,23 +104,18 @@ def _decoded(output: object, tokens: Any, facts: ModelFacts, origin: Origin) -> 
     )
 
 
-def _lines(data: bytes) -> list[dict[str, Any]] | None:
-    """The lines that `convert` writes: token_ids and routed_experts; None when it is something else."""
-    try:
-        rows = [json.loads(line) for line in data.splitlines() if line.strip()]
-    except (ValueError, RecursionError):
-        return None
-    ours = all(isinstance(row, dict) and row.keys() == {"token_ids", "routed_experts"} for row in rows)
-    return rows if rows and ours else None
+def _form(trace: RoutingTrace) -> str:
+    return WireKind(trace.provenance["wire"]).description
 
 
 def _tokens(origin: Origin) -> Any:
+    """Token lists as they stand in the file; `decode` checks them."""
     if origin.tokens is None:
         return None
-    try:
-        return [np.asarray(sequence, np.int64) for sequence in json.loads(origin.tokens.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError, OverflowError) as error:
-        raise CaptureError(f"{origin.tokens} is not a JSON list of token lists ({error})") from error
+    tokens = parse_text(read_file(origin.tokens, CaptureError), name=str(origin.tokens))
+    if not isinstance(tokens, list):
+        raise CaptureError(f"{origin.tokens} holds a {type(tokens).__name__}; expected a list of token lists")
+    return tokens
 
 
 def _facts(origin: Origin, known: RoutingSpec | None) -> ModelFacts:
@@ -106,29 +125,8 @@ def _facts(origin: Origin, known: RoutingSpec | None) -> ModelFacts:
         raise CaptureError("engine output does not say which model it is from; pass --model, a trace or a config.json")
     if origin.model.suffix != ".json":
         return ModelFacts(load(origin.model).spec)
+    config = parse_text(read_file(origin.model, CaptureError), name=str(origin.model))
     try:
-        config = json.loads(origin.model.read_text(encoding="utf-8"))
-        facts = _facts_of_config(config.get("text_config") or config)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, StopIteration) as error:
-        if isinstance(error, InputError):
-            raise
-        raise CaptureError(
-            f"{origin.model} does not tell experts, picks and layers ({error!r}); pass a trace of the model instead"
-        ) from error
-    return facts
-
-
-def _facts_of_config(config: dict[str, Any]) -> ModelFacts:
-    layers = int(config["num_hidden_layers"])
-    kinds = config.get("mlp_layer_types")
-    if kinds is None:
-        dense = set(config.get("mlp_only_layers") or []) | set(range(int(config.get("first_k_dense_replace") or 0)))
-    else:
-        dense = {i for i, kind in enumerate(kinds) if kind == "dense"}
-    spec = RoutingSpec(
-        int(next(config[name] for name in EXPERTS if name in config)),
-        int(next(config[name] for name in PICKS if name in config)),
-        tuple(RoutedLayer(i) for i in range(layers) if i not in dense),
-        model=str(config.get("model_type", "")),
-    )
-    return ModelFacts(spec, layers)
+        return facts_of_config(config)
+    except CaptureError as error:
+        raise CaptureError(f"{origin.model}: {error}") from error

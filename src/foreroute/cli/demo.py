@@ -18,7 +18,7 @@ from foreroute.report import SummaryRow, read_runs, summary_rows, write_report
 from foreroute.train import TrainConfig, parse_config, train
 
 
-def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: str) -> None:
+def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: str, vllm_python: Path | None) -> None:
     """Train twice, print the table, write the report."""
     console = Console()
     folder = folder or Path("runs") / "demo" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -26,10 +26,10 @@ def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: 
         str(folder).encode()
     except UnicodeEncodeError as error:
         raise ConfigError(f"{folder} is not text in UTF-8, as a configuration is; name another --folder") from error
-    warm = folder / "none" / "checkpoints" / "step-000000.pt"
+    warm = folder / "none" / "checkpoints" / "step-000000.safetensors"
     configs = [
-        _config("none", steps, precision, engine),
-        _config("R3", steps, precision, engine, begins_at=warm),
+        _config("none", steps, precision, engine, vllm_python),
+        _config("R3", steps, precision, engine, vllm_python, begins_at=warm),
     ]
     for config in configs:
         with watching(config, console) as watcher:
@@ -56,12 +56,20 @@ def demo_values() -> dict[str, Any]:
 
 
 def _config(
-    routing: str, steps: int | None, precision: str, engine: str, *, begins_at: Path | None = None
+    routing: str,
+    steps: int | None,
+    precision: str,
+    engine: str,
+    vllm_python: Path | None,
+    *,
+    begins_at: Path | None = None,
 ) -> TrainConfig:
     values = demo_values()
     values["name"] = routing
     values["rl"]["routing"] = routing
     values["rollout"] |= {"precision": precision, "engine": engine}
+    if vllm_python is not None:
+        values["rollout"]["vllm"] = {"python": str(vllm_python)}
     if engine == "vllm":
         # vLLM's attention on the CPU has kernels for heads of 32 and more
         values["model"]["sizes"]["head_dim"] = 32

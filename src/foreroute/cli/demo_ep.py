@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from foreroute.cli.train import train_and_report
 from foreroute.errors import ConfigError
 from foreroute.report import LoadRow, load_rows, read_runs
 from foreroute.train import parse_config
+from foreroute.train.ranks import num_started
 
 
 def run_demo_ep(folder: Path, *, steps: int) -> None:
@@ -31,7 +31,7 @@ def run_demo_ep(folder: Path, *, steps: int) -> None:
 
 
 def _num_ranks() -> int:
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    started = num_started()
     if started == 1:
         raise ConfigError(
             "demo-ep shows expert parallelism, and 1 process runs; start several: "

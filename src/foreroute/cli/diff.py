@@ -21,6 +21,7 @@ def print_difference(reference: Path, other: Path) -> bool:
     trace = load(reference)
     found = explain(trace, load(other))
     console = Console()
+    console.print("Picks that both traces share:")  # a table's own title is wrapped in the table's width
     console.print(_by_layer(found, trace.spec))
     console.print(_by_position(found))
     natural = found.kind is Defect.NONE
@@ -30,7 +31,7 @@ def print_difference(reference: Path, other: Path) -> bool:
 
 
 def _by_layer(found: Explanation, spec: RoutingSpec) -> Table:
-    table = Table(title="picks that both traces share", title_justify="left")
+    table = Table()
     table.add_column("layer")
     table.add_column("share", justify="right")
     for layer, share in zip(spec.layers, found.overlap_by_layer_L, strict=True):

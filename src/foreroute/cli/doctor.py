@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rich.markup import escape
 from rich.table import Table
 
-from foreroute.cli.doctor_inputs import DoctorInputs, Engine, read_array, read_engine, read_model
+from foreroute.cli.doctor_inputs import DoctorInputs, Engine, read_array, read_engine, read_trainer, with_last_rollout
 from foreroute.cli.terminal import Console
 from foreroute.conformance.diagnosis import Diagnosis, Evidence, Severity, TrainerPass
 from foreroute.conformance.doctor import diagnose
+from foreroute.errors import printable
 from foreroute.report import check_page, measure_rows, write_diagnosis
 from foreroute.trace import RoutingTrace, load
 
@@ -21,14 +23,26 @@ def run_doctor(
     inputs: DoctorInputs,
     output: Path | None,
     *,
-    temperature: float,
+    temperature: float | None,
     weight_version: int | None,
     max_sequences: int,
 ) -> Severity:
-    """Print the diagnosis, write the page if asked, and return how bad it is."""
+    """Print the diagnosis, write the page if asked, and return how bad it is.
+
+    Args:
+        inputs: what to examine.
+        output: the page.
+        temperature: that the engine divided its logits by; None takes the configuration's, or 1.
+        weight_version: that the trainer is at; None takes that of the checkpoint, where there is one.
+        max_sequences: how many of the sequences to run.
+
+    Raises:
+        InputError: for everything that a user can mend.
+    """
     console = Console()
     if output is not None:
         check_page(output)
+    inputs = with_last_rollout(inputs)
     engine = read_engine(inputs, max_sequences)
     if inputs.model is not None:
         with console.status("examining the model: quick checks, then passes over the sequences"):
@@ -43,21 +57,22 @@ def run_doctor(
 
 
 def _examined(
-    inputs: DoctorInputs, engine: Engine, temperature: float, weight_version: int | None
+    inputs: DoctorInputs, engine: Engine, temperature: float | None, weight_version: int | None
 ) -> tuple[Evidence, str]:
     from foreroute.conformance.examine import examine
 
-    assert inputs.model is not None, "called without a model"
-    model, has_weights = read_model(inputs.model, inputs.checkpoint)
+    trainer = read_trainer(inputs, engine.trace)
     evidence = examine(
-        model,
+        trainer.model,
         engine.generation,
         trace=engine.trace,
-        temperature=temperature,
-        expected_version=weight_version,
-        random_weights=not has_weights,
+        temperature=trainer.temperature if temperature is None else temperature,
+        expected_version=trainer.expected_version(engine.trace) if weight_version is None else weight_version,
+        random_weights=not trainer.has_weights,
     )
-    return evidence, f"{inputs.model} ({type(model).__name__})"
+    evidence = replace(evidence, before_step_0=trainer.before_step_0, checkpoints=trainer.checkpoints)
+    weights = f", {trainer.checkpoint}" if trainer.checkpoint else ""
+    return evidence, f"{inputs.model}{weights} ({type(trainer.model).__name__})"
 
 
 def _given(inputs: DoctorInputs, engine: Engine, weight_version: int | None) -> Evidence:
@@ -75,12 +90,13 @@ def _given(inputs: DoctorInputs, engine: Engine, weight_version: int | None) -> 
 
 
 def _facts(model: str, trace: RoutingTrace | None) -> dict[str, str]:
-    facts = {"model": model}
+    facts = {"model": printable(model)}
     if trace is not None:
         spec = trace.spec
+        versions = ", ".join(str(version) for version in trace.versions if version >= 0) or "unknown"
         facts["trace"] = (
             f"{len(trace)} sequences, {trace.num_rows} rows, {spec.num_layers} layers, top-{spec.top_k} of "
-            f"{spec.num_experts} experts, weight versions {', '.join(map(str, trace.versions)) or 'none'}"
+            f"{spec.num_experts} experts, weights of version {versions}"
         )
     return facts
 
@@ -100,8 +116,8 @@ def _print(console: Console, diagnosis: Diagnosis) -> None:
     rows = measure_rows(diagnosis.measures)
     if rows:
         measures = Table(title="\nMeasures", title_justify="left")
-        for heading in ("compared", "k3", "F(2)", "cells differing", "tokens differing"):
+        for heading in ("compared", "k3", "F(2)", "differing decisions", "differing tokens"):
             measures.add_column(heading, justify="left" if heading == "compared" else "right")
         for row in rows:
-            measures.add_row(row.name, row.k3, row.f2, row.cells, row.tokens)
+            measures.add_row(row.name, row.k3, row.f2, row.decisions, row.tokens)
         console.print(measures)

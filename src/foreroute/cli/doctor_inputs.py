@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.capture import Generation, load_generation
-from foreroute.errors import InputError
+from foreroute.errors import InputError, RunFolderError
+from foreroute.files import RegularFile, parse_json, read_text
 from foreroute.trace import RoutingTrace, load
+
+if TYPE_CHECKING:  # it loads torch
+    from foreroute.train import TrainConfig
+
+NPY = re.compile(
+    rb"\x93NUMPY\x01\x00(?P<length>..)"
+    rb"\{'descr': '(?P<type>[<>|=][A-Za-z]\d{0,4})', 'fortran_order': (True|False), "
+    rb"'shape': \((?P<shape>[\d, ]{0,80})\), \} *\n",
+    re.DOTALL,
+)
+"""How numpy writes arrays of plain numbers. https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html"""
+MOST_HEADER_BYTES = 10 + 0xFFFF
+MOST_VALUES = 1 << 28
+"""Log-probs of so many tokens take 1 GiB; a training step has a few million."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +63,10 @@ class DoctorInputs:
             raise InputError("--logprobs and --prompt-lengths go together: they say which tokens were sampled")
         if self.logprobs is not None and self.model is not None and self.trace is None:
             raise InputError("--logprobs belong to the tokens of a --trace; give it as well")
-        if self.checkpoint is not None and (self.model is None or self.model.suffix != ".toml"):
-            raise InputError("--checkpoint is of foreroute train; give its configuration as --model FILE.toml")
+        if self.checkpoint is not None and (self.model is None or not _is_of_a_run(self.model)):
+            raise InputError(
+                "--checkpoint is of foreroute train; give the run's configuration as --model FILE.toml, or its folder"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +76,18 @@ class Engine:
     trace: RoutingTrace | None
     generation: Generation | None
     logprobs_R: NDArray[Any] | None
+
+
+def with_last_rollout(inputs: DoctorInputs) -> DoctorInputs:
+    """Of a run's folder and nothing else: the last rollout that it kept at a step of a checkpoint, if there is one."""
+    folder = inputs.model
+    if folder is None or folder.suffix == ".toml" or not _is_of_a_run(folder):
+        return inputs
+    if inputs.generation or inputs.trace or inputs.checkpoint:
+        return inputs
+    rollouts = _by_step(folder / "rollouts")
+    both = rollouts.keys() & checkpoints_of(folder).keys()
+    return replace(inputs, generation=rollouts[max(both)]) if both else inputs
 
 
 def read_engine(inputs: DoctorInputs, max_sequences: int) -> Engine:
@@ -68,7 +100,7 @@ def read_engine(inputs: DoctorInputs, max_sequences: int) -> Engine:
     trace = load(inputs.trace) if inputs.trace else None
     logprobs_R = read_array(inputs.logprobs, "f") if inputs.logprobs else None
     if trace is not None and logprobs_R is not None and inputs.prompt_lengths is not None:
-        generation = Generation(trace, read_array(inputs.prompt_lengths, "iu"), logprobs_R.astype(np.float32))
+        generation = Generation(trace, read_array(inputs.prompt_lengths, "iu"), _as_float32(logprobs_R))
     if inputs.model is None:
         if generation is not None:
             trace, logprobs_R = generation.trace, generation.logprobs_R
@@ -83,50 +115,164 @@ def read_array(path: Path, kinds: str) -> NDArray[Any]:
     """A .npy file of one axis.
 
     Args:
-        path: the file. No pickle is read.
+        path: the file. No pickle is read, and nothing is allocated before its size is known to be there.
         kinds: accepted dtype kinds, "f" or "iu".
 
     Raises:
-        InputError: when it is missing, no .npy file, or of another shape or type.
+        InputError: when it is missing, no .npy file, damaged, or of another shape or type.
     """
-    try:
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise InputError(f"{path} is not a readable .npy file: {error}") from error
-    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
-        seen = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else "an archive"
-        wanted = "floats" if kinds == "f" else "integers"
-        raise InputError(f"{path} holds {seen}; expected {wanted} of one axis")
-    return array.astype(np.int64) if kinds == "iu" else array
+    with RegularFile(path, InputError) as file:
+        begin = bytes(file.read(0, min(file.size, MOST_HEADER_BYTES)))
+        header = NPY.match(begin)
+        if header is None or header.end() != 10 + int.from_bytes(header["length"], "little"):
+            raise InputError(f"{path} is not a readable .npy file of plain numbers; numpy.save(path, array) writes one")
+        code, shape = header["type"].decode(), [int(n) for n in header["shape"].decode().split(",") if n.strip()]
+        if code[1] not in kinds or code[2:] not in ("1", "2", "4", "8") or code[1:] == "f1" or len(shape) != 1:
+            wanted = "floats" if kinds == "f" else "integers"
+            raise InputError(f"{path} holds {code} of shape {shape}; expected {wanted} of one axis")
+        dtype, size = np.dtype(code), math.prod(shape) * int(code[2:])
+        if header.end() + size != file.size or shape[0] > MOST_VALUES:
+            raise InputError(
+                f"{path} states {shape[0]:,} values of {dtype.itemsize} bytes and holds {file.size - header.end():,} "
+                f"bytes of them; expected as many as stated, and {MOST_VALUES:,} values at most. It may be truncated"
+            )
+        values: NDArray[Any] = np.frombuffer(file.read(header.end(), size), dtype)
+    return values.astype(np.int64 if kinds == "iu" else dtype.newbyteorder("="))
 
 
-def read_model(path: Path, checkpoint: Path | None) -> tuple[Any, bool]:
-    """A model, and whether it has its weights.
+def _as_float32(logprobs_R: NDArray[Any]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as such
+        return logprobs_R.astype(np.float32)
 
-    Args:
-        path: a TOML configuration of `foreroute train`, a folder of a Hugging Face model, or its config.json.
-        checkpoint: of a run with that configuration.
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trainer:
+    """The trainer's side: a model, and what is known of its weights.
+
+    Attributes:
+        model: a Hugging Face model.
+        has_weights: whether it is more than a configuration.
+        checkpoint: whose weights it has; None where it is no run's, or none was given.
+        weight_version: of these weights, where they are a checkpoint's.
+        before_step_0: the configuration that stands for the weights before step 0, where no checkpoint was given.
+        checkpoints: of the run, paths by weight version.
+        temperature: that the run's engine divides its logits by.
+        max_staleness: weight versions that the run lets rollouts be behind.
+    """
+
+    model: Any
+    has_weights: bool
+    checkpoint: Path | None = None
+    weight_version: int | None = None
+    before_step_0: str = ""
+    checkpoints: Mapping[int, str] = field(default_factory=dict)
+    temperature: float = 1.0
+    max_staleness: int = 0
+
+    def expected_version(self, trace: RoutingTrace | None) -> int | None:
+        """The weight version that a trace must be of; None where nothing is known, or the run allows what it is of."""
+        known = [version for version in trace.versions if version >= 0] if trace is not None else []
+        if self.weight_version is None or not known:
+            return None
+        allowed = self.weight_version - self.max_staleness <= known[0] and known[-1] <= self.weight_version
+        return None if allowed and self.max_staleness else self.weight_version
+
+
+def read_trainer(inputs: DoctorInputs, trace: RoutingTrace | None) -> Trainer:
+    """The model that `inputs.model` names.
+
+    That is a TOML configuration of `foreroute train`, a folder of one of its runs, a folder of a Hugging Face model, or
+    its config.json. Of a run's folder, the checkpoint is the one that `trace` was recorded under.
 
     Raises:
-        ConfigError, RunFolderError: when one of them cannot be read.
+        ConfigError, DatasetError, RunFolderError: when one of the files cannot be read.
+        InputError: when a checkpoint does not fit the model.
     """
-    if path.suffix != ".toml":
+    path, checkpoint = inputs.model, inputs.checkpoint
+    assert path is not None, "called without a model"
+    if not _is_of_a_run(path):
         from foreroute.adapters.hf.local import load_local
 
-        return load_local(path)
-    from foreroute.train import load_checkpoint, load_config
+        model, has_weights = load_local(path)
+        return Trainer(model=model, has_weights=has_weights)
+    from foreroute.train import load_config, parse_config
+
+    if path.suffix == ".toml":
+        config = load_config(path)
+        held: dict[int, Path] = {}
+        beside = [each.absolute().parent.parent for each in (inputs.generation, inputs.trace) if each is not None]
+        for folder in [*beside, Path("runs") / config.name]:
+            held = held or checkpoints_of(folder)
+    else:
+        stored = path / "config.json"
+        values = parse_json(read_text(stored, RunFolderError), RunFolderError, name=str(stored))
+        config, held = parse_config(values, source=str(stored)), checkpoints_of(path)
+        checkpoint = checkpoint or _checkpoint_of(path, held, trace, config.rollout.max_staleness)
+    return _trainer(config, path, checkpoint, {version: str(found) for version, found in held.items()})
+
+
+def checkpoints_of(folder: Path) -> dict[int, Path]:
+    """The checkpoints in a run's folder by the weight version that each holds; none where there is no such folder."""
+    return _by_step(folder / "checkpoints")
+
+
+def _by_step(folder: Path) -> dict[int, Path]:
+    from foreroute.train.checkpoint import NAME
+
+    found = {}
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if match := NAME.fullmatch(path.name):
+                found[int(match[1])] = path
+    return found
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Whether it is a configuration of `foreroute train`, or the folder of a run."""
+    return path.suffix == ".toml" or (path / "metrics.jsonl").exists() or (path / "checkpoints").is_dir()
+
+
+def _checkpoint_of(folder: Path, held: Mapping[int, Path], trace: RoutingTrace | None, max_staleness: int) -> Path:
+    """Of the weights that a trace was recorded under; the last one where there is no trace, or it does not say.
+
+    Where rollouts may be older than the weights that train on them, the first checkpoint that may train on the trace.
+    """
+    if not held:
+        raise RunFolderError(f"{folder} holds no checkpoints, so there are no weights to examine")
+    known = [version for version in trace.versions if version >= 0] if trace is not None else []
+    if not known:
+        return held[max(held)]
+    fitting = [version for version in held if known[-1] <= version <= max(known[-1], known[0] + max_staleness)]
+    if not fitting:
+        raise RunFolderError(
+            f"{folder} has no checkpoint of weight version {known[-1]}, under which the trace was recorded; it has "
+            f"those of {', '.join(map(str, sorted(held)))}. Give a trace of one of these, or another --checkpoint"
+        )
+    return held[min(fitting)]
+
+
+def _trainer(config: TrainConfig, path: Path, checkpoint: Path | None, held: Mapping[int, str]) -> Trainer:
+    from foreroute.adapters.hf import add_lora
+    from foreroute.train import load_checkpoint
     from foreroute.train.model import make_model
     from foreroute.train.tasks import make_task
 
-    config = load_config(path)
     with closing(make_task(config)) as task:
         model = make_model(config.model, task, seed=0)
+    given: dict[str, Any] = {
+        "checkpoints": held,
+        "temperature": config.rollout.temperature,
+        "max_staleness": config.rollout.max_staleness,
+    }
     if checkpoint is None:
-        return model, config.model.path is not None
-    state = load_checkpoint(checkpoint)["model"]
+        return Trainer(model=model, has_weights=config.model.path is not None, before_step_0=str(path), **given)
+    state, lora = load_checkpoint(checkpoint), config.model.lora
+    if lora.rank:
+        add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
     try:
-        model.load_state_dict(state)
+        model.load_state_dict(state["model"])
     except (RuntimeError, TypeError, AttributeError) as error:
-        first = str(error).partition("\n")[0]
-        raise InputError(f"{checkpoint} does not fit the model of {path}: {first}") from error
-    return model, True
+        seen = " ".join(str(error).split())
+        raise InputError(f"{checkpoint} does not fit the model of {path}: {seen:.200}") from error
+    step = state["step"] if type(state["step"]) is int else None
+    return Trainer(model=model, has_weights=True, checkpoint=checkpoint, weight_version=step, **given)

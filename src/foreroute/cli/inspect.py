@@ -11,8 +11,11 @@ from rich.text import Text
 
 from foreroute.capture import refuse_constant_layers
 from foreroute.cli.terminal import Console
-from foreroute.errors import InputError
+from foreroute.errors import InputError, printable
 from foreroute.trace import CODECS, NO_VERSION, RoutingTrace, count_assignments, digest, encoded_size, load
+
+MOST_SHOWN, MOST_LETTERS = 32, 2000
+"""Of facts, weight versions, and letters of one: a file may hold a mebibyte of them."""
 
 
 def print_trace(path: Path) -> None:
@@ -33,31 +36,45 @@ def validate_traces(paths: list[Path]) -> bool:
             refuse_constant_layers(trace)
         except InputError as error:
             sound = False
-            console.print(f"[bold red]refused[/]  {escape(f'{path}: {error}')}")
+            console.print(f"[bold red]refused[/]  {escape(f'{_one_line(path)}: {_one_line(error)}')}")
         else:
-            console.print(f"[green]sound[/]    {escape(f'{path}: {trace!r}')}")
+            console.print(f"[green]sound[/]    {escape(f'{_one_line(path)}: {trace!r}')}")
     return sound
 
 
 def _facts(path: Path, trace: RoutingTrace) -> Table:
     spec = trace.spec
-    table = Table(title=Text(str(path)), show_header=False, title_justify="left")
+    table = Table(title=Text(_one_line(path)), show_header=False, title_justify="left")
     lengths = trace.lengths
     versions = ["not stated" if version == NO_VERSION else str(version) for version in trace.versions]
+    facts = list(trace.provenance.items())
     for name, value in {
         "model": spec.model or "not stated",
         "routing": f"top-{spec.top_k} of {spec.num_experts} experts in {spec.num_layers} layers",
         "sequences": f"{len(trace)}" + (f", of {lengths.min()} to {lengths.max()} tokens" if len(trace) else ""),
         "rows": f"{trace.num_rows}, of which {int(trace.valid_N.sum())} routed",
-        "weight versions": ", ".join(versions) or "none",
+        "weight versions": _few(versions) or "none",
         "pick order": "kept" if trace.pick_order_kept else "dropped",
         "routes in memory": f"{trace.expert_ids_NLK.nbytes:,} bytes, {trace.expert_ids_NLK.dtype}",
         "as a file": ", ".join(f"{codec} {encoded_size(trace, codec):,}" for codec in CODECS) + " bytes",
         "digest": digest(trace),
-        **dict(trace.provenance),
+        # what the file's writer claims; named so that it cannot pass for a fact above
+        **{f"provenance: {_one_line(key)}": value for key, value in facts[:MOST_SHOWN]},
+        **({"provenance": f"{len(facts) - MOST_SHOWN} more facts"} if len(facts) > MOST_SHOWN else {}),
     }.items():
-        table.add_row(Text(name), Text(value))
+        table.add_row(Text(name), Text(_one_line(value)))
     return table
+
+
+def _few(values: list[str]) -> str:
+    return ", ".join(values[:MOST_SHOWN]) + (f" and {len(values) - MOST_SHOWN} more" * (len(values) > MOST_SHOWN))
+
+
+def _one_line(text: object) -> str:
+    """`text` as one line that a terminal shows and does not obey, and that is not longer than a few screens."""
+    line = str(text)
+    cut = f"{line[:MOST_LETTERS]}... ({len(line)} characters)" if len(line) > MOST_LETTERS else line
+    return printable(cut).replace("\n", "\\n")
 
 
 def _layers(trace: RoutingTrace) -> Table:

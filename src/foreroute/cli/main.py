@@ -48,14 +48,15 @@ def demo(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="RL steps of each run; 100 by default.")] = None,
     precision: Annotated[str, typer.Option(help="Of the rollout engine: bfloat16, fp8 or float32.")] = "bfloat16",
-    engine: Annotated[
-        str, typer.Option(help="Rollout engine: embedded, or vllm (make vllm-env installs it beside).")
-    ] = "embedded",
+    engine: Annotated[str, typer.Option(help="Rollout engine: embedded or vllm.")] = "embedded",
+    vllm_python: Annotated[
+        Path | None, typer.Option(help="For vllm: the Python of an environment that has it (docs/engines.md).")
+    ] = None,
 ) -> None:
     """Train a tiny MoE model without and with replay, and compare what was measured."""
     from foreroute.cli.demo import run_demo
 
-    run_demo(folder, steps=steps, precision=precision, engine=engine)
+    run_demo(folder, steps=steps, precision=precision, engine=engine, vllm_python=vllm_python)
 
 
 @app.command("demo-ep")
@@ -95,9 +96,10 @@ def inspect(trace: Annotated[Path, typer.Argument(help="A trace file.")]) -> Non
 @app.command()
 def doctor(
     model: Annotated[
-        Path | None, typer.Option(help="A Hugging Face folder, its config.json, or a TOML of foreroute train.")
+        Path | None,
+        typer.Option(help="A Hugging Face folder, its config.json, or a TOML or run folder of foreroute train."),
     ] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint of that TOML's run.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint of that run.")] = None,
     generation: Annotated[Path | None, typer.Option(help="Trace and log-probs, by capture.save_generation.")] = None,
     trace: Annotated[Path | None, typer.Option(help="The engine's trace.")] = None,
     logprobs: Annotated[Path | None, typer.Option(help="The engine's, of the response tokens: .npy, floats.")] = None,
@@ -105,8 +107,10 @@ def doctor(
     trainer_trace: Annotated[Path | None, typer.Option(help="The trainer's own routes, without a model.")] = None,
     trainer_logprobs: Annotated[Path | None, typer.Option(help="Without replay: .npy, without a model.")] = None,
     replayed_logprobs: Annotated[Path | None, typer.Option(help="With replay: .npy, without a model.")] = None,
-    temperature: Annotated[float, typer.Option(min=1e-3, help="That the engine divided its logits by.")] = 1.0,
-    weight_version: Annotated[int | None, typer.Option(help="That the trainer is at.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=1e-3, help="That the engine divided its logits by; the run's own, or 1.")
+    ] = None,
+    weight_version: Annotated[int | None, typer.Option(help="That the trainer is at; the checkpoint's.")] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="How many of the sequences to run.")] = 64,
     output: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
 ) -> None:

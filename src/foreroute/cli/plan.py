@@ -61,7 +61,7 @@ def run_plan(
     console.print(_table(rows))
     for sentence in plan_summary(found, seen):
         console.print(sentence, highlight=False, markup=False)
-    write_page(console, lambda: write_plan_page(found, seen, records, facts, page))
+    write_page(console, lambda: write_plan_page(found, seen, records, facts, page, layers=step.layers))
 
 
 def read_home_moves(text: str) -> int | None:
@@ -126,7 +126,7 @@ def _facts(step: StepToPlan, options: PlanOptions) -> dict[str, str]:
         f"{num_experts} experts, {int(step.counts_MLGE.sum(dtype=np.int64)):,} assignments",
         "cluster": f"{num_ranks} ranks in nodes of {topology.ranks_per_node}, redundant slots per rank: "
         f"{topology.redundant_slots}",
-        "costs": f"{costs.model.expert_bytes / 1e6:.1f} MB an expert, {_dispatch(costs)}",
+        "costs": f"{costs.model.expert_bytes / 1e6:.3g} MB an expert, {_dispatch(costs)}",
         "options": ", ".join(switched),
     }
 

@@ -17,7 +17,7 @@ from foreroute.balance.packing import Packing, pack_sequences
 from foreroute.balance.topology import Topology
 from foreroute.balance.topology_file import load_cluster
 from foreroute.errors import ConfigError, CountsError, InputError, PlanError
-from foreroute.trace import RoutingTrace, count_assignments, load
+from foreroute.trace import RoutedLayer, RoutingTrace, count_assignments, load
 
 DEFAULT_BUDGET = 16_384
 PACKING_LAYERS = 8
@@ -72,6 +72,7 @@ class StepToPlan:
         home_LE: int16, where the experts are now.
         previous_LE: int64, assignments of the step before, or None.
         facts: for people, by name.
+        layers: L, of the traces; none where there are only counts.
     """
 
     counts_MLGE: NDArray[np.int32]
@@ -81,6 +82,7 @@ class StepToPlan:
     home_LE: NDArray[np.int16]
     previous_LE: NDArray[np.int64] | None
     facts: dict[str, str]
+    layers: tuple[RoutedLayer, ...]
 
 
 def read_step(inputs: PlanInputs) -> StepToPlan:
@@ -112,6 +114,7 @@ def read_step(inputs: PlanInputs) -> StepToPlan:
         home_LE=home_LE,
         previous_LE=_loads(inputs.previous_step, shape) if inputs.previous_step else None,
         facts=facts,
+        layers=traces[0].spec.layers if traces else (),
     )
 
 

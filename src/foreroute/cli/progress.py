@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from time import monotonic
 from types import FrameType
 from typing import Any
@@ -29,6 +30,8 @@ from foreroute.mismatch import Alarm
 from foreroute.train import Rollback, TrainConfig, Watcher
 
 LINES_EVERY = 20
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, what schedulers send before they kill, and what a terminal sends that is closed."""
 NARROW = 110
 """Columns of a terminal below which the figures need the bar's room."""
 PACE_OVER_S = 3600.0
@@ -55,17 +58,19 @@ def console_of_rank() -> Console:
 
 @contextmanager
 def watching(config: TrainConfig, console: Console) -> Iterator[Watcher]:
-    """A watcher that shows progress and alarms, and turns the first Ctrl-C into an orderly stop."""
+    """A watcher that shows progress and alarms, and turns the first Ctrl-C, SIGTERM or SIGHUP into an orderly stop."""
     display = Display(config, console)
-    with display.progress, _interrupts() as received:
+    with display.progress, _signals(console) as received:
+        told: list[int] = []
 
         def should_stop() -> bool:
-            if len(received) == 1:
-                console.print("stopping; press Ctrl-C again to stop at once")
-                received.append(0)
+            if received and not told:
+                told.append(received[0])
+                again = "press Ctrl-C" if received[0] == signal.SIGINT else f"send {signal.Signals(received[0]).name}"
+                console.print(f"stopping; {again} again to stop at once")
             return bool(received)
 
-        yield Watcher(display.warm_start, display.step, should_stop, display.rollback)
+        yield Watcher(display.warm_start, display.step, should_stop, display.rollback, display.superseded)
 
 
 class Display:
@@ -100,7 +105,7 @@ class Display:
             self._line(f"step {step}, {_figures(record)}{self._time_left(step, now)}")
         alarms = {each["kind"]: Alarm(**each) for each in record["alarms"]}
         for kind in sorted(alarms.keys() - self._alarms):
-            self._say(f"alarm at step {step}: {alarms[kind]}")
+            self._say(f"alarm at step {step}: {alarms[kind]}. {alarms[kind].advice}")
         self._alarms = set(alarms)
 
     def rollback(self, rollback: Rollback) -> None:
@@ -110,6 +115,12 @@ class Display:
         self._say(
             f"rolled back to step {rollback.to_step}, and on from there with the rollout's routes and other data. "
             f"Step {rollback.at_step}: {rollback.because}"
+        )
+
+    def superseded(self, step: int, folder: Path) -> None:
+        """A step ran again, and came out otherwise than it was recorded."""
+        self._say(
+            f"step {step} ran again and came out otherwise; what was recorded of it and of later ones is in {folder}"
         )
 
     def _say(self, text: str) -> None:
@@ -162,17 +173,32 @@ def _figures(record: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Collects the first Ctrl-C; the second one interrupts at once. Prints nothing: a handler may run anywhere."""
+def _signals(console: Console) -> Iterator[list[int]]:
+    """Collects the first signal; the second is left to whoever had them before. One that is ignored stays ignored.
+
+    Prints nothing: a handler may run anywhere.
+    """
     received: list[int] = []
+    before: dict[int, Any] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
         if received:
-            raise KeyboardInterrupt
+            give_back()
+            signal.raise_signal(number)
+            return
         received.append(number)
+        # the terminal is gone, and printing there would fail before the state is saved
+        console.quiet = console.quiet or number == signal.SIGHUP
 
-    before = signal.signal(signal.SIGINT, note)
+    def give_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in ENDING:
+        if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None):
+            before[number] = handler
+            signal.signal(number, note)
     try:
         yield received
     finally:
-        signal.signal(signal.SIGINT, before)
+        give_back()

@@ -176,7 +176,7 @@ def _table(rows: Sequence[SimulationRow]) -> Table:
     for heading in (
         "time, s",
         "static\n/ this",
-        "of the\nideal",
+        "of forced\nbalance",
         "over\nmean",
         "ex-\nposed",
         "planned\nin",
@@ -185,7 +185,7 @@ def _table(rows: Sequence[SimulationRow]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         style = "bold" if row.ours else ""
-        cells = (row.training, row.gain, row.of_ideal, row.imbalance, row.exposed, row.planning, row.saved)
+        cells = (row.training, row.gain, row.of_forced_balance, row.imbalance, row.exposed, row.planning, row.saved)
         table.add_row(row.label, *cells, style=style)
     return table
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.conformance.kit import ConformanceReport
+from foreroute.errors import printable
 from foreroute.mismatch import (
+    Defect,
     Explanation,
     RoutingMismatch,
     TokenMismatch,
@@ -18,7 +21,9 @@ from foreroute.mismatch import (
     routing_mismatch,
     token_mismatch,
 )
-from foreroute.trace import RoutingTrace
+from foreroute.trace import RoutedLayer, RoutingTrace
+
+NAMES = ("the trainer's own trace", "the engine's trace")
 
 
 class Severity(IntEnum):
@@ -37,14 +42,19 @@ class Finding:
     Attributes:
         severity: how bad it is.
         topic: "wiring", "routes", "probabilities", "replay" or "trainer".
-        sentence: what was seen, in plain words.
-        advice: what to do; empty when there is nothing to do.
+        sentence: what was seen, in plain words and whole sentences.
+        advice: what to do, likewise; empty when there is nothing to do.
     """
 
     severity: Severity
     topic: str
     sentence: str
     advice: str = ""
+
+    def __post_init__(self) -> None:
+        """Paths, names of models and errors are quoted: on one line, and as a terminal shows and does not obey them."""
+        object.__setattr__(self, "sentence", " ".join(printable(self.sentence).split()))
+        object.__setattr__(self, "advice", " ".join(printable(self.advice).split()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +86,9 @@ class Evidence:
         replay_error: why the trace could not be replayed.
         expected_version: the weight version that the trainer is at.
         random_weights: the model was made from a configuration alone, so that only its wiring counts.
+        before_step_0: what stands for the weights before step 0, because it is the configuration of a run and no
+            checkpoint was given.
+        checkpoints: of that run, paths by the weight version that each holds.
     """
 
     engine: RoutingTrace | None = None
@@ -89,6 +102,8 @@ class Evidence:
     replay_error: str = ""
     expected_version: int | None = None
     random_weights: bool = False
+    before_step_0: str = ""
+    checkpoints: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,6 +117,9 @@ class Measures:
         routes: engine's routes against the trainer's own.
         repacked_routes: the trainer's own routes against those when it is packed differently.
         explanation: what sets engine's and trainer's routes apart.
+        reordered: the engine's sequences come in another order than the trainer's. Routes are compared in the trainer's
+            order; log-probs, whose sequences nothing tells apart, are not compared.
+        layers: L, of the routes.
     """
 
     without: TokenMismatch | None = None
@@ -111,13 +129,16 @@ class Measures:
     routes: RoutingMismatch | None = None
     repacked_routes: RoutingMismatch | None = None
     explanation: Explanation | None = None
+    reordered: bool = False
+    layers: tuple[RoutedLayer, ...] = ()
 
     @property
     def gain(self) -> float | None:
-        """k3 without over k3 with replay."""
+        """k3 without over k3 with replay; 1 where both are too large for a number."""
         if self.without is None or self.with_replay is None:
             return None
-        return self.without.k3 / max(self.with_replay.k3, 1e-12)
+        k3 = [max(each.k3, 1e-12) for each in (self.without, self.with_replay)]
+        return 1.0 if k3[0] == k3[1] else k3[0] / k3[1]
 
     @property
     def floor(self) -> float:
@@ -148,32 +169,50 @@ class Diagnosis:
 
 
 def measure(evidence: Evidence) -> Measures:
-    """The figures of the evidence.
+    """The figures of the evidence. A model without weights is compared with nothing but itself.
 
     Raises:
         SpecMismatchError, BatchMismatchError: when traces of other models or tokens are compared.
         InputError: when log-probs do not fit together.
     """
-    engine, native = evidence.engine, evidence.native
-    comparable = engine is not None and native is not None and native.executed is not None
-    own = native.executed if native is not None else None
-    if comparable and engine is not None and own is not None and len(engine.versions) == 1:
-        own = own.with_weight_version(
-            engine.versions[0] if evidence.expected_version is None else evidence.expected_version
-        )
-    repacked = evidence.repacked.executed if evidence.repacked is not None else None
-    return Measures(
-        without=_tokens(native, evidence.engine_logprobs_R),
-        with_replay=_tokens(evidence.replayed, evidence.engine_logprobs_R),
+    native, repacked = evidence.native, evidence.repacked
+    own, engine = native.executed if native else None, evidence.engine
+    of_itself = Measures(
         repeated=_tokens(evidence.repeated, native.logprobs_R if native else None),
-        repacked=_tokens(evidence.repacked, native.logprobs_R if native else None),
-        routes=routing_mismatch(engine, own) if engine is not None and own is not None else None,
-        repacked_routes=routing_mismatch(own, repacked) if own is not None and repacked is not None else None,
-        explanation=explain(own, engine) if engine is not None and own is not None else None,
+        repacked=_tokens(repacked, native.logprobs_R if native else None),
+        repacked_routes=_routes(own, repacked.executed if repacked else None),
+    )
+    if evidence.random_weights:
+        return of_itself
+    reordered, explanation = False, None
+    if own is not None and engine is not None:
+        if len(engine.versions) == 1:
+            version = engine.versions[0] if evidence.expected_version is None else evidence.expected_version
+            own = own.with_weight_version(version)
+        explanation = explain(own, engine, names=NAMES)
+        reordered = explanation.kind is Defect.PERMUTATION and explanation.parameters.get("with_tokens", False)
+        if reordered:
+            engine = engine.select(np.argsort(explanation.parameters["order"]))
+            explanation = explain(own, engine, names=NAMES)
+    logprobs_R = None if reordered else evidence.engine_logprobs_R
+    return replace(
+        of_itself,
+        without=_tokens(native, logprobs_R),
+        with_replay=_tokens(evidence.replayed, logprobs_R),
+        routes=_routes(engine, own),
+        explanation=explanation,
+        reordered=reordered,
+        layers=engine.spec.layers if engine is not None else (),
     )
 
 
+def _routes(a: RoutingTrace | None, b: RoutingTrace | None) -> RoutingMismatch | None:
+    return None if a is None or b is None else routing_mismatch(a, b)
+
+
 def _tokens(trainer: TrainerPass | None, reference: NDArray[Any] | None) -> TokenMismatch | None:
+    """None as well where no token was sampled."""
     if trainer is None or trainer.logprobs_R is None or reference is None:
         return None
-    return token_mismatch(trainer.logprobs_R, reference)
+    found = token_mismatch(trainer.logprobs_R, reference)
+    return found if found.count else None

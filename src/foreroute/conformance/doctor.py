@@ -8,14 +8,25 @@ import numpy as np
 
 from foreroute.conformance.check import Outcome
 from foreroute.conformance.diagnosis import Diagnosis, Evidence, Finding, Measures, Severity, measure
-from foreroute.mismatch import Defect, Explanation
+from foreroute.mismatch import Defect, Explanation, TokenMismatch
 
 HELPS = 1.5
 """Ratio of k3 without to k3 with replay from which replay is said to help, and below whose inverse to harm."""
 LARGE = 1e-2
 """k3, in nats, from which what is left under replay is more than another precision makes."""
+MOST = 0.5
+"""Share from which disagreement is a problem whatever explains it: of routing decisions with other experts, or of
+response tokens with probabilities that differ twofold. Precision flips decisions that were close, 5 to 15 % in
+bfloat16; an engine that takes most decisions otherwise does not compute the trainer's model at the trainer's
+weights."""
 
 USE = "Train with replay: with routed.replay(trace, weight_version=...) around recompute and update."
+COMPARED_AGAIN = "Bring both sides into one order, log-probs included, and run the doctor again."
+NOT_THIS_MODEL = (
+    "Do not train with replay on this model before the check passes: upgrade foreroute or transformers, or report the "
+    "family with this sentence."
+)
+NO_ROUTES = "Look at both with foreroute inspect: a trace without routed rows was captured without routes."
 
 ADVICE = {
     Defect.SHIFT: "Check where the prompt ends and whether the engine returns T or T - 1 rows: row p is the routing of "
@@ -30,8 +41,10 @@ ADVICE = {
     "prefix with trace.extended.",
     Defect.LAYER_REPLACED: "Capture the target model's layers only: a draft or MTP layer was written over this one.",
     Defect.WEIGHT_VERSION: "Replay the routes of the rollout that this update belongs to, and check that the engine "
-    "received the last weights; session.replay(trace, weight_version=...) refuses the others.",
-    Defect.UNEXPLAINED: "Compare one sequence by hand: tokens, weights and precision of engine and trainer.",
+    "received the last weights; routed.replay(trace, weight_version=...) refuses the others.",
+    Defect.UNEXPLAINED: "Make sure first that the trainer examined here has the weights that the engine sampled with: "
+    "give the checkpoint of that step. If the share stays, switch the engine's quantisation, expert load balancer, "
+    "prefix cache and speculative decoding off one by one, record again, and run the doctor after each.",
 }
 
 
@@ -45,7 +58,13 @@ def diagnose(evidence: Evidence, facts: Mapping[str, str] | None = None) -> Diag
     measures = measure(evidence)
     findings = tuple(
         finding
-        for part in (_wiring(evidence), _versions(evidence), _routes(evidence, measures), _replay(evidence, measures))
+        for part in (
+            _wiring(evidence),
+            _weights(evidence),
+            _versions(evidence),
+            _routes(evidence, measures),
+            _replay(evidence, measures),
+        )
         for finding in part
     ) + tuple(_trainer(measures))
     return Diagnosis(headline=_headline(findings), findings=findings, measures=measures, facts=dict(facts or {}))
@@ -54,7 +73,8 @@ def diagnose(evidence: Evidence, facts: Mapping[str, str] | None = None) -> Diag
 def _headline(findings: tuple[Finding, ...]) -> str:
     problems = [f for f in findings if f.severity is Severity.PROBLEM]
     if problems:
-        more = f" ({len(problems) - 1} more below)" if len(problems) > 1 else ""
+        others = len(problems) - 1
+        more = f" See below for {_many(others, 'more problem')}." if others else ""
         return f"Fix this first: {problems[0].sentence}{more}"
     warnings = [f for f in findings if f.severity is Severity.WARNING]
     if warnings:
@@ -68,87 +88,153 @@ def _wiring(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             Severity.PROBLEM,
             "wiring",
-            f"Replay is not wired: the adapter refuses this model. {evidence.attach_error}",
+            f"Replay is not wired, because the adapter refuses this model: {_quoted(evidence.attach_error)}",
             "Upgrade foreroute or transformers, or report the family; nothing is replayed until attach succeeds.",
         )
-    if evidence.conformance is not None:
-        passed = len(evidence.conformance.with_outcome(Outcome.PASSED))
-        for result in evidence.conformance.results:
-            if result.outcome is Outcome.FAILED:
-                sentence = f"On this model it does not hold that: {result.check.title}. {result.reason}"
-                yield Finding(Severity.PROBLEM, "wiring", sentence, f"See the check {result.check.id}.")
-        if evidence.conformance.ok:
-            sentence = f"Replay is wired: attach proved itself, and {passed} quick checks passed on this model."
-            yield Finding(Severity.FINE, "wiring", sentence)
-    if evidence.random_weights:
+    if evidence.conformance is None:
+        return
+    passed = len(evidence.conformance.with_outcome(Outcome.PASSED))
+    for result in evidence.conformance.results:
+        if result.outcome is Outcome.FAILED:
+            title = result.check.title[:1].lower() + result.check.title[1:]
+            sentence = f"The check {result.check.id} ({title}) failed on this model: {_quoted(result.reason)}"
+            yield Finding(Severity.PROBLEM, "wiring", sentence, NOT_THIS_MODEL)
+    if evidence.conformance.ok:
+        sentence = f"Replay is wired: attach proved itself, and {_many(passed, 'quick check')} passed on this model."
+        yield Finding(Severity.FINE, "wiring", sentence)
+
+
+def _weights(evidence: Evidence) -> Iterator[Finding]:
+    """Whether the model has weights, and those of the trace."""
+    if evidence.before_step_0:
+        yield _before_step_0(evidence)
+    elif evidence.random_weights:
+        compared = " The trace was compared with nothing." if evidence.engine is not None else ""
         yield Finding(
-            Severity.NOTE,
-            "wiring",
-            "No weights were given, so only the wiring was examined: the model is filled at random.",
+            Severity.WARNING if compared else Severity.NOTE,
+            "weights",
+            f"No weights were given, so only the wiring was examined: the model is filled at random.{compared}",
             "Name a folder with weights, or a checkpoint, to have the mismatch measured.",
         )
+
+
+def _before_step_0(evidence: Evidence) -> Finding:
+    at_random = ", which are filled at random here, so that only the wiring was examined"
+    stands = (
+        f"No --checkpoint was given, so {evidence.before_step_0} stands for the weights before step 0"
+        f"{at_random if evidence.random_weights else ''}."
+    )
+    if evidence.engine is None:
+        return Finding(Severity.NOTE, "weights", stands, _checkpoint_to_give(evidence, ()))
+    versions = _known_versions(evidence)
+    advice = _checkpoint_to_give(evidence, versions)
+    if not versions:
+        sentence = f"{stands} The trace does not say under which weights it was recorded."
+        return Finding(Severity.WARNING, "weights", sentence, advice)
+    sentence = f"{stands} The trace is of {_version_words(versions)}"
+    if versions != (0,):
+        return Finding(Severity.PROBLEM, "weights", f"{sentence}, which are other weights.", advice)
+    if evidence.random_weights:
+        return Finding(Severity.WARNING, "weights", f"{sentence}, and was compared with nothing.", advice)
+    return Finding(Severity.FINE, "weights", f"{sentence}, which is the same.")
+
+
+def _checkpoint_to_give(evidence: Evidence, versions: tuple[int, ...]) -> str:
+    held = evidence.checkpoints
+    if len(versions) == 1 and versions[0] in held:
+        return f"Add --checkpoint {held[versions[0]]} to examine the weights of version {versions[0]}."
+    asked = "Add --checkpoint with the weights that the trace was recorded under"
+    if not held:
+        return f"{asked}: step-000020.safetensors in the run's folder checkpoints holds those of weight version 20."
+    shown = [held[version] for version in sorted(held)[-8:]]
+    return f"{asked}. The run has {', '.join(shown)}{' and earlier ones' if len(held) > len(shown) else ''}."
 
 
 def _versions(evidence: Evidence) -> Iterator[Finding]:
     if evidence.expected_version is None or evidence.engine is None:
         return
-    versions = evidence.engine.versions
-    if versions != (evidence.expected_version,):
+    versions, expected = _known_versions(evidence), evidence.expected_version
+    if not versions:
         yield Finding(
             Severity.PROBLEM,
             "routes",
-            f"The trace is stale: its rows are of weight versions {list(versions)}, the trainer is at "
-            f"{evidence.expected_version}.",
+            f"The trace does not say under which weights it was recorded, and the trainer is at {expected}.",
+            "Stamp routes when they are captured: capture.decode(..., weight_version=...).",
+        )
+    elif versions != (expected,):
+        yield Finding(
+            Severity.PROBLEM,
+            "routes",
+            f"The trace is stale: its rows are of {_version_words(versions)}, and the trainer is at {expected}.",
             ADVICE[Defect.WEIGHT_VERSION],
         )
 
 
 def _routes(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
-    explained, routes, engine = measures.explanation, measures.routes, evidence.engine
-    if explained is None or routes is None or engine is None:
+    explained, routes = measures.explanation, measures.routes
+    if explained is None or routes is None:
         return
-    sentence = explained.sentence.replace("B ", "The engine's trace ", 1).replace("of B ", "of the engine's trace ")
-    sentence = sentence.replace("those of A", "those of the trainer")
-    sentence, versions, _ = sentence.partition(" (weight versions")
-    sentence += "." if versions else ""
-    if explained.kind is not Defect.NONE:
-        severity = Severity.WARNING if explained.kind is Defect.UNEXPLAINED else Severity.PROBLEM
-        yield Finding(severity, "routes", sentence, ADVICE[explained.kind])
+    if measures.reordered:
+        apart = " Their log-probs were not compared." if evidence.engine_logprobs_R is not None else ""
+        yield Finding(
+            Severity.PROBLEM,
+            "routes",
+            f"The engine's trace holds the sequences of the trainer's own trace in another order, tokens included. "
+            f"Routes were compared in the trainer's order.{apart}",
+            COMPARED_AGAIN,
+        )
     if not routes.rows:
+        yield Finding(Severity.WARNING, "routes", explained.sentence, NO_ROUTES)
         return
+    if explained.kind is Defect.UNEXPLAINED:
+        severity = Severity.PROBLEM if explained.differing >= MOST else Severity.WARNING
+        yield Finding(severity, "routes", explained.sentence, ADVICE[explained.kind])
+    elif explained.kind is not Defect.NONE:
+        yield Finding(Severity.PROBLEM, "routes", explained.sentence, ADVICE[explained.kind])
     if not routes.by_differing_layers[1:].sum():
-        yield Finding(Severity.FINE, "routes", f"All {routes.rows} rows have the same experts in every layer.")
+        sentence = f"The experts are the same in every layer of {_many(routes.rows, 'row')}."
+        yield Finding(Severity.FINE, "routes", sentence)
         return
     first = int(np.argmax(routes.first_differing_L))
     share = routes.first_differing_L[first] / routes.first_differing_L.sum()
+    agreed = _agreed_positions(explained)
     yield Finding(
         Severity.FINE if explained.kind is Defect.NONE else Severity.NOTE,
         "routes",
-        f"{routes.differing_share:.1%} of the (token, layer) cells and {routes.differing_tokens_share:.1%} of the "
-        f"tokens have other experts. It starts in {engine.spec.layers[first]} for {share:.0%} of the tokens that "
-        f"differ, and at position {_first_position(explained)} of the sequences.",
+        f"Other experts were picked in {routes.differing_share:.1%} of the routing decisions, and in at least one "
+        f"layer of {routes.differing_tokens_share:.1%} of the tokens. Most often, for {share:.0%} of these tokens, the "
+        f"first layer that differs is {measures.layers[first]}."
+        + (f" All sequences agree before position {agreed}." if agreed else ""),
     )
 
 
-def _first_position(explained: Explanation) -> int:
+def _agreed_positions(explained: Explanation) -> int:
+    """The first position at which a sequence differs."""
     with np.errstate(invalid="ignore"):
         return int(np.argmax(explained.overlap_by_position_T < 1))
 
 
 def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
     if evidence.replay_error:
-        yield Finding(Severity.PROBLEM, "replay", f"The trace cannot be replayed: {evidence.replay_error}")
+        yield Finding(
+            Severity.PROBLEM,
+            "replay",
+            f"The trace cannot be replayed: {_quoted(evidence.replay_error)}",
+            "Give the trace of a rollout of this very model.",
+        )
     without, replayed, gain = measures.without, measures.with_replay, measures.gain
-    if without is None or evidence.random_weights:
+    if without is None:
         return
-    figures = f"k3 {without.k3:.2e} nats, F(2) {without.f(2.0):.2%} over {without.count} response tokens"
+    over = f"over {_many(without.count, 'response token')}"
     if replayed is None or gain is None:
-        yield Finding(Severity.NOTE, "probabilities", f"Trainer and engine are apart by {figures}, without replay.")
+        yield Finding(
+            _by_probabilities(without, Severity.NOTE),
+            "probabilities",
+            f"Trainer and engine are apart by k3 {without.k3:.2e} nats{_tail(without)}, {over}, without replay.",
+            "Measure with replay as well (--model, or --replayed-logprobs): it tells how much of this is routing.",
+        )
         return
-    both = (
-        f"k3 goes from {without.k3:.2e} to {replayed.k3:.2e} nats, F(2) from {without.f(2.0):.2%} to "
-        f"{replayed.f(2.0):.2%}, over {without.count} response tokens"
-    )
+    both = f"k3 goes from {without.k3:.2e} to {replayed.k3:.2e} nats{_tail(without, replayed)}, {over}"
     if max(without.k3, replayed.k3) <= measures.floor:
         yield Finding(
             Severity.FINE, "replay", f"Fine: the engine is as close to the trainer as the trainer is to itself; {both}."
@@ -161,17 +247,53 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
         yield Finding(
             Severity.PROBLEM,
             "replay",
-            f"Replaying this trace makes it worse by a factor of {1 / gain:.3g}: {both}.",
+            f"Replaying this trace makes it worse{_factor(gain)}: {both}.",
             "These are not the routes of these tokens under these weights. Do not train on them.",
         )
     if replayed.k3 > LARGE and gain > 1 / HELPS:
         yield Finding(
-            Severity.WARNING,
+            _by_probabilities(replayed, Severity.WARNING),
             "probabilities",
-            f"Also on the engine's routes the probabilities are apart (k3 {replayed.k3:.2e}), by more than bfloat16 "
-            "makes: FP8, other weights, another temperature, or another prompt.",
+            f"Also on the engine's routes the probabilities are apart (k3 {replayed.k3:.2e} nats), by more than "
+            "bfloat16 makes. Causes can be FP8, other weights, another temperature, or another prompt.",
             "Check that the engine received the last weights, and that temperature and template are the same.",
         )
+
+
+def _by_probabilities(found: TokenMismatch, mildest: Severity) -> Severity:
+    """The farther apart, the worse."""
+    if found.f(2.0) >= MOST:
+        return Severity.PROBLEM
+    return max(mildest, Severity.WARNING) if found.k3 > LARGE else mildest
+
+
+def _tail(*found: TokenMismatch) -> str:
+    """F(2) where any token is in it."""
+    shares = [each.f(2.0) for each in found]
+    if not any(shares):
+        return ""
+    return ", F(2) " + (f"{shares[0]:.2%}" if len(shares) == 1 else f"from {shares[0]:.2%} to {shares[1]:.2%}")
+
+
+def _factor(gain: float) -> str:
+    return f" by a factor of {1 / gain:.3g}" if gain > 0 else ""
+
+
+def _known_versions(evidence: Evidence) -> tuple[int, ...]:
+    return tuple(version for version in evidence.engine.versions if version >= 0) if evidence.engine else ()
+
+
+def _version_words(versions: tuple[int, ...]) -> str:
+    return f"weight version{'' if len(versions) == 1 else 's'} {', '.join(map(str, versions))}"
+
+
+def _many(count: int, unit: str) -> str:
+    return f"{count:,} {unit}{'' if count == 1 else 's'}"
+
+
+def _quoted(message: str) -> str:
+    """An error's text at the end of a sentence."""
+    return message if message.rstrip().endswith((".", "?", "!")) else f"{message}."
 
 
 def _trainer(measures: Measures) -> Iterator[Finding]:
@@ -185,14 +307,18 @@ def _trainer(measures: Measures) -> Iterator[Finding]:
                 "trainer",
                 f"The trainer does not repeat itself on the same batches: k3 {repeated.k3:.2e}, log-probs off by up to "
                 f"{repeated.max_abs_log:.2e}.",
-                "Is dropout or router jitter on? Otherwise a kernel is not deterministic.",
+                "Switch dropout and router jitter off; if they are, a kernel is not deterministic.",
             )
     if repacked is not None:
         routes = measures.repacked_routes
-        share = f", and {routes.differing_share:.2%} of its (token, layer) cells take other experts" if routes else ""
+        share = f", and takes other experts in {routes.differing_share:.2%} of its routing decisions" if routes else ""
+        far = repacked.k3 >= LARGE / 10
         yield Finding(
-            Severity.FINE if repacked.k3 < LARGE / 10 else Severity.WARNING,
+            Severity.WARNING if far else Severity.FINE,
             "trainer",
             f"Packed one sequence at a time, the trainer differs from itself by k3 {repacked.k3:.2e}{share}. No engine "
             "can be closer than that.",
+            "Check that padding is masked, and the trainer's precision: packing should not change a token."
+            if far
+            else "",
         )

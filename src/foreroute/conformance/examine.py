@@ -17,7 +17,7 @@ from foreroute.conformance.checks import ALL_CHECKS
 from foreroute.conformance.diagnosis import Evidence, TrainerPass
 from foreroute.conformance.huggingface import HuggingFaceModel
 from foreroute.conformance.kit import run_conformance
-from foreroute.errors import AttachError, TraceError
+from foreroute.errors import AttachError, BatchMismatchError, TraceError
 from foreroute.layout import by_token_budget
 from foreroute.trace import RoutingTrace, concatenate
 
@@ -41,11 +41,14 @@ def examine(
     Args:
         model: a Hugging Face causal language model.
         generation: S sequences with the engine's log-probs, or None to look at the routes of `trace` alone.
-        trace: routes without log-probs.
+        trace: routes without log-probs. Sequences of fewer than two tokens are left out.
         temperature: that the engine divided its logits by.
         micro_step_tokens: token slots of one forward.
         expected_version: the weight version that the trainer is at.
         random_weights: recorded in the evidence.
+
+    Raises:
+        BatchMismatchError: when no sequence of the trace has two tokens.
     """
     model.eval()
     given: dict[str, Any] = {"expected_version": expected_version, "random_weights": random_weights}
@@ -124,6 +127,9 @@ def _response_logprobs(model: Any, part: Generation, temperature: float) -> list
 
 def _without_logprobs(trace: RoutingTrace) -> Generation:
     """Every token but the first as a response, with log-probs that are not looked at."""
+    trace = trace.select(np.flatnonzero(trace.lengths > 1))
+    if not len(trace):
+        raise BatchMismatchError("the trace has no sequence of two tokens or more, so nothing of it can be replayed")
     ones = np.ones(len(trace), np.int64)
     return Generation(trace, ones, np.zeros(trace.num_rows - len(trace), np.float32))
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from foreroute.mismatch import Defect, explain
 from foreroute.trace import RoutingTrace
 
+NAMES = ("the trace", "what the experts were given")
 _CHECK_OF = {
     Defect.SHIFT: "token-shift",
     Defect.FLATTENING: "sequence-order",
@@ -55,9 +56,9 @@ def misplaced(wanted: RoutingTrace, seen_NLK: NDArray[Any], native_NLK: NDArray[
         return Misplaced("silent-no-op", "no layer followed the trace, and nothing was raised")
     whole = wrong_RL.mean(axis=0) > 0.6
     with np.errstate(invalid="ignore"):  # what was executed may hold an expert twice, which no trace does
-        named = explain(wanted, replace(wanted, expert_ids_NLK=seen_NLK.astype(wanted.spec.id_dtype)))
+        named = explain(wanted, replace(wanted, expert_ids_NLK=seen_NLK.astype(wanted.spec.id_dtype)), names=NAMES)
     if named.kind in _CHECK_OF:
-        return Misplaced(_CHECK_OF[named.kind], named.sentence.replace("B ", "What the experts were given ", 1))
+        return Misplaced(_CHECK_OF[named.kind], named.sentence)
     if whole.any() and not wrong_RL[:, ~whole].any() and not whole.all():
         layers = ", ".join(str(wanted.spec.layers[int(i)]) for i in np.flatnonzero(whole))
         return Misplaced("silent-no-op", f"{layers} did not follow the trace, and nothing was raised")
@@ -70,7 +71,7 @@ def _first(wanted: RoutingTrace, seen_NLK: NDArray[Any], wrong_RL: NDArray[np.bo
     row = int(routed[at])
     sequence = int(np.searchsorted(wanted.offsets, row, side="right") - 1)
     return (
-        f"{int(wrong_RL.sum())} of {wrong_RL.size} routed (token, layer) cells were not followed; first: sequence "
+        f"{int(wrong_RL.sum())} of {wrong_RL.size} routing decisions were not followed; first: sequence "
         f"{sequence}, position {row - int(wanted.offsets[sequence])}, {wanted.spec.layers[layer]} asked for "
         f"{wanted.expert_ids_NLK[row, layer].tolist()} and got {seen_NLK[row, layer].tolist()}"
     )

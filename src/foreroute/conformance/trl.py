@@ -95,7 +95,7 @@ class AttachedTrainer:
         rollout = self._rollout
         rows = torch.tensor([[rollout.number, row] for row in range(len(input_ids))])
         batch = {"ids": input_ids, "mask": mask, ROWS: rows, "order": torch.arange(len(input_ids))}
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(int(input_ids.sum()))  # gradients are sums: the same rows in the same order each time
             shuffled = shuffle_sequence_dict(batch)
         with routing.passing(Pass("update", rollout.sequences_of(shuffled[ROWS]))):

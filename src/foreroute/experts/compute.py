@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from foreroute.errors import AttachError
+
+LEAST_TORCH = "2.10"
+"""The first with torch.nn.functional.grouped_mm; what pyproject.toml asks for."""
+
 LEAST_ROWS = {("cpu", torch.float32): 4}
 """Below this many rows, BLAS computes a row with another order of sums than in a larger GEMM."""
 
@@ -36,6 +41,15 @@ def run_experts(module: Any, weights: Mapping[str, Tensor], rows_RD: Tensor, gro
     hidden = _grouped_linear(module, weights, up, rows_RD, group_rows_S)
     hidden = _rowwise(module._apply_gate if module.has_gate else module.act_fn, hidden)
     return _grouped_linear(module, weights, "down_proj", hidden, group_rows_S)
+
+
+def require_grouped_mm() -> None:
+    """Raise `AttachError` for a torch that cannot multiply the rows of every expert by its own matrix."""
+    if not hasattr(functional, "grouped_mm"):
+        raise AttachError(
+            f"torch {torch.__version__} has no torch.nn.functional.grouped_mm, which experts on several ranks are "
+            f"computed with; install torch {LEAST_TORCH} or newer"
+        )
 
 
 def least_rows(weights: Mapping[str, Tensor]) -> int:

@@ -11,9 +11,9 @@ import os
 import stat
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
-from foreroute.errors import InputError
+from foreroute.errors import ForerouteError, InputError
 
 MOST_BYTES = 4 << 30
 """What is read in one piece at most, unless the caller says otherwise; larger inputs are mistakes."""
@@ -29,6 +29,7 @@ class RegularFile:
     Attributes:
         path: the file.
         size: bytes when it was opened.
+        status: whose it is and who may write it.
 
     Raises:
         kind: when it is missing, cannot be opened, or is a folder, FIFO, device or socket.
@@ -43,11 +44,11 @@ class RegularFile:
             raise kind(f"{self.path} does not exist") from error
         except (OSError, ValueError) as error:
             raise kind(f"{self.path} cannot be opened ({_reason(error)})") from error
-        status = os.fstat(self._descriptor)
-        if not stat.S_ISREG(status.st_mode):
+        self.status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(self.status.st_mode):
             self.close()
-            raise kind(f"{self.path} is {_what(status.st_mode)}; expected a file")
-        self.size = status.st_size
+            raise kind(f"{self.path} is {_what(self.status.st_mode)}; expected a file")
+        self.size = self.status.st_size
 
     def read(self, start: int, size: int) -> bytearray:
         """Exactly `size` bytes from `start`.
@@ -58,16 +59,28 @@ class RegularFile:
         if start < 0 or size < 0 or start + size > self.size:
             raise self._kind(f"{self.path} has {self.size} bytes; {size} from byte {start} on are not among them")
         buffer = bytearray(size)
-        done, view = 0, memoryview(buffer)
+        self.fill(memoryview(buffer), start)
+        return buffer
+
+    def fill(self, buffer: memoryview, start: int) -> None:
+        """Fill a buffer of bytes with those from `start`.
+
+        Raises:
+            kind: as `read`.
+        """
+        done = 0
         try:
-            while done < size:
-                count = os.preadv(self._descriptor, [view[done:]], start + done)
+            while done < len(buffer):
+                count = os.preadv(self._descriptor, [buffer[done:]], start + done)
                 if count == 0:
                     raise self._kind(f"{self.path} was cut while it was read; copy it again")
                 done += count
         except OSError as error:
             raise self._kind(f"{self.path} cannot be read ({_reason(error)})") from error
-        return buffer
+
+    def stream(self) -> IO[bytes]:
+        """The file as a seekable stream, for a library that wants one. It stays open when this is closed."""
+        return os.fdopen(os.dup(self._descriptor), "rb")
 
     def close(self) -> None:
         """Let go of it; harmless when done twice."""
@@ -108,7 +121,7 @@ def read_text(path: str | os.PathLike[str], kind: type[InputError], *, most_byte
         raise kind(f"{path} is not text in UTF-8 ({error.reason} at byte {error.start})") from error
 
 
-def parse_json(text: str | bytes | bytearray, kind: type[InputError], *, name: str) -> Any:
+def parse_json(text: str | bytes | bytearray, kind: type[ForerouteError], *, name: str) -> Any:
     """The value of a JSON text from outside.
 
     Args:

@@ -27,6 +27,8 @@ DTYPES = {
 """The types that numpy has. A tensor of another one is refused."""
 MOST_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
+MOST_AXES, MOST_TENSOR_BYTES = 32, 1 << 62
+"""What numpy can hold, also of a tensor with an axis of 0."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class TensorFile:
     Args:
         path: the file.
         kind: the error to raise.
+        most_header_bytes: a longer header is refused. A parsed one takes about 25 times its bytes of memory at most.
 
     Attributes:
         path: the file.
@@ -51,11 +54,13 @@ class TensorFile:
         kind: when it cannot be opened, or is not a whole safetensors file.
     """
 
-    def __init__(self, path: str | os.PathLike[str], kind: type[InputError]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], kind: type[InputError], *, most_header_bytes: int = MOST_HEADER_BYTES
+    ) -> None:
         self._file, self._kind = RegularFile(path, kind), kind
         self.path = self._file.path
         try:
-            self.metadata, self._tensors = self._read_header()
+            self.metadata, self._tensors = self._read_header(most_header_bytes)
         except BaseException:
             self._file.close()
             raise
@@ -87,8 +92,9 @@ class TensorFile:
         if not 0 <= start <= stop <= rows:
             raise self._kind(f"{self.path}: rows {start} to {stop} of tensor {name} are not among its {rows}")
         row_bytes = prod(tensor.shape[1:]) * tensor.dtype.itemsize
-        raw = self._file.read(tensor.start + start * row_bytes, (stop - start) * row_bytes)
-        values: NDArray[Any] = np.frombuffer(raw, tensor.dtype).reshape(stop - start, *tensor.shape[1:])
+        values: NDArray[Any] = np.empty((stop - start, *tensor.shape[1:]), tensor.dtype)
+        if values.nbytes:
+            self._file.fill(values.reshape(-1).view(np.uint8).data, tensor.start + start * row_bytes)
         return values
 
     def close(self) -> None:
@@ -103,11 +109,13 @@ class TensorFile:
     ) -> None:
         self.close()
 
-    def _read_header(self) -> tuple[dict[str, str], dict[str, _Tensor]]:
+    def _read_header(self, most_bytes: int) -> tuple[dict[str, str], dict[str, _Tensor]]:
         size = self._file.size
         length = int.from_bytes(self._file.read(0, 8), "little") if size >= 8 else size
-        if length > min(size - 8, MOST_HEADER_BYTES):
+        if length > size - 8:
             raise self._wrong(f"its header would take {length} of its {size} bytes")
+        if length > most_bytes:
+            raise self._kind(f"{self.path} has a header of {length} bytes; expected {most_bytes} at most")
         header = parse_json(self._file.read(8, length), self._kind, name=f"{self.path}: the safetensors header")
         if not isinstance(header, dict):
             raise self._wrong(f"its header is {type(header).__name__}, not an object")
@@ -133,7 +141,8 @@ class TensorFile:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise self._wrong(f"tensor {name} is of type {dtype!r:.40}; expected one of {', '.join(DTYPES)}")
-        if not (_counts(shape) and _counts(offsets) and len(offsets) == 2):
+        possible = _counts(shape) and _counts(offsets) and len(offsets) == 2 and len(shape) <= MOST_AXES
+        if not possible or prod(max(1, axis) for axis in shape) * DTYPES[dtype].itemsize > MOST_TENSOR_BYTES:
             raise self._wrong(f"tensor {name} has shape {shape!r:.60} and offsets {offsets!r:.60}")
         if offsets[0] + prod(shape) * DTYPES[dtype].itemsize != offsets[1]:
             raise self._wrong(f"tensor {name} of {dtype} {shape} does not take the bytes {offsets}")
@@ -144,4 +153,4 @@ class TensorFile:
 
 
 def _counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= MOST_TENSOR_BYTES for value in values)

@@ -39,7 +39,10 @@ def write_atomically(
     """
     target = Path(os.path.realpath(target))
     _refuse_special(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:  # what is there is no folder
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target.parent)) from error
     _remove_left_behind(target)
     temporary, descriptor = _new_temporary(target)
     try:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import LayoutError
+from foreroute.layout.runs import MOST_SLOTS, as_lengths
 from foreroute.trace.check import as_offsets
 
 
@@ -80,12 +81,10 @@ def by_token_budget(
     """
     if balanced and padded:
         raise LayoutError("balanced micro-batches mix lengths, so padding would fill them; drop `balanced` or `padded`")
-    cost_S = np.asarray(lengths, dtype=np.int64)
-    if cost_S.ndim != 1 or (cost_S < 0).any() or align < 1:
-        raise LayoutError(
-            f"got lengths of shape {cost_S.shape} and align {align}; expected one length per sequence, none negative"
-        )
-    cost_S = -(-cost_S // align) * align
+    cost_S = as_lengths(lengths, "lengths")
+    if not 1 <= align <= MOST_SLOTS:
+        raise LayoutError(f"align is {align}; expected 1 to {MOST_SLOTS}")
+    cost_S = as_lengths(-(-cost_S // align) * align, "aligned lengths")
     if (cost_S > budget).any():
         s = int(np.argmax(cost_S > budget))
         raise LayoutError(

@@ -16,14 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from foreroute.errors import LayoutError
 from foreroute.trace.check import as_offsets
 
 PAD = -1
 """The row of a slot that sees no token."""
 
 _INT32_ROWS = 2**31 - 1
+MOST_SLOTS = 1 << 40
+"""Router slots of a layout, and tokens of its sequences. Sums and multiples of so many are exact in 64 bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +76,22 @@ class Runs:
         rows[join_ranges(start_J, before_J)] = PAD
         rows[join_ranges(start_J + self.count_J - after_J, after_J)] = PAD
         return rows
+
+
+def as_lengths(lengths: ArrayLike, name: str) -> NDArray[np.int64]:
+    """`lengths` as int64 [S].
+
+    Raises:
+        LayoutError: unless they are integers from 0, `MOST_SLOTS` in all at most.
+    """
+    given = np.asarray(lengths)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise LayoutError(f"{name} are {given.dtype} of shape {given.shape}; expected one integer per sequence")
+    if given.min(initial=0) < 0:
+        raise LayoutError(f"{name}: sequence {int(given.argmin())} has {int(given.min())}; expected 0 or more")
+    if int(given.max(initial=0)) * len(given) > MOST_SLOTS and sum(given.tolist()) > MOST_SLOTS:
+        raise LayoutError(f"{name} add up to {sum(given.tolist())}; expected {MOST_SLOTS} at most")
+    return given.astype(np.int64)
 
 
 def pad_runs(count_J: NDArray[np.int64]) -> Runs:

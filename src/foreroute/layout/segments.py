@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import BatchMismatchError
+from foreroute.trace.check import ascending
 
 
 def starts_from_positions(position_ids: ArrayLike, kept_BT: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -41,18 +42,18 @@ def starts_from_cumulative_lengths(cumulative: ArrayLike, kept_BT: NDArray[np.bo
         BatchMismatchError: when they are not the offsets of one row of T slots.
     """
     offsets = np.asarray(cumulative)
-    if len(kept_BT) != 1 or offsets.ndim != 1 or not len(offsets) or (np.diff(offsets) < 0).any():
+    if len(kept_BT) != 1 or offsets.ndim != 1 or not len(offsets) or offsets.dtype.kind not in "iu":
         raise BatchMismatchError(
-            f"cumulative lengths of shape {offsets.shape} for a batch of {len(kept_BT)} rows; expected ascending "
-            "offsets [sequences + 1] of one row"
+            f"cumulative lengths are {offsets.dtype} of shape {offsets.shape} for a batch of {len(kept_BT)} rows; "
+            "expected integers [sequences + 1] of one row"
         )
-    if offsets[0] != 0 or offsets[-1] != kept_BT.shape[1]:
+    if not ascending(offsets, kept_BT.shape[1]):
         raise BatchMismatchError(
-            f"cumulative lengths run from {int(offsets[0])} to {int(offsets[-1])}; expected 0 to {kept_BT.shape[1]}, "
-            "the slots of the row"
+            f"cumulative lengths run from {int(offsets[0])} to {int(offsets[-1])}; expected them to ascend from 0 to "
+            f"{kept_BT.shape[1]}, the slots of the row"
         )
     starts = np.zeros(kept_BT.shape, np.bool_)
-    starts[0, offsets[:-1][np.diff(offsets) > 0]] = True
+    starts[0, offsets[:-1][offsets[1:] > offsets[:-1]]] = True
     return kept_BT & (starts | _first_of_row(kept_BT))
 
 

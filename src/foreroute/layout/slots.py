@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import LayoutError
 from foreroute.layout.rank_rows import RankRows
-from foreroute.layout.runs import Runs, interleave, pad_runs
+from foreroute.layout.runs import MOST_SLOTS, Runs, as_lengths, interleave, pad_runs
 from foreroute.trace.check import as_offsets
 
 Side = Literal["left", "right"]
@@ -43,15 +43,16 @@ def pack(
             its slots.
     """
     offsets, chosen = _checked(lengths, sequences)
-    _require(align >= 1, f"align is {align}; expected at least 1")
+    _check_count("align", align)
     low, high = offsets[chosen], offsets[chosen + 1]
-    count = high - low if slots is None else np.asarray(slots, np.int64)
+    count = high - low if slots is None else as_lengths(slots, "slots")
     _require(count.shape == low.shape, f"got slots of {count.size} sequences; expected those of {len(low)}")
     for j in np.flatnonzero(high - low > count)[:1]:
         raise LayoutError(
             f"sequence {chosen[j]} has {high[j] - low[j]} tokens and {count[j]} slots; give it more slots"
         )
-    return Layout(Runs(low, _round_up(count, align), low, high), "thd", 1, int(offsets[-1]))
+    count = as_lengths(_round_up(count, align), "slots")
+    return Layout(Runs(low, count, low, high), "thd", 1, int(offsets[-1]))
 
 
 def pad(
@@ -79,15 +80,16 @@ def pad(
     offsets, chosen = _checked(lengths, sequences)
     _require(side in ("left", "right"), f"side is {side!r}; expected 'left' or 'right'")
     _require(order in ("bshd", "sbhd"), f"order is {order!r}; expected 'bshd' (batch first) or 'sbhd' (sequence first)")
-    _require(multiple_of >= 1, f"multiple_of is {multiple_of}; expected at least 1")
+    _check_count("multiple_of", multiple_of)
     low, high = offsets[chosen], offsets[chosen + 1]
     width = int((high - low).max(initial=0)) if to is None else to
+    _check_count("to", width, least=0)
     for s in chosen[high - low > width][:1]:
         raise LayoutError(
             f"sequence {s} has {offsets[s + 1] - offsets[s]} tokens and cannot be padded to {width}; "
             "raise `to`, or cut the trace with trace.truncated(lengths)"
         )
-    count = np.full_like(low, -(-width // multiple_of) * multiple_of)
+    count = as_lengths(_round_up(np.full_like(low, width), multiple_of), "slots")
     first = low if side == "right" else high - count
     return Layout(Runs(first, count, low, high), order, len(chosen), int(offsets[-1]))
 
@@ -126,7 +128,7 @@ class Layout:
         Before `split_context` the tail is shared out like a sequence; after it, every rank pads its own stream.
         """
         _require(self.order == "thd", "only a packed stream has a total to align; give `pad` a `multiple_of`")
-        _require(multiple >= 1, f"multiple is {multiple}; expected at least 1")
+        _check_count("multiple", multiple)
         return self._with_tail(-self.stream_length % multiple)
 
     def split_context(self, ranks: int, rank: int, *, scheme: Scheme = "zigzag") -> Layout:
@@ -220,15 +222,13 @@ class Layout:
 
 def _checked(lengths: ArrayLike, sequences: ArrayLike | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Offsets int64 [S + 1] and the chosen sequences int64 [B]."""
-    lengths_S, chosen = np.asarray(lengths), None if sequences is None else np.asarray(sequences)
-    for name, given in (("lengths", lengths_S), ("sequences", chosen)):
-        if given is not None and (given.ndim != 1 or (given.size and given.dtype.kind not in "iu")):
-            raise LayoutError(f"{name} are {given.dtype} of shape {given.shape}; expected one integer per sequence")
-    if lengths_S.min(initial=0) < 0:
-        raise LayoutError(f"sequence {int(lengths_S.argmin())} has length {int(lengths_S.min())}; expected 0 or more")
-    offsets = as_offsets(lengths_S.astype(np.int64))
-    if chosen is None:
+    lengths_S = as_lengths(lengths, "lengths")
+    offsets = as_offsets(lengths_S)
+    if sequences is None:
         return offsets, np.arange(len(lengths_S))
+    chosen = np.asarray(sequences)
+    if chosen.ndim != 1 or (chosen.size and chosen.dtype.kind not in "iu"):
+        raise LayoutError(f"sequences are {chosen.dtype} of shape {chosen.shape}; expected one integer per sequence")
     if chosen.min(initial=0) < 0 or chosen.max(initial=-1) >= len(lengths_S):
         raise LayoutError(
             f"sequences {int(chosen.min())} to {int(chosen.max())} were chosen from {len(lengths_S)}; "
@@ -238,8 +238,15 @@ def _checked(lengths: ArrayLike, sequences: ArrayLike | None) -> tuple[NDArray[n
 
 
 def _check_rank(ranks: int, rank: int, what: str) -> None:
-    _require(ranks >= 1, f"there are {ranks} {what} ranks; expected at least 1")
-    _require(0 <= rank < ranks, f"{what} rank is {rank}; expected 0 to {ranks - 1}")
+    _check_count(f"the number of {what} ranks", ranks)
+    _check_count(f"{what} rank", rank, least=0)
+    _require(rank < ranks, f"{what} rank is {rank}; expected 0 to {ranks - 1}")
+
+
+def _check_count(name: str, value: int, least: int = 1) -> None:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    _require(whole and value >= least, f"{name} is {value!r}; expected at least {least}, a whole number")
+    _require(value <= MOST_SLOTS, f"{name} is {value}; expected {MOST_SLOTS} at most")
 
 
 def _round_up(counts: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:

@@ -61,6 +61,11 @@ class Alarm:
     value: float
     threshold: float
 
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        return ADVICE[self.kind]
+
     def __str__(self) -> str:
         """In words, with the figures."""
         return f"{WORDS[self.kind]} (since step {self.since}: {self.value:.3g}, limit {self.threshold:.3g})"
@@ -73,6 +78,22 @@ WORDS: dict[str, str] = {
     "stale_routes": "replayed routes are no longer those that the policy would take",
     "effective_share": "importance weights leave few effective samples",
 }
+
+
+ADVICE: dict[str, str] = {
+    "collapse": 'Go back to a checkpoint from before it (alarms.action = "rollback" does), with a lower '
+    "rl.learning_rate or fewer rl.mini_steps.",
+    "f2": 'Train with replay (rl.routing = "R3") if the run does not. If it does, routing is not the cause: run '
+    "foreroute doctor on a saved rollout, and check that the engine has the last weights, the temperature and the "
+    "precision that you meant.",
+    "disagreement": 'Train with replay (rl.routing = "R3"), or check with foreroute doctor that the engine gets every '
+    "update's weights. A run that replays may go on as long as F(2) and the reward hold.",
+    "stale_routes": "Lower rl.learning_rate or rl.mini_steps, so that an update moves the policy less. A run whose "
+    "held-out reward rises may go on; only runs that replay can have this alarm, so it does not speak against replay.",
+    "effective_share": "Lower rl.learning_rate, rl.mini_steps or rollout.max_staleness, or bound the weights with "
+    "rl.correction.",
+}
+"""What to do, by kind, in the keys of `foreroute train`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from foreroute.mismatch.pairs import TracePair
 from foreroute.trace import RoutingTrace, overlap
 
 NATURAL = 0.20
-"""Share of differing routers up to which a difference counts as numerical: bfloat16 engines show 5-15 %."""
+"""Share of differing routing decisions up to which a difference counts as numerical: bfloat16 engines show 5-15 %."""
+NAMES = ("the reference", "the other trace")
 _MIN_EVIDENCE = 12.0
 """Routers' worth of agreement that a supposed mix-up must win before it is believed."""
 _MIN_GAIN, _MIN_COVERED = 0.02, 0.5
@@ -46,10 +47,10 @@ class Explanation:
         parameters: what defines the defect (`tokens` of a shift, `order` of a permutation, `rows` of a prefix, ...).
         overlap_before: mean share of common picks, over rows that both traces routed.
         overlap_after: the same once the defect is undone, over the rows that can be restored.
-        differing: share of routers whose expert sets differ, as the traces are.
+        differing: share of routing decisions, one for each token and layer, whose expert sets differ, before that.
         overlap_by_layer_L: float64 [L].
         overlap_by_position_T: float64 [longest sequence], NaN where no sequence has a row.
-        sentence: all of this for a reader.
+        sentence: the defect for a reader, in whole sentences.
     """
 
     kind: Defect
@@ -70,16 +71,17 @@ class _Finding:
     after: float | None = None
 
 
-def explain(a: RoutingTrace, b: RoutingTrace, *, seed: int = 0) -> Explanation:
+def explain(a: RoutingTrace, b: RoutingTrace, *, seed: int = 0, names: tuple[str, str] = NAMES) -> Explanation:
     """Compare `b` with the reference `a` and name what sets them apart.
 
-    Large traces are sampled for the search; overlaps are exact. Shifts beyond 256 tokens and permutations of more than
-    256 sequences are not looked for.
+    Large traces are sampled for the search; overlaps are exact. Shifts beyond 256 tokens or 64 layers, permutations of
+    more than 256 sequences and renamings of more than 1,024 experts are not looked for.
 
     Args:
         a: the reference, say the trainer's own routes.
         b: the trace in question, say the engine's. Its sequences may come in another order.
         seed: of the sample.
+        names: what a sentence calls `a` and `b`: singular, and as in the middle of a sentence.
 
     Raises:
         SpecMismatchError: when the traces come from different models.
@@ -96,7 +98,7 @@ def explain(a: RoutingTrace, b: RoutingTrace, *, seed: int = 0) -> Explanation:
         rows_at = np.bincount(positions, minlength=longest)
         by_position = np.bincount(positions, share_RL.mean(axis=1), longest) / rows_at
     before = float(share_RL.mean()) if len(positions) else float("nan")
-    finding = _found(pair, positions, share_RL, order)
+    finding = _found(pair, positions, share_RL, order, names)
     return Explanation(
         kind=finding.kind,
         parameters=finding.parameters,
@@ -110,7 +112,11 @@ def explain(a: RoutingTrace, b: RoutingTrace, *, seed: int = 0) -> Explanation:
 
 
 def _found(
-    pair: TracePair, positions: NDArray[np.int64], share_RL: NDArray[np.float64], order: NDArray[np.int64] | None
+    pair: TracePair,
+    positions: NDArray[np.int64],
+    share_RL: NDArray[np.float64],
+    order: NDArray[np.int64] | None,
+    names: tuple[str, str],
 ) -> _Finding:
     """The first defect that explains the difference, mix-ups before losses before drift."""
     if not len(positions) or pair.a.spec.top_k == pair.a.spec.num_experts:
@@ -118,55 +124,58 @@ def _found(
         return _Finding(Defect.UNEXPLAINED if not len(positions) else Defect.NONE, {}, f"Nothing to compare: {reason}.")
     if order is not None:
         facts = {"order": order.tolist(), "packed": False, "with_tokens": True}
-        return _Finding(
-            Defect.PERMUTATION, facts, "The sequences of B are those of A in another order, tokens included."
-        )
+        sentence = f"{_capital(names[1])} holds the sequences of {names[0]} in another order, tokens included."
+        return _Finding(Defect.PERMUTATION, facts, sentence)
     best = max(mixups(pair), key=lambda mixup: mixup.total)
     gain = best.total - pair.before
     if gain * pair.num_routers >= _MIN_EVIDENCE and gain >= _MIN_GAIN and best.covered >= _MIN_COVERED:
-        return _of_mixup(pair, best)
+        return _of_mixup(pair, best, names[1])
     differs_RL = share_RL < 1
     return (
-        _prefix_absent(pair, differs_RL)
+        _prefix_absent(pair, differs_RL, names)
         or _prefix_garbage(positions, share_RL)
         or _layer_replaced(pair, differs_RL)
-        or _drift(pair, differs_RL)
+        or _drift(pair, differs_RL, names)
     )
 
 
-def _of_mixup(pair: TracePair, mixup: Mixup) -> _Finding:
-    p, spec = mixup.parameters, pair.a.spec
+def _of_mixup(pair: TracePair, mixup: Mixup, name: str) -> _Finding:
+    p, spec, name = mixup.parameters, pair.a.spec, _capital(name)
     chance = spec.top_k / spec.num_experts
     kind = Defect(mixup.name)
     sentences = {
         Defect.SHIFT: lambda: (
-            f"B is shifted by {p['tokens']:+d} tokens: its row p holds the routes of row p {-p['tokens']:+d}."
+            f"{name} is shifted by {_steps(p['tokens'], 'token')}: its row p holds the routes of row "
+            f"p {'-' if p['tokens'] > 0 else '+'} {abs(p['tokens'])}."
         ),
         Defect.LAYER_OFFSET: lambda: (
-            f"B is offset by {p['layers']:+d} layers"
+            f"{name} is offset by {_steps(p['layers'], 'layer')}"
             + (
-                ": an axis of all layers was read as one of routed layers, or the other way."
+                ": an axis of all layers was read as one of routed layers, or the other way round."
                 if p["dense_first"]
                 else "."
             )
         ),
-        Defect.FLATTENING: lambda: f"B was flattened {p['written']} and read {p['read']} (padded to {p['width']}).",
+        Defect.FLATTENING: lambda: (
+            f"{name} was flattened {p['written']} and read {p['read']} (padded to {p['width']})."
+        ),
         Defect.PERMUTATION: lambda: (
-            "The routes of B belong to other sequences"
+            f"{name} holds the routes of other sequences"
             + (", packed in another order" if p["packed"] else "")
-            + f": order {str(p['order'][:16]).rstrip(']')}{', ...]' if len(p['order']) > 16 else ']'}."
+            + f": those of the sequences {str(p['order'][:16]).strip('[]')}{', ...' if len(p['order']) > 16 else ''}, "
+            "in this order."
         ),
         Defect.PHYSICAL_IDS: lambda: (
-            "The ids of B are renamed, by a fixed map in each layer "
-            f"({sum(p['moved'])} of {spec.num_experts * spec.num_layers}): physical slots instead of logical experts."
+            f"{name} calls the experts by other ids, by a fixed map in each layer ({sum(p['moved'])} of "
+            f"{spec.num_experts * spec.num_layers} are renamed): physical slots instead of logical experts."
         ),
     }
     return _Finding(kind, p, sentences[kind](), mixup.covered * (1 - chance) + chance)
 
 
-def _prefix_absent(pair: TracePair, differs_RL: NDArray[np.bool_]) -> _Finding | None:
+def _prefix_absent(pair: TracePair, differs_RL: NDArray[np.bool_], names: tuple[str, str]) -> _Finding | None:
     """Leading rows that one trace routed and the other lacks."""
-    for lacking, other, name in ((pair.b, pair.a, "B"), (pair.a, pair.b, "A")):
+    for lacking, other, letter, name in ((pair.b, pair.a, "b", names[1]), (pair.a, pair.b, "a", names[0])):
         first = np.full(len(pair.a), np.iinfo(np.int64).max)
         np.minimum.at(first, pair.sequences[lacking.valid_N], pair.positions[lacking.valid_N])
         lost = np.bincount(
@@ -175,10 +184,9 @@ def _prefix_absent(pair: TracePair, differs_RL: NDArray[np.bool_]) -> _Finding |
         # One lost row is what every sampled sequence of one token has.
         if (lost > 1).any() and differs_RL.mean() <= NATURAL:
             rows = int(np.max(lost))
-            facts = {"rows": rows, "rows_by_sequence": lost.tolist(), "absent": True, "trace": name}
-            return _Finding(
-                Defect.PREFIX_MISSING, facts, f"{name} lacks the first rows of its sequences (up to {rows})."
-            )
+            facts = {"rows": rows, "rows_by_sequence": lost.tolist(), "absent": True, "trace": letter}
+            sentence = f"{_capital(name)} lacks the first rows of its sequences, up to {rows} of them."
+            return _Finding(Defect.PREFIX_MISSING, facts, sentence)
     return None
 
 
@@ -197,9 +205,8 @@ def _prefix_garbage(positions: NDArray[np.int64], share_RL: NDArray[np.float64])
     if not possible.any():
         return None
     best = int(np.argmax(np.where(possible, likelihood, -np.inf)))
-    sentence = (
-        f"The first {best + 1} rows of the sequences are unrelated; from position {best + 1} on the traces agree."
-    )
+    first = f"The first {best + 1} rows of the sequences are" if best else "The first row of each sequence is"
+    sentence = f"{first} unrelated, and from position {best + 1} on the traces agree."
     after = float(share_RL[positions > best].mean())
     return _Finding(Defect.PREFIX_MISSING, {"rows": best + 1, "absent": False}, sentence, after)
 
@@ -221,25 +228,40 @@ def _layer_replaced(pair: TracePair, differs_RL: NDArray[np.bool_]) -> _Finding 
     return _Finding(Defect.LAYER_REPLACED, {"layer": layer.index, "row": int(np.argmax(by_layer))}, sentence)
 
 
-def _drift(pair: TracePair, differs_RL: NDArray[np.bool_]) -> _Finding:
+def _drift(pair: TracePair, differs_RL: NDArray[np.bool_], names: tuple[str, str]) -> _Finding:
     """Nothing is mixed up or lost: natural mismatch, other weights, or unknown."""
     versions = {"a": pair.a.versions, "b": pair.b.versions}
-    stated = f"weight versions {list(pair.a.versions)} and {list(pair.b.versions)}"
     by_layer, differing = differs_RL.mean(axis=0), float(differs_RL.mean())
     third = max(len(by_layer) // 3, 1)
     grows = by_layer[-third:].mean() - by_layer[:third].mean() > 0.1
+    decisions = f"{differing:.1%} of the routing decisions, one for each token and layer, differ"
     if differing == 0:
-        return _Finding(Defect.NONE, versions, f"Both have the same experts in every row and layer ({stated}).")
+        return _Finding(Defect.NONE, versions, "Both have the same experts in every row and layer.")
     if differing <= NATURAL:
-        return _Finding(Defect.NONE, versions, f"Natural mismatch: {differing:.1%} of the routers differ ({stated}).")
-    if versions["a"] != versions["b"] or grows:
-        how = "more with depth" if grows else "in every layer"
-        return _Finding(
-            Defect.WEIGHT_VERSION, versions, f"Other weights: {differing:.1%} of the routers differ, {how} ({stated})."
-        )
-    return _Finding(
-        Defect.UNEXPLAINED, versions, f"{differing:.1%} of the routers differ; no known defect explains it."
-    )
+        return _Finding(Defect.NONE, versions, f"Natural mismatch: {decisions}.")
+    if versions["a"] != versions["b"]:
+        stated = f"{_capital(names[0])} is of {_weights(pair.a)}, {names[1]} of {_weights(pair.b)}."
+        how = ", more of them in later layers" if grows else ""
+        return _Finding(Defect.WEIGHT_VERSION, versions, f"Other weights: {decisions}{how}. {stated}")
+    if grows:
+        return _Finding(Defect.WEIGHT_VERSION, versions, f"Other weights: {decisions}, more of them in later layers.")
+    return _Finding(Defect.UNEXPLAINED, versions, f"Unexplained: {decisions}, and no known defect is the cause.")
+
+
+def _capital(name: str) -> str:
+    """A name as at the beginning of a sentence."""
+    return name[:1].upper() + name[1:]
+
+
+def _steps(count: int, unit: str) -> str:
+    return f"{count:+d} {unit}{'' if abs(count) == 1 else 's'}"
+
+
+def _weights(trace: RoutingTrace) -> str:
+    known = [version for version in trace.versions if version >= 0]
+    if not known:
+        return "unknown weights"
+    return f"weight version{'' if len(known) == 1 else 's'} {', '.join(map(str, known))}"
 
 
 def _order_by_tokens(a: RoutingTrace, b: RoutingTrace) -> NDArray[np.int64] | None:

@@ -13,6 +13,10 @@ from foreroute.mismatch.pairs import TracePair, common_picks, set_masks
 
 MAX_SHIFT = 256
 MAX_PERMUTED = 256
+MAX_LAYER_OFFSET = 64
+MAX_RENAMED = 1024
+"""Experts of a layer whose names may be mixed up; a table of pairs of them is made. Ids are compared modulo this where
+a first look is enough."""
 _QUICK_ROWS, _QUICK_LAYERS = 160, 4
 
 
@@ -50,7 +54,8 @@ def _shifts(pair: TracePair) -> Iterator[Mixup]:
     shifts = np.array([n for n in range(-reach, reach + 1) if n], np.int64)
     quick = pair.targets[np.linspace(0, len(pair.targets) - 1, min(_QUICK_ROWS, len(pair.targets))).astype(int)]
     masks_a, masks_b = (
-        set_masks(trace.expert_ids_NLK[:, :_QUICK_LAYERS], trace.spec.num_experts) for trace in (pair.a, pair.b)
+        set_masks(_folded(trace.expert_ids_NLK[:, :_QUICK_LAYERS]), min(trace.spec.num_experts, MAX_RENAMED))
+        for trace in (pair.a, pair.b)
     )
     source_XR = _shifted(pair, quick, shifts[:, None])
     shared = np.bitwise_count(masks_a[source_XR] & masks_b[quick]).sum(axis=-1)
@@ -59,6 +64,11 @@ def _shifts(pair: TracePair) -> Iterator[Mixup]:
     rows = np.arange(pair.a.num_rows)
     for n in shifts[np.argsort(scores)[::-1][:3]]:
         yield _rows_moved(pair, "shift", {"tokens": int(n)}, _shifted(pair, rows, int(n)))
+
+
+def _folded(ids: NDArray[Any]) -> NDArray[Any]:
+    """Ids below `MAX_RENAMED`: the ids themselves of any model that is known."""
+    return ids if ids.dtype == np.uint8 else ids % MAX_RENAMED
 
 
 def _shifted(pair: TracePair, rows: NDArray[np.int64], n: int | NDArray[np.int64]) -> NDArray[np.int64]:
@@ -73,7 +83,8 @@ def _layer_offsets(pair: TracePair) -> Iterator[Mixup]:
     rows = pair.targets[pair.a.valid_N[pair.targets]]
     ids_a, ids_b = pair.a.expert_ids_NLK[rows], pair.b.expert_ids_NLK[rows]
     dense_first = pair.a.spec.layers[0].index
-    for d in range(1 - num_layers, num_layers):
+    reach = min(num_layers - 1, MAX_LAYER_OFFSET)
+    for d in range(-reach, reach + 1):
         if d and len(rows):
             held = slice(max(d, 0), num_layers + min(d, 0))
             origin = slice(max(-d, 0), num_layers - max(d, 0))
@@ -124,16 +135,16 @@ def _slot_permutations(pair: TracePair) -> Iterator[Mixup]:
 def _pairwise(pair: TracePair) -> NDArray[np.float64]:
     """[S, S], agreement of sequence s of `b` with sequence t of `a`, over positions that both have, less where few."""
     longest, spec = int(pair.a.lengths.max()), pair.a.spec
-    num_layers = min(spec.num_layers, _QUICK_LAYERS)
-    count = max(8, min(64, 32_768 // (num_layers * spec.num_experts)))
+    num_layers, num_experts = min(spec.num_layers, _QUICK_LAYERS), min(spec.num_experts, MAX_RENAMED)
+    count = max(8, min(64, 32_768 // (num_layers * num_experts)))
     sampled = np.unique(np.linspace(0, longest - 1, count).astype(np.int64))
     present, hot = [], []
     for trace in (pair.a, pair.b):
         rows = trace.offsets[:-1, None] + sampled
         here = sampled < trace.lengths[:, None]
         here &= trace.valid_N[np.where(here, rows, 0)]
-        ids = trace.expert_ids_NLK[np.where(here, rows, 0), :num_layers]
-        picked = np.zeros((*here.shape, num_layers, spec.num_experts), np.float32)
+        ids = _folded(trace.expert_ids_NLK[np.where(here, rows, 0), :num_layers])
+        picked = np.zeros((*here.shape, num_layers, num_experts), np.float32)
         np.put_along_axis(picked, ids.astype(np.int64), 1, axis=-1)
         hot.append((picked * here[..., None, None]).reshape(len(trace), -1))
         present.append(here.astype(np.float32))
@@ -175,7 +186,7 @@ def _packed_gain(pair: TracePair, sequence: int, position: int) -> float:
 def _physical_ids(pair: TracePair) -> Iterator[Mixup]:
     """In each layer, expert x of `b` is expert `id_map[x]` of `a`; learnt on half the rows, judged on the others."""
     rows = np.flatnonzero(pair.a.valid_N & pair.b.valid_N)
-    if len(rows) < 8:
+    if len(rows) < 8 or pair.a.spec.num_experts > MAX_RENAMED:
         return
     rows = pair.rng.permutation(rows)[: 4 * len(pair.targets)]
     learn, judge = rows[::2], rows[1::2]

@@ -39,7 +39,16 @@ class TokenMismatch:
         return self.k3_sum / self.count if self.count else math.nan
 
     def f(self, tau: float) -> float:
-        """F(tau), the share of tokens with max(r, 1 / r) > tau. Source: arXiv 2510.11370, equation 3."""
+        """F(tau), the share of tokens with max(r, 1 / r) > tau. Source: arXiv 2510.11370, equation 3.
+
+        Args:
+            tau: one of `THRESHOLDS`; for others nothing was counted.
+
+        Raises:
+            InputError: for another one.
+        """
+        if tau not in THRESHOLDS:
+            raise InputError(f"F({tau}) was not counted; expected tau to be one of {', '.join(map(str, THRESHOLDS))}")
         return self.above[THRESHOLDS.index(tau)] / self.count if self.count else math.nan
 
     def __add__(self, other: TokenMismatch) -> TokenMismatch:

@@ -1,9 +1,12 @@
 """Trace to routers: replayed rows of one forward, the selection they force, and what came of it."""
 
 from foreroute.replay.agreement_sums import AgreementSums, count_experts
+from foreroute.replay.arguments import as_version, require_choice, require_kind, require_switch, require_version
 from foreroute.replay.effect import require_effect
 from foreroute.replay.missing import MissingRows
 from foreroute.replay.notes import Counts, LayerNotes, PassNotes, Watch, id_dtype, required
+from foreroute.replay.one_thread import OneThread
+from foreroute.replay.opening import opened_once
 from foreroute.replay.pass_stack import PassStack
 from foreroute.replay.rows import ReplayRows
 from foreroute.replay.selection import Forced, forced_selection
@@ -14,13 +17,20 @@ __all__ = [
     "Forced",
     "LayerNotes",
     "MissingRows",
+    "OneThread",
     "PassNotes",
     "PassStack",
     "ReplayRows",
     "Watch",
+    "as_version",
     "count_experts",
     "forced_selection",
     "id_dtype",
+    "opened_once",
+    "require_choice",
     "require_effect",
+    "require_kind",
+    "require_switch",
+    "require_version",
     "required",
 ]

@@ -20,6 +20,7 @@ class AlarmRow:
         run: its label.
         steps: as text.
         what: happened.
+        advice: what to do.
         figures: value and limit where it was farthest from it, as text.
     """
 
@@ -27,6 +28,7 @@ class AlarmRow:
     run: str
     steps: str
     what: str
+    advice: str = ""
     figures: str = ""
 
 
@@ -45,6 +47,7 @@ def alarm_rows(runs: Sequence[Run]) -> list[AlarmRow]:
                         run=run.label,
                         steps=f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0]),
                         what=_sentence(WORDS[kind]),
+                        advice=worst.advice,
                         figures=f"{worst.value:.3g}, limit {worst.threshold:.3g}",
                     )
                 )

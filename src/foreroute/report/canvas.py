@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from foreroute.report.records import SIDES, Run, Side
+from foreroute.trace import RoutedLayer
 
 # Okabe and Ito's colours stay apart under the common colour deficiencies; their yellow is too pale on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
@@ -171,6 +172,22 @@ def percent_axis(axes: Any) -> None:
 def whole_ticks(most: int) -> MaxNLocator:
     """Ticks at whole numbers, also where there is one point; matplotlib alone would put fractions beside it."""
     return MaxNLocator(integer=True, nbins=most, min_n_ticks=1)
+
+
+def layer_label(layers: Sequence[RoutedLayer]) -> str:
+    """What an axis of routed layers is called: by the model's own numbers where its layers are known."""
+    kinds = {str(layer.kind) for layer in layers}
+    return f"{kinds.pop()} layer" if len(kinds) == 1 else "layer" if kinds else "routed layer, counted from 0"
+
+
+def number_layers(axis: Any, layers: Sequence[RoutedLayer]) -> None:
+    """Ticks of an axis on which the n-th routed layer is at n."""
+    axis.set_major_locator(whole_ticks(8))
+    if layers:
+        names = [str(layer.index) for layer in layers]
+        if len({layer.kind for layer in layers}) > 1:
+            names = [str(layer) for layer in layers]
+        axis.set_major_formatter(lambda value, _: names[round(value)] if 0 <= round(value) < len(names) else "")
 
 
 def ticks_above_one(most: float) -> list[float]:

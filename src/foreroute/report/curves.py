@@ -122,9 +122,9 @@ def f2(runs: Sequence[Run]) -> Plot:
 def disagreement(runs: Sequence[Run]) -> Plot:
     caption = Caption(
         title="Routing disagreement",
-        sentence="Share of (token, layer) cells in which trainer and rollout engine use different sets of experts.",
+        sentence="Share of routing decisions in which trainer and rollout engine use different sets of experts.",
         x_label=STEP,
-        y_label="share of (token, layer) cells",
+        y_label="share of routing decisions",
         absent="No mismatch was recorded.",
     )
     return lines(caption, runs, _per_side(runs, lambda mismatch: mismatch.differing_share), percent_axis)

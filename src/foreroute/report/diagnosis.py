@@ -21,7 +21,7 @@ class MeasureRow:
     name: str
     k3: str
     f2: str
-    cells: str
+    decisions: str
     tokens: str
 
 

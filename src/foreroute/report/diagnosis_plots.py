@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from foreroute.conformance.diagnosis import Measures
-from foreroute.report.canvas import COLOURS, Caption, Plot, picture, whole_ticks
+from foreroute.report.canvas import COLOURS, Caption, Plot, layer_label, number_layers, picture, whole_ticks
 
 
 def diagnosis_plots(measures: Measures) -> list[Plot]:
@@ -23,7 +23,7 @@ def _by_layer(measures: Measures) -> Plot:
         title="Where in depth",
         sentence="Share of tokens whose expert set differs in a layer (bars), and of those whose first differing layer "
         "it is (line). Without replay.",
-        x_label="routed layer, first to last",
+        x_label=layer_label(measures.layers),
         y_label="share of tokens",
         absent="Routes of the trainer and of the engine are needed for this; one of them was not given.",
     )
@@ -38,9 +38,10 @@ def _by_layer(measures: Measures) -> Plot:
         axes.plot(layers, first_L, color=COLOURS[1], marker="o", markersize=3.5, label="differs first")
         axes.set_ylim(0, max(1.25 * float(shares_L.max()), 1e-3))
         axes.legend(frameon=False, fontsize=10, loc="upper left", ncols=2)
-        axes.xaxis.set_major_locator(whole_ticks(8))
+        number_layers(axes.xaxis, measures.layers)
 
-    text = f"{caption.title}. From {shares_L.min():.1%} to {shares_L.max():.1%} of the tokens differ in a layer."
+    by_layer = zip(measures.layers, shares_L, strict=True)
+    text = f"{caption.title}. Tokens that differ: {', '.join(f'{layer} {share:.1%}' for layer, share in by_layer)}."
     return _picture(caption, draw, text)
 
 

@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.report.canvas import TALL_INCHES, Caption, Plot, Series, percent_axis, plot, whole_ticks
+from foreroute.report.canvas import (
+    TALL_INCHES,
+    Caption,
+    Plot,
+    Series,
+    layer_label,
+    percent_axis,
+    plot,
+    whole_ticks,
+)
 from foreroute.report.records import SIDES, Margins, Mismatch, Run
 
 
@@ -16,7 +25,7 @@ def by_layer(runs: Sequence[Run]) -> Plot:
     caption = Caption(
         title="Routing disagreement by layer",
         sentence="Share of tokens whose expert set differs in a layer, averaged over the measured steps.",
-        x_label="routed layer, first to last",
+        x_label=layer_label(()),
         y_label="share of tokens",
         absent="No routing disagreement by layer was recorded (differing_share_by_layer).",
     )
@@ -61,7 +70,7 @@ def margins(runs: Sequence[Run]) -> Plot:
         sentence="Gap between the last selected and the first rejected expert's score; the further left, "
         "the smaller the numerical difference that changes the selection.",
         x_label="score gap (logarithmic)",
-        y_label="share of (token, layer) cells",
+        y_label="share of routing decisions",
         absent="No top-k margins were recorded (margins).",
     )
     series = []

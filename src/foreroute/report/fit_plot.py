@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from foreroute.report.canvas import COLOURS, Caption, Plot, panel
-from foreroute.report.plan_rows import step_seconds
+from foreroute.report.plan_rows import step_time
 
 if TYPE_CHECKING:
     from foreroute.simulate.fit import FitRecord
@@ -29,5 +29,5 @@ def predictions(found: FitRecord) -> Plot:
         axes.set_ylim(0, most)
 
     points = zip(found.names, found.measured_s, found.predicted_s, strict=True)
-    said = "; ".join(f"{name}: {step_seconds(a)} s measured, {step_seconds(b)} s predicted" for name, a, b in points)
+    said = "; ".join(f"{name}: {step_time(a)} measured, {step_time(b)} predicted" for name, a, b in points)
     return panel(caption, draw, f"{caption.title}. {said}.")

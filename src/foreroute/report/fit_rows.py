@@ -33,9 +33,10 @@ def fit_rows(found: FitRecord, before: Mapping[str, float]) -> list[FitRow]:
 
 def fit_summary(found: FitRecord) -> str:
     """How near the predictions are, in a sentence."""
+    correlation = "not defined" if found.rank_correlation is None else f"{found.rank_correlation:.2f}"
     return (
         f"{len(found.names)} measured stages are predicted with a median error of {percentage(found.median_error)} and "
-        f"a worst of {percentage(found.worst_error)}; the rank correlation is {found.rank_correlation:.2f}. The rates "
+        f"a worst of {percentage(found.worst_error)}; the rank correlation is {correlation}. The rates "
         "were fitted to these very measurements."
     )
 

@@ -100,10 +100,10 @@ _EFFECTIVE = Caption(
 )
 _LIVE = Caption(
     title="Live routes",
-    sentence="Share of (token, layer) cells in which the policy's own experts, in the last mini-step of an update, are "
+    sentence="Share of routing decisions in which the policy's own experts, in the last mini-step of an update, are "
     "still the replayed ones.",
     x_label=STEP,
-    y_label="share of (token, layer) cells",
+    y_label="share of routing decisions",
     absent=NEVER,
 )
 _CLIPPED = Caption(

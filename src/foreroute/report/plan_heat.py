@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import matplotlib
@@ -10,22 +11,24 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from foreroute.report.canvas import Caption, Plot, picture, ticks_above_one, whole_ticks
+from foreroute.report.canvas import Caption, Plot, layer_label, number_layers, picture, ticks_above_one, whole_ticks
 from foreroute.report.plan_rows import over_mean
 
 if TYPE_CHECKING:
     from foreroute.balance.survey import Survey
+    from foreroute.trace import RoutedLayer
 
 HEAT_INCHES = (5.0, 4.2)
 TITLES = ("without balancing", "under the plan")
 
 
-def ranks(survey: Survey) -> Plot:
+def ranks(survey: Survey, layers: Sequence[RoutedLayer]) -> Plot:
     """Load of every rank in every micro-step, in the layer that is the most uneven."""
     layer = survey.most_uneven_layer
+    named = str(layers[layer]) if layers else f"routed layer {layer}, counted from 0"
     caption = Caption(
         title="Load of every rank",
-        sentence=f"Assignments of each rank over the mean of its cell in routed layer {layer}, the most uneven one. "
+        sentence=f"Assignments of each rank over the mean of its cell in {named}, the most uneven layer. "
         "Each column is a cell, which lasts as long as its slowest rank.",
         x_label="micro-step",
         y_label="rank",
@@ -35,20 +38,26 @@ def ranks(survey: Survey) -> Plot:
     return _panels(caption, sides, least=0.0)
 
 
-def cells(survey: Survey) -> Plot:
+def cells(survey: Survey, layers: Sequence[RoutedLayer]) -> Plot:
     """The slowest rank of every cell."""
     caption = Caption(
         title="The slowest rank of every cell",
         sentence="Its load over the mean of the cell, in all layers and micro-steps.",
         x_label="micro-step",
-        y_label="routed layer",
+        y_label=layer_label(layers),
         absent="",
     )
     sides = (survey.before.imbalance_ML.T, survey.after.imbalance_ML.T)
-    return _panels(caption, sides, least=None)
+    return _panels(caption, sides, least=None, layers=layers)
 
 
-def _panels(caption: Caption, sides: tuple[NDArray[np.float64], ...], *, least: float | None) -> Plot:
+def _panels(
+    caption: Caption,
+    sides: tuple[NDArray[np.float64], ...],
+    *,
+    least: float | None,
+    layers: Sequence[RoutedLayer] = (),
+) -> Plot:
     """Colours leave white at 1, perfect balance; blue is below it, red above."""
     most = max(*(float(side.max()) for side in sides), 1.05)
     norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=most)
@@ -63,6 +72,8 @@ def _panels(caption: Caption, sides: tuple[NDArray[np.float64], ...], *, least: 
             axes.grid(visible=False)
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_major_locator(whole_ticks(5))
+            if layers:
+                number_layers(axes.yaxis, layers)
         panels[0].set_ylabel(caption.y_label)
         bar = figure.colorbar(image, ax=panels, location="bottom", fraction=0.05, pad=0.02, aspect=40)
         bar.set_label("over mean")

@@ -9,20 +9,32 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from foreroute.report.canvas import COLOURS, INCHES, Caption, Key, Plot, panel, top_down, whole_ticks
-from foreroute.report.plan_rows import over_mean, step_seconds
+from foreroute.report.canvas import (
+    COLOURS,
+    INCHES,
+    Caption,
+    Key,
+    Plot,
+    layer_label,
+    number_layers,
+    panel,
+    top_down,
+    whole_ticks,
+)
+from foreroute.report.plan_rows import over_mean, step_seconds, step_time
 
 if TYPE_CHECKING:
     from foreroute.balance.compare import Record
     from foreroute.balance.step_plan import StepPlan
     from foreroute.balance.survey import Survey
+    from foreroute.trace import RoutedLayer
 
 BEFORE, AFTER, STEP = COLOURS[1], COLOURS[0], COLOURS[6]
-LAYER, MICRO_STEP = "routed layer, first to last", "micro-step"
+MICRO_STEP = "micro-step"
 BAR_INCHES = 0.27
 
 
-def stability(survey: Survey) -> Plot:
+def stability(survey: Survey, layers: Sequence[RoutedLayer]) -> Plot:
     """How far micro-steps are from their step, and the step from the one before."""
     fluctuation_ML, drift_L = survey.fluctuation_ML, survey.drift_L
     caption = Caption(
@@ -30,7 +42,7 @@ def stability(survey: Survey) -> Plot:
         sentence="Share of assignments that go to other experts: of each micro-step against the whole step (line: "
         "mean, band: least and most)"
         + (", and of the step against the step before." if drift_L is not None else ". The step before was not given."),
-        x_label=LAYER,
+        x_label=layer_label(layers),
         y_label="share of assignments",
         absent="The step has no assignments.",
     )
@@ -42,26 +54,26 @@ def stability(survey: Survey) -> Plot:
     keys += [] if drift_L is None else [Key("step against the step before", STEP)]
 
     def draw(axes: Any) -> None:
-        layers = np.arange(shares_ML.shape[1])
-        axes.fill_between(layers, shares_ML.min(axis=0), shares_ML.max(axis=0), color=AFTER, alpha=0.15, linewidth=0)
-        axes.plot(layers, shares_ML.mean(axis=0), color=AFTER, **_marks(layers))
+        places = np.arange(shares_ML.shape[1])
+        axes.fill_between(places, shares_ML.min(axis=0), shares_ML.max(axis=0), color=AFTER, alpha=0.15, linewidth=0)
+        axes.plot(places, shares_ML.mean(axis=0), color=AFTER, **_marks(places))
         if drift_L is not None:
-            axes.plot(layers, drift_L, color=STEP, **_marks(layers))
+            axes.plot(places, drift_L, color=STEP, **_marks(places))
         axes.set_ylim(bottom=0)
-        _whole(axes)
+        number_layers(axes.xaxis, layers)
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %"))
 
     alt = f"{caption.title}. Micro-steps differ from their step by {shares_ML.min():.1%} to {shares_ML.max():.1%}."
     return panel(caption, draw, alt, keys)
 
 
-def by_layer(survey: Survey) -> Plot:
+def by_layer(survey: Survey, layers: Sequence[RoutedLayer]) -> Plot:
     """What a balancer sees that plans once for the step, and what the micro-steps are like."""
     caption = Caption(
         title="The step hides its micro-steps",
         sentence="Load of the slowest rank over the mean: if the whole step ran at once, which is all that a plan made "
         "once per step can level, and on average over its micro-steps.",
-        x_label=LAYER,
+        x_label=layer_label(layers),
         y_label="slowest rank over mean",
         absent="",
     )
@@ -75,7 +87,7 @@ def by_layer(survey: Survey) -> Plot:
         for _, colour, values_L in lines:
             axes.plot(np.arange(len(values_L)), values_L, color=colour, **_marks(values_L))
         axes.set_ylim(bottom=0.95)
-        _whole(axes)
+        number_layers(axes.xaxis, layers)
 
     spans = "; ".join(f"{name} {over_mean(v.min())} to {over_mean(v.max())}" for name, _, v in lines)
     return panel(caption, draw, f"{caption.title}. {spans}.", [Key(name, colour) for name, colour, _ in lines])
@@ -187,7 +199,7 @@ def parts(survey: Survey) -> Plot:
         axes.set_yticks(np.arange(len(bars)), [name for name, _ in bars])
         top_down(axes)
 
-    alt = f"{caption.title}. " + ", ".join(f"{name} {step_seconds(float(v.sum()))} s" for name, v in bars) + "."
+    alt = f"{caption.title}. " + ", ".join(f"{name} {step_time(float(v.sum()))}" for name, v in bars) + "."
     return panel(caption, draw, alt, [Key(name, COLOURS[p]) for p, name in enumerate(PARTS)])
 
 
@@ -215,7 +227,7 @@ def by_method(records: Sequence[Record], survey: Survey) -> Plot:
         axes.set_xlim(0, 1.12 * max(record.seconds for record in records))
         top_down(axes)
 
-    alt = f"{caption.title}. " + ", ".join(f"{r.label} {step_seconds(r.seconds)} s" for r in records) + "."
+    alt = f"{caption.title}. " + ", ".join(f"{r.label} {step_time(r.seconds)}" for r in records) + "."
     return panel(caption, draw, alt, [], (INCHES[0], 1.0 + BAR_INCHES * len(records)))
 
 

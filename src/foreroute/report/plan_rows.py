@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.report.wording import duration, percentage
+from foreroute.report.wording import GAP, duration, percentage
 
 if TYPE_CHECKING:  # they load compiled code
     from foreroute.balance.compare import Record
     from foreroute.balance.step_plan import StepPlan
     from foreroute.balance.survey import Survey
+
+UNBALANCED = ("static", "by_length")
+"""Names of the records that serve every expert at its home."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def method_rows(records: Sequence[Record], survey: Survey) -> list[MethodRow]:
             moves=f"{record.fetches_per_cell:.1f}",
             homes=f"{record.home_moves:,}",
             crossing=f"{record.cross_node_share:.0%}",
-            planning=duration(record.planning_s) if record.name not in ("static", "by_length") else "",
+            planning=duration(record.planning_s) if record.name not in UNBALANCED else "",
             ours=record is records[-1],
         )
         for record in records
@@ -85,13 +88,27 @@ def plan_summary(plan: StepPlan, survey: Survey) -> list[str]:
         f"The slowest rank has {slowest[0]} times the mean load without balancing and {slowest[1]} times under the "
         f"plan, on average over {cells:,} cells.",
         f"A cell has {len(plan.expert_R) / cells:.1f} replicas, of which {survey.fetched_ML.mean():.1f} are fetched "
-        f"for it; {len(plan.home_moves):,} experts change their home. On another node than their token's, "
-        f"{percentage(before.crossing)} of assignments are served without balancing and {percentage(after.crossing)} "
-        "under the plan.",
-        f"Modelled, not measured: {step_seconds(before.seconds)} s without balancing, {step_seconds(after.seconds)} s "
+        f"for it; {len(plan.home_moves):,} experts change their home.{_crossing(before.crossing, after.crossing)}",
+        f"Modelled, not measured: {step_time(before.seconds)} without balancing, {step_time(after.seconds)} "
         f"under the plan ({before.seconds / after.seconds:.2f} times as fast), at least "
-        f"{step_seconds(survey.least_seconds)} s under any.",
+        f"{step_time(survey.least_seconds)} under any.",
     ]
+
+
+def strongest_rival(records: Sequence[Record]) -> Record | None:
+    """Of all methods but static and the plan at hand, which is the last record, the one with the fastest step."""
+    others = [record for record in records[:-1] if record.name not in UNBALANCED]
+    return min(others, key=lambda record: record.seconds, default=None)
+
+
+def _crossing(before: float, after: float) -> str:
+    """Nothing where all ranks are on one node."""
+    if not (before or after):
+        return ""
+    return (
+        f" Assignments that are served on another node than their token's are {percentage(before)} without balancing "
+        f"and {percentage(after)} under the plan."
+    )
 
 
 def _mean(share_X: NDArray[np.float64]) -> str:
@@ -103,6 +120,11 @@ def step_seconds(value: float) -> str:
     """Seconds of a step with three digits, or as many as whole seconds take."""
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:,.{decimals}f}" if value >= 0.1 else f"{value:#.3g}"
+
+
+def step_time(value: float) -> str:
+    """The same with its unit; short ones in milliseconds."""
+    return f"{step_seconds(value)}{GAP}s" if value >= 0.1 else duration(value)
 
 
 def over_mean(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from foreroute.errors import InputError, RunFolderError
+from foreroute.files import read_file
 from foreroute.report.records import RolledBack, Run, Step
 
 
@@ -73,12 +75,16 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is not a folder; name the folder that a training run wrote")
     path = folder / "config.json"
-    content = _read_bytes(path)
+    content = read_file(path, RunFolderError)
     try:
         config, shown = _CONFIG.validate_json(content, strict=True), _ANYTHING.validate_json(content)
     except ValidationError as error:
         raise RunFolderError(f"{path} is damaged: {_reason(error)}. Restore it from a copy") from error
     steps, notes = _read_metrics(folder / "metrics.jsonl")
+    notes += [
+        f"Steps ran again and came out otherwise, as on another machine; what was recorded before is in {aside.name}."
+        for aside in sorted(folder.glob("superseded-*"))
+    ]
     return Run(
         folder=folder,
         label=config.name,
@@ -94,16 +100,18 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_rollbacks(path: Path) -> tuple[RolledBack, ...]:
-    if not path.exists():
+    if not os.path.lexists(path):
         return ()
     try:
-        return _ROLLBACKS.validate_json(_read_bytes(path), strict=True).rollbacks
+        return _ROLLBACKS.validate_json(read_file(path, RunFolderError), strict=True).rollbacks
     except ValidationError as error:
         raise RunFolderError(f"{path} is damaged: {_reason(error)}. Restore it from a copy") from error
 
 
 def _read_metrics(path: Path) -> tuple[list[Step], list[str]]:
-    lines = [(number, line) for number, line in enumerate(_read_bytes(path).split(b"\n"), 1) if line.strip()]
+    lines = [
+        (number, line) for number, line in enumerate(read_file(path, RunFolderError).split(b"\n"), 1) if line.strip()
+    ]
     steps: list[Step] = []
     notes: list[str] = []
     shapes: dict[str, object] = {}
@@ -111,6 +119,8 @@ def _read_metrics(path: Path) -> tuple[list[Step], list[str]]:
         try:
             step = _STEP.validate_json(line, strict=True)
             _check_like(shapes, step)
+            if step.step != len(steps):
+                raise ValueError(f"its step is {step.step}, expected {len(steps)}")
         except ValueError as error:
             if number == lines[-1][0] and _is_torn(error):
                 notes.append(
@@ -118,31 +128,13 @@ def _read_metrics(path: Path) -> tuple[list[Step], list[str]]:
                 )
                 break
             raise RunFolderError(
-                f"{path}, line {number} is damaged: {_reason(error)}. "
-                f"Restore the file from a copy, or delete line {number} to report on the other steps"
+                f"{path}, line {number} is damaged: {_reason(error)}. Restore the file from a copy, or remove line "
+                f"{number} and those after it to report on the steps before"
             ) from error
-        if steps and step.step <= steps[-1].step:
-            notes.append(
-                f"The run was resumed at step {step.step}; the steps after that are those of the later attempt."
-            )
-            steps = [earlier for earlier in steps if earlier.step < step.step]
         steps.append(step)
     if not steps:
         raise RunFolderError(f"{path} holds no complete step; let the run finish at least one step")
     return steps, notes
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise RunFolderError(
-            f"{path} does not exist; a run folder holds config.json and metrics.jsonl. Name one that training wrote"
-        ) from error
-    except OSError as error:
-        raise RunFolderError(
-            f"{path} cannot be read ({error.strerror}); check what it is and who may read it"
-        ) from error
 
 
 def _check_like(shapes: dict[str, object], step: Step) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foreroute.report.canvas import INCHES, Caption, Key, Plot, panel, top_down
-from foreroute.report.plan_rows import step_seconds
+from foreroute.report.plan_rows import step_seconds, step_time
 from foreroute.report.simulation_rows import compared
 
 if TYPE_CHECKING:
@@ -27,17 +27,17 @@ def by_stage(record: SimulationRecord) -> Plot:
     from foreroute.simulate.records import STAGES
 
     static = record["static"].stages
-    ideal_s = record.ideal_s + static.reduction + static.optimizer
+    forced_balance_s = record.forced_balance_s + static.reduction + static.optimizer
     caption = Caption(
         title="The step by method",
         sentence="From the end of the rollout to new weights, stage after stage. Planning is only what the recompute "
-        f"waits for. The line is the same step under forced balance, {step_seconds(ideal_s)} s.",
+        f"waits for. The line is the same step under forced balance, {step_time(forced_balance_s)}.",
         x_label="seconds, modelled",
         y_label="",
         absent="",
     )
     bars = [(method.label, tuple(method.stages)) for method in record.methods]
-    return _stacked(caption, bars, STAGES, STAGE_COLOURS, height=_height(len(bars)), line=ideal_s)
+    return _stacked(caption, bars, STAGES, STAGE_COLOURS, height=_height(len(bars)), line=forced_balance_s)
 
 
 def by_part(record: SimulationRecord) -> Plot:
@@ -113,7 +113,7 @@ def _stacked(
         axes.set_ylim(-0.6, places_B[-1] + 0.6)
         top_down(axes)
 
-    said = ", ".join(f"{label} {step_seconds(total)} s" for (label, _), total in zip(bars, totals_B, strict=True))
+    said = ", ".join(f"{label} {step_time(total)}" for (label, _), total in zip(bars, totals_B, strict=True))
     keys = [Key(names[x], colours[x]) for x in shown]
     inches = (INCHES[0], max(height, _height(len(bars) + len(headings))))
     return panel(caption, draw, f"{caption.title}. {said}.", keys, inches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from foreroute.report.plan_rows import over_mean, step_seconds
+from foreroute.report.plan_rows import over_mean, step_seconds, step_time
 from foreroute.report.wording import duration, percentage
 
 if TYPE_CHECKING:  # they load compiled code
@@ -23,7 +23,7 @@ class SimulationRow:
         label: its name.
         training: recompute and update, seconds.
         gain: static over this one.
-        of_ideal, of_bound: shares of the two limits.
+        of_forced_balance, of_bound: shares of the two limits.
         imbalance: load of the slowest rank over the mean.
         recompute, update, plan_wait, home_moves: of the step, seconds.
         exposed, waiting: shares of recompute and update that wait for transfers and for the slowest group.
@@ -36,7 +36,7 @@ class SimulationRow:
     label: str
     training: str
     gain: str
-    of_ideal: str
+    of_forced_balance: str
     of_bound: str
     imbalance: str = ""
     recompute: str = ""
@@ -54,16 +54,16 @@ class SimulationRow:
 
 def simulation_rows(record: SimulationRecord) -> list[SimulationRow]:
     """One row per method in the order of the record, then the two limits."""
-    static_s, ideal_s, bound_s = record["static"].training_s, record.ideal_s, record.bound_s
+    static_s, forced_balance_s, bound_s = record["static"].training_s, record.forced_balance_s, record.bound_s
     limits = [
         SimulationRow(
             label=label,
             training=step_seconds(seconds),
             gain=f"{static_s / seconds:.2f}",
-            of_ideal=percentage(ideal_s / seconds),
+            of_forced_balance=percentage(forced_balance_s / seconds),
             of_bound=percentage(bound_s / seconds),
         )
-        for label, seconds in (("forced balance: the ideal", ideal_s), ("no plan beats", bound_s))
+        for label, seconds in (("forced balance", forced_balance_s), ("no plan beats", bound_s))
     ]
     return [*(_row(method) for method in record.methods), *limits]
 
@@ -83,6 +83,13 @@ def compared(record: SimulationRecord) -> list[MethodRecord]:
     return [method for n, method in enumerate(chosen) if method not in chosen[:n]]
 
 
+def strongest_rival(record: SimulationRecord) -> MethodRecord | None:
+    """The fastest of the methods that are neither static nor plans of ours; None where that is the headline itself."""
+    others = [method for method in record.methods if method.name != "static" and not is_ours(method.name)]
+    fastest = _fastest(others) if others else None
+    return None if fastest is headline(record) else fastest
+
+
 def is_ours(name: str) -> bool:
     """Whether the method of this short name is a plan of ours."""
     from foreroute.simulate.methods import OURS
@@ -94,17 +101,17 @@ def simulation_summary(record: SimulationRecord) -> list[str]:
     """What the methods are worth on this step, in sentences."""
     static, main = record["static"], headline(record)
     limits = (
-        f"Forced balance, the ideal, would take {step_seconds(record.ideal_s)} s; no plan takes less than "
-        f"{step_seconds(record.bound_s)} s."
+        f"Forced balance would take {step_time(record.forced_balance_s)}; no plan takes less than "
+        f"{step_time(record.bound_s)}."
     )
     if main.name == "static":
         return [
-            f"Recompute and update take {step_seconds(static.training_s)} s without balancing, and no other method "
+            f"Recompute and update take {step_time(static.training_s)} without balancing, and no other method "
             f"was simulated. {limits}"
         ]
     return [
-        f"Recompute and update take {step_seconds(static.training_s)} s without balancing and "
-        f"{step_seconds(main.training_s)} s with {main.label}, {_times(static, main)}. {limits}",
+        f"Recompute and update take {step_time(static.training_s)} without balancing and "
+        f"{step_time(main.training_s)} with {main.label}, {_times(static, main)}. {limits}",
         f"The slowest rank of a cell has {over_mean(static.imbalance)} times the mean load without balancing and "
         f"{over_mean(main.imbalance)} times with {main.label}.",
         *_rivals(record, main),
@@ -119,17 +126,17 @@ def _rivals(record: SimulationRecord, main: MethodRecord) -> list[str]:
     for method in compared(record)[1:]:
         ratio = method.training_s / main.training_s
         words = (
-            f"takes {step_seconds(method.training_s)} s, {1 / ratio:.2f} times as fast as {main.label}"
+            f"takes {step_time(method.training_s)}, {1 / ratio:.2f} times as fast as {main.label}"
             if ratio < 1 / AS_FAST
-            else f"is as fast as {main.label}, with {step_seconds(method.training_s)} s"
+            else f"is as fast as {main.label}, with {step_time(method.training_s)}"
             if ratio <= AS_FAST
-            else f"takes {step_seconds(method.training_s)} s, {ratio:.2f} times as long as {main.label}"
+            else f"takes {step_time(method.training_s)}, {ratio:.2f} times as long as {main.label}"
         )
         which = "The fastest plan of ours" if is_ours(method.name) else "The fastest of the other methods"
         sentences.append(
             f"{which} ({method.label}) {words}; it moves {method.fetches_per_cell:.1f} experts for a cell, "
             f"{main.label} {main.fetches_per_cell:.1f}. The whole step, with what planning and home moves delay it by, "
-            f"takes {step_seconds(method.step_s)} s, with {main.label} {step_seconds(main.step_s)} s."
+            f"takes {step_time(method.step_s)}, with {main.label} {step_time(main.step_s)}."
         )
     return sentences
 
@@ -148,7 +155,7 @@ def _row(method: MethodRecord) -> SimulationRow:
         label=method.label,
         training=step_seconds(method.training_s),
         gain=f"{method.speedup_over_static:.2f}",
-        of_ideal=percentage(method.share_of_ideal),
+        of_forced_balance=percentage(method.share_of_forced_balance),
         of_bound=percentage(method.share_of_bound),
         imbalance=over_mean(method.imbalance),
         recompute=step_seconds(method.stages.recompute),

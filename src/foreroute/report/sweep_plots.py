@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from foreroute.simulate import SimulateConfig, SimulationRecord, SweepRecord
 
 COLOURS = ("#0072B2", "#009E73", "#E69F00")
-IDEAL = "#55606c"
+FORCED = "#55606c"
 SMALL_INCHES = (4.2, 2.7)
 WORDS = {
     "skew": ("Skew of the experts", "skew, 1 as the workload has it"),
@@ -47,13 +47,13 @@ def sensitivities(record: SimulationRecord, config: SimulateConfig, sweeps: Sequ
     gains = [
         gain
         for one in (record, *(point.simulation for point in sweeps if point.key != "planning_s"))
-        for gain in (*(method.speedup_over_static for method in _drawn(record, one)), _ideal_gain(one))
+        for gain in (*(method.speedup_over_static for method in _drawn(record, one)), _forced_gain(one))
     ]
     return [_card(key, record, config, points, (min(gains), max(gains))) for key, points in by_key.items()]
 
 
 def against_imbalance(record: SimulationRecord, sweeps: Sequence[SweepRecord]) -> list[Plot]:
-    """Gains over static, and shares of the ideal, against the imbalance that static has."""
+    """Gains over static, and speeds relative to forced balance, against the imbalance that static has."""
     points = [("D", record), *((MARKERS[one.key][0], one.simulation) for one in sweeps if one.key in MARKERS)]
     used = [words for key, (_, words) in MARKERS.items() if any(one.key == key for one in sweeps)]
     note = f"Diamonds: as configured; {'; '.join(used)}."
@@ -68,11 +68,11 @@ def against_imbalance(record: SimulationRecord, sweeps: Sequence[SweepRecord]) -
     if len(points) < 2:
         return [Plot(caption=gains)]
     shares = Caption(
-        title="Share of the ideal against static imbalance",
+        title="Speed relative to forced balance, against static imbalance",
         sentence="Time under forced balance over that of this method, for the same steps. Above 100 % a method keeps "
         "more tokens in their node than uniform traffic would.",
         x_label="static: load of the slowest rank over the mean",
-        y_label="share of the ideal",
+        y_label="speed over that of forced balance",
         absent="",
     )
     return [_scatter(gains, record, points, note, shares=False), _scatter(shares, record, points, note, shares=True)]
@@ -92,9 +92,9 @@ def _scatter(
         for marker, one in points:
             x, size = one["static"].imbalance, 7.0 if marker == "D" else 5.5
             if not shares:
-                axes.plot(x, _ideal_gain(one), marker=marker, color=IDEAL, fillstyle="none", markersize=size + 3)
+                axes.plot(x, _forced_gain(one), marker=marker, color=FORCED, fillstyle="none", markersize=size + 3)
             for method in _drawn(record, one):
-                y = method.share_of_ideal if shares else method.speedup_over_static
+                y = method.share_of_forced_balance if shares else method.speedup_over_static
                 axes.plot(x, y, marker=marker, color=COLOURS[names.index(method.name)], markersize=size, alpha=0.8)
         axes.axhline(1.0, color="#8a94a0", linewidth=0.8)
         if shares:
@@ -103,7 +103,7 @@ def _scatter(
     main = headline(record).name
     said = "; ".join(
         f"{over_mean(one['static'].imbalance)}: "
-        f"{one[main].share_of_ideal if shares else one[main].speedup_over_static:.3g}"
+        f"{one[main].share_of_forced_balance if shares else one[main].speedup_over_static:.3g}"
         for _, one in points
     )
     drawn = [key for key in keys(record) if not (shares and key.dashed)]
@@ -133,7 +133,7 @@ def _card(
     def draw(axes: Any) -> None:
         x = [value for value, _ in places]
         if not waits:
-            axes.plot(x, [_ideal_gain(one) for _, one in places], color=IDEAL, linestyle=(0, (4, 2)), linewidth=1.3)
+            axes.plot(x, [_forced_gain(one) for _, one in places], color=FORCED, linestyle=(0, (4, 2)), linewidth=1.3)
         for n, method in reversed(list(enumerate(methods))):
             same = [one[method.name] for _, one in places]
             y = [one.stages.planning if waits else one.speedup_over_static for one in same]
@@ -166,7 +166,7 @@ def _short(value: float) -> str:
 def keys(record: SimulationRecord) -> list[Key]:
     """What the lines and points of all cards are."""
     named = [Key(method.label, colour) for method, colour in zip(compared(record), COLOURS, strict=False)]
-    return [*named, Key("forced balance: the ideal", IDEAL, dashed=True)]
+    return [*named, Key("forced balance", FORCED, dashed=True)]
 
 
 def _drawn(record: SimulationRecord, one: SimulationRecord) -> list[Any]:
@@ -174,8 +174,8 @@ def _drawn(record: SimulationRecord, one: SimulationRecord) -> list[Any]:
     return [method for method in one.methods if method.name in names]
 
 
-def _ideal_gain(record: SimulationRecord) -> float:
-    return record["static"].training_s / record.ideal_s
+def _forced_gain(record: SimulationRecord) -> float:
+    return record["static"].training_s / record.forced_balance_s
 
 
 def _said(key: str, configured: float, config: SimulateConfig) -> str:

@@ -24,7 +24,7 @@ class Sides:
 class SummaryRow:
     """The numbers of one run. Shares are between 0 and 1, k3 is in nats per response token, times are in seconds.
 
-    `k3`, `f2`, `differing_share` (of token and layer cells) and `differing_tokens_share` are means over the
+    `k3`, `f2`, `differing_share` (of routing decisions) and `differing_tokens_share` are means over the
     `paired_steps` steps at which both sides were measured. With `paired_steps` 0 each side is the mean over its own
     steps, and the two must not be compared.
     """

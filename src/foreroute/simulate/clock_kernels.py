@@ -6,7 +6,8 @@ from collections import namedtuple
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from foreroute.kernels import kernel
 
 ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED, HEAD, PLAN, BUBBLE = range(8)
 
@@ -14,14 +15,14 @@ ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED, HEAD, PLAN, BUBBLE = range(8)
 Lane = namedtuple("Lane", "clock marks queued_G4 owed_G4 host_G parts_X times_NX fetched_NG2 bursts_N")
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def wait(lane: Any, part: int, until: float) -> None:
     seconds = until - lane.clock[0]
     if seconds > 0:
         elapse(lane, part, seconds, seconds)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def elapse(lane: Any, part: int, seconds: float, capacity: float) -> None:
     """Let time pass in which the links have so many seconds for fetches and then for gradients."""
     lane.clock[0] += seconds
@@ -35,13 +36,13 @@ def elapse(lane: Any, part: int, seconds: float, capacity: float) -> None:
             lane.owed_G4[g, k] = max(0.0, lane.owed_G4[g, k] - (capacity - used))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def attend(lane: Any, attention_s: float, layer_s: float, rate: float) -> None:
     elapse(lane, ATTENTION, attention_s, rate * attention_s)
     elapse(lane, FIXED, layer_s, rate * layer_s)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def until(seconds: float, phase_s: float, rate: float) -> float:
     """When so much work of a link is done that has a part of the phase, and all of the time after it."""
     if seconds <= rate * phase_s:
@@ -49,7 +50,7 @@ def until(seconds: float, phase_s: float, rate: float) -> float:
     return phase_s + seconds - rate * phase_s
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def phase_seconds(work_G: Any, rules: Any) -> float:
     """When the last rank ends that begins with the others.
 

@@ -10,8 +10,8 @@ from collections import namedtuple
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from foreroute.kernels import kernel
 from foreroute.simulate.clock_kernels import (
     ALL_TO_ALL,
     BUBBLE,
@@ -31,7 +31,7 @@ from foreroute.simulate.clock_kernels import (
 Duty = namedtuple("Duty", "visits_VK first end is_last")
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def run(visits_PVK: Any, bounds: Any, groups_KF: Any, ready_M: Any, work: Any, rules: Any) -> Any:
     """All visits of all pipeline stages, each as soon as its causes are known."""
     num_stages, num_visits = visits_PVK.shape[:2]
@@ -64,7 +64,7 @@ def run(visits_PVK: Any, bounds: Any, groups_KF: Any, ready_M: Any, work: Any, r
     return state.parts_X, state.clock[:, 0].copy(), state.times_NX, state.fetched_NG2, state.bursts_N
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _at_rest(num_stages: int, num_places: int, ranks: int) -> Any:
     """A lane whose arrays have one more axis in front, for the pipeline stages."""
     marks_P3 = np.full((num_stages, 3), -1, np.int64)
@@ -82,7 +82,7 @@ def _at_rest(num_stages: int, num_places: int, ranks: int) -> Any:
     )
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _lane(state: Any, p: int) -> Any:
     """That of one pipeline stage."""
     return Lane(
@@ -98,7 +98,7 @@ def _lane(state: Any, p: int) -> Any:
     )
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _cause(kind: int, p: int, m: int, done_KPM: Any, send_M: Any) -> float:
     """When what a visit builds on has arrived; infinite while that is not known."""
     num_stages = done_KPM.shape[1]
@@ -107,7 +107,7 @@ def _cause(kind: int, p: int, m: int, done_KPM: Any, send_M: Any) -> float:
     return 0.0 if p == num_stages - 1 else done_KPM[1, p + 1, m] + send_M[m]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _visit(lane: Any, v: int, duty: Any, groups_KF: Any, work: Any, rules: Any) -> None:
     kind, m = duty.visits_VK[v]
     forwards, backwards = groups_KF[kind]
@@ -124,7 +124,7 @@ def _visit(lane: Any, v: int, duty: Any, groups_KF: Any, work: Any, rules: Any) 
         elapse(lane, HEAD, head_s, head_s)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _pass(lane: Any, place: int, i: int, backward: bool, duty: Any, work: Any, rules: Any) -> None:
     """One pass over one cell."""
     side = 1 if backward else 0
@@ -162,7 +162,7 @@ def _pass(lane: Any, place: int, i: int, backward: bool, duty: Any, work: Any, r
     span[4] = lane.clock[0]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _exposed(lane: Any, place: int, duty: Any, experts_s: float, rate: float, work: Any, rules: Any) -> float:
     """Seconds that the experts of the first pass take longer, since they wait for what is fetched for them."""
     _, m, layer = _cell(place, duty)
@@ -179,7 +179,7 @@ def _exposed(lane: Any, place: int, duty: Any, experts_s: float, rate: float, wo
     return longest - experts_s
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _burst(lane: Any, place: int, duty: Any, experts_s: float, rate: float, work: Any) -> float:
     """Seconds until the direct fetches of a place, and of those before it, have all arrived."""
     burst_s = 0.0
@@ -195,7 +195,7 @@ def _burst(lane: Any, place: int, duty: Any, experts_s: float, rate: float, work
     return burst_s
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _release(lane: Any, duty: Any, work: Any, rules: Any) -> None:
     """Begin all fetches whose time has come."""
     layers = duty.end - duty.first
@@ -220,7 +220,7 @@ def _release(lane: Any, duty: Any, work: Any, rules: Any) -> None:
         lane.marks[0] += 1
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _cell(place: int, duty: Any) -> Any:
     """Kind, micro-step and layer of a place."""
     v, k = divmod(place, duty.end - duty.first)

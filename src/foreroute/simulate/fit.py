@@ -53,7 +53,7 @@ class FitRecord:
         measured_s, predicted_s: of each.
         median_error: median of |predicted - measured| / measured.
         worst_error: the largest.
-        rank_correlation: Spearman's, of predicted and measured seconds.
+        rank_correlation: as `rank_correlation` of predicted and measured seconds.
     """
 
     hardware: Hardware
@@ -63,7 +63,7 @@ class FitRecord:
     predicted_s: tuple[float, ...]
     median_error: float
     worst_error: float
-    rank_correlation: float
+    rank_correlation: float | None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -116,8 +116,28 @@ def fit_record(
         predicted_s=tuple(predicted_V.tolist()),
         median_error=float(np.median(errors_V)),
         worst_error=float(errors_V.max()),
-        rank_correlation=_rank_correlation(seconds_V, predicted_V),
+        rank_correlation=rank_correlation(seconds_V, predicted_V),
     )
+
+
+def rank_correlation(a_V: Floats, b_V: Floats) -> float | None:
+    """Spearman's: the correlation of ranks, where equal values share the mean of theirs.
+
+    Returns:
+        From -1 to 1; None where it is not defined, because all values of one side are equal.
+    """
+    ranks_2V = np.stack([_ranks(values_V) for values_V in (a_V, b_V)])
+    if (np.ptp(ranks_2V, axis=1) == 0).any():
+        return None
+    correlation_22: Floats = np.asarray(np.corrcoef(ranks_2V))
+    return float(np.clip(correlation_22[0, 1], -1, 1))
+
+
+def _ranks(values_V: Floats) -> Floats:
+    _, group_V, size_G = np.unique(values_V, return_inverse=True, return_counts=True)
+    last_G = np.cumsum(size_G)
+    mean_G: Floats = last_G - (size_G - 1) / 2
+    return mean_G[group_V]
 
 
 def predict(measured: Sequence[Measured], config: SimulateConfig, costs: CostModel) -> Floats:
@@ -212,8 +232,3 @@ def _require_told_apart(share_VK: Floats, names: list[str]) -> None:
             f"the measurements cannot tell {', '.join(names)} apart; measure steps that differ in size and imbalance, "
             "or fit fewer"
         )
-
-
-def _rank_correlation(a_V: Floats, b_V: Floats) -> float:
-    ranks = np.stack([np.argsort(np.argsort(values)) for values in (a_V, b_V)]).astype(np.float64)
-    return float(np.asarray(np.corrcoef(ranks))[0, 1]) if len(a_V) > 1 else 1.0

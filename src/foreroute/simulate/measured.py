@@ -11,7 +11,6 @@ every expert was served at its home, contiguously; `stage` "recompute" (forward 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,8 +25,12 @@ from foreroute.balance.counts import check_counts
 from foreroute.balance.step_plan import StepPlan
 from foreroute.balance.topology import Topology
 from foreroute.errors import ConfigError, InputError
+from foreroute.files import parse_json, read_text
 from foreroute.simulate.methods import Served, serve_at_home
 from foreroute.simulate.steps import GroupStep
+
+MOST_BYTES = 1 << 20
+"""Of the file; thousands of measurements."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,19 +117,16 @@ def load_measured(path: Path, topology: Topology) -> list[Measured]:
 
 
 def _values(path: Path) -> list[Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    text = read_text(path, ConfigError, most_bytes=MOST_BYTES)
     try:
         if text.lstrip().startswith("["):
-            values: list[Any] = json.loads(text)
+            values: list[Any] = parse_json(text, ConfigError, name=str(path))
             return values
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is neither JSON Lines nor a JSON array: {error}") from error
+        # at line feeds alone: JSON text may hold other separators
+        lines = enumerate(text.split("\n"), start=1)
+        return [parse_json(line, ConfigError, name=f"{path}, line {n}") for n, line in lines if line.strip()]
+    except ConfigError as error:
+        raise ConfigError(f"{error}; expected JSON Lines or a JSON array") from error
 
 
 def _planned(plan: StepPlan, counts_MLGE: Any) -> Served:

@@ -31,7 +31,7 @@ class MethodRecord:
         recompute_parts, update_parts: seconds of the slowest group's last pipeline stage by `engine.PARTS`; they add up
             to those stages, waiting for the plan aside.
         imbalance: over cells, the slowest rank's load over the mean load, on average.
-        share_of_ideal: recompute and update under forced balance, over those of this method. It can exceed 1.
+        share_of_forced_balance: recompute and update under forced balance, over those of this method. It can exceed 1.
         share_of_bound: the least that any plan can take for these, over those of this method. It cannot exceed 1.
         speedup_over_static: of recompute and update.
         groups_waiting: share of recompute and update that a group waits for the slowest one, on average.
@@ -47,7 +47,7 @@ class MethodRecord:
     recompute_parts: dict[str, float]
     update_parts: dict[str, float]
     imbalance: float
-    share_of_ideal: float
+    share_of_forced_balance: float
     share_of_bound: float
     speedup_over_static: float
     groups_waiting: float
@@ -90,8 +90,8 @@ class SimulationRecord:
         groups_simulated: of these, the ones that were drawn and simulated.
         tokens_per_rank: of a GPU in a micro-step, on average.
         cells_per_group: M * L.
-        ideal_s: recompute and update under forced balance: every source sends the same to every expert, homes serve,
-            nothing moves. Attention is as it is. Not a lower bound: traffic that stays in the node beats it.
+        forced_balance_s: recompute and update under forced balance: every source sends the same to every expert,
+            homes serve, nothing moves. Attention is as it is. Not a lower bound: it has more traffic than plans need.
         bound_s: no plan takes less for these; see `balance.time_bound`.
         publish_s: filling every node's host memory for the "host" path, once per step beside the rollout; in no sum.
         rollout_s: as configured.
@@ -105,7 +105,7 @@ class SimulationRecord:
     groups_simulated: int
     tokens_per_rank: float
     cells_per_group: int
-    ideal_s: float
+    forced_balance_s: float
     bound_s: float
     publish_s: float
     rollout_s: float

@@ -37,13 +37,13 @@ def simulate(config: SimulateConfig, *, on_progress: OnProgress | None = None) -
             f"pipeline is {config.cluster.pipeline}, the model has {costs.model.num_layers} routed layers; "
             "expected one layer for each stage at least"
         )
-    sums = {name: _Sums() for name in ("ideal", "bound", *config.methods)}
+    sums = {name: _Sums() for name in ("forced_balance", "bound", *config.methods)}
     steps = list(group_steps(config, topology, costs.model))
     known = [name for name in config.methods if _is_possible(name, steps[0])]
     done, total = 0, len(steps) * len(known)
     for step in steps:
         forced = Group.of(balanced(step.problem), step, config, topology, costs)
-        sums["ideal"].add(forced.run())
+        sums["forced_balance"].add(forced.run())
         sums["bound"].add(forced.bound(step, topology, costs).run())
         for name in known:
             if on_progress is not None:
@@ -114,12 +114,12 @@ def _record(
     topology: Topology,
     costs: CostModel,
 ) -> SimulationRecord:
-    ideal_s, bound_s = sums["ideal"].training_s, sums["bound"].training_s
+    forced_balance_s, bound_s = sums["forced_balance"].training_s, sums["bound"].training_s
     after = (reduction_seconds(config.cluster, topology, costs), optimizer_seconds(config.cluster, topology, costs))
     records: list[MethodRecord] = []
     for name in methods:
         static = records[0] if records else None
-        records.append(_method(name, sums[name], config, ideal_s, bound_s, after, static))
+        records.append(_method(name, sums[name], config, forced_balance_s, bound_s, after, static))
     counts = np.concatenate([step.problem.counts_MLGE[:, 0] for step in steps])
     return SimulationRecord(
         facts=_facts(config, costs),
@@ -129,7 +129,7 @@ def _record(
         groups_simulated=len(steps),
         tokens_per_rank=float(counts.sum(axis=2).mean() / costs.model.top_k),
         cells_per_group=len(steps[0].problem.counts_MLGE) * costs.model.num_layers,
-        ideal_s=ideal_s,
+        forced_balance_s=forced_balance_s,
         bound_s=bound_s,
         publish_s=publish_seconds(topology, costs),
         rollout_s=config.execution.rollout_s,
@@ -141,7 +141,7 @@ def _method(
     name: str,
     sums: _Sums,
     config: SimulateConfig,
-    ideal_s: float,
+    forced_balance_s: float,
     bound_s: float,
     after: tuple[float, float],
     static: MethodRecord | None,
@@ -161,7 +161,7 @@ def _method(
         recompute_parts=_parts(slowest[0]),
         update_parts=_parts(slowest[1]),
         imbalance=float(np.mean(sums.ratios)),
-        share_of_ideal=ideal_s / training_s,
+        share_of_forced_balance=forced_balance_s / training_s,
         share_of_bound=bound_s / training_s,
         speedup_over_static=1.0 if static is None else static.training_s / training_s,
         groups_waiting=waiting,

@@ -31,7 +31,7 @@ def check_rows(
 
 def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
     """`ids` as `spec.id_dtype` [R, L, K], refusing anything that would not survive the cast."""
-    array = np.asarray(ids)
+    array = as_array(ids, name=name)
     expected = (spec.num_layers, spec.top_k)
     if array.ndim != 3 or array.shape[1:] != expected:
         raise TraceContentError(
@@ -48,21 +48,45 @@ def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
 
 
 def as_tokens(ids: ArrayLike, *, name: str) -> NDArray[np.int32]:
-    """`ids` as int32 [T], refusing anything that would not survive the cast."""
-    array = np.asarray(ids)
+    """`ids` as int32 [T], refusing what is no token id and what would not survive the cast."""
+    return _as_int32(ids, 0, name=name, expected="token ids, integers [T] from 0 that fit 32 bits")
+
+
+def as_versions(versions: ArrayLike, *, name: str) -> NDArray[np.int32]:
+    """`versions` as int32 [T], refusing what is no weight version and what would not survive the cast."""
+    return _as_int32(versions, -1, name=name, expected="integers [T] from 0 that fit 32 bits, or -1 where not stated")
+
+
+def as_mask(mask: ArrayLike, *, name: str) -> NDArray[np.bool_]:
+    """`mask` as bool, refusing whatever is neither true nor false."""
+    array = as_array(mask, name=name)
+    if array.size and array.dtype.kind != "b" and (array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 1):
+        raise TraceContentError(f"{name} is {array.dtype} of shape {array.shape}; expected bools")
+    return array.astype(np.bool_, copy=False)
+
+
+def as_array(values: ArrayLike, *, name: str) -> NDArray[Any]:
+    """`values` as an array, refusing rows of different lengths and objects that are no arrays."""
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise TraceContentError(f"{name} is no array ({error})") from error
+
+
+def _as_int32(values: ArrayLike, least: int, *, name: str, expected: str) -> NDArray[np.int32]:
+    array = as_array(values, name=name)
     if array.size == 0:
         return np.zeros(0, np.int32)
-    limits = np.iinfo(np.int32)
-    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < limits.min or array.max() > limits.max:
-        raise TraceContentError(
-            f"{name} is {array.dtype} of shape {array.shape}; expected token ids, integers [T] that fit 32 bits"
-        )
+    most = np.iinfo(np.int32).max
+    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < least or array.max() > most:
+        found = f", from {array.min()} to {array.max()}" if array.dtype.kind in "iu" else ""
+        raise TraceContentError(f"{name} is {array.dtype} of shape {array.shape}{found}; expected {expected}")
     return array.astype(np.int32, copy=False)
 
 
 def as_sequence_numbers(numbers: ArrayLike, count: int, *, name: str = "sequences") -> NDArray[np.int64]:
     """`numbers` as int64 [S'], each from 0 to `count` - 1; a mask or a fraction selects nothing and is refused."""
-    array = np.asarray(numbers)
+    array = as_array(numbers, name=name)
     if array.size == 0 and array.dtype.kind != "b":
         return np.zeros(0, np.int64)
     if array.ndim > 1 or array.dtype.kind not in "iu":
@@ -75,15 +99,40 @@ def as_sequence_numbers(numbers: ArrayLike, count: int, *, name: str = "sequence
     return chosen
 
 
+def ascending(offsets: NDArray[Any], upto: int) -> bool:
+    """Whether `offsets` are integers that go from 0 to `upto` and never fall.
+
+    Everything that comes from outside and is used as offsets passes here first. Neighbours are compared, and not
+    subtracted: differences of 64-bit numbers wrap, and numpy's `repeat` writes out of bounds when the sum of its counts
+    wraps.
+    """
+    if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets):
+        return False
+    return bool(offsets[0] == 0 and offsets[-1] == upto and (offsets[1:] >= offsets[:-1]).all())
+
+
 def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [S + 1], the running sum of the lengths, from 0."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    """int64 [S + 1], the running sum of the lengths, from 0.
+
+    Raises:
+        TraceContentError: when a length is negative, or they add up to 2^63 or more.
+    """
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    if (offsets[1:] < offsets[:-1]).any():  # a sum of lengths from 0 that wraps becomes negative at once
+        raise TraceContentError("lengths must be 0 or more, and add up to less than 2^63")
+    return offsets
 
 
 def segment_rows(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The row numbers of the segments `starts[i] : starts[i] + lengths[i]`, joined."""
+    """The row numbers of the segments `starts[i] : starts[i] + lengths[i]`, joined.
+
+    Raises:
+        TraceContentError: as `as_offsets`.
+    """
     before = as_offsets(lengths)
-    return np.arange(before[-1]) + np.repeat(starts - before[:-1], lengths)
+    rows = np.repeat(starts - before[:-1], lengths)
+    rows += np.arange(before[-1])
+    return rows
 
 
 def _refuse_first(

@@ -27,9 +27,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
 from foreroute.trace.check import (
+    as_array,
+    as_mask,
     as_offsets,
     as_sequence_numbers,
     as_tokens,
+    as_versions,
     check_rows,
     narrow_ids,
     segment_rows,
@@ -39,6 +42,9 @@ from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
 NO_VERSION = -1
 """The weight version of a row that was never computed, or whose source did not state one."""
+MOST_VALUES = 16
+"""Distinct values of a fact that joined traces keep, of those on which their parts do not agree."""
+_MORE = "…"
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +132,7 @@ class RoutingTrace:
             token_ids: S integer arrays [T].
             expert_ids: S integer arrays [T, L, K], one row for each token; not looked at where `valid` is False.
             valid: S bool arrays [T], True where a row was routed.
-            weight_versions: S integer arrays [T]; not looked at where `valid` is False.
+            weight_versions: S integer arrays [T], from 0, or `NO_VERSION`; not looked at where `valid` is False.
             provenance: what made the trace.
 
         Raises:
@@ -136,17 +142,18 @@ class RoutingTrace:
         if len(counts) != 1:
             raise TraceContentError(f"got tokens, routes, validity and versions of {sorted(counts)} sequences")
         tokens = [as_tokens(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids)]
-        masks = [np.asarray(v, dtype=np.bool_) for v in valid]
-        versions = [np.asarray(v, dtype=np.int32) for v in weight_versions]
-        routes = []
-        for s, (t, m, v) in enumerate(zip(tokens, masks, versions, strict=True)):
-            r = np.asarray(expert_ids[s])
+        masks = [as_mask(v, name=f"valid[{s}]") for s, v in enumerate(valid)]
+        versions, routes = [], []
+        for s, (t, m) in enumerate(zip(tokens, masks, strict=True)):
+            v = as_array(weight_versions[s], name=f"weight_versions[{s}]")
+            r = as_array(expert_ids[s], name=f"expert_ids[{s}]")
             if r.ndim != 3 or not len(t) == len(r) == m.size == v.size or m.ndim != 1 or v.ndim != 1:
                 raise TraceContentError(
                     f"sequence {s} has {len(t)} tokens, routes of shape {r.shape}, validity of shape {m.shape} "
                     f"and versions of shape {v.shape}; expected one row of each for every token"
                 )
             routes.append(narrow_ids(np.where(m[:, None, None], r, r.dtype.type(0)), spec, name=f"expert_ids[{s}]"))
+            versions.append(as_versions(np.where(m, v, v.dtype.type(0)), name=f"weight_versions[{s}]"))
         valid_N = np.concatenate([*masks, np.zeros(0, np.bool_)])
         stamped = np.where(valid_N, np.concatenate([*versions, np.zeros(0, np.int32)]), np.int32(NO_VERSION))
         trace = replace(_pack(spec, tokens, routes, provenance or {}), valid_N=valid_N, weight_versions_N=stamped)
@@ -164,10 +171,11 @@ class RoutingTrace:
         return len(self.offsets) - 1
 
     def __repr__(self) -> str:
-        s = self.spec
+        s, versions = self.spec, self.versions
+        listed = f"{versions}" if len(versions) <= 8 else f"{len(versions)} from {versions[0]} to {versions[-1]}"
         return (
             f"RoutingTrace({len(self)} sequences, {self.num_rows} rows of which {int(self.valid_N.sum())} routed, "
-            f"{s.num_layers} layers, top-{s.top_k} of {s.num_experts}, weight versions {self.versions})"
+            f"{s.num_layers} layers, top-{s.top_k} of {s.num_experts}, weight versions {listed})"
         )
 
     @property
@@ -223,12 +231,19 @@ class RoutingTrace:
         )
 
     def truncated(self, lengths: ArrayLike) -> RoutingTrace:
-        """The first `lengths[s]` rows of each sequence."""
-        kept = np.asarray(lengths, dtype=np.int64)
-        if kept.shape != (len(self),) or (kept < 0).any() or (kept > self.lengths).any():
+        """The first `lengths[s]` rows of each sequence.
+
+        Raises:
+            TraceContentError: unless there is a whole number for each sequence, from 0 to its length.
+        """
+        given = as_array(lengths, name="lengths")
+        whole = given.shape == (len(self),) and (given.dtype.kind in "iu" or not given.size)
+        if not whole or (given < 0).any() or (given > self.lengths).any():
             raise TraceContentError(
-                f"cannot truncate {len(self)} sequences of lengths {self.lengths.tolist()[:8]} to {kept.tolist()[:8]}"
+                f"cannot truncate {len(self)} sequences of lengths {self.lengths.tolist()[:8]} to "
+                f"{given.reshape(-1)[:8].tolist()}; expected a whole number for each, from 0 to its length"
             )
+        kept = given.astype(np.int64)
         return self._take(segment_rows(self.offsets[:-1], kept), kept)
 
     def continued_by(self, suffix: RoutingTrace) -> RoutingTrace:
@@ -243,8 +258,9 @@ class RoutingTrace:
 
     def with_weight_version(self, version: int) -> RoutingTrace:
         """The same routes, all stamped with one weight version, from 0, or `NO_VERSION`."""
-        if not NO_VERSION <= version <= np.iinfo(np.int32).max:
-            raise TraceContentError(f"weight version is {version}; expected a number from 0 that fits 32 bits")
+        whole = isinstance(version, int | np.integer) and not isinstance(version, bool)
+        if not whole or not NO_VERSION <= version <= np.iinfo(np.int32).max:
+            raise TraceContentError(f"weight version is {version!r}; expected a whole number from 0 that fits 32 bits")
         stamped = np.where(self.valid_N, np.int32(version), np.int32(NO_VERSION)).astype(np.int32)
         return replace(self, weight_versions_N=stamped)
 
@@ -346,6 +362,13 @@ def _pack(
 
 
 def common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:
-    """Facts on which the parts agree, and every distinct value where they do not."""
+    """Facts on which the parts agree, and every distinct value where they do not, `MOST_VALUES` at most."""
     keys = dict.fromkeys(key for facts in all_facts for key in facts)
-    return {key: " | ".join(dict.fromkeys(f[key] for f in all_facts if key in f)) for key in keys}
+    return {key: _joined([facts[key] for facts in all_facts if key in facts]) for key in keys}
+
+
+def _joined(values: list[str]) -> str:
+    # a part may be a joined trace itself
+    distinct = list(dict.fromkeys(value for joined in values for value in joined.split(" | ")))
+    kept = [value for value in distinct if value != _MORE][:MOST_VALUES]
+    return " | ".join([*kept, _MORE] if len(kept) < len(distinct) else kept)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, uint64
+from numba import uint64
+
+from foreroute.kernels import kernel
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def add_counts(
     flat_ids: Any, valid_N: Any, offsets: Any, order: Any, start_S: Any, stride: Any, held_LE: Any, flat_counts: Any
 ) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
+from foreroute.trace.check import as_array
 from foreroute.trace.container import RoutingTrace
 
 
@@ -92,7 +93,7 @@ def _parts(
 
 def _numbers(values: ArrayLike, count: int, noun: str, limit: int | None = None) -> NDArray[np.int64]:
     """One integer from 0 for each sequence, below `limit` where there is one."""
-    numbers: NDArray[Any] = np.asarray(values)
+    numbers = as_array(values, name=f"{noun}s")
     if numbers.shape != (count,) or (numbers.size and numbers.dtype.kind not in "iu"):
         raise TraceContentError(
             f"got {noun}s of dtype {numbers.dtype} and shape {numbers.shape} for {count} sequences; "

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
+from foreroute.trace.check import as_array
 
 if TYPE_CHECKING:
     from foreroute.trace.container import RoutingTrace
@@ -23,7 +24,10 @@ def as_gate_weights(values: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.flo
     Raises:
         TraceContentError: when they do not belong to such routes, or are not finite.
     """
-    weights_NLK = np.ascontiguousarray(values, np.float32)
+    given = as_array(values, name="gate_weights")
+    if given.dtype.kind not in "fiu":
+        raise TraceContentError(f"gate weights are {given.dtype}; expected numbers")
+    weights_NLK = np.ascontiguousarray(given, np.float32)
     if weights_NLK.shape != shape:
         raise TraceContentError(f"gate weights have shape {weights_NLK.shape}; expected one per pick, {shape}")
     if not np.isfinite(weights_NLK).all():

@@ -6,18 +6,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import TraceContentError
+from foreroute.errors import TraceContentError, TraceFileError
+from foreroute.files import TensorFile, parse_json
+from foreroute.trace.check import as_offsets, ascending
 from foreroute.trace.codec import Codec, decoder
 from foreroute.trace.seal import SEAL_BYTES, seal_file
 from foreroute.trace.sharing import MAX_EXPANSION, Runs
-from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
+from foreroute.trace.spec import MAX_LAYERS, LayerKind, RoutedLayer, RoutingSpec
 
 FORMAT_VERSION = 1
 KEY = "foreroute."
@@ -33,11 +35,16 @@ SHAPES: dict[str, tuple[str, int]] = {
     "payload_seals": ("|u1", 3),
     "row_seals": ("|u1", 2),
 }
-BULK = {"token_ids": "I32", "valid_bits": "U8", "payloads": "U64"}
-DECODED_FREELY = 64 << 20
+BULK = {"token_ids": "<i4", "valid_bits": "|u1", "payloads": "<u8"}
+TABLES = {"code_lengths": ("|u1", 2)}
+"""What only some codecs have."""
+MOST_HEADER_BYTES = 1 << 20
+"""Of the safetensors header: a parsed one takes far more memory than its bytes."""
+DECODED_FREELY = 16 << 20
 DECODED_PER_BYTE = 1024
-"""A file may ask for 64 MiB of routes, or for 1,024 times the bytes of its tokens and payloads."""
+"""A file may ask for 16 MiB of routes, or for 1,024 times the bytes of its tokens and payloads."""
 
+KINDS = tuple(kind.value for kind in LayerKind)
 ORDER = {True: "kept", False: "dropped"}
 
 
@@ -106,56 +113,92 @@ def write_index(index: TraceIndex) -> tuple[dict[str, str], dict[str, NDArray[An
     return {**metadata, "foreroute.digest": seal_file(metadata, tensors)}, tensors
 
 
-def read_index(
-    metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]], sizes: Mapping[str, int]
-) -> TraceIndex:
+def read_index(file: TensorFile) -> TraceIndex:
     """Check and unpack what `write_index` made.
 
-    Args:
-        metadata: the file's metadata; keys that do not start with "foreroute." are left alone.
-        tensors: every tensor but those of `BULK`.
-        sizes: elements of each tensor of `BULK`.
-
     Raises:
-        TraceContentError, KeyError, TypeError, ValueError, RecursionError: when it cannot be right.
+        TraceFileError: when it is no trace, or one of another format.
+        TraceContentError: when it cannot be right.
     """
-    ours = {key: value for key, value in metadata.items() if key.startswith(KEY)}
-    there = {*ours, *tensors, *sizes}
-    missing = [name for name in (*METADATA, *SHAPES, *BULK) if name not in there]
-    if missing or set(ours) - set(METADATA):
-        raise TraceContentError(f"missing: {missing}; unknown: {sorted(set(ours) - set(METADATA))}")
+    _check_version(file)
+    ours = {key: value for key, value in file.metadata.items() if key.startswith(KEY)}
+    _check_names(ours, file)
+    tensors = {name: file.read(name) for name in (*SHAPES, *TABLES) if name in file.names}
+    sizes = {name: file.shape(name)[0] for name in BULK}
     stated = ours.pop("foreroute.digest")
-    for name, (dtype, ndim) in SHAPES.items():
-        found = tensors[name]
-        if found.dtype != np.dtype(dtype) or found.ndim != ndim:
-            raise TraceContentError(f"tensor {name} is {found.dtype} with {found.ndim} axes, not {dtype} with {ndim}")
     digest = seal_file(ours, tensors)
     if digest != stated:
-        raise TraceContentError(f"its digest is {digest}, the file states {stated}")
+        raise TraceContentError(f"its digest is {digest}, the file states {stated:.40}")
     spec = _spec_from_json(ours["foreroute.spec"])
-    tables = {name: tensor for name, tensor in tensors.items() if name not in SHAPES}
+    tables = {name: tensors[name] for name in TABLES if name in tensors}
     codec = decoder(ours["foreroute.codec"], spec, tables)
     if set(codec.tables) != set(tables):
-        raise TraceContentError(f"there are unknown tensors: {', '.join(sorted(set(tables) - set(codec.tables)))}")
+        raise TraceContentError(f"codec {ours['foreroute.codec']} has no {', '.join(set(tables) - set(codec.tables))}")
     order = ours["foreroute.pick_order"]
     if order not in (("kept", "dropped") if codec.keeps_order else ("dropped",)):
-        raise TraceContentError(f"pick order cannot be {order!r} with codec {ours['foreroute.codec']}")
-    provenance = json.loads(ours["foreroute.provenance"])
-    if not isinstance(provenance, dict):
-        raise TraceContentError(f"provenance is {provenance!r}, not a table")
+        raise TraceContentError(f"pick order cannot be {order!r:.40} with codec {ours['foreroute.codec']}")
     index = TraceIndex(
         spec=spec,
         codec_name=ours["foreroute.codec"],
         codec=codec,
         pick_order_kept=order == "kept",
-        provenance={str(key): str(value) for key, value in provenance.items()},
+        provenance=_provenance_from_json(ours["foreroute.provenance"]),
         runs=Runs(tensors["run_offsets"], tensors["run_starts"], tensors["run_lengths"]),
         **{name: tensors[name] for name in SHAPES if not name.startswith("run_")},
     )
     _check_rows(index, sizes)
+    _check_last_bits(file, sizes)
     _check_payloads(index, sizes)
     check_expansion(index, 4 * sizes["token_ids"] + 8 * sizes["payloads"])
     return index
+
+
+def check_facts(spec: RoutingSpec, provenance: Mapping[str, str]) -> None:
+    """Raise `TraceContentError` when a model's name or provenance is no text that a file can hold."""
+    if not _is_text(spec.model):
+        raise TraceContentError(f"the model's name is {spec.model!r:.80}; expected text")
+    for key, value in provenance.items():
+        if not (_is_text(key) and _is_text(value)):
+            raise TraceContentError(f"provenance has {key!r:.40} = {value!r:.80}; expected texts")
+
+
+def _check_version(file: TensorFile) -> None:
+    version = file.metadata.get("foreroute.version")
+    if version is None:
+        raise TraceFileError(f"{file.path} is a safetensors file but not a routing trace (no foreroute.version in it)")
+    if version != str(FORMAT_VERSION):
+        raise TraceFileError(
+            f"{file.path} has trace format {version:.40}; this foreroute reads format {FORMAT_VERSION}. "
+            "Upgrade foreroute"
+        )
+
+
+def _check_names(ours: Mapping[str, str], file: TensorFile) -> None:
+    """Every key and tensor that must be there is, with its type, and no other; nothing is read yet."""
+    there = {*ours, *file.names}
+    if not all(_is_text(value) for value in ours.values()):
+        raise TraceContentError("its metadata hold halves of characters")
+    missing = [name for name in (*METADATA, *SHAPES, *BULK) if name not in there]
+    unknown = (set(ours) - set(METADATA)) | (set(file.names) - {*SHAPES, *TABLES, *BULK})
+    if missing or unknown:
+        raise TraceContentError(f"missing: {_few(missing)}; unknown: {_few(sorted(unknown))}")
+    for name, (dtype, ndim) in {**SHAPES, **TABLES, **{name: (dtype, 1) for name, dtype in BULK.items()}}.items():
+        if name in there and (file.dtype(name) != np.dtype(dtype) or len(file.shape(name)) != ndim):
+            raise TraceContentError(
+                f"tensor {name} is {file.dtype(name)} of shape {file.shape(name)}, expected {np.dtype(dtype)} with "
+                f"{ndim} axes"
+            )
+
+
+def _few(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(f"{name:.40}" for name in listed[:8]) + (", ..." if len(listed) > 8 else "") or "nothing"
+
+
+def _check_last_bits(file: TensorFile, sizes: Mapping[str, int]) -> None:
+    used, last = sizes["token_ids"] % 8, sizes["valid_bits"]
+    if used and int(file.read("valid_bits", last - 1, last)[0]) >> used:
+        raise TraceContentError(f"valid_bits has bits past the {sizes['token_ids']} stored rows")
 
 
 def _check_rows(index: TraceIndex, sizes: Mapping[str, int]) -> None:
@@ -164,14 +207,15 @@ def _check_rows(index: TraceIndex, sizes: Mapping[str, int]) -> None:
         raise TraceContentError(f"blocks or validity bits do not tile {stored} stored rows")
     if not _tiles(index.span_starts, stored) or len(index.span_starts) != len(index.span_versions):
         raise TraceContentError(f"weight-version spans do not tile {stored} stored rows")
+    if index.span_versions.min(initial=0) < -1:
+        raise TraceContentError(f"a weight version is {index.span_versions.min()}; expected 0 or more, or -1")
     offsets, starts, lengths = index.runs.offsets, index.runs.starts, index.runs.lengths
-    chained = len(offsets) >= 1 and offsets[0] == 0 and offsets[-1] == len(starts) and (np.diff(offsets) >= 0).all()
-    if not chained or len(starts) != len(lengths):
+    if not ascending(offsets, len(starts)) or len(starts) != len(lengths):
         raise TraceContentError("run_offsets do not go from 0 to the number of runs")
     inside = (starts >= 0) & (lengths >= 1) & (lengths <= stored) & (starts <= stored - lengths)
     if not inside.all():
         raise TraceContentError(f"a run leaves the {stored} stored rows")
-    if sum(lengths.tolist()) > MAX_EXPANSION * stored:
+    if as_offsets(lengths)[-1] > MAX_EXPANSION * stored:
         raise TraceContentError(f"the sequences have more than {MAX_EXPANSION} times the {stored} stored rows")
 
 
@@ -183,7 +227,7 @@ def check_expansion(index: TraceIndex, stored_bytes: int) -> None:
         stored_bytes: of tokens and payloads.
     """
     spec = index.spec
-    decoded = sum(index.runs.lengths.tolist()) * spec.num_layers * spec.top_k * spec.id_dtype.itemsize
+    decoded = int(as_offsets(index.runs.lengths)[-1]) * spec.num_layers * spec.top_k * spec.id_dtype.itemsize
     if decoded > max(DECODED_FREELY, DECODED_PER_BYTE * stored_bytes):
         raise TraceContentError(f"{stored_bytes} bytes of tokens and routes would become {decoded} bytes of routes")
 
@@ -208,15 +252,46 @@ def _tiles(starts: NDArray[np.int64], total: int) -> bool:
 def _spec_to_json(spec: RoutingSpec) -> str:
     return json.dumps(
         {
-            "num_experts": spec.num_experts,
-            "top_k": spec.top_k,
-            "layers": [[layer.index, layer.kind.value] for layer in spec.layers],
+            "num_experts": int(spec.num_experts),
+            "top_k": int(spec.top_k),
+            "layers": [[int(layer.index), layer.kind.value] for layer in spec.layers],
             "model": spec.model,
         }
     )
 
 
 def _spec_from_json(text: str) -> RoutingSpec:
-    fields = json.loads(text)
-    layers = tuple(RoutedLayer(int(index), LayerKind(kind)) for index, kind in fields["layers"])
-    return RoutingSpec(int(fields["num_experts"]), int(fields["top_k"]), layers, str(fields["model"]))
+    fields = parse_json(text, TraceContentError, name="foreroute.spec")
+    if not isinstance(fields, dict) or set(fields) != {"num_experts", "top_k", "layers", "model"}:
+        raise TraceContentError(f"foreroute.spec is {fields!r:.80}; expected num_experts, top_k, layers and model")
+    layers = fields["layers"]
+    # counted before anything is made of them
+    if not isinstance(layers, list) or len(layers) > MAX_LAYERS:
+        raise TraceContentError(f"the layer table is {layers!r:.40}; expected a list of {MAX_LAYERS} layers at most")
+    if not _is_text(fields["model"]):
+        raise TraceContentError(f"the model's name is {fields['model']!r:.40}; expected text")
+    return RoutingSpec(fields["num_experts"], fields["top_k"], tuple(map(_layer_from_json, layers)), fields["model"])
+
+
+def _layer_from_json(entry: Any) -> RoutedLayer:
+    if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str) and entry[1] in KINDS):
+        raise TraceContentError(f"a layer is {entry!r:.60}; expected [number, kind] with one of {', '.join(KINDS)}")
+    return RoutedLayer(entry[0], LayerKind(entry[1]))
+
+
+def _provenance_from_json(text: str) -> dict[str, str]:
+    facts = parse_json(text, TraceContentError, name="foreroute.provenance")
+    if not isinstance(facts, dict) or not all(_is_text(part) for fact in facts.items() for part in fact):
+        raise TraceContentError(f"provenance is {facts!r:.80}; expected a table of texts")
+    return facts
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a string that can be written as UTF-8: JSON can name halves of characters, which cannot."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

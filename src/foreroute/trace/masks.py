@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
+from foreroute.trace.check import as_array
 from foreroute.trace.container import NO_VERSION, RoutingTrace
 from foreroute.trace.spec import RoutingSpec
 
@@ -41,7 +42,7 @@ def from_masks(
 
 
 def _ids_of(mask: ArrayLike, spec: RoutingSpec, name: str) -> NDArray[Any]:
-    given = np.asarray(mask)
+    given = as_array(mask, name=name)
     chosen_RLE = given == 1
     if given.ndim != 3 or given.shape[1:] != (spec.num_layers, spec.num_experts):
         raise TraceContentError(

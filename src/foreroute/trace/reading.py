@@ -9,28 +9,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import TraceContentError
+from foreroute.files import TensorFile
 from foreroute.trace.blocks import needed_blocks
 from foreroute.trace.check import as_offsets, segment_rows
-from foreroute.trace.container import RoutingTrace
+from foreroute.trace.container import NO_VERSION, RoutingTrace
 from foreroute.trace.index import TraceIndex
 from foreroute.trace.seal import seal_payloads, seal_rows
 from foreroute.trace.spec import RoutingSpec
 
+ROWS_AT_ONCE = 1 << 18
+
 
 def read_rows(
-    file: Any, index: TraceIndex, spec: RoutingSpec, sequences: NDArray[np.int64], positions: NDArray[np.int64]
+    file: TensorFile, index: TraceIndex, spec: RoutingSpec, sequences: NDArray[np.int64], positions: NDArray[np.int64]
 ) -> RoutingTrace:
     """The given sequences and layers of an opened file.
 
     Args:
-        file: a `safetensors.safe_open`.
+        file: the trace file.
         index: its checked head.
         spec: of the result, with the layers at `positions`.
         sequences: int64 [S'].
         positions: int64 [L'], places on the file's layer axis.
 
     Raises:
-        TraceContentError: when a seal or a payload is wrong.
+        TraceFileError: when the file was cut meanwhile.
+        TraceContentError: when a seal, a payload, a token or a weight version is wrong.
     """
     runs = index.runs.of(sequences)
     blocks, starts = needed_blocks(index.block_starts, runs.starts, runs.lengths)
@@ -44,9 +48,10 @@ def read_rows(
     for block, (start, stop) in zip(blocks.tolist(), pairwise(edges), strict=True):
         reader.decode(block, dest[start:stop][valid[start:stop]], ids)
     if rows_N is not None:
-        first_N = dest[rows_N]
-        again = np.flatnonzero(first_N != np.arange(num_rows))
-        ids[again] = ids[first_N[again]]
+        for start, stop in _chunks(num_rows):
+            first = dest[rows_N[start:stop]]
+            again = np.flatnonzero(first != np.arange(start, stop))
+            ids[start + again] = ids[first[again]]
         tokens, valid, versions = tokens[rows_N], valid[rows_N], versions[rows_N]
     return RoutingTrace(
         spec=spec,
@@ -63,10 +68,8 @@ def read_rows(
 class _BlockReader:
     """Blocks of one opened file, in some of its layers."""
 
-    def __init__(self, file: Any, index: TraceIndex, positions: NDArray[np.int64]) -> None:
-        self._index = index
-        self._tokens, self._bits = file.get_slice("token_ids"), file.get_slice("valid_bits")
-        self._payloads = file.get_slice("payloads")
+    def __init__(self, file: TensorFile, index: TraceIndex, positions: NDArray[np.int64]) -> None:
+        self._file, self._index = file, index
         self._columns = np.arange(len(positions))
         # Layers between the wanted ones are read, being on the way, and neither sealed nor decoded.
         low, high = int(positions.min()), int(positions.max()) + 1
@@ -97,22 +100,31 @@ class _BlockReader:
             if sizes.any():
                 raise TraceContentError(f"block {block} has payloads but no routed row")
             return
-        words = self._payloads[slice(*self._spans_B[block])]
+        words = self._file.read("payloads", *self._spans_B[block])
         if seal_payloads(words, starts, sizes) != self._seals_BC[block].tobytes():
             raise TraceContentError(f"a payload of block {block} is not what was written")
         self._index.codec.decode(words, starts, sizes, dest, self._columns, out_NLK)
+        if self._index.codec.keeps_order and not self._index.pick_order_kept:
+            ids_RLK = out_NLK[dest[dest >= 0]]
+            if (ids_RLK[..., 1:] <= ids_RLK[..., :-1]).any():
+                raise TraceContentError(f"a row of block {block} does not ascend, though pick order was dropped")
 
     def _range(self, first: int, after: int) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int32]]:
         edges = self._index.block_starts[first : after + 1].tolist()
         start, stop = edges[0], edges[-1]
-        tokens = self._tokens[start:stop]
-        bits = np.unpackbits(self._bits[start // 8 : (stop + 7) // 8], bitorder="little")
+        tokens = self._file.read("token_ids", start, stop)
+        bits = np.unpackbits(self._file.read("valid_bits", start // 8, (stop + 7) // 8), bitorder="little")
         valid = bits[start % 8 :][: stop - start].astype(np.bool_)
         for i, (a, b) in enumerate(pairwise(edges)):
             seal = seal_rows(tokens[a - start : b - start], valid[a - start : b - start])
             if seal != self._index.row_seals[first + i].tobytes():
                 raise TraceContentError(f"the tokens of block {first + i} are not those that its routes belong to")
-        return tokens, valid, self._index.versions(start, stop)
+        versions = self._index.versions(start, stop)
+        if tokens.min(initial=0) < 0:
+            raise TraceContentError(f"a token id is {tokens.min()}; expected 0 or more")
+        if (versions[~valid] != NO_VERSION).any():
+            raise TraceContentError("a row without routes states a weight version; expected -1")
+        return tokens, valid, versions
 
 
 def _rows_among(stored: int, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64] | None:
@@ -129,8 +141,14 @@ def _first_places(rows_N: NDArray[np.int64], stored: int) -> NDArray[np.int64]:
     Other sequences that share the row copy it from there.
     """
     places = np.full(stored, -1, np.int64)
-    places[rows_N[::-1]] = np.arange(len(rows_N))[::-1]
+    for start, stop in reversed(_chunks(len(rows_N))):
+        places[rows_N[start:stop][::-1]] = np.arange(start, stop)[::-1]
     return places
+
+
+def _chunks(rows: int) -> list[tuple[int, int]]:
+    """Parts of so many rows, so that indices of all of them are not made at once: a row may be smaller than they."""
+    return [(start, min(start + ROWS_AT_ONCE, rows)) for start in range(0, rows, ROWS_AT_ONCE)]
 
 
 def _contiguous(numbers: NDArray[np.int64]) -> list[NDArray[np.int64]]:

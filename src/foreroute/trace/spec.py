@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 
 from foreroute.errors import SpecMismatchError, TraceContentError
 
-MAX_EXPERTS = 1 << 16
+MAX_EXPERTS, MAX_LAYERS = 1 << 16, 1 << 10
+MAX_EXPERTS_OF_ALL_LAYERS = 1 << 20
+"""Counts hold a number for each expert of each layer. The largest models have about 2^15 of them."""
+MAX_LAYER_NUMBER = (1 << 31) - 1
 
 
 class LayerKind(StrEnum):
@@ -34,6 +37,14 @@ class RoutedLayer:
     index: int
     kind: LayerKind = LayerKind.DECODER
 
+    def __post_init__(self) -> None:
+        if not _is_whole(self.index) or not 0 <= self.index <= MAX_LAYER_NUMBER:
+            raise TraceContentError(f"a routed layer has number {self.index!r:.40}; expected 0 to {MAX_LAYER_NUMBER}")
+        if not isinstance(self.kind, LayerKind):
+            raise TraceContentError(
+                f"layer {self.index} is of kind {self.kind!r:.40}; expected one of {', '.join(LayerKind)}"
+            )
+
     def __str__(self) -> str:
         return f"{self.kind} {self.index}"
 
@@ -45,7 +56,7 @@ class RoutingSpec:
     Attributes:
         num_experts: E, the number of logical experts in each routed layer.
         top_k: K, how many of them a token is sent to.
-        layers: the L routed layers. Dense layers have no entry.
+        layers: the L routed layers, 1,024 at most, with 2^20 experts in all. Dense layers have no entry.
         model: the model's name, for messages. It does not take part in `require_same`.
     """
 
@@ -55,15 +66,28 @@ class RoutingSpec:
     model: str = ""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_experts <= MAX_EXPERTS:
-            raise TraceContentError(f"num_experts is {self.num_experts}; expected 1 to {MAX_EXPERTS}")
-        if not 1 <= self.top_k <= self.num_experts:
-            raise TraceContentError(f"top_k is {self.top_k}; expected 1 to num_experts = {self.num_experts}")
+        if not _is_whole(self.num_experts) or not 1 <= self.num_experts <= MAX_EXPERTS:
+            raise TraceContentError(f"num_experts is {self.num_experts!r:.40}; expected 1 to {MAX_EXPERTS}")
+        if not _is_whole(self.top_k) or not 1 <= self.top_k <= self.num_experts:
+            raise TraceContentError(f"top_k is {self.top_k!r:.40}; expected 1 to num_experts = {self.num_experts}")
         if not self.layers:
             raise TraceContentError("the layer table is empty; a routed model has at least one routed layer")
+        count = len(self.layers)
+        if count > MAX_LAYERS or count * self.num_experts > MAX_EXPERTS_OF_ALL_LAYERS:
+            raise TraceContentError(
+                f"there are {count} layers of {self.num_experts} experts; expected {MAX_LAYERS} layers and "
+                f"{MAX_EXPERTS_OF_ALL_LAYERS} experts in all of them at most"
+            )
         if len(set(self.layers)) != len(self.layers):
             names = ", ".join(map(str, self.layers))
             raise TraceContentError(f"the layer table names a layer twice: {names}")
+
+    def __repr__(self) -> str:
+        ends = f"{self.layers[0]} to {self.layers[-1]}" if len(self.layers) > 1 else f"{self.layers[0]}"
+        return (
+            f"RoutingSpec({self.model or 'model not stated'}, {self.num_layers} layers ({ends}), "
+            f"top-{self.top_k} of {self.num_experts})"
+        )
 
     @property
     def num_layers(self) -> int:
@@ -107,6 +131,10 @@ class RoutingSpec:
                 f"{what} belongs to another model: it has {', '.join(differences)}. "
                 f"Expected the routing of {self.model or 'this model'}; use the trace that was recorded for it."
             )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _names(spec: RoutingSpec) -> str:

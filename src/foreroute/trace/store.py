@@ -12,15 +12,17 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 from numpy.typing import ArrayLike
 
-from foreroute.errors import TraceFileError
+from foreroute.errors import TraceFileError, printable
 from foreroute.trace.codec import CodecName
 from foreroute.trace.container import RoutingTrace
 from foreroute.trace.file import load, save
 from foreroute.trace.spec import RoutedLayer
 
-SHARD = re.compile(r"step-(\d{8}|[1-9]\d{8,})\.safetensors")
+SHARD = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.safetensors", re.ASCII)
+"""A step has one name, and a training run gives its traces the same ones."""
 
 
 class TraceStore:
@@ -40,28 +42,23 @@ class TraceStore:
             codec: for what is appended, as in `save`.
 
         Raises:
-            TraceFileError: when `folder` is a file.
+            TraceFileError: when `folder` is a file, or cannot be listed.
         """
         self.folder = Path(folder)
         self._codec = codec
-        if self.folder.exists() and not self.folder.is_dir():
-            raise TraceFileError(f"{self.folder} is a file; a trace store is a folder")
-        names = sorted(self.folder.iterdir()) if self.folder.exists() else []
-        self.leftovers = tuple(path for path in names if not SHARD.fullmatch(path.name))
+        self.leftovers = tuple(path for path in sorted(self._files()) if not SHARD.fullmatch(path.name))
         if self.leftovers:
-            listed = ", ".join(path.name for path in self.leftovers)
+            listed = printable(", ".join(path.name for path in self.leftovers))
             warnings.warn(
-                f"{self.folder} holds files that are no complete trace: {listed}. A process was probably killed while "
-                "writing; delete them when no other process is writing there",
+                f"{printable(self.folder)} holds files that are no complete trace: {listed}. A process was probably "
+                "killed while writing; delete them when no other process is writing there",
                 stacklevel=2,
             )
 
     @property
     def steps(self) -> list[int]:
         """The steps that are there, ascending."""
-        if not self.folder.exists():
-            return []
-        matches = (SHARD.fullmatch(path.name) for path in self.folder.iterdir())
+        matches = (SHARD.fullmatch(path.name) for path in self._files())
         return sorted(int(match[1]) for match in matches if match)
 
     def __len__(self) -> int:
@@ -81,10 +78,8 @@ class TraceStore:
         """Write the trace of a step; it is on disk in whole when this returns.
 
         Raises:
-            TraceFileError: when the step is negative or there already.
+            TraceFileError: when the step is no whole number from 0, is there already, or cannot be written.
         """
-        if step < 0:
-            raise TraceFileError(f"step is {step}; steps count from 0")
         return save(trace, self.path(step), codec=self._codec)
 
     def load(
@@ -95,7 +90,7 @@ class TraceStore:
         Raises:
             TraceFileError: when there is no such step, or its shard is damaged.
         """
-        if not self.path(step).exists():
+        if not os.path.exists(self.path(step)):
             raise TraceFileError(f"{self.folder} has no step {step}; it has {_summary(self.steps)}")
         return load(self.path(step), sequences=sequences, layers=layers)
 
@@ -110,8 +105,24 @@ class TraceStore:
         return found
 
     def path(self, step: int) -> Path:
-        """The file of a step."""
-        return self.folder / f"step-{step:08d}.safetensors"
+        """The file of a step.
+
+        Raises:
+            TraceFileError: when the step is no whole number from 0.
+        """
+        if not isinstance(step, int | np.integer) or isinstance(step, bool) or step < 0:
+            raise TraceFileError(f"step is {step!r}; steps count from 0, in whole numbers")
+        return self.folder / f"step-{step:06d}.safetensors"
+
+    def _files(self) -> list[Path]:
+        try:
+            return list(self.folder.iterdir())
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError as error:
+            raise TraceFileError(f"{self.folder} is a file; a trace store is a folder") from error
+        except OSError as error:
+            raise TraceFileError(f"{self.folder} cannot be listed ({error.strerror})") from error
 
 
 def _summary(steps: list[int]) -> str:

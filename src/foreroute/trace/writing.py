@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from foreroute.errors import TraceContentError
 from foreroute.trace.blocks import cut_blocks
-from foreroute.trace.check import check_rows
+from foreroute.trace.check import as_tokens, as_versions, check_rows
 from foreroute.trace.codec import CODECS, Codec, CodecName, encoder
-from foreroute.trace.container import RoutingTrace
-from foreroute.trace.index import TraceIndex, check_expansion, write_index
+from foreroute.trace.container import NO_VERSION, RoutingTrace
+from foreroute.trace.index import TraceIndex, check_expansion, check_facts, write_index
 from foreroute.trace.seal import SEAL_BYTES, seal_payloads, seal_rows
 from foreroute.trace.sharing import share_prefixes
 
@@ -22,8 +22,8 @@ def encode_trace(trace: RoutingTrace, name: CodecName) -> tuple[dict[str, str], 
     """Metadata and tensors of the file of a trace.
 
     Raises:
-        TraceContentError: when a row cannot be true, the codec is unknown, there are gate weights, or hardly any of
-            very many rows is routed.
+        TraceContentError: when a row, a token, a weight version or a fact cannot be true, the codec is unknown, there
+            are gate weights, or hardly any of very many rows is routed.
     """
     if name not in CODECS:
         raise TraceContentError(f"codec {name!r} is unknown; expected one of {', '.join(CODECS)}")
@@ -32,6 +32,8 @@ def encode_trace(trace: RoutingTrace, name: CodecName) -> tuple[dict[str, str], 
             "the file format has no place for gate weights; save trace.without_gate_weights(), the routes alone"
         )
     ids = np.ascontiguousarray(trace.expert_ids_NLK)
+    check_facts(trace.spec, trace.provenance)
+    _refuse_bad_rows(trace)
     _refuse_bad_cells(trace, ids)
     runs, rows_U, stored_S = share_prefixes(trace)
     starts = cut_blocks(stored_S, trace.spec)
@@ -73,6 +75,14 @@ def _encode_blocks(
         seals.append(seal_payloads(words, np.cumsum(sizes) - sizes, sizes))
         payloads.append(words)
     return np.concatenate(payloads), words_BL, _as_seals(seals, *words_BL.shape)
+
+
+def _refuse_bad_rows(trace: RoutingTrace) -> None:
+    """What a reader refuses is not written: a constructed trace was never checked."""
+    as_tokens(trace.token_ids_N, name="token_ids_N")
+    as_versions(trace.weight_versions_N, name="weight_versions_N")
+    if (trace.weight_versions_N[~trace.valid_N] != NO_VERSION).any():
+        raise TraceContentError("a row without routes states a weight version; expected NO_VERSION")
 
 
 def _refuse_bad_cells(trace: RoutingTrace, ids: NDArray[Any]) -> None:

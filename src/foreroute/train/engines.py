@@ -21,7 +21,7 @@ def make_engine(run: TrainConfig, policy: hf.RoutedModel) -> Engine:
         return hf.EmbeddedEngine(policy.model, config.precision, gate_weights=run.rl.routing == "R3+weights")
     if place.mode == "process":
         settings = vllm.ProcessSettings(
-            python=Path(place.python),
+            python=Path(str(place.python)),  # TrainConfig refuses a process without
             precision=config.precision,
             max_model_len=place.max_model_len,
             timeout_s=place.timeout_s,

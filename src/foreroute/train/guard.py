@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from foreroute.errors import CollapseError, DivergedError
+from pydantic import TypeAdapter, ValidationError
+
+from foreroute.errors import CollapseError, DivergedError, RunFolderError
 from foreroute.mismatch import Alarm, Signals, alarms, trouble_began
 from foreroute.train.config import AlarmsConfig
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollback import Rollback, read_rollbacks, roll_back
 from foreroute.train.run_folder import RunFolder
+
+_SIGNALS = TypeAdapter(Signals)
+_ALARMS = TypeAdapter(list[Alarm])
 
 
 class Guard:
@@ -21,15 +28,23 @@ class Guard:
         config: the rules and the action.
         run: its folder, with the metrics of the steps before.
         ranks: of the run.
+        step: the next. What the metrics have of it and of later ones runs again.
+
+    Raises:
+        RunFolderError: when figures or alarms of a step before are none.
     """
 
-    def __init__(self, config: AlarmsConfig, run: RunFolder, ranks: Ranks) -> None:
+    def __init__(self, config: AlarmsConfig, run: RunFolder, ranks: Ranks, step: int) -> None:
         self._config, self._run, self._ranks = config, run, ranks
         self._rules = config.rules()
         self._rollbacks = read_rollbacks(run)
-        past = run.metrics() if ranks.rank == 0 else []
-        self._history = [Signals.of(record) for record in past]
-        self._alarms = {record["step"]: [Alarm(**each) for each in record["alarms"]] for record in past}
+        past = run.metrics.records()[:step] if ranks.rank == 0 else []
+        self._history: list[Signals] = []
+        self._alarms: dict[int, list[Alarm]] = {}
+        for record in past:
+            signals, found = _read(run, record)
+            self._history.append(signals)
+            self._alarms[record["step"]] = found
         self._rolled_back = False
 
     def examine(self, record: dict[str, Any]) -> None:
@@ -99,3 +114,16 @@ class Guard:
         )
         roll_back(self._run, rollback)
         self._rolled_back = True
+
+
+def _read(run: RunFolder, record: Mapping[str, Any]) -> tuple[Signals, list[Alarm]]:
+    """What a line of metrics says about its step."""
+    try:
+        signals = Signals.of(record)
+        _SIGNALS.validate_json(json.dumps(asdict(signals)), strict=True)
+        return signals, _ALARMS.validate_json(json.dumps(record["alarms"]), strict=True)
+    except (AttributeError, LookupError, TypeError, ValidationError) as error:
+        raise RunFolderError(
+            f"{run.metrics.path}, line {record['step'] + 1} is damaged: its alarms, or the figures that alarms "
+            "look at, are none. Restore the file from a copy"
+        ) from error

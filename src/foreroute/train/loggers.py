@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from foreroute.errors import ConfigError, how_to_install
-from foreroute.files import write_atomically
+from foreroute.errors import ConfigError, RunFolderError, how_to_install
+from foreroute.files import read_text, write_atomically
 from foreroute.train.config import LoggingConfig, TrainConfig
+from foreroute.train.metrics_file import writing
 from foreroute.train.rollback import read_rollbacks
-from foreroute.train.run_folder import RunFolder, writing
+from foreroute.train.run_folder import RunFolder
+
+IDENTITY = re.compile(r"[0-9a-f]{12}")
 
 
 class Logger(Protocol):
@@ -125,8 +130,11 @@ class WeightsAndBiases:
 def _identity(run: RunFolder) -> str:
     """Of the run at Weights & Biases, made when it is first asked for."""
     path = run.path / "wandb-id"
-    if not path.exists():
+    if not os.path.lexists(path):
         made = secrets.token_hex(6)
         with writing(path):
             write_atomically(path, made)
-    return path.read_text(encoding="utf-8")
+    identity = read_text(path, RunFolderError)
+    if not IDENTITY.fullmatch(identity):
+        raise RunFolderError(f"{path} is damaged: it holds {identity!r:.40}. Remove it to begin another run there")
+    return identity

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ from foreroute.train.optimizer import make_optimizer, set_learning_rate
 from foreroute.train.recompute import Recomputed, recompute
 from foreroute.train.reference import Reference
 from foreroute.train.rollout import Experience, roll_out
-from foreroute.train.run_folder import load_checkpoint, misfit_named
+from foreroute.train.run_folder import misfit_named
 from foreroute.train.schedule import Schedule, Stage, make_schedule
 from foreroute.train.tasks import Task
 from foreroute.train.update import Updated, update
@@ -111,16 +110,19 @@ class Trainer:
             return state
         return state | {"rollouts": self.ahead.state(self.skipped_steps)}
 
-    def restore(self, checkpoint: Path) -> None:
+    def restore(self, state: Mapping[str, Any], name: str = "the checkpoint") -> None:
         """Continue from a checkpoint of the same run, passing over the data of `skipped_steps`.
 
         Rollouts that waited then, and whose data is passed over since, are dropped.
 
+        Args:
+            state: as `load_checkpoint` gave it.
+            name: of the checkpoint, for errors.
+
         Raises:
-            RunFolderError: when it is damaged, or of another model.
+            RunFolderError: when it is of another model.
         """
-        state = load_checkpoint(checkpoint)
-        with misfit_named(f"checkpoint {checkpoint}"):
+        with misfit_named(name):
             self.execution.load(state["model"], self.optimizer, state["optimizer"])
             self.step = state["step"]
             if self.ahead is not None:
@@ -233,8 +235,10 @@ class Trainer:
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
-        self.seconds[stage] = time.perf_counter() - start
+        try:
+            yield
+        finally:
+            self.seconds[stage] = time.perf_counter() - start
 
 
 def make_trainer(

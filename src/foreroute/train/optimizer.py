@@ -21,6 +21,23 @@ def make_optimizer(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return (MasterAdamW if low else torch.optim.AdamW)(parameters, **options)
 
 
+def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Take up a state, of which torch itself looks at the number of parameters alone.
+
+    Raises:
+        ValueError: when it is of parameters of other shapes.
+        KeyError: when it is none.
+    """
+    optimizer.load_state_dict(dict(state))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for name, value in optimizer.state[parameter].items():
+                if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                    raise ValueError(
+                        f"{name} of shape {list(value.shape)} is not that of a weight of shape {list(parameter.shape)}"
+                    )
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: RLConfig, step: int) -> None:
     """That of a step, from 0: it rises linearly over `warmup_steps`, and stays."""
     share = min(1.0, (step + 1) / (config.warmup_steps + 1))

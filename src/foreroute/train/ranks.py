@@ -147,6 +147,20 @@ def _words(error: Exception | None) -> str | None:
     return str(error) or words if isinstance(error, ForerouteError) else words
 
 
+def num_started() -> int:
+    """How many processes torchrun says that it started; 1 without it.
+
+    Raises:
+        ConfigError: when the environment says nonsense.
+    """
+    said = os.environ.get("WORLD_SIZE", "1")
+    if not (said.isascii() and said.isdecimal() and int(said)):
+        raise ConfigError(
+            f"the environment has WORLD_SIZE={said!r:.40}, no number of processes; unset it, or use torchrun"
+        )
+    return int(said)
+
+
 @contextmanager
 def joined(num_ranks: int, timeout_s: float) -> Iterator[Ranks]:
     """The processes that were started for this run, by torchrun or in a group that exists already.
@@ -157,8 +171,9 @@ def joined(num_ranks: int, timeout_s: float) -> Iterator[Ranks]:
 
     Raises:
         ConfigError: when there are more or fewer.
+        RankError: when they do not find each other.
     """
-    started = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    started = dist.get_world_size() if dist.is_initialized() else num_started()
     if started != num_ranks:
         raise ConfigError(
             f"parallel.expert is {num_ranks} and {started} process{'es run' if started > 1 else ' runs'}; start one "
@@ -169,7 +184,13 @@ def joined(num_ranks: int, timeout_s: float) -> Iterator[Ranks]:
         return
     made_here = not dist.is_initialized()
     if made_here:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        try:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        except (ValueError, RuntimeError) as error:
+            raise RankError(
+                f"the {num_ranks} processes of the run did not find each other: {error}. Start them with torchrun, and "
+                "look for the error of one that ended"
+            ) from error
     try:
         yield Ranks(Votes(timeout_s=PATIENCE_S))
     finally:

@@ -75,8 +75,7 @@ def recompute(
                 logprobs_R, entropy_R = response_logprobs(routed.model, part, temperature)
             logprobs.append(logprobs_R.numpy())
             entropies.append(entropy_R.numpy())
-            last = [part.trace.tokens(s)[-1:] for s in range(len(part))]
-            executed.append(recording.trace().continued_by(RoutingTrace.unrouted(routed.spec, last)))
+            executed.append(recording.rollout([part.trace.tokens(s) for s in range(len(part))]))
             margins.append(recording.margins_NL())
     responses_S, routed_S = generation.response_lengths, generation.trace.lengths - 1
     return Recomputed(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from foreroute.train.config import TrainConfig
@@ -28,14 +30,21 @@ class Recorder:
         """Open the loggers; `first_step` is the next."""
         self._loggers = open_loggers(self._config, self._run, first_step)
 
-    def write(self, step: int, experience: Experience, record: dict[str, Any]) -> None:
-        """Everything about one step. Adds the alarms to the record."""
-        if step % self._config.measure.save_trace_every == 0:
-            self._run.save_trace(step, experience.generation.trace.without_gate_weights())
+    def write(self, step: int, experience: Experience, record: dict[str, Any]) -> Path | None:
+        """Everything about one step. Adds the alarms to the record.
+
+        Returns:
+            Where what was recorded of this step and of later ones was put, if it was something else.
+        """
         self._guard.examine(record)
-        self._run.append_metrics(record)
+        aside = self._run.supersede(record)
+        if step % self._config.measure.save_trace_every == 0:
+            generation = experience.generation
+            self._run.save_rollout(step, replace(generation, trace=generation.trace.without_gate_weights()))
+        there = self._run.metrics.append(record)
         for logger in self._loggers:
-            logger.log(step, scalars(record))
+            logger.log(step, scalars(there))
+        return aside
 
     def close(self) -> None:
         """End the loggers."""

@@ -14,7 +14,7 @@ from foreroute.errors import RunFolderError
 from foreroute.train.config import TrainConfig
 from foreroute.train.forward import sampled_logprobs
 from foreroute.train.model import make_model
-from foreroute.train.run_folder import RunFolder, load_checkpoint
+from foreroute.train.run_folder import RunFolder, misfit_named
 from foreroute.train.schedule import Stage
 from foreroute.train.tasks import Task
 
@@ -38,11 +38,13 @@ def load_reference(config: TrainConfig, task: Task, run: RunFolder) -> Reference
     Raises:
         RunFolderError: when that is gone or damaged.
     """
-    first = run.path / "checkpoints" / "step-000000.pt"
-    if not first.is_file():
+    first = run.path / "checkpoints" / "step-000000.safetensors"
+    if not first.exists():
         raise RunFolderError(
             f"{first} does not exist; rl.kl_coefficient needs the weights that the run began with. Restore the file"
         )
     model = make_model(config.model, task, seed=0)
-    model.load_state_dict(hf.without_lora(load_checkpoint(first)["model"]))
+    weights = run.load(first).state["model"]
+    with misfit_named(f"checkpoint {first}"):
+        model.load_state_dict(hf.without_lora(weights))
     return Reference(model)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.errors import ConfigError, DivergedError, RunFolderError
+from foreroute.train.checkpoint import load_checkpoint
 from foreroute.train.config import TrainConfig
 from foreroute.train.engines import make_engine
 from foreroute.train.guard import Guard
@@ -22,8 +23,8 @@ from foreroute.train.model import make_policy, write_model
 from foreroute.train.ranks import Ranks, joined
 from foreroute.train.recorder import Recorder
 from foreroute.train.reference import load_reference
-from foreroute.train.rollback import Rollback, as_rolled_back, read_rollbacks, settle
-from foreroute.train.run_folder import RunFolder, load_checkpoint, misfit_named
+from foreroute.train.rollback import Rollback, as_rolled_back, read_rollbacks, require_fit, settle
+from foreroute.train.run_folder import RunFolder, by_key, misfit_named
 from foreroute.train.spread import compile_planner, make_execution
 from foreroute.train.tasks import Task, make_task
 from foreroute.train.warm_start import warm_start
@@ -38,12 +39,15 @@ class Watcher:
         on_step: called with the record of each finished step.
         should_stop: asked before each step; when true the state is saved and the run ends.
         on_rollback: called when the run has gone back to an earlier checkpoint.
+        on_superseded: called with a step that ran again and came out otherwise than it was recorded, and with the
+            folder that the earlier records are in.
     """
 
     on_warm_start: Callable[[int, float], None] = lambda step, loss: None
     on_step: Callable[[dict[str, Any]], None] = lambda record: None
     should_stop: Callable[[], bool] = lambda: False
     on_rollback: Callable[[Rollback], None] = lambda rollback: None
+    on_superseded: Callable[[int, Path], None] = lambda step, folder: None
 
 
 def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: Watcher | None = None) -> RunFolder:
@@ -64,10 +68,10 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
     """
     watcher = watcher or Watcher()
     torch.set_num_threads(config.threads)
-    with joined(config.parallel.expert, config.parallel.timeout_s) as ranks:
-        ranks.require_same(_by_key(config.model_dump()), "Start all of them with the same configuration")
-        ranks.first("opening the run folder", lambda: _open(config, folder, resume))
-        run = RunFolder(folder)
+    run = RunFolder(folder, config)
+    with joined(config.parallel.expert, config.parallel.timeout_s) as ranks, ExitStack() as held:
+        ranks.require_same(by_key(config.model_dump()), "Start all of them with the same configuration")
+        ranks.first("opening the run folder", lambda: _open(config, run, held, resume=resume))
         with closing(ranks.together("reading the task", lambda: make_task(config))) as task:
             ranks.require_same({"the data": task.data_digest}, "Give all of them the same files")
             while _goes_back(config, task, run, ranks, watcher, resume=resume):
@@ -97,19 +101,17 @@ def _goes_back(
             return _run(trainer, run, watcher)
 
 
-def _by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _by_key(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
-
-
-def _open(config: TrainConfig, folder: Path, resume: bool) -> None:
+def _open(config: TrainConfig, run: RunFolder, held: ExitStack, *, resume: bool) -> None:
     require_loggers(config.logging)
-    if resume:
-        settle(RunFolder.reopen(folder, config))
-    else:
-        RunFolder.claim(folder)
+    if not resume:
+        run.require_new()
+        held.enter_context(run.held())
+        run.require_new()
+        return
+    run.require_begun()
+    held.enter_context(run.held())
+    settle(run)
+    require_fit(run)
 
 
 def _require_divisible(policy: hf.RoutedModel, ranks: Ranks) -> None:
@@ -121,11 +123,25 @@ def _require_divisible(policy: hf.RoutedModel, ranks: Ranks) -> None:
 
 
 def _last_checkpoint(run: RunFolder, ranks: Ranks) -> Path | None:
-    """The same on all ranks."""
-    last = run.last_checkpoint()
+    """The same on all ranks.
+
+    Raises:
+        RunFolderError: when there is none, and steps were recorded.
+    """
+    last = ranks.together("looking for the last checkpoint", run.last_checkpoint)
     seen = None if last is None else last.name
     ranks.require_same({"the last checkpoint": seen}, f"Put {run.path} on a file system that all of them share")
+    if last is None:
+        ranks.first("looking for metrics without a checkpoint", lambda: _require_nothing_recorded(run))
     return last
+
+
+def _require_nothing_recorded(run: RunFolder) -> None:
+    if recorded := len(run.metrics.records()):
+        raise RunFolderError(
+            f"{run.path} has the records of {recorded} steps and no checkpoint to go on from. Restore one from a copy, "
+            "or start in another folder"
+        )
 
 
 def _begin(model: Any, config: TrainConfig, task: Task, ranks: Ranks, watcher: Watcher) -> bool:
@@ -147,14 +163,15 @@ def _begin(model: Any, config: TrainConfig, task: Task, ranks: Ranks, watcher: W
 def _start(trainer: Trainer, run: RunFolder, last: Path | None, *, resume: bool) -> None:
     ranks, digest = trainer.execution.ranks, trainer.task.data_digest
     if last is not None:
-        ranks.first("comparing the data", lambda: run.bind_data(digest))
-        ranks.together(f"loading {last}", lambda: trainer.restore(last))
-        ranks.first("taking up the metrics", lambda: run.forget_metrics_from(trainer.step))
+        ranks.first("comparing the data", lambda: run.bind_data(digest, begun=True))
+        checkpoint = ranks.together(f"loading {last}", lambda: run.load(last))
+        ranks.together(f"taking up {last}", lambda: trainer.restore(checkpoint.state, f"checkpoint {last}"))
+        ranks.first("taking up the metrics", lambda: run.metrics.take_up(trainer.step, checkpoint.metrics))
     else:
         # a run that was killed before its first checkpoint has a configuration already
         if not resume:
-            ranks.first("making the run folder", lambda: run.begin(trainer.config))
-        ranks.first("noting the data", lambda: run.bind_data(digest))
+            ranks.first("making the run folder", run.begin)
+        ranks.first("noting the data", lambda: run.bind_data(digest, begun=False))
         _save(trainer, run)
     if trainer.config.rl.kl_coefficient:
         trainer.reference = ranks.together(
@@ -165,7 +182,7 @@ def _start(trainer: Trainer, run: RunFolder, last: Path | None, *, resume: bool)
 def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> bool:
     """True when the run was rolled back."""
     config, ranks = trainer.config, trainer.execution.ranks
-    guard = Guard(config.alarms, run, ranks)
+    guard = Guard(config.alarms, run, ranks, trainer.step)
     with closing(Recorder(config, run, guard)) as recorder:
         ranks.first("opening the loggers", lambda: recorder.open(trainer.step))
         return _take_steps(trainer, run, watcher, guard, recorder)
@@ -176,7 +193,7 @@ def _take_steps(trainer: Trainer, run: RunFolder, watcher: Watcher, guard: Guard
     while trainer.step < last and not ranks.most([watcher.should_stop()])[0]:
         step = trainer.step
         try:
-            record = _take_step(trainer, recorder)
+            record = _take_step(trainer, recorder, watcher)
             if record:
                 watcher.on_step(record)
             # before a checkpoint is saved, so that a run that is killed here comes to the same decision again
@@ -194,11 +211,15 @@ def _take_steps(trainer: Trainer, run: RunFolder, watcher: Watcher, guard: Guard
     return False
 
 
-def _take_step(trainer: Trainer, recorder: Recorder) -> dict[str, Any]:
+def _take_step(trainer: Trainer, recorder: Recorder, watcher: Watcher) -> dict[str, Any]:
     """Its record, which is written down, on rank 0; elsewhere it is empty."""
     step = trainer.step
     experience, record = trainer.run_step()
-    write = partial(recorder.write, step, experience, record)
+
+    def write() -> None:
+        if (aside := recorder.write(step, experience, record)) is not None:
+            watcher.on_superseded(step, aside)
+
     trainer.execution.ranks.first(f"writing the metrics of step {step}", write)
     return record
 
@@ -221,8 +242,7 @@ def _warm_start(model: Any, config: TrainConfig, task: Task, watcher: Watcher) -
         return True
     if source is None:
         return warm_start(model, config, task, watcher.on_warm_start, watcher.should_stop)
-    if not Path(source).is_file():
-        raise RunFolderError(f"warm_start.checkpoint {source} does not exist")
+    weights = load_checkpoint(Path(source))["model"]
     with misfit_named(f"warm_start.checkpoint {source}"):
-        model.load_state_dict(load_checkpoint(Path(source))["model"])
+        model.load_state_dict(weights)
     return True

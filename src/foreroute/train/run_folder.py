@@ -1,35 +1,43 @@
-"""The folder of a run: its configuration, one line of metrics per step, checkpoints, and traces.
+"""The folder of a run: its configuration, one line of metrics per step, checkpoints, and rollouts.
 
-config.json                  the resolved configuration
-data.txt                     the digest of the data set, where there is one
-metrics.jsonl                one JSON object per finished step
-checkpoints/step-000020.pt   the state before step 20
-traces/step-000020.safetensors
-model/                       the policy after the last step, as a Hugging Face folder
+config.json                           the resolved configuration
+data.txt                              the digest of the data set, where there is one
+metrics.jsonl                         one JSON object per finished step
+checkpoints/step-000020.safetensors   the state before step 20, sealed
+rollouts/step-000020.safetensors      the log-probs of step 20, and beside them the trace, as `save_generation` writes
+traces/step-000020.safetensors        that trace again, by another name of the same file: a `TraceStore`
+model/                                the policy after the last step, as a Hugging Face folder
+superseded-1/                         metrics and rollouts of steps that ran again, and came out otherwise
+.lock                               held while a process trains here; the system lets go of it when that process ends
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
+from foreroute.capture import Generation, save_generation
+from foreroute.errors import ConfigError, ForerouteError, RunFolderError
+from foreroute.files import TensorFile, parse_json, read_text, write_atomically
+from foreroute.trace import save
+from foreroute.train.checkpoint import NAME, Checkpoint, read_checkpoint, write_checkpoint
+from foreroute.train.config import TrainConfig, parse_config
+from foreroute.train.metrics_file import MetricsFile, writing
 
-from foreroute.errors import ForerouteError, RunFolderError
-from foreroute.files import write_atomically
-from foreroute.trace import RoutingTrace, save
-from foreroute.train.config import TrainConfig
-
-CHECKPOINT = re.compile(r"step-(\d{6})\.pt")
-LEFT_BEHIND = re.compile(r"\.config\.json\.[0-9a-f]{8}")
+LOCK = ".lock"
+LEFT_BEHIND = re.compile(r"\.lock|\.config\.json\.[0-9a-f]{8}")
 """What a run leaves that is killed before its configuration is written."""
 MAY_CHANGE = ("parallel.", "alarms.", "logging.")
+DIGEST = re.compile(r"[0-9a-f]{32}( [0-9a-f]{32})*")
+NUMBERED = re.compile(r"step-(\d{6,})\..+")
+"""Files of a step."""
 
 
 class RunFolder:
@@ -37,169 +45,243 @@ class RunFolder:
 
     What cannot be written, on a full disk for one, is a `RunFolderError`; what was there before is whole.
 
+    Args:
+        path: the folder.
+        config: what is trained there; reading needs none.
+
     Attributes:
         path: the folder.
+        metrics: the records of its steps.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, config: TrainConfig | None = None) -> None:
+        self.path, self.metrics = path, MetricsFile(path / "metrics.jsonl")
+        self._config = config
 
-    @classmethod
-    def claim(cls, path: Path) -> RunFolder:
-        """A folder for a new run; nothing is written yet.
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Make sure that no other process trains here meanwhile. A folder in which nothing was written is removed.
+
+        Raises:
+            RunFolderError: when one does.
+        """
+        existed = os.path.lexists(self.path)
+        path = self.path / LOCK
+        with writing(path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = _locked(path)
+        try:
+            yield
+        finally:
+            try:
+                # still locked: who waits for this file finds that it is gone, and makes another
+                with suppress(OSError):
+                    os.unlink(path)
+                if not existed:
+                    with suppress(OSError):
+                        os.rmdir(self.path)
+            finally:
+                os.close(descriptor)
+
+    def require_new(self) -> None:
+        """Make sure that nothing is there.
 
         Raises:
             RunFolderError: when the folder already holds something.
         """
-        if path.exists() and (not path.is_dir() or not all(LEFT_BEHIND.fullmatch(p.name) for p in path.iterdir())):
-            raise RunFolderError(f"{path} is not empty; nothing was changed. Use --resume to go on, or another folder")
-        return cls(path)
+        if not all(LEFT_BEHIND.fullmatch(path.name) for path in _entries(self.path)):
+            raise RunFolderError(
+                f"{self.path} is not empty; nothing was changed. Use --resume to go on, or another folder"
+            )
 
-    def begin(self, config: TrainConfig) -> None:
+    def begin(self) -> None:
         """Make the folder and write the configuration.
 
         Raises:
-            RunFolderError: when something was put there since it was claimed.
+            RunFolderError: when something was put there meanwhile.
         """
-        RunFolder.claim(self.path)
-        text = json.dumps(config.model_dump(), indent=2)
-        with writing(self.path / "config.json") as path:
+        assert self._config is not None, "a run has a configuration"
+        self.require_new()
+        text = json.dumps(self._config.model_dump(), indent=2)
+        path = self.path / "config.json"
+        with writing(path):
             write_atomically(path, text)
 
-    def bind_data(self, digest: str) -> None:
+    def require_begun(self) -> None:
+        """Make sure that a run of this configuration is there; `rl.steps`, and how it is run and watched, may differ.
+
+        Raises:
+            RunFolderError: when there is no run, or its configuration is damaged or another.
+        """
+        assert self._config is not None, "a run has a configuration"
+        path = self.path / "config.json"
+        if not os.path.lexists(path):
+            raise RunFolderError(f"{self.path} holds no run to resume: there is no config.json")
+        stored = parse_json(read_text(path, RunFolderError), RunFolderError, name=str(path))
+        if not isinstance(stored, dict):
+            raise RunFolderError(f"{path} is damaged: it is no configuration. Restore it from a copy")
+        keys = _changed_keys(stored, self._config.model_dump())
+        changed = {key for key in keys if not _may_change(key)}
+        if changed:
+            raise RunFolderError(
+                f"{self.path} was started with another configuration; these keys differ: {', '.join(sorted(changed))}. "
+                "Resume with the configuration in its config.json, or start in another folder"
+            )
+        try:
+            parse_config(stored, source=str(path))
+        except ConfigError as error:
+            raise RunFolderError(f"{error}\nRestore it from a copy") from error
+
+    def bind_data(self, digest: str, *, begun: bool) -> None:
         """Remember what a new run is trained on, or make sure that a resumed one goes on with the same.
 
         Args:
             digest: empty for a task that makes its problems.
+            begun: whether the run has a checkpoint.
 
         Raises:
-            RunFolderError: when the data set is another.
+            RunFolderError: when the data set is another, or what was remembered is gone or damaged.
         """
         path = self.path / "data.txt"
         if not digest:
             return
-        if not path.exists():
+        if not os.path.lexists(path):
+            if begun:
+                raise RunFolderError(f"{path} does not exist: the data of the run is not known. Restore it from a copy")
             with writing(path):
                 write_atomically(path, digest)
-        elif path.read_text(encoding="utf-8") != digest:
+            return
+        stored = read_text(path, RunFolderError)
+        if not DIGEST.fullmatch(stored) or len(stored) != len(digest):
+            raise RunFolderError(f"{path} is damaged: it holds {stored!r:.60}, no digest. Restore it from a copy")
+        if stored != digest:
             raise RunFolderError(
                 f"{self.path} was started with other data: task.data or evaluation.data has changed since. Resume with "
                 "the files as they were, or start in another folder"
             )
 
-    @classmethod
-    def reopen(cls, path: Path, config: TrainConfig) -> RunFolder:
-        """Take up a run with the same configuration; only `rl.steps`, and how it is run and watched, may differ.
+    def supersede(self, record: Mapping[str, Any]) -> Path | None:
+        """Put aside what was recorded of a step and of those after it, if the step now came out otherwise.
 
-        Raises:
-            RunFolderError: when there is no run, or its configuration is another.
+        A step that runs again on another machine, or with other libraries, may.
+
+        Args:
+            record: of the step.
+
+        Returns:
+            The folder that it was put into, or None when nothing was recorded, or the same.
         """
-        try:
-            stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise RunFolderError(f"{path} holds no run to resume (config.json: {error})") from error
-        keys = _changed_keys(stored, config.model_dump())
-        changed = {key for key in keys if key != "rl.steps" and not key.startswith(MAY_CHANGE)}
-        if changed:
-            raise RunFolderError(
-                f"{path} was started with another configuration; these keys differ: {', '.join(sorted(changed))}. "
-                "Resume with the configuration in its config.json, or start in another folder"
-            )
-        return cls(path)
+        if not self.metrics.contradicts(record):
+            return None
+        number = 1
+        while os.path.lexists(self.path / f"superseded-{number}"):
+            number += 1
+        aside = self.path / f"superseded-{number}"
+        self.put_aside(aside, {"rollouts": record["step"], "traces": record["step"]}, metrics_from=record["step"])
+        return aside
 
-    def append_metrics(self, record: dict[str, Any]) -> None:
-        """Add one line and flush it to disk."""
-        with writing(self.path / "metrics.jsonl") as path, open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def put_aside(self, aside: Path, first: Mapping[str, int], *, metrics_from: int) -> None:
+        """Move lines of metrics, and numbered files, to another folder. What was moved before stays there.
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """The records of all finished steps; a torn last line is none."""
-        path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines]
-
-    def forget_metrics_from(self, step: int) -> None:
-        """Drop the lines of steps that will run again, and a torn last line."""
-        path = self.path / "metrics.jsonl"
-        if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines()[:step]
-            with writing(path):
-                write_atomically(path, "".join(line + "\n" for line in lines))
+        Args:
+            aside: the folder.
+            first: by the name of a folder of files, the first step to move.
+            metrics_from: the step of the first line to move.
+        """
+        self.metrics.move(metrics_from, aside / "metrics.jsonl")
+        for name, step in first.items():
+            _move(self.path / name, aside / name, step)
 
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> Path:
         """Write the state before `step`: the whole file or nothing."""
-        with writing(self.path / "checkpoints" / f"step-{step:06d}.pt") as path:
-            write_atomically(path, lambda file: torch.save({"step": step, **state}, file))
+        checkpoint = Checkpoint({"step": step, **state}, config_digest(self._config), self.metrics.digest(step))
+        path = self.path / "checkpoints" / f"step-{step:06d}.safetensors"
+        with writing(path):
+            write_checkpoint(path, checkpoint)
         return path
 
     def last_checkpoint(self) -> Path | None:
         """The checkpoint of the highest step, or None."""
-        folder = self.path / "checkpoints"
-        found = [p for p in folder.iterdir() if CHECKPOINT.fullmatch(p.name)] if folder.is_dir() else []
-        return max(found, default=None)
+        found = self._checkpoints()
+        return found[max(found)] if found else None
+
+    def load(self, path: Path) -> Checkpoint:
+        """Read a checkpoint of this run.
+
+        Raises:
+            RunFolderError: when it is missing or damaged, or of another run.
+        """
+        try:
+            checkpoint = read_checkpoint(path)
+        except RunFolderError as error:
+            raise RunFolderError(f"{error}. Restore it from a copy, or remove it to use the one before") from error
+        if checkpoint.config != config_digest(self._config):
+            raise RunFolderError(
+                f"checkpoint {path} was saved by a run of another configuration. Remove it to use the one before"
+            )
+        return checkpoint
+
+    def checkpoint_step_before(self, step: int) -> int:
+        """The step of the last checkpoint from before `step`, or of the first one.
+
+        Raises:
+            RunFolderError: when there is none.
+        """
+        steps = sorted(self._checkpoints())
+        if not steps:
+            raise RunFolderError(
+                f"{self.path / 'checkpoints'} holds no checkpoint to go back to; restore one from a copy"
+            )
+        return max((each for each in steps if each < step), default=steps[0])
 
     def save_model(self, write: Callable[[Path], None]) -> Path:
         """Have the final model written to a folder: all of it or nothing. One that is there is replaced."""
-        with writing(self.path / "model") as path:
-            unfinished = path.with_name(".model")
+        path = self.path / "model"
+        with writing(path):
+            unfinished, replaced = path.with_name(".model"), path.with_name(".model.replaced")
+            for leftover in (unfinished, replaced):
+                _remove(leftover)
             write(unfinished)
-            if path.exists():
-                shutil.rmtree(path)
-            unfinished.rename(path)
+            _sync(unfinished)
+            if os.path.lexists(path):
+                os.replace(path, replaced)
+            os.replace(unfinished, path)
+            _remove(replaced)
         return path
 
-    def checkpoint_step_before(self, step: int) -> int:
-        """The step of the last checkpoint from before `step`, or of the first one."""
-        steps = sorted(
-            int(match[1]) for p in (self.path / "checkpoints").iterdir() if (match := CHECKPOINT.fullmatch(p.name))
-        )
-        return max((each for each in steps if each < step), default=steps[0])
+    def save_rollout(self, step: int, generation: Generation) -> None:
+        """Keep a step's rollout, and its trace among those of the run. A step that runs again writes the same again."""
+        rollout = self.path / "rollouts" / f"step-{step:06d}.safetensors"
+        with writing(rollout):
+            save_generation(generation, rollout, overwrite=True)
+        trace = self.path / "traces" / rollout.name
+        with writing(trace):
+            with TensorFile(rollout, RunFolderError) as file:
+                beside = rollout.with_name(file.metadata["foreroute.trace"])
+            if not _linked(beside, trace):
+                save(generation.trace, trace, overwrite=True)
 
-    def save_trace(self, step: int, trace: RoutingTrace) -> None:
-        """Keep the routes of a step's rollout. A step that runs again writes the same trace again."""
-        with writing(self.path / "traces" / f"step-{step:06d}.safetensors") as path:
-            save(trace, path, overwrite=True)
-
-
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint without executing anything in it.
-
-    Raises:
-        RunFolderError: when it is missing or damaged.
-    """
-    try:
-        state = torch.load(path, weights_only=True)
-        if not isinstance(state, dict) or "step" not in state or "model" not in state:
-            raise ValueError("it holds no step and model")
-    except Exception as error:  # torch.load raises whatever its unpickler and zip reader raise
-        raise RunFolderError(f"checkpoint {path} cannot be read ({error}). Remove it to use the one before") from error
-    return state
+    def _checkpoints(self) -> dict[int, Path]:
+        found = ((path, NAME.fullmatch(path.name)) for path in _entries(self.path / "checkpoints"))
+        return {int(match[1]): path for path, match in found if match}
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[Path]:
-    """What cannot be written is a `RunFolderError` that says so."""
-    try:
-        yield path
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError where the disk is full
-        if isinstance(error, ForerouteError):
-            raise
-        raise RunFolderError(
-            f"{path} cannot be written ({error}). What was written before is whole: make room, then go on with --resume"
-        ) from error
+def config_digest(config: TrainConfig | None) -> str:
+    """XXH3-128, as hex, of all keys that may not change from one start of a run to the next; empty without any."""
+    from xxhash import xxh3_128
+
+    if config is None:
+        return ""
+    fixed = {key: value for key, value in by_key(config.model_dump()).items() if not _may_change(key)}
+    return xxh3_128(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
 
-def _changed_keys(stored: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> set[str]:
-    changed = set()
-    for key in stored.keys() | wanted.keys():
-        a, b = stored.get(key), wanted.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            changed |= _changed_keys(a, b, f"{prefix}{key}.")
-        elif a != b:
-            changed.add(prefix + key)
-    return changed
+def by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of tables within tables, by their whole key."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= by_key(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
 
 
 @contextmanager
@@ -207,7 +289,86 @@ def misfit_named(what: str) -> Iterator[None]:
     """What does not fit is a `RunFolderError` that says what was loaded."""
     try:
         yield
-    except (KeyError, RuntimeError, ValueError) as error:
-        if isinstance(error, ForerouteError):
-            raise
+    except ForerouteError:
+        raise
+    except (AttributeError, LookupError, ArithmeticError, RuntimeError, TypeError, ValueError) as error:
         raise RunFolderError(f"{what} does not fit this model and optimizer: {error}") from error
+
+
+def _may_change(key: str) -> bool:
+    return key == "rl.steps" or key.startswith(MAY_CHANGE)
+
+
+def _changed_keys(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> set[str]:
+    old, new = by_key(stored), by_key(wanted)
+    nothing = object()
+    return {key for key in old.keys() | new.keys() if old.get(key, nothing) != new.get(key, nothing)}
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What is in a folder; nothing when there is none."""
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{folder} cannot be looked into ({error}); expected the folder of a run") from error
+
+
+def _move(source: Path, target: Path, first: int) -> None:
+    """The files of steps from `first` on."""
+    found = [(path, NUMBERED.fullmatch(path.name)) for path in _entries(source)]
+    with writing(target):
+        target.mkdir(parents=True, exist_ok=True)
+        for path, match in found:
+            if match and int(match[1]) >= first:
+                os.replace(path, target / path.name)
+
+
+def _linked(source: Path, target: Path) -> bool:
+    """Give a file a second name, where the file system has links."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True
+
+
+def _locked(path: Path) -> int:
+    """The descriptor of a file that is locked, and still named `path`."""
+    while True:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise RunFolderError(
+                f"{path.parent} is already in use: another process trains in it. Wait for it to end, "
+                "or use another folder"
+            ) from error
+        except OSError:  # a file system without locks
+            return descriptor
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        os.close(descriptor)  # who held it has removed it meanwhile
+
+
+def _remove(path: Path) -> None:
+    """A folder, or whatever else has its name; a link, and not what it points at."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
+
+
+def _sync(folder: Path) -> None:
+    """Make all files of a folder survive a power cut."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

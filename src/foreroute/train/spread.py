@@ -29,6 +29,7 @@ from foreroute.trace import RoutingTrace, count_assignments
 from foreroute.train.config import ParallelConfig, TrainConfig
 from foreroute.train.forward import pad
 from foreroute.train.load import StageLoad, execution_record
+from foreroute.train.optimizer import load_state
 from foreroute.train.ranks import Ranks
 from foreroute.train.schedule import Stage
 from foreroute.train.whole import Whole
@@ -97,7 +98,7 @@ class Spread:
 
     def load(self, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         self._placed.load_state_dict(weights)
-        optimizer.load_state_dict(self._converted(optimizer, state, gather=False))
+        load_state(optimizer, self._converted(optimizer, state, gather=False))
         self._published = False
 
     def plan(self, first: int, routes: RoutingTrace, stages: Sequence[Stage]) -> None:
@@ -121,11 +122,13 @@ class Spread:
             self._published = True
         exposed_s, publishing_s = known - begun, time.monotonic() - known
         self._placed.begin_step(planned.number, plan, planned.counts_MLGE, updating=updating)
-        self._now = StageLoad(stage.name, plan, planned.counts_MLGE, planning_s, exposed_s, publishing_s)
-        yield
-        self._now.transfers = self._engine.take_records()
-        self._loads.append(self._now)
-        self._now = None
+        now = self._now = StageLoad(stage.name, plan, planned.counts_MLGE, planning_s, exposed_s, publishing_s)
+        try:
+            yield
+        finally:
+            # records of a stage that failed are not those of the next one
+            self._now, now.transfers = None, self._engine.take_records()
+        self._loads.append(now)
 
     @contextmanager
     def micro_step(self, number: int, routes: RoutingTrace) -> Iterator[None]:

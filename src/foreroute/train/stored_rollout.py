@@ -17,7 +17,7 @@ from foreroute.train.rollout import Experience, Sampled
 
 
 def stored(experience: Experience) -> dict[str, Any]:
-    """Tensors and plain values, which `torch.load` reads without executing anything."""
+    """Tensors and plain values, which a checkpoint can hold."""
     generation = experience.generation
     return {
         "trace": _values(generation.trace, "spec"),

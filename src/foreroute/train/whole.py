@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foreroute.adapters.hf import RoutedModel
 from foreroute.trace import RoutingTrace
+from foreroute.train.optimizer import load_state
 from foreroute.train.ranks import Ranks
 from foreroute.train.schedule import Stage
 
@@ -70,7 +71,7 @@ class Whole:
 
     def load(self, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         self._model.load_state_dict(weights)
-        optimizer.load_state_dict(dict(state))
+        load_state(optimizer, state)
 
     def plan(self, first: int, routes: RoutingTrace, stages: Sequence[Stage]) -> None:
         pass

@@ -184,10 +184,14 @@ class TransferEngine:
         row_bytes = sum(tensor[0].numel() * tensor.element_size() for tensor in slots.tensors.values())
         paths = "direct" if self._channels.memory is None else self._options.paths
         host_V = choose_host_V(moves, row_bytes, self._topology, paths)
-        slots.expect(moves, self._peers.rank)
         what = f"fetching the replicas of {cell}"
         home = self._homes[cell.layer]
-        slots.burst = Burst(self._channels, moves, host_V, cell.layer, home, slots.tensors, what)
+        try:
+            slots.burst = Burst(self._channels, moves, host_V, cell.layer, home, slots.tensors, what)
+        except BaseException:
+            slots.renew()  # receipts that were posted may still fill the buffers
+            raise
+        slots.expect(moves, self._peers.rank)
 
     def _finish(self, slots: SlotSet, cell: Cell) -> None:
         """Wait for the replicas of a cell, and decide on all ranks alike who serves it."""

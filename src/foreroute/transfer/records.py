@@ -18,7 +18,8 @@ class TransferOptions:
     """How weights travel. The same on all ranks.
 
     Attributes:
-        paths: "host", "direct", or "auto", which takes the one that is expected to end sooner, move by move.
+        paths: "direct", from peer to peer; "host", through host memory within a node and from peer to peer between
+            nodes; or "auto", which takes the one that is expected to end sooner, move by move.
         slots: "layer": redundant slots per layer, which keep what they hold. "shared": sets of slots shared by all
             layers, one for the cell that runs and one for each that is prefetched.
         prefetch: cells ahead of the one that runs whose replicas are fetched; 0 fetches them when they are needed.

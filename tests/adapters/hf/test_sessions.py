@@ -1,6 +1,8 @@
 """What a session may and may not touch: other models, other passes, the model after it closes."""
 
 import copy
+import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -474,3 +476,114 @@ def test_a_router_that_ignores_its_selection_fails_the_self_check():
     router.forward = deaf
     with pytest.raises(AttachError, match=r"model\.layers\.1\.mlp\.gate .*not obeyed"):
         hf.attach(model)
+
+
+@pytest.mark.parametrize("second", ["replay", "record"])
+def test_sessions_of_a_model_that_was_attached_twice_are_refused_while_one_is_open(second):
+    model = tiny("qwen3_moe")
+    before = attributes(model)
+    one, two = hf.attach(model), hf.attach(model)
+    trace = random_routes(one.spec, BATCH)
+    with one.replay(trace), torch.no_grad():
+        expected = model(**BATCH).logits
+        with (
+            pytest.raises(ReplayError, match="attached twice"),
+            two.record() if second == "record" else two.replay(trace),
+        ):
+            model(**BATCH)
+        assert torch.equal(model(**BATCH).logits, expected)
+    assert same_attributes(before, attributes(model))
+    with two.replay(trace), torch.no_grad():
+        assert torch.equal(model(**BATCH).logits, expected)
+    assert same_attributes(before, attributes(model))
+
+
+def test_a_backward_of_one_attachment_is_refused_in_a_session_of_the_other():
+    model = tiny("qwen3_moe")
+    enable_checkpointing(model, False)
+    one, two = hf.attach(model), hf.attach(model)
+    trace = random_routes(one.spec, BATCH)
+    with one.replay(trace):
+        loss = loss_of(model, BATCH)
+    with two.record() as recording:
+        with pytest.raises(ReplayError, match="attached twice"):
+            loss.backward()
+        loss_of(model, BATCH)
+    assert recording.trace().num_rows == 19
+
+
+def test_no_part_of_a_model_is_copied_inside_a_session():
+    """Its routers would run those of the original."""
+    model = tiny("qwen3_moe")
+    with hf.attach(model).record():
+        for part in (model, model.model, model.model.layers[1], model.model.layers[1].mlp.gate):
+            for copied in (copy.deepcopy, pickle.dumps):
+                with pytest.raises(ReplayError, match="cannot be copied inside"):
+                    copied(part)
+        copy.deepcopy(model.lm_head)
+    assert pickle.loads(pickle.dumps(model.model.layers[1].mlp.gate)).weight.shape == (8, 32)
+
+
+@pytest.mark.parametrize("what", ["trunk", "router", "layer's checkpoint", "aux loss"])
+def test_what_somebody_wraps_inside_a_session_still_runs_after_it(what):
+    """Their wrapper keeps ours below it, for good; sessions and native forwards go on, each router once."""
+    model = tiny("qwen3_moe")
+    enable_checkpointing(model, False if what == "layer's checkpoint" else None)
+    holder, name = {
+        "trunk": (model.model, "forward"),
+        "router": (model.model.layers[1].mlp.gate, "forward"),
+        "layer's checkpoint": (model.model.layers[1], "_gradient_checkpointing_func"),
+        "aux loss": (model, "forward"),
+    }[what]
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    counts = "replayed" if what == "aux loss" else "native"
+    with torch.no_grad():
+        native = model(**BATCH).logits
+    with routed.replay(trace, counts=counts):
+        expected = loss_of(model, BATCH)
+        theirs = getattr(holder, name)
+        setattr(holder, name, lambda *args, **kwargs: theirs(*args, **kwargs))
+        assert torch.equal(loss_of(model, BATCH), expected)
+    with torch.no_grad():
+        assert torch.equal(model(**BATCH).logits, native)
+    with routed.replay(trace, counts=counts), routed.record() as recording:
+        loss_of(model, BATCH).backward()
+    assert np.array_equal(recording.trace().expert_ids_NLK, trace.expert_ids_NLK)
+    with torch.no_grad():
+        assert torch.equal(model(**BATCH).logits, native)
+
+
+def test_a_session_closed_in_the_middle_of_a_forward_is_named():
+    model = tiny("qwen3_moe")
+    recording = hf.attach(model).record()
+    recording.__enter__()
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: recording.__exit__(None, None, None) or None)
+    with pytest.raises(ReplayError, match="closed in the middle of a forward"):
+        model(**BATCH)
+    handle.remove()
+    model(**BATCH)
+
+
+def test_a_session_opened_in_the_middle_of_a_forward_is_named():
+    model = tiny("qwen3_moe")
+    recording = hf.attach(model).record()
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: recording.__enter__() and None)
+    with pytest.raises(ReplayError, match="open sessions before a forward"):
+        model(**BATCH)
+    handle.remove()
+    recording.__exit__(None, None, None)
+    model(**BATCH)
+
+
+def test_attaching_on_a_machine_of_two_gpus_warns_of_nothing(monkeypatch):
+    """`fork_rng` does, once in a process, unless it is told whose numbers to keep."""
+    kept = []
+    monkeypatch.setattr(torch.random, "_fork_rng_warned_already", False, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": kept.append(device))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device="cuda": None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf.attach(tiny("qwen3_moe"))
+    assert kept == [0, 1]

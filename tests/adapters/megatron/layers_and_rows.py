@@ -1,6 +1,7 @@
 """Which routers belong to a model, rows that have no route, and traces that are recorded."""
 
 import numpy as np
+import pytest
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
@@ -11,6 +12,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 import one_rank as on
 from foreroute import RoutedLayer, RoutingTrace
 from foreroute.adapters import megatron
+from foreroute.adapters.megatron.call import lengths_of
 from foreroute.errors import BatchMismatchError, LayoutError, ReplayError, SpecMismatchError
 from foreroute.layout import pack, pad
 from grid import Cell
@@ -177,6 +179,13 @@ def check_recording_a_packed_batch_leaves_padding_out():
     with on.maps_given(routed) as maps, routed.replay(trace, padding="native"):
         built(ids, positions, None, labels=ids, packed_seq_params=packed)
     assert all(np.array_equal(maps[layer][0], native[layer][0]) for layer in maps)
+
+
+def check_cumulative_lengths_that_do_not_ascend_from_0_are_refused():
+    for wrong in ([0, 2**63 - 1, -(2**63), -1, 3], [0, 4, 2], [1, 3], [[0, 3]], [0.0, 3.0], []):
+        with pytest.raises(BatchMismatchError, match=r"expected integers \[sequences \+ 1\] that ascend from 0"):
+            lengths_of(torch.tensor(wrong))
+    assert lengths_of(torch.tensor([0, 3, 3, 5], dtype=torch.int32)).tolist() == [3, 0, 2]
 
 
 def check_static_inference_is_captured_in_the_same_type():

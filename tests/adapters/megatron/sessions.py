@@ -1,13 +1,25 @@
 """Several micro-batches in flight, forward-only passes, errors in the middle, several models, and what is no replay."""
 
 import copy
+import pickle
+import threading
+from functools import partial
 
+import numpy as np
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 import one_rank as on
 from foreroute.adapters import megatron
-from foreroute.errors import AttachError, BatchMismatchError, ConfigError, ReplayError, StaleTraceError
+from foreroute.errors import (
+    AttachError,
+    BatchMismatchError,
+    ConfigError,
+    LayoutError,
+    ReplayError,
+    StaleTraceError,
+    TraceError,
+)
 from foreroute.layout import pad
 
 
@@ -266,3 +278,238 @@ def attributes(built):
 
 def throw(error):
     raise error
+
+
+def check_arguments_of_the_wrong_kind_are_refused_by_name():
+    built, routed = on.attached()
+    ids = on.tokens()
+    trace = on.foreign(routed.spec, ids).with_weight_version(1)
+    placed = routed.place(trace, layout_of(trace))
+    state = attributes(built)
+    for given in (True, 1.0, "1", b"1", [], {}, [None], ["1"], [1.0], [[1]], {1: 2}, object(), -2, range(-3, 0)):
+        for routes in (trace, placed):
+            said = "expected a whole number"
+            on.refuses(ConfigError, said, entering(routed.replay, routes, weight_version=given))
+    for given in (True, 1.5, "1", None, [1], object(), -2, 2**31):
+        on.refuses(ConfigError, "expected a whole number", entering(routed.record, weight_version=given))
+    for given in (None, 1, "yes", torch.tensor([1, 0]), object()):
+        on.refuses(ConfigError, "True or False", entering(routed.replay, trace, telemetry=given))
+        on.refuses(ConfigError, "True or False", partial(routed.replaying, print, telemetry=given))
+    for given in (None, 0, [], "x", True, b"error"):
+        for name in ("missing", "padding", "counts"):
+            on.refuses(ConfigError, "expected one of", entering(routed.replay, trace, **{name: given}))
+    for given in (None, 1, "rollout.safetensors", [trace], trace.expert_ids_NLK, trace.spec, routed, type(trace)):
+        on.refuses(TraceError, "expected a RoutingTrace", entering(routed.replay, given))
+        on.refuses(TraceError, "expected a RoutingTrace", partial(routed.place, given, layout_of(trace)))
+        on.refuses(AttachError, "expected a model of Megatron-Core", partial(megatron.attach, given))
+    on.refuses(AttachError, "expected a model of Megatron-Core", partial(megatron.attach, [None]))
+    for given in (None, "right", trace, trace.lengths):
+        on.refuses(LayoutError, "layout is a", partial(routed.place, trace, given))
+        if given is not None:
+            on.refuses(LayoutError, "layout is a", entering(routed.replay, trace, given))
+    on.refuses(ConfigError, "forward_step is a", partial(routed.replaying, None))
+    on.refuses(ConfigError, "routes_of is a", partial(routed.replaying, print, routes_of="routes"))
+    assert attributes(built) == state
+    replayed(built, routed, trace, ids)
+
+
+def entering(make, *args, **options):
+    return lambda: make(*args, **options).__enter__()
+
+
+def check_one_version_or_several_may_be_expected():
+    built, routed = on.attached()
+    ids = on.tokens()
+    trace = on.foreign(routed.spec, ids).with_weight_version(1)
+    for routes in (trace, routed.place(trace, layout_of(trace))):
+        for accepted in (1, np.int64(1), torch.tensor(1), [0, 1], {1}, range(3), np.array([1])):
+            with routed.replay(routes, weight_version=accepted):
+                on.forward(built, ids)
+        stale = lambda routes=routes: routed.replay(routes, weight_version=range(2, 5)).__enter__()  # noqa: E731
+        on.refuses(StaleTraceError, "versions [1], expected only 2, 3, 4 ", stale)
+    unstated = trace.with_weight_version(-1)
+    on.refuses(StaleTraceError, "[-1]", lambda: routed.replay(unstated, weight_version=range(-2, 1)).__enter__())
+
+
+def check_batches_of_wrong_values_are_refused():
+    built, routed = on.attached()
+    ids = on.tokens()
+    trace = on.foreign(routed.spec, ids)
+    mask = torch.zeros(ids.shape)
+    for session in (lambda: routed.replay(trace), routed.record):
+        on.refuses(BatchMismatchError, "padding_mask is torch.float32", in_session(session, built, ids, mask))
+        on.refuses(BatchMismatchError, "padding_mask is torch.int64", in_session(session, built, ids, mask.long()))
+        on.refuses(BatchMismatchError, "input_ids are torch.float32", in_session(session, built, ids.float()))
+
+
+def in_session(session, built, ids, mask=None):
+    def run():
+        with session():
+            on.forward(built, ids, **({} if mask is None else {"padding_mask": mask}))
+
+    return run
+
+
+def check_a_session_is_opened_once():
+    built, routed = on.attached()
+    ids = on.tokens()
+    for session in (routed.replay(on.foreign(routed.spec, ids)), routed.record()):
+        with session:
+            on.forward(built, ids)
+        on.refuses(ReplayError, "opened once", session.__enter__)
+        session.__exit__(None, None, None)
+
+
+def check_sessions_may_close_in_any_order():
+    built, routed = on.attached()
+    ids = on.tokens()
+    state = attributes(built)
+    trace = on.foreign(routed.spec, ids)
+    recording, replay = routed.record(), routed.replay(trace)
+    recording.__enter__()
+    replay.__enter__()
+    forced = on.forward(built, ids)
+    recording.__exit__(None, None, None)
+    assert torch.equal(on.forward(built, ids), forced)
+    with routed.record() as inner:
+        on.forward(built, ids)
+    assert inner.trace().equals(trace)
+    replay.__exit__(None, None, None)
+    assert attributes(built) == state
+
+
+def check_a_model_attached_twice_has_one_session_at_a_time():
+    built, one = on.attached("uniform")
+    two = megatron.attach(built)
+    ids = on.tokens()
+    state = attributes(built)
+    trace = on.foreign(one.spec, ids)
+    with one.replay(trace):
+        expected = on.forward(built, ids)
+        for session in (two.replay(trace), two.record()):
+            on.refuses(ReplayError, "attached twice", session.__enter__)
+        assert torch.equal(on.forward(built, ids), expected)
+    with two.record() as recording:
+        on.refuses(ReplayError, "attached twice", expected.backward)
+        on.forward(built, ids)
+    assert recording.trace().num_rows == ids.numel()
+    assert attributes(built) == state
+    assert torch.equal(replayed(built, two, trace, ids), expected)
+
+
+def check_no_part_of_a_model_is_copied_inside_a_session():
+    built, routed = on.attached()
+    router = routed.chunks[0].sites[0].module
+    with routed.record():
+        for part in (built, built.decoder, router):
+            on.refuses(ReplayError, "cannot be copied", lambda part=part: copy.deepcopy(part))
+            on.refuses(ReplayError, "cannot be copied", lambda part=part: pickle.dumps(part))
+
+
+def check_what_somebody_wraps_inside_a_session_still_runs_after_it():
+    """Their wrapper keeps ours below it, for good; sessions and native steps go on, each router once."""
+    settings = {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.01,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    }
+    for part, name in (("trunk", "forward"), ("decoder", "forward"), *((0, name) for name in WRAPPED)):
+        built, routed = on.attached(**settings)
+        ids = on.tokens()
+        trace = on.foreign(routed.spec, ids)
+        native = on.step(built, ids)
+        chunk = routed.chunks[0]
+        holder = chunk.sites[0].module if part == 0 else getattr(chunk, part)
+        with routed.replay(trace):
+            expected = on.forward(built, ids)
+            setattr(holder, name, wrapped(getattr(holder, name)))
+            assert torch.equal(on.forward(built, ids), expected), (part, name)
+        again = on.step(built, ids)
+        assert torch.equal(native[0], again[0]), (part, name)
+        assert on.same(native[1], again[1]), (part, name)
+        with routed.replay(trace), routed.record() as recording:
+            assert torch.equal(on.forward(built, ids), expected), (part, name)
+        assert recording.trace().equals(trace), (part, name)
+        assert torch.equal(on.step(built, ids)[0], native[0]), (part, name)
+
+
+WRAPPED = ("forward", "_apply_expert_bias", "_apply_aux_loss")
+
+
+def wrapped(theirs):
+    return lambda *args, **kwargs: theirs(*args, **kwargs)
+
+
+def check_a_session_opened_or_closed_in_the_middle_of_a_forward_is_named():
+    built, routed = on.attached()
+    ids = on.tokens()
+    middle = built.decoder.layers[2]
+    closing = routed.record()
+    closing.__enter__()
+    handle = middle.register_forward_pre_hook(lambda *_: closing.__exit__(None, None, None) or None)
+    on.refuses(ReplayError, "closed in the middle", lambda: on.forward(built, ids))
+    handle.remove()
+    opening = routed.record()
+    handle = middle.register_forward_pre_hook(lambda *_: opening.__enter__() and None)
+    on.refuses(ReplayError, "outside a forward", lambda: on.forward(built, ids))
+    handle.remove()
+    opening.__exit__(None, None, None)
+    on.forward(built, ids)
+
+
+def check_a_session_belongs_to_the_thread_that_opened_it():
+    built, routed = on.attached("uniform")
+    ids = on.tokens()
+    trace = on.foreign(routed.spec, ids)
+    expected = alone(built, routed, ids, trace)
+    step = routed.replaying(lambda batches, model: on.forward(model, next(batches)["ids"]))
+    with routed.replay(trace):
+        loss = on.forward(built, ids)
+        for refused in (
+            lambda: on.forward(built, ids),
+            lambda: routed.record().__enter__(),
+            lambda: routed.replay(trace).__enter__(),
+            lambda: step(iter([{"ids": ids, "routes": trace}]), built),
+        ):
+            error = in_thread(refused)
+            assert isinstance(error, ReplayError), error
+            assert "thread 'other'" in str(error)
+            assert f"thread {threading.current_thread().name!r}" in str(error)
+        assert torch.equal(on.forward(built, ids), loss)
+    built.zero_grad(set_to_none=True)
+    assert in_thread(loss.backward) is None, "autograd of a GPU recomputes in threads of its own"
+    assert on.same(on.gradients(built), expected)
+    assert torch.equal(in_thread(lambda: replayed(built, routed, trace, ids)), loss)
+
+
+def check_a_recomputation_in_the_middle_of_another_threads_forward_is_refused():
+    built, routed = on.attached("uniform")
+    ids = on.tokens()
+    trace = on.foreign(routed.spec, ids)
+    loss = replayed(built, routed, trace, ids)
+    outcome = []
+    middle = built.decoder.layers[1]
+    handle = middle.register_forward_pre_hook(lambda *_: outcome or outcome.append(in_thread(loss.backward)))
+    with torch.no_grad():
+        replayed(built, routed, trace, ids)
+    handle.remove()
+    assert isinstance(outcome[0], ReplayError), outcome
+    assert "thread 'other'" in str(outcome[0])
+
+
+def in_thread(function):
+    """What the function returned, or raised, in a thread of its own."""
+    outcome = []
+
+    def run():
+        try:
+            outcome.append(function())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="other")
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    return outcome[0]

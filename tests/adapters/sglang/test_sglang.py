@@ -7,6 +7,8 @@ import pytest
 
 from foreroute import capture
 from foreroute.adapters import sglang
+from foreroute.adapters.sampled import facts_of, generation_of
+from foreroute.adapters.sglang import sampled_of
 from foreroute.capture import Sampling
 from foreroute.errors import CaptureError, EngineError
 from recorded import assert_routes, payload, serving
@@ -82,7 +84,13 @@ def test_a_rollout_asks_for_what_it_needs_and_reads_the_answers(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"/server_info": {"enable_return_routed_experts": False}}, "--enable-return-routed-experts"),
+        ({"/server_info": {"enable_return_routed_experts": False, "version": "0.5.23"}}, "--enable-return-routed-exp"),
+        ({"/server_info": {"version": "0.5.23"}}, "--enable-return-routed-experts"),
+        ({"/server_info": {"enable_return_routed_experts": True}}, "has no 'version'"),
+        ({"/server_info": {"enable_return_routed_experts": True, "version": "0.5.9"}}, r"SGLang 0\.5\.9 does not work"),
+        ({"/server_info": [1]}, "lacks or garbles"),
+        ({"/update_weights_from_disk": []}, "lacks or garbles"),
+        ({"/generate": [3, 3]}, "lacks or garbles"),
         ({"/update_weights_from_disk": {"success": False, "message": "no file"}}, "did not take the weights: no file"),
         ({"/generate": [{"output_ids": [1], "meta_info": {}}] * 2}, "lacks or garbles"),
         ({"/generate": {"output_ids": [1]}}, "list of 2 responses"),
@@ -92,6 +100,46 @@ def test_a_rollout_asks_for_what_it_needs_and_reads_the_answers(tmp_path):
 def test_what_the_server_fails_at_is_reported(tmp_path, changes, said):
     with serving(Server(**changes)) as server, pytest.raises(EngineError, match=said):
         rollout(policy(), server.url, tmp_path, np.arange(8, dtype=np.int32))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"output_ids": [1.0]}, "a list of integers"),
+        ({"meta_info": {"prompt_tokens": 99}}, "answers a prompt of 99 tokens, it was sent 5"),
+        ({"meta_info": {"finish_reason": {"type": "abort"}}}, "aborted response 0 of 1"),
+        ({"meta_info": {"finish_reason": {"type": "other"}}}, "for the reason 'other'"),
+        ({"meta_info": {"finish_reason": None}}, "lacks or garbles"),
+        ({"meta_info": {"output_token_logprobs": [3, 4]}}, "lacks or garbles"),
+        ({"meta_info": {"output_token_logprobs": [["x"]]}}, "a list of numbers"),
+        ({"meta_info": {"weight_versions": [{"version": 3}]}}, "lacks or garbles"),
+    ],
+)
+def test_an_answer_is_taken_as_it_is_or_not_at_all(change, said):
+    record, facts = payload(DATA / "generate.json"), facts_of(policy())
+    answer, prompt = record["response"], np.array(record["request"]["input_ids"][:5], np.int32)
+    answer["meta_info"] |= {"prompt_tokens": 5} | change.pop("meta_info", {})
+
+    def read():
+        sequence, _ = sampled_of(answer | change, prompt)
+        generation_of([sequence], facts, weight_version=0, engine="sglang", engine_version="0.5.23")
+
+    with pytest.raises(EngineError, match=said):
+        read()
+
+
+def test_weights_that_were_refused_sample_nothing_and_newer_servers_are_warned_of(tmp_path):
+    routed = policy()
+    info = {"enable_return_routed_experts": True, "version": "0.6.0"}
+    refused = {"success": False, "message": "x" * 5000}
+    with serving(Server(**{"/server_info": info, "/update_weights_from_disk": refused})) as server:
+        with pytest.warns(UserWarning, match=r"SGLang 0\.6\.0 is newer than 0\.5\.23"):
+            engine = sglang.ServerEngine(routed, server.url, weights_folder=tmp_path, timeout_s=5)
+        with pytest.raises(EngineError) as caught:
+            engine.load_weights(routed.model.state_dict(), version=3)
+        assert len(str(caught.value)) < 1000
+        with pytest.raises(EngineError, match="weights are unknown"):
+            engine.generate([np.arange(8, dtype=np.int32)], Sampling(max_new_tokens=5, end_token=END), seeded())
 
 
 def rollout(routed, url, folder, prompt):

@@ -125,15 +125,28 @@ def one_late(routes):
         (lambda routes: [*routes[1:], routes[0]], CaptureError, "rows for"),
         (lambda routes: routes[:-1], ReplayError, "7 'routed_experts' for 8"),
         (lambda routes: None, ReplayError, "no 'routed_experts'"),
+        (lambda routes: 7, ReplayError, "an? int as 'routed_experts' for 8"),
+        (lambda routes: dict(enumerate(routes)), ReplayError, "a dict as 'routed_experts' for 8"),
         (lambda routes: [np.zeros_like(each) for each in routes], CaptureError, "sequence 0"),
     ],
-    ids=["one-late", "shuffled", "too-few", "none", "all-zero"],
+    ids=["one-late", "shuffled", "too-few", "none", "number", "dictionary", "all-zero"],
 )
 def test_routes_of_a_rollout_func_that_are_wrong(change, error, message, folder):
     model = policy()
     trainer = make(folder, model=model, rollout_func=Book(model, change=change))
     with pytest.raises(error, match=message):
         trainer.train()
+
+
+def test_a_rollout_func_that_returns_no_dictionary(folder):
+    trainer = make(folder, rollout_func=lambda prompts, trainer: [prompts])
+    with pytest.raises(ReplayError, match="the rollout_func returned a list; expected a dictionary"):
+        trainer.train()
+
+
+def test_beams_are_refused_before_anything_is_sampled(folder):
+    with pytest.raises(ReplayError, match="num_beams=2: beams change places"):
+        make(folder, generation_kwargs={"num_beams": 2}).train()
 
 
 class Engine:

@@ -130,6 +130,11 @@ def test_sequences_that_fill_a_batch_up_have_no_routes():
     filler = build_padding_routed_experts(source, 5)
     ids = torch.nested.as_nested_tensor([torch.full((5,), 2)], layout=torch.jagged)
     td = TensorDict(
-        {"input_ids": ids, "routed_experts": torch.nested.as_nested_tensor([filler], layout=torch.jagged)}, batch_size=1
+        {
+            "input_ids": ids,
+            "routed_experts": torch.nested.as_nested_tensor([filler], layout=torch.jagged),
+            "response_mask": torch.nested.as_nested_tensor([torch.zeros(1)], layout=torch.jagged),
+        },
+        batch_size=1,
     )
     assert not trace_of(td, model=FACTS).valid_N.any()

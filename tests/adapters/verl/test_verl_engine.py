@@ -164,7 +164,7 @@ def test_what_would_have_no_effect_is_refused(group, folder, book, engine, monke
         old_log_probs(engine, tensordict(book.batch(routes=False)))
     gap = book.batch()
     gap["routed_experts"][0, 6] = 0
-    with pytest.raises(ReplayError, match=r"sequence \d of the micro-batch has no route at position"):
+    with pytest.raises((CaptureError, ReplayError), match="no route at position"):
         old_log_probs(engine, tensordict(gap))
     for where, key, value in (
         ("engine_config", "ulysses_sequence_parallel_size", 2),

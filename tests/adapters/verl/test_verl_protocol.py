@@ -1,5 +1,6 @@
 """Routes in verl's data protocol on plain tensors: read, written, refused. These tests need no verl."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ from foreroute.adapters.verl import routed_experts, trace_of
 from foreroute.adapters.verl.responses import of_responses, require_routed, response_lengths, sampled_mask
 from foreroute.capture import ModelFacts
 from foreroute.errors import BatchMismatchError, CaptureError, ReplayError
-from foreroute.trace import RoutedLayer, RoutingSpec
+from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 from verl_batches import FACTS, PROMPT, SPEC, nested, padded, require_told, sequences, telling_routes, unpadded
 
 LAYOUTS = {"padded": padded, "unpadded": unpadded}
@@ -158,6 +159,105 @@ def test_top_1_routes_to_expert_0_are_refused_where_they_mean_absent_as_well():
     rows[1] = 0
     with pytest.raises(CaptureError, match="row of zeros at position 1"):
         trace_of({"input_ids": ids, "routed_experts": nested([rows])}, model=top_1)
+
+
+def _of_zeros(batch, sequence, rows):
+    values = batch["routed_experts"]
+    if values.is_nested:
+        parts = list(values.unbind())
+        parts[sequence][rows] = 0
+        batch["routed_experts"] = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+    else:
+        first = int(batch["attention_mask"][sequence].argmax())
+        values[sequence, first:][rows] = 0
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(1, 3)])
+def test_a_row_of_zeros_before_a_routed_one_is_refused(layout, rows):
+    batch = layout([(np.arange(1, 5), np.arange(10, 16))])
+    _of_zeros(batch, 0, rows)
+    with pytest.raises(CaptureError, match=rf"sequence 0 .*no route at position {rows.start}, .*only at the end"):
+        trace_of(batch, model=FACTS)
+
+
+def test_a_batch_without_any_route_is_refused_unless_it_trains_on_nothing(layout):
+    batch = layout(sequences(2), lambda tokens: telling_routes(tokens, rows=0))
+    with pytest.raises(CaptureError, match=r"nothing but zeros.*enable_rollout_routing_replay"):
+        trace_of(batch, model=FACTS)
+    with pytest.raises(CaptureError, match="nothing but zeros"):
+        trace_of({name: batch[name] for name in batch if name != "response_mask"}, model=FACTS)
+    trace = trace_of({**batch, "response_mask": batch["response_mask"] * 0}, model=FACTS)
+    assert len(trace) == 2
+    assert not trace.valid_N.any()
+
+
+def _hole(mask):
+    mask[0, PROMPT] = 0
+
+
+def _two(mask):
+    mask[0, PROMPT] = 2
+
+
+@pytest.mark.parametrize("spoil", [_hole, _two])
+def test_masks_with_holes_or_other_numbers_are_refused(spoil):
+    batch = padded(sequences(3))
+    batch["response_mask"] = batch["response_mask"].clone()
+    trace = trace_of(batch, model=FACTS)
+    spoil(batch["attention_mask"])
+    for use in (
+        lambda: trace_of(batch, model=FACTS),
+        lambda: routed_experts(trace, batch),
+        lambda: require_routed(trace, batch),
+    ):
+        with pytest.raises(CaptureError, match="attention_mask"):
+            use()
+    with pytest.raises(CaptureError, match="attention_mask is torch"):
+        trace_of({**batch, "attention_mask": batch["attention_mask"] * 0.5}, model=FACTS)
+
+
+@pytest.mark.parametrize("number", [2, -1, 0.5])
+def test_a_response_mask_is_of_zeros_and_ones(layout, number):
+    batch = layout(sequences(3))
+    batch["response_mask"] = batch["response_mask"] * number
+    with pytest.raises(CaptureError, match="response_mask"):
+        sampled_mask(batch)
+
+
+def test_fields_of_another_batch_are_refused(layout):
+    batch, other = layout(sequences(3)), layout(sequences(2))
+    trace = trace_of(batch, model=FACTS)
+    with pytest.raises(CaptureError, match="2 rows for 3 responses"):
+        sampled_mask({**batch, "response_mask": other["response_mask"]})
+    with pytest.raises(BatchMismatchError, match="the trace has 3 sequences, the batch 2"):
+        require_routed(trace, other)
+    lengths = response_lengths(batch)
+    with pytest.raises(CaptureError, match=r"sequence 0 has 1 entries for a response of"):
+        of_responses(nested([np.ones(1, np.float32)] * 3), lengths)
+
+
+@pytest.mark.parametrize("batch", [None, 5, "batch", [], object(), {}, {"input_ids": [1]}, SimpleNamespace(batch=None)])
+def test_what_is_no_batch_is_refused(batch):
+    with pytest.raises(CaptureError, match="batch of verl"):
+        trace_of(batch, model=FACTS)
+    with pytest.raises(CaptureError, match="batch of verl"):
+        response_lengths(batch)
+
+
+def test_a_gap_is_not_written_as_zeros(layout):
+    pairs = sequences(2)
+    batch = layout(pairs)
+    trace = trace_of(batch, model=FACTS)
+    valid = trace.valid_N.copy()
+    valid[1] = False
+    gap = dataclasses.replace(trace, valid_N=valid)
+    with pytest.raises(CaptureError, match="sequence 0 has no route at position 1, and one behind it"):
+        routed_experts(gap, batch)
+    top_1 = RoutingSpec(64, 1, (RoutedLayer(0),))
+    tokens = [np.arange(1, 5)]
+    routes = RoutingTrace.from_sequences(top_1, tokens, [np.array([3, 0, 2]).reshape(3, 1, 1)])
+    with pytest.raises(CaptureError, match="sequence 0 goes to expert 0 in all layers at position 1"):
+        routed_experts(routes, {"input_ids": nested(tokens)})
 
 
 def test_a_trace_is_not_written_beside_other_tokens():

@@ -60,9 +60,9 @@ def main():
             server = Endpoint(url, timeout_s=60, what="vLLM")
             server.post("/v1/completions", COMMON | {"prompt": OTHER})
             for name, (path, body) in REQUESTS.items():
-                answer = server.post(path, body)
+                answer = server.post(path, body).value
                 record = {
-                    "engine": {"name": "vllm", "version": server.get("/version")["version"]},
+                    "engine": {"name": "vllm", "version": server.get("/version").read(str, "version")},
                     "path": path,
                     "request": body,
                     "response": answer,

@@ -1,9 +1,14 @@
+# ruff: noqa: E402  versions are looked at before anything else of a peer is imported
 """Hugging Face transformers: record and replay the routing of its MoE models.
 
 from foreroute.adapters import hf
 
 routed = hf.attach(model)
 """
+
+from foreroute.adapters.versions import require_peers
+
+require_peers("torch", "transformers")
 
 from foreroute.adapters.hf.attach import attach
 from foreroute.adapters.hf.distribute import distribute

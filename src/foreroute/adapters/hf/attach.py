@@ -35,6 +35,11 @@ def attach(model: nn.Module) -> RoutedModel:
         AttachError: when the model has no routers, is known not to be replayable, has routers of different shapes, or
             does not pass the self-check. The message says which router and why.
     """
+    if not isinstance(model, nn.Module):
+        raise AttachError(
+            f"attach was given an object of the class {type(model).__name__}; expected a model of transformers, which "
+            "is a torch.nn.Module"
+        )
     if any(is_hooked(module) for module in model.modules()):
         raise AttachError("a session is open on this model; attach it before or after, or use the one that it has")
     candidates = find_routers(model)
@@ -88,7 +93,11 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     before = [(module, _attributes(module), _buffers(module)) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(range(torch.cuda.device_count())),
+            torch.compiler.set_stance("force_eager"),
+        ):
             yield
     finally:
         for module, attributes, buffers in before:

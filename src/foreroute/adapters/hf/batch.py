@@ -48,6 +48,8 @@ class BatchTensors:
             raise BatchMismatchError(
                 "the forward got no input_ids; pass tokens, so that routes and batch can be checked to belong together"
             )
+        if input_ids.ndim != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+            raise BatchMismatchError(f"input_ids are {_described(input_ids)}; expected integers [batch, tokens]")
         if mask is not None and not isinstance(mask, Tensor):
             raise BatchMismatchError(f"attention_mask is a {type(mask).__name__}; {WANTED_MASK}")
         if isinstance(positions, Tensor) and positions.ndim == 1:
@@ -55,9 +57,9 @@ class BatchTensors:
         if not isinstance(positions, Tensor) or positions.ndim != 2:  # three axes of image positions, which do not grow
             positions = None
         cumulative = given.get("cu_seq_lens_q")
-        cache = given.get("past_key_values")
-        past = 0 if cache is None else cache.get_seq_length()
-        return cls(input_ids, mask, positions, cumulative, past)
+        if cumulative is not None:
+            _require_offsets(cumulative)
+        return cls(input_ids, mask, positions, cumulative, _cached(given.get("past_key_values")))
 
 
 WANTED_MASK = "expected [batch, tokens], 1 for tokens and 0 for padding"
@@ -89,7 +91,7 @@ class Batch:
             BatchMismatchError: when mask or positions do not fit the tokens.
         """
         tokens = _to_host(tensors.input_ids_BT).astype(np.int64, copy=False)
-        mask = _mask(tensors.mask, tokens.shape)
+        mask = kept_of(tensors.mask, tokens.shape)
         starts = None if tensors.past else _starts(tensors, np.ones(tokens.shape, np.bool_) if mask is None else mask)
         return cls(tokens, mask, starts, int(tensors.past), tensors.input_ids_BT.device)
 
@@ -104,12 +106,31 @@ def parameter_names(forward: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(forward).parameters)
 
 
-def _mask(mask: Tensor | None, shape: tuple[int, ...]) -> NDArray[np.bool_] | None:
+def kept_of(mask: Tensor | None, shape: tuple[int, ...]) -> NDArray[np.bool_] | None:
+    """Bool [B, T], False where an attention mask says padding; None where nothing is.
+
+    Raises:
+        BatchMismatchError: when the mask is no such mask, or of another shape.
+    """
     if mask is None:
         return None
+    if mask.ndim == 4:
+        raise BatchMismatchError(
+            f"attention_mask is {tuple(mask.shape)}, an attention pattern, which does not say what is padding; "
+            f"{WANTED_MASK}. `generate` makes such a mask where the key-value cache is static, that is, has room for "
+            'the longest sequence from the start: generate with cache_implementation="dynamic", which is the default '
+            "of most models"
+        )
     if mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
         raise BatchMismatchError(f"attention_mask is {tuple(mask.shape)}; {WANTED_MASK}")
-    kept = _to_host(mask[:, mask.shape[1] - shape[1] :]).astype(np.bool_)
+    values = _to_host(mask[:, mask.shape[1] - shape[1] :])
+    kept = np.asarray(values == 1)
+    strange = ~kept & (values != 0)
+    if strange.any():
+        raise BatchMismatchError(
+            f"attention_mask holds {values[strange][0]:g}; {WANTED_MASK}. Numbers of segments and weights of tokens do "
+            "not say which tokens are padding"
+        )
     return None if kept.all() else kept
 
 
@@ -123,5 +144,30 @@ def _starts(tensors: BatchTensors, kept_BT: NDArray[np.bool_]) -> NDArray[np.boo
     return starts_BT if (starts_BT.sum(axis=1) > 1).any() else None
 
 
+def _cached(cache: Any) -> int:
+    """Positions in a key-value cache."""
+    if cache is None:
+        return 0
+    if not hasattr(cache, "get_seq_length"):
+        raise BatchMismatchError(
+            f"past_key_values is a {type(cache).__name__}; expected a cache of transformers, which says by "
+            "get_seq_length() how many positions it holds"
+        )
+    past: int = cache.get_seq_length()
+    return past
+
+
+def _require_offsets(cumulative: Any) -> None:
+    if not isinstance(cumulative, Tensor):
+        raise BatchMismatchError(f"cu_seq_lens_q is a {type(cumulative).__name__}; expected a tensor of integers")
+    if cumulative.ndim != 1 or cumulative.is_floating_point() or cumulative.dtype == torch.bool:
+        raise BatchMismatchError(f"cu_seq_lens_q are {_described(cumulative)}; expected integers [sequences + 1]")
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
 def _to_host(tensor: Tensor) -> NDArray[Any]:
-    return np.asarray(tensor.detach().cpu().numpy())
+    host = tensor.detach().cpu()
+    return np.asarray((host.float() if host.is_floating_point() else host).numpy())

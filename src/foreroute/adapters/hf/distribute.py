@@ -20,6 +20,7 @@ from foreroute.adapters.hf.recomputing import Recomputing
 from foreroute.adapters.overriding import is_hooked
 from foreroute.errors import AttachError, TopologyError
 from foreroute.experts import Execution, ExpertLayer, ExpertShards, PlacedModel
+from foreroute.experts.compute import require_grouped_mm
 from foreroute.experts.execution import Executions
 from foreroute.transfer.agreement import Votes
 from foreroute.transfer.exchange import PeerGroup
@@ -56,10 +57,11 @@ def distribute(
         timeout_s: seconds after which a rank that does not answer a transfer or a vote is taken for dead.
 
     Raises:
-        AttachError: when the model has no experts that can be spread, or, on every rank alike, when ranks hand in
-            different models.
+        AttachError: when torch is older than 2.10, when the model has no experts that can be spread, or, on every rank
+            alike, when ranks hand in different models.
         TopologyError: when homes are not E / G experts on each rank.
     """
+    require_grouped_mm()
     ranks = dist.group.WORLD if group is None else group
     assert ranks is not None, "torch.distributed has a default group once it is initialised"
     along = () if group is None else (group,)

@@ -20,7 +20,7 @@ from foreroute.adapters.hf.attach import attach
 from foreroute.adapters.hf.recording import Recording
 from foreroute.capture import Generation, Sampling
 from foreroute.errors import DivergedError
-from foreroute.trace import NO_VERSION, RoutingTrace
+from foreroute.trace import NO_VERSION
 
 Precision = Literal["float32", "bfloat16", "fp8"]
 
@@ -116,9 +116,8 @@ class EmbeddedEngine:
                 logits = self._model(input_ids=token[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
         responses_SR, logprobs_SR = torch.stack(tokens, 1).numpy(), torch.stack(logprobs, 1).numpy()
         response_lengths = _lengths_until(responses_SR, end_token)
-        decoded = recording.trace() if len(tokens) > 1 else None
-        trace = _join(prompt_trace, decoded, responses_SR, response_lengths)
         kept = np.arange(responses_SR.shape[1]) < response_lengths[:, None]
+        trace = prompt_trace.continued_by(recording.rollout(responses_SR, kept))
         return Generation(trace, prompt_trace.lengths, logprobs_SR[kept].astype(np.float32))
 
 
@@ -137,20 +136,6 @@ def _lengths_until(responses_SR: NDArray[Any], end_token: int) -> NDArray[np.int
     ended = responses_SR == end_token
     lengths: NDArray[np.int64] = np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, responses_SR.shape[1])
     return lengths
-
-
-def _join(
-    prompt_trace: RoutingTrace,
-    decoded: RoutingTrace | None,
-    responses_SR: NDArray[Any],
-    response_lengths: NDArray[np.int64],
-) -> RoutingTrace:
-    """Prompt rows, rows of all response tokens but the last, and the last one without a route."""
-    trace = prompt_trace
-    if decoded is not None:
-        trace = trace.continued_by(decoded.truncated(response_lengths - 1))
-    last = [[row[n - 1]] for row, n in zip(responses_SR, response_lengths, strict=True)]
-    return trace.continued_by(RoutingTrace.unrouted(trace.spec, last))
 
 
 def _through_e4m3(weight: Tensor, input_axis: int) -> Tensor:

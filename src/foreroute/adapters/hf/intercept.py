@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import torch
@@ -36,9 +37,9 @@ from foreroute.adapters.hf.checkpointing import (
 from foreroute.adapters.hf.discover import RouterSite
 from foreroute.adapters.hf.gate_weights import with_gate_weights
 from foreroute.adapters.hf.passes import Listener, Pass, PassInput, Seat, require_each_router_once
-from foreroute.adapters.overriding import overridden, uncopyable
+from foreroute.adapters.overriding import ATTACHED_TWICE, is_hooked, overridden, uncopyable
 from foreroute.errors import ReplayError
-from foreroute.replay import PassNotes, PassStack, ReplayRows, Watch, id_dtype
+from foreroute.replay import OneThread, PassNotes, PassStack, ReplayRows, Watch, id_dtype
 from foreroute.trace import RoutingSpec
 
 
@@ -66,12 +67,15 @@ class Interceptor:
         self._spec = spec
         self._names = parameter_names(trunk.forward)
         self._listeners: list[Listener] = []
+        self._sessions = OneThread("has a record() or replay() session open on it")
         self._watch = Watch()
         self._forcing = False
         self._counts_executed = False
         self._passes = PassStack[Pass](self._seats)
         self._installed: ExitStack | None = None
+        self._is_whole = False
         self._users = 0
+        self._lock = RLock()  # backwards of other threads recompute while sessions open and close
         self._checkpoints_open = 0
         self._number = graph_ops.register(self)
         self._ledger = torch.zeros(1, dtype=torch.int64)
@@ -80,8 +84,15 @@ class Interceptor:
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
-        """Keep the hooks in place, and `listener` informed, while the context is open."""
-        with self._hooks(whole=True), ExitStack() as stack:
+        """Keep the hooks in place, and `listener` informed, while the context is open.
+
+        Raises:
+            ReplayError: when another thread has a session open, or this model was attached once more and that has, or
+                two listeners would force routes.
+        """
+        with self._sessions.held("opens a session on a model"), self._hooks(whole=True), ExitStack() as stack:
+            if listener.forces and self._forcing:
+                raise ReplayError("this model is already replaying a trace; close that session before opening another")
             if listener.counts_executed:
                 stack.enter_context(overridden(self._model, "forward", self._run_model))
             self._listeners.append(listener)
@@ -102,24 +113,34 @@ class Interceptor:
     @contextmanager
     def _hooks(self, *, whole: bool) -> Iterator[None]:
         """Have the hooks in place until the last user leaves; only those of routers if not `whole`."""
-        if self._installed is None:
-            self._installed = self._install(whole=whole)
-        self._users += 1
+        with self._lock:
+            if self._installed is None:
+                self._installed, self._is_whole = self._install(whole=whole), whole
+            elif whole and not self._is_whole:
+                raise ReplayError(
+                    f"a part of {type(self._trunk).__name__} is being recomputed in a backward; open the session "
+                    "before or after it"
+                )
+            self._users += 1
         try:
             yield
         finally:
-            self._users -= 1
-            if not self._users:
-                installed, self._installed = self._installed, None
-                installed.close()
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    installed, self._installed = self._installed, None
+                    installed.close()
 
     def _install(self, *, whole: bool) -> ExitStack:
+        if any(is_hooked(site.selecting[0]) for site in self._sites):
+            raise ReplayError(ATTACHED_TWICE)
         with ExitStack() as stack:
             for seat, site in zip(self._seats, self._sites, strict=True):
                 stack.enter_context(overridden(*site.selecting, partial(self._run_router, seat)))
             if whole:
                 stack.enter_context(overridden(self._trunk, "forward", self._run_trunk))
-                stack.enter_context(uncopyable(self._trunk))
+                for module in {self._trunk, *(site.selecting[0] for site in self._sites)}:
+                    stack.enter_context(uncopyable(module))
                 self._hook_layers(stack)
             return stack.pop_all()
 
@@ -151,16 +172,21 @@ class Interceptor:
         return result
 
     def _run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        tensors = BatchTensors.of_call(self._names, args, kwargs)
         if torch.compiler.is_compiling():
+            tensors = BatchTensors.of_call(self._names, args, kwargs)
             return self._run_trunk_in_graph(tensors, forward, args, kwargs)
+        self._sessions.require_mine("runs a model")
         listeners = list(self._listeners)
+        if not listeners:  # another thread closed its session when this one was about to be refused
+            return forward(*args, **kwargs)
         require_unchecked(type(self._trunk).__name__)
-        batch = Batch.read(tensors)
+        batch = Batch.read(BatchTensors.of_call(self._names, args, kwargs))
         rows = self._begin(batch)
         current = PassInput(self._spec, rows, batch.input_ids_BT.size, batch.device, self._watch).open()
         with self._passes.on_top(current):
             result = forward(*args, **kwargs)
+        if self._installed is None:
+            raise ReplayError("the session was closed in the middle of a forward; close it when the model has returned")
         self._executed = current.notes.ids_LRK if self._counts_executed else None
         require_each_router_once(self._seats, current.calls, current.calls_L)
         for listener in listeners:
@@ -192,6 +218,7 @@ class Interceptor:
         self, input_ids: Tensor, mask: Tensor | None, positions: Tensor | None, cumulative: Tensor | None, past: int
     ) -> tuple[Tensor, Tensor]:
         """See `graph_ops.Host`."""
+        self._sessions.require_mine("runs a model")
         batch = Batch.read(BatchTensors(input_ids, mask, positions, cumulative, past))
         rows = self._begin(batch)
         if self._watch.weights or (rows is not None and rows.weights_LRK is not None):
@@ -225,10 +252,12 @@ class Interceptor:
 
     def _run_router(self, seat: Seat, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         now = seat.now
+        if not torch.compiler.is_compiling():
+            self._require_own_thread(seat.path)
         if now is None:
             raise ReplayError(
                 f"router {seat.path} ran outside a forward of {type(self._trunk).__name__}; call the model that was "
-                "attached, not a part of it"
+                "attached, not a part of it, and open sessions before a forward, not in the middle"
             )
         if not torch.compiler.is_compiling():
             self._require_own_checkpointing(seat.path)
@@ -276,7 +305,7 @@ class Interceptor:
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal ran_before
             if ran_before:
-                with self._hooks(whole=False), self._passes.on_top(first.open(recompute=True)):
+                with self._passes.on_top(first.open(recompute=True)), self._hooks(whole=False):
                     return function(*args, **kwargs)
             ran_before = True
             self._checkpoints_open += 1
@@ -286,6 +315,12 @@ class Interceptor:
                 self._checkpoints_open -= 1
 
         return run
+
+    def _require_own_thread(self, path: str) -> None:
+        """Raise `ReplayError` if the router runs in a forward that began before another thread opened its session."""
+        self._passes.require_own_thread(path)
+        if not self._passes:
+            self._sessions.require_mine(f"runs {path} of a model")
 
     def _require_own_checkpointing(self, path: str) -> None:
         current = self._passes.top

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 from foreroute.adapters.checkpoint import without_progress_bars
+from foreroute.adapters.hf.folder import check_config, has_weights, require_files, require_memory, require_there, why
 from foreroute.errors import ConfigError
 
 
@@ -21,24 +23,26 @@ def load_local(path: Path) -> tuple[Any, bool]:
             filled at random, which is enough to see whether replay is wired.
 
     Raises:
-        ConfigError: when there is no configuration, or transformers cannot make the model.
+        ConfigError: when there is no configuration, weights are pickled or incomplete, or transformers cannot make the
+            model.
     """
     require_there(path)
-    folder = path.parent if path.is_file() else path
-    config_file = path if path.is_file() else path / "config.json"
-    if not config_file.is_file():
-        raise ConfigError(f"{path} holds no config.json; name a folder of a Hugging Face model, or its config.json")
-    has_weights = path.is_dir() and any(folder.glob("*.safetensors"))
+    if os.path.isdir(path):
+        _require_config(path)
+        if has_weights(path):
+            return _pretrained(path), True
+        path = path / "config.json"
+    check_config(path)
     try:
-        if has_weights:
-            with without_progress_bars():
-                return transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True), True
-        config = transformers.AutoConfig.from_pretrained(config_file, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        require_memory(config, str(path), dtype=config.dtype or torch.float32)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return transformers.AutoModelForCausalLM.from_config(config), False
+            return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False), False
+    except ConfigError:
+        raise
     except Exception as error:  # transformers raises what its loaders raise
-        raise ConfigError(f"{path} cannot be loaded by transformers: {str(error).partition(chr(10))[0]}") from error
+        raise ConfigError(f"{path} cannot be loaded by transformers: {why(error)}") from error
 
 
 def load_pretrained(folder: Path, *, experts_implementation: str) -> Any:
@@ -52,16 +56,36 @@ def load_pretrained(folder: Path, *, experts_implementation: str) -> Any:
         ConfigError: when one of them is missing, transformers cannot load them, or they are not those of one another.
     """
     require_there(folder)
-    for name in ("config.json", "*.safetensors"):
-        if not any(folder.glob(name)):
-            raise ConfigError(f"{folder} holds no {name}; name the folder of a Hugging Face model with its weights")
+    _require_config(folder)
+    if not has_weights(folder):
+        raise ConfigError(f"{folder} holds no *.safetensors; name the folder of a Hugging Face model with its weights")
+    model = _pretrained(folder, dtype=torch.float32)
+    # a family without a choice refuses to be given one
+    with suppress(ValueError):
+        model.set_experts_implementation(experts_implementation)
+    return model
+
+
+def _require_config(folder: Path) -> None:
+    if not os.path.isfile(folder / "config.json"):
+        raise ConfigError(f"{folder} holds no config.json; name a folder of a Hugging Face model, or its config.json")
+    require_files(folder)
+    check_config(folder / "config.json")
+
+
+def _pretrained(folder: Path, **options: Any) -> Any:
     try:
         with without_progress_bars():
             model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
             )
     except Exception as error:  # transformers raises what its loaders raise
-        raise ConfigError(f"{folder} cannot be loaded by transformers: {str(error).partition(chr(10))[0]}") from error
+        raise ConfigError(f"{folder} cannot be loaded by transformers: {why(error)}") from error
     # transformers fills what it does not find at random, and says so in a warning alone
     missing = sorted(map(str, {*loading["missing_keys"], *loading["mismatched_keys"]}))
     if missing:
@@ -69,20 +93,4 @@ def load_pretrained(folder: Path, *, experts_implementation: str) -> Any:
             f"the weights in {folder} are not those of its config.json: {len(missing)} are missing or of another shape "
             f"({', '.join(missing[:3])}, …); copy the folder again"
         )
-    # a family without a choice refuses to be given one
-    with suppress(ValueError):
-        model.set_experts_implementation(experts_implementation)
     return model
-
-
-def require_there(path: Path) -> None:
-    """Refuses a path that leads nowhere, such as the name of a model on the Hugging Face Hub.
-
-    Raises:
-        ConfigError: when there is neither a folder nor a file.
-    """
-    if not path.exists():
-        raise ConfigError(
-            f"there is nothing at {path.absolute()}; name a local folder. Nothing is downloaded: "
-            f"hf download NAME --local-dir FOLDER fetches a model of the Hugging Face Hub"
-        )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from typing import Any, get_args
 
 import transformers
 from torch import nn
@@ -12,10 +10,19 @@ from torch import nn
 from foreroute.adapters.hf.discover import RouterSite
 from foreroute.adapters.hf.intercept import Interceptor
 from foreroute.adapters.hf.plans.hash_lookup import require_looked_up
-from foreroute.adapters.hf.recording import Recording
+from foreroute.adapters.hf.recording import Recording, refusing_beams
 from foreroute.adapters.hf.session import ReplaySession
-from foreroute.errors import ConfigError, ReplayError, StaleTraceError, TraceContentError
-from foreroute.replay import Counts, MissingRows
+from foreroute.errors import TraceContentError
+from foreroute.replay import (
+    Counts,
+    MissingRows,
+    as_version,
+    opened_once,
+    require_choice,
+    require_kind,
+    require_switch,
+    require_version,
+)
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
 
 
@@ -36,13 +43,12 @@ class RoutedModel:
         self.router_paths = tuple(site.path for site in sites)
         self._sites = sites
         self._interceptor = interceptor
-        self._replaying = False
 
     def router_parameters(self) -> list[nn.Parameter]:
         """The parameters of all routers, in layer order: those that decide which experts a token is sent to."""
         return [parameter for site in self._sites for parameter in site.module.parameters()]
 
-    @contextmanager
+    @opened_once
     def record(
         self, *, weight_version: int = NO_VERSION, margins: bool = False, gate_weights: bool = False
     ) -> Iterator[Recording]:
@@ -57,13 +63,21 @@ class RoutedModel:
 
         Yields:
             The recording; call its `trace()` at any time.
+
+        Raises:
+            ConfigError: for a version that is no whole number, or a switch that is neither True nor False.
+            ReplayError: when another thread has a session open on the model; and, in a forward, for what cannot be
+                recorded.
         """
+        stamped = as_version(weight_version)
+        require_switch("margins", margins)
+        require_switch("gate_weights", gate_weights)
         provenance = {"engine": "transformers", "engine_version": transformers.__version__}
-        recording = Recording(self.spec, weight_version, provenance, margins=margins, weights=gate_weights)
-        with self._interceptor.listening(recording):
+        recording = Recording(self.spec, stamped, provenance, margins=margins, weights=gate_weights)
+        with self._interceptor.listening(recording), refusing_beams(self.model):
             yield recording
 
-    @contextmanager
+    @opened_once
     def replay(
         self,
         trace: RoutingTrace,
@@ -85,7 +99,8 @@ class RoutedModel:
         Args:
             trace: routes of the sequences of the batch, as `trace.select(...)` gives them for a micro-batch.
             weight_version: when given, the version that every routed row must have been recorded under, or the
-                versions that are accepted, such as `range(3, 6)` where rollouts may be two versions old.
+                versions that are accepted, such as `range(3, 6)` where rollouts may be two versions old. A range
+                accepts no row whose version is not stated.
             missing: what to do when any other row has no route: refuse the batch ("error"), let the model route it
                 ("native"), or that and take the tokens after it out of the loss by `session.loss_mask_BT` ("drop").
             telemetry: also let each router select by itself, for `session.agreement()` and `expert_counts_LE()`.
@@ -99,48 +114,32 @@ class RoutedModel:
         Raises:
             SpecMismatchError: when the trace belongs to another model.
             StaleTraceError: when it was recorded under another weight version.
-            ConfigError: for a policy or a count that does not exist.
+            TraceError: when `trace` is none.
+            ConfigError: for a policy or a count that does not exist, or an argument of the wrong type.
             TraceContentError: when gate weights are asked for and the trace has none.
             BatchMismatchError: when a layer that routes by a table of tokens says otherwise; in the forward, when batch
                 and trace hold different tokens, or rows are missing.
-            ReplayError: when a router bypassed replay, or no forward ran in the session.
+            ReplayError: when a router bypassed replay, no forward ran in the session, or another thread has a session
+                open on the model or runs it.
         """
+        require_kind(
+            "what is to be replayed", trace, RoutingTrace, "a RoutingTrace, from a recording, `load` or `decode`"
+        )
         self.spec.require_same(trace.spec, what="the trace")
-        _require_version(trace, weight_version)
-        _require_choice("missing", missing, MissingRows)
-        _require_choice("counts", counts, Counts)
+        require_version(trace.versions, weight_version, "the trace")
+        require_choice("missing", missing, MissingRows)
+        require_choice("counts", counts, Counts)
+        require_switch("telemetry", telemetry)
+        require_switch("gate_weights", gate_weights)
         for position, site in enumerate(self._sites):
             if site.plan.is_lookup:
                 require_looked_up(trace, position, site.module)
-        if self._replaying:
-            raise ReplayError("this model is already replaying a trace; close that session before opening another")
         if gate_weights and trace.gate_weights_NLK is None:
             raise TraceContentError(
                 "the trace has no gate weights to replay; record it with record(gate_weights=True), or leave "
                 "gate_weights out"
             )
         session = ReplaySession(trace, missing, telemetry=telemetry, counts=counts, gate_weights=gate_weights)
-        self._replaying = True
-        try:
-            with self._interceptor.listening(session):
-                yield session
-        finally:
-            self._replaying = False
+        with self._interceptor.listening(session):
+            yield session
         session.close()
-
-
-def _require_version(trace: RoutingTrace, expected: int | Collection[int] | None) -> None:
-    if expected is None:
-        return
-    accepted = sorted(set(expected) if isinstance(expected, Collection) else {expected})
-    if not trace.versions or not set(trace.versions) <= set(accepted):
-        raise StaleTraceError(
-            f"the trace was recorded under weight versions {list(trace.versions)}, expected only "
-            f"{', '.join(map(str, accepted))} ({NO_VERSION} means not stated). Replay the trace of the rollout that "
-            "this update belongs to"
-        )
-
-
-def _require_choice(name: str, value: str, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(choices)))}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import transformers
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.adapters.hf.local import require_there
+from foreroute.adapters.hf.folder import require_files, require_there, why
 from foreroute.errors import ConfigError
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -43,12 +44,16 @@ class Tokenizer:
         self.size = max(self._inner.get_vocab().values()) + 1
 
     def prompt(self, text: str) -> NDArray[np.int32]:
-        """int32 [T], with what the tokenizer puts around a text of its own, such as a first token."""
-        return np.array(self._inner(text)["input_ids"], np.int32)
+        """int32 [T], with what the tokenizer puts around a text of its own, such as a first token.
+
+        Raises:
+            ConfigError: when it refuses the text: a character that its vocabulary lacks, or a lone surrogate.
+        """
+        return self._tokens(text, special=True)
 
     def continuation(self, text: str) -> NDArray[np.int32]:
-        """int32 [T], of text that follows other tokens."""
-        return np.array(self._inner(text, add_special_tokens=False)["input_ids"], np.int32)
+        """int32 [T], of text that follows other tokens. Raises as `prompt`."""
+        return self._tokens(text, special=False)
 
     def chat(self, messages: Sequence[Any]) -> str:
         """What the chat template makes of messages, up to where the answer begins.
@@ -73,14 +78,26 @@ class Tokenizer:
         """Write its files into a folder, beside what is there."""
         self._inner.save_pretrained(folder)
 
+    def _tokens(self, text: str, *, special: bool) -> NDArray[np.int32]:
+        try:
+            return np.array(self._inner(text, add_special_tokens=special)["input_ids"], np.int32)
+        except Exception as error:  # the library raises bare exceptions
+            raise ConfigError(
+                f"the tokenizer in {self._folder} makes no tokens of {text[:60]!r} ({why(error)})"
+            ) from error
+
 
 def _load(folder: Path) -> Any:
     require_there(folder)
-    if not any((folder / name).is_file() for name in FILES):
+    require_files(folder)
+    if not any(os.path.isfile(folder / name) for name in FILES):
         raise ConfigError(
             f"{folder} holds no tokenizer (none of {', '.join(FILES)}); name the folder that has it as model.tokenizer"
         )
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        inner = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises what its loaders raise
-        raise ConfigError(f"the tokenizer in {folder} cannot be read: {str(error).partition(chr(10))[0]}") from error
+        raise ConfigError(f"the tokenizer in {folder} cannot be read: {why(error)}") from error
+    if not inner.get_vocab():
+        raise ConfigError(f"the tokenizer in {folder} cannot be read: it has no tokens")
+    return inner

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from foreroute.adapters.megatron.ranks import Share
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import Layout, pack, pad
 from foreroute.trace import RoutingTrace
+from foreroute.trace.check import ascending
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,13 @@ class Call:
 
     @classmethod
     def read(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Find them among the arguments of a call whose parameters have these names."""
+        """Find them among the arguments of a call whose parameters have these names.
+
+        Raises:
+            BatchMismatchError: when tokens or padding are of a type that says something else.
+        """
         given = dict(zip(names, args, strict=False)) | kwargs
+        _require_types(given)
         inference, packed = given.get("inference_context"), given.get("packed_seq_params")
         return cls(
             _tensor(given.get("input_ids")),
@@ -60,6 +67,18 @@ class Call:
 
 def _tensor(value: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
+
+
+def _require_types(given: dict[str, Any]) -> None:
+    tokens, padding = _tensor(given.get("input_ids")), _tensor(given.get("padding_mask"))
+    if tokens is not None and (tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool):
+        raise BatchMismatchError(
+            f"input_ids are {tokens.dtype} of shape {tuple(tokens.shape)}; expected integers [batch, tokens]"
+        )
+    if padding is not None and padding.dtype != torch.bool:
+        raise BatchMismatchError(
+            f"padding_mask is {padding.dtype}; expected booleans [batch, tokens], True for padding"
+        )
 
 
 def parameter_names(forward: Callable[..., Any]) -> list[str]:
@@ -174,5 +193,19 @@ def _packed_layout(trace: RoutingTrace, call: Call, share: Share) -> Layout:
 def packed_slots(packed: Any) -> NDArray[np.int64]:
     """int64 [S], the slots of each sequence of a packed batch, padding included."""
     padded = packed.cu_seqlens_q_padded
-    offsets = packed.cu_seqlens_q if padded is None else padded
-    return np.asarray(np.diff(offsets.detach().cpu().numpy().astype(np.int64)))
+    return lengths_of(packed.cu_seqlens_q if padded is None else padded)
+
+
+def lengths_of(cumulative: Tensor) -> NDArray[np.int64]:
+    """int64 [S], the lengths that cumulative ones are the sums of.
+
+    Raises:
+        BatchMismatchError: when they are not integers that ascend from 0.
+    """
+    offsets = cumulative.detach().cpu().numpy()
+    if offsets.ndim != 1 or not offsets.size or not ascending(offsets, int(offsets[-1])):
+        raise BatchMismatchError(
+            f"packed_seq_params has cumulative lengths {offsets.dtype} {offsets.reshape(-1)[:8].tolist()} of shape "
+            f"{offsets.shape}; expected integers [sequences + 1] that ascend from 0"
+        )
+    return np.asarray(np.diff(offsets.astype(np.int64)), np.int64)

@@ -59,7 +59,11 @@ def find_chunks(model: nn.Module | Sequence[nn.Module]) -> tuple[Chunk, ...]:
     Raises:
         AttachError: for what is no Megatron-Core model, or has several decoders.
     """
-    chunks = tuple(_chunk(part) for part in ([model] if isinstance(model, nn.Module) else model))
+    parts = [model] if isinstance(model, nn.Module) else model
+    if not isinstance(parts, Sequence) or not all(isinstance(part, nn.Module) for part in parts):
+        given = f"a {type(model).__name__}" + (" of other things than modules" if isinstance(model, Sequence) else "")
+        raise AttachError(f"attach was given {given}; expected a model of Megatron-Core, or the list of its chunks")
+    chunks = tuple(_chunk(part) for part in parts)
     if not chunks:
         raise AttachError("there is no model to attach; pass a model, or the list of its virtual pipeline chunks")
     trunks = [id(chunk.trunk) for chunk in chunks]

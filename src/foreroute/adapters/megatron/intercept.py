@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from threading import RLock
 from typing import Any
 
 import torch
@@ -34,10 +35,10 @@ from foreroute.adapters.megatron.passes import (
 )
 from foreroute.adapters.megatron.refusals import require_idle
 from foreroute.adapters.megatron.seat import Seat
-from foreroute.adapters.overriding import is_hooked, overridden, uncopyable
+from foreroute.adapters.overriding import ATTACHED_TWICE, is_hooked, overridden, uncopyable
 from foreroute.adapters.recomputation import runs_without_gradients_in
 from foreroute.errors import ReplayError
-from foreroute.replay import PassStack, Watch
+from foreroute.replay import OneThread, PassStack, Watch
 from foreroute.trace import RoutingSpec
 
 REENTRANT = (torch_checkpoint.CheckpointFunction.forward.__code__, megatron_random.CheckpointFunction.forward.__code__)
@@ -65,51 +66,75 @@ class Interceptor:
         self._counts_all_ranks = any(site.module.get_aux_loss_coeff("global_aux_loss") for site in chunk.sites)
         self._names = parameter_names(type(chunk.trunk).forward)[1:]
         self._listeners: list[Listener] = []
+        self._sessions = OneThread("has a record() or replay() session open on it")
         self._passes = PassStack[Pass](self._seats)
         self._call: Call | None = None
+        self._installed = ExitStack()
         self._users = 0
+        self._lock = RLock()  # backwards of other threads recompute while sessions open and close
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
-        """Keep the hooks in place, and `listener` informed, while the context is open."""
-        trunk = self._chunk.trunk
-        first = not is_hooked(trunk)
-        if not (first or self._listeners):
-            raise ReplayError(
-                "this model was attached twice, and a session of the other is open; attach it once, and record and "
-                "replay by what attach() returned"
-            )
-        with self._hooks(), ExitStack() as stack:
-            if first:
-                stack.enter_context(overridden(trunk, "forward", self._run_trunk))
-                stack.enter_context(overridden(self._chunk.decoder, "forward", self._run_decoder))
-                stack.enter_context(uncopyable(trunk))
+        """Keep the hooks in place, and `listener` informed, while the context is open.
+
+        Raises:
+            ReplayError: when another thread has a session open, this model was attached once more and that has, or
+                Megatron's own router replay is active.
+        """
+        with self._sessions.held("opens a session on a model"), self._hooks():
+            if not self._listeners:
+                self._installed = self._install()
             self._listeners.append(listener)
             try:
                 yield
             finally:
                 self._listeners.remove(listener)
+                if not self._listeners:
+                    self._installed.close()
+
+    def _install(self) -> ExitStack:
+        """Hooks of a session beside those on routers."""
+        trunk = self._chunk.trunk
+        with ExitStack() as stack:
+            stack.enter_context(overridden(trunk, "forward", self._run_trunk))
+            stack.enter_context(overridden(self._chunk.decoder, "forward", self._run_decoder))
+            for module in (trunk, self._chunk.decoder, *(site.module for site in self._chunk.sites)):
+                stack.enter_context(uncopyable(module))
+            return stack.pop_all()
 
     @contextmanager
     def _hooks(self) -> Iterator[None]:
         """Have the seats taken until the last user leaves."""
-        if not self._users:
-            require_idle(self._chunk.sites)
-            for seat in self._seats:
-                seat.take(self._on_call)
-        self._users += 1
+        if not self._listeners and is_hooked(self._chunk.trunk):
+            raise ReplayError(ATTACHED_TWICE)
+        with self._lock:
+            if not self._users:
+                require_idle(self._chunk.sites)
+                for seat in self._seats:
+                    seat.take(self._require_own_thread, self._on_call)
+            self._users += 1
         try:
             yield
         finally:
-            self._users -= 1
-            if not self._users:
-                for seat in self._seats:
-                    seat.leave()
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    for seat in self._seats:
+                        seat.leave()
 
     def _on_call(self, position: int) -> None:
         self._passes.top.note_call(position, self._paths[position])
 
+    def _require_own_thread(self, path: str) -> None:
+        """Raise `ReplayError` if the router runs in a forward that began before another thread opened its session."""
+        self._passes.require_own_thread(path)
+        if not self._passes:
+            self._sessions.require_mine(f"runs {path} of a model")
+
     def _run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._sessions.require_mine("runs a model")
+        if not self._listeners:  # another thread closed its session when this one was about to be refused
+            return forward(*args, **kwargs)
         before, self._call = self._call, Call.read(self._names, args, kwargs)
         try:
             return forward(*args, **kwargs)
@@ -118,6 +143,8 @@ class Interceptor:
 
     def _run_decoder(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self._call
+        if not self._listeners:
+            return forward(*args, **kwargs)
         if call is None:
             raise ReplayError("the decoder ran outside a forward of its model; call the model that was attached")
         require_plain(call)
@@ -131,6 +158,8 @@ class Interceptor:
         current = self._input(self._spec, orders, call, device).open()
         with self._passes.on_top(current):
             result = forward(*args, **kwargs)
+        if not self._users:
+            raise ReplayError("the session was closed in the middle of a forward; close it when the model has returned")
         require_each_router_once(self._paths, current.calls)
         if current.is_checkpointed:
             self._rearm(result, current.input)
@@ -164,7 +193,7 @@ class Interceptor:
     def _rearmed(self, function: Callable[..., Any], first: PassInput) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             current = first.open(recompute=True)
-            with self._hooks(), self._passes.on_top(current):
+            with self._passes.on_top(current), self._hooks():
                 result = function(*args, **kwargs)
             if current.is_checkpointed:  # by a checkpoint inside of this one, which is made anew each time
                 self._rearm(result, first)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import megatron.core
 import numpy as np
@@ -22,9 +22,18 @@ from foreroute.adapters.megatron.recording import Groups, Recording
 from foreroute.adapters.megatron.schedule import ReplayingStep, Routes, RoutesOf, StepListener, routes_in
 from foreroute.adapters.megatron.session import Policy, ReplaySession, Telemetry
 from foreroute.balance import StepPlan
-from foreroute.errors import AttachError, BatchMismatchError, ConfigError, ReplayError, StaleTraceError
+from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError, ReplayError
 from foreroute.layout import Layout
-from foreroute.replay import Counts, MissingRows
+from foreroute.replay import (
+    Counts,
+    MissingRows,
+    as_version,
+    opened_once,
+    require_choice,
+    require_kind,
+    require_switch,
+    require_version,
+)
 from foreroute.trace import NO_VERSION, RoutedLayer, RoutingSpec, RoutingTrace
 
 
@@ -85,18 +94,21 @@ class RoutedModel:
             padding: as in `replay`.
 
         Raises:
+            TraceError: when `trace` is none.
             SpecMismatchError: when the trace belongs to another model.
             BatchMismatchError: when the layout is for other rows, or rows are missing.
             LayoutError: when ranks cannot share the layout.
         """
+        require_kind("what is to be placed", trace, RoutingTrace, "a RoutingTrace")
+        _require_layout(layout)
         self.spec.require_same(trace.spec, what="the trace")
-        _require_choice("missing", missing, MissingRows)
-        _require_choice("padding", padding, PaddingRows)
+        require_choice("missing", missing, MissingRows)
+        require_choice("padding", padding, PaddingRows)
         pin = next(self.chunks[0].trunk.parameters()).is_cuda
         home_LE = self.home_LE[[self.spec.layers.index(layer) for layer in self.layers]]
         return place(trace, layout, self.share, self.layers, home_LE, missing=missing, padding=padding, pin=pin)
 
-    @contextmanager
+    @opened_once
     def record(self, *, weight_version: int = NO_VERSION) -> Iterator[Recording]:
         """Record the routes of every forward of the model while the context is open.
 
@@ -107,7 +119,13 @@ class RoutedModel:
 
         Yields:
             The recording; call its `trace()` on every rank.
+
+        Raises:
+            ConfigError: for a version that is no whole number.
+            ReplayError: when another thread has a session open on the model; and, in a forward, for what cannot be
+                recorded.
         """
+        stamped = as_version(weight_version)
         provenance = {"engine": "megatron-core", "engine_version": megatron.core.__version__}
         trunk = self.chunks[0].trunk
         groups = Groups(
@@ -116,17 +134,17 @@ class RoutedModel:
             trunk.pg_collection.pp,
         )
         layers = [tuple(site.layer for site in chunk.sites) for chunk in self.chunks]
-        recording = Recording(self.spec, layers, self.share, groups, weight_version, provenance)
+        recording = Recording(self.spec, layers, self.share, groups, stamped, provenance)
         with self._listening(recording):
             yield recording
 
-    @contextmanager
+    @opened_once
     def replay(
         self,
         routes: Routes,
         layout: Layout | None = None,
         *,
-        weight_version: int | None = None,
+        weight_version: int | Collection[int] | None = None,
         missing: MissingRows = "error",
         padding: PaddingRows = "spread",
         counts: Counts = "native",
@@ -141,7 +159,9 @@ class RoutedModel:
             routes: of the micro-batch's sequences: a trace, or what `place` made of one (whose policies then hold).
             layout: where the sequences are in the batch, before ranks share it. Seen from the batch by default: its
                 `packed_seq_params`, or else its tokens.
-            weight_version: when given, the version that every routed row of a trace must have been recorded under.
+            weight_version: when given, the version that every routed row must have been recorded under, or the
+                versions that are accepted, such as `range(3, 6)` where rollouts may be two versions old. A range
+                accepts no row whose version is not stated.
             missing: what to do when a row has no route other than the last of its sequence: refuse the batch
                 ("error"), let the model route it ("native"), or that and take the tokens after it out of the loss by
                 `session.loss_mask_BT` ("drop").
@@ -155,15 +175,18 @@ class RoutedModel:
             The session.
 
         Raises:
+            TraceError: when `routes` are none.
             SpecMismatchError: when the routes belong to another model.
             StaleTraceError: when they were recorded under another weight version.
-            ConfigError: for a policy that does not exist.
+            ConfigError: for a policy that does not exist, or an argument of the wrong type.
             BatchMismatchError: in the forward, when batch and routes hold different tokens, or rows are missing.
-            ReplayError: when a router bypassed replay, or no forward ran in the session.
+            ReplayError: when a router bypassed replay, no forward ran in the session, or another thread has a session
+                open on the model or runs it.
         """
-        policy = _checked_policy(Policy(missing, padding, counts, telemetry, weight_version))
+        policy = _checked_policy(Policy(missing, padding, counts, telemetry))
         session = self._session_for(routes, layout, policy, {})
-        with self._exclusively(lambda: session), self._listening(session):
+        require_version(routes.versions, weight_version, "what is to be replayed")
+        with self._listening(session), self._exclusively(lambda: session):
             yield session
         session.close()
 
@@ -196,6 +219,9 @@ class RoutedModel:
             The step, to be called like the one that was given.
         """
         policy = _checked_policy(Policy(missing, padding, counts, telemetry))
+        for name, given in (("forward_step", forward_step), ("routes_of", routes_of)):
+            if not callable(given):
+                raise ConfigError(f"{name} is a {type(given).__name__}; expected a function")
 
         def open_session(routes: Routes, sums: dict[int, Telemetry]) -> ReplaySession:
             return self._session_for(routes, None, policy, sums)
@@ -240,7 +266,7 @@ class RoutedModel:
     def _running(self, model: nn.Module, listener: StepListener) -> Iterator[None]:
         """A forward step on one of the chunks, wrapped or not."""
         number = self._number_of(model)
-        with self._exclusively(lambda: listener.session), self._interceptors[number].listening(listener):
+        with self._interceptors[number].listening(listener), self._exclusively(lambda: listener.session):
             yield
 
     @contextmanager
@@ -263,8 +289,10 @@ class RoutedModel:
     def _session_for(
         self, routes: Routes, layout: Layout | None, policy: Policy, telemetry: dict[int, Telemetry]
     ) -> ReplaySession:
+        require_kind("what is to be replayed", routes, Routes, "a RoutingTrace, or what `place` made of one")
         self.spec.require_same(routes.spec, what="the routes" if isinstance(routes, PlacedRoutes) else "the trace")
-        _require_version(routes, policy.weight_version)
+        if layout is not None:
+            _require_layout(layout)
         if isinstance(routes, PlacedRoutes) and (layout is not None or routes.layers != self.layers):
             raise BatchMismatchError(
                 "the routes are placed already: give no layout with them, and only those that were placed on this rank"
@@ -289,20 +317,15 @@ def _part(spec: RoutingSpec, layers: tuple[RoutedLayer, ...]) -> RoutingSpec | N
 
 
 def _checked_policy(policy: Policy) -> Policy:
-    _require_choice("missing", policy.missing, MissingRows)
-    _require_choice("padding", policy.padding, PaddingRows)
-    _require_choice("counts", policy.counts, Counts)
+    require_choice("missing", policy.missing, MissingRows)
+    require_choice("padding", policy.padding, PaddingRows)
+    require_choice("counts", policy.counts, Counts)
+    require_switch("telemetry", policy.telemetry)
     return policy
 
 
-def _require_version(routes: Routes, expected: int | None) -> None:
-    if expected is not None and routes.versions != (expected,):
-        raise StaleTraceError(
-            f"the routes were recorded under weight versions {list(routes.versions)}, expected only {expected} "
-            f"({NO_VERSION} means not stated). Replay the trace of the rollout that this update belongs to"
+def _require_layout(layout: object) -> None:
+    if not isinstance(layout, Layout):
+        raise LayoutError(
+            f"layout is a {type(layout).__name__}; expected one of foreroute.layout, of pad(...) or pack(...)"
         )
-
-
-def _require_choice(name: str, value: str, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(choices)))}")

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.adapters.megatron.call import Call, packed_slots
+from foreroute.adapters.megatron.call import Call, lengths_of, packed_slots
 from foreroute.adapters.megatron.passes import Listener, Orders
 from foreroute.adapters.megatron.ranks import Share
 from foreroute.errors import BatchMismatchError, ReplayError
@@ -177,7 +177,7 @@ def required_tokens(part: RankPart) -> NDArray[np.int64]:
 def _sequences_of(call: Call, share: Share) -> tuple[NDArray[np.int64], Layout]:
     """Lengths of the sequences of a batch, and where they are."""
     if call.packed is not None:
-        lengths = np.diff(call.packed.cu_seqlens_q.detach().cpu().numpy().astype(np.int64))
+        lengths = lengths_of(call.packed.cu_seqlens_q)
         layout = pack(lengths, slots=packed_slots(call.packed))
         width = 0 if call.input_ids is None else call.input_ids.numel() * share.cp
         return lengths, layout.align_total(width) if width > layout.num_slots else layout

@@ -57,6 +57,7 @@ class Seat:
         self.position = position
         self.now: LayerPass | None = None
         self._selected: list[Selected] = []
+        self._sitting: object = None
         self._stand_ins: dict[str, Any] = {}
         self._before: dict[str, Any] = {}
         router = site.module
@@ -66,21 +67,31 @@ class Seat:
 
     @contextmanager
     def taken(self, on_call: Callable[[int], None]) -> Iterator[None]:
-        """Sit on the router while the context is open; `on_call` is told of each selection."""
-        self.take(on_call)
+        """Sit on the router while the context is open, as by `take`, and refuse no call."""
+        self.take(lambda path: None, on_call)
         try:
             yield
         finally:
             self.leave()
 
-    def take(self, on_call: Callable[[int], None]) -> None:
-        """Sit down. Done for every recomputed part of a pass, so that it is kept to a few assignments."""
+    def take(self, before_call: Callable[[str], None], on_call: Callable[[int], None]) -> None:
+        """Sit down. Done for every recomputed part of a pass, so that it is kept to a few assignments.
+
+        Args:
+            before_call: told the router's path when it is called, may refuse.
+            on_call: told the router's position when it has selected.
+        """
         router, own = self.site.module, self.site.module.__dict__
-        stand_ins: dict[str, Any] = {"router_replay": self, "forward": partial(self._run, router.forward, on_call)}
+        # somebody who wraps a stand-in meanwhile keeps it below theirs for good; it then only hands on
+        self._sitting = sitting = object()
+        stand_ins: dict[str, Any] = {
+            "router_replay": self,
+            "forward": partial(self._run, sitting, router.forward, before_call, on_call),
+        }
         if self._has_bias:
-            stand_ins["_apply_expert_bias"] = partial(self._count_for_bias, router._apply_expert_bias)
+            stand_ins["_apply_expert_bias"] = partial(self._count_for_bias, sitting, router._apply_expert_bias)
         for name in AUX_LOSSES if router.is_aux_loss_enabled() else ():
-            stand_ins[name] = partial(self._count_for_loss, getattr(router, name))
+            stand_ins[name] = partial(self._count_for_loss, sitting, getattr(router, name))
         self._before = {name: own[name] for name in stand_ins if name in own}
         self._stand_ins = stand_ins
         own.update(stand_ins)
@@ -95,15 +106,20 @@ class Seat:
                 own[name] = self._before[name]
             else:
                 del own[name]
-        self._stand_ins, self._before = {}, {}
+        self._stand_ins, self._before, self._sitting = {}, {}, None
 
     def _run(
         self,
+        sitting: object,
         forward: Callable[..., Any],
+        before_call: Callable[[str], None],
         on_call: Callable[[int], None],
         hidden: Tensor,
         padding_mask: Tensor | None = None,
     ) -> Any:
+        if sitting is not self._sitting:
+            return forward(hidden, padding_mask)
+        before_call(self.site.path)
         now = self.now
         if now is None:
             raise ReplayError(
@@ -171,9 +187,11 @@ class Seat:
         return not (counts_own or (self._asks_all and now.rows is not None and now.rows.unrouted_Q is not None))
 
     def _count_for_bias(
-        self, apply: Callable[..., Any], routing_map: Tensor, padding_mask: Tensor | None = None
+        self, sitting: object, apply: Callable[..., Any], routing_map: Tensor, padding_mask: Tensor | None = None
     ) -> Any:
         """The counters that steer the expert bias. Megatron's own masking of them fails to broadcast."""
+        if sitting is not self._sitting:
+            return apply(routing_map, padding_mask=padding_mask)
         if not torch.is_grad_enabled():
             return apply(routing_map, padding_mask=None)
         selected = self._selected[-1]
@@ -184,9 +202,18 @@ class Seat:
         return apply(routing_map, padding_mask=None)
 
     def _count_for_loss(
-        self, apply: Callable[..., Any], probs: Tensor, scores: Tensor, routing_map: Tensor, *args: Any, **kwargs: Any
+        self,
+        sitting: object,
+        apply: Callable[..., Any],
+        probs: Tensor,
+        scores: Tensor,
+        routing_map: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """One of the auxiliary losses; Megatron counts a selection that it makes anew of the router's scores."""
+        if sitting is not self._sitting:
+            return apply(probs, scores, routing_map, *args, **kwargs)
         selected = self._selected[-1]
         if selected.counts == "replayed":
             routing_map = _as_map(selected.ids_RK, routing_map)

@@ -43,14 +43,12 @@ class Policy:
         padding: who picks for padding.
         counts: which selection auxiliary losses and expert-bias counters count.
         telemetry: whether routers also select by themselves, for the agreement.
-        weight_version: the version that every routed row must have been recorded under, or None for any.
     """
 
     missing: MissingRows = "error"
     padding: PaddingRows = "spread"
     counts: Counts = "native"
     telemetry: bool = False
-    weight_version: int | None = None
 
     @property
     def watch(self) -> Watch:

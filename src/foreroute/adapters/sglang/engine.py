@@ -10,16 +10,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.checkpoint import CheckpointWriter
-from foreroute.adapters.endpoint import Endpoint
+from foreroute.adapters.checkpoint import WeightsFolder
+from foreroute.adapters.endpoint import Answer, Endpoint
+from foreroute.adapters.engine_versions import require_engine
 from foreroute.adapters.hf import RoutedModel
-from foreroute.adapters.sampled import Sampled, draw_seeds, facts_of, generation_of, require_version
+from foreroute.adapters.sampled import OutsideEngine, Sampled, draw_seeds, generation_of, require_version
 from foreroute.capture import Generation, Sampling
 from foreroute.errors import EngineError
-from foreroute.trace import NO_VERSION
+
+ROUTES = "enable_return_routed_experts"
+REASONS = ("stop", "length", "abort")
 
 
-class ServerEngine:
+class ServerEngine(OutsideEngine):
     """The trainer's rollout engine behind an SGLang server that it has for itself.
 
     Weights go through a folder that both can read.
@@ -27,35 +30,38 @@ class ServerEngine:
     Args:
         routed: the policy.
         url: such as "http://127.0.0.1:30000".
-        weights_folder: where checkpoints are put; the server must see it under the same path.
+        weights_folder: where checkpoints are put: new, empty, or used for nothing else before. The server must see it
+            under the same path.
         timeout_s: for each request.
 
     Attributes:
         weight_version: the version last loaded; every row is stamped with it.
 
     Raises:
-        EngineError: when the server cannot be reached, or was started without what replay needs.
+        ConfigError: when `url` is no address, or `weights_folder` holds something else.
+        EngineError: when the server cannot be reached, is of a version that does not work, or was started without what
+            replay needs.
     """
 
     def __init__(self, routed: RoutedModel, url: str, *, weights_folder: Path, timeout_s: float = 600.0) -> None:
-        self.weight_version = NO_VERSION
-        self._facts = facts_of(routed)
-        self._writer = CheckpointWriter(routed.model)
-        self._folder = weights_folder
+        super().__init__(routed)
         self._server = Endpoint(url, timeout_s=timeout_s, what="the SGLang server")
         info = self._server.get("/server_info")
-        if not info.get("enable_return_routed_experts"):
+        self._engine_version = info.read(str, "version")
+        require_engine("SGLang", self._engine_version, least="0.5.10", tested="0.5.23")
+        if not (info.has(ROUTES) and info.read(bool, ROUTES)):
             raise EngineError("the SGLang server must be started with --enable-return-routed-experts")
-        self._engine_version = str(info.get("version", ""))
+        self._weights = WeightsFolder(weights_folder, routed.model)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Take over the trainer's weights, forget the prefix cache, and stamp what follows with `version`."""
-        folder = self._writer.write(self._folder / "weights", weights)
-        request = {"model_path": str(folder.resolve()), "weight_version": str(version), "flush_cache": True}
-        answer = self._server.post("/update_weights_from_disk", request)
-        if not answer["success"]:
-            raise EngineError(f"the SGLang server did not take the weights: {answer['message']}")
-        self.weight_version = version
+        folder = self._weights.put(weights)
+        request = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+        with self._loading(version):
+            answer = self._server.post("/update_weights_from_disk", request)
+            if not answer.read(bool, "success"):
+                said = answer.value.get("message")
+                raise EngineError(f"the SGLang server did not take the weights: {said!s:.600}")
 
     def generate(
         self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
@@ -65,6 +71,7 @@ class ServerEngine:
         A response also ends at the end-of-text token of the model's configuration. SGLang minds the seeds, which come
         from `generator`, only when it was started with --enable-deterministic-inference.
         """
+        self._require_weights()
         # one request for each response, so that each has a seed of its own
         asked = [prompt for prompt in prompts for _ in range(sampling.group_size)]
         params = {
@@ -79,7 +86,7 @@ class ServerEngine:
             "return_logprob": True,
             "return_routed_experts": True,
         }
-        answers = self._server.post("/generate", body)
+        answers = self._server.post("/generate", body).value
         if not isinstance(answers, list) or len(answers) != len(asked):
             raise EngineError(f"the SGLang server did not return a list of {len(asked)} responses")
         sequences = []
@@ -97,7 +104,8 @@ class ServerEngine:
         )
 
     def close(self) -> None:
-        """Nothing: the server is not the trainer's to end."""
+        """Let go of the folder of weights; the server is not the trainer's to end. May be called again."""
+        self._weights.close()
 
 
 def sampled_of(answer: Any, prompt: NDArray[np.int32], *, start: int = 0) -> tuple[Sampled, list[str]]:
@@ -109,21 +117,26 @@ def sampled_of(answer: Any, prompt: NDArray[np.int32], *, start: int = 0) -> tup
         start: the `routed_experts_start_len` of the request.
 
     Raises:
-        EngineError: when it lacks what was asked for.
+        EngineError: when it lacks what was asked for, or is the answer to a prompt of another length.
     """
-    try:
-        meta = answer["meta_info"]
-        spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
-        sequence = Sampled(
-            prompt=prompt,
-            response=np.array(answer["output_ids"], np.int32),
-            logprobs=np.array([entry[0] for entry in meta["output_token_logprobs"]], np.float32),
-            output={"meta_info": {"routed_experts": meta["routed_experts"]}},
-            start=start,
-            finished=meta["finish_reason"]["type"] != "abort",
-        )
-        return sequence, [str(span["version"]) for span in spans]
-    except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise EngineError(
-            f"the SGLang server's answer lacks or garbles a field ({error!r}); expected 0.5.10 or newer"
-        ) from error
+    found = Answer(answer, "the SGLang server's answer")
+    meta = Answer(found.read(dict, "meta_info"), "the SGLang server's answer.meta_info")
+    if meta.has("prompt_tokens") and (length := meta.read(int, "prompt_tokens")) != len(prompt):
+        raise EngineError(f"the SGLang server answers a prompt of {length} tokens, it was sent {len(prompt)}")
+    if meta.has("weight_versions"):
+        versions = [span.read(str, "version") for span in meta.each("weight_versions")]
+    else:
+        versions = [meta.read(str, "weight_version")]
+    if (reason := meta.read(str, "finish_reason", "type")) not in REASONS:
+        raise EngineError(f"the SGLang server ended a response for the reason {reason!r:.40}; expected {REASONS}")
+    # each is a list of log-prob, token and text
+    logprobs = [(entry.read(list) or [None])[0] for entry in meta.each("output_token_logprobs")]
+    sequence = Sampled(
+        prompt=prompt,
+        response=found.integers("output_ids"),
+        logprobs=Answer(logprobs, "the SGLang server's answer.meta_info.output_token_logprobs").numbers(),
+        output={"meta_info": {"routed_experts": meta.value.get("routed_experts")}},
+        start=start,
+        finished=reason != "abort",
+    )
+    return sequence, versions

@@ -1,7 +1,12 @@
+# ruff: noqa: E402  versions are looked at before anything else of a peer is imported
 """TRL: rollout routing replay for its `GRPOTrainer`.
 
 from foreroute.adapters.trl import GRPOTrainer   # instead of: from trl import GRPOTrainer
 """
+
+from foreroute.adapters.versions import require_peers
+
+require_peers("torch", "transformers", "trl")
 
 from foreroute.adapters.hf import EmbeddedEngine
 from foreroute.adapters.trl.engine_rollout import rollout_with

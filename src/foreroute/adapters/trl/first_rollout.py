@@ -35,7 +35,12 @@ def require_plausible(trainer: Any, routed: RoutedModel, trace: RoutingTrace) ->
     tokens = [torch.from_numpy(part.tokens(s).astype(np.int64)) for s in range(len(part))]
     mask = pad_sequence([torch.ones_like(t) for t in tokens], batch_first=True)
     ids, device = pad_sequence(tokens, batch_first=True), trainer.accelerator.device
-    with torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings(), routed.record() as recording:
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(range(torch.cuda.device_count())),
+        warnings.catch_warnings(),
+        routed.record() as recording,
+    ):
         # what torch says of reentrant checkpointing without gradients
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         trainer._get_per_token_logps_and_entropies(

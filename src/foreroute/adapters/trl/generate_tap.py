@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from foreroute.adapters.hf import Recording, RoutedModel
+from foreroute.adapters.hf.recording import require_no_beams
 from foreroute.adapters.overriding import overridden
-from foreroute.adapters.trl.rollout import joined_tokens, require_tokens
+from foreroute.adapters.trl.rollout import joined_tokens
 from foreroute.errors import ReplayError
 from foreroute.trace import RoutingTrace
 
@@ -40,6 +41,7 @@ class GenerateTap:
             yield
 
     def _generate(self, generate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        require_no_beams(self._routed.model, args, kwargs)
         sampled = SampledLogProbs(self._temperature)
         processors = LogitsProcessorList([*(kwargs.pop("logits_processor", None) or []), sampled])
         with self._routed.record() as recording:
@@ -58,19 +60,7 @@ class GenerateTap:
             )
         ((recording, logprobs_BR),) = self._seen
         self._seen = []
-        sequences = joined_tokens(prompts, completions)
-        inputs = recording.trace().with_weight_version(weight_version)
-        lengths = np.array([len(tokens) - 1 for tokens in sequences])
-        if len(inputs) != len(sequences) or (inputs.lengths < lengths).any():
-            raise ReplayError(
-                f"{len(inputs)} sequences of lengths {inputs.lengths.tolist()[:8]} were recorded in generate(), "
-                f"expected {len(sequences)} of at least {lengths.tolist()[:8]}; sample with a key-value cache, one "
-                "sequence per prompt and without beams"
-            )
-        # the last sampled token was never an input; what generate() fed to finished sequences is cut off
-        last = RoutingTrace.unrouted(inputs.spec, [tokens[-1:] for tokens in sequences])
-        trace = inputs.truncated(lengths).continued_by(last)
-        require_tokens(trace, sequences)
+        trace = recording.rollout(joined_tokens(prompts, completions)).with_weight_version(weight_version)
         host = logprobs_BR.cpu().numpy()
         return trace, [host[s, : len(completion)] for s, completion in enumerate(completions)]
 

@@ -6,6 +6,7 @@ import inspect
 
 import trl
 
+from foreroute.adapters.versions import PEERS
 from foreroute.errors import AttachError
 
 HOOKS = {
@@ -18,7 +19,6 @@ HOOKS = {
     "training_step": (),
     "log": ("logs",),
 }
-TESTED = "1.16.0"
 
 
 def require_hooks(trainer: type) -> None:
@@ -40,5 +40,5 @@ def require_hooks(trainer: type) -> None:
             what = f"no {name}" if method is None else f"{name} without {', '.join(missing)}"
             raise AttachError(
                 f"TRL {trl.__version__} has {what}, which routing replay stands on; this foreroute was tested with "
-                f"TRL {TESTED}. Install that, or a newer foreroute"
+                f"TRL {PEERS['trl'].newest}. Install that, or a newer foreroute"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -108,7 +108,12 @@ class FunctionTap:
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """What TRL calls; it never sees the routes, which it would hand to reward functions."""
-        output = dict(self._function(prompts, trainer))
+        returned = self._function(prompts, trainer)
+        if not isinstance(returned, Mapping):
+            raise ReplayError(
+                f"the rollout_func returned a {type(returned).__name__}; expected a dictionary, as TRL asks for"
+            )
+        output = dict(returned)
         self._routes = output.pop(ROUTES, None)
         return output
 
@@ -122,10 +127,14 @@ class FunctionTap:
     ) -> tuple[RoutingTrace, None]:
         """The routes that came back, each a `RoutingTrace` of one sequence or what `capture.decode` reads."""
         routes = self._routes
-        if routes is None or len(routes) != len(prompts):
+        count = (
+            len(routes) if isinstance(routes, Collection) and not isinstance(routes, str | bytes | Mapping) else None
+        )
+        if count is None or count != len(prompts):
+            found = "no" if routes is None else f"a {type(routes).__name__} as" if count is None else count
             raise ReplayError(
-                f"the rollout_func returned {'no' if routes is None else len(routes)} {ROUTES!r} for {len(prompts)} "
-                f"sequences; expected a list of as many, each a RoutingTrace or what foreroute.capture.decode reads"
+                f"the rollout_func returned {found} {ROUTES!r} for {len(prompts)} sequences; expected a list of as "
+                "many, each a RoutingTrace or what foreroute.capture.decode reads"
             )
         sequences = joined_tokens(prompts, completions)
         traces = [

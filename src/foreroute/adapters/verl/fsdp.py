@@ -1,3 +1,4 @@
+# ruff: noqa: E402  versions are looked at before anything else of a peer is imported
 """verl's FSDP engine with routing replay: what is overridden, and nothing else. The work is done in `passes.py`.
 
 verl imports this module in every worker when it is told to, and then makes its engines from here:
@@ -13,6 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+
+from foreroute.adapters.versions import require_peers
+
+require_peers("torch", "transformers", "verl")
 
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine import EngineRegistry

@@ -7,6 +7,7 @@ from typing import Any
 
 import verl
 
+from foreroute.adapters.versions import PEERS
 from foreroute.errors import AttachError
 
 HOOKS = {
@@ -20,7 +21,6 @@ HOOKS = {
     "_get_packed_pad_size": ("packed_length",),
 }
 CONFIG = ("router_replay", "forward_only", "strategy", "ulysses_sequence_parallel_size")
-TESTED = "0.9.1"
 
 
 def require_hooks(engine: type, config: type) -> None:
@@ -36,7 +36,7 @@ def require_hooks(engine: type, config: type) -> None:
     if lacks:
         raise AttachError(
             f"verl {verl.__version__} has {lacks[0]}, which routing replay stands on; this foreroute was tested with "
-            f"verl {TESTED}. Install that, or a newer foreroute"
+            f"verl {PEERS['verl'].newest}. Install that, or a newer foreroute"
         )
 
 

@@ -133,7 +133,11 @@ class EnginePasses:
 
     def _require_plausible(self, step: Step, micro_batch: Any, routes: RoutingTrace) -> None:
         """The first routes beside the model's own: once they are replayed, wrong routes look right."""
-        with torch.no_grad(), torch.random.fork_rng(), self.routed.record() as recording:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(range(torch.cuda.device_count())),
+            self.routed.record() as recording,
+        ):
             step(micro_batch, None, True)
         own = recording.trace().select(np.arange(len(routes)))
         require_same_origin(own, routes)

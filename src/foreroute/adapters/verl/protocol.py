@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.capture import ModelFacts, decode
+from foreroute.capture.arguments import shown
+from foreroute.capture.containers import kept_by_mask
+from foreroute.capture.suspect import routed_before_zeros
 from foreroute.errors import BatchMismatchError, CaptureError
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
 
@@ -40,16 +43,26 @@ def trace_of(batch: Any, *, model: RoutingSpec | ModelFacts, weight_version: int
         weight_version: the weights that computed the routes; verl's batch does not say.
 
     Returns:
-        S sequences, in the order of the batch. A row of zeros is an absent one.
+        S sequences, in the order of the batch. Rows of zeros at the end of a sequence are absent; so is all of a
+        sequence that fills the batch up.
 
     Raises:
-        CaptureError: when fields are missing or laid out differently, the routes cannot be true, or the model is top-1
-            and a row of zeros stands where expert 0 and "never routed" cannot be told apart.
+        CaptureError: when fields are missing or laid out differently; when the routes cannot be true; when a row of
+            zeros stands before a routed one; when there is no route at all, and `response_mask` does not say that
+            nothing is trained on; when the model is top-1, where a row of zeros may be expert 0 or "never routed".
     """
     fields = _fields(batch)
     facts = model if isinstance(model, ModelFacts) else ModelFacts(model)
     tokens, rows = _sequences(fields)
-    marked = [_with_absent_rows(r, facts.spec.top_k, s) for s, r in enumerate(rows)]
+    marked = [_with_absent_rows(r, s) for s, r in enumerate(rows)]
+    if all((r == ABSENT).all() for r in marked):
+        if any(len(r) > 1 for r in marked) and _trains(fields):
+            raise CaptureError(
+                f"{FIELD} holds nothing but zeros: the rollout engine returned no routes. Start it with "
+                "actor_rollout_ref.rollout.enable_rollout_routing_replay=True; a batch that only fills up has a "
+                "response_mask of zeros"
+            )
+        return RoutingTrace.unrouted(facts.spec, tokens).with_provenance(wire="verl")
     trace = decode(marked, model=facts, token_ids=tokens, weight_version=weight_version)
     return trace.with_provenance(wire="verl")
 
@@ -68,9 +81,11 @@ def routed_experts(trace: RoutingTrace, batch: Any, *, num_hidden_layers: int | 
 
     Raises:
         BatchMismatchError: when the batch holds other tokens than the trace.
-        CaptureError: when an id does not fit 16 bits, or a row of a top-1 model would be read back as something else.
+        CaptureError: when an id does not fit 16 bits, or a row would be read back as something else: an absent one
+            before a routed one, and expert 0 of a top-1 model in all layers.
     """
     ids, mask = _tokens_and_mask(_fields(batch))
+    _require_readable(trace)
     rows = _rows_of(trace, ModelFacts(trace.spec, num_hidden_layers))
     tokens = _unpadded(ids, mask)
     if len(tokens) != len(trace) or any(not np.array_equal(t, trace.tokens(s)) for s, t in enumerate(tokens)):
@@ -82,28 +97,42 @@ def routed_experts(trace: RoutingTrace, batch: Any, *, num_hidden_layers: int | 
         parts = [torch.from_numpy(part) for part in rows]
         return torch.nested.as_nested_tensor(parts, layout=torch.jagged, device=ids.device)
     padded = torch.zeros((*ids.shape, *rows[0].shape[1:]), dtype=torch.int16, device=ids.device)
-    padded[mask] = torch.from_numpy(np.concatenate(rows)).to(ids.device)
+    padded[mask.bool()] = torch.from_numpy(np.concatenate(rows)).to(ids.device)
     return padded
 
 
 def _fields(batch: Any) -> Any:
     """What maps names to tensors: a `DataProto` keeps it in its attribute `batch`."""
-    return batch.batch if hasattr(batch, "non_tensor_batch") else batch
+    fields = batch.batch if hasattr(batch, "non_tensor_batch") else batch
+    if not (hasattr(fields, "get") and hasattr(fields, "keys")):
+        raise CaptureError(f"{shown(batch)} is no batch of verl; expected a DataProto, a TensorDict or a mapping")
+    return fields
 
 
 def _tokens_and_mask(fields: Any) -> tuple[Tensor, Tensor | None]:
-    """`input_ids`, and a bool [B, T] where they are padded."""
+    """`input_ids`, and their mask of 0 and 1 [B, T] where they are padded."""
     ids = field_of(fields, "input_ids")
     if ids.is_nested:
         return ids, None
-    mask = field_of(fields, "attention_mask").bool()
-    if mask.shape != ids.shape:
-        raise CaptureError(f"attention_mask is {tuple(mask.shape)}; expected {tuple(ids.shape)}, as input_ids")
-    return ids, mask
+    mask = field_of(fields, "attention_mask")
+    if mask.is_nested or ids.ndim != 2 or mask.shape != ids.shape:
+        raise CaptureError(
+            f"attention_mask is {tuple(mask.shape)} and input_ids {tuple(ids.shape)}; expected [B, T] both"
+        )
+    return ids, require_zeros_and_ones(mask, "attention_mask")
+
+
+def require_zeros_and_ones(mask: Tensor, name: str) -> Tensor:
+    """The mask, if it is one. Raises `CaptureError` for other numbers."""
+    values = mask.values() if mask.is_nested else mask
+    if ((values != 0) & (values != 1)).any():
+        raise CaptureError(f"{name} is {mask.dtype} with other numbers than 0 and 1; expected a mask")
+    return mask
 
 
 def field_of(fields: Any, name: str) -> Tensor:
     """A tensor of a batch. Raises `CaptureError` when it is not there."""
+    fields = _fields(fields)
     value = fields.get(name) if isinstance(fields, Mapping) else fields.get(name, None)
     if not isinstance(value, Tensor):
         raise CaptureError(
@@ -139,21 +168,46 @@ def _unpadded(values: Tensor, mask: Tensor | None) -> list[NDArray[Any]]:
     """One array for each sequence."""
     if mask is None:
         return [part.cpu().numpy() for part in values.unbind()]
-    host, kept = values.cpu().numpy(), mask.cpu().numpy()
+    host, kept = values.cpu().numpy(), kept_by_mask(mask.cpu().numpy())
     return [part[row] for part, row in zip(host, kept, strict=True)]
 
 
-def _with_absent_rows(rows_TAK: NDArray[Any], top_k: int, sequence: int) -> NDArray[Any]:
+def _trains(fields: Any) -> bool:
+    """Whether a token of the batch is trained on, as far as the batch says."""
+    if fields.get("response_mask", None) is None:
+        return True
+    mask = field_of(fields, "response_mask")
+    return bool((mask.values() if mask.is_nested else mask).any())
+
+
+def _with_absent_rows(rows_TAK: NDArray[Any], sequence: int) -> NDArray[Any]:
     """Rows of zeros marked, so that they are not taken for expert 0."""
     if rows_TAK.dtype.kind not in "iu":
         raise CaptureError(f"sequence {sequence} has {FIELD} of dtype {rows_TAK.dtype}; expected integers")
-    absent = (rows_TAK == 0).all(axis=(1, 2))
-    if top_k == 1 and absent[:-1].any():
-        raise CaptureError(
-            f"sequence {sequence} has a row of zeros at position {int(np.argmax(absent))}, which in verl means 'never "
-            "routed', but with top-1 routing it may as well be expert 0; such a batch cannot be replayed"
-        )
-    return np.where(absent[:, None, None], ABSENT, rows_TAK.astype(np.int32))
+    # one pick of zeros is ambiguous, unless it is the row of the last token, which engines do not compute
+    certain = rows_TAK[:-1] if rows_TAK.shape[2] == 1 else rows_TAK
+    routed = routed_before_zeros(certain, what=f"sequence {sequence}", first_position=0)
+    routed = np.concatenate([routed, rows_TAK[len(certain) :].any(axis=(1, 2))])
+    return np.where(routed[:, None, None], rows_TAK.astype(np.int32), ABSENT)
+
+
+def _require_readable(trace: RoutingTrace) -> None:
+    """Raise `CaptureError` where zeros in the place of absent rows would be taken for something else."""
+    for s in range(len(trace)):
+        rows = slice(int(trace.offsets[s]), int(trace.offsets[s + 1]))
+        valid = trace.valid_N[rows]
+        gap = int(np.argmin(valid)) if len(valid) and not valid.all() else len(valid)
+        if valid[gap:].any():
+            raise CaptureError(
+                f"sequence {s} has no route at position {gap}, and one behind it; verl's field says so only at the "
+                "end of a sequence"
+            )
+        zero = valid & ~trace.expert_ids_NLK[rows].any(axis=(1, 2))
+        if zero.any():
+            raise CaptureError(
+                f"sequence {s} goes to expert 0 in all layers at position {int(np.argmax(zero))}, which in verl's "
+                "field means 'never routed'; routes of top-1 models cannot be kept in it"
+            )
 
 
 def _rows_of(trace: RoutingTrace, facts: ModelFacts) -> list[NDArray[np.int16]]:

@@ -18,6 +18,8 @@ def replay_of(engine_config: Any) -> Replay:
         ConfigError: for a mode that does not exist, and for files, which verl documents and nothing reads.
     """
     stated = getattr(engine_config, "router_replay", None)
+    if stated is not None and not isinstance(stated, Mapping) and not hasattr(stated, "__dict__"):
+        raise ConfigError(f"router_replay is {stated!r}; expected a section with the key mode")
     values = stated if isinstance(stated, Mapping) else vars(stated) if stated is not None else {}
     mode: Any = values.get("mode", "disabled")
     if mode not in ("disabled", "R2", "R3"):

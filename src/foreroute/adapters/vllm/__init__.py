@@ -2,7 +2,8 @@
 
     from foreroute.adapters import hf, vllm
 
-    with vllm.ProcessEngine(hf.attach(model), vllm.ProcessSettings(precision="bfloat16")) as engine:
+    settings = vllm.ProcessSettings(python=Path("venv-vllm/bin/python"), precision="bfloat16")
+    with vllm.ProcessEngine(hf.attach(model), settings) as engine:
         engine.load_weights(model.state_dict(), version=0)
         generation = engine.generate(prompts, Sampling(max_new_tokens=512, end_token=0, group_size=8), generator)
 

@@ -13,25 +13,29 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 import foreroute
-from foreroute.adapters.checkpoint import CheckpointWriter
+from foreroute.adapters.checkpoint import CheckpointWriter, WeightsFolder
+from foreroute.adapters.engine_versions import require_engine
 from foreroute.adapters.hf import RoutedModel
-from foreroute.adapters.sampled import Sampled, draw_seeds, facts_of, require_version
+from foreroute.adapters.sampled import OutsideEngine, Sampled, draw_seeds, require_finished, require_version
 from foreroute.adapters.vllm.frames import Frame
 from foreroute.adapters.vllm.partial import PartialGeneration
 from foreroute.adapters.vllm.process import WorkerProcess
 from foreroute.adapters.vllm.settings import ProcessSettings
-from foreroute.adapters.vllm.worker import FOLDER_PREFIX
+from foreroute.adapters.vllm.worker import MARKER, SUPPORTED
 from foreroute.capture import Generation, Sampling
-from foreroute.errors import ConfigError
-from foreroute.trace import NO_VERSION, RoutingTrace, concatenate, extended
+from foreroute.errors import ConfigError, EngineError
+from foreroute.trace import RoutingTrace, concatenate, extended
+
+REPLY = ("lengths", "num_rows", "finished", "tokens", "logprobs", "routes")
+"""Arrays of a reply: three with an entry for each sequence, two for each token, one for each row."""
 
 
-class ProcessEngine:
+class ProcessEngine(OutsideEngine):
     """The trainer's rollout engine, in a worker process that is ended with this object, or with the trainer.
 
-    Loading goes on in the background; the first request waits for it.
+    Loading goes on in the background; the first request waits for it. A request that is interrupted ends the worker.
 
-        with ProcessEngine(routed, ProcessSettings(precision="bfloat16")) as engine:
+        with ProcessEngine(routed, ProcessSettings(python=Path("venv-vllm/bin/python"))) as engine:
             engine.load_weights(model.state_dict(), version=0)
             generation = engine.generate(prompts, ...)
 
@@ -47,14 +51,13 @@ class ProcessEngine:
     """
 
     def __init__(self, routed: RoutedModel, settings: ProcessSettings) -> None:
-        self.weight_version = NO_VERSION
+        super().__init__(routed)
         self._settings = settings
-        self._facts = facts_of(routed)
         text_config = routed.model.config.get_text_config()  # type: ignore[operator, union-attr]
         self._max_model_len = settings.max_model_len or int(text_config.max_position_embeddings)
-        self._writer = CheckpointWriter(routed.model)
-        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)
+        self._folder = tempfile.TemporaryDirectory(prefix="foreroute-vllm-")
         folder = Path(self._folder.name)
+        (folder / MARKER).touch()
         # only foreroute itself, none of the trainer's other packages, is shared with vLLM's environment
         (folder / "path").mkdir()
         (folder / "path" / "foreroute").symlink_to(Path(foreroute.__file__).resolve().parent)
@@ -63,8 +66,13 @@ class ProcessEngine:
             settings.environment(folder / "path"),
             folder,
         )
-        checkpoint = str(self._writer.write(folder / "initial"))
-        self._worker.send({"op": "load", "model": checkpoint, "options": settings.llm_options(self._max_model_len)})
+        self._weights = WeightsFolder(folder / "weights", routed.model)
+        checkpoint = str(CheckpointWriter(routed.model).write(folder / "initial"))
+        self._load = self._worker.send(
+            {"op": "load", "model": checkpoint, "options": settings.llm_options(self._max_model_len)},
+            what="load the model",
+            timeout_s=settings.timeout_s,
+        )
         self._engine_version = ""
 
     def __enter__(self) -> Self:
@@ -76,13 +84,14 @@ class ProcessEngine:
     def close(self) -> None:
         """End the worker and remove its files. May be called again."""
         self._worker.close()
+        self._weights.close()
         self._folder.cleanup()
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Take over the trainer's weights, forget the prefix cache, and stamp what follows with `version`."""
-        folder = self._writer.write(Path(self._folder.name) / "weights", weights)
-        self._ask({"op": "load_weights", "folder": str(folder), "version": version}, "load weights")
-        self.weight_version = version
+        folder = self._weights.put(weights)
+        with self._loading(version):
+            self._ask({"op": "load_weights", "folder": str(folder), "version": version}, "load weights")
 
     def generate(
         self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
@@ -91,7 +100,9 @@ class ProcessEngine:
 
         After `load_weights`, the same calls with the same state of `generator` give the same responses.
         """
-        return self._sample(prompts, sampling, generator).generation()
+        sampled = self._sample(prompts, sampling, generator)
+        require_finished(sampled.finished_S.tolist())
+        return sampled.generation()
 
     def generate_until(
         self,
@@ -167,8 +178,9 @@ class ProcessEngine:
             "temperature": sampling.temperature,
             "abort_after": abort_after,
         }
+        self._require_weights()
         reply = self._ask(request, "generate", arrays)
-        require_version(reply.header["weight_version"], self.weight_version)
+        require_version(reply.header.get("weight_version"), self.weight_version)
         of_prompt = np.repeat(np.arange(len(prompts)), sampling.group_size)
         sequences = _sequences(reply.arrays, [prompts[int(i)] for i in of_prompt], arrays["starts"][of_prompt])
         stamp: Any = {
@@ -181,10 +193,12 @@ class ProcessEngine:
     def _ask(self, request: Mapping[str, Any], what: str, arrays: Mapping[str, NDArray[Any]] | None = None) -> Frame:
         timeout = self._settings.timeout_s
         if not self._engine_version:
-            ready = self._worker.receive("load the model", timeout_s=timeout)
-            self._engine_version = str(ready.header["engine_version"])
-        self._worker.send(request, arrays)
-        return self._worker.receive(what, timeout_s=timeout)
+            ready = self._worker.receive(self._load, "load the model", timeout_s=timeout)
+            self._engine_version = str(ready.header.get("engine_version"))
+            # the worker has refused what does not work; what it warned of is in its log
+            require_engine("vLLM", self._engine_version, **SUPPORTED)
+        number = self._worker.send(request, arrays, what=what, timeout_s=timeout)
+        return self._worker.receive(number, what, timeout_s=timeout)
 
     def _refuse_long(self, longest: int) -> None:
         if longest > self._max_model_len:
@@ -203,7 +217,18 @@ def _leading_rows(trace: RoutingTrace) -> NDArray[np.int64]:
 def _sequences(
     arrays: Mapping[str, NDArray[Any]], prompts: Sequence[NDArray[np.int32]], starts: NDArray[np.int64]
 ) -> list[Sampled]:
-    """The sequences of a reply, whose arrays hold one after the other."""
+    """The sequences of a reply, whose arrays hold one after the other.
+
+    Raises:
+        EngineError: when arrays are missing, or not of one another or of so many sequences.
+    """
+    sizes = [len(arrays.get(name, ())) for name in REPLY]
+    sums = [int(arrays[name].sum()) if name in arrays else -1 for name in ("lengths", "num_rows")]
+    if sizes != [len(prompts)] * 3 + [sums[0]] * 2 + [sums[1]]:
+        raise EngineError(
+            f"the engine worker's arrays {', '.join(REPLY)} have {sizes} entries, of which lengths and num_rows make "
+            f"{sums}; expected those of {len(prompts)} sequences"
+        )
     tokens_at, rows_at = np.cumsum(arrays["lengths"])[:-1], np.cumsum(arrays["num_rows"])[:-1]
     parts = (
         np.split(arrays["tokens"], tokens_at),

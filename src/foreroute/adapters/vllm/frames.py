@@ -4,8 +4,9 @@
     │ "FRM1"│ length, u32  │ header, UTF-8 JSON │ the bytes of each array      │
     └───────┴──────────────┴────────────────────┴──────────────────────────────┘
 
-The header is an object; its "arrays" lists name, dtype and shape of what follows, C order, little endian. Nothing in a
-frame is executed, and every size is checked before memory is taken.
+The header is an object; its "arrays" lists name, dtype and shape of what follows, C order, little endian. Its "request"
+is a number, which the answer repeats: an answer to an earlier request cannot pass for one to this. Nothing in a frame
+is executed, and every size is checked before memory is taken.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import EngineError
+from foreroute.files import parse_json
 
 MAGIC = b"FRM1"
 MAX_HEADER_BYTES = 1 << 20
@@ -48,6 +50,11 @@ class Frame:
 def send_frame(channel: socket.socket, frame: Frame, *, timeout_s: float | None = None) -> None:
     """Write one frame.
 
+    Args:
+        channel: a stream socket.
+        frame: what to send.
+        timeout_s: for the whole frame; None waits for ever.
+
     Raises:
         TimeoutError: when the other side does not take it in time.
         OSError: when the other side is gone.
@@ -59,10 +66,11 @@ def send_frame(channel: socket.socket, frame: Frame, *, timeout_s: float | None 
             raise TypeError(f"array {name} has dtype {array.dtype}; a frame holds {', '.join(DTYPES)}")
     table = [[name, array.dtype.name, list(array.shape)] for name, array in arrays.items()]
     header = json.dumps({**frame.header, "arrays": table}).encode()
-    channel.settimeout(timeout_s)
-    channel.sendall(_PREFIX.pack(MAGIC, len(header)) + header)
-    for array in arrays.values():
-        channel.sendall(array.reshape(-1).view(np.uint8).data)
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    parts: list[Any] = [array.reshape(-1).view(np.uint8).data for array in arrays.values()]
+    for part in (_PREFIX.pack(MAGIC, len(header)) + header, *parts):
+        _set_deadline(channel, deadline)
+        channel.sendall(part)
 
 
 def receive_frame(channel: socket.socket, *, timeout_s: float | None = None) -> Frame:
@@ -82,9 +90,9 @@ def receive_frame(channel: socket.socket, *, timeout_s: float | None = None) -> 
     if magic != MAGIC or length > MAX_HEADER_BYTES:
         raise EngineError(f"{bytes(magic)!r} and a header of {length} bytes begin no frame; expected {MAGIC!r}")
     try:
-        header = json.loads(bytes(read(length)))
+        header = parse_json(read(length), EngineError, name="it")
         table = [_described(*entry) for entry in header.pop("arrays")]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (EngineError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise EngineError(f"the header of a frame cannot be read: {error}") from error
     if sum(size for *_, size in table) > MAX_BODY_BYTES:
         raise EngineError(f"a frame announces more than {MAX_BODY_BYTES} bytes; expected less")
@@ -106,15 +114,16 @@ def _reader(channel: socket.socket, timeout_s: float | None) -> Callable[[int], 
         data = bytearray(size)
         view, filled = memoryview(data), 0
         while filled < size:
-            if deadline is not None:
-                # a timeout of 0 would mean "do not block"
-                channel.settimeout(max(deadline - time.monotonic(), 1e-3))
+            _set_deadline(channel, deadline)
             count = channel.recv_into(view[filled:])
             if not count:
                 raise EOFError("the other side closed the channel")
             filled += count
         return data
 
-    if deadline is None:
-        channel.settimeout(None)
     return read
+
+
+def _set_deadline(channel: socket.socket, deadline: float | None) -> None:
+    # a timeout of 0 would mean "do not block"
+    channel.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))

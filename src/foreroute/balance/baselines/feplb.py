@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numba
 import numpy as np
 
 from foreroute.balance.assignment import Assignment
 from foreroute.balance.baselines.problem import Problem, Residence
+from foreroute.kernels import kernel
 
 
 def feplb_style(problem: Problem) -> Iterator[Assignment]:
@@ -28,7 +28,7 @@ def feplb_style(problem: Problem) -> Iterator[Assignment]:
         yield residence.host(layer, expert_H, rank_E, counts_GE.T.copy())
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def lend(loads_E: Any, home_E: Any, node_G: Any, slots: int) -> Any:
     """int32 [E], the rank that serves each expert.
 

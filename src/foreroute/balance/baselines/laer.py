@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numba
 import numpy as np
 
 from foreroute.balance.assignment import Assignment
 from foreroute.balance.baselines.eplb_placement import by_heap
 from foreroute.balance.baselines.problem import Problem, Residence
 from foreroute.balance.baselines.splits import by_key
+from foreroute.kernels import kernel
 
 COMMUNICATION, COMPUTE = 4, 3
 """Weights of the two terms of the published score."""
@@ -35,7 +35,7 @@ def laer_style(problem: Problem) -> Iterator[Assignment]:
         yield residence.host(layer, expert_H, rank_H, tokens_HG)
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def best_layout(counts_GE: Any, node_G: Any, slots: int, crossing: float) -> Any:
     """Hosts and tokens, int32 [H], int32 [H], int64 [H, G], of the better of both ways to grow copies.
 
@@ -56,7 +56,7 @@ def best_layout(counts_GE: Any, node_G: Any, slots: int, crossing: float) -> Any
     return expert_H, rank_H, tokens_HG
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _layout(counts_GE: Any, node_G: Any, slots: int, growth: int) -> Any:
     num_ranks, num_experts = counts_GE.shape
     loads_E = counts_GE.sum(axis=0)
@@ -86,7 +86,7 @@ def _layout(counts_GE: Any, node_G: Any, slots: int, growth: int) -> Any:
     return expert_H[:size], rank_H[:size]
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _copies(loads_E: Any, room: int, num_ranks: int, growth: int) -> Any:
     """int64 [E], from one to as many as ranks each, `room` together; the largest load per copy grows first."""
     copies_E = np.ones(len(loads_E), np.int64)
@@ -105,7 +105,7 @@ def _copies(loads_E: Any, room: int, num_ranks: int, growth: int) -> Any:
             share_E[e] = -1.0
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _nearby_split(expert_H: Any, rank_H: Any, node_G: Any, counts_GE: Any) -> Any:
     """int64 [H, G], evenly over the hosts in the source's node, else evenly over all."""
     num_ranks, num_experts = counts_GE.shape
@@ -133,7 +133,7 @@ def _nearby_split(expert_H: Any, rank_H: Any, node_G: Any, counts_GE: Any) -> An
     return tokens_HG
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _score(rank_H: Any, tokens_HG: Any, node_G: Any, crossing: float) -> Any:
     """What crosses nodes at the rank that sends or receives most, and the largest load, weighted."""
     num_ranks = len(node_G)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from foreroute.balance.baselines.splits import by_key
+from foreroute.kernels import kernel
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def level_quotas(expert_H: Any, rank_H: Any, loads_E: Any, num_ranks: int) -> Any:
     """Quotas of all hosts with the least largest load of a rank.
 
@@ -81,7 +81,7 @@ def level_quotas(expert_H: Any, rank_H: Any, loads_E: Any, num_ranks: int) -> An
             end = rank_H[came_from[end]]
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _even(expert_H: Any, loads_E: Any, first_E: Any) -> Any:
     quota_H = np.zeros(len(expert_H), np.int64)
     seen_E = np.zeros(len(loads_E), np.int64)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +18,7 @@ from foreroute.balance.assignment import Assignment
 from foreroute.balance.baselines.levelling import level_quotas
 from foreroute.balance.baselines.problem import Problem, Residence
 from foreroute.balance.baselines.splits import split_by_quota
+from foreroute.kernels import kernel
 
 SWAPS = 20_000
 """Proposals per layer."""
@@ -51,7 +51,7 @@ def relibra_style(problem: Problem) -> Iterator[Assignment]:
         yield residence.host(layer, expert_H, rank_H, tokens_HG)
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def anneal(loads_ME: Any, home_E: Any, node_G: Any, swap_T2: Any, luck_T: Any) -> Any:
     """int32 [E], homes after simulated annealing; as many experts on each rank as before.
 
@@ -101,7 +101,7 @@ def anneal(loads_ME: Any, home_E: Any, node_G: Any, swap_T2: Any, luck_T: Any) -
     return best_E
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def replicate_in_nodes(loads_E: Any, home_E: Any, node_G: Any, slots: int) -> Any:
     """Replicas inside nodes: int32 [R], their experts, and int32 [R], their ranks.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.kernels import kernel
 
-@numba.njit(nogil=True, cache=True)
+
+@kernel
 def even_split(expert_H: Any, copies_H: Any, counts_GE: Any) -> Any:
     """Every source divides its assignments evenly over the copies of an expert; remainders go round.
 
@@ -46,7 +47,7 @@ def even_split(expert_H: Any, copies_H: Any, counts_GE: Any) -> Any:
     return tokens_HG
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def split_by_quota(expert_H: Any, rank_H: Any, quota_H: Any, node_G: Any, counts_GE: Any) -> Any:
     """Fill the quota of every host from its own rank's assignments, then from its node's, then from the rest.
 
@@ -81,7 +82,7 @@ def split_by_quota(expert_H: Any, rank_H: Any, quota_H: Any, node_G: Any, counts
     return tokens_HG
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def by_key(key_H: Any, size: int) -> Any:
     """Hosts in order of an integer key: int64 [size + 1], where those of each key begin, and int64 [H], the hosts."""
     first = np.zeros(size + 1, np.int64)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
-from numba import config, njit
+from numba import njit
 
-# Of compiled code on disk, numba checks only the file that the function stands in, not those of what it calls.
-STAMP = sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()
+import foreroute.kernels
 
 # Kernels make no arrays, they only use those handed in. So they need no reference counts, whose atomic instructions
 # took two thirds of the time.
@@ -18,12 +15,8 @@ COUNTED = False
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile on first use, and again when any file of this folder has changed; other threads run meanwhile."""
-    compiled = njit(nogil=True, cache=True, _nrt=COUNTED)(function)
-    if config.DISABLE_JIT:  # numba's switch for debuggers: then it hands back the function
-        return function
-    compiled._cache._cache_file._source_stamp = STAMP
-    return compiled
+    """Compile on first use, and keep what is compiled; other threads run meanwhile."""
+    return foreroute.kernels.kernel(function, _nrt=COUNTED)
 
 
 def part(function: Callable[..., Any]) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numba import njit, uint64
 
+from foreroute.kernels import kernel
+
 FETCHED = 64
 """Bits that one `fetch` brings."""
 
@@ -23,7 +25,7 @@ def fetch(words: Any, position: Any, last: Any) -> Any:
     return (words[index] >> shift) | ((words[index + uint64(1)] << uint64(1)) << (uint64(63) - shift))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def pack_rows(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, bits: Any, words_LW: Any) -> None:
     """Write the picks of `rows` as `bits` bits each into one zeroed stream per layer.
 
@@ -57,7 +59,7 @@ def pack_rows(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, bits: Any, 
             source += depth
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def unpack_rows(
     words: Any,
     starts: Any,
@@ -70,7 +72,9 @@ def unpack_rows(
     out: Any,
     num_out: Any,
 ) -> Any:
-    """Rows written by `pack_rows` to their places; whether all ids are below E and distinct in their row.
+    """Rows written by `pack_rows` to their places.
+
+    Returns whether all ids are below E and distinct in their row, and nothing but zeros follows the last one.
 
     Args:
         words: uint64 [Z], the payloads of one block.
@@ -88,6 +92,10 @@ def unpack_rows(
     whole, mask = len(slots) * bits <= FETCHED, (uint64(1) << width) - uint64(1)
     seen = np.zeros(1 << bits, np.int64)
     stamp, bad = 0, False
+    used = uint64(len(dest)) * depth * width
+    for c in range(len(starts)):
+        tail = words[starts[c] + size - 2] >> (used & uint64(63)) if used & uint64(63) else uint64(0)
+        bad |= (tail | words[starts[c] + size - 1]) != uint64(0)
     for i in range(len(dest)):
         if dest[i] < 0:
             continue
@@ -109,7 +117,7 @@ def unpack_rows(
     return not bad
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def first_bad_cell(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, num_experts: Any) -> Any:
     """The first (row, layer) of `rows` with an id of E or more or an expert twice, as row * L + layer; -1 if none.
 

@@ -51,7 +51,8 @@ class FixedWidth:
         """Put the wanted layers of a block into `out_NLK`. Arguments as in `Codec.decode`.
 
         Raises:
-            TraceContentError: when a payload has another size, or a row an id of E or more or an expert twice.
+            TraceContentError: when a payload has another size, a row has an id of E or more or an expert twice, or bits
+                follow the last row.
         """
         from foreroute.trace.codec.bits import unpack_rows
 
@@ -71,7 +72,10 @@ class FixedWidth:
             out_NLK.shape[1],
         )
         if not sound:
-            raise TraceContentError(f"a row of a block holds an id of {spec.num_experts} or more, or an expert twice")
+            raise TraceContentError(
+                f"a row of a block holds an id of {spec.num_experts} or more, or an expert twice, or bits follow the "
+                "last row"
+            )
 
     def _words(self, rows: int) -> int:
         return -(-rows * self._spec.top_k * self._bits // 64) + 1

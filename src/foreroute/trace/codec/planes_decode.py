@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit, uint64
 
+from foreroute.kernels import kernel
 from foreroute.trace.codec.bits import FETCHED, fetch
 from foreroute.trace.codec.sorting import sort_planes
 
@@ -37,7 +38,7 @@ def short_step(bits: Any, total: Any, table: Any, book: Any, order: Any, planes:
     return bits >> (entry & uint64(63)), total + uint64(256)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def read_row(
     stream: Any, last: Any, position: Any, table: Any, slots: Any, order: Any, planes: Any, target: Any, stride: Any
 ) -> Any:
@@ -52,7 +53,7 @@ def read_row(
     return position, rank
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def short_lanes(
     stream: Any,
     at: Any,
@@ -96,7 +97,7 @@ def short_lanes(
     return row, highest >> uint64(8)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def wide_lanes(
     stream: Any,
     at: Any,
@@ -131,7 +132,7 @@ def wide_lanes(
     return quarter, highest
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def read_layer(
     stream: Any,
     ends: Any,
@@ -169,7 +170,7 @@ def read_layer(
     return met and highest <= uint64(limit)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def place_planes(planes: Any, stride: Any, dest: Any, columns: Any, slots: Any, out: Any, num_out: Any) -> None:
     """Planes of a block [C, K, stride] to their rows and layers of the output, tile by tile."""
     depth, step, count = uint64(len(slots)), uint64(stride), len(dest)
@@ -184,7 +185,7 @@ def place_planes(planes: Any, stride: Any, dest: Any, columns: Any, slots: Any, 
                         source += step
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def is_permutation(order: Any, num_experts: Any, seen: Any) -> Any:
     """Whether the first E values of `order` are 0 .. E - 1 in any order; `seen` is scratch, uint8 [E]."""
     seen[:] = 0
@@ -196,7 +197,18 @@ def is_permutation(order: Any, num_experts: Any, seen: Any) -> Any:
     return True
 
 
-@njit(nogil=True, cache=True)
+@kernel
+def closed(payload: Any, head: Any, rank_bytes: Any, bits: Any) -> Any:
+    """Whether zeros follow the ranks, the stream of so many bits, and the payload."""
+    tail = payload[len(payload) - 1]
+    if bits & uint64(63):
+        tail |= payload[len(payload) - 2] >> (bits & uint64(63))
+    if head > 2 and rank_bytes % 8:
+        tail |= payload[head - 1] >> uint64(8 * (rank_bytes % 8))
+    return tail == uint64(0)
+
+
+@kernel
 def read_block(
     words: Any,
     starts: Any,
@@ -225,6 +237,8 @@ def read_block(
         ends[0], ends[1] = payload[0] & half, payload[0] >> uint64(32)
         ends[2], ends[3] = payload[1] & half, payload[1] >> uint64(32)
         if np.int64(ends[3] + uint64(63)) // 64 + head + 1 != len(payload):
+            return c
+        if not closed(payload, head, num_experts * order.itemsize, ends[3]):
             return c
         if head > 2:
             for rank in range(num_experts):

@@ -9,15 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, uint64
+from numba import uint64
 
+from foreroute.kernels import kernel
 from foreroute.trace.codec.sorting import sort_planes
 
 LANES = 4
 TILE = 64
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def rank_experts(
     flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, ranked: Any, order_LE: Any, rank_LE: Any
 ) -> None:
@@ -53,7 +54,7 @@ def rank_experts(
             rank_LE[layer, expert] = rank
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def count_gaps(planes: Any, num_layers: Any, stride: Any, rows: Any, slots: Any, counts: Any) -> None:
     """Add the gaps of sorted planes to counts: int64 [books, gaps]."""
     for layer in range(num_layers):
@@ -64,7 +65,7 @@ def count_gaps(planes: Any, num_layers: Any, stride: Any, rows: Any, slots: Any,
                 counts[slots[k], np.int64(planes[start + i]) - before] += 1
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def sorted_ranks(
     flat_ids: Any, num_layers: Any, rows: Any, rank_LE: Any, network: Any, slots: Any, planes: Any, stride: Any
 ) -> None:
@@ -83,7 +84,7 @@ def sorted_ranks(
         sort_planes(planes, layer * len(slots) * stride, stride, count, network)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def write_lanes(planes: Any, first: Any, stride: Any, rows: Any, table: Any, slots: Any, stream: Any, ends: Any) -> Any:
     """Write one layer's sorted planes as four lanes of prefix codes; returns the words used.
 
@@ -119,7 +120,7 @@ def write_lanes(planes: Any, first: Any, stride: Any, rows: Any, table: Any, slo
     return word + uint64(1) if position & uint64(63) else word
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def write_block(
     planes: Any, stride: Any, rows: Any, order_LE: Any, head: Any, table: Any, slots: Any, words: Any, sizes: Any
 ) -> Any:

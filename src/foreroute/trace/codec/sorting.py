@@ -6,8 +6,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numba import njit, uint64
+from numba import uint64
 from numpy.typing import NDArray
+
+from foreroute.kernels import kernel
 
 
 @lru_cache(maxsize=8)
@@ -26,7 +28,7 @@ def comparators(size: int) -> NDArray[np.int64]:
     return np.array(pairs, np.int64).reshape(-1, 2)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def sort_planes(planes: Any, first: Any, stride: Any, rows: Any, network: Any) -> None:
     """Sort across planes: afterwards plane k holds the k-th smallest value of each row.
 

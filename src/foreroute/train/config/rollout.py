@@ -15,8 +15,8 @@ class VLLMConfig(Section):
 
     mode: Literal["process", "server"] = "process"
     """A worker process that the trainer starts and ends, or a server that is already running."""
-    python: str = ".venv-vllm/bin/python"
-    """process: the interpreter of an environment with vLLM; `make vllm-env` makes this one."""
+    python: str | None = None
+    """process: the interpreter of an environment with vLLM."""
     max_model_len: Count | None = None
     """process: tokens of the longest sequence; by default the most that the model takes."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
@@ -64,6 +64,8 @@ class RolloutConfig(Section):
             refuse_idle(self, ["vllm"], f'with engine = "{self.engine}"; set engine = "vllm", or leave it out')
         elif self.vllm.mode == "server":
             refuse_idle(self, ["precision"], "of a vLLM server, which has its own; leave it out")
+        if self.engine == "vllm" and self.vllm.mode == "process" and self.vllm.python is None:
+            raise ValueError('engine = "vllm" needs vllm.python, the interpreter of an environment with vLLM')
         if self.engine == "vllm" and self.precision == "fp8":
             raise ValueError('precision = "fp8" is the embedded engine\'s; vLLM takes float32 or bfloat16')
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from foreroute.balance.config_file import Count, Section, checked, read_toml
 from foreroute.train.config.alarms import AlarmsConfig
@@ -16,6 +16,9 @@ from foreroute.train.config.parallel import ParallelConfig
 from foreroute.train.config.rl import RLConfig
 from foreroute.train.config.rollout import RolloutConfig
 from foreroute.train.config.task import TaskConfig
+
+MOST_NAME_BYTES = 200
+"""File systems take 255, and the names of temporary files are longer."""
 
 
 class MeasureConfig(Section):
@@ -54,6 +57,16 @@ class TrainConfig(Section):
     alarms: AlarmsConfig = AlarmsConfig()
     logging: LoggingConfig = LoggingConfig()
     parallel: ParallelConfig = ParallelConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, name: str) -> str:
+        if not name.strip(".") or len(name.encode()) > MOST_NAME_BYTES:
+            raise ValueError(
+                f"{name[:20]!r}{'...' * (len(name) > 20)} cannot name a folder of its own; expected at most "
+                f"{MOST_NAME_BYTES} bytes, and more than dots"
+            )
+        return name
 
     @model_validator(mode="before")
     @classmethod

@@ -35,7 +35,8 @@ class TaskConfig(Section):
     max_tool_tokens: Count = 256
     """dataset, with an environment: of what a tool says to one turn."""
     function_timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """dataset: a call of a function of one's own that takes longer is ended, and has failed."""
+    """dataset: a call of a function of one's own, or a search for the pattern, that takes longer is ended, and has
+    failed."""
     max_prompt_tokens: Count = 512
     """dataset: of a prompt."""
     max_response_tokens: Count = 512
@@ -74,8 +75,8 @@ class TaskConfig(Section):
             raise ValueError("an environment and max_turns of 2 or more go together; set both, or neither")
         if self.environment is None:
             refuse_idle(self, ["max_tool_tokens"], "without an environment; leave it out")
-            if self.reward in BUILT_IN:
-                refuse_idle(self, ["function_timeout_s"], "without a function of your own; leave it out")
+            if self.reward in BUILT_IN and self.reward != "regex":
+                refuse_idle(self, ["function_timeout_s"], "without a function of your own or a pattern; leave it out")
         if (self.reward == "regex") != (self.pattern is not None):
             raise ValueError('pattern goes with reward = "regex", and reward = "regex" needs it')
         return self

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +12,10 @@ from numpy.typing import NDArray
 
 from foreroute.adapters.hf import Tokenizer
 from foreroute.errors import ConfigError, DatasetError, FunctionError
+from foreroute.files import read_file
 from foreroute.train.config import TrainConfig
 from foreroute.train.tasks.function import UserFunction
-from foreroute.train.tasks.rows import Row, read_rows
+from foreroute.train.tasks.rows import Row, parse_rows
 from foreroute.train.tasks.task import Lesson, Problem
 from foreroute.train.tasks.verifiers import Verifier, make_verifier
 
@@ -40,27 +43,28 @@ class DatasetTask:
         self.end_token = tokenizer.end_token
         self.vocabulary_size = tokenizer.size
         self.max_response_tokens = config.task.max_response_tokens
-        reward = str(config.task.reward)
+        reward, timeout_s = str(config.task.reward), config.task.function_timeout_s
         self._verifier: Verifier | None = None
         self._function: UserFunction | None = None
         if ":" in reward:
-            self._function = UserFunction(reward, what="task.reward", timeout_s=config.task.function_timeout_s)
+            self._function = UserFunction(reward, label=f"task.reward = {reward!r}", timeout_s=timeout_s)
         else:
-            self._verifier = make_verifier(reward, config.task.pattern)
+            self._verifier = make_verifier(reward, config.task.pattern, timeout_s=timeout_s)
         self.max_turns = config.task.max_turns
         self._environment = (
             None
             if config.task.environment is None
             else UserFunction(
-                config.task.environment, what="task.environment", timeout_s=config.task.function_timeout_s
+                config.task.environment,
+                label=f"task.environment = {config.task.environment!r}",
+                timeout_s=timeout_s,
             )
         )
-        self._problems, self.skipped = self._read(Path(str(config.task.data)))
+        self._problems, self.skipped, self.data_digest = self._read(Path(str(config.task.data)))
         self._held_out: list[Problem] = []
         if config.evaluation.data is not None:
-            self._held_out = self._read_held_out(Path(config.evaluation.data), config.evaluation.prompts)
-        read = [Path(path).read_bytes() for path in (config.task.data, config.evaluation.data) if path is not None]
-        self.data_digest = " ".join(xxhash.xxh3_128_hexdigest(content) for content in read)
+            self._held_out, digest = self._read_held_out(Path(config.evaluation.data), config.evaluation.prompts)
+            self.data_digest += f" {digest}"
 
     def problems(self, count: int, step: int, number: int, rng: np.random.Generator) -> list[Problem]:
         size = len(self._problems)
@@ -89,7 +93,11 @@ class DatasetTask:
         text = self._environment.text(problem.prompt, response, problem.row)
         if text is None:
             return None
-        tokens, most = self._tokenizer.continuation(text), self._config.max_tool_tokens
+        most = self._config.max_tool_tokens
+        try:
+            tokens = self._tokenizer.continuation(text)
+        except ConfigError as error:
+            raise FunctionError(f"task.environment = {self._config.environment!r} returned text: {error}") from error
         if not 1 <= len(tokens) <= most:
             raise FunctionError(
                 f"task.environment = {self._config.environment!r} returned text of {len(tokens)} tokens; expected 1 to "
@@ -107,13 +115,15 @@ class DatasetTask:
         self._tokenizer.save(folder)
 
     def close(self) -> None:
-        for function in (self._function, self._environment):
-            if function is not None:
-                function.close()
+        for started in (self._function, self._verifier, self._environment):
+            if started is not None:
+                started.close()
 
-    def _read(self, path: Path) -> tuple[list[Problem], int]:
-        """The problems of a file, and how many were too long."""
-        rows = read_rows(path) if self._verifier is None else read_rows(path, self._verifier.check)
+    def _read(self, path: Path) -> tuple[list[Problem], int, str]:
+        """The problems of a file, how many were too long, and the digest of what was read."""
+        content = read_file(path, DatasetError)
+        checks = () if self._verifier is None else (self._verifier.check,)
+        rows = parse_rows(content, str(path), *checks)
         problems = [(row, self._problem(row)) for row in rows]
         most = self._config.max_prompt_tokens
         short = [problem for _, problem in problems if len(problem.tokens) <= most]
@@ -124,27 +134,25 @@ class DatasetTask:
                 f"the prompt has {length} tokens, and {len(too_long)} of {len(rows)} prompts have too many",
                 f'at most task.max_prompt_tokens = {most}; raise it, or set task.long_prompts = "skip"',
             )
-        return short, len(too_long)
+        return short, len(too_long), xxhash.xxh3_128_hexdigest(content)
 
-    def _read_held_out(self, path: Path, count: int) -> list[Problem]:
-        problems, _ = self._read(path)
+    def _read_held_out(self, path: Path, count: int) -> tuple[list[Problem], str]:
+        problems, _, digest = self._read(path)
         if len(problems) < count:
             raise DatasetError(f"{path} has {len(problems)} problems; expected evaluation.prompts = {count} or more")
-        return problems[:count]
+        return problems[:count], digest
 
     def _problem(self, row: Row) -> Problem:
-        if "prompt" in row.values:
-            prompt = str(row.values["prompt"])
-            tokens = self._tokenizer.prompt(prompt)
-        else:
-            try:
+        with _at(row.where):
+            if "prompt" in row.values:
+                prompt = str(row.values["prompt"])
+                tokens = self._tokenizer.prompt(prompt)
+            else:
                 prompt = self._tokenizer.chat(row.values["messages"])
-            except ConfigError as error:
-                raise DatasetError(f"{row.where}: {error}") from error
-            tokens = self._tokenizer.continuation(prompt)  # the template wrote what comes first
+                tokens = self._tokenizer.continuation(prompt)  # the template wrote what comes first
         if not len(tokens):
             row.refuse(f"the tokenizer makes no token of {prompt[:60]!r}", "at least one")
-        return Problem(prompt, tokens, row.values)
+        return Problem(prompt, tokens, row.values, row.where)
 
     def _answer(self, problem: Problem) -> NDArray[np.int32]:
         answer = problem.row.get("answer")
@@ -152,5 +160,15 @@ class DatasetTask:
             raise ConfigError(
                 f'a row of {self._config.data} has no "answer" to teach; set warm_start.max_steps = 0 to begin with RL'
             )
-        tokens = self._tokenizer.continuation(str(answer))
+        with _at(problem.where):
+            tokens = self._tokenizer.continuation(str(answer))
         return np.append(tokens, np.int32(self.end_token))
+
+
+@contextmanager
+def _at(where: str) -> Iterator[None]:
+    """What the tokenizer refuses is an error of the line that it is in."""
+    try:
+        yield
+    except ConfigError as error:
+        raise DatasetError(f"{where}: {error}") from error

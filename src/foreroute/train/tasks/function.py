@@ -21,7 +21,8 @@ from foreroute.train.tasks import function_worker
 
 LOADING_S = 60.0
 """Seconds that the module of a function may take to be imported."""
-_MOST_BYTES = 1 << 26
+_MOST_BYTES = 1 << 27
+"""Of an answer. A letter of a text takes 6 bytes at most."""
 
 
 class UserFunction:
@@ -31,20 +32,20 @@ class UserFunction:
 
     Args:
         reference: "file.py:function", the file relative to the current directory.
-        what: the configuration's name for it, for messages.
+        label: what messages call it.
         timeout_s: of each call.
 
     Raises:
         ConfigError: when there is no such file or function, or the file cannot be imported.
     """
 
-    def __init__(self, reference: str, *, what: str, timeout_s: float) -> None:
+    def __init__(self, reference: str, *, label: str, timeout_s: float) -> None:
         path, _, self._name = reference.rpartition(":")
         self._path = Path(path).absolute()
-        self._label = f"{what} = {reference!r}"
+        self._label = label
         self._timeout_s = timeout_s
         self._worker: _Worker | None = None
-        if not self._path.is_file():
+        if not os.path.isfile(self._path):  # unlike Path.is_file, false for a name that is too long
             raise ConfigError(f"{self._label}: {self._path} is no file")
         try:
             self._started()
@@ -79,23 +80,34 @@ class UserFunction:
 
     def _call(self, *given: Any) -> dict[str, Any]:
         worker = self._started()
-        return self._answer(worker, self._timeout_s, json.dumps(given))
+        return self._answer(worker, self._timeout_s, given)
 
     def _started(self) -> _Worker:
         if self._worker is None:
-            self._worker = _Worker(self._path, self._name)
+            try:
+                self._worker = _Worker(self._path, self._name)
+            except OSError as error:
+                raise FunctionError(f"{self._label} gets no process of its own ({error})") from error
             self._answer(self._worker, LOADING_S, None)
         return self._worker
 
-    def _answer(self, worker: _Worker, timeout_s: float, question: str | None) -> dict[str, Any]:
+    def _answer(self, worker: _Worker, timeout_s: float, question: tuple[Any, ...] | None) -> dict[str, Any]:
         try:
             answer = worker.ask(question, timeout_s)
         except TimeoutError as error:
+            # a process that it left behind keeps the socket open when it ends itself
+            why = worker.ended(0.0) or f"took more than {timeout_s:g} s and was ended"
             self.close()
-            raise FunctionError(f"{self._label} took more than {timeout_s:g} s and was ended") from error
-        except (OSError, EOFError) as error:
+            raise FunctionError(f"{self._label} {why}") from error
+        except OSError as error:
+            why = worker.ended(1.0) or "closed the socket that its answers go through; it was ended"
             self.close()
-            raise FunctionError(f"{self._label} ended its process ({worker.why()})") from error
+            raise FunctionError(f"{self._label} {why}") from error
+        except ValueError as error:
+            self.close()
+            raise FunctionError(
+                f"{self._label} wrote to the socket that its answers go through; it was ended ({error})"
+            ) from error
         if "error" in answer:
             if question is None:
                 self.close()
@@ -107,6 +119,7 @@ class _Worker:
     """The process, and one end of a socket to it."""
 
     def __init__(self, path: Path, name: str) -> None:
+        self._asked = 0
         self._channel, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -119,29 +132,59 @@ class _Worker:
             )
         self.end = weakref.finalize(self, _end, self._process, self._channel)
 
-    def ask(self, question: str | None, timeout_s: float) -> dict[str, Any]:
-        """The next answer, to a question if there is one."""
+    def ask(self, question: tuple[Any, ...] | None, timeout_s: float) -> dict[str, Any]:
+        """The next answer, to a question if there is one.
+
+        Raises:
+            TimeoutError: when it is not there in time.
+            ConnectionError: when the other side is closed.
+            ValueError: when something else is there.
+        """
         deadline = time.monotonic() + timeout_s
         if question is not None:
+            self._asked += 1
             self._channel.settimeout(timeout_s)
-            self._channel.sendall(question.encode() + b"\n")
+            self._channel.sendall(json.dumps([self._asked, *question]).encode() + b"\n")
         received = bytearray()
-        while not received.endswith(b"\n"):
+        while b"\n" not in received[-(1 << 16) :]:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
             self._channel.settimeout(left)
             part = self._channel.recv(1 << 16)
-            if not part or len(received) > _MOST_BYTES:
-                raise EOFError
+            if not part:
+                raise ConnectionError
             received += part
-        answer: dict[str, Any] = json.loads(received)
-        return answer
+            if len(received) > _MOST_BYTES:
+                raise ValueError(f"more than {_MOST_BYTES} bytes")
+        return _parsed(received, self._asked)
 
-    def why(self) -> str:
-        """How the process ended."""
-        code = self._process.wait()
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    def ended(self, within_s: float) -> str | None:
+        """How the process ended by itself, or None if it has not."""
+        try:
+            code = self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return None
+        if code >= 0:
+            return f"ended its process (exit code {code})"
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+        return f"ended its process (signal {name})"
+
+
+def _parsed(line: bytearray, number: int) -> dict[str, Any]:
+    try:
+        answer = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(answer, dict) or answer.get("number") != number:
+        raise ValueError(f"{bytes(line[:60])!r}; expected the answer to question {number}")
+    value = answer.get("value")
+    kinds = {"error": str, "other": str}
+    if not all(isinstance(answer[key], kind) for key, kind in kinds.items() if key in answer) or not (
+        value is None or isinstance(value, str | float)
+    ):
+        raise ValueError(f"{bytes(line[:60])!r}; expected a number or text")
+    return answer
 
 
 def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:

@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from foreroute.errors import DatasetError
@@ -37,25 +37,23 @@ class Row:
         raise DatasetError(f"{self.where}: {seen}; expected {expected}")
 
 
-def read_rows(path: Path, check: Callable[[Row], None] = lambda row: None) -> list[Row]:
+def parse_rows(content: bytes, name: str, check: Callable[[Row], None] = lambda row: None) -> list[Row]:
     """All lines of a file.
 
     Args:
-        path: JSONL in UTF-8.
+        content: JSONL in UTF-8.
+        name: of the file, for messages.
         check: what else a row must have; it refuses those that lack it.
 
     Raises:
         DatasetError: naming the file, the line, what was seen and what was expected.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise DatasetError(f"{path} cannot be read ({error.strerror}); expected a JSONL file") from error
+    lines = content.split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     if not lines:
-        raise DatasetError(f"{path} is empty; expected one JSON object in each line")
-    rows = [_row(f"{path}, line {number}", line) for number, line in enumerate(lines, 1)]
+        raise DatasetError(f"{name} is empty; expected one JSON object in each line")
+    rows = [_row(f"{name}, line {number}", line) for number, line in enumerate(lines, 1)]
     for row in rows:
         check(row)
     return rows
@@ -64,14 +62,21 @@ def read_rows(path: Path, check: Callable[[Row], None] = lambda row: None) -> li
 def _row(where: str, line: bytes) -> Row:
     try:
         values = json.loads(line.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_number)
+        # only an escape can be half a character: as bytes it would not be UTF-8
+        if b"\\u" in line:
+            json.dumps(values, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise DatasetError(f"{where}: {half!r} is half a character (a lone surrogate); expected text") from error
     except (ValueError, RecursionError) as error:
-        raise DatasetError(f"{where}: {_shown(line.decode(errors='replace'))} is not JSON ({error})") from error
+        raise DatasetError(f"{where}: {_shown(line.decode(errors='replace'))} is not JSON ({error!s:.200})") from error
     row = Row(where, values)
     if not isinstance(values, dict):
         row.refuse(f"a {_kind(values)}", 'an object such as {"prompt": "…", "answer": "…"}')
     if ("prompt" in values) == ("messages" in values):
         both = "both" if "prompt" in values else "neither"
-        row.refuse(f'{both} of "prompt" and "messages" (keys: {", ".join(values) or "none"})', "one of the two")
+        keys = ", ".join(values)[:80] or "none"
+        row.refuse(f'{both} of "prompt" and "messages" (keys: {keys})', "one of the two")
     if "prompt" in values and not (isinstance(values["prompt"], str) and values["prompt"]):
         row.refuse(f'"prompt" is {_shown(values["prompt"])}', "text")
     if "messages" in values:
@@ -80,6 +85,8 @@ def _row(where: str, line: bytes) -> Row:
         answer = values["answer"]
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             row.refuse(f'"answer" is {_shown(answer)}', "text or a number")
+        if isinstance(answer, float) and not math.isfinite(answer):
+            row.refuse('"answer" is a number beyond the range of floats', "text or a number")
         values["answer"] = str(answer)
     return row
 
@@ -94,10 +101,11 @@ def _check_messages(row: Row, messages: Any) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f'key "{next(name for name in names if names.count(name) > 1)}" is there twice')
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f'key "{name}" is there twice')
+        values[name] = value
     return values
 
 

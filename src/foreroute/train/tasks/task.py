@@ -19,11 +19,13 @@ class Problem:
         prompt: as text.
         tokens: int32 [T], the prompt as the model is given it.
         row: what else is known of it, by name; "answer" is a right answer.
+        where: file and line that it is from, for messages.
     """
 
     prompt: str
     tokens: NDArray[np.int32]
     row: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
 
 
 @dataclass(frozen=True, eq=False)

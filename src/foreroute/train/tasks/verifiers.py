@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from foreroute.errors import ConfigError
+from foreroute.errors import ConfigError, FunctionError
+from foreroute.train.tasks import function_worker
 from foreroute.train.tasks.arithmetic import evaluate, whole_numbers
+from foreroute.train.tasks.function import UserFunction
 from foreroute.train.tasks.rows import Row
 
 
@@ -18,21 +19,29 @@ class Verifier:
 
     Attributes:
         check: refuses rows that it cannot judge responses to.
-        is_right: whether a response to a row is right.
+        is_right: whether a response to a row is right. That of a pattern raises `FunctionError` when it takes too long.
+        close: ends what was started to judge. May be called again.
     """
 
     check: Callable[[Row], None]
     is_right: Callable[[Mapping[str, Any], str], bool]
+    close: Callable[[], None] = lambda: None
 
 
-def make_verifier(name: str, pattern: str | None) -> Verifier:
-    """The verifier of that name.
+def make_verifier(name: str, pattern: str | None, *, timeout_s: float) -> Verifier:
+    """The verifier of that name; the caller closes it.
+
+    Args:
+        name: one of the built-in rewards.
+        pattern: of "regex".
+        timeout_s: how long the pattern may look for a match.
 
     Raises:
         ConfigError: when `pattern` is no regular expression.
     """
     if name == "regex":
-        return Verifier(_needs_answer, _Found(str(pattern)))
+        found = _Found(str(pattern), timeout_s)
+        return Verifier(_needs_answer, found, found.close)
     return {
         "exact_match": Verifier(_needs_answer, exact_match),
         "arithmetic": Verifier(_needs_value, arithmetic),
@@ -59,20 +68,23 @@ def countdown(row: Mapping[str, Any], response: str) -> bool:
 
 
 class _Found:
-    """The answer is what the last match of a pattern found."""
+    """The answer is what the last match of a pattern found, in a process that can be ended."""
 
-    def __init__(self, pattern: str) -> None:
+    def __init__(self, pattern: str, timeout_s: float) -> None:
+        self._pattern = pattern
+        reference = f"{function_worker.__file__}:{function_worker.answered.__name__}"
+        self._function = UserFunction(reference, label=f"task.pattern = {pattern[:80]!r}", timeout_s=timeout_s)
+        self.close = self._function.close
         try:
-            self._pattern = re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(f"task.pattern {pattern!r} is no regular expression: {error}") from error
+            self({"answer": ""}, "")
+        except FunctionError as error:
+            self.close()
+            why = str(error).partition(": ")[2] or str(error)
+            raise ConfigError(f"task.pattern = {pattern[:80]!r} is no regular expression: {why}") from error
 
     def __call__(self, row: Mapping[str, Any], response: str) -> bool:
-        matches = list(self._pattern.finditer(response))
-        if not matches:
-            return False
-        answer = matches[-1].group(1 if self._pattern.groups else 0)
-        return answer is not None and answer.strip() == str(row["answer"]).strip()
+        given = {"pattern": self._pattern, "answer": str(row["answer"])}
+        return bool(self._function.number("", response, given))
 
 
 def _last_line(response: str) -> str:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-__version__ = "0.30.0-fake"
+__version__ = os.environ.get("FAKE_VLLM_VERSION", "0.30.0-fake")
 
 
 class SamplingParams(SimpleNamespace):
@@ -33,9 +33,10 @@ class LLM:
     def collective_rpc(self, method, args):
         if method == "foreroute_seed":
             self.llm_engine.seed = args[0]
-            return
+            return [None]
         assert method == "foreroute_load"
         assert (Path(args[0]) / "model.safetensors").exists()
+        return ["/elsewhere"] if self.llm_engine.behaviour == "loads others" else [args[0]]
 
     def reset_prefix_cache(self):
         return self.llm_engine.behaviour != "busy cache"
@@ -45,6 +46,8 @@ class LLM:
 
 
 class Engine:
+    ends = {"aborts": "abort", "repeats": "repetition"}  # noqa: RUF012
+
     def __init__(self, config, behaviour):
         self.config, self.behaviour = config, behaviour
         self.version, self.seed = "default", 0
@@ -58,12 +61,16 @@ class Engine:
 
     def add_request(self, name, prompt, params):
         tokens = np.array(prompt["prompt_token_ids"])
+        if name in self.output_processor.request_states:
+            raise ValueError(f"Request id {name} already running.")
+        if self.behaviour == "refuses 63" and tokens[0] == 63:
+            raise ValueError("refused")
         state = SimpleNamespace(
             external_req_id=name,
             queue=None,
             params=params,
             prompt=tokens,
-            rngs=[np.random.default_rng([self.seed, int(name), i]) for i in range(params.n)],
+            rngs=[np.random.default_rng([self.seed, int(name.rpartition("/")[2]), i]) for i in range(params.n)],
             tokens=[[] for _ in range(params.n)],
         )
         self.output_processor.request_states[name] = state
@@ -74,6 +81,8 @@ class Engine:
     def step(self):
         if self.behaviour == "hangs":
             time.sleep(600)
+        if self.behaviour == "slow":
+            time.sleep(0.2)
         if self.behaviour == "dies":
             os.abort()
         outputs = []
@@ -87,8 +96,10 @@ class Engine:
 
     def abort_request(self, names):
         for name in names:
-            queue = self.output_processor.request_states[name].queue
-            queue.put(self._output(name, "abort"))
+            if (state := self.output_processor.request_states.get(name)) is not None:
+                output = self._output(name, "abort")
+                if state.queue is not None:
+                    state.queue.put(output)
 
     def _ended(self, tokens, params):
         return tokens[-1:] == params.stop_token_ids or len(tokens) == params.max_tokens
@@ -97,7 +108,7 @@ class Engine:
         state = self.output_processor.request_states.pop(name)
         choices = []
         for index, tokens in zip(itertools.count(), state.tokens, strict=False):
-            done = "stop" if self._ended(tokens, state.params) else reason
+            done = self.ends.get(self.behaviour, "stop") if self._ended(tokens, state.params) else reason
             sequence = [*state.prompt.tolist(), *tokens]
             steps = [{token: SimpleNamespace(logprob=-1.5)} for token in tokens]
             rows = self._routes(sequence)[state.params.routed_experts_prompt_start : len(sequence) - 1]

@@ -1,0 +1,129 @@
+"""Plan files, which are sealed, and counts, which are not."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.fuzzing.mutations import forge
+from benchmarks.fuzzing.target import Target, written
+from foreroute.balance import Links, StepPlan, Topology
+from foreroute.balance.counts import check_counts
+from foreroute.balance.counts_file import load_counts
+from foreroute.balance.plan_file import encode_plan, load_plan
+from foreroute.trace.seal import seal_file
+
+
+def plan_targets(folder: Path) -> list[Target]:
+    """The readers of plans and of counts."""
+    plan = Target(
+        name="plan",
+        make=plan_bytes,
+        read=lambda raw: load_plan(written(raw, folder / "plan")),
+        same=same_plan,
+        forge=lambda raw, rng: forge(raw, rng, seal_plan),
+        check=lambda raw, plan: require_executable(plan),
+        sealed=True,
+        weight=3.0,
+    )
+    counts = Target(
+        name="counts",
+        make=_counts_bytes,
+        read=lambda raw: check_counts(load_counts(written(raw, folder / "counts.npz"))),
+        same=lambda a, b: a.shape == b.shape and bool((a == b).all()),
+        check=lambda raw, counts: require_counts(counts),
+        weight=1.0,
+    )
+    return [plan, counts]
+
+
+def require_executable(plan: StepPlan) -> None:
+    """Raise unless an executor could index with a plan, by rules written out here."""
+    micro_steps, layers, experts = plan.shape
+    ranks, slots = plan.topology.num_ranks, plan.topology.redundant_slots
+    offsets = [int(x) for x in plan.offsets]
+    assert len(offsets) == micro_steps * layers + 1
+    assert offsets[0] == 0, offsets
+    assert offsets[-1] == len(plan.expert_R) == len(plan.rank_R) == len(plan.slot_R) == len(plan.tokens_RG)
+    assert all(a <= b for a, b in pairwise(offsets)), offsets
+    for name, values, size in (
+        ("expert", plan.expert_R, experts),
+        ("rank", plan.rank_R, ranks),
+        ("slot", plan.slot_R, slots),
+    ):
+        assert all(0 <= int(value) < size for value in values), name
+    for homes in (*plan.home_LE.tolist(), *plan.previous_home_LE.tolist()):
+        assert sorted(homes) == sorted(list(range(ranks)) * (experts // ranks))
+    assert (plan.tokens_RG >= 0).all()
+    for start, stop in pairwise(offsets):
+        taken = list(zip(plan.rank_R[start:stop].tolist(), plan.slot_R[start:stop].tolist(), strict=True))
+        assert len(set(taken)) == len(taken), taken
+
+
+def seal_plan(tensors: dict[str, NDArray[Any]], metadata: dict[str, str]) -> None:
+    """The right digest."""
+    ours = {k: v for k, v in metadata.items() if k.startswith("foreroute.") and k != "foreroute.digest"}
+    try:
+        metadata["foreroute.digest"] = seal_file(ours, tensors)
+    except UnicodeEncodeError:  # a lone surrogate, which no file can hold
+        metadata["foreroute.digest"] = ""
+
+
+def require_counts(counts_MLGE: NDArray[Any]) -> None:
+    """Raise unless an array can be counts."""
+    assert counts_MLGE.ndim == 4
+    assert counts_MLGE.dtype.kind in "iu"
+    assert min(counts_MLGE.shape) >= 1
+    assert all(0 <= count < 2**31 for count in counts_MLGE.reshape(-1).tolist())
+
+
+def _counts_bytes(rng: np.random.Generator) -> bytes:
+    micro_steps, layers, ranks, each = (int(n) for n in rng.integers(1, 5, 4))
+    shape = (micro_steps, layers, ranks, ranks * each)
+    file = io.BytesIO()
+    save = np.savez_compressed if rng.random() < 0.5 else np.savez
+    save(file, counts=rng.integers(0, 500, shape).astype(rng.choice(["i2", "i4", "i8", "u2"])))
+    return file.getvalue()
+
+
+def plan_bytes(rng: np.random.Generator) -> bytes:
+    """The file of a plan of random homes, with a replica of the next expert in the first slot of some ranks."""
+    from safetensors.numpy import save
+
+    num_ranks = int(rng.choice([1, 2, 4, 6]))
+    num_micro_steps, num_layers, num_experts = (*(int(n) for n in rng.integers(1, 4, 2)), 2 * num_ranks)
+    home_LE = np.stack([rng.permutation(np.arange(num_experts) % num_ranks) for _ in range(num_layers)])
+    cell_R, rank_R = np.nonzero(rng.random((num_micro_steps * num_layers, num_ranks)) < (0.7 if num_ranks > 1 else 0))
+    expert_R = np.argmax(home_LE[cell_R % num_layers] != rank_R[:, None], axis=1)
+    shape = (num_micro_steps, num_layers)
+    tokens_RG = rng.integers(0, int(rng.choice([2, 300, 70_000])), (len(rank_R), num_ranks))
+    plan = StepPlan(
+        topology=Topology(num_ranks, 1, 1, Links(1e11, 1e10, 1e10, 1e-5, 1e-4)),
+        shape=(*shape, num_experts),
+        previous_home_LE=home_LE.astype(np.int16),
+        home_LE=home_LE.astype(np.int16),
+        offsets=np.searchsorted(cell_R, np.arange(num_micro_steps * num_layers + 1)),
+        expert_R=expert_R.astype(np.int16),
+        rank_R=rank_R.astype(np.int16),
+        slot_R=np.zeros(len(rank_R), np.int16),
+        fetched_R=np.ones(len(rank_R), np.bool_),
+        tokens_RG=tokens_RG.astype(np.int32),
+        max_load_ML=rng.integers(0, 1000, shape),
+        bound_ML=rng.random(shape),
+        counts_digest=rng.bytes(16).hex(),
+    )
+    metadata, tensors = encode_plan(plan)
+    raw: bytes = save(tensors, metadata=metadata)
+    return raw
+
+
+def same_plan(a: StepPlan, b: StepPlan) -> bool:
+    """Whether two plans are equal in every field."""
+    pairs = [(getattr(a, field.name), getattr(b, field.name)) for field in fields(StepPlan)]
+    return all(np.array_equal(x, y) if isinstance(x, np.ndarray) else x == y for x, y in pairs)

@@ -1,0 +1,177 @@
+"""Texts without a seal that need no torch: topologies, simulations, timed steps, and arrays of log-probs."""
+
+from __future__ import annotations
+
+import io
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+
+from benchmarks.fuzzing.mutations import damage, forge_text, forge_values
+from benchmarks.fuzzing.target import Target, written
+from foreroute.balance.topology_file import Cluster, load_cluster
+from foreroute.capture import ModelFacts, facts_of_config
+from foreroute.cli.doctor_inputs import read_array
+from foreroute.errors import CaptureError
+from foreroute.files import parse_json
+from foreroute.simulate.config import SimulateConfig, load_config
+
+TOPOLOGY = {
+    "topology": {"num_ranks": 8, "ranks_per_node": 4, "redundant_slots": 2},
+    "hardware": {"preset": "h100"},
+    "links": {"cluster_bytes_per_s": 22.5e9},
+    "model": {"preset": "qwen3-30b-a3b"},
+    "costs": {"dispatcher": "dedup"},
+}
+SIMULATION = {
+    "cluster": {"gpus": 16, "expert_parallel": 8, "redundant_slots": 2},
+    "hardware": {"preset": "h100"},
+    "model": {"preset": "qwen3-30b-a3b"},
+    "workload": {"tokens_per_rank": 2048, "micro_steps": 2, "layers": 2},
+    "sweep": {"skew": [0.5, 2.0], "expert_parallel": [8]},
+}
+
+
+MODELS: list[dict[str, Any]] = [
+    {"model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2},
+    {
+        "model_type": "qwen2_moe",
+        "num_hidden_layers": 6,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+    },
+    {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 5,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+    },
+]
+
+
+def text_targets(folder: Path) -> list[Target]:
+    """Their readers."""
+    return [
+        toml_target("topology", TOPOLOGY, load_cluster, _require_cluster, folder),
+        toml_target("simulation", SIMULATION, load_config, _require_simulation, folder),
+        Target(
+            name="model configuration",
+            make=lambda rng: json.dumps(MODELS[int(rng.integers(len(MODELS)))]).encode(),
+            read=lambda raw: facts_of_config(parse_json(raw, CaptureError, name="config.json")),
+            same=lambda a, b: a == b,
+            forge=lambda raw, rng: forge_text(raw.decode(), rng).encode("utf-8", "surrogatepass"),
+            check=_require_facts,
+        ),
+        Target(
+            name="array of log-probs",
+            make=_array_bytes,
+            read=lambda raw: read_array(written(raw, folder / "a.npy"), "f"),
+            same=lambda a, b: a.dtype == b.dtype and np.array_equal(a.view("u1"), b.view("u1")),
+            check=_require_array,
+        ),
+    ]
+
+
+def toml_target(
+    name: str,
+    values: dict[str, Any],
+    read: Callable[[Path], Any],
+    check: Callable[[dict[str, Any], Any], None],
+    folder: Path,
+) -> Target:
+    """A reader of TOML.
+
+    Args:
+        name: of the reader.
+        values: valid ones.
+        read: what is tried.
+        check: given the values as a TOML parser sees them, and what the reader made of them.
+        folder: for the file.
+    """
+    text = tomli_w.dumps(values).encode()
+    return Target(
+        name=name,
+        make=lambda rng: text,
+        read=lambda raw: read(written(raw, folder / f"{name}.toml")),
+        same=lambda a, b: a == b,
+        forge=lambda raw, rng: _forge_toml(values, raw, rng),
+        check=lambda raw, value: check(tomllib.loads(raw.decode()), value),
+    )
+
+
+def _forge_toml(values: dict[str, Any], raw: bytes, rng: np.random.Generator) -> bytes:
+    forged = forge_values(values, rng)
+    try:
+        return tomli_w.dumps(forged).encode()
+    except (TypeError, AttributeError, UnicodeError, ValueError):  # a null, a lone surrogate, or no table at all
+        return damage(raw, rng)
+
+
+def require_unchanged(given: Any, made: Any, where: str = "") -> None:
+    """Raise unless every given value is there as it was given: nothing cast, rounded, renamed or left out."""
+    if isinstance(given, dict):
+        for key, value in given.items():
+            require_unchanged(value, made[key] if isinstance(made, dict) else getattr(made, key), f"{where}.{key}")
+    elif isinstance(given, list):
+        assert len(given) == len(made), where
+        for a, b in zip(given, made, strict=True):
+            require_unchanged(a, b, where)
+    else:
+        assert (float(given) if type(made) is float else given) == made, (where, given, made)
+        assert isinstance(given, bool) == isinstance(made, bool), where
+
+
+def _require_cluster(given: dict[str, Any], cluster: Cluster) -> None:
+    topology, hardware, model = cluster.topology, cluster.costs.hardware, cluster.costs.model
+    for values in given.values():
+        values.pop("preset", None)
+    require_unchanged(given["topology"], topology)
+    require_unchanged(given.get("links", {}), topology.links)
+    require_unchanged(given.get("hardware", {}), hardware)
+    require_unchanged(given.get("model", {}), model)
+    require_unchanged(given.get("costs", {}), cluster.costs)
+    assert topology.num_ranks % topology.ranks_per_node == 0
+    assert topology.redundant_slots >= 0
+    assert all(0 < value < float("inf") for value in vars(topology.links).values())
+
+
+def _require_simulation(given: dict[str, Any], config: SimulateConfig) -> None:
+    require_unchanged(given.get("cluster", {}), config.cluster)
+    require_unchanged(given.get("workload", {}), config.workload)
+    require_unchanged(given.get("execution", {}), config.execution)
+    require_unchanged(given.get("sweep", {}), config.sweep)
+    assert config.cluster.gpus % config.cluster.expert_parallel == 0
+
+
+def _require_facts(raw: bytes, facts: ModelFacts) -> None:
+    given, spec = json.loads(raw), facts.spec
+    assert spec.num_experts in [value for value in given.values() if type(value) is int]
+    assert 1 <= spec.top_k <= spec.num_experts
+    numbers = [layer.index for layer in spec.layers]
+    assert numbers == sorted(set(numbers))
+    assert 0 <= numbers[0] <= numbers[-1] < given["num_hidden_layers"]
+
+
+def _array_bytes(rng: np.random.Generator) -> bytes:
+    file = io.BytesIO()
+    np.save(file, -rng.random(int(rng.integers(1, 99))).astype(rng.choice(["f4", "f8"])))
+    return file.getvalue()
+
+
+def _require_array(raw: bytes, array: Any) -> None:
+    assert array.ndim == 1
+    assert array.dtype.kind == "f"
+    assert array.nbytes <= len(raw)
+
+
+def json_lines(values: list[dict[str, Any]]) -> bytes:
+    """One object a line."""
+    return "".join(json.dumps(value) + "\n" for value in values).encode()

@@ -1,0 +1,145 @@
+"""Trace and generation files, which are sealed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.fuzzing.mutations import forge
+from benchmarks.fuzzing.target import Target, written
+from foreroute.capture import Generation, load_generation, save_generation
+from foreroute.trace import CODECS, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, synthetic_trace
+from foreroute.trace.codec import CodecName
+from foreroute.trace.index import BULK
+from foreroute.trace.seal import seal_file, seal_payloads, seal_rows
+from foreroute.trace.writing import encode_trace
+
+MODELS = ((8, 2, 3), (128, 8, 2), (300, 2, 1), (5, 1, 1))
+
+
+def trace_targets(folder: Path) -> list[Target]:
+    """The reader of traces, per codec, whole and in part, and the reader of generations."""
+    whole = [
+        Target(
+            name=f"trace, {codec}",
+            make=_maker(codec),
+            read=lambda raw: load(written(raw, folder / "trace")),
+            same=_same_trace,
+            forge=lambda raw, rng: forge(raw, rng, seal_trace),
+            check=lambda raw, trace: require_possible(trace),
+            sealed=True,
+            weight=3.0,
+        )
+        for codec in CODECS
+    ]
+    part = Target(
+        name="trace, in part",
+        make=_maker("packed"),
+        read=lambda raw: load(written(raw, folder / "part"), sequences=[3, 0]),
+        same=_same_trace,
+        forge=lambda raw, rng: forge(raw, rng, seal_trace),
+        check=lambda raw, trace: require_possible(trace),
+        sealed=True,
+        weight=2.0,
+    )
+    generation = Target(
+        name="generation",
+        make=lambda rng: _generation_bytes(rng, folder),
+        read=lambda raw: load_generation(written(raw, folder / "rollout.safetensors")),
+        same=_same_generation,
+    )
+    return [*whole, part, generation]
+
+
+def require_possible(trace: RoutingTrace) -> None:
+    """Raise unless a trace can be true, by rules written out here: none of the reader's own checks is asked."""
+    spec, offsets = trace.spec, [int(x) for x in trace.offsets]
+    rows = len(trace.token_ids_N)
+    assert offsets[0] == 0, offsets
+    assert offsets[-1] == rows, offsets
+    assert all(a <= b for a, b in pairwise(offsets)), offsets
+    assert trace.expert_ids_NLK.shape == (rows, spec.num_layers, spec.top_k)
+    assert trace.expert_ids_NLK.dtype == (np.uint8 if spec.num_experts <= 256 else np.uint16)
+    assert trace.valid_N.shape == trace.weight_versions_N.shape == (rows,)
+    assert len({(layer.index, layer.kind) for layer in spec.layers}) == spec.num_layers
+    assert all(type(layer.index) is int and layer.index >= 0 for layer in spec.layers)
+    assert (trace.weight_versions_N >= -1).all()
+    assert (trace.token_ids_N >= 0).all()
+    for row in trace.expert_ids_NLK[trace.valid_N].reshape(-1, spec.top_k).tolist():
+        assert len(set(row)) == spec.top_k, row
+        assert max(row) < spec.num_experts, row
+
+
+def seal_trace(tensors: dict[str, NDArray[Any]], metadata: dict[str, str]) -> None:
+    """Right seals wherever the changed tables still allow to compute them."""
+    try:
+        sizes = tensors["payload_words"].reshape(-1).astype(np.int64)
+        if (sizes >= 0).all() and int(sizes.astype(object).sum()) <= len(tensors["payloads"]):
+            seals = seal_payloads(tensors["payloads"], np.cumsum(sizes) - sizes, sizes)
+            tensors["payload_seals"] = np.frombuffer(seals, np.uint8).reshape(*tensors["payload_words"].shape, 16)
+        starts = tensors["block_starts"].tolist()
+        valid = np.unpackbits(tensors["valid_bits"], bitorder="little").astype(np.bool_)
+        rows = [seal_rows(tensors["token_ids"][a:b], valid[a:b]) for a, b in pairwise(starts)]
+        tensors["row_seals"] = np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 16)
+    except (KeyError, ValueError, TypeError, OverflowError, MemoryError):
+        pass
+    ours = {k: v for k, v in metadata.items() if k.startswith("foreroute.") and k != "foreroute.digest"}
+    metadata["foreroute.digest"] = _seal_file(ours, {k: v for k, v in tensors.items() if k not in BULK})
+
+
+def _seal_file(metadata: dict[str, str], tensors: dict[str, NDArray[Any]]) -> str:
+    try:
+        return seal_file(metadata, tensors)
+    except UnicodeEncodeError:  # a lone surrogate, which no file can hold
+        return ""
+
+
+def _maker(codec: CodecName) -> Callable[[np.random.Generator], bytes]:
+    return lambda rng: trace_bytes(rng, codec)
+
+
+def trace_bytes(rng: np.random.Generator, codec: CodecName) -> bytes:
+    """A file of four sequences, of which two share their prompt."""
+    from safetensors.numpy import save
+
+    metadata, tensors = encode_trace(_trace(rng), codec)
+    raw: bytes = save(tensors, metadata=metadata)
+    return raw
+
+
+def _trace(rng: np.random.Generator) -> RoutingTrace:
+    num_experts, top_k, num_layers = MODELS[int(rng.integers(len(MODELS)))]
+    spec = RoutingSpec(num_experts, top_k, tuple(RoutedLayer(i) for i in range(num_layers)), model="fuzz")
+    seed = int(rng.integers(2**31))
+    prompt = synthetic_trace(spec, [20], seed=seed, complete=True).select([0, 0])
+    samples = prompt.continued_by(synthetic_trace(spec, rng.integers(1, 9, 2).tolist(), seed=seed, weight_version=3))
+    return concatenate([samples, synthetic_trace(spec, rng.integers(1, 90, 2).tolist(), seed=seed)])
+
+
+def _generation_bytes(rng: np.random.Generator, folder: Path) -> bytes:
+    """The generation beside its trace; the trace stays in the folder, undamaged."""
+    trace = _trace(rng)
+    prompts = np.ones(len(trace), np.int64)
+    trace = trace.select(np.flatnonzero(trace.lengths > 1))
+    prompts = prompts[: len(trace)]
+    logprobs = -rng.random(int((trace.lengths - prompts).sum())).astype(np.float32)
+    path = save_generation(Generation(trace, prompts, logprobs), folder / "rollout.safetensors", overwrite=True)
+    return path.read_bytes()
+
+
+def _same_trace(a: RoutingTrace, b: RoutingTrace) -> bool:
+    return a.equals(b) and a.provenance == b.provenance
+
+
+def _same_generation(a: Generation, b: Generation) -> bool:
+    return (
+        a.trace.equals(b.trace)
+        and np.array_equal(a.prompt_lengths, b.prompt_lengths)
+        and np.array_equal(a.logprobs_R.view(np.uint32), b.logprobs_R.view(np.uint32))
+        and np.array_equal(a.sampled_N, b.sampled_N)
+    )

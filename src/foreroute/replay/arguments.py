@@ -1,0 +1,104 @@
+"""What sessions are handed, checked before anything of a model is touched. The same rules in every framework."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import islice
+from types import UnionType
+from typing import Any, get_args
+
+import numpy as np
+
+from foreroute.errors import ConfigError, StaleTraceError, TraceError
+from foreroute.trace import NO_VERSION
+
+LARGEST_VERSION = np.iinfo(np.int32).max
+SHOWN_VERSIONS = 8
+
+
+def require_choice(name: str, value: object, choices: Any) -> None:
+    """Raise `ConfigError` unless `value` is one of the words of a `Literal`."""
+    if not (isinstance(value, str) and value in get_args(choices)):
+        raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(choices)))}")
+
+
+def require_switch(name: str, value: object) -> None:
+    """Raise `ConfigError` unless `value` is True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}; expected True or False")
+
+
+def require_kind(argument: str, value: object, kinds: type | UnionType, wanted: str) -> None:
+    """Raise `TraceError`, saying that `wanted` was expected, unless `value` is of one of these classes."""
+    if not isinstance(value, kinds):
+        what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+        raise TraceError(f"{argument} is {what}; expected {wanted}")
+
+
+def as_version(value: object) -> int:
+    """The version that a recording stamps on its rows.
+
+    Raises:
+        ConfigError: for what is no whole number from 0 that fits 32 bits, nor `NO_VERSION`.
+    """
+    if not _is_version(value):
+        raise _no_version(value)
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def require_version(versions: tuple[int, ...], expected: int | Collection[int] | None, what: str) -> None:
+    """Raise unless every routed row was recorded under an expected version.
+
+    Args:
+        versions: those of the rows.
+        expected: one, or those that are accepted, or None for any. A range accepts none that is not stated.
+        what: whose versions they are, for the message.
+
+    Raises:
+        ConfigError: when `expected` is no whole number, nor several.
+        StaleTraceError: when a row has another version, or none is routed.
+    """
+    if expected is None:
+        return
+    accepted = _accepted(expected)
+    stated = isinstance(accepted, range)  # its numbers are steps, which may reach below 0 at the start of a run
+    if not versions or not all(v in accepted and not (stated and v == NO_VERSION) for v in versions):
+        raise StaleTraceError(
+            f"{what} was recorded under weight versions {list(versions)}, expected only {_shown(accepted)} "
+            f"({NO_VERSION} means not stated). Replay the trace of the rollout that this update belongs to"
+        )
+
+
+def _accepted(expected: object) -> Collection[int]:
+    if isinstance(expected, range) and expected and max(expected[0], expected[-1]) >= 0:
+        return expected
+    listed = expected.tolist() if hasattr(expected, "tolist") else expected  # of numpy and torch
+    if _is_version(listed):
+        return (listed,)  # type: ignore[return-value]
+    if isinstance(listed, str | bytes | Mapping) or not isinstance(listed, Collection) or not listed:
+        raise _no_version(expected)
+    if not all(map(_is_version, listed)):
+        raise _no_version(expected)
+    return listed
+
+
+def _is_version(value: object) -> bool:
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_whole and NO_VERSION <= value <= LARGEST_VERSION  # type: ignore[operator]
+
+
+def _no_version(value: object) -> ConfigError:
+    return ConfigError(
+        f"weight_version is {value!r}, a {type(value).__name__}; expected a whole number from 0 to {LARGEST_VERSION} "
+        f"({NO_VERSION} for not stated) or, where several are accepted, a list or range of them"
+    )
+
+
+def _shown(accepted: Collection[int]) -> str:
+    if isinstance(accepted, range):  # which may be longer than any list
+        ends = sorted((accepted[0], accepted[-1]))
+        few = [v for v in islice(accepted, SHOWN_VERSIONS + 1) if v >= 0]
+        return f"those from {max(ends[0], 0)} to {ends[1]}" if len(few) > SHOWN_VERSIONS else _shown(few)
+    numbers = sorted(accepted)
+    more = f" and {len(numbers) - SHOWN_VERSIONS} more" if len(numbers) > SHOWN_VERSIONS else ""
+    return ", ".join(str(int(v)) for v in numbers[:SHOWN_VERSIONS]) + more

@@ -1,0 +1,223 @@
+"""Folders of models and tokenizers by others: nothing in them is run or unpickled, and none keeps a reader busy."""
+
+import ast
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from foreroute.adapters import hf
+from foreroute.adapters.hf.local import load_local
+from foreroute.adapters.vllm.settings import ProcessSettings
+from foreroute.errors import ConfigError
+from tiny_model import write_model, write_tokenizer
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good")
+    write_model(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(good, tmp_path):
+    """A copy to be spoiled."""
+    copied = tmp_path / "model"
+    copied.mkdir()
+    for path in good.iterdir():
+        (copied / path.name).write_bytes(path.read_bytes())
+    return copied
+
+
+def changed(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def trained(folder):
+    return hf.load_pretrained(folder, experts_implementation="eager")
+
+
+DOORS = {
+    "doctor": load_local,
+    "doctor, config.json alone": lambda folder: load_local(folder / "config.json"),
+    "train": trained,
+}
+WITH_WEIGHTS = ["doctor", "train"]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "of_its_own"])
+@pytest.mark.parametrize("door", [*DOORS, "tokenizer"])
+def test_code_of_a_folder_is_not_run_even_when_stdin_says_yes(folder, tmp_path, monkeypatch, capsys, door, model_type):
+    ran = tmp_path / "ran"
+    for name in ("configuration_evil", "modeling_evil", "tokenization_evil"):
+        (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    auto_map = {"AutoConfig": "configuration_evil.A", "AutoModelForCausalLM": "modeling_evil.B"}
+    changed(folder / "config.json", model_type=model_type, auto_map=auto_map)
+    names = ["tokenization_evil.C", "tokenization_evil.C"]
+    changed(folder / "tokenizer_config.json", tokenizer_class="Evil", auto_map={"AutoTokenizer": names})
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    open_door = {**DOORS, "tokenizer": hf.Tokenizer}[door]
+    if model_type == "of_its_own":
+        with pytest.raises(ConfigError, match=r"code of its own.*none of a folder's is run"):
+            open_door(folder)
+    else:
+        open_door(folder)  # transformers has this family, and uses its own
+    assert not ran.exists()
+    assert sys.stdin.read() == "y\n" * 9, "nobody asked"
+    assert "Do you wish" not in capsys.readouterr().out
+
+
+def test_every_call_that_could_run_code_or_unpickle_says_that_it_must_not():
+    """Whatever transformers' defaults are, or become."""
+    found = []
+    for top in ("src", "tests", "benchmarks", "examples", "experiments"):
+        for path in (ROOT / top).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                    continue
+                called = ast.unparse(node.func).removeprefix("transformers.")
+                if not re.fullmatch(r"Auto\w+\.from_(pretrained|config)", called):
+                    continue
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                found.append(called)
+                assert given.get("trust_remote_code") == "False", f"{path}, line {node.lineno}"
+                if re.fullmatch(r"AutoModel\w*\.from_pretrained", called):
+                    assert given.get("use_safetensors") == "True", f"{path}, line {node.lineno}"
+    assert len(found) >= 5
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        assert not re.search(
+            r"Auto\w+\.from_(pretrained|config)\((?![^\n]*trust_remote_code=False)[^`\n]", path.read_text()
+        )
+
+
+def test_vllm_is_not_told_to_run_code_of_a_folder_either():
+    with pytest.raises(ConfigError, match="vLLM options trust_remote_code are set by foreroute"):
+        ProcessSettings(python=Path(sys.executable), options={"trust_remote_code": True})
+    assert ProcessSettings(python=Path(sys.executable)).llm_options(8)["trust_remote_code"] is False
+
+
+@pytest.mark.parametrize("door", WITH_WEIGHTS)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt"])
+def test_pickled_weights_are_refused_by_name(folder, door, name):
+    torch.save(load_file(folder / "model.safetensors"), folder / name)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=rf"{name}.*pickle.*safetensors"):
+        DOORS[door](folder)
+
+
+@pytest.mark.parametrize("door", WITH_WEIGHTS)
+@pytest.mark.parametrize("shard", ["evil.bin", "../model.safetensors", "/tmp/model.safetensors", 5])
+def test_an_index_names_safetensors_of_its_own_folder_alone(folder, door, shard):
+    weights = load_file(folder / "model.safetensors")
+    torch.save(weights, folder / "evil.bin")
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(weights, shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json"):
+        DOORS[door](folder)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"transformers_weights": "adapter_model.bin"}, "transformers_weights"),
+        ({"attn_implementation": "somebody/kernel"}, "attn_implementation.*somebody/kernel"),
+        ({"experts_implementation": "sonicmoe"}, "experts_implementation.*sonicmoe"),
+        ({"text_config": {"_attn_implementation": {"": "flash_attention_2"}}}, "attn_implementation"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; expected 1024 at most"),
+        ({"num_experts": 2**62}, "num_experts is 4611686018427387904; expected 65536 at most"),
+        (
+            {"num_hidden_layers": 1000, "num_experts": 1000},
+            "1000 layers of 1000 experts; expected 262144 in all at most",
+        ),
+        ({"hidden_size": 2**40}, "cannot be loaded by transformers: RuntimeError"),
+    ],
+)
+def test_a_configuration_that_asks_for_code_or_the_impossible_is_refused(folder, door, values, message):
+    changed(folder / "config.json", **values)
+    with pytest.raises(ConfigError, match=message):
+        DOORS[door](folder)
+
+
+def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_made(folder):
+    changed(folder / "config.json", hidden_size=65536, intermediate_size=65536, moe_intermediate_size=65536)
+    changed(folder / "config.json", num_experts=512, num_experts_per_tok=1, num_hidden_layers=64)
+    with pytest.raises(ConfigError, match=r"would take [\d,]+ GB.*this machine has [\d,]+ GB"):
+        load_local(folder / "config.json")
+    with pytest.raises(ConfigError, match=r"would take [\d,]+ GB.*this machine has [\d,]+ GB"):
+        hf.build_model("qwen3_moe", seed=0, hidden_size=65536, moe_intermediate_size=65536, num_experts=512)
+
+
+@pytest.mark.parametrize("door", WITH_WEIGHTS)
+def test_a_folder_with_an_adapter_is_refused(folder, door):
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "elsewhere"}')
+    with pytest.raises(ConfigError, match=r"adapter_config\.json.*merge"):
+        DOORS[door](folder)
+
+
+@pytest.mark.parametrize("door", WITH_WEIGHTS)
+def test_weights_that_are_missing_are_not_filled_at_random(folder, door):
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("lm_head.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"1 are missing or of another shape \(lm_head\.weight"):
+        DOORS[door](folder)
+
+
+@pytest.mark.parametrize("door", [*WITH_WEIGHTS, "tokenizer"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_a_fifo_in_a_folder_is_named_and_not_opened(folder, door, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)} is a FIFO"):
+        hf.Tokenizer(folder) if door == "tokenizer" else DOORS[door](folder)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 50_000, b'{"model_type": 5}', b'{"n": ' + b"9" * 5000 + b"}"]
+)
+def test_a_damaged_configuration_is_one_error(folder, content):
+    (folder / "config.json").write_bytes(content)
+    for door in DOORS.values():
+        with pytest.raises(ConfigError, match=r"config\.json|transformers"):
+            door(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"\xff", b"[" * 50_000, b'{"version": "1.0", "model": {"type": "Unigram", "vocab": []}}'],
+)
+def test_a_damaged_tokenizer_is_one_error(folder, content):
+    (folder / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        hf.Tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "\udcff"])
+def test_a_path_that_no_system_has_leads_nowhere(name):
+    for door in (load_local, trained, hf.Tokenizer):
+        with pytest.raises(ConfigError, match="there is nothing at"):
+            door(Path(name))
+
+
+@pytest.mark.parametrize("text", ["\ud800", "ä"])
+def test_text_that_a_tokenizer_cannot_read_is_one_error(good, text):
+    tokenizer = hf.Tokenizer(good)
+    for call in (tokenizer.prompt, tokenizer.continuation):
+        with pytest.raises(ConfigError, match=r"the tokenizer in .* makes no tokens of '1\+.*'"):
+            call("1+" + text)

@@ -1,0 +1,202 @@
+"""The trace of a `generate` call: padded prompts, early ends, the token that no router has seen."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from driving import batch_of, log_probs
+from foreroute.adapters import hf
+from foreroute.errors import BatchMismatchError, ReplayError
+from models import tiny
+
+END, PAD = 7, 0
+
+
+@pytest.fixture(scope="module")
+def routed():
+    return hf.attach(tiny("qwen3_moe").eval())
+
+
+def sampled(routed, *, tokens=8, samples=1, end=None, **options):
+    """A recording, what `generate` returned, and the mask of a training step over it; responses end at different times.
+
+    The end token of a sequence is forced at the step that `end` says.
+    """
+    prompts = batch_of(5, 3, 4, side="left")
+
+    class Ends:
+        """Makes sequence s end at its step of `end`, and nowhere else."""
+
+        def __call__(self, input_ids, scores):
+            step = input_ids.shape[1] - 5
+            scores[:, END] = -torch.inf
+            for s, last in enumerate(end or []):
+                if step == last:
+                    scores[s] = -torch.inf
+                    scores[s, END] = 0
+            return scores
+
+    torch.manual_seed(3)
+    with routed.record(weight_version=4) as recording:
+        output = routed.model.generate(
+            **prompts,
+            max_new_tokens=tokens,
+            do_sample=True,
+            num_return_sequences=samples,
+            pad_token_id=PAD,
+            eos_token_id=END,
+            logits_processor=[Ends()],
+            **options,
+        )
+    over = (output[:, 5:] == END).cumsum(1) - (output[:, 5:] == END).long()
+    mask = torch.cat([prompts["attention_mask"].repeat_interleave(samples, 0), (over == 0).long()], dim=1)
+    return recording, output, mask
+
+
+@pytest.mark.parametrize("end", [None, [2, 5, 0], [0, 0, 0], [7, 3, 7]], ids=["none ends", "ragged", "at once", "one"])
+def test_a_rollout_is_what_one_forward_over_it_routes(routed, end):
+    recording, output, mask = sampled(routed, end=end)
+    rollout = recording.rollout(output, mask)
+    with routed.record() as whole, torch.no_grad():
+        routed.model(input_ids=output, attention_mask=mask)
+    full = whole.trace()
+    assert rollout.lengths.tolist() == mask.sum(1).tolist()
+    assert np.array_equal(rollout.token_ids_N, full.token_ids_N)
+    last = rollout.offsets[1:] - 1
+    assert np.flatnonzero(~rollout.valid_N).tolist() == last.tolist()
+    routed_N = rollout.valid_N
+    assert np.array_equal(np.sort(rollout.expert_ids_NLK[routed_N], -1), np.sort(full.expert_ids_NLK[routed_N], -1))
+    assert rollout.versions == (4,)
+    assert rollout.provenance["engine"] == "transformers"
+
+
+def test_a_ragged_rollout_is_replayed_in_a_padded_batch(routed):
+    recording, output, mask = sampled(routed, end=[2, 5, 0])
+    batch = {"input_ids": output, "attention_mask": mask}
+    with torch.no_grad():
+        native = log_probs(routed.model, batch)
+        with routed.replay(recording.rollout(output, mask), weight_version=4):
+            assert torch.equal(log_probs(routed.model, batch), native)
+
+
+def test_sequences_may_be_given_without_padding(routed):
+    recording, output, mask = sampled(routed, end=[2, 5, 0])
+    ragged = [row[kept.bool()] for row, kept in zip(output, mask, strict=True)]
+    expected = recording.rollout(output, mask)
+    for sequences in (ragged, [row.numpy() for row in ragged], tuple(row.tolist() for row in ragged)):
+        assert recording.rollout(sequences).equals(expected)
+    assert recording.rollout(output.numpy(), mask.bool().numpy()).equals(expected)
+
+
+def test_several_samples_of_a_prompt_are_sequences_of_their_own(routed):
+    recording, output, mask = sampled(routed, samples=2, end=[1, 4, 8, 0, 2, 2])
+    rollout = recording.rollout(output, mask)
+    assert len(rollout) == 6
+    assert rollout.lengths.tolist() == mask.sum(1).tolist()
+    assert [rollout.tokens(s)[-1] == END for s in range(6)] == [True, True, False, True, True, True]
+
+
+def test_one_sampled_token_and_no_mask(routed):
+    prompts = batch_of(4, 4)
+    with routed.record() as recording:
+        output = routed.model.generate(**prompts, max_new_tokens=1, do_sample=False, pad_token_id=PAD)
+    assert recording.rollout(output).lengths.tolist() == [5, 5]
+
+
+def test_a_rollout_carries_gate_weights(routed):
+    prompts = batch_of(4, 4)
+    with routed.record(gate_weights=True) as recording:
+        output = routed.model.generate(**prompts, max_new_tokens=3, do_sample=False, pad_token_id=PAD)
+    rollout = recording.rollout(output)
+    assert (rollout.gate_weights_NLK[rollout.valid_N] > 0).all()
+    assert not rollout.gate_weights_NLK[~rollout.valid_N].any()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda o, m: (o,), "sequence 1, position 0: token 0 in the rollout"),
+        (lambda o, m: (o.flip(0), m.flip(0)), "sequence 0, position 0"),
+        (lambda o, m: (o[:2], m[:2]), "3 sequences were recorded, and the rollout has 2"),
+        (
+            lambda o, m: (o, m[:, :5]),
+            r"attention_mask is \(3, 5\) and the sequences are \(3, 11\); expected the mask of",
+        ),
+        (lambda o, m: (o, m * 0.5), "attention_mask holds 0.5"),
+        (lambda o, m: (o, m * 0), "sequence 0 is int64 of shape .0,.; expected one token at least"),
+        (lambda o, m: (o.float(), m), "sequence 0 is float32"),
+        (lambda o, m: (o[0],), r"sequences are a Tensor of shape \(11,\)"),
+        (lambda o, m: ("tokens",), r"sequences are a str of shape \(\)"),
+        (lambda o, m: (None,), r"sequences are a NoneType"),
+        (lambda o, m: ({"sequences": o}, m), r"sequences are a dict"),
+        (lambda o, m: ([*o], m), "no padding; give no attention_mask"),
+        (lambda o, m: ([[[1], [2, 3]]] * 3,), "holds no tokens"),
+        (
+            lambda o, m: (o.repeat(1, 2), m.repeat(1, 2)),
+            "sequence 0, position 8: token",
+        ),
+    ],
+)
+def test_sequences_that_are_not_those_recorded_are_refused(routed, given, message):
+    recording, output, mask = sampled(routed, end=[2, 5, 0])
+    with pytest.raises(BatchMismatchError, match=message):
+        recording.rollout(*given(output, mask))
+
+
+def test_sequences_longer_than_recorded_are_refused(routed):
+    with routed.record() as recording:
+        output = routed.model.generate(**batch_of(4, 4), max_new_tokens=2, pad_token_id=PAD)
+    with pytest.raises(BatchMismatchError, match="sequence 0 has 8 tokens in the rollout and 5 were recorded"):
+        recording.rollout(torch.cat([output, output[:, :2]], dim=1))
+
+
+def test_a_rollout_of_nothing_is_refused(routed):
+    with routed.record() as recording:
+        pass
+    with pytest.raises(ReplayError, match="nothing was recorded"):
+        recording.rollout([[1, 2]])
+    assert recording.rollout([[1], [2]]).lengths.tolist() == [1, 1]  # nothing had to be computed
+
+
+def test_a_rollout_without_a_cache_is_refused(routed):
+    recording, output, mask = sampled(routed, use_cache=False)
+    with pytest.raises(BatchMismatchError, match="with a key-value cache"):
+        recording.rollout(output, mask)
+
+
+@pytest.mark.parametrize("how", ["keyword", "configuration", "by place", "the model's own"])
+def test_beams_are_refused_before_anything_is_sampled(routed, how):
+    config = GenerationConfig(num_beams=3, max_new_tokens=4, pad_token_id=PAD)
+    model, prompts = routed.model, batch_of(4, 4)
+    calls = {
+        "keyword": lambda: model.generate(**prompts, num_beams=3, max_new_tokens=4),
+        "configuration": lambda: model.generate(**prompts, generation_config=config),
+        "by place": lambda: model.generate(prompts["input_ids"], config),
+        "the model's own": lambda: model.generate(**prompts),
+    }
+    own = model.generation_config
+    if how == "the model's own":
+        model.generation_config = config
+    try:
+        with routed.record() as recording, pytest.raises(ReplayError, match="num_beams=3: beams change places"):
+            calls[how]()
+        with pytest.raises(ReplayError, match="nothing was recorded"):
+            recording.trace()
+        with torch.no_grad():
+            calls[how]()  # outside of a session the model does what it always does
+        with routed.record() as recording:
+            model.generate(**prompts, num_beams=1, max_new_tokens=2, pad_token_id=PAD)
+    finally:
+        model.generation_config = own
+    assert "generate" not in vars(model)
+
+
+def test_a_static_cache_is_refused_by_its_name(routed):
+    with routed.record(), pytest.raises(BatchMismatchError, match=r"cache is static.*cache_implementation=.dynamic"):
+        routed.model.generate(**batch_of(4, 4), max_new_tokens=2, cache_implementation="static", pad_token_id=PAD)
+    with routed.record() as recording:
+        output = routed.model.generate(
+            **batch_of(4, 4), max_new_tokens=2, cache_implementation="dynamic", pad_token_id=PAD
+        )
+    assert recording.rollout(output).lengths.tolist() == [6, 6]

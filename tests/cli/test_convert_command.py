@@ -1,0 +1,202 @@
+"""`foreroute convert` at its doors: whatever the files are, one message and exit code 2, and nothing is touched."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from command import foreroute
+
+import foreroute as fr
+from benchmarks import wires
+from traces import random_trace
+
+R = wires.rollout(np.random.default_rng(0), experts=16, dense=1, layers=4)
+CONFIG = {"model_type": "deepseek_v3", "n_routed_experts": 16, "num_experts_per_tok": 3, "num_hidden_layers": 5}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "answer.json").write_text(wires.vllm_http(R))
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "first_k_dense_replace": 1}))
+    fr.save(random_trace(5), tmp_path / "trace")
+    return tmp_path
+
+
+def converted(folder, source="answer.json", target="out", *more, model="config.json"):
+    before = sorted(folder.rglob("*"))
+    result = foreroute("convert", folder / source, folder / target, "--model", folder / model, *more)
+    assert "Traceback" not in result.stderr
+    assert not result.stderr.count("\n") > 1
+    if result.returncode:
+        assert sorted(folder.rglob("*")) == before
+    return result
+
+
+def refused(folder, message, *args, **kwargs):
+    result = converted(folder, *args, **kwargs)
+    assert result.returncode == 2, result.stdout
+    assert message in result.stderr
+    return result
+
+
+def special(folder, kind):
+    path = folder / "special"
+    match kind:
+        case "folder":
+            path.mkdir()
+        case "FIFO":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "missing":
+            pass
+        case "dangling":
+            path.symlink_to(folder / "nothing")
+        case "not UTF-8":
+            path.write_bytes(b'{"\xff\xfe": 1}')
+        case "deep":
+            path.write_text("[" * 60_000)
+        case "digits":
+            path.write_text("[" + "1" * 5000 + "]")
+        case "empty":
+            path.write_bytes(b"")
+        case "cut trace":
+            path.write_bytes((folder / "trace").read_bytes()[:-3])
+        case "cut header":
+            path.write_bytes((folder / "trace").read_bytes()[:40])
+    return path
+
+
+KINDS = [
+    "folder",
+    "FIFO",
+    "device",
+    "missing",
+    "dangling",
+    "not UTF-8",
+    "deep",
+    "digits",
+    "empty",
+    "cut trace",
+    "cut header",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["source", "model", "model.json", "tokens"])
+def test_every_input_may_be_anything(folder, kind, place):
+    path = special(folder, kind)
+    if place == "model.json":
+        path = path.rename(folder / "special.json") if os.path.lexists(path) else folder / "special.json"
+    names = {"source": (path, "out"), "tokens": ("answer.json", "out", "--tokens", path)}
+    model = path if place.startswith("model") else "config.json"
+    result = refused(folder, "error: ", *names.get(place, ()), model=model)
+    assert path.name in result.stderr or kind in ("deep", "digits", "not UTF-8", "empty", "cut header")
+
+
+@pytest.mark.parametrize("to", ["packed", "npy"])
+@pytest.mark.parametrize("target", ["below", "folder", "FIFO", "device", "long", "there"])
+def test_what_cannot_be_written_is_one_message(folder, to, target):
+    path = {
+        "below": folder / "answer.json" / "out",
+        "folder": folder / "made",
+        "FIFO": folder / "fifo",
+        "device": folder / "full",
+        "long": folder / ("x" * 300),
+        "there": folder / "config.json",
+    }[target]
+    if target == "folder":
+        path.mkdir()
+    elif target == "FIFO":
+        os.mkfifo(path)
+    elif target == "device":
+        path.symlink_to("/dev/full")
+    content = (folder / "config.json").read_bytes()
+    result = refused(folder, "error: ", "answer.json", path, "--to", to)
+    assert path.name[:100] in result.stderr
+    assert (folder / "config.json").read_bytes() == content
+
+
+def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    refused(folder, "No space left", "answer.json", "out", "--to", "npy")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--to", "lmdeploy"], "--to is 'lmdeploy'; expected one of raw, packed"),
+        (["--engine", "vlm"], "engine is 'vlm'; expected one of vllm, sglang"),
+        (["--engine", "sglang"], "engine is 'sglang', but the output has the form vllm-npy"),
+        (["--engine-version", "new"], "engine_version is 'new'"),
+        (["--weight-version", "-2"], "weight_version is -2"),
+        (["--start", "-1"], "start is -1"),
+        (["--start", "3"], "has 11 rows for 12 tokens"),
+    ],
+)
+def test_options_are_checked(folder, options, message):
+    refused(folder, message, "answer.json", "out", *options)
+
+
+@pytest.mark.parametrize(
+    "tokens", ["5", "{}", '"x"', "[1.5]", "[[1.5]]", "[true]", "[null]", "[[true]]", "[", "[[[1]]]"]
+)
+def test_a_file_of_tokens_is_not_cast(folder, tokens):
+    (folder / "rows.json").write_text(json.dumps(R.all_layers().tolist()))
+    (folder / "tokens.json").write_text(tokens)
+    refused(folder, "token", "rows.json", "out", "--tokens", folder / "tokens.json")
+    (folder / "tokens.json").write_text(json.dumps([R.tokens]))
+    assert converted(folder, "rows.json", "out", "--tokens", folder / "tokens.json").returncode == 0
+
+
+def test_dense_layers_of_the_configuration_are_not_taken_for_routed(folder):
+    config = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 3, "num_hidden_layers": 5}
+    (folder / "config.json").write_text(json.dumps({**config, "mlp_only_layers": [0]}))
+    assert converted(folder).returncode == 0
+    assert [layer.index for layer in fr.load(folder / "out").spec.layers] == [1, 2, 3, 4]
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "of_nobody"}))
+    refused(folder, "config.json: the configuration has model_type 'of_nobody'", "answer.json", "other")
+
+
+def test_text_that_looks_like_a_header_is_not_taken_for_a_trace(folder):
+    body = json.loads(wires.vllm_http(R))
+    (folder / "answer.json").write_text('{"out":[ ' + "{}], " + json.dumps(body)[1:])
+    assert (folder / "answer.json").read_text()[9] == "{"
+    (folder / "answer.json").write_text('{"out": {' + "}, " + json.dumps(body)[1:])
+    assert (folder / "answer.json").read_text()[8] == "{"
+    assert converted(folder).returncode == 0
+
+
+def test_lines_are_named_where_they_are_wrong(folder):
+    assert converted(folder, "trace", "lines", "--to", "prime-rl", model="trace").returncode == 0
+    lines = (folder / "lines").read_text().splitlines()
+    (folder / "lines").write_text("\n".join([lines[0], "{}", *lines[1:]]))
+    refused(folder, "line 2 of", "lines", "back", model="trace")
+    (folder / "lines").write_text("\n".join([lines[0], lines[1][:-9]]))
+    refused(folder, "line 2 of", "lines", "back", model="trace")
+
+
+def test_large_input_is_parsed_once(folder, monkeypatch):
+    calls = []
+    loads = json.loads
+    monkeypatch.setattr("json.loads", lambda text: calls.append(len(text)) or loads(text))
+    assert converted(folder).returncode == 0
+    assert calls.count(len(wires.vllm_http(R))) == 1
+
+
+def test_names_are_shown_and_not_obeyed(folder):
+    strange = folder / "a\x1b]0;x\x07\u202e.json"
+    (folder / "answer.json").rename(strange)
+    result = converted(folder, strange.name)
+    assert result.returncode == 0
+    assert "\x1b" not in result.stdout
+    assert "\u202e" not in result.stdout
+    not_utf8 = os.fsencode(folder) + b"/\xff"
+    os.rename(strange, not_utf8)
+    result = converted(folder, os.fsdecode(not_utf8), "other")
+    assert result.returncode == 0
+    assert "\\udcff" in result.stdout

@@ -1,0 +1,299 @@
+"""Whatever the doctor can say: whole sentences, names for both sides, and severities that grow with what is seen."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import plants
+from foreroute.conformance.check import CheckResult, Outcome
+from foreroute.conformance.checks import ALL_CHECKS
+from foreroute.conformance.diagnosis import Diagnosis, Evidence, Finding, Severity, TrainerPass
+from foreroute.conformance.doctor import ADVICE, diagnose
+from foreroute.conformance.kit import ConformanceReport
+from foreroute.conformance.misplaced import misplaced
+from foreroute.errors import BatchMismatchError
+from foreroute.mismatch import Defect, explain
+
+SEEDS = range(2)
+
+
+def reference(seed=0):
+    rng, trace = plants.case(seed)
+    return rng, trace
+
+
+def pair(plant):
+    """Some traces of a trainer, and of an engine in which something is planted."""
+    for seed in SEEDS:
+        rng, own = reference(seed)
+        planted = plant(rng, plants.natural(rng, own))
+        yield own, planted[0] if isinstance(planted, tuple) else planted
+
+
+def swapped(rate):
+    return lambda rng, trace: plants.with_ids(trace, plants.swapped(rng, trace.expert_ids_NLK, trace.spec, rate))
+
+
+def reordered(rng, trace):
+    return trace.select(np.roll(np.arange(len(trace)), 1))
+
+
+def unrouted(rng, trace):
+    return replace(trace, valid_N=np.zeros_like(trace.valid_N))
+
+
+def first_row_lost(rng, trace):
+    source = np.arange(trace.num_rows)
+    source[trace.offsets[:-1]] = -1
+    return plants.moved(rng, trace, source)
+
+
+PLANTS = {
+    "same": lambda rng, trace: trace,
+    "natural": swapped(0.1),
+    "shift": plants.shift,
+    "permutation": plants.permutation,
+    "flattening": plants.flattening,
+    "layer offset": plants.layer_offset,
+    "physical ids": plants.physical_ids,
+    "prefix": plants.prefix_missing,
+    "first row": first_row_lost,
+    "layer": plants.layer_replaced,
+    "version": plants.weight_version,
+    "unknown version": lambda rng, trace: swapped(0.5)(rng, trace).with_weight_version(-1),
+    "half": swapped(0.4),
+    "nearly all": swapped(0.97),
+    "reordered": reordered,
+    "reordered and other": lambda rng, trace: swapped(0.9)(rng, reordered(rng, trace)),
+    "unrouted": unrouted,
+}
+
+
+def require_whole(text):
+    """Whole sentences: a capital, a full stop, no gap, and nobody is called A or B."""
+    assert "  " not in text, text
+    assert "\n" not in text, text
+    assert text.endswith("."), text
+    assert not re.search(r"\b[AB]\b", text), text
+    for sentence in re.split(r"(?<=[.?!]) ", re.sub("^(Fix this first|Look at this): ", "", text)):
+        assert sentence[0].isupper(), (sentence, text)
+        assert not re.search(r".\bThe\b", sentence), (sentence, text)
+
+
+def require_all_whole(diagnosis: Diagnosis):
+    for text in (diagnosis.headline, *(f.sentence for f in diagnosis.findings)):
+        require_whole(text)
+    for finding in diagnosis.findings:
+        if finding.advice:
+            require_whole(finding.advice)
+        assert finding.advice or finding.severity < Severity.WARNING, finding
+
+
+def report(*outcomes):
+    results = [
+        CheckResult(c, o, "raised KeyError: 'x'" * (o is Outcome.FAILED))
+        for c, o in zip(ALL_CHECKS, outcomes, strict=False)
+    ]
+    return ConformanceReport("test", tuple(results))
+
+
+def with_model(own, engine, logprobs_R=None):
+    """What `examine` hands over."""
+    passed = TrainerPass(own, logprobs_R)
+    return Evidence(
+        engine=engine,
+        engine_logprobs_R=None if logprobs_R is None else logprobs_R + 0.1,
+        native=passed,
+        replayed=TrainerPass(engine, None if logprobs_R is None else logprobs_R + 0.09),
+        repeated=passed,
+        repacked=passed,
+        conformance=report(Outcome.PASSED, Outcome.PASSED),
+    )
+
+
+def without_model(own, engine, logprobs_R=None):
+    """What a user's own passes are."""
+    return Evidence(
+        engine=engine,
+        engine_logprobs_R=None if logprobs_R is None else logprobs_R + 0.1,
+        native=TrainerPass(own, logprobs_R),
+    )
+
+
+@pytest.mark.parametrize("given", [with_model, without_model])
+@pytest.mark.parametrize("name", PLANTS)
+def test_every_defect_is_told_in_whole_sentences(name, given):
+    for own, engine in pair(PLANTS[name]):
+        require_all_whole(diagnose(given(own, engine, None if given is without_model else np.full(9, -1.5))))
+
+
+def test_the_plants_show_every_kind_of_defect():
+    found = [explain(own, engine) for plant in PLANTS.values() for own, engine in pair(plant)]
+    assert {each.kind for each in found} == set(Defect)
+    for each in found:
+        require_whole(each.sentence)
+    for advice in ADVICE.values():
+        require_whole(advice)
+
+
+def test_both_sides_are_called_by_their_names():
+    for own, engine in pair(plants.permutation):
+        sentence = explain(own, engine, names=("the trainer's own trace", "the engine's trace")).sentence
+        assert sentence.startswith("The engine's trace holds the routes of other sequences")
+    for own, engine in pair(plants.physical_ids):
+        assert diagnose(without_model(own, engine)).headline.startswith(
+            "Fix this first: The engine's trace calls the experts by other ids"
+        )
+    for own, engine in pair(lambda rng, trace: trace):
+        start = replace(
+            own, valid_N=own.valid_N & (np.arange(own.num_rows) - np.repeat(own.offsets[:-1], own.lengths) > 4)
+        )
+        found = explain(start, engine, names=("the trainer's own trace", "the engine's trace"))
+        assert found.sentence.startswith("The trainer's own trace lacks the first rows of its sequences")
+
+
+@pytest.mark.parametrize("plant", [plants.shift, plants.permutation, plants.flattening, plants.layer_offset])
+def test_what_the_experts_were_given_is_told_in_whole_sentences(plant):
+    for own, engine in pair(plant):
+        native = np.zeros_like(own.expert_ids_NLK)
+        require_whole(misplaced(own, engine.expert_ids_NLK, native).sentence)
+
+
+def probabilities(without, replayed=None, repacked=None):
+    """Evidence of log-probs alone, off by so many nats in every token."""
+    engine = np.full(50, -1.0)
+    return Evidence(
+        engine_logprobs_R=engine,
+        native=TrainerPass(None, engine + without),
+        replayed=None if replayed is None else TrainerPass(None, engine + replayed),
+        repacked=None if repacked is None else TrainerPass(None, engine + repacked),
+        repeated=None if repacked is None else TrainerPass(None, engine + repacked),
+    )
+
+
+@pytest.mark.parametrize("without", [0.0, 1e-6, 0.05, 0.5, 3.0, 800.0])
+@pytest.mark.parametrize("replayed", [None, 0.0, 1e-6, 0.05, 0.5, 3.0, 800.0])
+def test_probabilities_are_told_in_whole_sentences_however_far_apart(without, replayed):
+    with np.errstate(over="ignore"):
+        for repacked in (None, 0.0, 0.3):
+            require_all_whole(diagnose(probabilities(without, replayed, repacked)))
+
+
+def test_one_token_and_none_are_told_as_well():
+    one = Evidence(engine_logprobs_R=np.zeros(1), native=TrainerPass(None, np.zeros(1) - 0.1))
+    assert "over 1 response token," in diagnose(one).findings[0].sentence
+    none = Evidence(engine_logprobs_R=np.zeros(0), native=TrainerPass(None, np.zeros(0)))
+    assert diagnose(none).headline == "Nothing is wrong with what was examined."
+
+
+def test_an_engine_that_is_equal_until_it_is_replayed_makes_things_worse():
+    found = diagnose(probabilities(0.0, 0.5))
+    assert found.worst is Severity.PROBLEM
+    assert "makes it worse" in found.headline
+
+
+def test_a_share_of_tokens_of_nothing_is_not_told():
+    assert "F(2)" not in diagnose(probabilities(0.05, 0.01)).headline
+    assert "F(2) from 100.00% to 0.00%" in diagnose(probabilities(1.0, 0.01)).headline
+
+
+def test_the_rest_is_told_in_whole_sentences():
+    _, trace = reference()
+    all_fail = report(*(Outcome.FAILED for _ in ALL_CHECKS))
+    of_run = {"before_step_0": "run.toml", "engine": trace}
+    held = {20 * n: f"runs/a/checkpoints/step-{20 * n:06d}.safetensors" for n in range(12)}
+    for evidence in (
+        Evidence(),
+        Evidence(attach_error="model.layers.1.mlp has no router\n   that can be seen; upgrade"),
+        Evidence(conformance=all_fail),
+        Evidence(conformance=report(Outcome.FAILED, Outcome.PASSED)),
+        Evidence(replay_error="the trace belongs to another model"),
+        Evidence(random_weights=True),
+        Evidence(random_weights=True, engine=trace),
+        Evidence(before_step_0="run.toml"),
+        *(Evidence(**of_run, random_weights=at_random) for at_random in (False, True)),
+        *(
+            Evidence(**{**of_run, "engine": trace.with_weight_version(v)}, random_weights=r)
+            for v in (-1, 0, 40)
+            for r in (False, True)
+        ),
+        Evidence(**of_run, checkpoints=held),
+        Evidence(**{**of_run, "engine": trace.with_weight_version(40)}, checkpoints=held),
+        *(Evidence(engine=trace.with_weight_version(v), expected_version=e) for v in (-1, 0, 4) for e in (0, 4)),
+    ):
+        require_all_whole(diagnose(evidence))
+
+
+def severity(found, topic):
+    return max(f.severity for f in found.findings if f.topic == topic)
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_a_larger_share_of_other_routes_is_never_judged_milder(version):
+    rng, own = reference(4)
+    severities = []
+    for rate in (0.0, 0.1, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0):
+        engine = swapped(rate)(rng, own).with_weight_version(version)
+        severities.append(severity(diagnose(without_model(own, engine)), "routes"))
+    assert severities == sorted(severities)
+    assert severities[0] is Severity.FINE
+    assert severities[4:] == [Severity.PROBLEM] * 4
+
+
+def test_most_tokens_twofold_apart_are_a_problem_with_and_without_replay():
+    assert diagnose(probabilities(1.0)).worst is Severity.PROBLEM
+    assert diagnose(probabilities(1.0, 1.0)).worst is Severity.PROBLEM
+    assert diagnose(probabilities(0.2)).worst is Severity.WARNING
+    assert diagnose(probabilities(0.01)).worst is Severity.NOTE
+
+
+def test_sequences_in_another_order_are_diagnosed_and_compared_in_one():
+    rng, own = reference(1)
+    engine = plants.natural(rng, own)
+    mixed = reordered(rng, engine)
+    found, straight = (diagnose(without_model(own, each, np.full(9, -1.0))) for each in (mixed, engine))
+    assert found.headline.startswith(
+        "Fix this first: The engine's trace holds the sequences of the trainer's own trace"
+    )
+    assert "log-probs were not compared" in found.headline
+    assert found.measures.routes.differing_share == straight.measures.routes.differing_share
+    assert (found.measures.without, straight.measures.without.count) == (None, 9)
+    worse = diagnose(without_model(own, swapped(0.9)(rng, mixed)))
+    assert any(f.sentence.startswith("Unexplained: ") for f in worse.findings)
+    with pytest.raises(BatchMismatchError):
+        diagnose(without_model(own, own.select(np.arange(1, len(own)))))
+
+
+def test_a_model_without_weights_is_compared_with_nothing():
+    rng, own = reference(2)
+    found = diagnose(replace(with_model(own, swapped(0.97)(rng, own), np.full(9, -1.0)), random_weights=True))
+    assert (found.measures.routes, found.measures.without, found.measures.with_replay) == (None, None, None)
+    assert found.measures.repeated is not None
+    assert "compared with nothing" in found.headline
+
+
+def test_the_weights_before_step_0_are_named_and_the_checkpoint_asked_for():
+    _, trace = reference()
+    held = {0: "checkpoints/step-000000.safetensors", 10: "checkpoints/step-000010.safetensors"}
+    of_10 = Evidence(engine=trace.with_weight_version(10), before_step_0="run.toml", checkpoints=held)
+    found = diagnose(of_10)
+    assert found.worst is Severity.PROBLEM
+    assert "run.toml stands for the weights before step 0. The trace is of weight version 10" in found.headline
+    assert (
+        found.findings[0].advice
+        == "Add --checkpoint checkpoints/step-000010.safetensors to examine the weights of version 10."
+    )
+    of_7 = diagnose(replace(of_10, engine=trace.with_weight_version(7)))
+    assert (
+        "The run has checkpoints/step-000000.safetensors, checkpoints/step-000010.safetensors."
+        in of_7.findings[0].advice
+    )
+    assert diagnose(replace(of_10, engine=trace.with_weight_version(0))).worst is Severity.FINE
+
+
+def test_what_others_wrote_is_shown_and_not_obeyed():
+    finding = Finding(Severity.PROBLEM, "wiring", "Seen:\n  \x1b[2J\u202e.", "Take\x07 care.")
+    assert finding.sentence == r"Seen: \x1b[2J\u202e."
+    assert finding.advice == r"Take\x07 care."

@@ -1,0 +1,358 @@
+"""A run folder with something damaged, missing, foreign or in use: one error that names it, and nothing is lost."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from counting_runs import counting, counting_config
+from foreroute.capture import load_generation
+from foreroute.errors import RunFolderError
+from foreroute.train import RunFolder, Watcher, train
+from foreroute.train.checkpoint import read_checkpoint, write_checkpoint
+from foreroute.train.metrics_file import MetricsFile
+from small_runs import records
+
+POISON = (5, 6, 7)
+
+
+def config_of(steps=9, **sections):
+    config = counting_config(alarms={"action": "rollback"}, **sections)
+    return config.model_copy(update={"rl": config.rl.model_copy(update={"steps": steps})})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of nine steps with a rollback from step 7 to step 4, and checkpoints of steps 0, 2, 4, 6, 8 and 9."""
+    with counting(POISON):
+        yield train(config_of(), tmp_path_factory.mktemp("damaged") / "whole")
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    shutil.copytree(whole.path, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def without_checkpoints_after(folder, step):
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.stem[5:]) > step:
+            path.unlink()
+
+
+def edited(name, change):
+    def damage(folder):
+        path = folder / name
+        path.write_bytes(change(path.read_bytes()))
+
+    return damage
+
+
+def lines(change):
+    """A change of the list of lines."""
+    return edited("metrics.jsonl", lambda content: b"".join(change(content.splitlines(keepends=True))))
+
+
+def line(number, change):
+    def changed(old):
+        old[number] = change(old[number].rstrip(b"\n")) + b"\n"
+        return old
+
+    return lines(changed)
+
+
+def values(name, change):
+    """A change of what a JSON file holds."""
+
+    def changed(content):
+        stored = json.loads(content)
+        change(stored)
+        return json.dumps(stored).encode()
+
+    return edited(name, changed)
+
+
+def replaced_by_a_folder(name):
+    def damage(folder):
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return damage
+
+
+def removed(name):
+    def damage(folder):
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return damage
+
+
+def set_key(key, value):
+    return lambda stored: stored["rollbacks"][0].update({key: value})
+
+
+DAMAGES = {
+    "a line that is no JSON": (line(3, lambda text: text[:20]), r"metrics\.jsonl, line 4 is damaged: it is not JSON"),
+    "a line that is no object": (line(3, lambda text: b"[1]"), "line 4 is damaged: it is a list, no object"),
+    "a line that is not UTF-8": (line(3, lambda text: b"\xff" + text), "line 4 is damaged: it is not text in UTF-8"),
+    "a line nested deep": (line(3, lambda text: b"[" * 100_000), "line 4 is damaged: it is not JSON that can be read"),
+    "a line with another figure": (line(3, lambda text: text.replace(b"0.5", b"0.6")), "are not those that were there"),
+    "a line without alarms": (
+        line(8, lambda text: text.replace(b"alarms", b"harmless")),
+        "are not those that were there",
+    ),
+    "zeros after a power cut": (edited("metrics.jsonl", lambda content: bytes(len(content))), "records of 0 steps"),
+    "zeros in a line": (line(8, lambda text: bytes(len(text))), "line 9 is damaged"),
+    "a line missing": (lines(lambda old: old[:3] + old[4:]), "line 4 is damaged: its step is 4, expected 3"),
+    "a line doubled": (lines(lambda old: old[:4] + old[3:]), "line 5 is damaged: its step is 3, expected 4"),
+    "lines cut off": (lines(lambda old: old[:5]), "records of 5 steps, and the last checkpoint is of step 9"),
+    "metrics gone": (removed("metrics.jsonl"), "records of 0 steps"),
+    "metrics are a folder": (replaced_by_a_folder("metrics.jsonl"), r"metrics\.jsonl is a folder; expected a file"),
+    "config is a list": (edited("config.json", lambda _: b"[]"), r"config\.json is damaged"),
+    "config is null": (edited("config.json", lambda _: b"null"), r"config\.json is damaged"),
+    "config nested deep": (edited("config.json", lambda _: b"[" * 100_000), r"config\.json.*nested too deep"),
+    "config is no text": (edited("config.json", lambda _: b"\xff\xfe"), r"config\.json is not text"),
+    "config with a text for steps": (
+        values("config.json", lambda stored: stored["rl"].update(steps="many")),
+        r"config\.json is not a valid configuration",
+    ),
+    "config without a section": (values("config.json", lambda stored: stored.pop("rl")), "keys differ: rl"),
+    "config gone": (removed("config.json"), "holds no run to resume"),
+    "rollbacks are a list": (edited("rollbacks.json", lambda _: b"[]"), r"rollbacks\.json is damaged"),
+    "rollbacks nested deep": (edited("rollbacks.json", lambda _: b"[" * 100_000), r"rollbacks\.json is damaged"),
+    "rollbacks with a text for a number": (
+        values("rollbacks.json", set_key("to_step", "4")),
+        r"rollbacks\.json is damaged \(rollbacks\.0\.to_step: .*integer",
+    ),
+    "rollbacks with another number": (values("rollbacks.json", set_key("skipped_steps", 5)), "contradict each other"),
+    "rollbacks with a number below 0": (
+        values("rollbacks.json", lambda stored: stored["rollbacks"][0].update(to_step=-1, skipped_steps=9)),
+        "contradict each other",
+    ),
+    "rollbacks begun and empty": (
+        values("rollbacks.json", lambda stored: stored.update(settled=False, rollbacks=[])),
+        "a rollback was begun, and has none",
+    ),
+    "rollbacks gone": (removed("rollbacks.json"), "rolled-back-1 is there, and .* knows nothing of it"),
+    "all of rollbacks gone": (
+        lambda folder: (removed("rollbacks.json")(folder), removed("rolled-back-1")(folder)),
+        r"rollbacks\.json and line 5 of metrics\.jsonl disagree",
+    ),
+    "all checkpoints gone": (removed("checkpoints"), "records of 9 steps and no checkpoint to go on from"),
+    "checkpoints are a file": (
+        lambda folder: (removed("checkpoints")(folder), (folder / "checkpoints").write_text("")),
+        "checkpoints cannot be looked into",
+    ),
+    "the last checkpoint is damaged": (
+        edited("checkpoints/step-000009.safetensors", lambda content: content[:-1]),
+        r"step-000009\.safetensors cannot be read .*remove it to use the one before",
+    ),
+    "the last checkpoint is another one": (
+        lambda folder: shutil.copy(*(folder / "checkpoints" / f"step-00000{n}.safetensors" for n in (6, 9))),
+        r"step-000009\.safetensors is of step 6: it was renamed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_is_damaged_is_named_and_nothing_is_written(folder, name):
+    damage, message = DAMAGES[name]
+    damage(folder)
+    before = contents(folder)
+    with counting(POISON), pytest.raises(RunFolderError, match=message):
+        train(config_of(11), folder, resume=True)
+    assert contents(folder) == before
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_is_not_damaged_goes_on(folder):
+    with counting(POISON):
+        train(config_of(11), folder, resume=True)
+    assert [record["step"] for record in records(folder)] == list(range(11))
+
+
+def test_figures_that_alarms_look_at_are_checked_in_lines_that_no_checkpoint_vouches_for(folder):
+    """A checkpoint whose digest is that of the lines as they are."""
+    config = config_of(11)
+    for damage in (
+        line(8, lambda text: text.replace(b'"alarms"', b'"harmless"')),
+        line(8, lambda text: text.replace(b'"reward_mean": 0.5', b'"reward_mean": "high"')),
+        line(8, lambda text: text[:-1] + b', "mismatch": [1]}'),
+        line(8, lambda text: text.replace(b'"alarms": []', b'"alarms": [{"kind": "fire"}]')),
+    ):
+        kept = (folder / "metrics.jsonl").read_bytes()
+        damage(folder)
+        assert kept != (folder / "metrics.jsonl").read_bytes()
+        last = RunFolder(folder).last_checkpoint()
+        vouched = RunFolder(folder).metrics.digest(9)
+        checkpoint = read_checkpoint(last)
+        write_checkpoint(last, type(checkpoint)(checkpoint.state, checkpoint.config, vouched))
+        with counting(POISON), pytest.raises(RunFolderError, match="line 9 is damaged: its alarms, or the figures"):
+            train(config, folder, resume=True)
+        (folder / "metrics.jsonl").write_bytes(kept)
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(folder, tmp_path):
+    with counting(POISON):
+        other = train(config_of(seed=1), tmp_path / "other")
+        last = RunFolder(folder).last_checkpoint()
+        shutil.copy(other.last_checkpoint(), last)
+        with pytest.raises(
+            RunFolderError, match=r"step-000009\.safetensors was saved by a run of another configuration"
+        ):
+            train(config_of(11), folder, resume=True)
+
+
+def test_steps_that_run_again_keep_the_lines_that_they_had(whole, folder):
+    """Nothing that was recorded is cut off, and a torn last line is none."""
+    without_checkpoints_after(folder, 6)
+    path = folder / "metrics.jsonl"
+    marked = path.read_bytes().replace(b'"step": 7,', b'"step": 7, "seconds": {"update": 1.0},')
+    path.write_bytes(marked + b'{"step": 9, "rew')
+    seen = []
+    with counting(POISON):
+        train(config_of(), folder, resume=True, watcher=Watcher(on_superseded=lambda *given: seen.append(given)))
+    assert path.read_bytes() == marked
+    assert not seen
+    assert {each.name for each in folder.iterdir()} == {each.name for each in whole.path.iterdir()}
+
+
+def test_steps_that_come_out_otherwise_put_what_was_recorded_aside(whole, folder):
+    """As on another machine."""
+    without_checkpoints_after(folder, 6)
+    path = folder / "metrics.jsonl"
+    before = path.read_bytes().replace(b'"step": 7, "reward_mean": 0.5', b'"step": 7, "reward_mean": 0.25')
+    assert before != path.read_bytes()
+    path.write_bytes(before)
+    seen = []
+    with counting(POISON):
+        train(config_of(), folder, resume=True, watcher=Watcher(on_superseded=lambda *given: seen.append(given)))
+    aside = folder / "superseded-1"
+    assert seen == [(7, aside)]
+    assert (aside / "metrics.jsonl").read_bytes() == b"".join(before.splitlines(keepends=True)[7:])
+    assert [each.name for each in (aside / "traces").iterdir()] == ["step-000008.safetensors"]
+    assert load_generation(aside / "rollouts" / "step-000008.safetensors").trace.num_rows > 0
+    assert path.read_bytes() == whole.metrics.path.read_bytes()
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_is_begun_again(tmp_path):
+    with counting():
+        run = RunFolder(tmp_path / "run", config_of())
+        run.begin()
+        train(config_of(), tmp_path / "run", resume=True)
+    assert len(records(tmp_path / "run")) == 9
+
+
+def test_data_is_remembered_and_a_damaged_memory_is_named(tmp_path):
+    run, digest, other = RunFolder(tmp_path), "0123abcd" * 4, "0123abce" * 4
+    with pytest.raises(RunFolderError, match=r"data\.txt does not exist: the data of the run is not known"):
+        run.bind_data(digest, begun=True)
+    run.bind_data(digest, begun=False)
+    run.bind_data(digest, begun=True)
+    with pytest.raises(RunFolderError, match="started with other data"):
+        run.bind_data(other, begun=True)
+    for damaged in (b"", digest[:-1].encode(), b"\xff" * 32, digest.upper().encode()):
+        (tmp_path / "data.txt").write_bytes(damaged)
+        with pytest.raises(RunFolderError, match=r"data\.txt is (damaged|not text)"):
+            run.bind_data(digest, begun=True)
+
+
+def test_a_folder_is_in_use_by_one_run(folder, tmp_path):
+    """The second is refused before it writes anything, in the warm start too, and the first goes on."""
+    refused = []
+
+    def try_again(*_):
+        for resume, message in ((False, "not empty"), (True, "already in use: another process trains in it")):
+            with pytest.raises(RunFolderError, match=message):
+                train(config_of(), tmp_path / "new", resume=resume)
+            refused.append(message)
+
+    with counting():
+        train(config_of(), tmp_path / "new", watcher=Watcher(on_step=try_again))
+        assert len(refused) == 18
+        with RunFolder(folder).held(), pytest.raises(RunFolderError, match="run is already in use"):
+            train(config_of(11), folder, resume=True)
+        train(config_of(11), folder, resume=True)
+    assert len(records(tmp_path / "new")) == 9
+    assert not (folder / ".lock").exists()
+
+
+def test_a_new_folder_is_held_before_anything_is_in_it_and_removed_when_nothing_is_written(tmp_path):
+    with RunFolder(tmp_path / "new").held(), counting():
+        with pytest.raises(RunFolderError, match="new is already in use"):
+            train(config_of(), tmp_path / "new")
+        assert [path.name for path in (tmp_path / "new").iterdir()] == [".lock"]
+    assert not (tmp_path / "new").exists()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from foreroute.train import RunFolder
+with RunFolder(Path(sys.argv[1])).held():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_system_lets_go_of_a_folder_whose_process_was_killed(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"held\n"
+    with counting():
+        with pytest.raises(RunFolderError, match="already in use"):
+            train(config_of(), tmp_path / "run")
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        train(config_of(), tmp_path / "run")
+    assert len(records(tmp_path / "run")) == 9
+
+
+def test_a_model_is_replaced_whole_and_what_a_kill_left_is_cleaned_up(tmp_path):
+    run = RunFolder(tmp_path)
+
+    def write(text):
+        def into(folder: Path):
+            folder.mkdir()
+            (folder / "weights").write_text(text)
+
+        return into
+
+    def dies(folder: Path):
+        write("half")(folder)
+        raise KeyboardInterrupt
+
+    run.save_model(write("first"))
+    with pytest.raises(KeyboardInterrupt):
+        run.save_model(dies)
+    assert (tmp_path / "model" / "weights").read_text() == "first"
+    # killed after the old one was put aside, and before the new one was in its place
+    os.replace(tmp_path / "model", tmp_path / ".model.replaced")
+    run.save_model(write("second"))
+    assert (tmp_path / "model" / "weights").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    (tmp_path / "elsewhere").mkdir()
+    shutil.rmtree(tmp_path / "model")
+    (tmp_path / "model").symlink_to(tmp_path / "elsewhere")
+    run.save_model(write("third"))
+    assert (tmp_path / "model" / "weights").read_text() == "third"
+    assert (tmp_path / "elsewhere").is_dir()
+
+
+def test_a_metrics_file_goes_on_behind_what_was_written_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"st')
+    metrics = MetricsFile(path)
+    assert metrics.records() == [{"step": 0}]
+    metrics.take_up(0, metrics.digest(0))
+    assert metrics.append({"step": 0, "seconds": 3}) == {"step": 0}
+    metrics.append({"step": 1})
+    assert path.read_bytes() == b'{"step": 0}\n{"step": 1}\n'
