@@ -113,7 +113,7 @@ PARTS = {
 }
 WRONG = {"run": "model", "model": "run", ".toml": "trace.safetensors"}
 """By name or suffix of what is right."""
-NAMES_ANOTHER = {"generation.safetensors": "generation.trace.safetensors", "measured.jsonl": "counts.npz"}
+NAMES_ANOTHER = {"generation.safetensors": "generation-*.trace.safetensors", "measured.jsonl": "counts.npz"}
 """Files that name another one beside them."""
 REFUSED, FINE, ANY = frozenset({2}), frozenset({0, 1}), frozenset({0, 1, 2})
 
@@ -377,8 +377,9 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copytree(source, target)
         return
     shutil.copy(source, target)
-    if beside := NAMES_ANOTHER.get(source.name):
-        shutil.copy(source.with_name(beside), target.with_name(beside))
+    if source.name in NAMES_ANOTHER:
+        for beside in source.parent.glob(NAMES_ANOTHER[source.name]):
+            shutil.copy(beside, target.with_name(beside.name))
 
 
 def _command(case: Case, good: Path) -> list[str]:
