@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -37,3 +38,19 @@ def test_every_room_has_a_page_of_the_reference():
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     rooms = {path.parent.name for path in (ROOT / "src" / "foreroute").glob("*/__init__.py")} - {"cli"}
     assert not [room for room in sorted(rooms) if f"\n::: foreroute.{room}" not in pages]
+
+
+def test_every_test_that_a_page_names_is_there():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    named = {path for page in pages for path in re.findall(r"`(tests/[\w/]+\.py)", page.read_text())}
+    assert len(named) > 10
+    assert not [path for path in sorted(named) if not (ROOT / path).is_file()]
+
+
+def test_the_map_of_rooms_is_that_of_the_import_rule():
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
+    drawn = (ROOT / "CONTRIBUTING.md").read_text().partition("## Rooms")[2].partition("## Habits")[0]
+    floors = [re.findall(r"\w+", line[4:27]) for line in drawn.split("\n") if re.match(r" {4}[a-z]", line)]
+    wide = {"train": "train simulate conformance", "capture": "capture replay mismatch balance"}
+    expected = [re.findall(r"\w+", layer) for layer in contract]
+    assert [wide.get(floor[0], " ".join(floor)).split() for floor in floors] == expected
