@@ -20,6 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 HARNESS = {
     "fuzzing",
     "__main__",
+    "doors_files",
     "eplb_published",
     "execution_bench",
     "execution_gpu",

@@ -90,7 +90,7 @@ class Naive:
             self.unpatch[type(routers[0])] = patch_router_class(type(routers[0]), lambda r: getattr(r, "layer", 0))
         config = model.good.model.config
         experts = getattr(config, "num_local_experts", None) or config.num_experts
-        first = config.num_hidden_layers - len(routers)
+        first = max(config.num_hidden_layers - len(routers), 0)
         layers = tuple(RoutedLayer(first + i) for i in range(len(routers)))
         return Handle(model, RoutingSpec(experts, config.num_experts_per_tok, layers), model.case.checkpointing)
 

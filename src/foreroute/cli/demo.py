@@ -13,6 +13,7 @@ from rich.table import Table
 from foreroute.cli.page import write_page
 from foreroute.cli.progress import watching
 from foreroute.cli.terminal import Console
+from foreroute.errors import ConfigError
 from foreroute.report import SummaryRow, read_runs, summary_rows, write_report
 from foreroute.train import TrainConfig, parse_config, train
 
@@ -21,6 +22,10 @@ def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: 
     """Train twice, print the table, write the report."""
     console = Console()
     folder = folder or Path("runs") / "demo" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{folder} is not text in UTF-8, as a configuration is; name another --folder") from error
     warm = folder / "none" / "checkpoints" / "step-000000.safetensors"
     configs = [
         _config("none", steps, precision, engine, vllm_python),

@@ -148,7 +148,7 @@ def _silence_broken_streams() -> None:
             continue
         try:
             stream.flush()
-        except OSError:
+        except (OSError, ValueError):
             with suppress(OSError, ValueError):
                 nothing = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nothing, stream.fileno())
@@ -162,15 +162,22 @@ def _signals() -> Iterator[list[int]]:
     One that is ignored, as under nohup, stays ignored.
     """
     received: list[int] = []
+    running = [True]
 
     def end(number: int, frame: FrameType | None) -> None:
         received.append(number)
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
+    def send_again() -> None:
+        if running:
+            os.kill(os.getpid(), received[-1])
+
     def again(lost: Any) -> None:
         """An exception raised in a finalizer is lost: the signal comes once more."""
         if received and isinstance(lost.exc_value, KeyboardInterrupt | SystemExit):
-            threading.Timer(0.01, os.kill, (os.getpid(), received[-1])).start()
+            timer = threading.Timer(0.01, send_again)
+            timer.daemon = True
+            timer.start()
         else:
             hook(lost)
 
@@ -185,6 +192,7 @@ def _signals() -> Iterator[list[int]]:
     try:
         yield received
     finally:
+        running.clear()
         sys.unraisablehook = hook
         for number, handler in before.items():
             if handler is not None:

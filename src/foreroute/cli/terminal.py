@@ -36,7 +36,17 @@ class Console(rich.console.Console):
 
 
 class _Output(io.TextIOWrapper):
-    """A stream whose errors say that it is this one, and not a file, that cannot be written."""
+    """Standard output, whose errors say that it is this stream, and not a file, that cannot be written."""
+
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        super().__init__(
+            stream.buffer,
+            stream.encoding,
+            stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        self._stream = stream  # which would close the buffer if it were let go
 
     def write(self, text: str) -> int:
         with _named():
@@ -70,13 +80,7 @@ def prepare_streams() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if type(sys.stdout) is io.TextIOWrapper:
-        sys.stdout = _Output(
-            sys.stdout.buffer,
-            sys.stdout.encoding,
-            sys.stdout.errors,
-            line_buffering=sys.stdout.line_buffering,
-            write_through=sys.stdout.write_through,
-        )
+        sys.stdout = _Output(sys.stdout)
     for name, least, most in (("COLUMNS", FEWEST_COLUMNS, MOST_COLUMNS), ("LINES", 1, MOST_COLUMNS)):
         if (value := os.environ.get(name)) is None:
             continue
