@@ -41,9 +41,7 @@ def test_single_numbers_have_paths():
 def test_what_is_not_installed_is_refused_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(loggers, "find_spec", lambda package: None)
     for package in ("tensorboard", "wandb"):
-        with pytest.raises(
-            ConfigError, match=rf"logging\.{package} = true needs .*pip install 'foreroute\[{package}\]'"
-        ):
+        with pytest.raises(ConfigError, match=rf"logging\.{package} = true needs .*pip install '\.\[{package}\]'"):
             train(small_config(logging={package: True}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from foreroute.errors import ForerouteError, RunFolderError
+from foreroute.errors import ForerouteError, RunFolderError, TraceFileError
 from foreroute.files import parse_json, read_file, write_atomically
 
 TIMES = ("seconds", "execution")
@@ -153,6 +153,8 @@ def writing(path: Path) -> Iterator[None]:
     """What cannot be written is a `RunFolderError` that says so."""
     try:
         yield
+    except TraceFileError as error:
+        raise RunFolderError(f"{error}. Make room, then go on with --resume") from error
     except ForerouteError:
         raise
     except (OSError, ValueError) as error:
