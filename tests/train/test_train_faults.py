@@ -16,6 +16,7 @@ from counting_runs import counting, counting_config
 from foreroute.adapters import hf
 from foreroute.errors import DivergedError, RunFolderError
 from foreroute.train import RunFolder, load_checkpoint, loop, rollout, train
+from foreroute.train.metrics_file import MetricsFile
 from foreroute.train.update import update
 from small_runs import always_informative, records, same_state, small_config, trainer_of
 
@@ -110,18 +111,20 @@ def room_for(num_bytes):
 
 
 @pytest.mark.parametrize(
-    ("method", "at_call", "num_bytes", "named", "resumes_at"),
+    ("owner", "method", "at_call", "num_bytes", "named", "resumes_at"),
     [
         # checkpoints before steps 0, 2 and 4; traces and metrics of steps 0, 2 and of 0, 1, 2
-        ("save_checkpoint", 1, 300, r"step-000002\.safetensors", 0),
-        ("save_checkpoint", 2, 300, r"step-000004\.safetensors", 2),
-        ("save_rollout", 1, 100, r"step-000002\.safetensors", 2),
+        (RunFolder, "save_checkpoint", 1, 300, r"step-000002\.safetensors", 0),
+        (RunFolder, "save_checkpoint", 2, 300, r"step-000004\.safetensors", 2),
+        (RunFolder, "save_rollout", 1, 100, r"step-000002\.safetensors", 2),
+        (MetricsFile, "append", 1, 200, r"metrics\.jsonl", 0),
+        (MetricsFile, "append", 2, 150, r"metrics\.jsonl", 2),
     ],
 )
 def test_a_full_disk_is_one_error_and_what_was_written_is_whole(
-    tmp_path, monkeypatch, method, at_call, num_bytes, named, resumes_at
+    tmp_path, monkeypatch, owner, method, at_call, num_bytes, named, resumes_at
 ):
-    config, write, calls = counting_config(), getattr(RunFolder, method), []
+    config, write, calls = counting_config(), getattr(owner, method), []
 
     def on_a_full_disk(run, *given):
         calls.append(1)
@@ -133,7 +136,7 @@ def test_a_full_disk_is_one_error_and_what_was_written_is_whole(
     with counting():
         expected = train(config, tmp_path / "whole")
         with monkeypatch.context() as patch:
-            patch.setattr(RunFolder, method, on_a_full_disk)
+            patch.setattr(owner, method, on_a_full_disk)
             with pytest.raises(RunFolderError, match=rf"{named}.* cannot be written .*[mM]ake room.*--resume"):
                 train(config, tmp_path / "run")
         assert load_checkpoint(RunFolder(tmp_path / "run").last_checkpoint())["step"] == resumes_at

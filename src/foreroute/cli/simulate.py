@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import secrets
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -15,7 +16,7 @@ from rich.text import Text
 from foreroute.cli.page import write_page
 from foreroute.cli.terminal import Console
 from foreroute.errors import InputError, RunFolderError
-from foreroute.files import check_writable, write_atomically, writing_named
+from foreroute.files import check_writable, writing_named
 from foreroute.report import (
     SimulationRow,
     compared,
@@ -74,13 +75,14 @@ def run_simulation(
     with _watching(console, "timelines") as on_progress:
         timelines = _timelines(config, record, on_progress)
     sweeps = _sweeps(config, record, console)
-    _save(folder / "config.json", config.model_dump(mode="json"))
     figures = record.as_dict() | {
         "sweeps": [point.as_dict() for point in sweeps],
         "timelines": [found.as_dict() for found in timelines],
         "fit": None if fitted is None else fitted[0].as_dict(),
     }
-    _save(folder / "simulation.json", figures)
+    with _whole_folder(folder) as unfinished:
+        (unfinished / "config.json").write_text(json.dumps(config.model_dump(mode="json"), indent=1), encoding="utf-8")
+        (unfinished / "simulation.json").write_text(json.dumps(figures, indent=1), encoding="utf-8")
     console.print(f"{'figures':<9} {folder / 'simulation.json'}", soft_wrap=True, highlight=False, markup=False)
     page = folder / "report.html"
     write_page(
@@ -190,6 +192,15 @@ def _table(rows: Sequence[SimulationRow]) -> Table:
     return table
 
 
-def _save(path: Path, values: dict[str, Any]) -> None:
-    with writing_named(path, RunFolderError):
-        write_atomically(path, json.dumps(values, indent=1))
+@contextmanager
+def _whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to be filled. It takes the place of `folder`, which is empty or not there: all of it or nothing."""
+    unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    with writing_named(folder, RunFolderError):
+        unfinished.mkdir(parents=True)
+        try:
+            yield unfinished
+            unfinished.rename(folder)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
