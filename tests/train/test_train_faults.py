@@ -117,7 +117,6 @@ def room_for(num_bytes):
         (RunFolder, "save_checkpoint", 1, 300, r"step-000002\.safetensors", 0),
         (RunFolder, "save_checkpoint", 2, 300, r"step-000004\.safetensors", 2),
         (RunFolder, "save_rollout", 1, 100, r"step-000002\.safetensors", 2),
-        (MetricsFile, "append", 1, 200, r"metrics\.jsonl", 0),
         (MetricsFile, "append", 2, 150, r"metrics\.jsonl", 2),
     ],
 )
