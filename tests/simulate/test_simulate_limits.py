@@ -116,7 +116,7 @@ def test_whatever_is_allowed_gives_finite_figures(table, values):
         warnings.simplefilter("error", RuntimeWarning)
         found = simulate(parse_config(given, source="here"))
     for method in found.methods:
-        assert np.isfinite([method.training_s, method.step_s, method.share_of_ideal, method.gpu_hours]).all()
+        assert np.isfinite([method.training_s, method.step_s, method.share_of_forced_balance, method.gpu_hours]).all()
         assert method.training_s > 0
 
 

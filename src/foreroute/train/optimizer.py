@@ -31,7 +31,7 @@ def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> No
     optimizer.load_state_dict(dict(state))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            for name, value in optimizer.state[parameter].items():
+            for name, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                     raise ValueError(
                         f"{name} of shape {list(value.shape)} is not that of a weight of shape {list(parameter.shape)}"

@@ -13,7 +13,7 @@ from foreroute.adapters import versions
 from foreroute.adapters.versions import PEERS, require_peers
 from foreroute.errors import AttachError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 VERSION = r"(\d+\.\d+(?:\.\d+)?)"
 
 
