@@ -146,7 +146,7 @@ def _require_steps(raw: bytes, run: Run) -> None:
         except (ValueError, KeyError, TypeError):  # a torn last line, which is left out and said so
             continue
     for step in run.steps:
-        assert step.reward_mean == given[step.step]["reward_mean"]
+        assert step.reward_mean == float(given[step.step]["reward_mean"])
         assert type(given[step.step]["step"]) is int
 
 
