@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -228,7 +227,7 @@ def test_only_a_page_of_ours_is_replaced(tmp_path):
     for target in (*before, run / "metrics.jsonl", tmp_path / "link"):
         with pytest.raises(InputError, match="exists and is no page that foreroute wrote; nothing was changed"):
             write_report([run], target)
-    for target in (tmp_path / "pipe", tmp_path / "notes.txt" / "below", tmp_path / ("x" * 300), Path("/dev/full")):
+    for target in (tmp_path / "pipe", tmp_path / "notes.txt" / "below", tmp_path / ("x" * 300)):
         with pytest.raises(InputError, match="cannot be written"):
             write_report([run], target)
     with pytest.raises(InputError, match="is a folder; name the file to write"):
@@ -236,7 +235,6 @@ def test_only_a_page_of_ours_is_replaced(tmp_path):
     assert {path: path.read_bytes() for path in before} == before
     assert (run / "metrics.jsonl").read_bytes() == metrics
     assert (tmp_path / "pipe").is_fifo()
-    assert Path("/dev/full").is_char_device()
     assert {path.name for path in tmp_path.iterdir()} == {"run", "link", "pipe", *(path.name for path in before)}
 
 

@@ -40,6 +40,8 @@ EXTRA_OF = {
 """What verbs import that the light core does not bring, and the extra that does."""
 USAGE_ERROR = typer.BadParameter.__mro__[1]
 """Typer brings its own click since 0.26, and used click before."""
+AGAIN_S = 2.0
+"""After that a signal is sent once more to a command that goes on."""
 ISSUES = "https://github.com/foreroute/foreroute/issues"
 
 
@@ -166,26 +168,25 @@ def _signals() -> Iterator[list[int]]:
 
     def end(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        timer = threading.Timer(AGAIN_S, send_again)
+        timer.daemon = True
+        timer.start()
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     def send_again() -> None:
-        if running:
+        """A library that was interrupted may have caught the exception, or a finalizer lost it."""
+        if running and signal.getsignal(received[-1]) is end:
             os.kill(os.getpid(), received[-1])
 
-    def again(lost: Any) -> None:
-        """An exception raised in a finalizer is lost: the signal comes once more."""
-        if received and isinstance(lost.exc_value, KeyboardInterrupt | SystemExit):
-            timer = threading.Timer(0.01, send_again)
-            timer.daemon = True
-            timer.start()
-        else:
+    def unraisable(lost: Any) -> None:
+        if not (received and isinstance(lost.exc_value, KeyboardInterrupt | SystemExit)):
             hook(lost)
 
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    hook, sys.unraisablehook = sys.unraisablehook, again
+    hook, sys.unraisablehook = sys.unraisablehook, unraisable
     for number, handler in before.items():
         if handler not in (signal.SIG_IGN, None):
             signal.signal(number, end)
