@@ -113,7 +113,7 @@ PARTS = {
 }
 WRONG = {"run": "model", "model": "run/traces", ".toml": "trace.safetensors"}
 """By name or suffix of what is right."""
-BESIDE = {"generation.safetensors": "generation-*.trace.safetensors", "measured.jsonl": "counts.npz"}
+BESIDE = {"generation.safetensors": "generation*.trace.safetensors", "measured.jsonl": "counts.npz"}
 """Files that name another one beside them."""
 REFUSED, FINE, ANY = frozenset({2}), frozenset({0, 1}), frozenset({0, 1, 2})
 
