@@ -146,9 +146,9 @@ def _require_steps(raw: bytes, run: Run) -> None:
         except (ValueError, KeyError, TypeError):  # a torn last line, which is left out and said so
             continue
     for step in run.steps:
-        # a key that is not there was not recorded, and one that the report does not know is another reader's
+        # a key that is not there was not recorded; a number is read as the nearest that 64 bits hold, or as infinity
         reward = given[step.step].get("reward_mean")
-        assert step.reward_mean == (None if reward is None else float(reward))
+        assert step.reward_mean == (None if reward is None else float(str(reward)))
         assert type(given[step.step]["step"]) is int
 
 

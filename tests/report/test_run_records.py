@@ -57,6 +57,8 @@ def edit_line(folder, number, text):
         ("[]", "object"),
         ('{"reward_mean": 0.5}', "step"),
         ('{"step": 1, "reward_mean": "high"}', "reward_mean"),
+        ('{"step": 1, "clip_share": 1e308}', "clip_share: .*expected a share from 0 to 1"),
+        ('{"step": 1, "clip_share": -0.1}', "clip_share: .*expected a share from 0 to 1"),
         ('{"step": 1, "mismatch": {"native": {"k3": 0.1}}}', r"mismatch\.native\.f2"),
         ('{"step": 1, "mismatch": {"sideways": {}}}', "sideways"),
         ('{"step": 1, "margins": {"log10_edges": [0, 1], "counts_LB": [[1, 2]]}}', "2 log10_edges need 1 counts"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator
 
 from foreroute.mismatch import Alarm
 
@@ -21,15 +22,29 @@ Load = Literal["at_home", "planned", "executed"]
 SIDES: tuple[Side, ...] = ("native", "replayed")
 
 
+ROUNDED = 1e-6
+"""A share that is a quotient of sums may end so far outside."""
+
+
+def _share(value: float) -> float:
+    if value < -ROUNDED or value > 1 + ROUNDED:
+        raise ValueError(f"it is {value}; expected a share from 0 to 1")
+    return value
+
+
+Share = Annotated[float, AfterValidator(_share)]
+"""From 0 to 1, or NaN: a share of nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
     """How far trainer and rollout engine were apart at one step. Shares are between 0 and 1."""
 
     k3: float
-    f2: float
-    differing_share: float
-    differing_tokens_share: float
-    differing_share_by_layer: tuple[float, ...] = ()
+    f2: Share
+    differing_share: Share
+    differing_tokens_share: Share
+    differing_share_by_layer: tuple[Share, ...] = ()
     differing_layers_histogram: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -110,8 +125,8 @@ class Execution:
 class Importance:
     """Probabilities of the trainer over the engine's on the trained tokens, and what a correction did about them."""
 
-    effective_share: float
-    cut_share: float
+    effective_share: Share
+    cut_share: Share
     rejected_sequences: int
 
 
@@ -142,7 +157,7 @@ class Step:
     reward_failures: int = 0
     entropy: float | None = None
     grad_norm: float | None = None
-    clip_share: float | None = None
+    clip_share: Share | None = None
     kl: float | None = None
     importance: Importance | None = None
     evaluation: Evaluation | None = None
