@@ -1,0 +1,132 @@
+"""What a part of the GPU proof is: a module with a function `run(part)`, in a process of its own.
+
+`python -m benchmarks.gpu.part NAME …` runs one, and rewrites its file of results after every check, so that what was found
+before a crash, a kill or the end of the time is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Figure = float | int | str | bool | list[float] | list[str] | None
+
+
+class Skipped(Exception):
+    """What was to be checked cannot run here; the message says why."""
+
+
+@dataclass
+class Part:
+    """One part as it runs.
+
+    Attributes:
+        name: of the part.
+        device: where to work.
+        full: at the sizes that the part is about; small ones, for seconds on two cores, otherwise.
+        figures: what was measured, by name.
+        checks: of every check its outcome: "passed", "failed: why" or "skipped: why".
+    """
+
+    name: str
+    device: torch.device
+    full: bool
+    ends_at: float
+    file: Path
+    figures: dict[str, Figure] = field(default_factory=dict)
+    checks: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the part is ended from outside. A part that measures does with fewer repeats when few are left."""
+        return self.ends_at - time.monotonic()
+
+    @contextmanager
+    def check(self, name: str) -> Iterator[None]:
+        """A thing that must hold: what is raised inside fails it (or skips it, if `Skipped`), and the part goes on."""
+        try:
+            if self.seconds_left <= 0:
+                raise Skipped("the part's time was used up")
+            yield
+        except Skipped as skipped:
+            outcome = f"skipped: {skipped}"
+        except Exception as error:  # whatever a broken check raises is its outcome
+            traceback.print_exc()
+            outcome = f"failed: {type(error).__name__}: {str(error).strip()[:500]}"
+        else:
+            outcome = "passed"
+        self.checks[name] = outcome
+        self.save()
+
+    def record(self, **figures: Figure) -> None:
+        """Keep figures, in the units that their names end with."""
+        self.figures.update(figures)
+        self.save()
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def timed(self, work: Callable[[], object]) -> float:
+        """Seconds of one call, with all that it launches."""
+        self.synchronize()
+        begun = time.perf_counter()
+        work()
+        self.synchronize()
+        return time.perf_counter() - begun
+
+    def save(self) -> None:
+        """Whole or not at all."""
+        text = json.dumps({"outcome": self.outcome, "checks": self.checks, "figures": self.figures})
+        new = self.file.with_suffix(".new")
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, self.file)
+
+    @property
+    def outcome(self) -> str:
+        """Of the part: that of its checks together."""
+        failed = [f"{name}: {why.removeprefix('failed: ')}" for name, why in self.checks.items() if "failed" in why[:6]]
+        if failed:
+            return f"failed: {'; '.join(failed)}"
+        skipped = [f"{name}: {why.removeprefix('skipped: ')}" for name, why in self.checks.items() if why != "passed"]
+        if len(skipped) == len(self.checks):
+            return f"skipped: {'; '.join(skipped) or 'it checked nothing'}"
+        return "passed"
+
+
+def main() -> None:
+    """Run one part."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--file", type=Path, required=True)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    part = Part(given.name, device, given.full, time.monotonic() + given.seconds, given.file)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    with part.check("run"):
+        importlib.import_module(f"benchmarks.gpu.{given.name}").run(part)
+    if part.checks["run"] == "passed" and len(part.checks) > 1:  # its checks say more
+        del part.checks["run"]
+        part.save()
+
+
+if __name__ == "__main__":
+    main()

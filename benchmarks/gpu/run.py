@@ -1,0 +1,138 @@
+"""Runs the parts, each in a process of its own, and puts what they found into one JSON and one page."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.page import write_page
+
+TOTAL_S = 530
+"""Nine minutes, less what the start and the page take."""
+LEAST_S = 5
+"""A part that has less left is not begun."""
+LIBRARY = ("numpy", "safetensors", "torch", "transformers", "numba", "xxhash")
+"""What importing the library and its Hugging Face adapter takes."""
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """A part before it runs.
+
+    Attributes:
+        shows: what it is about, for the page.
+        seconds: it is ended after so many on a GPU.
+        needs: names to import without which it is skipped.
+    """
+
+    shows: str
+    seconds: int
+    needs: tuple[str, ...] = LIBRARY
+
+
+PARTS = {
+    "bits": PartSpec("own routes replayed are the unpatched model, foreign ones are obeyed", 110),
+    "cost": PartSpec("time and memory of replay and recording over the unpatched model", 110),
+    "jobs": PartSpec("CUDA graphs, fused kernels and compilation: they work, or are refused by name", 70),
+    "mismatch": PartSpec("how far rollout and trainer are apart on this device, without and with replay", 60),
+    "trainer": PartSpec("the reference trainer on the device", 50, (*LIBRARY, "pydantic")),
+    "transfers": PartSpec("expert weights from host memory, and what of it hides behind compute", 50),
+    "planning": PartSpec("a plan for 64 ranks on all cores", 40),
+    "megatron": PartSpec("replay in Megatron-Core's schedule", 40, (*LIBRARY, "megatron.core")),
+}
+
+
+def run(parts: Sequence[str], device: str, folder: Path) -> dict[str, Any]:
+    """Run these parts, and write `gpu.json` and `gpu.html` into the folder, anew after every part.
+
+    Returns:
+        `parts`, each "passed", "failed: why" or "skipped: why"; `metrics`, the figures of each; `checks`, the outcome
+        of each check of each; `seconds` of each.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    ends_at = time.monotonic() + TOTAL_S
+    report: dict[str, Any] = {"device": device, "parts": {}, "metrics": {}, "checks": {}, "seconds": {}}
+
+    def one(name: str) -> tuple[str, dict[str, Any], float]:
+        begun = time.monotonic()
+        found = _run_part(name, device, folder, ends_at)
+        return name, found, time.monotonic() - begun
+
+    # on a GPU one at a time, for the figures; on a CPU nobody reads them
+    with ThreadPoolExecutor(1 if device.startswith("cuda") else 2) as pool:
+        for name, found, seconds in pool.map(one, parts):
+            report["parts"][name] = found["outcome"]
+            report["metrics"][name] = found["figures"]
+            report["checks"][name] = found["checks"]
+            report["seconds"][name] = round(seconds, 1)
+            print(f"{name:<10} {seconds:5.1f} s  {found['outcome']}", file=sys.stderr, flush=True)
+            (folder / "gpu.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+            write_page(report, {name: spec.shows for name, spec in PARTS.items()}, folder / "gpu.html")
+    return report
+
+
+def _run_part(name: str, device: str, folder: Path, ends_at: float) -> dict[str, Any]:
+    """What it found. A part that ends otherwise than by itself failed, with all that it had saved."""
+    nothing: dict[str, Any] = {"figures": {}, "checks": {}}
+    missing = [needed for needed in PARTS[name].needs if not _installed(needed)]
+    if missing:
+        return nothing | {"outcome": f"skipped: {', '.join(missing)} cannot be imported here"}
+    seconds = min(PARTS[name].seconds, ends_at - time.monotonic())
+    if seconds < LEAST_S:
+        return nothing | {"outcome": "skipped: the time of the whole run was used up"}
+    file, log = folder / f"{name}.json", folder / f"{name}.log"
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.gpu.part", name]
+    command += ["--device", device, "--seconds", str(seconds), "--file", str(file)]
+    command += ["--full"] * device.startswith("cuda")
+    with log.open("w", encoding="utf-8") as stream:
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            # a part looks at the time between its checks; the rest is for one that hangs
+            code = process.wait(seconds + 10)
+            ended = (
+                "" if code == 0 else f"it ended with exit code {code}" if code > 0 else f"it died of {_signal(-code)}"
+            )
+        except subprocess.TimeoutExpired:
+            ended = f"it was ended after {seconds + 10:.0f} s"
+        finally:
+            _end(process)
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else dict(nothing)
+    if ended:
+        before = found.get("outcome", "")
+        found["outcome"] = "; ".join(
+            [f"failed: {ended}, see {log.name}", *([before] if before.startswith("failed") else [])]
+        )
+    return found
+
+
+def _installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
+
+
+def _signal(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """It, and what it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
