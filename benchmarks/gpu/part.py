@@ -1,13 +1,7 @@
-"""What a part of the GPU proof is: a module with a function `run(part)`, in a process of its own.
-
-`python -m benchmarks.gpu.part NAME …` runs one, and rewrites its file of results after every check, so that what was found
-before a crash, a kill or the end of the time is kept.
-"""
+"""What a part of the GPU proof works with. A part is a module with a function `run(part)`, in a process of its own."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 import os
 import time
@@ -16,20 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 Figure = float | int | str | bool | list[float] | list[str] | None
 
 
-class Skipped(Exception):
+class Skipped(Exception):  # noqa: N818 - it is no error
     """What was to be checked cannot run here; the message says why."""
 
 
 @dataclass
 class Part:
-    """One part as it runs.
+    """One part as it runs. Its file is written anew after every check: what ends the process leaves what was found.
 
     Attributes:
         name: of the part.
@@ -104,29 +97,3 @@ class Part:
         if len(skipped) == len(self.checks):
             return f"skipped: {'; '.join(skipped) or 'it checked nothing'}"
         return "passed"
-
-
-def main() -> None:
-    """Run one part."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name")
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--file", type=Path, required=True)
-    given = parser.parse_args()
-    device = torch.device(given.device)
-    part = Part(given.name, device, given.full, time.monotonic() + given.seconds, given.file)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    with part.check("run"):
-        importlib.import_module(f"benchmarks.gpu.{given.name}").run(part)
-    if part.checks["run"] == "passed" and len(part.checks) > 1:  # its checks say more
-        del part.checks["run"]
-        part.save()
-
-
-if __name__ == "__main__":
-    main()

@@ -10,8 +10,8 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +84,12 @@ def run(parts: Sequence[str], device: str, folder: Path) -> dict[str, Any]:
 def _run_part(name: str, device: str, folder: Path, ends_at: float) -> dict[str, Any]:
     """What it found. A part that ends otherwise than by itself failed, with all that it had saved."""
     nothing: dict[str, Any] = {"figures": {}, "checks": {}}
-    missing = [needed for needed in PARTS[name].needs if not _installed(needed)]
-    if missing:
-        return nothing | {"outcome": f"skipped: {', '.join(missing)} cannot be imported here"}
     seconds = min(PARTS[name].seconds, ends_at - time.monotonic())
     if seconds < LEAST_S:
         return nothing | {"outcome": "skipped: the time of the whole run was used up"}
     file, log = folder / f"{name}.json", folder / f"{name}.log"
     file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.gpu.part", name]
+    command = [sys.executable, "-m", "benchmarks.gpu", name]
     command += ["--device", device, "--seconds", str(seconds), "--file", str(file)]
     command += ["--full"] * device.startswith("cuda")
     with log.open("w", encoding="utf-8") as stream:
@@ -118,21 +115,12 @@ def _run_part(name: str, device: str, folder: Path, ends_at: float) -> dict[str,
     return found
 
 
-def _installed(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package that it is in
-        return False
-
-
 def _signal(number: int) -> str:
     return signal.Signals(number).name
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """It, and what it started."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()

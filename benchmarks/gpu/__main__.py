@@ -1,0 +1,48 @@
+"""Runs one part in this process: `python -m benchmarks.gpu bits --device cpu --seconds 60 --file bits.json`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.part import Part, Skipped
+from benchmarks.gpu.run import PARTS
+
+
+def main() -> None:
+    """Run it, unless something that it needs cannot be imported."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("name", choices=list(PARTS))
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--full", action="store_true", help="at the sizes that the part is about")
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--file", type=Path, required=True)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    part = Part(given.name, device, given.full, time.monotonic() + given.seconds, given.file)
+    with part.check("run"):
+        for needed in PARTS[given.name].needs:
+            _import(needed)
+        importlib.import_module(f"benchmarks.gpu.{given.name}").run(part)
+    if part.checks["run"] == "passed" and len(part.checks) > 1:  # its checks say more
+        del part.checks["run"]
+        part.save()
+
+
+def _import(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raise Skipped(f"{name} cannot be imported: {error}") from None
+
+
+if __name__ == "__main__":
+    main()
