@@ -69,7 +69,10 @@ def test_a_warning_is_one_line_and_the_handlers_are_given_back(tmp_path, monkeyp
 
 
 HANGING = """
-import sys, threading, time
+import signal, sys, threading, time
+for number in (signal.SIGHUP, signal.SIGTERM):  # whoever started the tests may ignore them
+    signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from foreroute.cli import inspect, main
 from foreroute.files import write_atomically
 
@@ -101,6 +104,19 @@ main.main()
 """
 
 
+def signalled(text, folder, number):
+    """Exit code and last words of a process that got a signal while it was at work."""
+    with subprocess.Popen([sys.executable, "-c", text, str(folder)], stdout=-1, stderr=-1, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(0.2)
+            process.send_signal(number)
+            _, stderr = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    return process.returncode, stderr
+
+
 @pytest.mark.parametrize(
     ("number", "kernel", "code", "message"),
     [
@@ -111,13 +127,7 @@ main.main()
     ],
 )
 def test_a_signal_ends_a_verb_in_one_line_and_leaves_nothing_behind(tmp_path, number, kernel, code, message):
-    command = [sys.executable, "-c", HANGING.format(kernel=kernel), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(0.2)
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=30)
-    assert (process.returncode, stderr) == (code, message)
+    assert signalled(HANGING.format(kernel=kernel), tmp_path, number) == (code, message)
     assert list(tmp_path.iterdir()) == [], "the temporary file is gone"
 
 
@@ -126,18 +136,12 @@ def test_a_signal_that_a_library_swallows_comes_again(tmp_path):
         "        time.sleep(60)\n",
         "        try: time.sleep(60)\n        except BaseException: pass\n        time.sleep(60)\n",
     )
-    with subprocess.Popen([sys.executable, "-c", text, str(tmp_path)], stdout=-1, stderr=-1, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=30)
-    assert (process.returncode, stderr) == (143, "stopped: ended by SIGTERM\n")
+    assert signalled(text, tmp_path, signal.SIGTERM) == (143, "stopped: ended by SIGTERM\n")
 
 
 def test_what_nohup_ignores_stays_ignored(tmp_path):
-    text = "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-    text += HANGING.format(kernel=False).replace("time.sleep(60)\n    write", "os.kill(os.getpid(), 1)\n    write")
-    text = text.replace("args=(60,)", "args=(0,)")
+    text = HANGING.format(kernel=False).replace("time.sleep(60)\n    write", "os.kill(os.getpid(), 1)\n    write")
+    text = text.replace("args=(60,)", "args=(0,)").replace("SIG_DFL)\n", "SIG_IGN)\nimport os\n")
     done = subprocess.run([sys.executable, "-c", text, str(tmp_path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
