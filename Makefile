@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # compiled kernels, which make clean removes
 export NUMBA_CACHE_DIR = $(CURDIR)/.numba_cache
 
-.PHONY: environments demo demo-ep test check bench gpu experiments docs config-reference test-kill clean
+.PHONY: environments demo demo-ep test test-whole test-all check bench gpu experiments docs config-reference clean
 
 demo: $(READY)
 	$(BIN)/foreroute demo
@@ -23,9 +23,19 @@ demo-ep: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m foreroute.cli demo-ep --folder runs/demo-ep/$$(date +%Y-%m-%d_%H-%M-%S)
 
 # tests run every kernel briefly: compiling them at level 1 takes 33 s of the planner's 79 s, and changes no result
-test test-megatron-newest: export NUMBA_OPT = 1
+test test-whole test-megatron-newest test-megatron-grid: export NUMBA_OPT = 1
+# every room on small sizes; ROOM=trace for one
+ROOM ?=
 test: $(READY)
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow" $(ROOM:%=tests/%)
+
+# slow ones too: real engines, real processes, and a sample of every grid
+test-whole: $(READY)
 	$(BIN)/pytest -n 2 --dist loadfile
+
+# every grid, verl, a million malformed inputs, 200 kills: without a limit of time
+test-all: test-whole test-megatron-newest test-megatron-grid test-verl
+	for case in fuzz doors kills resume; do $(BIN)/python -m benchmarks $$case --json || exit 1; done
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -36,10 +46,6 @@ check: $(READY)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-
-# ten kills of a training run, at random moments
-test-kill: $(READY)
-	$(BIN)/python -m benchmarks resume --json
 
 # docs/configuration.md, after a change of a key, its default or its text
 config-reference: $(READY)

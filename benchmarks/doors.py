@@ -168,6 +168,10 @@ class Result:
     destroyed: list[str]
 
 
+MUST_BE = dict.fromkeys(("tracebacks", "hangs", "bad_exit_codes", "raw_bytes", "silent", "destroyed"), 0)
+"""Metrics of a run in which all is well."""
+
+
 def run(quick: bool) -> dict[str, Any]:
     """The whole matrix; when quick, a fixed sample of it."""
     return judged(tried(most=QUICK_CASES if quick else None))

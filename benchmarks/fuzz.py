@@ -60,6 +60,10 @@ class Tally:
     failures: list[dict[str, Any]] = field(default_factory=list)
 
 
+MUST_BE = dict.fromkeys(("crashes", "hangs", "accepted_wrong", "tracebacks", "over_memory"), 0)
+"""Metrics of a run in which all is well."""
+
+
 def run(quick: bool) -> dict[str, Any]:
     """Attack all readers."""
     return attack_all(QUICK_INPUTS if quick else INPUTS)

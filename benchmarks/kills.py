@@ -83,6 +83,13 @@ class Tally:
             setattr(self, name, getattr(self, name) + value)
 
 
+MUST_BE = {
+    "same_bits": 1.0,
+    **dict.fromkeys(("leftovers_tripped", "flips_accepted_wrong", "flips_unnamed", "tracebacks"), 0),
+}
+"""Metrics of a run in which all is well."""
+
+
 def run(*, quick: bool) -> dict[str, Any]:
     """10 kills, and 8 flips of each kind, when quick; 200 kills, and 200 flips of each kind, otherwise."""
     if quick:

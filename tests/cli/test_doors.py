@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SAMPLE = """
 import json, sys
 from benchmarks import doors
@@ -12,6 +14,7 @@ print(json.dumps(doors.judged(doors.tried(most=60, verbs=["inspect", "validate",
 """
 
 
+@pytest.mark.slow
 def test_no_input_output_or_stream_breaks_a_verb():
     command = [sys.executable, "-c", SAMPLE]
     done = subprocess.run(

@@ -8,6 +8,8 @@ import tomli_w
 from small_runs import records, small_values
 from torchrun import torchrun
 
+pytestmark = pytest.mark.slow
+
 
 def foreroute(num_ranks, *arguments):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}

@@ -36,6 +36,13 @@ CASES = [
     Case("qwen3_moe", 8, "live", 15, weights="shared"),
 ]
 
+QUICK = {"qwen3_moe": (1, 2, 4), "gpt_oss": (4,), "deepseek_v3": (2,)}
+"""Ranks by family of the cases that are no slow ones."""
+SAMPLED = [
+    case if case.ranks in QUICK[case.family] else pytest.param(case, marks=pytest.mark.slow, id=case.id)
+    for case in CASES
+]
+
 
 def errors(outcome, truth):
     """Relative, the largest of any tensor: of losses, gradients, weights."""
@@ -58,7 +65,7 @@ def of_all_ranks(outcomes):
     return {**outcomes[0], "losses": losses}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", SAMPLED, ids=lambda case: case.id)
 def test_training_is_that_of_one_process(workers, case):
     outcomes = workers(case.ranks).run(working.train, case)
     truth = train_alone(replace(case.alone, dtype=torch.float64))

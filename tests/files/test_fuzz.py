@@ -9,6 +9,7 @@ from benchmarks import fuzz
 BAD = ("crashes", "hangs", "accepted_wrong", "tracebacks", "over_memory")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", fuzz.GROUPS)
 def test_malformed_inputs_are_refused_or_harmless(group):
     found = fuzz.attack_all(2_000, groups=[group], seed=7)

@@ -16,6 +16,8 @@ from foreroute.train import RunFolder, train
 from foreroute.train.rollback import Rollback, read_rollbacks, roll_back, settle
 from kill_points import Disk, Killed, on
 
+pytestmark = pytest.mark.slow
+
 POISON = (5, 6, 7)
 
 

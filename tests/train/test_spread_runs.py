@@ -11,6 +11,8 @@ from small_runs import records, same_state
 from spread_runs import path_of, resume, run, run_config, step_on, stop_early
 from spreading import Steps, config_of, precise_trainer, steps_alone
 
+pytestmark = pytest.mark.slow
+
 SIZES = (4, 2, 1, 4)
 OTHER_ORDERS = 1000
 """How much further apart than two orders of summation in one process a change of ranks may be."""

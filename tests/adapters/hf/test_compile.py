@@ -53,6 +53,7 @@ def assert_same(seen, expected):
         torch.testing.assert_close(seen[1][name], gradient, rtol=1e-5, atol=3e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "use_reentrant", "attach_first"),
     [("qwen3_moe", None, True), ("qwen3_moe", False, False), ("deepseek_v3", True, True)],

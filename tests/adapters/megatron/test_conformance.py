@@ -4,6 +4,8 @@ import pytest
 
 from forked_ranks import run
 
+pytestmark = pytest.mark.slow
+
 ROUTINGS = {
     "softmax after, full recompute": {
         "one-pick": "Megatron refuses softmax over a single pick; it wants moe_router_pre_softmax then",

@@ -11,6 +11,8 @@ import pytest
 from forked_ranks import run
 from grid import MOST_RANKS, PARALLEL, variants_of
 
+pytestmark = pytest.mark.slow
+
 EVERY = "FOREROUTE_MEGATRON_GRID" in os.environ
 SPLITS = [cell for cell in PARALLEL if cell.ranks <= MOST_RANKS]
 

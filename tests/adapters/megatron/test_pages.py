@@ -32,6 +32,7 @@ def test_a_block_that_fails_is_seen():
         run("page.run_blocks", "docs/megatron.md", [(2, "no_such_name\n")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--pipeline", "2")], ids=["experts", "pipeline"])
 def test_the_example_trains_on_two_ranks(arguments):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}

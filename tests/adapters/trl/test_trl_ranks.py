@@ -13,6 +13,8 @@ import torch.multiprocessing as mp
 from foreroute.errors import BatchMismatchError, CaptureError
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 
 

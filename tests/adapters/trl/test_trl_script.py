@@ -11,6 +11,8 @@ import pytest
 from foreroute.adapters.trl import trainer as adapter
 from trl_runs import logged
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[3] / "examples" / "trl"
 MISMATCH = ("k3", "f2", "disagreement", "disagreement_tokens")
 

@@ -7,6 +7,8 @@ from foreroute.errors import CaptureError, ReplayError
 from trl_runs import logged, make
 from vllm_fakes import colocated, served
 
+pytestmark = pytest.mark.slow
+
 COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://localhost:1"}
 MODES = {"colocate": (colocated, COLOCATE), "server": (served, SERVER)}
