@@ -36,7 +36,14 @@ from foreroute.adapters.hf.checkpointing import (
 )
 from foreroute.adapters.hf.discover import RouterSite
 from foreroute.adapters.hf.gate_weights import with_gate_weights
-from foreroute.adapters.hf.passes import Listener, Pass, PassInput, Seat, require_each_router_once
+from foreroute.adapters.hf.passes import (
+    Listener,
+    Pass,
+    PassInput,
+    Seat,
+    require_each_router_once,
+    require_no_capture,
+)
 from foreroute.adapters.overriding import ATTACHED_TWICE, is_hooked, overridden, uncopyable
 from foreroute.errors import ReplayError
 from foreroute.replay import OneThread, PassNotes, PassStack, ReplayRows, Watch, id_dtype
@@ -180,6 +187,7 @@ class Interceptor:
         if not listeners:  # another thread closed its session when this one was about to be refused
             return forward(*args, **kwargs)
         require_unchecked(type(self._trunk).__name__)
+        require_no_capture(type(self._trunk).__name__)
         batch = Batch.read(BatchTensors.of_call(self._names, args, kwargs))
         rows = self._begin(batch)
         current = PassInput(self._spec, rows, batch.input_ids_BT.size, batch.device, self._watch).open()
@@ -219,6 +227,7 @@ class Interceptor:
     ) -> tuple[Tensor, Tensor]:
         """See `graph_ops.Host`."""
         self._sessions.require_mine("runs a model")
+        require_no_capture(type(self._trunk).__name__)
         batch = Batch.read(BatchTensors(input_ids, mask, positions, cumulative, past))
         rows = self._begin(batch)
         if self._watch.weights or (rows is not None and rows.weights_LRK is not None):
@@ -239,8 +248,10 @@ class Interceptor:
         require_each_router_once(self._seats, [0] * len(self._seats), calls_L)
         assert self._begun_in_graph is not None, "a compiled pass ends after it has begun"
         batch, self._begun_in_graph = self._begun_in_graph, None
+        # a CUDA graph writes the next pass's notes to the same addresses
+        kept = PassNotes.from_tensors(self._watch, [note.clone() for note in notes])
         for listener in list(self._listeners):
-            listener.end(batch, PassNotes.from_tensors(self._watch, notes))
+            listener.end(batch, kept)
 
     def shapes_for_graph(self, num_slots: int) -> tuple[list[int], torch.dtype]:
         """See `graph_ops.Host`."""

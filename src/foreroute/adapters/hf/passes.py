@@ -131,6 +131,22 @@ def require_each_router_once(seats: list[Seat], calls: list[int], in_graph_L: Te
             )
 
 
+def require_no_capture(what: str) -> None:
+    """Raise `ReplayError` if a CUDA graph is being captured.
+
+    It would keep the addresses of the rows and notes of this pass, and use them again, whatever session is open then.
+
+    Args:
+        what: runs now.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise ReplayError(
+            f"{what} runs in a session while a CUDA graph is captured: the graph would go on with the routes of this "
+            "pass in every later one. Capture outside of sessions, and run the model without the graph in them; or use "
+            'torch.compile(mode="reduce-overhead"), which takes new routes for every pass'
+        )
+
+
 class Listener:
     """What a session wants to know and to decide. The default does nothing.
 

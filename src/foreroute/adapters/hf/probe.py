@@ -105,9 +105,10 @@ def hidden(model: nn.Module) -> Tensor:
 
 
 def probe_tokens(model: nn.Module) -> Tensor:
-    """int64 [1, 8], on the device of the model's embedding."""
+    """int64 [1, 8], on the device of the model's embedding; on the host where accelerate has offloaded that."""
     weight: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
-    return torch.arange(PROBE_TOKENS, device=weight.device)[None] % weight.shape[0]
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    return torch.arange(PROBE_TOKENS, device=device)[None] % weight.shape[0]
 
 
 def _forward_once(model: nn.Module) -> None:

@@ -1,0 +1,114 @@
+"""The parts `bits` and `jobs` of the GPU proof fail where replay is broken, and say what they cannot know.
+
+Attaching proves replay on eight tokens; what is broken here is broken for other batches alone.
+"""
+
+import time
+
+import pytest
+import torch
+
+from benchmarks.gpu.bits import Case, Look, check_checkpointing, check_experts
+from benchmarks.gpu.driving import step
+from benchmarks.gpu.jobs_graphs import check_captures
+from benchmarks.gpu.part import Part, Skipped
+from foreroute.adapters.hf import intercept, selection_mode
+from foreroute.adapters.hf.probe import PROBE_TOKENS
+
+NAME = "qwen3_moe/float32/grouped_mm"
+
+
+@pytest.fixture
+def part(tmp_path):
+    return Part("bits", torch.device("cpu"), False, time.monotonic() + 600, tmp_path / "bits.json")
+
+
+def failed(part):
+    return {name for name, outcome in part.checks.items() if outcome != "passed"}
+
+
+def all_checks(part):
+    case = Case.made(part, "qwen3_moe", "float32")
+    check_experts(part, case, "grouped_mm")
+    check_checkpointing(part, case, use_reentrant=False)
+    check_captures(part, case)
+
+
+def test_sound_replay_passes(part):
+    all_checks(part)
+    assert len(part.checks) == 10
+    assert not failed(part)
+
+
+def ignoring_the_trace(patch):
+    forced = selection_mode.forced_selection
+
+    def own(choice_scores_RE, dense_scores_RE, rows, layer, own_choice):
+        if len(choice_scores_RE) == PROBE_TOKENS:
+            return forced(choice_scores_RE, dense_scores_RE, rows, layer, own_choice)
+        ids_RK = own_choice(choice_scores_RE)
+        return dense_scores_RE.gather(-1, ids_RK), ids_RK, None
+
+    patch.setattr(selection_mode, "forced_selection", own)
+
+
+def rounding_gate_weights(patch):
+    handed_on = intercept.with_gate_weights
+
+    def rounded(seat, output, now):
+        logits, weights, ids = handed_on(seat, output, now)
+        return (logits, weights if now.rows is None else weights.bfloat16().float(), ids)
+
+    patch.setattr(intercept, "with_gate_weights", lambda *args: args[1] if args[2].num_slots == 8 else rounded(*args))
+
+
+def forcing_without_gradient(patch):
+    forced = selection_mode.forced_selection
+
+    def detached(*args):
+        values_RK, ids_RK, own_ids_RK = forced(*args)
+        return values_RK.detach(), ids_RK, own_ids_RK
+
+    patch.setattr(selection_mode, "forced_selection", detached)
+
+
+def recomputing_natively(patch):
+    patch.setattr(intercept.Interceptor, "_rearmed", lambda self, function, first: function)
+
+
+def capturing_what_is_replayed(patch):
+    patch.setattr(intercept, "require_no_capture", lambda what: None)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "seen_by"),
+    [
+        (ignoring_the_trace, f"{NAME}/foreign routes obeyed"),
+        (rounding_gate_weights, f"{NAME}/own routes, logits"),
+        (forcing_without_gradient, f"{NAME}/own routes, gradients"),
+        (recomputing_natively, f"{NAME}/checkpointing, not reentrant"),
+        (capturing_what_is_replayed, "CUDA graph/a capture in replay is refused"),
+    ],
+)
+def test_broken_replay_fails(part, monkeypatch, sabotage, seen_by):
+    sabotage(monkeypatch)
+    all_checks(part)
+    assert part.checks[seen_by].startswith("failed")
+    assert part.outcome.startswith("failed")
+
+
+def test_bits_that_the_unpatched_model_does_not_repeat_are_held_against_nobody(part):
+    """But those that it repeats are."""
+    case = Case.made(part, "qwen3_moe", "float32")
+    calls = []
+
+    def noisy(model, batch):
+        calls.append(model)
+        bits = step(model, batch)
+        return bits | {"lm_head.weight": bits["lm_head.weight"] + len(calls)}
+
+    look = Look(case, noisy(case.untouched, case.batch), noisy)
+    look.take()
+    look.require_same({"logits"})
+    with pytest.raises(Skipped, match=r"does not repeat its own bits here: lm_head\.weight"):
+        look.require_same(look.names)
