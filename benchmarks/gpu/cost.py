@@ -92,7 +92,8 @@ def _ratio(part: Part, name: str, candidate: Callable[[], object], baseline: Cal
         part.synchronize()
         return time.perf_counter() if part.full else time.thread_time()
 
-    candidate(), baseline()
+    candidate()
+    baseline()
     both = part.timed(candidate) + part.timed(baseline)
     most, seconds = (40, min(3.0, part.seconds_left / 15)) if part.full else (3, 0.2)
     found = compare(candidate, baseline, pairs=max(2, min(most, int(seconds / both))), clock=clock)

@@ -22,9 +22,8 @@ def measure_waits(part: Part, bench: Bench, decoding: Decoding | None) -> None:
     if part.device.type != "cuda":
         part.record(**modelled())
         return
-    seen = waits_on_cuda(lambda: bench.batch.sum().item())
-    if len(seen) != 1:
-        raise Skipped(f"PyTorch's sync debug mode saw {len(seen)} waits in one .item(); expected 1")
+    if not waits_on_cuda(lambda: bench.batch.sum().item()):
+        raise Skipped("PyTorch's sync debug mode sees no wait in an .item() here, so that it would see none elsewhere")
     mask = torch.ones_like(bench.batch)
 
     def padded() -> None:
@@ -43,7 +42,9 @@ def measure_waits(part: Part, bench: Bench, decoding: Decoding | None) -> None:
         without, with_it = (waits_on_cuda(work) for work in (baseline, candidate))
         part.record(**{f"syncs_added_by_{name}": len(with_it) - len(without)})
         if name == "replay":
-            part.record(syncs_added_by_replay_aim="<= 0", syncs_unpatched=len(without), syncs_of_foreroute=_own(with_it))
+            part.record(
+                syncs_added_by_replay_aim="<= 0", syncs_unpatched=len(without), syncs_of_foreroute=_own(with_it)
+            )
 
 
 def modelled() -> dict[str, Any]:
@@ -61,7 +62,8 @@ def modelled() -> dict[str, Any]:
         figures[f"modelled_syncs_added_by_{name}"] = len(deep.waits) - len(deep_plain.waits)
         figures[f"modelled_launches_added_per_layer_by_{name}"] = each
         figures[f"modelled_launches_added_per_forward_by_{name}"] = shallow.launches - plain.launches - each
-    return figures | {"modelled_syncs_of_foreroute": _own(counted[2]["replay"][0].waits)}
+    own = _own(counted[2]["replay"][0].waits)
+    return figures | {"modelled_syncs_added_by_replay_aim": "<= 0", "modelled_syncs_of_foreroute": own}
 
 
 def _counted_on_stand_in(num_layers: int) -> dict[str, tuple[Counts, Counts]]:
