@@ -38,13 +38,12 @@ def measure_waits(part: Part, bench: Bench, decoding: Decoding | None) -> None:
     }
     if decoding is not None:
         pairs[f"recording_of_{decoding.num_steps}_decode_steps"] = (decoding.recorded(), decoding.steps)
+    own = []
     for name, (candidate, baseline) in pairs.items():
         without, with_it = (waits_on_cuda(work) for work in (baseline, candidate))
+        own += dict.fromkeys(_own(name, with_it))
         part.record(**{f"syncs_added_by_{name}": len(with_it) - len(without)})
-        if name == "replay":
-            part.record(
-                syncs_added_by_replay_aim="<= 0", syncs_unpatched=len(without), syncs_of_foreroute=_own(with_it)
-            )
+    part.record(syncs_added_by_replay_aim="<= 0", syncs_of_foreroute=own)
 
 
 def modelled() -> dict[str, Any]:
@@ -62,7 +61,7 @@ def modelled() -> dict[str, Any]:
         figures[f"modelled_syncs_added_by_{name}"] = len(deep.waits) - len(deep_plain.waits)
         figures[f"modelled_launches_added_per_layer_by_{name}"] = each
         figures[f"modelled_launches_added_per_forward_by_{name}"] = shallow.launches - plain.launches - each
-    own = _own(counted[2]["replay"][0].waits)
+    own = [each for name, (found, _) in counted[2].items() for each in _own(name, found.waits)]
     return figures | {"modelled_syncs_added_by_replay_aim": "<= 0", "modelled_syncs_of_foreroute": own}
 
 
@@ -90,5 +89,6 @@ def _counted_on_stand_in(num_layers: int) -> dict[str, tuple[Counts, Counts]]:
         }
 
 
-def _own(waits: list[str]) -> list[str]:
-    return [each for each in waits if each.startswith("foreroute/")]
+def _own(name: str, waits: list[str]) -> list[str]:
+    """Those that the library itself asks for, each as "session: file:line"."""
+    return [f"{name}: {each}" for each in waits if each.startswith("foreroute/")]

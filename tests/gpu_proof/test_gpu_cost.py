@@ -74,7 +74,11 @@ def test_sessions_are_seen_to_launch_and_every_wait_of_theirs_has_a_place(counte
         > figures["modelled_launches_added_per_layer_by_replay_without_telemetry"]
         >= 1
     )
-    assert len(figures["modelled_syncs_of_foreroute"]) == figures["modelled_syncs_added_by_replay"]
+    for session in ("replay", "replay_without_telemetry", "replay_with_mask", "recording"):
+        places = [
+            place for place in figures["modelled_syncs_of_foreroute"] if place.startswith(f"{session}: foreroute/")
+        ]
+        assert len(places) == figures[f"modelled_syncs_added_by_{session}"]
 
 
 def test_all_that_can_run_without_a_gpu_does_and_leaves_a_profile(counted):
