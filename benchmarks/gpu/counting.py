@@ -1,0 +1,71 @@
+"""What a piece of work asks of a GPU: kernels that it launches, and places in the code where the host waits for it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+SYNCHRONIZING = "synchronizing CUDA operation"
+ROWS = 30
+
+
+@dataclass
+class Counts:
+    """What was seen.
+
+    Attributes:
+        launches: kernels. On a device that stands in for a GPU: operators that launch at least one, and copies.
+        waits: where in the code the host waited, "file:line".
+    """
+
+    launches: int = 0
+    waits: list[str] = field(default_factory=list)
+
+
+def waits_on_cuda(work: Callable[[], object]) -> list[str]:
+    """Where the host waits for the device in one call: what PyTorch's sync debug mode warns of, a place for each time.
+
+    It sees what operators wait for, blocking copies in both directions among them, and no explicit waits for a stream
+    or an event.
+    """
+    work()  # what waits once in a process does so here
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return [place(each.filename, each.lineno) for each in caught if SYNCHRONIZING in str(each.message)]
+
+
+def place(file: str, line: int) -> str:
+    """A line of code, by the path inside its package."""
+    for root in ("site-packages/", "src/"):
+        file = file.rpartition(root)[2] if root in file else file
+    return f"{file}:{line}"
+
+
+def profiled(work: Callable[[], object], device: torch.device) -> tuple[int, str]:
+    """Kernels that one call launches (0 where the profiler sees none), and tables of what it spends its time on."""
+    on_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
+    work()
+    with profile(activities=activities) as profiler:
+        work()
+        if on_cuda:
+            torch.cuda.synchronize(device)
+    averages = profiler.key_averages()
+    orders = ["self_cuda_time_total"] * on_cuda + ["self_cpu_time_total"]
+    tables = [f"by {order}\n{averages.table(sort_by=order, row_limit=ROWS)}" for order in orders]
+    return sum(map(_is_kernel, profiler.events() or [])), "\n".join(tables)
+
+
+def _is_kernel(event: Any) -> bool:
+    return event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset", "gpu_"))
