@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # compiled kernels, which make clean removes
 export NUMBA_CACHE_DIR = $(CURDIR)/.numba_cache
 
-.PHONY: environments demo demo-ep test check bench experiments docs config-reference test-kill clean
+.PHONY: environments demo demo-ep test check bench gpu experiments docs config-reference test-kill clean
 
 demo: $(READY)
 	$(BIN)/foreroute demo
@@ -47,6 +47,16 @@ config-reference: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks all --json
+
+# what only a GPU can show, in nine minutes; with PYTHON= it takes that one, as it is, and makes no .venv
+DEVICE ?= cuda
+ifeq ($(origin PYTHON),file)
+gpu: $(READY)
+	$(BIN)/python -m benchmarks gpu --json --device $(DEVICE)
+else
+gpu:
+	$(PYTHON) -m benchmarks gpu --json --device $(DEVICE)
+endif
 
 # cells of the grid that have no result yet, two at a time, then docs/evidence.md: about two hours of one core in all
 experiments: $(READY)

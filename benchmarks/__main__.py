@@ -10,11 +10,14 @@ import pkgutil
 import platform
 import subprocess
 import sys
-from datetime import date
+from datetime import date, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import benchmarks
+from benchmarks import gpu
+from benchmarks.gpu import PARTS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 HARNESS = {
@@ -40,15 +43,31 @@ def main() -> None:
     parser.add_argument("name", choices=[*names, "all"])
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help="end within 50 s on two cores")
+    of_gpu = parser.add_argument_group("of gpu, which all leaves out")
+    of_gpu.add_argument(
+        "--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART", help=", ".join(PARTS)
+    )
+    of_gpu.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu at small sizes (default: cuda)")
+    of_gpu.add_argument("--out", type=Path, help="folder of gpu.json and gpu.html (default: a new one in runs/gpu)")
     arguments = parser.parse_args()
+    if arguments.name == "gpu":
+        report = {"case": "gpu", **gpu.run(arguments.parts, arguments.device, _folder(arguments.out), environment())}
+        print(json.dumps(report) if arguments.json else json.dumps(report, indent=2), flush=True)
+        sys.exit(any(outcome.startswith("failed") for outcome in report["parts"].values()))
     if arguments.name == "all":
         flags = [f"--{flag}" for flag in ("json", "quick") if getattr(arguments, flag)]
-        for name in names:  # each in a process of its own, which it may set up as it likes
+        for name in [
+            name for name in names if name != "gpu"
+        ]:  # each in a process of its own, which it may set up as it likes
             subprocess.run([sys.executable, "-m", "benchmarks", name, *flags], check=True)
         return
     result: dict[str, Any] = importlib.import_module(f"benchmarks.{arguments.name}").run(quick=arguments.quick)
     report = {"case": arguments.name, **result, "env": environment()}
     print(json.dumps(report) if arguments.json else json.dumps(report, indent=2), flush=True)
+
+
+def _folder(out: Path | None) -> Path:
+    return out or Path("runs") / "gpu" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def environment() -> dict[str, str]:

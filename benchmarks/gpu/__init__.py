@@ -6,6 +6,6 @@ all that can run does so at small sizes: this shows that the command works, and 
 
 from __future__ import annotations
 
-from benchmarks.gpu.run import PARTS, run
+from benchmarks.gpu.runner import PARTS, run
 
 __all__ = ["PARTS", "run"]

@@ -47,10 +47,14 @@ class Part:
 
     @contextmanager
     def check(self, name: str) -> Iterator[None]:
-        """A thing that must hold: what is raised inside fails it (or skips it, if `Skipped`), and the part goes on."""
+        """A thing that must hold: what is raised inside fails it (or skips it, if `Skipped`), and the part goes on.
+
+        Raises:
+            Skipped: when the part's time is used up. It ends the part: checks stand in the order of their weight.
+        """
+        if self.seconds_left <= 0:
+            raise Skipped(f"the part's time was used up before {name}")
         try:
-            if self.seconds_left <= 0:
-                raise Skipped("the part's time was used up")
             yield
         except Skipped as skipped:
             outcome = f"skipped: {skipped}"

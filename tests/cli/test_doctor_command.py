@@ -139,6 +139,7 @@ def test_a_run_folder_is_examined_at_the_checkpoint_of_its_rollout(run):
         "--generation", rollout,
     )  # fmt: skip
     assert words(named) == words(result)
+    assert words(doctor("--model", run / "config.json", "--generation", rollout)) == words(result)
 
 
 @pytest.mark.parametrize("more", [{}, {"lora": {"rank": 2}}], ids=["all weights", "adapters"])

@@ -181,8 +181,8 @@ class Trainer:
 def read_trainer(inputs: DoctorInputs, trace: RoutingTrace | None) -> Trainer:
     """The model that `inputs.model` names.
 
-    That is a TOML configuration of `foreroute train`, a folder of one of its runs, a folder of a Hugging Face model, or
-    its config.json. Of a run's folder, the checkpoint is the one that `trace` was recorded under.
+    That is a TOML configuration of `foreroute train`, a folder of one of its runs or the config.json in it, a folder of
+    a Hugging Face model, or its config.json. Of a run, the checkpoint is the one that `trace` was recorded under.
 
     Raises:
         ConfigError, DatasetError, RunFolderError: when one of the files cannot be read.
@@ -190,6 +190,8 @@ def read_trainer(inputs: DoctorInputs, trace: RoutingTrace | None) -> Trainer:
     """
     path, checkpoint = inputs.model, inputs.checkpoint
     assert path is not None, "called without a model"
+    if path.name == "config.json" and _is_of_a_run(path.parent):
+        path = path.parent
     if not _is_of_a_run(path):
         from foreroute.adapters.hf.local import load_local
 

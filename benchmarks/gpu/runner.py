@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,8 +17,11 @@ from typing import Any
 
 from benchmarks.gpu.page import write_page
 
+ROOT = Path(__file__).resolve().parents[2]
 TOTAL_S = 530
 """Nine minutes, less what the start and the page take."""
+GRACE_S = 10
+"""A part looks at the time between its checks; one that goes on for so many seconds more is ended."""
 LEAST_S = 5
 """A part that has less left is not begun."""
 LIBRARY = ("numpy", "safetensors", "torch", "transformers", "numba", "xxhash")
@@ -52,16 +55,24 @@ PARTS = {
 }
 
 
-def run(parts: Sequence[str], device: str, folder: Path) -> dict[str, Any]:
+def run(parts: Sequence[str], device: str, folder: Path, env: Mapping[str, str]) -> dict[str, Any]:
     """Run these parts, and write `gpu.json` and `gpu.html` into the folder, anew after every part.
+
+    Args:
+        parts: names of PARTS.
+        device: as torch spells it.
+        folder: made if it is not there.
+        env: versions and machine, for the page.
 
     Returns:
         `parts`, each "passed", "failed: why" or "skipped: why"; `metrics`, the figures of each; `checks`, the outcome
-        of each check of each; `seconds` of each.
+        of each check of each; `seconds` of each; `full`, whether sizes were those that the parts are about.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ends_at = time.monotonic() + TOTAL_S
-    report: dict[str, Any] = {"device": device, "parts": {}, "metrics": {}, "checks": {}, "seconds": {}}
+    report: dict[str, Any] = {"device": device, "full": device.startswith("cuda"), **_described(device)}
+    report["env"] = {**env, **report["env"]}
+    report |= {"parts": {}, "metrics": {}, "checks": {}, "seconds": {}}
 
     def one(name: str) -> tuple[str, dict[str, Any], float]:
         begun = time.monotonic()
@@ -92,18 +103,22 @@ def _run_part(name: str, device: str, folder: Path, ends_at: float) -> dict[str,
     command = [sys.executable, "-m", "benchmarks.gpu", name]
     command += ["--device", device, "--seconds", str(seconds), "--file", str(file)]
     command += ["--full"] * device.startswith("cuda")
+    command += ["--needs", *PARTS[name].needs]
     with log.open("w", encoding="utf-8") as stream:
         process = subprocess.Popen(
-            command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            stdout=stream,
+            stderr=stream,
+            stdin=subprocess.DEVNULL,
+            cwd=ROOT,
+            env=_environment(),
+            start_new_session=True,
         )
         try:
-            # a part looks at the time between its checks; the rest is for one that hangs
-            code = process.wait(seconds + 10)
-            ended = (
-                "" if code == 0 else f"it ended with exit code {code}" if code > 0 else f"it died of {_signal(-code)}"
-            )
+            code = process.wait(seconds + GRACE_S)
+            ended = _ending(code)
         except subprocess.TimeoutExpired:
-            ended = f"it was ended after {seconds + 10:.0f} s"
+            ended = f"it was ended after {seconds + GRACE_S:.0f} s"
         finally:
             _end(process)
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else dict(nothing)
@@ -115,8 +130,29 @@ def _run_part(name: str, device: str, folder: Path, ends_at: float) -> dict[str,
     return found
 
 
-def _signal(number: int) -> str:
-    return signal.Signals(number).name
+def _described(device: str) -> dict[str, Any]:
+    """`device_name` and `env`, from a process of its own: this one never touches the device."""
+    code = f"import benchmarks.gpu.device as device; device.describe({device!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=_environment())
+    if done.returncode:
+        raise SystemExit(
+            (done.stderr.strip().splitlines() or [f"the device cannot be described: {done.returncode}"])[-1]
+        )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _environment() -> dict[str, str]:
+    """Of the children: the checkout at hand comes before whatever is installed, and nothing is fetched."""
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+
+
+def _ending(code: int) -> str:
+    """Nothing for the one that is well."""
+    if code < 0:
+        return f"it died of {signal.Signals(-code).name}"
+    return f"it ended with exit code {code}" if code else ""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
