@@ -49,8 +49,11 @@ class PeerGroup:
 
     def __init__(self, *along: dist.ProcessGroup, ranks: list[int] | None = None, timeout_s: float = 600.0) -> None:
         self.group = own_group(*along, ranks=ranks, timeout_s=timeout_s)
-        # NCCL wants all ranks in the first call on a group, and the first exchange may leave some out
         dist.barrier(self.group)
+        if "cuda:nccl" in dist.get_backend_config(self.group).split(",") and torch.cuda.is_available():
+            # NCCL wants all ranks in the first call on a group, and the first exchange may leave some out; the barrier
+            # of a group that has gloo too is gloo's
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=self.group)
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self._begun = 0
