@@ -23,6 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
+from torch.nn import functional
 
 from benchmarks.execution_bench import LINKS, SIZES, Bench, drawn
 from benchmarks.gpu.part import Part, Skipped
@@ -82,6 +83,22 @@ def one_rank(part: Part) -> None:
         part.record(bfloat16_error_share=round(own, 5), bfloat16_error_distributed_share=round(ours, 5))
         if ours > 2 * own:
             raise AssertionError(f"it is {ours:.2e} of the largest value away, the undistributed model {own:.2e}")
+
+
+def empty_groups(part: Part) -> None:
+    """Experts without a token, whose gradients some kernels leave as the memory was (pytorch issue 172439)."""
+    with part.check("an expert without a token gets no gradient in bfloat16"):
+        ends = torch.tensor([96, 96, 256, 256], device=part.device, dtype=torch.int32)
+        weight = torch.ones(len(ends), 128, 128, device=part.device, dtype=torch.bfloat16, requires_grad=True)
+        rows = weight.new_ones(256, 128)
+        torch.full_like(weight, torch.nan)  # memory that the gradient may be given next
+        out = functional.grouped_mm(rows, weight, offs=ends)
+        out.backward(torch.ones_like(out))
+        assert weight.grad is not None, "it took part"
+        expected = weight.new_tensor([96, 0, 160, 0])[:, None, None]
+        if not (weight.grad == expected).all():
+            found = [float(grad.float().abs().max()) for grad in weight.grad]
+            raise AssertionError(f"experts with 96, 0, 160 and 0 tokens have gradients up to {found}")
 
 
 def two_ranks(part: Part) -> None:
@@ -299,7 +316,7 @@ def _rank(rank: int, folder: str, backend: str, device_name: str) -> None:
     except RuntimeError as error:
         answer["refused"] = str(error).splitlines()[0]
     if device.type == "cuda" and not answer:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     dist.init_process_group(
         backend,
