@@ -26,7 +26,6 @@ HARNESS = {
     "doors_files",
     "eplb_published",
     "execution_bench",
-    "execution_gpu",
     "flips",
     "pairs",
     "planner_against",

@@ -1,8 +1,9 @@
-"""What executing a plan costs and brings on 2 and 4 gloo processes of one machine, and on its GPU where it has one.
+"""What executing a plan costs and brings on 2 and 4 gloo processes of one machine.
 
 One step of four micro-steps, forward and backward, on skewed routes that are replayed: under the plan, and with every
 expert at its home, in turn. The busiest rank's assignments are those that were computed. On a machine with fewer cores
 than processes a balanced step is no faster, since all of the work is done by the same cores; overlap is not measured.
+What a GPU has of it is a part of `python -m benchmarks gpu`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from benchmarks import execution_gpu
 from benchmarks.execution_bench import BATCH, MICRO_STEPS, SIZES, SLOTS, Bench, in_processes
 from benchmarks.pairs import compare
 from foreroute.balance import PlanOptions
@@ -34,9 +34,8 @@ def run(*, quick: bool) -> dict[str, Any]:
         name: max(figures[name] for figures in by_ranks.values())
         for name in ("executed_over_planned", "bytes_over_least", "host_over_direct")
     }
-    on_gpu = {"gpu": execution_gpu.figures(torch.device("cuda", 0))} if torch.cuda.is_available() else {}
     return {
-        "metrics": worst | {"by_ranks": by_ranks} | on_gpu,
+        "metrics": worst | {"by_ranks": by_ranks},
         "baselines": {"busiest_over_mean_at_home": {n: f["busiest_over_mean_at_home"] for n, f in by_ranks.items()}},
         "setting": {"sizes": SIZES, "micro_steps": MICRO_STEPS, "batch": BATCH, "slots": SLOTS, "pairs": pairs},
     }

@@ -18,7 +18,7 @@ from foreroute import balance
 from foreroute.adapters import hf
 from foreroute.balance import Links, PlanOptions, StepPlan, Topology
 from foreroute.experts import BatchRows, PlacedModel
-from foreroute.trace import RoutingTrace
+from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.transfer.engine import TransferEngine
 from foreroute.transfer.exchange import PeerGroup
 from foreroute.transfer.records import TransferOptions
@@ -66,11 +66,10 @@ class Bench:
         *,
         skew: float = 0.3,
         sequences: int = BATCH[0],
+        micro_steps: int = MICRO_STEPS,
     ) -> Bench:
         """The same model on other routes, so many sequences each; with `skew` 0 all experts are as likely."""
-        rng = np.random.default_rng([rank, int(1000 * skew)])
-        batches = [torch.from_numpy(rng.integers(0, 256, (sequences, BATCH[1]))) for _ in range(MICRO_STEPS)]
-        traces = [_skewed(routed, batch, rng, skew) for batch in batches]
+        batches, traces = drawn(routed.spec, rank, skew=skew, sequences=sequences, micro_steps=micro_steps)
         rows = [BatchRows.replayed(trace, batch).routed_LE for trace, batch in zip(traces, batches, strict=True)]
         mine_MLE = torch.from_numpy(np.stack([counts for counts in rows if counts is not None]).astype(np.int32))
         parts = [torch.empty_like(mine_MLE) for _ in range(num_ranks)]
@@ -107,8 +106,17 @@ class Bench:
         return engine
 
 
-def _skewed(routed: hf.RoutedModel, batch: torch.Tensor, rng: np.random.Generator, skew: float) -> RoutingTrace:
-    spec, tokens = routed.spec, batch.numpy()
+def drawn(
+    spec: RoutingSpec, rank: int, *, skew: float = 0.3, sequences: int = BATCH[0], micro_steps: int = MICRO_STEPS
+) -> tuple[list[torch.Tensor], list[RoutingTrace]]:
+    """The micro-batches of a rank, int64 [sequences, T], and routes for them."""
+    rng = np.random.default_rng([rank, int(1000 * skew)])
+    batches = [torch.from_numpy(rng.integers(0, 256, (sequences, BATCH[1]))) for _ in range(micro_steps)]
+    return batches, [_skewed(spec, batch, rng, skew) for batch in batches]
+
+
+def _skewed(spec: RoutingSpec, batch: torch.Tensor, rng: np.random.Generator, skew: float) -> RoutingTrace:
+    tokens = batch.numpy()
     favour_E = np.linspace(skew, 0, spec.num_experts)
     scores = [rng.random((len(row), spec.num_layers, spec.num_experts)) + favour_E for row in tokens]
     ids = [np.argsort(-score, axis=-1)[..., : spec.top_k] for score in scores]

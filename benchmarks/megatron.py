@@ -53,6 +53,8 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 VOCABULARY, SEQUENCES, WIDTH, MICRO_BATCHES = 1024, 2, 64, 2
+CPU = torch.device("cpu")
+Losses = list[dict[str, Tensor]]
 QUEUED = {"queue": (48, 128, 8), "queue_above_256_experts": (61, 512, 8)}
 """(layers, experts, K) of models whose routes wait: Qwen3-30B-A3B, and one whose ids take two bytes."""
 
@@ -62,7 +64,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     keep_memory()
     with tempfile.TemporaryDirectory() as folder:
-        _start(folder)
+        start(folder, CPU)
         return _measured(*((7, 3) if quick else (40, 20)))
 
 
@@ -104,48 +106,54 @@ class Bench:
     traces: list[RoutingTrace]
 
     @classmethod
-    def of(cls, settings: dict[str, Any]) -> Bench:
-        """With this recomputation."""
+    def of(cls, settings: dict[str, Any], device: torch.device = CPU, width: int = WIDTH) -> Bench:
+        """With this recomputation, and sequences of this many tokens."""
         from foreroute.adapters import megatron
 
-        model = _model(settings)
+        model = _model(settings, width).to(device)
         generator = torch.Generator().manual_seed(0)
-        tokens = [torch.randint(0, VOCABULARY, (SEQUENCES, WIDTH), generator=generator) for _ in range(MICRO_BATCHES)]
+        drawn = [torch.randint(0, VOCABULARY, (SEQUENCES, width), generator=generator) for _ in range(MICRO_BATCHES)]
+        tokens = [each.to(device) for each in drawn]
         routed = megatron.attach(model)
         with routed.record() as recording:
             _step(model, _forward_step, [{"tokens": each} for each in tokens])
         parts = np.split(np.arange(MICRO_BATCHES * SEQUENCES), MICRO_BATCHES)
         return cls(model, routed, tokens, [recording.trace().select(part) for part in parts])
 
-    def native(self) -> None:
-        """Forward and backward of all micro-batches."""
-        _step(self.model, _forward_step, [{"tokens": each} for each in self.tokens])
+    def native(self) -> Losses:
+        """Forward and backward of all micro-batches; their losses by token."""
+        return _step(self.model, _forward_step, [{"tokens": each} for each in self.tokens])
 
-    def replayed(self, *, telemetry: bool = False) -> Callable[[], None]:
-        """The same on the routes, which are placed here too."""
+    def replayed(self, *, telemetry: bool = False, traces: list[RoutingTrace] | None = None) -> Callable[[], Losses]:
+        """The same on its own routes, or on others, which are placed here too."""
         forward = self.routed.replaying(_forward_step, telemetry=telemetry)
 
-        def run() -> None:
+        def run() -> Losses:
             batches = []
-            for tokens, trace in zip(self.tokens, self.traces, strict=True):
+            for tokens, trace in zip(self.tokens, traces or self.traces, strict=True):
                 whole = layout.pad(trace.lengths, side="right", order="sbhd")
                 batches.append({"tokens": tokens, "routes": self.routed.place(trace, whole)})
-            _step(self.model, forward, batches)
+            return _step(self.model, forward, batches)
 
         return run
 
 
-def _start(folder: str) -> None:
+def start(folder: str, device: torch.device) -> None:
     """Megatron on this machine, in a world of one rank."""
-    on_cpu.install()
+    if device.type == "cpu":
+        on_cpu.install()
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    if device.type == "cuda":
+        model_parallel_cuda_manual_seed(0)
 
 
-def _model(settings: dict[str, Any]) -> Any:
+def _model(settings: dict[str, Any], width: int) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import TransformerConfig
@@ -157,7 +165,7 @@ def _model(settings: dict[str, Any]) -> Any:
         config,
         get_gpt_decoder_block_spec(config, use_transformer_engine=False),
         vocab_size=VOCABULARY,
-        max_sequence_length=WIDTH,
+        max_sequence_length=width,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     ).train()
@@ -165,25 +173,28 @@ def _model(settings: dict[str, Any]) -> Any:
 
 def _forward_step(batches: Iterator[dict[str, Any]], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
     tokens = next(batches)["tokens"]
-    positions = torch.arange(WIDTH).expand_as(tokens)
-    ahead = torch.ones(WIDTH, WIDTH, dtype=torch.bool).triu(1)[None, None]
+    width, device = tokens.shape[1], tokens.device
+    positions = torch.arange(width, device=device).expand_as(tokens)
+    ahead = torch.ones(width, width, dtype=torch.bool, device=device).triu(1)[None, None]
     losses = model(tokens, positions, ahead, labels=tokens.roll(-1, 1))
-    return losses, lambda losses: (losses.mean(), {})
+    return losses, lambda losses: (losses.mean(), {"losses": losses.detach()})
 
 
-def _step(model: Any, forward: Callable[..., Any], batches: list[dict[str, Any]]) -> None:
+def _step(model: Any, forward: Callable[..., Any], batches: list[dict[str, Any]]) -> Losses:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     model.zero_grad(set_to_none=True)
-    get_forward_backward_func()(
+    sequences, width = batches[0]["tokens"].shape
+    losses: Losses = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=iter(batches),
         model=model,
         num_microbatches=len(batches),
-        seq_length=WIDTH,
-        micro_batch_size=SEQUENCES,
+        seq_length=width,
+        micro_batch_size=sequences,
         forward_only=False,
     )
+    return losses
 
 
 def _ratio(candidate: Callable[[], object], baseline: Callable[[], object], pairs: int) -> PairedRatio:

@@ -29,7 +29,8 @@ def main() -> None:
     given = parser.parse_args()
     device = torch.device(given.device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)  # takes no device without a number
     else:
         torch.set_num_threads(1)
     part = Part(given.name, device, given.full, BEGUN + given.seconds, given.file)

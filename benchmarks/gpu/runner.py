@@ -44,13 +44,13 @@ class PartSpec:
 
 
 PARTS = {
-    "bits": PartSpec("own routes replayed are the unpatched model, foreign ones are obeyed", 110),
-    "cost": PartSpec("time and memory of replay and recording over the unpatched model", 110),
-    "jobs": PartSpec("CUDA graphs, fused kernels and compilation: they work, or are refused by name", 70),
-    "mismatch": PartSpec("how far rollout and trainer are apart on this device, without and with replay", 60),
+    "bits": PartSpec("own routes replayed are the unpatched model, foreign ones are obeyed", 100),
+    "cost": PartSpec("time and memory of replay and recording over the unpatched model", 100),
+    "jobs": PartSpec("CUDA graphs, fused kernels and compilation: they work, or are refused by name", 85),
+    "mismatch": PartSpec("how far rollout and trainer are apart on this device, without and with replay", 50),
     "trainer": PartSpec("the reference trainer on the device", 50, (*LIBRARY, "pydantic")),
     "transfers": PartSpec("expert weights from host memory, and what of it hides behind compute", 50),
-    "planning": PartSpec("a plan for 64 ranks on all cores", 40),
+    "planning": PartSpec("a plan for 64 ranks on all cores", 50),
     "megatron": PartSpec("replay in Megatron-Core's schedule", 40, (*LIBRARY, "megatron.core")),
 }
 

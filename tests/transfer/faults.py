@@ -51,7 +51,7 @@ class FaultyPeers(PeerGroup):
             sends[0] = _corrupted(sends[0])
         exchange = super().begin(sends, receives, what)
         if fault.kind == "slow receiver":
-            return _Slow(exchange.what, exchange.rank, exchange.works, fault.seconds)
+            return _Slow(**vars(exchange), seconds=fault.seconds)
         return exchange
 
 

@@ -157,7 +157,7 @@ class Execution:
     def _rows_in(self, name: str, mask_N: NDArray[np.bool_] | None, device: torch.device) -> Tensor | None:
         if name not in self._indices:
             chosen_N = None if mask_N is None or mask_N.all() else np.flatnonzero(mask_N)
-            self._indices[name] = None if chosen_N is None else torch.from_numpy(chosen_N).to(device)
+            self._indices[name] = None if chosen_N is None else torch.from_numpy(chosen_N).to(device, non_blocking=True)
         return self._indices[name]
 
     def _known_counts_GE(self, layer: int, sent_E: Tensor) -> NDArray[np.int64]:

@@ -7,8 +7,8 @@ break the connection to the peer for good.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -149,8 +149,14 @@ class _SideStream:
             # the slots may still be read, and the home rows written, by kernels that were launched before
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def entered(self) -> torch.cuda.StreamContext | nullcontext[None]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        # a new thread starts on device 0, where returning to its stream would make a context of this process
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            yield
 
     def synchronize(self) -> None:
         if self._stream is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -48,8 +49,11 @@ class PeerGroup:
 
     def __init__(self, *along: dist.ProcessGroup, ranks: list[int] | None = None, timeout_s: float = 600.0) -> None:
         self.group = own_group(*along, ranks=ranks, timeout_s=timeout_s)
-        # NCCL wants all ranks in the first call on a group, and the first exchange may leave some out
         dist.barrier(self.group)
+        if "cuda:nccl" in dist.get_backend_config(self.group).split(",") and torch.cuda.is_available():
+            # NCCL wants all ranks in the first call on a group, and the first exchange may leave some out; the barrier
+            # of a group that has gloo too is gloo's
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=self.group)
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self._begun = 0
@@ -68,6 +72,12 @@ class PeerGroup:
         assert all(m.number < MESSAGES_PER_EXCHANGE for m in (*sends, *receives)), "tags of two exchanges would overlap"
         first_tag = self._begun % EXCHANGES_IN_FLIGHT * MESSAGES_PER_EXCHANGE
         self._begun += 1
+        landings = []
+        if any(travels_by_host(m.tensor, self.group) for m in (*sends, *receives)):
+            sends = [replace(m, tensor=m.tensor.to("cpu", copy=True)) for m in sends]
+            landed = [replace(m, tensor=torch.empty_like(m.tensor, device="cpu")) for m in receives]
+            landings = [(m.tensor, buffer.tensor) for m, buffer in zip(receives, landed, strict=True)]
+            receives = landed
         operations = [
             dist.P2POp(operation, m.tensor, group=self.group, tag=first_tag + m.number, group_peer=m.peer)
             for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
@@ -78,18 +88,26 @@ class PeerGroup:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             raise lost(what, self.rank, error) from error
-        exchange = Exchange(what, self.rank, works)
+        exchange = Exchange(what, self.rank, works, landings)
         self._under_way = [earlier for earlier in self._under_way if earlier.works] + [exchange]
         return exchange
 
 
 @dataclass
 class Exchange:
-    """Messages under way."""
+    """Messages under way.
+
+    Attributes:
+        what: the exchange in words, for errors.
+        rank: this one.
+        works: of torch.
+        landings: where what arrives on the host is to go, and where it arrives.
+    """
 
     what: str
     rank: int
     works: list[dist.Work]
+    landings: list[tuple[Tensor, Tensor]]
 
     def wait(self) -> None:
         """Return when everything has left and arrived.
@@ -103,7 +121,14 @@ class Exchange:
                 work.wait()
             except RuntimeError as error:
                 raise lost(self.what, self.rank, error, time.monotonic() - begun) from error
-        self.works = []
+        for target, buffer in self.landings:
+            target.copy_(buffer)
+        self.works, self.landings = [], []
+
+
+def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the group's backend for the tensor's device is gloo, which sends from the host's memory alone."""
+    return tensor.device.type != "cpu" and f"{tensor.device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
 def carry(

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 
@@ -60,16 +62,24 @@ class HostMemory:
         self._mine = votes.rank % topology.ranks_per_node
         bytes_ = _map_shared(votes, topology.ranks_per_node, _num_bytes(homes, topology.ranks_per_node), directory)
         self._stamps_W2, self._checksums_WLEN, self._shards_WL = _cut(bytes_, homes, topology.ranks_per_node)
-        self._page_locked = None
-        if homes[0][min(homes[0])].is_cuda:
-            _raise_objections(votes, _page_lock(bytes_), "page-locking the shared memory")
-            self._page_locked = bytes_
+        self._unlock: weakref.finalize[[Tensor, torch.device], HostMemory] | None = None
+        device = homes[0][min(homes[0])].device
+        if device.type == "cuda":
+            objection = _page_lock(bytes_, device)
+            if objection is None:
+                # it holds the memory, so that what is given back was unlocked, also when nobody calls `close`
+                self._unlock = weakref.finalize(self, _page_unlock, bytes_, device)
+                self._unlock.atexit = False  # the end of the process unlocks too
+            try:
+                _raise_objections(votes, objection, "page-locking the shared memory")
+            except TransferError:
+                self.close()
+                raise
 
     def close(self) -> None:
-        """Make the memory ordinary again, as it must be before it is given back."""
-        if self._page_locked is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._page_locked.data_ptr())
-            self._page_locked = None
+        """Make the memory ordinary again, as it must be before it is given back. Twice is as good as once."""
+        if self._unlock is not None:
+            self._unlock()
 
     def publish(self, homes: Sequence[Mapping[str, Tensor]], timeout_s: float) -> None:
         """Sign off the last edition, wait until the node has, and write the next one.
@@ -213,12 +223,22 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _page_lock(bytes_: Tensor) -> str | None:
+def _page_lock(bytes_: Tensor, device: torch.device) -> str | None:
     """Let CUDA copy from this memory without a stop on the way. What is wrong, or None."""
-    status = int(torch.cuda.cudart().cudaHostRegister(bytes_.data_ptr(), bytes_.numel(), PORTABLE))
-    if status == 0:
-        return None
+    with torch.cuda.device(device):
+        cudart = torch.cuda.cudart()
+        status = cudart.cudaHostRegister(bytes_.data_ptr(), bytes_.numel(), PORTABLE)
+        if int(status) == 0:
+            return None
+        # CUDA keeps the error until somebody asks, which is whoever launches a kernel next
+        with suppress(RuntimeError):
+            torch.ones(1, device=device)
     return (
-        f"CUDA cannot page-lock {bytes_.numel() / 1e9:.3g} GB of shared memory (error {status}); raise `ulimit -l`, or "
-        "use the direct path alone (paths='direct')"
+        f"CUDA cannot page-lock {bytes_.numel() / 1e9:.3g} GB of shared memory ({cudart.cudaGetErrorString(status)}, "
+        f"error {int(status)}); raise `ulimit -l`, or use the direct path alone (paths='direct')"
     )
+
+
+def _page_unlock(bytes_: Tensor, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(bytes_.data_ptr())

@@ -1,0 +1,113 @@
+"""Plans of a step on 64 ranks: time per cell on one thread and on all cores, and what they balance.
+
+The workload is the one of `benchmarks/planner.py`: 32 micro-steps of 48 layers with 128 experts, in nodes of 8 ranks.
+The GPU has no part in it; its machine's cores have, beside which a step runs.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.gpu.part import Part, Skipped
+from foreroute.balance import PlanOptions, StepPlan, Topology, plan
+from foreroute.balance.presets import HARDWARE
+from foreroute.balance.verify import verify
+from foreroute.balance.workload import WORKLOADS
+from foreroute.transfer.agreement import plan_digest
+
+SLOTS = 2
+MOVES = 16
+"""Most experts of a layer that change their home, where homes are planned too."""
+REPEATS = 5
+LEAST_TO_COMPILE_S = 12
+
+
+def run(part: Part) -> None:
+    """Plan on 1, 2, 4, ... threads and on as many as there are cores."""
+    workload = WORKLOADS["G64"]
+    if not part.full:
+        workload = replace(workload, num_ranks=8, num_micro_steps=3, num_layers=5, num_experts=32)
+    cores = len(os.sched_getaffinity(0))
+    threads = sorted({1, 2, 4, 8, cores} - {n for n in (2, 4, 8) if n > cores}) if part.full else [1, 2, 3]
+    topology = HARDWARE["h100"].topology(workload.num_ranks, SLOTS)
+    with part.check("compiled"):
+        small = replace(workload, num_micro_steps=1, num_layers=1).draw(seed=1)
+        part.record(compile_workload_s=round(part.timed(small.counts), 2))
+        compile_s = part.timed(lambda: _planned(small.counts(), topology, 1))
+        part.record(compile_planner_s=round(compile_s, 2))
+    counts = workload.draw(seed=1, step=1).counts()
+    part.record(ranks=workload.num_ranks, layers=counts.shape[1], micro_steps=counts.shape[0], cores=cores)
+    with part.check("the same plan on every number of threads"):
+        require_equal({n: _planned(counts, topology, n) for n in threads})
+    with part.check("balanced"):
+        _balance(part, counts, topology)
+    with part.check("timed"):
+        _times(part, counts, topology, threads)
+    with part.check("every assignment is served once"):
+        verify(_planned(counts, topology, threads[-1]), counts)
+    with part.check("the same plan on every number of threads, homes planned too"):
+        if part.seconds_left < LEAST_TO_COMPILE_S and part.full:
+            raise Skipped(f"{part.seconds_left:.0f} s are left, which compiling the search for homes may take")
+        part.record(compile_homes_s=round(part.timed(lambda: _planned(small.counts(), topology, 1, MOVES)), 2))
+        require_equal({n: _planned(counts, topology, n, MOVES) for n in threads})
+        moving = [part.timed(lambda: _planned(counts, topology, threads[-1], MOVES)) for _ in range(3)]
+        part.record(step_with_homes_all_cores_ms=round(statistics.median(moving) * 1e3, 2))
+
+
+def require_equal(plans: dict[int, StepPlan]) -> None:
+    """Raise `AssertionError` unless plans by number of threads are equal bit for bit."""
+    digests = {n: plan_digest(each) for n, each in plans.items()}
+    for (n, one), (m, other) in pairwise(digests.items()):
+        if one != other:
+            raise AssertionError(f"the plan on {n} threads is {one}, on {m} threads {other}")
+
+
+def _planned(counts: NDArray[np.int32], topology: Topology, threads: int, home_moves: int = 0) -> StepPlan:
+    return plan(counts, topology, PlanOptions(threads=threads, home_moves=home_moves))
+
+
+def _balance(part: Part, counts: NDArray[np.int32], topology: Topology) -> None:
+    """The slowest rank over the mean: at home alone, and with replicas."""
+    home_E = topology.contiguous_home_E(counts.shape[3])
+    load_MLG = np.stack([counts[..., home_E == rank].sum(axis=(2, 3)) for rank in range(topology.num_ranks)], axis=-1)
+    planned = _planned(counts, topology, 1)
+    before, after = (most_ML / load_MLG.mean(axis=-1) for most_ML in (load_MLG.max(axis=-1), planned.max_load_ML))
+    part.record(
+        imbalance_before_ratio=round(float(before.mean()), 4),
+        imbalance_before_worst_ratio=round(float(before.max()), 4),
+        imbalance_after_ratio=round(float(after.mean()), 4),
+        imbalance_after_worst_ratio=round(float(after.max()), 4),
+        fetches_per_cell=round(float(planned.fetched_R.sum()) / after.size, 2),
+    )
+    if after.mean() >= before.mean():
+        raise AssertionError(f"the slowest rank has {after.mean():.3f} times the mean, {before.mean():.3f} at home")
+
+
+def _times(part: Part, counts: NDArray[np.int32], topology: Topology, threads: Sequence[int]) -> None:
+    """Numbers of threads in turn, so that drift of the machine meets all of them."""
+    seconds: dict[int, list[float]] = {n: [] for n in threads}
+    for repeat in range(REPEATS):
+        if repeat and part.seconds_left < 2 * sum(times[-1] for times in seconds.values()):
+            break
+        for n, times in seconds.items():
+            times.append(part.timed(partial(_planned, counts, topology, n)))
+    medians = {n: statistics.median(times) for n, times in seconds.items()}
+    speed_ups = [alone / most for alone, most in zip(seconds[1], seconds[threads[-1]], strict=True)]
+    cells = counts.shape[0] * counts.shape[1]
+    part.record(**{f"per_cell_{n}_threads_us": round(median * 1e6 / cells, 2) for n, median in medians.items()})
+    part.record(
+        per_cell_all_cores_us=round(medians[threads[-1]] * 1e6 / cells, 2),
+        step_1_thread_ms=round(medians[1] * 1e3, 2),
+        step_all_cores_ms=round(medians[threads[-1]] * 1e3, 2),
+        speed_up_ratio=round(statistics.median(speed_ups), 2),
+        speed_up_ratio_range=[round(min(speed_ups), 2), round(max(speed_ups), 2)],
+        repeats=len(speed_ups),
+    )
