@@ -24,6 +24,7 @@ from typing import IO, Any
 
 import numba
 from numba import types
+from numba.core import event
 from numba.core.caching import CompileResultCacheImpl, NullCache
 from numba.core.serialize import dumps
 
@@ -51,6 +52,27 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         # Should another numba keep its cache elsewhere, then nothing is kept, and nothing stale is run.
         compiled._cache = _KernelCache(function)
     return compiled
+
+
+def is_compiling() -> bool:
+    """Whether a kernel is being compiled now, in any thread."""
+    return _COMPILING.depth > 0
+
+
+class _Compiling(event.Listener):
+    """Functions that numba compiles now, one for the sake of another. It compiles in one thread at a time."""
+
+    depth = 0
+
+    def on_start(self, event: Any) -> None:
+        self.depth += 1
+
+    def on_end(self, event: Any) -> None:
+        self.depth -= 1
+
+
+_COMPILING = _Compiling()
+event.register("numba:compile", _COMPILING)
 
 
 class _KernelCache(NullCache):

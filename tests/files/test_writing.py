@@ -1,3 +1,4 @@
+import fcntl
 import os
 import stat
 import subprocess
@@ -6,7 +7,7 @@ import sys
 import pytest
 
 from foreroute.errors import InputError
-from foreroute.files import write_atomically, writing_named
+from foreroute.files import write_atomically, write_folder_atomically, writing_named
 
 
 def left_behind(target):
@@ -99,3 +100,60 @@ def test_what_the_system_refuses_is_one_error(tmp_path, target):
     with pytest.raises(InputError, match="cannot be written"), writing_named(target, InputError):
         write_atomically(tmp_path / target, b"new")
     assert (tmp_path / "file").read_bytes() == b"mine"
+
+
+FOLDER = {"config.json": "{}", "figures.json": "[1]"}
+
+
+def folder_left_behind(target):
+    """A process is killed when half of a folder is written."""
+    code = """
+import os, signal, sys
+from pathlib import Path
+from foreroute.files import write_folder_atomically
+
+class Contents(dict):
+    def items(self):
+        yield "config.json", "{}"
+        os.kill(os.getpid(), signal.SIGKILL)
+
+write_folder_atomically(Path(sys.argv[1]), Contents({"config.json": "{}", "figures.json": "[1]"}))
+"""
+    assert subprocess.run([sys.executable, "-c", code, str(target)]).returncode == -9
+    (left,) = [path for path in target.parent.iterdir() if path.name.startswith(f".{target.name}.")]
+    return left
+
+
+def test_a_folder_is_written_whole_where_none_or_an_empty_one_is(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    for target in (tmp_path / "a" / "new", tmp_path / "empty"):
+        write_folder_atomically(target, FOLDER)
+        assert {path.name: path.read_text() for path in target.iterdir()} == FOLDER
+    with pytest.raises(OSError, match="not empty"):
+        write_folder_atomically(tmp_path / "link", {"config.json": "other"})
+    with pytest.raises(FileNotFoundError):
+        write_folder_atomically(tmp_path / "new", {"config.json": "{}", "/no/such/folder": ""})
+    assert {path.name: path.read_text() for path in (tmp_path / "empty").iterdir()} == FOLDER
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "empty", "link"]
+
+
+def test_a_folder_that_a_killed_writer_left_is_removed_and_nothing_else(tmp_path):
+    target = tmp_path / "t"
+    left = folder_left_behind(target)
+    kept = {f".t.{n:08x}": tmp_path / f".t.{n:08x}" for n in range(4)}
+    for path in kept.values():
+        path.mkdir()
+    (tmp_path / ".t.00000000" / "mine").write_text("not of these names")
+    (tmp_path / ".t.00000001" / "config.json").mkdir()
+    (tmp_path / ".t.00000002" / "config.json").symlink_to(target)
+    held = os.open(tmp_path / ".t.00000003", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    (tmp_path / ".t.backup").mkdir()
+    (tmp_path / ".other.00000000").mkdir()
+    (tmp_path / ".t.0000000a").symlink_to(".t.backup")
+    write_folder_atomically(target, FOLDER)
+    os.close(held)
+    assert not left.exists()
+    names = [".other.00000000", *kept, ".t.0000000a", ".t.backup", "t"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names

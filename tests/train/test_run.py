@@ -42,10 +42,13 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one(tmp_path, routing, min
         rl={"routing": routing, "mini_steps": mini_steps, "steps": 3}, rollout={"precision": precision}
     )
     whole = train(config, tmp_path / "whole")
-    seen = []
-    stop_after = Watcher(on_step=seen.append, should_stop=lambda: len(seen) == 1)
+    seen, stages = [], []
+    stop_after = Watcher(
+        on_step=seen.append, should_stop=lambda: len(seen) == 1, on_stage=lambda *stage: stages.append(stage)
+    )
     stopped = train(config, tmp_path / "stopped", watcher=stop_after)
     assert load_checkpoint(stopped.last_checkpoint())["step"] == 1
+    assert [stage for stage in stages if stage[1] != "measure"] == [(0, "rollout"), (0, "recompute"), (0, "update")]
     resumed = train(config, tmp_path / "stopped", resume=True)
     same_run(resumed, whole)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from foreroute.capture import WRITABLE, ModelFacts, WireKind, decode, encode, facts_of_config
 from foreroute.capture.wire import parse_text
+from foreroute.cli.alive import working
 from foreroute.cli.terminal import Console
 from foreroute.errors import CaptureError, TraceFileError, printable
 from foreroute.files import RegularFile, read_file, write_atomically, writing_named
@@ -40,19 +41,25 @@ def convert_file(source: Path, target: Path, to: str, origin: Origin) -> None:
     if to not in CODECS and to not in WRITABLE:
         raise CaptureError(f"--to is {to!r}; expected one of {', '.join([*CODECS, *WRITABLE])}")
     console = Console(soft_wrap=True, highlight=False)
-    trace, what = _read(source, origin)
+    with working(f"reading {source}", console):
+        trace, what = _read(source, origin)
     console.print(printable(f"read   {source}: {what}, {trace!r}"), markup=False)
+    with working(f"writing {target}", console):
+        _write(trace, target, to, origin)
+    console.print(printable(f"wrote  {target}: {to}, {target.stat().st_size:,} bytes"), markup=False)
+
+
+def _write(trace: RoutingTrace, target: Path, to: str, origin: Origin) -> None:
     if to in CODECS:
         save(trace, target, codec=to)
-    else:
-        payloads = encode(trace, WireKind(to), num_hidden_layers=_facts(origin, trace.spec).num_hidden_layers)
-        lines = [
-            json.dumps({"token_ids": trace.tokens(s).tolist(), "routed_experts": payload})
-            for s, payload in enumerate(payloads)
-        ]
-        with writing_named(target, TraceFileError):
-            write_atomically(target, "".join(line + "\n" for line in lines), overwrite=False)
-    console.print(printable(f"wrote  {target}: {to}, {target.stat().st_size:,} bytes"), markup=False)
+        return
+    payloads = encode(trace, WireKind(to), num_hidden_layers=_facts(origin, trace.spec).num_hidden_layers)
+    lines = [
+        json.dumps({"token_ids": trace.tokens(s).tolist(), "routed_experts": payload})
+        for s, payload in enumerate(payloads)
+    ]
+    with writing_named(target, TraceFileError):
+        write_atomically(target, "".join(line + "\n" for line in lines), overwrite=False)
 
 
 def _read(source: Path, origin: Origin) -> tuple[RoutingTrace, str]:

@@ -7,8 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
+from foreroute.cli.alive import is_first_rank
 from foreroute.cli.demo import demo_values
-from foreroute.cli.progress import console_of_rank, is_first_rank
+from foreroute.cli.progress import console_of_rank
 from foreroute.cli.terminal import Console
 from foreroute.cli.train import train_and_report
 from foreroute.errors import ConfigError

@@ -9,6 +9,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from foreroute.cli.alive import working
 from foreroute.cli.terminal import Console
 from foreroute.mismatch import Defect, Explanation, explain
 from foreroute.trace import RoutingSpec, load
@@ -18,9 +19,11 @@ POSITION_BINS = 8
 
 def print_difference(reference: Path, other: Path) -> bool:
     """Overlap by layer and position, and the defect that explains it; False when there is one."""
-    trace = load(reference)
-    found = explain(trace, load(other))
     console = Console()
+    with working(f"reading {reference} and {other}", console) as work:
+        trace, compared = load(reference), load(other)
+        work.begin("comparing")
+        found = explain(trace, compared)
     console.print("Picks that both traces share:")  # a table's own title is wrapped in the table's width
     console.print(_by_layer(found, trace.spec))
     console.print(_by_position(found))

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
+from foreroute.cli.alive import Work, working
 from foreroute.cli.doctor_inputs import DoctorInputs, Engine, read_array, read_engine, read_trainer, with_last_rollout
 from foreroute.cli.terminal import Console
 from foreroute.conformance.diagnosis import Diagnosis, Evidence, Severity, TrainerPass
@@ -43,25 +44,31 @@ def run_doctor(
     if output is not None:
         check_page(output)
     inputs = with_last_rollout(inputs)
-    engine = read_engine(inputs, max_sequences)
+    with working("reading the engine's side", console):
+        engine = read_engine(inputs, max_sequences)
     if inputs.model is not None:
-        with console.status("examining the model: quick checks, then passes over the sequences"):
-            evidence, name = _examined(inputs, engine, temperature, weight_version)
+        with working("loading the model", console) as work:
+            evidence, name = _examined(inputs, engine, temperature, weight_version, work)
     else:
-        evidence, name = _given(inputs, engine, weight_version), "none; the trainer's passes were given"
-    diagnosis = diagnose(evidence, _facts(name, engine.trace))
+        with working("reading the trainer's side", console):
+            evidence, name = _given(inputs, engine, weight_version), "none; the trainer's passes were given"
+    with working("comparing", console):
+        diagnosis = diagnose(evidence, _facts(name, engine.trace))
     _print(console, diagnosis)
     if output is not None:
-        console.print(f"page  {write_diagnosis(diagnosis, output)}", soft_wrap=True, highlight=False)
+        with working("drawing the page", console):
+            page = write_diagnosis(diagnosis, output)
+        console.print(f"page  {page}", soft_wrap=True, highlight=False)
     return diagnosis.worst
 
 
 def _examined(
-    inputs: DoctorInputs, engine: Engine, temperature: float | None, weight_version: int | None
+    inputs: DoctorInputs, engine: Engine, temperature: float | None, weight_version: int | None, work: Work
 ) -> tuple[Evidence, str]:
     from foreroute.conformance.examine import examine
 
     trainer = read_trainer(inputs, engine.trace)
+    work.begin("examining the model: quick checks, then passes over the sequences")
     evidence = examine(
         trainer.model,
         engine.generation,

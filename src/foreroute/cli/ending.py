@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from foreroute.cli.alive import speaking
 from foreroute.cli.terminal import Console, prepare_streams
 from foreroute.errors import AttachError, ForerouteError, InputError, how_to_install, printable
 
@@ -69,7 +70,8 @@ def run(command: Callable[[], Any]) -> NoReturn:
 
 def _code(command: Callable[[], Any], received: list[int]) -> int:
     try:
-        code = int(command() or 0)
+        with speaking():
+            code = int(command() or 0)
         sys.stdout.flush()
     except BaseException as error:
         # a library may make another exception of the one that the handler raised: numba a SystemError

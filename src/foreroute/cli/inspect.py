@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from foreroute.capture import refuse_constant_layers
+from foreroute.cli.alive import working
 from foreroute.cli.terminal import Console
 from foreroute.errors import InputError, printable
 from foreroute.trace import CODECS, NO_VERSION, RoutingTrace, count_assignments, digest, encoded_size, load
@@ -20,20 +21,25 @@ MOST_SHOWN, MOST_LETTERS = 32, 2000
 
 def print_trace(path: Path) -> None:
     """Facts about a trace file, and the load of its experts by layer."""
-    trace = load(path)
     console = Console()
-    console.print(_facts(path, trace))
-    console.print(_layers(trace))
+    with working(f"reading {path}", console) as work:
+        trace = load(path)
+        work.begin(f"counting the routes of {path}")
+        facts, layers = _facts(path, trace), _layers(trace)
+    console.print(facts)
+    console.print(layers)
 
 
 def validate_traces(paths: list[Path]) -> bool:
     """Say of each file whether it is a sound trace; False when one is not."""
     console = Console(soft_wrap=True, highlight=False)
     sound = True
-    for path in paths:
+    for number, path in enumerate(paths):
         try:
-            trace = load(path)
-            refuse_constant_layers(trace)
+            with working(f"reading {path}", console, total=len(paths) if len(paths) > 1 else 0, unit="files") as work:
+                work.done = number
+                trace = load(path)
+                refuse_constant_layers(trace)
         except InputError as error:
             sound = False
             console.print(f"[bold red]refused[/]  {escape(f'{_one_line(path)}: {_one_line(error)}')}")

@@ -277,10 +277,13 @@ def report(
     output: Annotated[Path | None, typer.Option(help="The page; report.html in the first run by default.")] = None,
 ) -> None:
     """Write one HTML page about a run, or comparing several."""
+    from foreroute.cli.alive import working
     from foreroute.report import write_report
 
-    page = write_report(runs, output or runs[0] / "report.html")
-    Console().print(str(page), soft_wrap=True, highlight=False, markup=False)
+    console = Console()
+    with working("drawing the page", console):
+        page = write_report(runs, output or runs[0] / "report.html")
+    console.print(str(page), soft_wrap=True, highlight=False, markup=False)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +16,7 @@ from foreroute.balance.baselines import BASELINES, Problem
 from foreroute.balance.compare import Record, compare, record_of
 from foreroute.balance.costs import CostModel
 from foreroute.balance.survey import survey
+from foreroute.cli.alive import working
 from foreroute.cli.page import write_page
 from foreroute.cli.plan_inputs import PlanInputs, StepToPlan, read_step
 from foreroute.cli.terminal import Console
@@ -45,16 +45,17 @@ def run_plan(
     _check_target(output, page, overwrite)
     _check_baselines(baselines, inputs)
     console = Console()
-    step = read_step(inputs)
+    with working("reading the step", console):
+        step = read_step(inputs)
     facts = {**step.facts, **_facts(step, options)}
     console.print(_list(facts))
     found, planning_s = _planned(step, options, console)
-    verify(found, step.counts_MLGE, options)
-    with writing_named(output, PlanError):
+    with working("verifying and writing the plan", console), writing_named(output, PlanError):
+        verify(found, step.counts_MLGE, options)
         save_plan(found, output, overwrite=overwrite)
     console.print(f"{'plan':<9} {output}, {output.stat().st_size:,} bytes, verified", soft_wrap=True, markup=False)
     records = _others(step, baselines, console)
-    with console.status("pricing every cell"):
+    with working("pricing every cell", console):
         records.append(record_of(found, step.counts_MLGE, step.costs, label="foreroute", planning_s=planning_s))
         seen = survey(found, step.counts_MLGE, step.costs, previous_LE=step.previous_LE)
     rows = method_rows(records, seen)
@@ -145,11 +146,10 @@ def _dispatch(costs: CostModel) -> str:
 
 def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[StepPlan, float]:
     """The plan and the seconds that it took, without those of compiling."""
-    with _progress(console) as progress:
-        task = progress.add_task("compiling, once on this machine", total=None)
+    with working("planning the first micro-step", console):
         plan(step.counts_MLGE[:1], step.topology, options, home_LE=step.home_LE, costs=step.costs)
-        cells = step.counts_MLGE.shape[0] * step.counts_MLGE.shape[1]
-        progress.update(task, description="planning", total=cells)
+    cells = step.counts_MLGE.shape[0] * step.counts_MLGE.shape[1]
+    with working("planning", console, total=cells, unit="cells") as work:
         before = time.perf_counter()
         found = plan(
             step.counts_MLGE,
@@ -157,7 +157,7 @@ def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[
             options,
             home_LE=step.home_LE,
             costs=step.costs,
-            on_progress=lambda done, _: progress.update(task, completed=done),
+            on_progress=work.advance,
         )
         planning_s = time.perf_counter() - before
     threads = "one thread" if options.threads == 1 else f"{options.threads} threads"
@@ -172,19 +172,14 @@ def _others(step: StepToPlan, baselines: Sequence[str] | None, console: Console)
     records = []
     if step.by_length_MLGE is not None:
         by_length = replace(problem, counts_MLGE=step.by_length_MLGE)
-        (record,) = compare(by_length, step.costs, plans={}, baselines=["static"])
+        with working("comparing with packing by length", console):
+            (record,) = compare(by_length, step.costs, plans={}, baselines=["static"])
         records.append(replace(record, name="by_length", label="static, packed by length"))
-    with _progress(console) as progress:
-        task = progress.add_task("comparing", total=len(names))
-        for record in compare(problem, step.costs, plans={}, baselines=names):
-            progress.update(task, advance=1, description=f"comparing: {record.label}")
+    with working("comparing with other balancers", console, total=len(names)) as work:
+        for done, record in enumerate(compare(problem, step.costs, plans={}, baselines=names), 1):
+            work.advance(done, len(names))
             records.append(record)
     return records
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
 def _table(rows: Sequence[MethodRow]) -> Table:

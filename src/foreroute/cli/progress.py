@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from foreroute.cli.alive import Work, is_first_rank, working
 from foreroute.cli.terminal import Console
 from foreroute.mismatch import Alarm
 from foreroute.train import Rollback, TrainConfig, Watcher
@@ -46,11 +46,6 @@ class PaceColumn(ProgressColumn):
         return Text(_pace(1 / task.speed) if task.speed else "", style="progress.data.speed")
 
 
-def is_first_rank() -> bool:
-    """Whether this process speaks for the run: it is alone, or rank 0 of those that torchrun started."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def console_of_rank() -> Console:
     """The terminal, for rank 0; the others are silent but for their errors."""
     return Console(quiet=not is_first_rank())
@@ -59,8 +54,11 @@ def console_of_rank() -> Console:
 @contextmanager
 def watching(config: TrainConfig, console: Console) -> Iterator[Watcher]:
     """A watcher that shows progress and alarms, and turns the first Ctrl-C, SIGTERM or SIGHUP into an orderly stop."""
-    display = Display(config, console)
-    with display.progress, _signals(console) as received:
+    with (
+        working(f"{config.name}, preparing the run") as work,
+        (display := Display(config, console, work)).progress,
+        _signals(console) as received,
+    ):
         told: list[int] = []
 
         def should_stop() -> bool:
@@ -70,34 +68,46 @@ def watching(config: TrainConfig, console: Console) -> Iterator[Watcher]:
                 console.print(f"stopping; {again} again to stop at once")
             return bool(received)
 
-        yield Watcher(display.warm_start, display.step, should_stop, display.rollback, display.superseded)
+        yield Watcher(
+            display.warm_start, display.step, should_stop, display.rollback, display.superseded, display.stage
+        )
 
 
 class Display:
     """What a run shows: a bar on a terminal, lines elsewhere, and alarms and rollbacks on both."""
 
-    def __init__(self, config: TrainConfig, console: Console) -> None:
+    def __init__(self, config: TrainConfig, console: Console, work: Work) -> None:
         self._name, self._num_steps, self._console = config.name, config.rl.steps, console
+        self._work, self._warm_start = work, config.warm_start
         self.progress = Progress(
             *_columns(console.width),
             console=console,
             speed_estimate_period=PACE_OVER_S,
             disable=not console.is_terminal,
         )
-        self._warm = self.progress.add_task(f"{self._name}: warm start", total=None, figures="", visible=False)
+        self._warm = self.progress.add_task(
+            f"{self._name}: warm start", total=self._warm_start.max_steps, figures="", visible=False
+        )
         self._steps = self.progress.add_task(f"{self._name}: GRPO", total=self._num_steps, figures="")
         self._first: tuple[int, float] | None = None
         self._alarms: set[str] = set()
 
     def warm_start(self, step: int, loss: float) -> None:
         """A supervised step."""
-        self.progress.update(self._warm, visible=True, completed=step + 1, figures=f"loss {loss:.2f}")
+        figures = f"loss {loss:.2f}, until {self._warm_start.stop_at_loss:g}"
+        self.progress.update(self._warm, visible=True, completed=step + 1, figures=figures)
+        self._at("warm start", f"step {step} of {self._warm_start.max_steps} at most, {figures}")
         if step % (5 * LINES_EVERY) == 0:
             self._line(f"warm start, step {step}, loss {loss:.2f}")
+
+    def stage(self, step: int, stage: str) -> None:
+        """A stage of a step begins."""
+        self._at(f"step {step}", stage)
 
     def step(self, record: dict[str, Any]) -> None:
         """A finished step, and the alarms that were not on before it."""
         step, now = record["step"], monotonic()
+        self._at(f"after step {step}", "saving what is due")
         self._first = self._first or (step, now)
         self.progress.update(self._warm, visible=False)
         self.progress.update(self._steps, completed=step + 1, figures=_figures(record))
@@ -111,6 +121,7 @@ class Display:
     def rollback(self, rollback: Rollback) -> None:
         """The run has gone back."""
         self._first, self._alarms = None, set()
+        self._at(f"going back to step {rollback.to_step}", "preparing")
         self.progress.reset(self._steps, completed=rollback.to_step, figures="")
         self._say(
             f"rolled back to step {rollback.to_step}, and on from there with the rollout's routes and other data. "
@@ -122,6 +133,12 @@ class Display:
         self._say(
             f"step {step} ran again and came out otherwise; what was recorded of it and of later ones is in {folder}"
         )
+
+    def _at(self, what: str, detail: str) -> None:
+        """What is said while nothing else is."""
+        if self._work.what != (what := f"{self._name}, {what}"):
+            self._work.begin(what)
+        self._work.detail = detail
 
     def _say(self, text: str) -> None:
         self._console.print(f"{self._name}: {text}", highlight=False, markup=False, soft_wrap=True)

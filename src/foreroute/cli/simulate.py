@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import secrets
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from foreroute.cli.alive import Work, working
 from foreroute.cli.page import write_page
 from foreroute.cli.terminal import Console
 from foreroute.errors import InputError, RunFolderError
-from foreroute.files import check_writable, writing_named
+from foreroute.files import check_writable, write_folder_atomically, writing_named
 from foreroute.report import (
     SimulationRow,
     compared,
@@ -69,20 +67,20 @@ def run_simulation(
     config, console, fitted = load_config(config_path), Console(), None
     if measurements is not None:
         config, fitted = _fitted(config, measurements, rates or DEFAULT_RATES, console)
-    with _watching(console, "simulating") as on_progress:
-        record = simulate(config, on_progress=on_progress)
+    with working("simulating", console) as work:
+        record = simulate(config, on_progress=_told(work))
     _print(record, console)
-    with _watching(console, "timelines") as on_progress:
-        timelines = _timelines(config, record, on_progress)
+    with working("timelines", console) as work:
+        timelines = _timelines(config, record, _told(work))
     sweeps = _sweeps(config, record, console)
     figures = record.as_dict() | {
         "sweeps": [point.as_dict() for point in sweeps],
         "timelines": [found.as_dict() for found in timelines],
         "fit": None if fitted is None else fitted[0].as_dict(),
     }
-    with _whole_folder(folder) as unfinished:
-        (unfinished / "config.json").write_text(json.dumps(config.model_dump(mode="json"), indent=1), encoding="utf-8")
-        (unfinished / "simulation.json").write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    contents = {"config.json": config.model_dump(mode="json"), "simulation.json": figures}
+    with working("writing the figures", console), writing_named(folder, RunFolderError):
+        write_folder_atomically(folder, {name: json.dumps(values, indent=1) for name, values in contents.items()})
     console.print(f"{'figures':<9} {folder / 'simulation.json'}", soft_wrap=True, highlight=False, markup=False)
     page = folder / "report.html"
     write_page(
@@ -97,6 +95,8 @@ def _check_free(folder: Path) -> None:
             raise RunFolderError(f"{folder} is no folder; nothing was changed. Name another one with --output")
         if folder.exists() and any(folder.iterdir()):
             raise RunFolderError(f"{folder} is not empty; nothing was changed. Name another folder with --output")
+        if os.path.realpath(folder) == os.getcwd():
+            raise RunFolderError(f"{folder} is the folder that this runs in; nothing was changed. Name one in it")
         check_writable(folder / "simulation.json")
 
 
@@ -106,7 +106,7 @@ def _fitted(
     """The configuration with fitted rates, what was fitted, and the rates before."""
     described = config.described()
     measured = load_measured(measurements, described.topology)
-    with console.status(f"fitting to {len(measured)} measurements"):
+    with working(f"fitting to {len(measured)} measurements", console):
         found = fit(measured, config, rates)
     values, hardware = config.model_dump(), described.costs.hardware
     before = {}
@@ -140,24 +140,15 @@ def _sweeps(config: SimulateConfig, record: SimulationRecord, console: Console) 
     narrowed = config.model_copy(update={"methods": names})
     total = sum(len(getattr(config.sweep, key)) for key in SweepConfig.model_fields)
     found: list[SweepRecord] = []
-    with _watching(console, "sweeps") as on_progress:
+    with working("sweeps", console, total=total) as work:
         for point in sweep(narrowed):
             found.append(point)
-            on_progress(f"{point.key} {point.value:g}", len(found), total)
+            work.advance(len(found), total)
     return found
 
 
-@contextmanager
-def _watching(console: Console, what: str) -> Iterator[OnProgress]:
-    """A bar on a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task(what, total=None)
-
-        def on_progress(name: str, done: int, total: int) -> None:
-            progress.update(task, description=f"{what}: {name}", completed=done, total=total)
-
-        yield on_progress
+def _told(work: Work) -> OnProgress:
+    return lambda name, done, total: work.advance(done, total, detail=name)
 
 
 def _print(record: SimulationRecord, console: Console) -> None:
@@ -190,17 +181,3 @@ def _table(rows: Sequence[SimulationRow]) -> Table:
         cells = (row.training, row.gain, row.of_forced_balance, row.imbalance, row.exposed, row.planning, row.saved)
         table.add_row(row.label, *cells, style=style)
     return table
-
-
-@contextmanager
-def _whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to be filled. It takes the place of `folder`, which is empty or not there: all of it or nothing."""
-    unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-    with writing_named(folder, RunFolderError):
-        unfinished.mkdir(parents=True)
-        try:
-            yield unfinished
-            unfinished.rename(folder)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise

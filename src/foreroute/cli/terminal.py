@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from time import monotonic
+from typing import Any, ClassVar
 
 import rich.console
 from rich.segment import Segment
@@ -21,7 +23,17 @@ class Console(rich.console.Console):
 
     Names of files and models, and whatever else comes from outside, may hold such characters. What Rich itself sends
     to a terminal, colours and the moves of a progress bar, is left alone.
+
+    Attributes:
+        printed_at: when any console of this process last printed, by `time.monotonic`.
     """
+
+    printed_at: ClassVar[float] = 0.0
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As Rich does."""
+        super().print(*objects, **options)
+        Console.printed_at = monotonic()
 
     def render(
         self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from foreroute.cli.alive import is_first_rank
 from foreroute.cli.page import write_page
-from foreroute.cli.progress import console_of_rank, is_first_rank, watching
+from foreroute.cli.progress import console_of_rank, watching
 from foreroute.report import write_report
 from foreroute.train import TrainConfig, load_config, train
 

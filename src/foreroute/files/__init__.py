@@ -5,7 +5,7 @@ No format lives here: what the bytes mean is the business of the room that reads
 
 from foreroute.files.reading import RegularFile, parse_json, read_file, read_text
 from foreroute.files.tensor_file import TensorFile
-from foreroute.files.writing import check_writable, write_atomically, writing_named
+from foreroute.files.writing import check_writable, write_atomically, write_folder_atomically, writing_named
 
 __all__ = [
     "RegularFile",
@@ -15,5 +15,6 @@ __all__ = [
     "read_file",
     "read_text",
     "write_atomically",
+    "write_folder_atomically",
     "writing_named",
 ]

@@ -1,4 +1,4 @@
-"""Files that are there in whole or not at all, and never in the place of something that is no file."""
+"""Files and folders that are there in whole or not at all, and never in the place of something that is no file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -63,6 +64,41 @@ def write_atomically(
         with suppress(OSError):
             os.unlink(temporary)
         raise
+    _sync_folder(target.parent)
+
+
+def write_folder_atomically(target: Path, contents: Mapping[str, str]) -> None:
+    """Fill a temporary folder beside `target`, flush it to disk, then move it into place.
+
+    The temporary folder is named and locked as the files of `write_atomically` are. One that a killed process left
+    behind is removed by the next write to the same target, unless it holds anything but files of these names.
+
+    Args:
+        target: the folder, which is empty or not there; folders on the way are made.
+        contents: text of files by name, to be written as UTF-8.
+
+    Raises:
+        OSError: what the system refuses, and when `target` holds something or is no folder. It is as it was.
+    """
+    target = Path(os.path.realpath(target))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for path in _temporaries(target):
+        with suppress(OSError):
+            _remove_folder_left_behind(path, contents.keys())
+    temporary, descriptor = _new_temporary_folder(target)
+    try:
+        for name, text in contents.items():
+            with (temporary / name).open("x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        os.fsync(descriptor)
+        os.rename(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        os.close(descriptor)
     _sync_folder(target.parent)
 
 
@@ -134,12 +170,52 @@ def _new_temporary(target: Path) -> tuple[str, int]:
         os.close(descriptor)
 
 
+def _temporaries(target: Path) -> list[Path]:
+    """What is named as if it were written to become `target`."""
+    prefix = f".{target.name}."
+    return [
+        path
+        for path in target.parent.iterdir()
+        if path.name.startswith(prefix) and _RANDOM.fullmatch(path.name[len(prefix) :])
+    ]
+
+
+def _new_temporary_folder(target: Path) -> tuple[Path, int]:
+    """A locked empty folder beside `target`: its path and descriptor."""
+    while True:
+        temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}"
+        temporary.mkdir()
+        with suppress(FileNotFoundError):  # somebody found it before it was locked, and removed it
+            descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with suppress(OSError):  # a file system without locks: nothing is removed there either
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.path.exists(temporary):
+                return temporary, descriptor
+            os.close(descriptor)
+
+
+def _remove_folder_left_behind(path: Path, names: Collection[str]) -> None:
+    """Remove a temporary folder whose writer is gone, and that holds nothing but files of these names.
+
+    A writer that was at work until now has renamed it, and `path` is no longer the folder that was opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+            return
+        held = list(os.scandir(descriptor))
+        if all(entry.name in names and entry.is_file(follow_symlinks=False) for entry in held):
+            for entry in held:
+                os.unlink(entry.name, dir_fd=descriptor)
+            os.rmdir(path)
+    finally:
+        os.close(descriptor)
+
+
 def _remove_left_behind(target: Path) -> None:
     """Remove temporary files of the same target whose writer is gone. A living one holds a lock on its own."""
-    prefix = f".{target.name}."
-    for path in target.parent.iterdir():
-        if not (path.name.startswith(prefix) and _RANDOM.fullmatch(path.name[len(prefix) :])):
-            continue
+    for path in _temporaries(target):
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:

@@ -15,7 +15,7 @@ What stage 3 minimises is in `objective/`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,6 +53,7 @@ class Trainer:
         skipped_steps: steps of data that were passed over by rollbacks.
         seconds: of the stages of the last step.
         ahead: what samples beside the updates; None where each step samples for itself.
+        on_stage: called when a stage begins, with the step and the stage's name.
     """
 
     config: TrainConfig
@@ -66,6 +67,7 @@ class Trainer:
     skipped_steps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     ahead: RolloutsAhead | None = None
+    on_stage: Callable[[int, str], None] = lambda step, stage: None
 
     def __post_init__(self) -> None:
         if self.config.rollout.max_staleness:
@@ -234,6 +236,7 @@ class Trainer:
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
+        self.on_stage(self.step, stage)
         start = time.perf_counter()
         try:
             yield

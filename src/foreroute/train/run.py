@@ -41,6 +41,8 @@ class Watcher:
         on_rollback: called when the run has gone back to an earlier checkpoint.
         on_superseded: called with a step that ran again and came out otherwise than it was recorded, and with the
             folder that the earlier records are in.
+        on_stage: called when a stage of a step begins, with the step and the stage's name: "rollout", "recompute",
+            "update" and such.
     """
 
     on_warm_start: Callable[[int, float], None] = lambda step, loss: None
@@ -48,6 +50,7 @@ class Watcher:
     should_stop: Callable[[], bool] = lambda: False
     on_rollback: Callable[[Rollback], None] = lambda rollback: None
     on_superseded: Callable[[int, Path], None] = lambda step, folder: None
+    on_stage: Callable[[int, str], None] = lambda step, stage: None
 
 
 def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: Watcher | None = None) -> RunFolder:
@@ -97,6 +100,7 @@ def _goes_back(
             closing(make_trainer(config, task, policy, execution, engine)) as trainer,
         ):
             trainer.skipped_steps = rollbacks[-1].skipped_steps if rollbacks else 0
+            trainer.on_stage = watcher.on_stage
             _start(trainer, run, last, resume=resume)
             return _run(trainer, run, watcher)
 
