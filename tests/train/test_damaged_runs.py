@@ -1,5 +1,7 @@
 """A run folder with something damaged, missing, foreign or in use: one error that names it, and nothing is lost."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -116,6 +118,7 @@ DAMAGES = {
     "a line missing": (lines(lambda old: old[:3] + old[4:]), "line 4 is damaged: its step is 4, expected 3"),
     "a line doubled": (lines(lambda old: old[:4] + old[3:]), "line 5 is damaged: its step is 3, expected 4"),
     "lines cut off": (lines(lambda old: old[:5]), "records of 5 steps, and the last checkpoint is of step 9"),
+    "the last line cut off": (lines(lambda old: old[:8]), "records of 8 steps, and the last checkpoint is of step 9"),
     "metrics gone": (removed("metrics.jsonl"), "records of 0 steps"),
     "metrics are a folder": (replaced_by_a_folder("metrics.jsonl"), r"metrics\.jsonl is a folder; expected a file"),
     "config is a list": (edited("config.json", lambda _: b"[]"), r"config\.json is damaged"),
@@ -302,6 +305,48 @@ def test_a_new_folder_is_held_before_anything_is_in_it_and_removed_when_nothing_
     assert not (tmp_path / "new").exists()
 
 
+def test_a_file_system_without_locks_is_trained_on_all_the_same(tmp_path, monkeypatch):
+    def flock(descriptor, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with RunFolder(tmp_path / "run").held():
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_is_new_with_what_a_kill_left_and_with_nothing_else(tmp_path):
+    run = RunFolder(tmp_path, config_of())
+    for name in (".lock", ".config.json.0a1b2c3d"):
+        (tmp_path / name).touch()
+    run.require_new()
+    for name in ("config.json", ".config.json.mine", "notes.lock", ".config.json.0a1b2c3d4"):
+        (tmp_path / name).touch()
+        for look in (run.require_new, run.begin):
+            with pytest.raises(RunFolderError, match="is not empty; nothing was changed"):
+                look()
+        assert not (tmp_path / name).read_bytes()
+        (tmp_path / name).unlink()
+    run.begin()
+    run.require_begun()
+
+
+def test_a_lock_of_a_file_that_is_gone_is_none(tmp_path, monkeypatch):
+    """Who held it removes it when it ends, which may be just before another one gets it."""
+    take, removed = fcntl.flock, []
+
+    def flock(descriptor, how):
+        take(descriptor, how)
+        if not removed:
+            removed.append((tmp_path / ".lock").unlink())
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with RunFolder(tmp_path).held():
+        assert removed
+        with pytest.raises(RunFolderError, match="already in use"), RunFolder(tmp_path).held():
+            pass
+
+
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -364,3 +409,15 @@ def test_a_metrics_file_goes_on_behind_what_was_written_whole(tmp_path):
     assert metrics.append({"step": 0, "seconds": 3}) == {"step": 0}
     metrics.append({"step": 1})
     assert path.read_bytes() == b'{"step": 0}\n{"step": 1}\n'
+
+
+def test_lines_that_were_moved_before_a_kill_stay_where_they_are(tmp_path):
+    path, target = tmp_path / "metrics.jsonl", tmp_path / "aside" / "metrics.jsonl"
+    path.write_bytes(b"".join(b'{"step": %d}\n' % step for step in range(4)))
+    MetricsFile(path).move(2, target)
+    moved, kept = target.read_bytes(), path.read_bytes()
+    assert (moved, kept) == (b'{"step": 2}\n{"step": 3}\n', b'{"step": 0}\n{"step": 1}\n')
+    MetricsFile(path).move(2, target)
+    path.write_bytes(kept + b'{"step": 2}\n')  # killed before the lines were taken out
+    MetricsFile(path).move(2, target)
+    assert (target.read_bytes(), path.read_bytes()) == (moved, kept)

@@ -1,5 +1,6 @@
 """Releases of other projects: one table, looked at when an adapter is imported or an engine starts, and said alike."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -133,6 +134,21 @@ def test_an_adapter_looks_before_it_imports_anything_else_of_its_peer(adapter, p
     assert run.stdout.startswith(f"{package} 0.1 does not work"), run.stderr
 
 
+@pytest.mark.parametrize("version", ["0.1" + "x" * 5000, "0.5.23" + "." + "9" * 5000, "1." + "9" * 5000, "x" * 5000])
+def test_what_a_server_says_of_itself_is_told_briefly(version):
+    """What answers may be anything; more digits than Python reads as a number are no traceback."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            require_engine("SGLang", version)
+        except EngineError as error:
+            said = str(error)
+        else:
+            said = str(caught[0].message)
+    assert version[:9] in said
+    assert len(said) < 300
+
+
 def test_an_engines_version_is_looked_at_without_any_framework():
     """vLLM's worker does so where nothing but numpy and vLLM is."""
     script = (
@@ -152,6 +168,18 @@ def rows_of_the_page(heading):
     text = (PAGES / "versions.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.split("\n") if line[:3] == "| `"]
     return {row[0].strip("`"): row[1:] for row in rows}
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_the_module_that_is_looked_at_is_the_one_that_states_the_version(package):
+    try:
+        found = importlib.util.find_spec(PACKAGES[package].module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        pytest.skip(f"{package} is not installed here")
+    assert found.origin is not None
+    assert "__version__" in Path(found.origin).read_text()
 
 
 def test_the_page_has_the_table_that_the_code_has():
