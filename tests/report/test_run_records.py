@@ -50,6 +50,32 @@ def edit_line(folder, number, text):
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def mismatch_line(shares, histogram):
+    native = step_line(1)["mismatch"]["native"]
+    changed = {**native, "differing_share_by_layer": shares, "differing_layers_histogram": histogram}
+    return json.dumps({"step": 1, "mismatch": {"native": changed}})
+
+
+def execution_line(at_home, executed, sides=("at_home", "executed")):
+    """Of two ranks with one stage."""
+    stages = {"update": {"at_home_MLG": at_home, "executed_MLG": executed}}
+    said = dict.fromkeys(sides, 1.5)
+    return json.dumps({"step": 1, "execution": {"ranks": 2, "max_over_mean": said, "stages": stages}})
+
+
+def test_a_line_of_two_ranks_with_a_stage_is_read(tmp_path):
+    folder = write_run(tmp_path / "a", config(), steps(2))
+    edit_line(folder, 2, execution_line([[[1, 2]]], [[[2, 1]]]))
+    assert read_run(folder).steps[1].execution.stages["update"].of("executed").tolist() == [[[2, 1]]]
+
+
+def test_a_quotient_of_sums_may_be_a_share_to_rounding(tmp_path):
+    folder = write_run(tmp_path / "a", config(), steps(3))
+    edit_line(folder, 2, '{"step": 1, "clip_share": 1.0000001}')
+    edit_line(folder, 3, '{"step": 2, "clip_share": -1e-7}')
+    assert [step.clip_share for step in read_run(folder).steps[1:]] == [1.0000001, -1e-7]
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -57,12 +83,22 @@ def edit_line(folder, number, text):
         ("[]", "object"),
         ('{"reward_mean": 0.5}', "step"),
         ('{"step": 1, "reward_mean": "high"}', "reward_mean"),
+        ('{"step": "1"}', "step: .*integer"),
+        ('{"step": 1, "reward_mean": "0.5"}', "reward_mean: .*number"),
         ('{"step": 1, "clip_share": 1e308}', "clip_share: .*expected a share from 0 to 1"),
         ('{"step": 1, "clip_share": -0.1}', "clip_share: .*expected a share from 0 to 1"),
         ('{"step": 1, "mismatch": {"native": {"k3": 0.1}}}', r"mismatch\.native\.f2"),
         ('{"step": 1, "mismatch": {"sideways": {}}}', "sideways"),
         ('{"step": 1, "margins": {"log10_edges": [0, 1], "counts_LB": [[1, 2]]}}', "2 log10_edges need 1 counts"),
         ('{"step": 1, "margins": {"log10_edges": [1, 0], "counts_LB": [[1]]}}', "ascend"),
+        ('{"step": 1, "margins": {"log10_edges": [0, 0], "counts_LB": [[1]]}}', "ascend"),
+        ('{"step": 1, "margins": {"log10_edges": [0, Infinity], "counts_LB": [[1]]}}', "must be finite"),
+        (mismatch_line([0.1, 0.2], [1, 1]), "2 layers need a histogram of 3 counts, this one has 2"),
+        (mismatch_line([], [1] * 5), "the bins of differing_layers_histogram are 5, on earlier lines they are"),
+        (execution_line([[[1, 2]]], [[[3]]]), "the same numbers of micro-steps, layers and ranks"),
+        (execution_line([[[1, 2], [3]]], [[[1, 2], [3]]]), "the same numbers of micro-steps, layers and ranks"),
+        (execution_line([[[1, 2, 3]]], [[[3, 2, 1]]]), "stages need loads of 2 ranks"),
+        (execution_line([[[1, 2]]], [[[2, 1]]], ["at_home"]), "max_over_mean needs at_home and executed"),
         ('{"step": 1, "margins": {"log10_edges": [0, 1], "counts_LB": [[1]]}}', "earlier lines"),
     ],
 )
@@ -120,14 +156,27 @@ def test_missing_things_are_refused_by_name(tmp_path):
     with pytest.raises(RunFolderError, match=r"metrics\.jsonl does not exist"):
         read_run(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(RunFolderError, match=r"config\.json does not exist"):
+    with pytest.raises(RunFolderError, match=r"config\.json does not exist; a run folder holds config\.json and metr"):
         read_run(folder)
 
 
-def test_a_damaged_config_is_refused(tmp_path):
-    folder = write_run(tmp_path / "a", config() | {"seed": "zero"}, steps(1))
+@pytest.mark.parametrize("seed", ["zero", "7", 7.0, True])
+def test_a_damaged_config_is_refused(tmp_path, seed):
+    folder = write_run(tmp_path / "a", config() | {"seed": seed}, steps(1))
     with pytest.raises(RunFolderError, match=r"config\.json is damaged: seed"):
         read_run(folder)
+
+
+def test_damaged_rollbacks_are_refused(tmp_path):
+    folder = write_run(tmp_path / "a", config(), steps(1))
+    stored = {"number": 1, "at_step": 5, "to_step": 2, "because": "an alarm", "skipped_steps": 4}
+    for change in ({}, {"at_step": "5"}, {"to_step": 2.0}, {"because": None}):
+        (folder / "rollbacks.json").write_text(json.dumps({"settled": True, "rollbacks": [stored | change]}))
+        if not change:
+            assert [(each.at_step, each.to_step) for each in read_run(folder).rollbacks] == [(5, 2)]
+            continue
+        with pytest.raises(RunFolderError, match=rf"rollbacks\.json is damaged: rollbacks\.0\.{next(iter(change))}"):
+            read_run(folder)
 
 
 def test_a_run_without_a_complete_step_is_refused(tmp_path):

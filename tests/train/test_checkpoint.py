@@ -70,6 +70,38 @@ def test_what_is_written_is_read_with_the_same_bits_types_and_order(path):
     weights["embed.weight"].add_(1)  # and can be written to
 
 
+def test_views_of_one_memory_are_read_as_what_they_were(tmp_path):
+    """Memory is shared where type, shape and strides are the same, too."""
+    square = torch.arange(9.0).reshape(3, 3)
+    model = {"w": square, "transposed": square.T, "bits": square.view(torch.int32), "row": square[0], "again": square}
+    write_checkpoint(tmp_path / "views", Checkpoint({"step": 0, "model": model}, "", ""))
+    read = load_checkpoint(tmp_path / "views")["model"]
+    assert plain(read) == plain(model)
+    assert read["again"].data_ptr() == read["w"].data_ptr() != read["transposed"].data_ptr()
+
+
+def test_tensors_whose_places_read_alike_are_kept_apart(tmp_path):
+    state = {"step": 0, "model": {"a/b": torch.zeros(2)}, "a": {"b/c": torch.ones(1)}, "a/b": {"c": torch.ones(3)}}
+    write_checkpoint(tmp_path / "alike", Checkpoint(state, "", ""))
+    assert plain(load_checkpoint(tmp_path / "alike")) == plain(state)
+
+
+def test_every_tensor_begins_at_a_multiple_of_its_size(tmp_path):
+    """So that it can be mapped into memory, whatever the length of the text before."""
+    for length in range(8):
+        state = state_of()
+        state["model"]["odd"] = torch.ones(3, dtype=torch.uint8)
+        path = tmp_path / str(length)
+        write_checkpoint(path, Checkpoint(state, "c" * length, ""))
+        written = path.read_bytes()
+        begin = 8 + int.from_bytes(written[:8], "little")
+        header = json.loads(written[8:begin])
+        sizes = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I16": 2, "U16": 2, "U8": 1, "BOOL": 1}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                assert (begin + entry["data_offsets"][0]) % sizes[entry["dtype"]] == 0, name
+
+
 def test_the_same_state_is_the_same_file_and_an_ordinary_safetensors_file(path, tmp_path):
     again = tmp_path / "again"
     write_checkpoint(again, Checkpoint(state_of(), "c0", "d0"))
@@ -171,6 +203,11 @@ def nested(depth, value=1):
         (tree(rest={"dict": {}}), "unknown form"),
         (tree(rest={"tensor": "other"}), "unknown form"),
         (tree(rest={"tensor": ["t"]}), "unknown form"),
+        (tree(rest={"tensor": "t", "shape": [2]}), "unknown form"),
+        (tree(rest={"tuple": [], "dict": 1}), "unknown form"),
+        (tree(rest={"dict": [], "tuple": 1}), "unknown form"),
+        (tree(rest={"dict": [[True, 1]]}), "unknown form"),
+        (tree(rest={"dict": [["a", 1, 2]]}), "unknown form"),
         (tree(rest={"tensor": "t", "type": "bfloat16"}), "float32 is no 'bfloat16'"),
         (tree(rest={"tensor": "t", "type": ["x"]}), "is no"),
         (tree(rest={"tensor": "t", "scalar": True}), "said to have no axes"),
@@ -181,6 +218,15 @@ def nested(depth, value=1):
 def test_a_forged_checkpoint_is_refused_with_what_is_wrong_in_it(tmp_path, content, reason):
     (tmp_path / "forged").write_bytes(forged(content))
     with pytest.raises(RunFolderError, match=reason):
+        load_checkpoint(tmp_path / "forged")
+
+
+@pytest.mark.parametrize("scalar", [1, "true", None])
+def test_whether_a_tensor_has_no_axes_is_said_by_true_alone(tmp_path, scalar):
+    (tmp_path / "forged").write_bytes(
+        forged(tree(rest={"tensor": "t", "scalar": scalar}), {"t": np.zeros(1, np.float32)})
+    )
+    with pytest.raises(RunFolderError, match=r"of shape \[1\] is said to have no axes"):
         load_checkpoint(tmp_path / "forged")
 
 

@@ -1,5 +1,7 @@
 """A run folder with something damaged, missing, foreign or in use: one error that names it, and nothing is lost."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -13,6 +15,7 @@ import pytest
 from counting_runs import counting, counting_config
 from foreroute.capture import load_generation
 from foreroute.errors import RunFolderError
+from foreroute.trace import load
 from foreroute.train import RunFolder, Watcher, train
 from foreroute.train.checkpoint import read_checkpoint, write_checkpoint
 from foreroute.train.metrics_file import MetricsFile
@@ -116,6 +119,7 @@ DAMAGES = {
     "a line missing": (lines(lambda old: old[:3] + old[4:]), "line 4 is damaged: its step is 4, expected 3"),
     "a line doubled": (lines(lambda old: old[:4] + old[3:]), "line 5 is damaged: its step is 3, expected 4"),
     "lines cut off": (lines(lambda old: old[:5]), "records of 5 steps, and the last checkpoint is of step 9"),
+    "the last line cut off": (lines(lambda old: old[:8]), "records of 8 steps, and the last checkpoint is of step 9"),
     "metrics gone": (removed("metrics.jsonl"), "records of 0 steps"),
     "metrics are a folder": (replaced_by_a_folder("metrics.jsonl"), r"metrics\.jsonl is a folder; expected a file"),
     "config is a list": (edited("config.json", lambda _: b"[]"), r"config\.json is damaged"),
@@ -139,6 +143,11 @@ DAMAGES = {
         r"rollbacks\.json is damaged \(rollbacks\.0\.to_step: .*integer",
     ),
     "rollbacks with another number": (values("rollbacks.json", set_key("skipped_steps", 5)), "contradict each other"),
+    "rollbacks that begin with the second": (values("rollbacks.json", set_key("number", 2)), "contradict each other"),
+    "rollbacks with more than there is": (
+        values("rollbacks.json", lambda stored: stored.update(undone=[])),
+        r"rollbacks\.json is damaged \(undone: ",
+    ),
     "rollbacks with a number below 0": (
         values("rollbacks.json", lambda stored: stored["rollbacks"][0].update(to_step=-1, skipped_steps=9)),
         "contradict each other",
@@ -252,6 +261,73 @@ def test_steps_that_come_out_otherwise_put_what_was_recorded_aside(whole, folder
     assert path.read_bytes() == whole.metrics.path.read_bytes()
 
 
+def test_the_checkpoint_to_go_back_to_is_one_from_before_the_step(tmp_path):
+    run = RunFolder(tmp_path)
+    with pytest.raises(RunFolderError, match="checkpoints holds no checkpoint to go back to; restore one"):
+        run.checkpoint_step_before(3)
+    for step in (2, 4, 10):
+        run.save_checkpoint(step, {"model": {}})
+    assert [run.checkpoint_step_before(step) for step in (0, 2, 3, 4, 5, 11)] == [2, 2, 2, 2, 4, 10]
+    assert run.last_checkpoint().name == "step-000010.safetensors"
+
+
+def test_a_checkpoint_vouches_for_the_lines_before_its_step_and_for_no_other(tmp_path):
+    """Lines of later steps may be there: those of steps that run again."""
+    run = RunFolder(tmp_path)
+    run.metrics.path.write_bytes(b"".join(b'{"step": %d}\n' % step for step in range(4)))
+    path = run.save_checkpoint(2, {"model": {}})
+    run.metrics.path.write_bytes(b'{"step": 0}\n{"step": 1}\n{"step": 2, "reward_mean": 1.0}\n')
+    run.metrics.take_up(2, run.load(path).metrics)
+    run.metrics.path.write_bytes(b'{"step": 0}\n{"step": 1, "reward_mean": 1.0}\n')
+    with pytest.raises(RunFolderError, match="the lines of the steps before 2 are not those that were there"):
+        run.metrics.take_up(2, run.load(path).metrics)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_rollouts_trace_is_among_those_of_the_run_and_stored_once_where_it_can_be(
+    whole, tmp_path, monkeypatch, links
+):
+    def link(source, target):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(os, "link", link)
+    generation = load_generation(whole.path / "rollouts" / "step-000008.safetensors")
+    for _ in range(2):  # as by a step that runs again
+        RunFolder(tmp_path).save_rollout(3, generation)
+    trace = tmp_path / "traces" / "step-000003.safetensors"
+    assert load(trace).equals(generation.trace)
+    assert (trace.stat().st_nlink == 2) is links
+    assert load_generation(tmp_path / "rollouts" / trace.name).trace.equals(generation.trace)
+
+
+def test_what_is_put_aside_begins_with_its_first_step(tmp_path):
+    run = RunFolder(tmp_path)
+    for name in ("rollouts", "traces"):
+        (tmp_path / name).mkdir()
+        for step in (6, 7, 8, 1000000):
+            (tmp_path / name / f"step-{step:06d}.safetensors").touch()
+        (tmp_path / name / "notes").touch()
+    run.put_aside(tmp_path / "aside", {"rollouts": 7, "traces": 8}, metrics_from=0)
+    left = {name: sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("rollouts", "traces")}
+    assert left["rollouts"] == ["notes", "step-000006.safetensors"]
+    assert left["traces"] == ["notes", "step-000006.safetensors", "step-000007.safetensors"]
+    assert len([*(tmp_path / "aside" / "rollouts").iterdir()]) == 3
+
+
+def test_what_is_put_aside_twice_is_kept_twice(tmp_path):
+    """A run that is resumed on another machine, and on a third."""
+    path = tmp_path / "metrics.jsonl"
+    for number, reward in enumerate((0.1, 0.2), 1):
+        run = RunFolder(tmp_path)
+        path.write_text(f'{{"step": 0, "reward_mean": {reward}}}\n')
+        run.metrics.take_up(0, run.metrics.digest(0))
+        assert run.supersede({"step": 0, "reward_mean": 0.3}) == tmp_path / f"superseded-{number}"
+        assert not path.read_bytes()
+    rewards = [json.loads((tmp_path / f"superseded-{n}" / path.name).read_text())["reward_mean"] for n in (1, 2)]
+    assert rewards == [0.1, 0.2]
+
+
 def test_a_run_that_ended_before_its_first_checkpoint_is_begun_again(tmp_path):
     with counting():
         run = RunFolder(tmp_path / "run", config_of())
@@ -268,9 +344,10 @@ def test_data_is_remembered_and_a_damaged_memory_is_named(tmp_path):
     run.bind_data(digest, begun=True)
     with pytest.raises(RunFolderError, match="started with other data"):
         run.bind_data(other, begun=True)
-    for damaged in (b"", digest[:-1].encode(), b"\xff" * 32, digest.upper().encode()):
+    two = f"{digest} {other}".encode()  # of data and of evaluation's, where there is one
+    for damaged in (b"", digest[:-1].encode(), b"\xff" * 32, digest.upper().encode(), two):
         (tmp_path / "data.txt").write_bytes(damaged)
-        with pytest.raises(RunFolderError, match=r"data\.txt is (damaged|not text)"):
+        with pytest.raises(RunFolderError, match=r"data\.txt is (damaged: it holds|not text)"):
             run.bind_data(digest, begun=True)
 
 
@@ -300,6 +377,48 @@ def test_a_new_folder_is_held_before_anything_is_in_it_and_removed_when_nothing_
             train(config_of(), tmp_path / "new")
         assert [path.name for path in (tmp_path / "new").iterdir()] == [".lock"]
     assert not (tmp_path / "new").exists()
+
+
+def test_a_file_system_without_locks_is_trained_on_all_the_same(tmp_path, monkeypatch):
+    def flock(descriptor, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with RunFolder(tmp_path / "run").held():
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_is_new_with_what_a_kill_left_and_with_nothing_else(tmp_path):
+    run = RunFolder(tmp_path, config_of())
+    for name in (".lock", ".config.json.0a1b2c3d"):
+        (tmp_path / name).touch()
+    run.require_new()
+    for name in ("config.json", ".config.json.mine", "notes.lock", ".config.json.0a1b2c3d4"):
+        (tmp_path / name).touch()
+        for look in (run.require_new, run.begin):
+            with pytest.raises(RunFolderError, match="is not empty; nothing was changed"):
+                look()
+        assert not (tmp_path / name).read_bytes()
+        (tmp_path / name).unlink()
+    run.begin()
+    run.require_begun()
+
+
+def test_a_lock_of_a_file_that_is_gone_is_none(tmp_path, monkeypatch):
+    """Who held it removes it when it ends, which may be just before another one gets it."""
+    take, removed = fcntl.flock, []
+
+    def flock(descriptor, how):
+        take(descriptor, how)
+        if not removed:
+            removed.append((tmp_path / ".lock").unlink())
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with RunFolder(tmp_path).held():
+        assert removed
+        with pytest.raises(RunFolderError, match="already in use"), RunFolder(tmp_path).held():
+            pass
 
 
 HOLD = """
@@ -364,3 +483,15 @@ def test_a_metrics_file_goes_on_behind_what_was_written_whole(tmp_path):
     assert metrics.append({"step": 0, "seconds": 3}) == {"step": 0}
     metrics.append({"step": 1})
     assert path.read_bytes() == b'{"step": 0}\n{"step": 1}\n'
+
+
+def test_lines_that_were_moved_before_a_kill_stay_where_they_are(tmp_path):
+    path, target = tmp_path / "metrics.jsonl", tmp_path / "aside" / "metrics.jsonl"
+    path.write_bytes(b"".join(b'{"step": %d}\n' % step for step in range(4)))
+    MetricsFile(path).move(2, target)
+    moved, kept = target.read_bytes(), path.read_bytes()
+    assert (moved, kept) == (b'{"step": 2}\n{"step": 3}\n', b'{"step": 0}\n{"step": 1}\n')
+    MetricsFile(path).move(2, target)
+    path.write_bytes(kept + b'{"step": 2}\n')  # killed before the lines were taken out
+    MetricsFile(path).move(2, target)
+    assert (target.read_bytes(), path.read_bytes()) == (moved, kept)

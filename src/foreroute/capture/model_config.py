@@ -280,8 +280,8 @@ def _deepseek_v4(fields: _Fields) -> Kinds:
 def _nemotron_h(fields: _Fields) -> Kinds:
     """Every block is one mixer, of which experts are a kind. `num_hidden_layers` is not read."""
     blocks, pattern = fields.list_of("layers_block_type"), fields.get("hybrid_override_pattern")
-    if blocks is None and isinstance(pattern, str) and set(pattern) <= _PATTERN.keys():
-        blocks = [_PATTERN[letter] for letter in pattern[:MAX_LAYERS]]
+    if blocks is None and isinstance(pattern, str) and len(pattern) <= MAX_LAYERS and set(pattern) <= _PATTERN.keys():
+        blocks = [_PATTERN[letter] for letter in pattern]
     if blocks is None:
         raise fields.wrong(f"no layers_block_type, and hybrid_override_pattern {shown(pattern)}")
     if unknown := [block for block in blocks if block not in ("moe", *_NOT_ROUTED)]:

@@ -1,5 +1,7 @@
 """What a session is handed: a value of the wrong kind is refused by name, before anything of the model is touched."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from foreroute.errors import (
     StaleTraceError,
     TraceError,
 )
+from foreroute.trace import RoutingTrace
 from models import tiny
 
 BATCH = batch_of(9, 6, 4)
@@ -66,6 +69,29 @@ def test_expected_versions_may_be_one_or_several(routed, trace, given):
     assert replayed(routed, trace, weight_version=given).num_forwards == 1
 
 
+def test_the_largest_version_is_one_that_a_trace_can_state(routed, trace):
+    largest = 2**31 - 1
+    stated = recorded(routed, weight_version=largest)
+    assert stated.versions == (largest,)
+    assert replayed(routed, stated, weight_version=largest).num_forwards == 1
+
+
+def test_every_routed_row_is_of_an_accepted_version(routed, trace):
+    """As of a rollout that went on under new weights; one fresh row does not vouch for the others."""
+    mixed = replace(trace, weight_versions_N=np.where(np.arange(trace.num_rows) < 5, 1, 2).astype(np.int32))
+    assert mixed.versions == (1, 2)
+    for given in (1, 2, [2, 3], range(2, 4)):
+        with pytest.raises(StaleTraceError, match=r"weight versions \[1, 2\], expected only"):
+            replayed(routed, mixed, weight_version=given)
+    assert replayed(routed, mixed, weight_version=[1, 2]).num_forwards == 1
+
+
+def test_a_trace_without_routes_is_of_no_version(routed, trace):
+    bare = RoutingTrace.unrouted(trace.spec, [trace.tokens(s) for s in range(len(trace))])
+    with pytest.raises(StaleTraceError, match=r"weight versions \[\], expected only 1 "):
+        replayed(routed, bare, weight_version=1)
+
+
 def test_a_range_of_versions_does_not_let_pass_what_states_none(routed, trace):
     """`range(step - 2, step + 1)` reaches below 0 in the first steps."""
     unstated = trace.with_weight_version(-1)
@@ -97,6 +123,11 @@ def test_a_switch_is_true_or_false(routed, trace, name, given):
     for begin in opened:
         with pytest.raises(ConfigError, match=f"{name} is .*expected True or False"):
             begin(**{name: given}).__enter__()
+
+
+def test_a_switch_may_be_of_numpy(routed, trace):
+    assert replayed(routed, trace, telemetry=np.True_, gate_weights=np.False_).agreement() is not None
+    assert recorded(routed, gate_weights=np.True_).gate_weights_NLK is not None
 
 
 @pytest.mark.parametrize("given", [None, 0, [], {}, "x", "native ", np.array("native"), True, b"error"], ids=repr)
@@ -142,6 +173,12 @@ def test_what_is_attached_is_a_module(model, routed):
         ({"past_key_values": "cache"}, "past_key_values is a str"),
         ({"cu_seq_lens_q": [0, 27]}, "cu_seq_lens_q is a list"),
         ({"cu_seq_lens_q": torch.tensor([0.0, 27.0])}, "cu_seq_lens_q are float32"),
+        ({"cu_seq_lens_q": torch.tensor([False, True])}, r"cu_seq_lens_q are bool of shape \(2,\)"),
+        ({"cu_seq_lens_q": torch.tensor([[0, 27]])}, r"cu_seq_lens_q are int64 of shape \(1, 2\)"),
+        ({"attention_mask": BATCH["attention_mask"][:2]}, r"attention_mask is \(2, 9\)"),
+        ({"attention_mask": BATCH["attention_mask"][:, 1:]}, r"attention_mask is \(3, 8\)"),
+        ({"attention_mask": BATCH["attention_mask"][0]}, r"attention_mask is \(9,\)"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(3, 9, 32)}, "the forward got no input_ids"),
     ],
 )
 def test_batches_of_wrong_values_are_refused_in_replay_and_in_recordings(routed, trace, change, message):
@@ -195,6 +232,7 @@ def test_no_hostile_value_leaves_a_trace_on_the_model(model, routed, trace):
     replayed(routed, trace)
 
 
-def test_a_long_range_of_versions_is_told_by_its_ends(routed, trace):
+@pytest.mark.parametrize("given", [range(2, 10**12 + 1), range(10**12, 1, -1)], ids=["up", "down"])
+def test_a_long_range_of_versions_is_told_by_its_ends(routed, trace, given):
     with pytest.raises(StaleTraceError, match="expected only those from 2 to 1000000000000 "):
-        replayed(routed, trace, weight_version=range(2, 10**12 + 1))
+        replayed(routed, trace, weight_version=given)

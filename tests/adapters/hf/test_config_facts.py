@@ -24,6 +24,7 @@ OTHERWISE = [
     ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [1], "num_hidden_layers": 6}),
     ("qwen3_next", {"decoder_sparse_step": 3, "num_hidden_layers": 6}),
     ("qwen3_vl_moe", {"mlp_only_layers": [0, 2]}),
+    ("qwen3_vl_moe", {"decoder_sparse_step": 2}),
     ("qwen3_omni_moe", {"decoder_sparse_step": 2}),
     ("flint", {"num_hidden_layers": 5}),
     ("flint", {"mlp_only_layers": [3]}),

@@ -132,6 +132,7 @@ def test_a_rollout_carries_gate_weights(routed):
         (lambda o, m: ({"sequences": o}, m), r"sequences are a dict"),
         (lambda o, m: ([*o], m), "no padding; give no attention_mask"),
         (lambda o, m: ([[[1], [2, 3]]] * 3,), "holds no tokens"),
+        (lambda o, m: ([row[:, None] for row in o],), r"sequence 0 is int64 of shape \(11, 1\)"),
         (
             lambda o, m: (o.repeat(1, 2), m.repeat(1, 2)),
             "sequence 0, position 8: token",
@@ -144,11 +145,15 @@ def test_sequences_that_are_not_those_recorded_are_refused(routed, given, messag
         recording.rollout(*given(output, mask))
 
 
-def test_sequences_longer_than_recorded_are_refused(routed):
+@pytest.mark.parametrize("more", [1, 2])
+def test_sequences_longer_than_recorded_are_refused(routed, more):
     with routed.record() as recording:
         output = routed.model.generate(**batch_of(4, 4), max_new_tokens=2, pad_token_id=PAD)
-    with pytest.raises(BatchMismatchError, match="sequence 0 has 8 tokens in the rollout and 5 were recorded"):
-        recording.rollout(torch.cat([output, output[:, :2]], dim=1))
+    longer = torch.cat([output, output[:, :more]], dim=1)
+    with pytest.raises(
+        BatchMismatchError, match=f"sequence 0 has {6 + more} tokens in the rollout and 5 were recorded"
+    ):
+        recording.rollout(longer)
 
 
 def test_a_rollout_of_nothing_is_refused(routed):
@@ -167,10 +172,10 @@ def test_a_rollout_without_a_cache_is_refused(routed):
 
 @pytest.mark.parametrize("how", ["keyword", "configuration", "by place", "the model's own"])
 def test_beams_are_refused_before_anything_is_sampled(routed, how):
-    config = GenerationConfig(num_beams=3, max_new_tokens=4, pad_token_id=PAD)
+    config = GenerationConfig(num_beams=2, max_new_tokens=4, pad_token_id=PAD)
     model, prompts = routed.model, batch_of(4, 4)
     calls = {
-        "keyword": lambda: model.generate(**prompts, num_beams=3, max_new_tokens=4),
+        "keyword": lambda: model.generate(**prompts, num_beams=2, max_new_tokens=4),
         "configuration": lambda: model.generate(**prompts, generation_config=config),
         "by place": lambda: model.generate(prompts["input_ids"], config),
         "the model's own": lambda: model.generate(**prompts),
@@ -179,7 +184,7 @@ def test_beams_are_refused_before_anything_is_sampled(routed, how):
     if how == "the model's own":
         model.generation_config = config
     try:
-        with routed.record() as recording, pytest.raises(ReplayError, match="num_beams=3: beams change places"):
+        with routed.record() as recording, pytest.raises(ReplayError, match="num_beams=2: beams change places"):
             calls[how]()
         with pytest.raises(ReplayError, match="nothing was recorded"):
             recording.trace()
@@ -192,6 +197,21 @@ def test_beams_are_refused_before_anything_is_sampled(routed, how):
     assert "generate" not in vars(model)
 
 
+def test_what_a_call_asks_for_goes_before_the_models_own_beams(routed):
+    model, prompts = routed.model, batch_of(4, 4)
+    own, model.generation_config = model.generation_config, GenerationConfig(num_beams=3, pad_token_id=PAD)
+    try:
+        for asked in (
+            {"num_beams": 1, "max_new_tokens": 2},
+            {"generation_config": GenerationConfig(num_beams=1, max_new_tokens=2, pad_token_id=PAD)},
+        ):
+            with routed.record() as recording:
+                output = model.generate(**prompts, **asked)
+            assert recording.rollout(output).lengths.tolist() == [6, 6]
+    finally:
+        model.generation_config = own
+
+
 def test_a_static_cache_is_refused_by_its_name(routed):
     with routed.record(), pytest.raises(BatchMismatchError, match=r"cache is static.*cache_implementation=.dynamic"):
         routed.model.generate(**batch_of(4, 4), max_new_tokens=2, cache_implementation="static", pad_token_id=PAD)
@@ -200,3 +220,12 @@ def test_a_static_cache_is_refused_by_its_name(routed):
             **batch_of(4, 4), max_new_tokens=2, cache_implementation="dynamic", pad_token_id=PAD
         )
     assert recording.rollout(output).lengths.tolist() == [6, 6]
+
+
+def test_a_model_that_cannot_generate_is_recorded_too(routed):
+    trunk = hf.attach(routed.model.model)
+    assert not hasattr(trunk.model, "generate")
+    batch = batch_of(4, 4)
+    with trunk.record() as recording, torch.no_grad():
+        trunk.model(**batch)
+    assert recording.trace().lengths.tolist() == [4, 4]

@@ -413,6 +413,21 @@ def test_what_a_user_sets_inside_a_session_stays():
     assert router.__dict__["forward"] is mine
 
 
+def test_a_forward_that_continues_a_cache_is_not_replayed():
+    """Even where its tokens are those of the trace: they stand at other positions."""
+    model = tiny("qwen3_moe").eval()
+    routed = hf.attach(model)
+    batch = batch_of(4, seed=1)
+    trace = random_routes(routed.spec, batch)
+    with torch.no_grad():
+        cache = model(input_ids=batch["input_ids"], use_cache=True).past_key_values
+        with (
+            pytest.raises(BatchMismatchError, match="continues a key-value cache of 4 positions; replay whole seq"),
+            routed.replay(trace),
+        ):
+            model(input_ids=batch["input_ids"], past_key_values=cache, use_cache=True)
+
+
 def test_decode_steps_of_another_batch_are_refused():
     model = tiny("qwen3_moe").eval()
     routed = hf.attach(model)

@@ -212,9 +212,10 @@ def test_a_vllm_of_a_version_that_does_not_work_is_refused_by_name(routed, fake_
     monkeypatch.setenv("FAKE_VLLM_VERSION", version)
     with (
         vllm.ProcessEngine(routed, fake_settings()) as engine,
-        pytest.raises(EngineError, match=re.escape(f"vLLM {version} does not work") + ".*install 0.30.0"),
+        pytest.raises(EngineError, match=re.escape(f"vLLM {version} does not work") + ".*install 0.30.0") as refused,
     ):
         rollout(engine, routed)
+    assert "could not load the model: EngineError" in str(refused.value), "the worker looks before vLLM starts"
 
 
 def test_a_vllm_without_a_version_number_is_warned_of(routed, fake_settings, monkeypatch):

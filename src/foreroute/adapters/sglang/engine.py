@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from foreroute.adapters.checkpoint import WeightsFolder
 from foreroute.adapters.endpoint import Answer, Endpoint
-from foreroute.adapters.engine_versions import require_engine
 from foreroute.adapters.hf import RoutedModel
 from foreroute.adapters.sampled import OutsideEngine, Sampled, draw_seeds, generation_of, require_version
+from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
 from foreroute.errors import EngineError
 
@@ -48,7 +48,7 @@ class ServerEngine(OutsideEngine):
         self._server = Endpoint(url, timeout_s=timeout_s, what="the SGLang server")
         info = self._server.get("/server_info")
         self._engine_version = info.read(str, "version")
-        require_engine("SGLang", self._engine_version, least="0.5.10", tested="0.5.23")
+        require_engine("SGLang", self._engine_version)
         if not (info.has(ROUTES) and info.read(bool, ROUTES)):
             raise EngineError("the SGLang server must be started with --enable-return-routed-experts")
         self._weights = WeightsFolder(weights_folder, routed.model)

@@ -14,14 +14,14 @@ from numpy.typing import ArrayLike, NDArray
 
 import foreroute
 from foreroute.adapters.checkpoint import CheckpointWriter, WeightsFolder
-from foreroute.adapters.engine_versions import require_engine
 from foreroute.adapters.hf import RoutedModel
 from foreroute.adapters.sampled import OutsideEngine, Sampled, draw_seeds, require_finished, require_version
+from foreroute.adapters.versions import require_engine
 from foreroute.adapters.vllm.frames import Frame
 from foreroute.adapters.vllm.partial import PartialGeneration
 from foreroute.adapters.vllm.process import WorkerProcess
 from foreroute.adapters.vllm.settings import ProcessSettings
-from foreroute.adapters.vllm.worker import MARKER, SUPPORTED
+from foreroute.adapters.vllm.worker import MARKER
 from foreroute.capture import Generation, Sampling
 from foreroute.errors import ConfigError, EngineError
 from foreroute.trace import RoutingTrace, concatenate, extended
@@ -196,7 +196,7 @@ class ProcessEngine(OutsideEngine):
             ready = self._worker.receive(self._load, "load the model", timeout_s=timeout)
             self._engine_version = str(ready.header.get("engine_version"))
             # the worker has refused what does not work; what it warned of is in its log
-            require_engine("vLLM", self._engine_version, **SUPPORTED)
+            require_engine("vLLM", self._engine_version)
         number = self._worker.send(request, arrays, what=what, timeout_s=timeout)
         return self._worker.receive(number, what, timeout_s=timeout)
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from foreroute.adapters.checkpoint import WeightsFolder
 from foreroute.adapters.endpoint import Answer, Endpoint
-from foreroute.adapters.engine_versions import require_engine
 from foreroute.adapters.hf import RoutedModel
 from foreroute.adapters.sampled import (
     OutsideEngine,
@@ -24,7 +23,7 @@ from foreroute.adapters.sampled import (
     require_same_prompt,
     require_version,
 )
-from foreroute.adapters.vllm.worker import SUPPORTED
+from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
 from foreroute.errors import EngineError
 
@@ -72,7 +71,7 @@ class ServerEngine(OutsideEngine):
         self._concurrency = concurrency
         self._server = Endpoint(url, timeout_s=timeout_s, what="the vLLM server")
         self._engine_version = self._server.get("/version").read(str, "version")
-        require_engine("vLLM", self._engine_version, **SUPPORTED)
+        require_engine("vLLM", self._engine_version)
         self._model = self._server.get("/v1/models").read(str, "data", 0, "id")
         self._require_settings()
         self._weights = WeightsFolder(weights_folder, routed.model)

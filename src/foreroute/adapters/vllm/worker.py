@@ -23,13 +23,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.adapters.engine_versions import require_engine
+from foreroute.adapters.versions import require_engine
 from foreroute.adapters.vllm.frames import Frame, receive_frame, send_frame
 
 MARKER = ".foreroute-vllm-worker"
 """The file that marks a folder as made for a worker alone, and as its to remove when the trainer was killed."""
-SUPPORTED = {"least": "0.28", "below": "0.31", "tested": "0.30.0"}
-"""From 0.31 on vLLM keeps routes elsewhere, and needs its second model runner for them."""
 MOST_SAID = 10_000
 COUNTERS = {
     "vllm:num_preemptions": "preemptions",
@@ -85,7 +83,7 @@ class Session:
     def _load(self, model: str, options: dict[str, Any]) -> Frame:
         import vllm
 
-        require_engine("vLLM", vllm.__version__, **SUPPORTED)
+        require_engine("vLLM", vllm.__version__)
         self._llm = vllm.LLM(model=model, **options)
         return Frame({"engine_version": vllm.__version__})
 
