@@ -1,4 +1,4 @@
-"""The page of one run: what passed, then every figure beside its aim, then every check."""
+"""The page of one run: what passed, then the figures that have an aim, then all figures and checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ p { margin: .2rem 0 1rem } .env { color: #5b6676 }
 table { border-collapse: collapse; width: 100% } th, td { text-align: left; padding: .25rem .8rem .25rem 0;
 vertical-align: top; border-bottom: 1px solid #e3e7ec } th { font-weight: 600; color: #5b6676 }
 td.number { font-variant-numeric: tabular-nums; white-space: nowrap }
-td.why { overflow-wrap: anywhere }
+td.text, td.why { overflow-wrap: anywhere }
+td:last-child, th:last-child { padding-right: 0 } details table { margin-bottom: 1rem }
 .passed { color: #17703c } .failed { color: #b3261e; font-weight: 600 } .skipped { color: #7a5b00 }
 summary { cursor: pointer; color: #5b6676 }
 """
@@ -44,7 +45,8 @@ def write_page(report: Mapping[str, Any], shows: Mapping[str, str], path: Path) 
         f"<meta name=viewport content='width=device-width, initial-scale=1'>"
         f"<title>foreroute on {escape(report['device_name'])}</title><style>{STYLE}</style></head><body>"
         f"<h1>{escape(finding(report))}</h1><p class=env>{escape(environment)}</p>"
-        f"<table><tr><th>part</th><th>shows</th><th>outcome</th><th>took</th></tr>{rows}</table>{parts}</body></html>\n",
+        f"<table><tr><th>part</th><th>shows</th><th>outcome</th><th>took</th></tr>{rows}</table>{_aims(report)}{parts}"
+        "</body></html>\n",
         encoding="utf-8",
     )
     new.replace(path)
@@ -66,33 +68,45 @@ def reached(value: float, aim: str) -> bool:
     return value <= float(limit) if sign == "<=" else value >= float(limit)
 
 
+def _aims(report: Mapping[str, Any]) -> str:
+    """Every figure that has one, whether it was reached where that can be said."""
+    rows = ""
+    for name, figures in report["metrics"].items():
+        for figure in figures:
+            if aim := figures.get(f"{figure}{AIM}"):
+                rows += f"<tr><td>{escape(name)}</td><td>{escape(figure)}</td>{_value(figures, figure)}"
+                rows += f"<td class=number>{escape(aim)}</td>{_judged(figures[figure], aim, report)}</tr>"
+    heads = "".join(f"<th>{head}</th>" for head in ("part", "figure", "median (quartiles)", "aim", ""))
+    return f"<h2>Aims</h2><table><tr>{heads}</tr>{rows}</table>" if rows else ""
+
+
 def _part(name: str, report: Mapping[str, Any]) -> str:
     figures, checks = report["metrics"][name], report["checks"][name]
-    rows = ""
-    for figure, value in figures.items():
-        if figure.endswith((AIM, QUARTILES)):
-            continue
-        aim = figures.get(f"{figure}{AIM}")
-        spread = figures.get(f"{figure}{QUARTILES}")
-        shown = f"{_number(value)} ({_number(spread[0])} to {_number(spread[1])})" if spread else _number(value)
-        rows += f"<tr><td>{escape(figure)}</td><td class=number>{escape(shown)}</td>{_aim(value, aim, report)}</tr>"
-    text = f"<h2>{escape(name)}</h2>"
-    if rows:
-        text += f"<table><tr><th>figure</th><th>median (quartiles)</th><th>aim</th></tr>{rows}</table>"
+    shown = [figure for figure in figures if not figure.endswith((AIM, QUARTILES))]
+    rows = "".join(f"<tr><td>{escape(figure)}</td>{_value(figures, figure)}</tr>" for figure in shown)
+    worst_first = sorted(checks.items(), key=lambda each: ("failed", "skipped", "passed").index(_kind(each[1])))
+    lines = "".join(f"<tr><td class=text>{escape(check)}</td>{_outcome(why)}</tr>" for check, why in worst_first)
     kinds = [_kind(outcome) for outcome in checks.values()]
     counted = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    lines = "".join(f"<tr><td>{escape(check)}</td>{_outcome(outcome)}</tr>" for check, outcome in checks.items())
     opened = " open" if "failed" in kinds else ""
-    return text + f"<details{opened}><summary>checks: {counted or 'none'}</summary><table>{lines}</table></details>"
+    text = f"<h2>{escape(name)}</h2><details{opened}><summary>checks: {counted or 'none'}</summary>"
+    text += f"<table>{lines}</table></details>"
+    return text + f"<details><summary>figures: {len(shown)}</summary><table>{rows}</table></details>"
 
 
-def _aim(value: Any, aim: str | None, report: Mapping[str, Any]) -> str:
-    if aim is None:
-        return "<td></td>"
+def _judged(value: Any, aim: str, report: Mapping[str, Any]) -> str:
     if not report["full"]:
-        return f"<td>{escape(aim)}</td>"
+        return "<td>not judged</td>"
     kind, word = ("passed", "reached") if reached(value, aim) else ("failed", "not reached")
-    return f"<td>{escape(aim)}, <span class={kind}>{word}</span></td>"
+    return f"<td class={kind}>{word}</td>"
+
+
+def _value(figures: Mapping[str, Any], figure: str) -> str:
+    value, spread = figures[figure], figures.get(f"{figure}{QUARTILES}")
+    if spread:
+        return f"<td class=number>{_number(value)} ({_number(spread[0])} to {_number(spread[1])})</td>"
+    kind = "number" if isinstance(value, int | float) else "text"
+    return f"<td class={kind}>{escape(_number(value))}</td>"
 
 
 def _outcome(outcome: str) -> str:
