@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 DEVICE = torch.device("meta")
 """What the tensors say."""
 
+CPU = torch.device("cpu")
+
 aten = torch.ops.aten
 INDICES_ANYWHERE = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
 INDICES_ANYWHERE |= {aten._index_put_impl_.default}
@@ -95,7 +97,7 @@ class _Generator(torch.Generator):
 
 
 @contextmanager
-def other_device(*, generators=torch.device("cpu")):
+def other_device(*, generators=CPU):
     """The device, with a count of reads. Generators are on the one given, unless they are asked for elsewhere."""
     _Generator.unsaid = generators
     with patch.object(torch, "Generator", _Generator), OtherDevice() as device:

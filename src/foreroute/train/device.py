@@ -6,11 +6,9 @@ import os
 import platform
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from foreroute.errors import ConfigError
 
@@ -47,12 +45,6 @@ def find_device(asked: str) -> torch.device:
 def device_of(model: nn.Module) -> torch.device:
     """Where the parameters of a model are."""
     return next(model.parameters()).device
-
-
-def on_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """An array of the host on a device, which is not waited for."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def work_on(device: torch.device, threads: int) -> None:

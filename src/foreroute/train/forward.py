@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from foreroute.capture import Generation
+from foreroute.replay import to_device
 from foreroute.trace import RoutingTrace
-from foreroute.train.device import device_of, on_device
+from foreroute.train.device import device_of
 
 
 def response_logprobs(model: Any, generation: Generation, temperature: float) -> tuple[Tensor, Tensor]:
@@ -47,16 +48,16 @@ def _response_logits(model: Any, generation: Generation, temperature: float) -> 
     predicts_BT = mask_BT.astype(bool)
     predicts_BT[predicts_BT] = generation.targets_N
     device = device_of(model)
-    picked_R = on_device(np.flatnonzero(predicts_BT), device)
+    picked_R = to_device(np.flatnonzero(predicts_BT), device)
     with _head_on(model, picked_R):
         logits = model(
-            input_ids=on_device(input_ids_BT, device), attention_mask=on_device(mask_BT, device), use_cache=False
+            input_ids=to_device(input_ids_BT, device), attention_mask=to_device(mask_BT, device), use_cache=False
         ).logits
     # a family whose head is a function and no module has computed all of them
     logits_RV = logits if logits.ndim == 2 else _picked(logits, picked_R)
     logits_RV = logits_RV.to(torch.promote_types(logits.dtype, torch.float32))
     responses = [generation.response(s) for s in range(len(generation))]
-    targets_R = on_device(np.concatenate(responses).astype(np.int64), device)
+    targets_R = to_device(np.concatenate(responses).astype(np.int64), device)
     return logits_RV if temperature == 1 else logits_RV / temperature, targets_R
 
 

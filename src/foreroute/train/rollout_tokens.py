@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreroute.replay import to_device
 from foreroute.train.config.rl import RejectionConfig
-from foreroute.train.device import on_device
 from foreroute.train.objective.corrections import accepted_sequences
 from foreroute.train.objective.token_losses import Tokens
 from foreroute.train.rollout import Experience
@@ -81,10 +81,10 @@ class RolloutTokens:
         advantages_S = self.experience.advantages_S[trained].astype(np.float32)
         device = logprobs_R.device
         return Tokens(
-            logprobs_R.index_select(0, on_device(np.flatnonzero(of_trained_R), device)),
-            on_device(self.old_R[rows_R], device),
-            on_device(self.engine_R[rows_R], device),
-            None if self.reference_R is None else on_device(self.reference_R[rows_R], device),
-            on_device(np.repeat(advantages_S, self.lengths(trained)), device),
-            on_device(self.lengths(trained), device),
+            logprobs_R.index_select(0, to_device(np.flatnonzero(of_trained_R), device)),
+            to_device(self.old_R[rows_R], device),
+            to_device(self.engine_R[rows_R], device),
+            None if self.reference_R is None else to_device(self.reference_R[rows_R], device),
+            to_device(np.repeat(advantages_S, self.lengths(trained)), device),
+            to_device(self.lengths(trained), device),
         )

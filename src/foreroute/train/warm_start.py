@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 
 from foreroute.errors import ConfigError
+from foreroute.replay import to_device
 from foreroute.train.config import TrainConfig, WarmStartConfig
-from foreroute.train.device import device_of, on_device
+from foreroute.train.device import device_of
 from foreroute.train.optimizer import make_optimizer
 from foreroute.train.tasks import Lesson, Task
 
@@ -68,8 +69,8 @@ def warm_start(
 def _loss(model: Any, settings: WarmStartConfig, lessons: list[Lesson]) -> torch.Tensor:
     tokens, there, answers = _padded(lessons)
     device = device_of(model)
-    tokens_BT, answers_BT = on_device(tokens, device), on_device(answers, device)
-    mask = None if there.all() else on_device(there.astype(np.int64), device)
+    tokens_BT, answers_BT = to_device(tokens, device), to_device(answers, device)
+    mask = None if there.all() else to_device(there.astype(np.int64), device)
     output = model(
         input_ids=tokens_BT, attention_mask=mask, use_cache=False, output_router_logits=settings.aux_loss > 0
     )
