@@ -131,7 +131,7 @@ def _on_device(generator: torch.Generator, device: torch.device) -> torch.Genera
     """
     if generator.device == device:
         return generator
-    seed = int(torch.randint(1 << 62, (), generator=generator))
+    seed = int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
     return torch.Generator(device).manual_seed(seed)
 
 
