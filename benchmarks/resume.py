@@ -37,6 +37,7 @@ SIZES = {
 }
 VALUES: dict[str, Any] = {
     "name": "killed",
+    "device": "cpu",
     "model": {"sizes": SIZES},
     "task": {"min_operands": 2, "max_operands": 3},
     "warm_start": {"max_steps": 40, "batch_size": 32},

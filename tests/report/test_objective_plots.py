@@ -76,3 +76,14 @@ def test_a_run_says_what_it_minimised(tmp_path):
     assert "frozen routers" in facts
     rl["correction"] = {"kind": "icepop", "low": 0.5, "high": 5.0}
     assert "correction icepop outside 0.5 to 5" in describe(read_runs(runs_of(tmp_path / "icepop", FIGURES, rl))[0])
+
+
+def test_a_run_says_where_it_ran(tmp_path):
+    on_cpu, on_gpu = {"kind": "cpu", "name": "x86_64"}, {"kind": "cuda", "name": "NVIDIA <H100>"}
+    peaks = [on_cpu, on_gpu | {"peak_memory_bytes": 3_000_000_000}, on_gpu | {"peak_memory_bytes": 2_500_000_000}]
+    lines = [step_line(step) | {"device": device} for step, device in enumerate(peaks)]
+    folder = write_run(tmp_path / "run", config("r"), lines)
+    facts = describe(read_runs([folder])[0])
+    assert "on CPU, x86_64" in facts
+    assert "on NVIDIA <H100>, up to 3.00 GB" in facts
+    assert "on NVIDIA &lt;H100&gt;, up to 3.00 GB" in write_report([folder], tmp_path / "page.html").read_text()

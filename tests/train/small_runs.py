@@ -20,6 +20,7 @@ same_state = resume.same_state
 def small_values(**sections):
     values = {
         "name": "small",
+        "device": "cpu",
         "model": {"sizes": dict(SIZES)},
         "task": {"min_operands": 2, "max_operands": 4},
         "warm_start": {"max_steps": 8, "batch_size": 16, "stop_at_loss": 0.01},

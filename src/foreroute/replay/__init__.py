@@ -3,12 +3,12 @@
 from foreroute.replay.agreement_sums import AgreementSums, count_experts
 from foreroute.replay.arguments import as_version, require_choice, require_kind, require_switch, require_version
 from foreroute.replay.effect import require_effect
-from foreroute.replay.missing import MissingRows
+from foreroute.replay.missing import MissingRows, is_faithful
 from foreroute.replay.notes import Counts, LayerNotes, PassNotes, Watch, id_dtype, required
 from foreroute.replay.one_thread import OneThread
 from foreroute.replay.opening import opened_once
 from foreroute.replay.pass_stack import PassStack
-from foreroute.replay.rows import ReplayRows
+from foreroute.replay.rows import ReplayRows, to_device
 from foreroute.replay.selection import Forced, forced_selection
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "count_experts",
     "forced_selection",
     "id_dtype",
+    "is_faithful",
     "opened_once",
     "require_choice",
     "require_effect",
@@ -33,4 +34,5 @@ __all__ = [
     "require_switch",
     "require_version",
     "required",
+    "to_device",
 ]

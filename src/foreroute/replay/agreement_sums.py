@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.replay.notes import PassNotes, required
-from foreroute.replay.rows import ReplayRows
+from foreroute.replay.rows import ReplayRows, to_device
 
 
 class AgreementSums:
@@ -22,6 +22,7 @@ class AgreementSums:
 
     def __init__(self, log10_edges: NDArray[np.float64]) -> None:
         self._edges = log10_edges
+        self._edges_there: Tensor | None = None
         self._sums: dict[str, Tensor] = {}
 
     def add(self, notes: PassNotes, rows: ReplayRows) -> None:
@@ -53,8 +54,10 @@ class AgreementSums:
         return {name: value.cpu().numpy() for name, value in self._sums.items()}
 
     def _bins(self, margin_LR: Tensor) -> Tensor:
-        edges = torch.from_numpy(self._edges).to(margin_LR.device)
-        return (torch.bucketize(margin_LR.double().log10(), edges, right=True) - 1).clamp(0, len(self._edges) - 2)
+        if self._edges_there is None:
+            self._edges_there = to_device(self._edges, margin_LR.device)
+        bins_LR = torch.bucketize(margin_LR.double().log10(), self._edges_there, right=True) - 1
+        return bins_LR.clamp(0, len(self._edges) - 2)
 
 
 def is_in(ids_LRK: Tensor, others_LRK: Tensor) -> Tensor:

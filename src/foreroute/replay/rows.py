@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,11 +67,11 @@ class ReplayRows:
         routed = is_routed(trace, row_of_slot)
         counted = is_faithful(trace, row_of_slot) if missing == "drop" else row_of_slot >= 0
         ids_LRK = np.ascontiguousarray(trace.expert_ids_NLK[row_of_slot].transpose(1, 0, 2))
-        rows = cls.from_host(torch.from_numpy(ids_LRK), routed, row_of_slot >= 0, counted, device)
+        rows = cls.from_host(_pinned(ids_LRK, device), routed, row_of_slot >= 0, counted, device)
         if not weights:
             return rows
         weights_LRK = np.ascontiguousarray(weights_of(trace)[row_of_slot].transpose(1, 0, 2))
-        return replace(rows, weights_LRK=torch.from_numpy(weights_LRK).to(device))
+        return replace(rows, weights_LRK=to_device(weights_LRK, device))
 
     @classmethod
     def from_host(
@@ -81,16 +82,30 @@ class ReplayRows:
         counted_R: NDArray[np.bool_],
         device: torch.device,
     ) -> ReplayRows:
-        """Move what is known on the host, attributes as above, to the device; ids in pinned memory do not wait."""
+        """Move what is known on the host, attributes as above, to the device, ids from pinned memory where it is a GPU.
+
+        The device is not waited for.
+        """
         unrouted = np.flatnonzero(~routed_R)
         return cls(
             ids_LRK.to(device, non_blocking=True),
-            torch.from_numpy(routed_R).to(device),
-            torch.from_numpy(unrouted).to(device) if len(unrouted) else None,
-            torch.from_numpy(real_R).to(device),
-            torch.from_numpy(counted_R).to(device),
+            to_device(routed_R, device),
+            to_device(unrouted, device) if len(unrouted) else None,
+            to_device(real_R, device),
+            to_device(counted_R, device),
         )
 
     def asking_all(self) -> ReplayRows:
         """The same, with routers to select by themselves in every slot."""
         return replace(self, ask_all=True)
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """An array of the host on a device, which is not waited for; on the CPU the array itself."""
+    return _pinned(array, device).to(device, non_blocking=True)
+
+
+def _pinned(array: NDArray[Any], device: torch.device) -> Tensor:
+    """A copy from other memory would wait for what was launched before it."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor

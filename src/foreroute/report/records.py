@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Ge
 from numpy.typing import NDArray
 from pydantic import AfterValidator
 
@@ -148,6 +149,15 @@ class RolledBack:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Device:
+    """Where a step ran; `peak_memory_bytes` is the most that tensors took on any rank, None on the CPU."""
+
+    kind: str
+    name: str
+    peak_memory_bytes: Annotated[int, Ge(0)] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """One line of `metrics.jsonl`. None or an empty mapping: not recorded at this step."""
 
@@ -167,6 +177,7 @@ class Step:
     live_agreement: tuple[float, ...] = ()
     alarms: tuple[Alarm, ...] | None = None
     execution: Execution | None = None
+    device: Device | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,19 @@ def describe(run: Run) -> list[str]:
         facts.append(f"{rl['mini_steps']} mini-step{'' if rl['mini_steps'] == 1 else 's'} per step")
     if "learning_rate" in rl:
         facts.append(f"learning rate {rl['learning_rate']}")
+    facts += _devices(run)
     facts += [f"seed {run.seed}", f"steps {first} to {last}" if last > first else f"step {first} only"]
     return [*facts, f"measured both ways at {len(run.paired_steps())} of {len(run.steps)} steps"]
+
+
+def _devices(run: Run) -> list[str]:
+    """Every device that steps ran on, in the order of the steps, with the most memory that one of them took."""
+    most: dict[str, int] = {}
+    for step in run.steps:
+        if step.device is not None:
+            name = f"CPU, {step.device.name}" if step.device.kind == "cpu" else step.device.name
+            most[name] = max(most.get(name, 0), step.device.peak_memory_bytes or 0)
+    return [f"on {name}{f', up to {peak / 1e9:.2f} GB' if peak else ''}" for name, peak in most.items()]
 
 
 def _method(rl: Mapping[str, Any]) -> list[str]:

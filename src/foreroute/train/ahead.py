@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from foreroute.trace import RoutingSpec
+from foreroute.train.device import work_on
 from foreroute.train.rollout import Experience
 from foreroute.train.stored_rollout import restored, stored
 
@@ -35,14 +36,15 @@ class RolloutsAhead:
         sample: what the thread calls.
         max_staleness: by how many versions the weights of a rollout are older than those that train on it.
         threads: of torch, within the thread.
+        device: of the engine.
     """
 
-    def __init__(self, sample: Sample, max_staleness: int, threads: int) -> None:
+    def __init__(self, sample: Sample, max_staleness: int, threads: int, device: torch.device) -> None:
         self._sample = sample
         self._max_staleness = max_staleness
         self._ordered: dict[int, Future[Experience]] = {}
         self._worker = ThreadPoolExecutor(
-            1, thread_name_prefix="foreroute-rollouts", initializer=torch.set_num_threads, initargs=(threads,)
+            1, thread_name_prefix="foreroute-rollouts", initializer=work_on, initargs=(device, threads)
         )
 
     def order(self, version: int, weights: Mapping[str, Tensor]) -> None:

@@ -135,7 +135,7 @@ def _without_tensors(value: Any, place: str, tensors: dict[str, NDArray[Any]], s
 def _reference(
     tensor: Tensor, place: str, tensors: dict[str, NDArray[Any]], seen: dict[tuple[Any, ...], Any]
 ) -> dict[str, Any]:
-    memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
     if memory in seen and tensor.numel():
         return seen[memory]  # type: ignore[no-any-return]
     name, kind = place.removeprefix("/"), str(tensor.dtype).removeprefix("torch.")

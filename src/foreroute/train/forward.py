@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from foreroute.capture import Generation
+from foreroute.replay import to_device
 from foreroute.trace import RoutingTrace
+from foreroute.train.device import device_of
 
 
 def response_logprobs(model: Any, generation: Generation, temperature: float) -> tuple[Tensor, Tensor]:
@@ -45,21 +47,22 @@ def _response_logits(model: Any, generation: Generation, temperature: float) -> 
     # the logits at position p are those of token p + 1
     predicts_BT = mask_BT.astype(bool)
     predicts_BT[predicts_BT] = generation.targets_N
-    picked_BT = torch.from_numpy(predicts_BT)
-    with _head_on(model, picked_BT):
+    device = device_of(model)
+    picked_R = to_device(np.flatnonzero(predicts_BT), device)
+    with _head_on(model, picked_R):
         logits = model(
-            input_ids=torch.from_numpy(input_ids_BT), attention_mask=torch.from_numpy(mask_BT), use_cache=False
+            input_ids=to_device(input_ids_BT, device), attention_mask=to_device(mask_BT, device), use_cache=False
         ).logits
     # a family whose head is a function and no module has computed all of them
-    logits_RV = logits if logits.ndim == 2 else logits[picked_BT]
+    logits_RV = logits if logits.ndim == 2 else _picked(logits, picked_R)
     logits_RV = logits_RV.to(torch.promote_types(logits.dtype, torch.float32))
     responses = [generation.response(s) for s in range(len(generation))]
-    targets_R = torch.from_numpy(np.concatenate(responses).astype(np.int64))
+    targets_R = to_device(np.concatenate(responses).astype(np.int64), device)
     return logits_RV if temperature == 1 else logits_RV / temperature, targets_R
 
 
 @contextmanager
-def _head_on(model: Any, picked_BT: Tensor) -> Iterator[None]:
+def _head_on(model: Any, picked_R: Tensor) -> Iterator[None]:
     """While the context is open, the output head sees the picked positions alone, as rows [R, hidden]."""
     head = model.get_output_embeddings()
     if head is None:
@@ -67,13 +70,18 @@ def _head_on(model: Any, picked_BT: Tensor) -> Iterator[None]:
         return
 
     def pick(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (args[0][picked_BT], *args[1:])
+        return (_picked(args[0], picked_R), *args[1:])
 
     handle = head.register_forward_pre_hook(pick)
     try:
         yield
     finally:
         handle.remove()
+
+
+def _picked(values_BTX: Tensor, picked_R: Tensor) -> Tensor:
+    """[R, X]. By numbers of slots, since how many a mask picks is known on the device alone."""
+    return values_BTX.flatten(0, 1).index_select(0, picked_R)
 
 
 def inputs(trace: RoutingTrace) -> RoutingTrace:

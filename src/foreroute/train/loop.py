@@ -30,6 +30,7 @@ from foreroute.adapters.sampling_engine import Engine
 from foreroute.trace import RoutingTrace
 from foreroute.train.ahead import RolloutsAhead
 from foreroute.train.config import TrainConfig
+from foreroute.train.device import begin_memory_peak, device_of, device_record, finish, memory_peak
 from foreroute.train.evaluate import evaluate, evaluation_record
 from foreroute.train.measure import StepPart, merged, step_record
 from foreroute.train.model import trainable
@@ -71,7 +72,13 @@ class Trainer:
 
     def __post_init__(self) -> None:
         if self.config.rollout.max_staleness:
-            self.ahead = RolloutsAhead(self._sample, self.config.rollout.max_staleness, self.config.threads)
+            staleness, threads = self.config.rollout.max_staleness, self.config.threads
+            self.ahead = RolloutsAhead(self._sample, staleness, threads, self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy is."""
+        return device_of(self.policy.model)
 
     def close(self) -> None:
         """End the thread of rollouts, if there is one."""
@@ -85,6 +92,7 @@ class Trainer:
             The rollout and the step's record, on rank 0 those of all ranks; elsewhere the record is empty.
         """
         self.seconds.clear()
+        begin_memory_peak(self.device)
         ranks, version = self.execution.ranks, self.step
         with self._timed("rollout"):
             experience = self._roll_out()
@@ -97,11 +105,13 @@ class Trainer:
             updated = self._update(experience, schedule, passes[self._trains_with], reference_R)
         self.step += 1
         execution = self.execution.record()
+        (most_bytes,) = ranks.most([memory_peak(self.device)])
         parts = ranks.gathered(StepPart(experience, passes, updated))
         if not parts:
             return experience, {}
         whole = merged(parts)
         record = step_record(version, whole, self._trains_with, self.seconds) | evaluation | execution
+        record |= device_record(self.device, int(most_bytes))
         return whole.experience, record | ({"skipped_prompts": self.task.skipped} if self.task.skipped else {})
 
     def state(self) -> dict[str, Any]:
@@ -240,6 +250,7 @@ class Trainer:
         start = time.perf_counter()
         try:
             yield
+            finish(self.device)
         finally:
             self.seconds[stage] = time.perf_counter() - start
 

@@ -16,7 +16,7 @@ from typing import Any
 from foreroute.errors import ForerouteError, RunFolderError, TraceFileError
 from foreroute.files import parse_json, read_file, write_atomically
 
-TIMES = ("seconds", "execution")
+TIMES = ("seconds", "execution", "device")
 """What no two runs of a step share."""
 DEEPEST = 32
 """Records and configurations nest far less."""

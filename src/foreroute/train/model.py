@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import CheckpointWriter
 from foreroute.errors import AttachError, ConfigError
 from foreroute.train.config import ModelConfig, TrainConfig
+from foreroute.train.device import CPU
 from foreroute.train.precision import checkpointed, in_dtype
 from foreroute.train.tasks import Task
 
 
-def make_model(config: ModelConfig, task: Task, seed: int) -> Any:
-    """A model with its first weights.
+def make_model(config: ModelConfig, task: Task, seed: int, device: torch.device = CPU) -> Any:
+    """A model with its first weights, which are made on the CPU: a seed gives the same ones on every device.
 
     Raises:
         ConfigError: when transformers cannot make or load it, or it has no embedding for a token of the task.
@@ -29,19 +31,19 @@ def make_model(config: ModelConfig, task: Task, seed: int) -> Any:
             experts_implementation=config.experts_implementation,
             **{**config.sizes, "vocab_size": task.vocabulary_size},
         )
-        return in_dtype(model, config)
+        return in_dtype(model.to(device), config)
     model = hf.load_pretrained(Path(config.path), experts_implementation=config.experts_implementation)
     _require_embeddings(model, config, task)
-    return in_dtype(model, config)
+    return in_dtype(model.to(device), config)
 
 
-def make_policy(config: TrainConfig, task: Task) -> hf.RoutedModel:
+def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> hf.RoutedModel:
     """The model, with initial weights, ready to record and replay.
 
     Raises:
         ConfigError: when it cannot be had, or has no routers that can be recorded and replayed.
     """
-    model = checkpointed(make_model(config.model, task, config.seed), config.model)
+    model = checkpointed(make_model(config.model, task, config.seed, device), config.model)
     model.train()
     try:
         return hf.attach(model)

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from foreroute.errors import ConfigError, DivergedError, ForerouteError, RankError
+from foreroute.train.device import CPU, backend_of, require_backend
 from foreroute.transfer.agreement import Votes
 from foreroute.transfer.exchange import lost
 
@@ -130,7 +131,9 @@ class Ranks:
             return
         with self._answered("copying weights from rank 0"):
             for tensor in tensors.values():
-                dist.broadcast(tensor, group=self._votes.group, group_src=0)
+                there = tensor.detach().cpu()
+                dist.broadcast(there, group=self._votes.group, group_src=0)
+                tensor.copy_(there)
 
     @contextmanager
     def _answered(self, what: str) -> Iterator[None]:
@@ -162,12 +165,13 @@ def num_started() -> int:
 
 
 @contextmanager
-def joined(num_ranks: int, timeout_s: float) -> Iterator[Ranks]:
+def joined(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> Iterator[Ranks]:
     """The processes that were started for this run, by torchrun or in a group that exists already.
 
     Args:
         num_ranks: how many there must be.
         timeout_s: seconds that they have to find each other, and to answer in the middle of a stage.
+        device: of this process, on which they exchange rows and gradients.
 
     Raises:
         ConfigError: when there are more or fewer.
@@ -185,14 +189,17 @@ def joined(num_ranks: int, timeout_s: float) -> Iterator[Ranks]:
     made_here = not dist.is_initialized()
     if made_here:
         try:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+            dist.init_process_group(backend_of(device), timeout=timedelta(seconds=timeout_s))
         except (ValueError, RuntimeError) as error:
             raise RankError(
                 f"the {num_ranks} processes of the run did not find each other: {error}. Start them with torchrun, and "
                 "look for the error of one that ended"
             ) from error
+    require_backend(device)
     try:
-        yield Ranks(Votes(timeout_s=PATIENCE_S))
+        ranks = Ranks(Votes(timeout_s=PATIENCE_S))
+        ranks.require_same({"device": device.type}, "Give each process a device of one kind")
+        yield ranks
     finally:
         if made_here:
             dist.destroy_process_group()

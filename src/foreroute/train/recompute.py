@@ -73,8 +73,8 @@ def recompute(
             recorded = routed.record(weight_version=weight_version, margins=True)
             with forced, execution.micro_step(number, routes), recorded as recording:
                 logprobs_R, entropy_R = response_logprobs(routed.model, part, temperature)
-            logprobs.append(logprobs_R.numpy())
-            entropies.append(entropy_R.numpy())
+            logprobs.append(logprobs_R.cpu().numpy())
+            entropies.append(entropy_R.cpu().numpy())
             executed.append(recording.rollout([part.trace.tokens(s) for s in range(len(part))]))
             margins.append(recording.margins_NL())
     responses_S, routed_S = generation.response_lengths, generation.trace.lengths - 1

@@ -29,10 +29,10 @@ class Reference:
     def logprobs_R(self, generation: Generation, stage: Stage, temperature: float) -> NDArray[np.float32]:
         """float32 [R], of the response tokens of all sequences, which `stage` deals, in their order."""
         parts = [sampled_logprobs(self._model, generation.select(part), temperature) for part in stage.micro_steps]
-        return stage.in_order([part.numpy() for part in parts], generation.response_lengths)
+        return stage.in_order([part.cpu().numpy() for part in parts], generation.response_lengths)
 
 
-def load_reference(config: TrainConfig, task: Task, run: RunFolder) -> Reference:
+def load_reference(config: TrainConfig, task: Task, run: RunFolder, device: torch.device) -> Reference:
     """The reference of a run, new or resumed: the weights of its first checkpoint.
 
     Raises:
@@ -43,7 +43,7 @@ def load_reference(config: TrainConfig, task: Task, run: RunFolder) -> Reference
         raise RunFolderError(
             f"{first} does not exist; rl.kl_coefficient needs the weights that the run began with. Restore the file"
         )
-    model = make_model(config.model, task, seed=0)
+    model = make_model(config.model, task, seed=0, device=device)
     weights = run.load(first).state["model"]
     with misfit_named(f"checkpoint {first}"):
         model.load_state_dict(hf.without_lora(weights))

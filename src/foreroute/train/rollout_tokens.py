@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreroute.replay import to_device
 from foreroute.train.config.rl import RejectionConfig
 from foreroute.train.objective.corrections import accepted_sequences
 from foreroute.train.objective.token_losses import Tokens
@@ -18,7 +19,7 @@ from foreroute.train.rollout import Experience
 
 @dataclass(frozen=True, eq=False)
 class RolloutTokens:
-    """Log-probs [R] of three policies, sequence after sequence.
+    """Log-probs float32 [R] of three policies, sequence after sequence, on the host.
 
     Attributes:
         experience: the rollout.
@@ -29,9 +30,9 @@ class RolloutTokens:
     """
 
     experience: Experience
-    old_R: Tensor
-    engine_R: Tensor
-    reference_R: Tensor | None
+    old_R: NDArray[np.float32]
+    engine_R: NDArray[np.float32]
+    reference_R: NDArray[np.float32] | None
     trained_S: NDArray[np.bool_]
 
     @classmethod
@@ -44,12 +45,11 @@ class RolloutTokens:
     ) -> RolloutTokens:
         """Decide which sequences are trained."""
         generation = experience.generation
-        old_R, engine_R = torch.from_numpy(old_logprobs_R), torch.from_numpy(generation.logprobs_R)
+        old_R, engine_R = old_logprobs_R, generation.logprobs_R
         low, high = rule.low or 0.0, rule.high or math.inf
-        lengths_S = torch.from_numpy(generation.response_lengths)
-        accepted_S = accepted_sequences(old_R, engine_R, lengths_S, rule.kind, low, high).numpy()
-        reference_R = None if reference_logprobs_R is None else torch.from_numpy(reference_logprobs_R)
-        return cls(experience, old_R, engine_R, reference_R, experience.informative_S & accepted_S)
+        old, engine, lengths_S = map(torch.from_numpy, (old_R, engine_R, generation.response_lengths))
+        accepted_S = accepted_sequences(old, engine, lengths_S, rule.kind, low, high).numpy()
+        return cls(experience, old_R, engine_R, reference_logprobs_R, experience.informative_S & accepted_S)
 
     @property
     def rejected(self) -> int:
@@ -77,14 +77,14 @@ class RolloutTokens:
         rows = [
             np.arange(end - length, end) for end, length in zip(ends_S[trained], self.lengths(trained), strict=True)
         ]
-        rows_R = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows]))
-        lengths_S = torch.from_numpy(self.lengths(trained))
-        advantages_S = torch.from_numpy(self.experience.advantages_S[trained].astype(np.float32))
+        rows_R = np.concatenate([np.zeros(0, np.int64), *rows])
+        advantages_S = self.experience.advantages_S[trained].astype(np.float32)
+        device = logprobs_R.device
         return Tokens(
-            logprobs_R[torch.from_numpy(of_trained_R)],
-            self.old_R[rows_R],
-            self.engine_R[rows_R],
-            None if self.reference_R is None else self.reference_R[rows_R],
-            advantages_S.repeat_interleave(lengths_S),
-            lengths_S,
+            logprobs_R.index_select(0, to_device(np.flatnonzero(of_trained_R), device)),
+            to_device(self.old_R[rows_R], device),
+            to_device(self.engine_R[rows_R], device),
+            None if self.reference_R is None else to_device(self.reference_R[rows_R], device),
+            to_device(np.repeat(advantages_S, self.lengths(trained)), device),
+            to_device(self.lengths(trained), device),
         )

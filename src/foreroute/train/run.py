@@ -15,6 +15,7 @@ from foreroute.adapters import hf
 from foreroute.errors import ConfigError, DivergedError, RunFolderError
 from foreroute.train.checkpoint import load_checkpoint
 from foreroute.train.config import TrainConfig
+from foreroute.train.device import find_device, work_on
 from foreroute.train.engines import make_engine
 from foreroute.train.guard import Guard
 from foreroute.train.loggers import require_loggers
@@ -70,26 +71,34 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
         RankError, TransferError: when another process fails, or is gone; the checkpoints before stay.
     """
     watcher = watcher or Watcher()
-    torch.set_num_threads(config.threads)
+    device = find_device(config.device)
+    work_on(device, config.threads)
     run = RunFolder(folder, config)
-    with joined(config.parallel.expert, config.parallel.timeout_s) as ranks, ExitStack() as held:
+    with joined(config.parallel.expert, config.parallel.timeout_s, device) as ranks, ExitStack() as held:
         ranks.require_same(by_key(config.model_dump()), "Start all of them with the same configuration")
         ranks.first("opening the run folder", lambda: _open(config, run, held, resume=resume))
         with closing(ranks.together("reading the task", lambda: make_task(config))) as task:
             ranks.require_same({"the data": task.data_digest}, "Give all of them the same files")
-            while _goes_back(config, task, run, ranks, watcher, resume=resume):
+            while _goes_back(config, task, run, ranks, watcher, device, resume=resume):
                 if ranks.rank == 0:
                     watcher.on_rollback(read_rollbacks(run)[-1])
     return run
 
 
 def _goes_back(
-    config: TrainConfig, task: Task, run: RunFolder, ranks: Ranks, watcher: Watcher, *, resume: bool
+    config: TrainConfig,
+    task: Task,
+    run: RunFolder,
+    ranks: Ranks,
+    watcher: Watcher,
+    device: torch.device,
+    *,
+    resume: bool,
 ) -> bool:
     """Run from the last checkpoint to the end, or to where an earlier checkpoint became the last."""
     rollbacks = read_rollbacks(run)
     config = as_rolled_back(config, rollbacks)
-    policy = make_policy(config, task)
+    policy = make_policy(config, task, device)
     _require_divisible(policy, ranks)
     with closing(make_engine(config, policy)) as engine:
         last = _last_checkpoint(run, ranks)
@@ -179,7 +188,7 @@ def _start(trainer: Trainer, run: RunFolder, last: Path | None, *, resume: bool)
         _save(trainer, run)
     if trainer.config.rl.kl_coefficient:
         trainer.reference = ranks.together(
-            "loading the reference", lambda: load_reference(trainer.config, trainer.task, run)
+            "loading the reference", lambda: load_reference(trainer.config, trainer.task, run, trainer.device)
         )
 
 

@@ -34,7 +34,7 @@ from foreroute.train.metrics_file import MetricsFile, require_shallow, writing
 LOCK = ".lock"
 LEFT_BEHIND = re.compile(r"\.lock|\.config\.json\.[0-9a-f]{8}")
 """What a run leaves that is killed before its configuration is written."""
-MAY_CHANGE = ("parallel.", "alarms.", "logging.")
+MAY_CHANGE = ("device", "parallel.", "alarms.", "logging.")
 DIGEST = re.compile(r"[0-9a-f]{32}( [0-9a-f]{32})*")
 NUMBERED = re.compile(r"step-(\d{6,})\..+")
 """Files of a step."""

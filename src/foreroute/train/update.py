@@ -16,6 +16,7 @@ from foreroute.adapters.hf import RoutedModel
 from foreroute.errors import ConfigError, DivergedError
 from foreroute.trace import RoutingTrace
 from foreroute.train.config.rl import RLConfig
+from foreroute.train.device import device_of
 from foreroute.train.forward import inputs, sampled_logprobs
 from foreroute.train.live_sums import LiveSums
 from foreroute.train.objective.means import coefficients, denominator
@@ -161,13 +162,13 @@ class _Batch:
         """
         ranks, trained = self.execution.ranks, self.tokens.trained(np.concatenate(micro_steps))
         divisor = int(ranks.total([denominator(self.tokens.lengths(trained), self.config.mean)])[0])
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64, device=device_of(self.routed.model))
         for number, sequences in enumerate(micro_steps):
             with self._replaying(number, sequences):
                 loss = self._loss(sequences)
                 (loss / max(divisor, 1)).backward()
-            total += loss.item()
-        return float(ranks.total([total])[0]), divisor
+            total += loss.detach()
+        return float(ranks.total([total.item()])[0]), divisor
 
     def _loss(self, sequences: NDArray[np.int64]) -> Tensor:
         """Summed over the sequences that are trained; the others take part in the forward alone."""

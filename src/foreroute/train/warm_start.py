@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 
 from foreroute.errors import ConfigError
+from foreroute.replay import to_device
 from foreroute.train.config import TrainConfig, WarmStartConfig
+from foreroute.train.device import device_of
 from foreroute.train.optimizer import make_optimizer
 from foreroute.train.tasks import Lesson, Task
 
@@ -64,8 +67,10 @@ def warm_start(
 
 
 def _loss(model: Any, settings: WarmStartConfig, lessons: list[Lesson]) -> torch.Tensor:
-    tokens_BT, mask_BT, answers_BT = _padded(lessons)
-    mask = None if mask_BT.all() else mask_BT.long()
+    tokens, there, answers = _padded(lessons)
+    device = device_of(model)
+    tokens_BT, answers_BT = to_device(tokens, device), to_device(answers, device)
+    mask = None if there.all() else to_device(there.astype(np.int64), device)
     output = model(
         input_ids=tokens_BT, attention_mask=mask, use_cache=False, output_router_logits=settings.aux_loss > 0
     )
@@ -79,7 +84,7 @@ def _loss(model: Any, settings: WarmStartConfig, lessons: list[Lesson]) -> torch
     return balanced
 
 
-def _padded(lessons: list[Lesson]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _padded(lessons: list[Lesson]) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
     """Tokens [B, T], padded on the right; which of them there are; and which are of answers."""
     prompts_B = np.array([len(lesson.prompt) for lesson in lessons])[:, None]
     lengths_B = prompts_B + np.array([len(lesson.answer) for lesson in lessons])[:, None]
@@ -88,4 +93,4 @@ def _padded(lessons: list[Lesson]) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     tokens_BT = np.zeros(mask_BT.shape, np.int64)
     tokens_BT[mask_BT] = np.concatenate([part for lesson in lessons for part in (lesson.prompt, lesson.answer)])
     answers_BT = mask_BT & (positions_T >= prompts_B)
-    return torch.from_numpy(tokens_BT), torch.from_numpy(mask_BT), torch.from_numpy(answers_BT)
+    return tokens_BT, mask_BT, answers_BT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -65,40 +66,85 @@ class BatchTensors:
 WANTED_MASK = "expected [batch, tokens], 1 for tokens and 0 for padding"
 
 
-@dataclass(frozen=True)
 class Batch:
-    """Tokens of one forward, on the host.
+    """Tokens of one forward. Copied to the host once, when they are asked for; from the CPU at once.
 
     Attributes:
-        input_ids_BT: int64 [B, T].
-        mask_BT: bool [B, T], False where padded, or None when nothing is.
-        starts_BT: bool [B, T], the first token of each sequence, or None when every row holds one sequence.
+        shape: (B, T).
         past: how many positions the key-value cache already held.
         device: where the tokens are.
     """
 
-    input_ids_BT: NDArray[np.int64]
-    mask_BT: NDArray[np.bool_] | None
-    starts_BT: NDArray[np.bool_] | None
-    past: int
-    device: torch.device
+    def __init__(self, tensors: BatchTensors) -> None:
+        self.shape = (tensors.input_ids_BT.shape[0], tensors.input_ids_BT.shape[1])
+        self.past = int(tensors.past)
+        self.device = tensors.input_ids_BT.device
+        self._tensors = tensors
 
     @classmethod
     def read(cls, tensors: BatchTensors) -> Batch:
-        """Copy token ids, mask and positions to the host, once per forward.
+        """What a forward was called with.
 
         Raises:
-            BatchMismatchError: when mask or positions do not fit the tokens.
+            BatchMismatchError: when mask or positions do not fit the tokens; on another device than the CPU, what only
+                their values say is refused when they are asked for.
         """
-        tokens = _to_host(tensors.input_ids_BT).astype(np.int64, copy=False)
-        mask = kept_of(tensors.mask, tokens.shape)
-        starts = None if tensors.past else _starts(tensors, np.ones(tokens.shape, np.bool_) if mask is None else mask)
-        return cls(tokens, mask, starts, int(tensors.past), tensors.input_ids_BT.device)
+        batch = cls(tensors)
+        _require_shape(tensors.mask, batch.shape)
+        if batch.device.type == "cpu":
+            _ = batch._on_host
+        return batch
+
+    @property
+    def input_ids_BT(self) -> NDArray[np.int64]:
+        """int64 [B, T]."""
+        return self._on_host[0]
+
+    @property
+    def mask_BT(self) -> NDArray[np.bool_] | None:
+        """Bool [B, T], False where padded, or None when nothing is."""
+        return self._on_host[1]
+
+    @property
+    def starts_BT(self) -> NDArray[np.bool_] | None:
+        """Bool [B, T], the first token of each sequence, or None when every row holds one sequence."""
+        return self._on_host[2]
 
     @property
     def kept_BT(self) -> NDArray[np.bool_]:
         """Bool [B, T], False where padded."""
-        return np.ones(self.input_ids_BT.shape, np.bool_) if self.mask_BT is None else self.mask_BT
+        return np.ones(self.shape, np.bool_) if self.mask_BT is None else self.mask_BT
+
+    @property
+    def num_slots(self) -> int:
+        """B · T."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def lone_tokens_BT(self) -> Tensor | None:
+        """The tokens, where they are, if nothing but their shape says which is where; else None."""
+        tensors = self._tensors
+        others = (tensors.mask, tensors.position_ids, tensors.cumulative)
+        return None if self.past or any(each is not None for each in others) else tensors.input_ids_BT
+
+    def keep(self) -> None:
+        """Make sure that what was given can be read later, when whoever gave it may have overwritten it."""
+        if "_on_host" in self.__dict__:
+            return
+        given, mask = self._tensors, self._tensors.mask
+        positions, cumulative = (
+            None if each is None else each.clone() for each in (given.position_ids, given.cumulative)
+        )
+        mask = None if mask is None else mask[:, mask.shape[1] - self.shape[1] :].clone()
+        self._tensors = BatchTensors(given.input_ids_BT.clone(), mask, positions, cumulative, given.past)
+
+    @cached_property
+    def _on_host(self) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None, NDArray[np.bool_] | None]:
+        tensors = self._tensors
+        tokens = _to_host(tensors.input_ids_BT).astype(np.int64, copy=False)
+        mask = kept_of(tensors.mask, tokens.shape)
+        starts = None if tensors.past else _starts(tensors, np.ones(tokens.shape, np.bool_) if mask is None else mask)
+        return tokens, mask, starts
 
 
 def parameter_names(forward: Callable[..., Any]) -> list[str]:
@@ -114,15 +160,7 @@ def kept_of(mask: Tensor | None, shape: tuple[int, ...]) -> NDArray[np.bool_] | 
     """
     if mask is None:
         return None
-    if mask.ndim == 4:
-        raise BatchMismatchError(
-            f"attention_mask is {tuple(mask.shape)}, an attention pattern, which does not say what is padding; "
-            f"{WANTED_MASK}. `generate` makes such a mask where the key-value cache is static, that is, has room for "
-            'the longest sequence from the start: generate with cache_implementation="dynamic", which is the default '
-            "of most models"
-        )
-    if mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
-        raise BatchMismatchError(f"attention_mask is {tuple(mask.shape)}; {WANTED_MASK}")
+    _require_shape(mask, shape)
     values = _to_host(mask[:, mask.shape[1] - shape[1] :])
     kept = np.asarray(values == 1)
     strange = ~kept & (values != 0)
@@ -132,6 +170,20 @@ def kept_of(mask: Tensor | None, shape: tuple[int, ...]) -> NDArray[np.bool_] | 
             "not say which tokens are padding"
         )
     return None if kept.all() else kept
+
+
+def _require_shape(mask: Tensor | None, shape: tuple[int, ...]) -> None:
+    if mask is None:
+        return
+    if mask.ndim == 4:
+        raise BatchMismatchError(
+            f"attention_mask is {tuple(mask.shape)}, an attention pattern, which does not say what is padding; "
+            f"{WANTED_MASK}. `generate` makes such a mask where the key-value cache is static, that is, has room for "
+            'the longest sequence from the start: generate with cache_implementation="dynamic", which is the default '
+            "of most models"
+        )
+    if mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
+        raise BatchMismatchError(f"attention_mask is {tuple(mask.shape)}; {WANTED_MASK}")
 
 
 def _starts(tensors: BatchTensors, kept_BT: NDArray[np.bool_]) -> NDArray[np.bool_] | None:

@@ -33,7 +33,7 @@ class EmbeddedEngine:
     """Batched sampling from a copy of a Hugging Face model, with routes and behaviour log-probs.
 
     Args:
-        model: the policy; it is copied once and not kept.
+        model: the policy; it is copied once, on its device, and not kept.
         precision: "float32", "bfloat16", or "fp8" (bfloat16 arithmetic on weights that went through E4M3 and back, with
             one scale per output channel).
 
@@ -76,17 +76,19 @@ class EmbeddedEngine:
         Args:
             prompts: integer arrays [T].
             sampling: how.
-            generator: the source of randomness.
+            generator: the source of randomness, on the CPU or on the device of the model.
 
         Returns:
             Sequences grouped by prompt, in the order of the prompts.
         """
+        device = self._model.get_input_embeddings().weight.device
+        own = _on_device(generator, device)
         lengths = np.array([len(prompt) for prompt in prompts])
         parts, order = [], []
         for length in np.unique(lengths):
             same = np.flatnonzero(lengths == length)
-            tokens = torch.from_numpy(np.stack([prompts[int(i)] for i in same]).astype(np.int64))
-            parts.append(self._decode(tokens, sampling, generator))
+            tokens = torch.from_numpy(np.stack([prompts[int(i)] for i in same]).astype(np.int64)).to(device)
+            parts.append(self._decode(tokens, sampling, own))
             order.append((same[:, None] * sampling.group_size + np.arange(sampling.group_size)).reshape(-1))
         return Generation.concatenate(parts).select(np.argsort(np.concatenate(order)))
 
@@ -104,7 +106,7 @@ class EmbeddedEngine:
         cache = output.past_key_values
         cache.batch_repeat_interleave(group_size)
         logits = output.logits[:, -1].repeat_interleave(group_size, dim=0)
-        tokens, logprobs, done = [], [], torch.zeros(len(logits), dtype=torch.bool)
+        tokens, logprobs, done = [], [], torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
         with self._recording() as recording:
             while True:
                 token, logprob = _sample(logits, sampling.temperature, generator)
@@ -114,11 +116,23 @@ class EmbeddedEngine:
                 if bool(done.all()) or len(tokens) == sampling.max_new_tokens:
                     break
                 logits = self._model(input_ids=token[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
-        responses_SR, logprobs_SR = torch.stack(tokens, 1).numpy(), torch.stack(logprobs, 1).numpy()
+        responses_SR, logprobs_SR = (torch.stack(each, 1).cpu().numpy() for each in (tokens, logprobs))
         response_lengths = _lengths_until(responses_SR, end_token)
         kept = np.arange(responses_SR.shape[1]) < response_lengths[:, None]
         trace = prompt_trace.continued_by(recording.rollout(responses_SR, kept))
         return Generation(trace, prompt_trace.lengths, logprobs_SR[kept].astype(np.float32))
+
+
+def _on_device(generator: torch.Generator, device: torch.device) -> torch.Generator:
+    """A generator that can sample there, and whose seed is drawn from the one given where that is elsewhere.
+
+    It lives for one call. So who keeps the seed of a generator on the CPU keeps all randomness, and a checkpoint needs
+    no state of a device.
+    """
+    if generator.device == device:
+        return generator
+    seed = int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
+    return torch.Generator(device).manual_seed(seed)
 
 
 def _sample(logits_SV: Tensor, temperature: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:

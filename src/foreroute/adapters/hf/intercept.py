@@ -190,7 +190,7 @@ class Interceptor:
         require_no_capture(type(self._trunk).__name__)
         batch = Batch.read(BatchTensors.of_call(self._names, args, kwargs))
         rows = self._begin(batch)
-        current = PassInput(self._spec, rows, batch.input_ids_BT.size, batch.device, self._watch).open()
+        current = PassInput(self._spec, rows, batch.num_slots, batch.device, self._watch).open()
         with self._passes.on_top(current):
             result = forward(*args, **kwargs)
         if self._installed is None:
@@ -238,7 +238,7 @@ class Interceptor:
         self._begun_in_graph = batch
         if rows is not None:
             return rows.ids_LRK, rows.routed_R
-        num_slots = batch.input_ids_BT.size
+        num_slots = batch.num_slots
         shape, dtype = self.shapes_for_graph(num_slots)
         nothing = torch.zeros(num_slots, dtype=torch.bool, device=batch.device)
         return torch.empty(shape, dtype=dtype, device=batch.device), nothing

@@ -44,7 +44,7 @@ def load_local(path: Path) -> tuple[Any, bool]:
         with loading():
             config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         require_memory(config, str(path), dtype=config.dtype or torch.float32)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(0)
             return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False), False
     except ConfigError:

@@ -38,7 +38,7 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: Sequence[str
         raise _refusal(model, targets, f"there is no {', '.join(unknown)}")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=list(targets))
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             inject_adapter_in_model(config, model)
     except ValueError as error:

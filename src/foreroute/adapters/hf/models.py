@@ -38,7 +38,7 @@ def build_model(family: str, *, seed: int, experts_implementation: str = "groupe
     try:
         config = config_class(**sizes)
         require_memory(config, f"a {family} model of these sizes", dtype=torch.float32)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             return transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, experts_implementation=experts_implementation, trust_remote_code=False

@@ -49,6 +49,7 @@ class Recording(Listener):
 
     def end(self, batch: Batch, notes: PassNotes) -> None:
         """Keeps the pass; one that failed is forgotten."""
+        batch.keep()
         margin_LR = notes.margin_LR if self._with_margins else None
         weights_LRK = notes.weights_LRK if self.watch.weights else None
         self._passes.append(RecordedPass(batch, required(notes.ids_LRK), margin_LR, weights_LRK))
@@ -116,16 +117,16 @@ class Recording(Listener):
         """Passes that belong to the same sequences."""
         groups: list[list[RecordedPass]] = []
         for recorded in self._passes:
-            rows = len(recorded.batch.input_ids_BT)
+            rows = recorded.batch.shape[0]
             if recorded.batch.past == 0 or not groups:
                 groups.append([recorded])
                 continue
             first = groups[-1][0].batch
-            reached = first.past + sum(p.batch.input_ids_BT.shape[1] for p in groups[-1])
-            if (rows, recorded.batch.past) != (len(first.input_ids_BT), reached):
+            reached = first.past + sum(p.batch.shape[1] for p in groups[-1])
+            if (rows, recorded.batch.past) != (first.shape[0], reached):
                 raise ReplayError(
                     f"a forward continues {rows} sequences with {recorded.batch.past} cached positions; the batch "
-                    f"before it has {len(first.input_ids_BT)} of {reached}. Record each batch of sequences, and what "
+                    f"before it has {first.shape[0]} of {reached}. Record each batch of sequences, and what "
                     "follows a cache that was cut, in a session of its own"
                 )
             groups[-1].append(recorded)

@@ -105,7 +105,7 @@ def _check_other_routes(routed: RoutedModel, sites: list[RouterSite], other: Rou
 def _obeyed(site: RouterSite, output: Any, forced_NK: Tensor, num_experts: int) -> bool:
     """Whether what a router hands on says the forced ids: as ids, as one-hot rows, or as gates over all experts."""
     if site.plan.read_back is not None:
-        return torch.equal(site.plan.read_back(output), forced_NK.sort(dim=-1).values)
+        return torch.equal(site.plan.read_back(output).cpu(), forced_NK.sort(dim=-1).values)
     wanted_NE = torch.zeros(len(forced_NK), num_experts, dtype=torch.bool).scatter(-1, forced_NK, True)
     for part in _tensors(output):
         if not part.is_floating_point() and part.numel() == forced_NK.numel():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,8 +20,10 @@ from foreroute.replay import (
     ReplayRows,
     Watch,
     count_experts,
+    is_faithful,
     require_effect,
     required,
+    to_device,
 )
 from foreroute.trace import RoutingTrace
 
@@ -49,6 +52,7 @@ class ReplaySession(Listener):
         self._loss_mask_BT: Tensor | None = None
         self._mask_was_read = False
         self._drops = False
+        self._compared: list[tuple[Batch, Tensor]] = []
 
     def begin(self, batch: Batch) -> ReplayRows:
         """Locate the rows of the batch."""
@@ -57,13 +61,34 @@ class ReplaySession(Listener):
                 f"the forward continues a key-value cache of {batch.past} positions; replay whole sequences, "
                 "without a cache"
             )
-        row_of_slot = locate_rows(self._trace, batch.input_ids_BT, batch.mask_BT, batch.starts_BT)
+        row_of_slot = self._rows_known_by_shape(batch)
+        if row_of_slot is None:
+            row_of_slot = self._located(batch)
         self._rows = ReplayRows.gather(
             self._trace, row_of_slot, batch.device, self._missing, weights=self._gate_weights
         )
-        self._loss_mask_BT = self._rows.counted_R.view(batch.input_ids_BT.shape)
-        self._drops = self._drops or (self._missing == "drop" and not _all_counted(self._rows, row_of_slot))
+        self._loss_mask_BT = self._rows.counted_R.view(batch.shape)
+        if self._missing == "drop" and not self._drops:
+            self._drops = bool((is_faithful(self._trace, row_of_slot) != (row_of_slot >= 0)).any())
         return self._rows
+
+    def _located(self, batch: Batch) -> NDArray[np.int64]:
+        return locate_rows(self._trace, batch.input_ids_BT, batch.mask_BT, batch.starts_BT)
+
+    def _rows_known_by_shape(self, batch: Batch) -> NDArray[np.int64] | None:
+        """int64 [R], where the shape of a batch on a GPU says which slot is which row; else None.
+
+        So the host need not wait for the tokens. They are compared on the device, whose answer is looked at last.
+        """
+        ids_BT = batch.lone_tokens_BT
+        if ids_BT is None or batch.device.type == "cpu" or len(self._trace) != batch.shape[0]:
+            return None
+        if (self._trace.lengths != batch.shape[1]).any():
+            return None
+        batch.keep()
+        expected_R = to_device(self._trace.token_ids_N.astype(np.int64), batch.device)
+        self._compared.append((batch, (ids_BT.reshape(-1) != expected_R).any()))
+        return np.arange(batch.num_slots)
 
     def end(self, batch: Batch, notes: PassNotes) -> None:
         """Add up the telemetry, on the device."""
@@ -76,11 +101,15 @@ class ReplaySession(Listener):
         self._counts_LE = counts_LE if self._counts_LE is None else self._counts_LE + counts_LE
 
     def close(self) -> None:
-        """Called when the session ends without an error.
+        """Called when the session ends without an error. Waits for the device where tokens were compared there.
 
         Raises:
+            BatchMismatchError: when they were others than those of the trace.
             ReplayError: when it was a session in name only.
         """
+        if self._compared and bool(torch.stack([differs for _, differs in self._compared]).any()):
+            for batch, _ in self._compared:
+                self._located(batch)
         require_effect(self.num_forwards, owes_mask=self._drops and not self._mask_was_read)
 
     @property
@@ -120,7 +149,3 @@ class ReplaySession(Listener):
         if self._counts_LE is None:
             raise ReplayError("no telemetry: open the session with replay(trace, telemetry=True) and run a forward")
         return np.asarray(self._counts_LE.cpu().numpy())
-
-
-def _all_counted(rows: ReplayRows, row_of_slot: NDArray[np.int64]) -> bool:
-    return bool(rows.counted_R.sum() == (row_of_slot >= 0).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from foreroute.train.config.task import TaskConfig
 
 MOST_NAME_BYTES = 200
 """File systems take 255, and the names of temporary files are longer."""
+DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 
 class MeasureConfig(Section):
@@ -44,6 +46,9 @@ class TrainConfig(Section):
     """Letters, digits, dots, dashes and underscores: it names the run's folder."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Of the initial weights, the problems, the sampling and the order of sequences."""
+    device: str = "auto"
+    """Where model, engine and optimizer are: "cpu", "cuda" (under torchrun that of the process), "cuda:N", or "auto":
+    "cuda" where there is a device for each process, else "cpu". A resumed run may take another."""
     threads: Threads = 1
     """Threads of torch. Small models are fastest, and runs repeat bit for bit, with one."""
     model: ModelConfig = ModelConfig()
@@ -67,6 +72,13 @@ class TrainConfig(Section):
                 f"{MOST_NAME_BYTES} bytes, and more than dots"
             )
         return name
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, device: str) -> str:
+        if not DEVICE.fullmatch(device):
+            raise ValueError(f'{device!r:.40} is no device; expected "auto", "cpu", "cuda" or "cuda:N"')
+        return device
 
     @model_validator(mode="before")
     @classmethod
@@ -132,6 +144,11 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _can_be_spread(self) -> TrainConfig:
         num_ranks = self.parallel.expert
+        if num_ranks > 1 and ":" in self.device:
+            raise ValueError(
+                f'device = "{self.device}" is one device, and parallel.expert = {num_ranks} processes need one each; '
+                'set device = "cuda"'
+            )
         if self.rollout.prompts % num_ranks:
             raise ValueError(
                 f"rollout.prompts = {self.rollout.prompts} cannot be dealt to parallel.expert = {num_ranks} evenly"

@@ -42,11 +42,13 @@ class LossSums:
         if not len(losses.ratio_R):
             return
         ratio_R, weights_R = losses.ratio_R.double(), losses.weights_R.double()
-        kl = torch.zeros(()) if losses.kl_R is None else losses.kl_R.detach().double().sum()
+        kl = ratio_R.new_zeros(()) if losses.kl_R is None else losses.kl_R.detach().double().sum()
         ratios = [ratio_R.sum(), ratio_R.square().sum()]
-        parts = [losses.clipped_R.sum(), *ratios, weights_R.sum(), losses.cut_R.sum(), kl]
-        self._sums += np.array([len(ratio_R), *(float(part) for part in parts)])
-        self._largest = max(self._largest, float(ratio_R.max()))
+        parts = [losses.clipped_R.sum(), *ratios, weights_R.sum(), losses.cut_R.sum(), kl, ratio_R.max()]
+        # one copy, for which the device is waited for once
+        *sums, largest = torch.stack([part.double() for part in parts]).cpu().tolist()
+        self._sums += np.array([len(ratio_R), *sums])
+        self._largest = max(self._largest, largest)
 
     def total(self, ranks: Ranks) -> tuple[Importance, float, float]:
         """Of all ranks; a collective call.

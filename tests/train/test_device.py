@@ -1,0 +1,208 @@
+"""Where a run computes: the key, the devices of processes, and every tensor of a step on one device."""
+
+import copy
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.capture import Sampling
+from foreroute.errors import ConfigError
+from foreroute.train import device, load_checkpoint, rollout, train
+from foreroute.train.checkpoint import Checkpoint, write_checkpoint
+from foreroute.train.device import find_device
+from foreroute.train.engines import make_engine
+from foreroute.train.evaluate import evaluate
+from foreroute.train.loop import make_trainer
+from foreroute.train.model import make_policy
+from foreroute.train.reference import Reference
+from foreroute.train.tasks import make_task
+from foreroute.train.warm_start import warm_start
+from foreroute.train.whole import Whole
+from other_device import DEVICE, MixedDevicesError, OnDevice, other_device
+from small_runs import always_informative, records, small_config
+from spreading import scored_by_tokens
+
+FEW = {"prompts": 2, "group_size": 4}
+WARM = {"max_steps": 2, "batch_size": 8}
+
+
+def seen(count, **environment):
+    """As if torch saw so many CUDA devices, in a process with these variables."""
+    stack = ExitStack()
+    stack.enter_context(patch.object(torch.cuda, "is_available", lambda: count > 0))
+    stack.enter_context(patch.object(torch.cuda, "device_count", lambda: count))
+    stack.enter_context(patch.dict("os.environ", environment))
+    return stack
+
+
+def test_auto_takes_a_device_of_its_own_or_the_cpu():
+    with seen(0):
+        assert find_device("auto") == find_device("cpu") == torch.device("cpu")
+    with seen(2):
+        assert find_device("auto") == find_device("cuda") == torch.device("cuda:0")
+        assert find_device("cuda:1") == torch.device("cuda:1")
+        assert find_device("cpu") == torch.device("cpu")
+    with seen(2, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2"):
+        assert find_device("auto") == find_device("cuda") == torch.device("cuda:1")
+    for rank in "0123":  # all processes of a machine decide alike
+        with seen(2, LOCAL_RANK=rank, LOCAL_WORLD_SIZE="4"):
+            assert find_device("auto") == torch.device("cpu")
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with seen(0), pytest.raises(ConfigError, match=r'device = "cuda" needs CUDA device 0 and torch .* sees 0; set'):
+        find_device("cuda")
+    with seen(2), pytest.raises(ConfigError, match=r'device = "cuda:2" needs CUDA device 2 and .* sees 2'):
+        find_device("cuda:2")
+    several = seen(1, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    with several, pytest.raises(ConfigError, match=r"CUDA device 1, that of process 1 of the machine, and .* sees 1"):
+        find_device("cuda")
+    with seen(1, LOCAL_RANK="x"), pytest.raises(ConfigError, match=r"LOCAL_RANK='x', no number"):
+        find_device("auto")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:-1", "CUDA", "cuda:0 ", "meta", ""])
+def test_other_words_are_refused(name):
+    with pytest.raises(ConfigError, match=r"is no device; expected \"auto\", \"cpu\", \"cuda\" or \"cuda:N\""):
+        small_config(device=name)
+
+
+def test_processes_cannot_share_a_device():
+    with pytest.raises(ConfigError, match=r'device = "cuda:0" is one device, and parallel\.expert = 2 processes'):
+        small_config(device="cuda:0", parallel={"expert": 2})
+
+
+def test_processes_that_found_each_other_without_nccl_are_refused():
+    with patch.object(device.dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo"):
+        device.require_backend(torch.device("cpu"))
+        with pytest.raises(ConfigError, match=r'start it with backend "cuda:nccl,cpu:gloo", or set device = "cpu"'):
+            device.require_backend(torch.device("cuda", 0))
+    with patch.object(device.dist, "get_backend_config", lambda: "cuda:nccl"):
+        device.require_backend(torch.device("cuda", 0))
+        with pytest.raises(ConfigError, match="carries no tensors of cpu"):
+            device.require_backend(torch.device("cpu"))
+
+
+def test_a_run_says_where_it_ran_and_goes_on_elsewhere(tmp_path):
+    config = small_config(device="cpu", rl={"steps": 1}, warm_start=WARM, rollout=FEW)
+    with scored_by_tokens():
+        run = train(config, tmp_path / "run")
+        further = small_config(device="auto", rl={"steps": 2}, warm_start=WARM, rollout=FEW)
+        train(further, run.path, resume=True)
+    assert [record["device"]["kind"] for record in records(run.path)] == ["cpu", "cpu"]
+    assert all(record["device"]["name"] for record in records(run.path))
+
+
+def made(config, where):
+    """A trainer there after its warm start."""
+    task = make_task(config)
+    policy = make_policy(config, task, where)
+    warm_start(policy.model, config, task, lambda step, loss: None, lambda: False)
+    trainer = make_trainer(config, task, policy, Whole(policy), make_engine(config, policy))
+    if config.rl.kl_coefficient:
+        trainer.reference = Reference(copy.deepcopy(policy.model))
+    return trainer
+
+
+def stepped(config, where):
+    """Rollout, record and state of one step, and what was sampled for an evaluation after it."""
+    trainer = made(config, where)
+    with patch.object(rollout, "score", always_informative):
+        experience, record = trainer.run_step()
+        evaluated = evaluate(trainer.engine, trainer.task, config, 0, trainer.execution.ranks)
+    return experience, record, trainer.state(), evaluated
+
+
+def all_tensors(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for part in parts for tensor in all_tensors(part)]
+
+
+WAYS = {
+    "R3": {},
+    "none, with a reference": {"rl": {"routing": "none", "kl_coefficient": 0.1}},
+    "R2, checkpointed": {"rl": {"routing": "R2"}, "model": {"gradient_checkpointing": "reentrant"}},
+    "gate weights": {"rl": {"routing": "R3+weights"}},
+    "bfloat16, fp8": {"model": {"dtype": "bfloat16"}, "rollout": {**FEW, "precision": "fp8"}},
+    "sequence means": {"rl": {"mean": "sequence"}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_mixes_no_devices_and_does_the_same_anywhere(way):
+    config = small_config(**{"warm_start": WARM, "rollout": FEW, "evaluation": {"every": 5, "prompts": 4}, **WAYS[way]})
+    first_rollout, expected, state, evaluated = stepped(config, torch.device("cpu"))
+    with other_device(generators=DEVICE):
+        second_rollout, record, state_there, evaluated_there = stepped(config, DEVICE)
+    assert np.array_equal(second_rollout.generation.trace.token_ids_N, first_rollout.generation.trace.token_ids_N)
+    assert np.array_equal(evaluated_there.response_lengths, evaluated.response_lengths)
+    assert record["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+    assert record["device"]["kind"] == DEVICE.type
+    weights = all_tensors(state_there["model"])
+    assert all(isinstance(weight, OnDevice) for weight in weights)
+    optimizer = [tensor for tensor in all_tensors(state_there["optimizer"]) if tensor.dim()]
+    assert len(optimizer) >= 2 * (len(weights) - 2)
+    assert all(isinstance(tensor, OnDevice) for tensor in optimizer)
+    for there, here in zip(weights, all_tensors(state["model"]), strict=True):
+        torch.testing.assert_close(there.values_here, here, rtol=0.1, atol=0.02)
+
+
+def test_the_engine_samples_there_by_a_seed_drawn_from_the_generator_it_is_given():
+    config = small_config(warm_start=WARM, rollout=FEW)
+
+    def tokens(seed):
+        task = make_task(config)
+        engine = make_engine(config, make_policy(config, task, DEVICE))
+        generator = torch.Generator().manual_seed(seed)
+        problems = task.problems(2, 0, 0, np.random.default_rng(0))
+        generation = engine.generate([p.tokens for p in problems], Sampling(6, task.end_token, 4, 1.0), generator)
+        return generation.trace.token_ids_N
+
+    with other_device():
+        first, again, other = tokens(1), tokens(1), tokens(2)
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+@pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")  # whose values are real here
+def test_a_checkpoint_of_one_device_is_taken_up_on_another(tmp_path):
+    config = small_config(warm_start=WARM, rollout=FEW)
+    path = tmp_path / "state.safetensors"
+    with other_device(generators=DEVICE):
+        there = made(config, DEVICE)
+        with patch.object(rollout, "score", always_informative):
+            there.run_step()
+        write_checkpoint(path, Checkpoint({"step": there.step, **there.state()}, "", ""))
+        state = load_checkpoint(path)
+        assert all(tensor.device.type == "cpu" for tensor in all_tensors(state))
+        back = made(config, DEVICE)
+        back.restore(state)
+        assert {type(tensor) for tensor in all_tensors(back.state()) if tensor.dim()} == {OnDevice}
+        expected = [tensor.values_here for tensor in all_tensors(there.state()) if tensor.dim()]
+        here = made(config, torch.device("cpu"))
+        here.restore(state)
+    for restored in (back, here):
+        for tensor, wanted in zip(
+            (tensor for tensor in all_tensors(restored.state()) if tensor.dim()), expected, strict=True
+        ):
+            assert torch.equal(getattr(tensor, "values_here", tensor), wanted)
+
+
+def test_the_other_device_refuses_what_cuda_refuses():
+    with other_device() as there:
+        values = torch.ones(2, 3).to(DEVICE)
+        with pytest.raises(MixedDevicesError, match="expected all tensors on one device"):
+            values + torch.ones(2, 3)
+        with pytest.raises(MixedDevicesError):
+            values.gather(1, torch.zeros(2, 1, dtype=torch.int64))
+        assert isinstance(values[torch.tensor([0])] * torch.tensor(2.0), OnDevice)
+        there.reads.clear()
+        assert (values.sum() * 2).item() == 12
+        assert values.cpu().tolist() == [[1.0] * 3] * 2
+        assert len(values[values > 0]) == 6
+        assert sum(there.reads.values()) == 3
