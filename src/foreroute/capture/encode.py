@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.arguments import shown
-from foreroute.capture.facts import ModelFacts
-from foreroute.capture.kinds import RULES, Absent, WireKind
+from foreroute.capture.model_facts import ModelFacts
+from foreroute.capture.recognition import shown
+from foreroute.capture.wires import RULES, Absent, WireKind
 from foreroute.errors import CaptureError
 from foreroute.trace import RoutingTrace
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from foreroute.capture.arguments import field_of, shown, whole_number
-from foreroute.capture.facts import ModelFacts
+from foreroute.capture.model_facts import ModelFacts
+from foreroute.capture.recognition import field_of, shown, whole_number
 from foreroute.errors import CaptureError
 from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec
 from foreroute.trace.spec import MAX_EXPERTS

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from foreroute.errors import CaptureError
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace, extended
-from foreroute.trace.check import as_array
+from foreroute.trace.checks import as_array
 
 
 class Trajectory:

@@ -26,8 +26,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
-from foreroute.trace.check import (
+from foreroute.trace.checks import (
     as_array,
+    as_gate_weights,
     as_mask,
     as_offsets,
     as_sequence_numbers,
@@ -37,7 +38,6 @@ from foreroute.trace.check import (
     narrow_ids,
     segment_rows,
 )
-from foreroute.trace.gate_weights import as_gate_weights, in_ascending_order, joined_gate_weights, weights_of
 from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
 NO_VERSION = -1
@@ -266,7 +266,10 @@ class RoutingTrace:
 
     def without_pick_order(self) -> RoutingTrace:
         """The same sets of experts, ids ascending in each row, as order-dropping codecs return them."""
-        weights_NLK = in_ascending_order(self.expert_ids_NLK, self.gate_weights_NLK)
+        weights_NLK = self.gate_weights_NLK
+        if weights_NLK is not None:
+            order_NLK = np.argsort(self.expert_ids_NLK, axis=-1, kind="stable")
+            weights_NLK = np.take_along_axis(weights_NLK, order_NLK, axis=-1)
         ids_NLK = np.sort(self.expert_ids_NLK, axis=-1)
         return replace(self, expert_ids_NLK=ids_NLK, gate_weights_NLK=weights_NLK, pick_order_kept=False)
 
@@ -337,6 +340,30 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
         pick_order_kept=parts[0].pick_order_kept,
         gate_weights_NLK=joined_gate_weights(parts),
     )
+
+
+def joined_gate_weights(parts: Sequence[RoutingTrace]) -> NDArray[np.float32] | None:
+    """Those of traces one after another; None where none has any.
+
+    Raises:
+        TraceContentError: when one has them, and another has routes without them.
+    """
+    if all(part.gate_weights_NLK is None for part in parts):
+        return None
+    for part in parts:
+        if part.gate_weights_NLK is None and part.valid_N.any():
+            raise TraceContentError(
+                "some of the traces have gate weights and others do not; record all of them with gate weights, or "
+                "take them off with without_gate_weights()"
+            )
+    return np.concatenate([weights_of(part) for part in parts])
+
+
+def weights_of(trace: RoutingTrace) -> NDArray[np.float32]:
+    """Float32 [N, L, K]; zeros for rows that were never routed."""
+    if trace.gate_weights_NLK is None:
+        return np.zeros(trace.expert_ids_NLK.shape, np.float32)
+    return trace.gate_weights_NLK
 
 
 def _pack(

@@ -12,11 +12,8 @@ import numpy as np
 from numba import njit, uint64
 
 from foreroute.kernels import kernel
-from foreroute.trace.codec.bits import FETCHED, fetch
-from foreroute.trace.codec.sorting import sort_planes
-
-LANES = 4
-TILE = 64
+from foreroute.trace.file.codec.planes_encode import LANES, TILE, sort_planes
+from foreroute.trace.kernels import FETCHED, fetch
 
 
 @njit(nogil=True, inline="always")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.arguments import shown
+from foreroute.capture.recognition import shown
 from foreroute.errors import CaptureError
 from foreroute.trace import RoutingSpec, RoutingTrace
 

@@ -10,6 +10,10 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.errors import TraceContentError
 from foreroute.trace.spec import RoutingSpec
 
+DECODED_FREELY, DECODED_PER_BYTE = 16 << 20, 1024
+"""A file may ask for 16 MiB of routes, or for 1,024 times the bytes of its tokens and payloads: so a small file cannot
+make a reader allocate without bound."""
+
 
 def check_rows(
     expert_ids_NLK: NDArray[Any], valid_N: NDArray[np.bool_], offsets: NDArray[np.int64], spec: RoutingSpec
@@ -65,23 +69,29 @@ def as_mask(mask: ArrayLike, *, name: str) -> NDArray[np.bool_]:
     return array.astype(np.bool_, copy=False)
 
 
+def as_gate_weights(values: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Float32 [N, L, K], checked.
+
+    Raises:
+        TraceContentError: when they do not belong to such routes, or are not finite.
+    """
+    given = as_array(values, name="gate_weights")
+    if given.dtype.kind not in "fiu":
+        raise TraceContentError(f"gate weights are {given.dtype}; expected numbers")
+    weights_NLK = np.ascontiguousarray(given, np.float32)
+    if weights_NLK.shape != shape:
+        raise TraceContentError(f"gate weights have shape {weights_NLK.shape}; expected one per pick, {shape}")
+    if not np.isfinite(weights_NLK).all():
+        raise TraceContentError("gate weights are not all finite; what computed them has diverged")
+    return weights_NLK
+
+
 def as_array(values: ArrayLike, *, name: str) -> NDArray[Any]:
     """`values` as an array, refusing rows of different lengths and objects that are no arrays."""
     try:
         return np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:
         raise TraceContentError(f"{name} is no array ({error})") from error
-
-
-def _as_int32(values: ArrayLike, least: int, *, name: str, expected: str) -> NDArray[np.int32]:
-    array = as_array(values, name=name)
-    if array.size == 0:
-        return np.zeros(0, np.int32)
-    most = np.iinfo(np.int32).max
-    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < least or array.max() > most:
-        found = f", from {array.min()} to {array.max()}" if array.dtype.kind in "iu" else ""
-        raise TraceContentError(f"{name} is {array.dtype} of shape {array.shape}{found}; expected {expected}")
-    return array.astype(np.int32, copy=False)
 
 
 def as_sequence_numbers(numbers: ArrayLike, count: int, *, name: str = "sequences") -> NDArray[np.int64]:
@@ -109,6 +119,19 @@ def ascending(offsets: NDArray[Any], upto: int) -> bool:
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets):
         return False
     return bool(offsets[0] == 0 and offsets[-1] == upto and (offsets[1:] >= offsets[:-1]).all())
+
+
+def check_expansion(spec: RoutingSpec, num_rows: int, stored_bytes: int) -> None:
+    """Raise `TraceContentError` when the routes of a file would take far more memory than its tokens and payloads.
+
+    Args:
+        spec: the model.
+        num_rows: N, the rows of all sequences.
+        stored_bytes: of tokens and payloads.
+    """
+    decoded = num_rows * spec.num_layers * spec.top_k * spec.id_dtype.itemsize
+    if decoded > max(DECODED_FREELY, DECODED_PER_BYTE * stored_bytes):
+        raise TraceContentError(f"{stored_bytes} bytes of tokens and routes would become {decoded} bytes of routes")
 
 
 def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -146,3 +169,14 @@ def _refuse_first(
         f"sequence {sequence}, position {row - int(offsets[sequence])}, {spec.layers[layer]} has expert ids "
         f"{ids[row, layer].tolist()}: {why} ({int(bad_NL.sum())} such rows in all)"
     )
+
+
+def _as_int32(values: ArrayLike, least: int, *, name: str, expected: str) -> NDArray[np.int32]:
+    array = as_array(values, name=name)
+    if array.size == 0:
+        return np.zeros(0, np.int32)
+    most = np.iinfo(np.int32).max
+    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < least or array.max() > most:
+        found = f", from {array.min()} to {array.max()}" if array.dtype.kind in "iu" else ""
+        raise TraceContentError(f"{name} is {array.dtype} of shape {array.shape}{found}; expected {expected}")
+    return array.astype(np.int32, copy=False)

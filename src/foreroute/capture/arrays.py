@@ -1,6 +1,7 @@
-"""Bytes to arrays. Everything here may be hostile: sizes are checked before anything is allocated, nothing is executed.
+"""Bytes, text and lists to arrays. All of it may be hostile: sizes are checked before anything is allocated.
 
 No function allocates more than a small multiple of its input: declared shapes must account for the bytes at hand.
+Nothing is executed, and no pickle is read.
 """
 
 from __future__ import annotations
@@ -15,14 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.arguments import as_array, field_of, items_of, shown
+from foreroute.capture.recognition import MAX_TEXT, NPY_MAGIC, field_of, items_of, shown
 from foreroute.errors import CaptureError
-from foreroute.files import parse_json
-
-NPY_MAGIC = b"\x93NUMPY"
-NEMO_MAGIC = "nrlre1:"
-MAX_TEXT = 1 << 28
-"""Characters of JSON or bytes of one payload: 256 Mi, some hundred thousand tokens of a large model as JSON lists."""
 
 _DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "int8", "uint16", "int16", "int32", "int64")}
 # `numpy.save` writes exactly this; its own reader evaluates the header as a Python literal, which is not needed here.
@@ -92,7 +87,7 @@ def read_raw(text: str, dtype: str | None) -> NDArray[Any]:
 
 def read_lists(nested: Any) -> NDArray[np.int64]:
     """An array [R, layers, K] from nested lists of integers. Floats, booleans and ragged rows are refused."""
-    rows = items_of(nested, "the nested lists")
+    rows = nested if type(nested) is list else items_of(nested, "the nested lists")
     if not rows:
         return np.zeros((0, 0, 0), np.int64)
     _expect_lists([rows[0]], None)
@@ -109,21 +104,6 @@ def read_lists(nested: Any) -> NDArray[np.int64]:
     except OverflowError as error:
         raise CaptureError("the lists hold an integer beyond 64 bits; expected expert ids") from error
     return flat.reshape(len(rows), layers, -1) if picks else np.zeros((len(rows), layers, 0), np.int64)
-
-
-def read_array(value: Any, name: str = "the routes") -> NDArray[Any]:
-    """The integer array behind an in-process value (numpy, or anything that numpy can view)."""
-    array = as_array(value, name)
-    if array.dtype.kind not in "iu":
-        raise CaptureError(f"{name}: dtype {array.dtype}; expected integers")
-    return array
-
-
-def parse_text(text: str | bytes, *, name: str = "the text, which starts like JSON and may have been cut,") -> Any:
-    """The value of a JSON text, bounded in length and depth. `name` says which, for the message."""
-    if len(text) > MAX_TEXT:
-        raise CaptureError(f"{name} has {len(text)} characters; expected at most {MAX_TEXT}")
-    return parse_json(text, CaptureError, name=name)
 
 
 def _three_counts(values: list[Any]) -> bool:

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from foreroute.errors import TraceFileError, printable
-from foreroute.trace.codec import CodecName
 from foreroute.trace.container import RoutingTrace
-from foreroute.trace.file import load, save
+from foreroute.trace.file.codec import CodecName
+from foreroute.trace.file.reading import load
+from foreroute.trace.file.writing import save
 from foreroute.trace.spec import RoutedLayer
 
 SHARD = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.safetensors", re.ASCII)

@@ -1,8 +1,4 @@
-"""Streams of bits in 64-bit words, read at any position. Compiled; imported by the codecs on first use.
-
-Bit b of a stream is bit b % 64 of word b // 64. Every stream is followed by one zero word, so that a read of 64 bits
-never needs a test for the end; positions past the end are clamped to it, because they come from untrusted files.
-"""
+"""Loops over all picks of a trace: the check and the counting. Compiled; imported on first use."""
 
 from __future__ import annotations
 
@@ -15,6 +11,73 @@ from foreroute.kernels import kernel
 
 FETCHED = 64
 """Bits that one `fetch` brings."""
+
+
+@kernel
+def add_counts(
+    flat_ids: Any, valid_N: Any, offsets: Any, order: Any, start_S: Any, stride: Any, held_LE: Any, flat_counts: Any
+) -> None:
+    """Count the picks of some sequences.
+
+    Args:
+        flat_ids: uint8 or uint16, [N, L, K] flattened.
+        valid_N: bool [N].
+        offsets: int64 [S + 1].
+        order: int64, sequence numbers; those of one start are neighbours.
+        start_S: int64 [S], where the counts of each sequence's first layer begin in `flat_counts`.
+        stride: from one layer's counts to the next one's.
+        held_LE: uint32 [L, E] of zeros, and zeros again afterwards. Small enough for the first-level cache, and free
+            of the collisions in it that a large power of two as `stride` would cause.
+        flat_counts: int32, added to.
+    """
+    num_layers, num_experts = held_LE.shape
+    held = held_LE.reshape(-1)
+    row_size = uint64(flat_ids.size // max(1, len(valid_N)))
+    top_k = row_size // uint64(num_layers)
+    for i in range(len(order)):
+        s = order[i]
+        for row in range(offsets[s], offsets[s + 1]):
+            if valid_N[row]:
+                source, base = uint64(row) * row_size, uint64(0)
+                for _ in range(num_layers):
+                    for _ in range(top_k):
+                        held[base + uint64(flat_ids[source])] += np.uint32(1)
+                        source += uint64(1)
+                    base += uint64(num_experts)
+        if i + 1 == len(order) or start_S[order[i + 1]] != start_S[s]:
+            for layer in range(num_layers):
+                target = start_S[s] + layer * stride
+                for e in range(num_experts):
+                    flat_counts[target + e] += np.int32(held_LE[layer, e])
+            held[:] = 0
+
+
+@kernel
+def first_bad_picks(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, num_experts: Any) -> Any:
+    """The first (row, layer) of `rows` with an id of E or more or an expert twice, as row * L + layer; -1 if none.
+
+    Args:
+        flat_ids: uint8 or uint16, [N, L, K] flattened.
+        num_layers: L.
+        top_k: K.
+        rows: int64 [R].
+        num_experts: E.
+    """
+    seen = np.zeros(1 << (8 * flat_ids.itemsize), np.int64)
+    stamp = 0
+    for i in range(len(rows)):
+        place = uint64(rows[i]) * uint64(num_layers) * uint64(top_k)
+        for layer in range(num_layers):
+            stamp += 1
+            bad = False
+            for _ in range(top_k):
+                expert = uint64(flat_ids[place])
+                bad |= (seen[expert] == stamp) | (expert >= uint64(num_experts))
+                seen[expert] = stamp
+                place += uint64(1)
+            if bad:
+                return rows[i] * num_layers + layer
+    return -1
 
 
 @njit(nogil=True, inline="always")
@@ -115,31 +178,3 @@ def unpack_rows(
                 seen[expert] = stamp
                 out[target + uint64(k)] = expert
     return not bad
-
-
-@kernel
-def first_bad_cell(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, num_experts: Any) -> Any:
-    """The first (row, layer) of `rows` with an id of E or more or an expert twice, as row * L + layer; -1 if none.
-
-    Args:
-        flat_ids: uint8 or uint16, [N, L, K] flattened.
-        num_layers: L.
-        top_k: K.
-        rows: int64 [R].
-        num_experts: E.
-    """
-    seen = np.zeros(1 << (8 * flat_ids.itemsize), np.int64)
-    stamp = 0
-    for i in range(len(rows)):
-        place = uint64(rows[i]) * uint64(num_layers) * uint64(top_k)
-        for layer in range(num_layers):
-            stamp += 1
-            bad = False
-            for _ in range(top_k):
-                expert = uint64(flat_ids[place])
-                bad |= (seen[expert] == stamp) | (expert >= uint64(num_experts))
-                seen[expert] = stamp
-                place += uint64(1)
-            if bad:
-                return rows[i] * num_layers + layer
-    return -1

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import TraceContentError
-from foreroute.trace.codec.prefix_code import (
+from foreroute.trace.file.codec.fixed import unrolled
+from foreroute.trace.file.codec.prefix_code import (
     DIRECT_EXPERTS,
     book_of_slot,
     check_lengths,
@@ -31,7 +32,6 @@ from foreroute.trace.codec.prefix_code import (
     fit_lengths,
     symbol_table,
 )
-from foreroute.trace.codec.slots import as_slots
 from foreroute.trace.spec import MAX_EXPERTS, RoutingSpec
 
 PICKS_PER_RANKING = 16
@@ -64,7 +64,7 @@ class Planes:
             raise TraceContentError(f"code_lengths is {lengths.dtype} {lengths.shape}, expected uint8 {expected}")
         self.tables = {"code_lengths": lengths}
         self._spec = spec
-        self._slots = as_slots(book)
+        self._slots = unrolled(book)
         self._short = spec.num_experts <= DIRECT_EXPERTS and spec.top_k <= SHORT_PICKS
         check_lengths(lengths)
         self._order = np.zeros(DIRECT_EXPERTS if spec.num_experts <= DIRECT_EXPERTS else MAX_EXPERTS, spec.id_dtype)
@@ -80,7 +80,7 @@ class Planes:
             expert_ids_NLK: C-contiguous routes, checked.
             blocks: int64 [R] each, the rows of every block.
         """
-        from foreroute.trace.codec.planes_encode import count_gaps
+        from foreroute.trace.file.codec.planes_encode import count_gaps
 
         first, _ = symbol_table(spec.num_experts, spec.top_k)
         book = book_of_slot(spec.top_k)
@@ -102,7 +102,7 @@ class Planes:
             expert_ids_NLK: C-contiguous routes, checked.
             rows: int64 [R], the rows of the block.
         """
-        from foreroute.trace.codec.planes_encode import write_block
+        from foreroute.trace.file.codec.planes_encode import write_block
 
         spec = self._spec
         sizes = np.zeros(spec.num_layers, np.int64)
@@ -129,7 +129,7 @@ class Planes:
         Raises:
             TraceContentError: when a payload cannot be what `encode` wrote.
         """
-        from foreroute.trace.codec.planes_decode import read_block
+        from foreroute.trace.file.codec.planes_decode import read_block
 
         spec, rows = self._spec, len(dest)
         head = self._head_words(rows)
@@ -153,7 +153,7 @@ class Planes:
 
     @cached_property
     def _network(self) -> NDArray[np.int64]:
-        from foreroute.trace.codec.sorting import comparators
+        from foreroute.trace.file.codec.planes_encode import comparators
 
         return comparators(self._spec.top_k)
 
@@ -167,7 +167,7 @@ class Planes:
 
     def _rank(self, expert_ids_NLK: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
         """Fill the planes with the block's ranks, sorted per row; the expert of each rank, [L, E]."""
-        from foreroute.trace.codec.planes_encode import rank_experts, sorted_ranks
+        from foreroute.trace.file.codec.planes_encode import rank_experts, sorted_ranks
 
         spec = self._spec
         self._reserve(len(rows), spec.num_layers)

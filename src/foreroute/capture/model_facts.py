@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.arguments import shown, whole_number
+from foreroute.capture.recognition import shown, whole_number
 from foreroute.errors import CaptureError
 from foreroute.trace import LayerKind, RoutingSpec
 
