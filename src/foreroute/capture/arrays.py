@@ -29,7 +29,7 @@ _ENVELOPE = re.compile(r"nrlre1:(int8|int16|int32):(\d{1,12})x(\d{1,12})x(\d{1,1
 
 
 def read_base64(text: str) -> bytes:
-    """The bytes of standard base64 with padding; stray characters, line breaks and missing padding are refused."""
+    """Read standard base64 with padding; stray characters, line breaks and missing padding are refused."""
     if len(text) > MAX_TEXT:
         raise CaptureError(f"the base64 text has {len(text)} characters; expected at most {MAX_TEXT}")
     try:
@@ -39,7 +39,7 @@ def read_base64(text: str) -> bytes:
 
 
 def read_npy(data: bytes) -> NDArray[Any]:
-    """An integer array [R, layers, K] from a version 1 `.npy` file."""
+    """Read an integer array [R, layers, K] from a version 1 `.npy` file."""
     header_end = 10 + int.from_bytes(data[8:10], "little")
     header = _NPY_HEADER.fullmatch(data[10:header_end])
     if data[:8] != NPY_MAGIC + b"\x01\x00" or len(data) < 10 or header is None:
@@ -52,7 +52,7 @@ def read_npy(data: bytes) -> NDArray[Any]:
 
 
 def read_envelope(text: str) -> NDArray[Any]:
-    """A signed array [S, L, K] from the NeMo RL envelope."""
+    """Read a signed array [S, L, K] from the NeMo RL envelope."""
     head = _ENVELOPE.match(text)
     if head is None:
         raise CaptureError(
@@ -63,7 +63,7 @@ def read_envelope(text: str) -> NDArray[Any]:
 
 
 def read_table(table: Mapping[str, Any]) -> NDArray[Any]:
-    """An array [R, layers, K] from a table of data (base64 text or bytes), shape and dtype."""
+    """Read an array [R, layers, K] from a table of data (base64 text or bytes), shape and dtype."""
     dtype, shape, data = (field_of(table, name) for name in ("dtype", "shape", "data"))
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise CaptureError(f"the table has dtype {shown(dtype)}; expected one of {', '.join(_DTYPES)}")
@@ -75,7 +75,7 @@ def read_table(table: Mapping[str, Any]) -> NDArray[Any]:
 
 
 def read_raw(text: str, dtype: str | None) -> NDArray[Any]:
-    """A flat array from base64 of raw bytes; int32 unless the engine advertises another dtype."""
+    """Read a flat array from base64 of raw bytes; int32 unless the engine advertises another dtype."""
     name = "int32" if dtype is None else dtype
     if not isinstance(name, str) or name not in _DTYPES:
         raise CaptureError(f"the engine advertises dtype {shown(name)}; expected one of {', '.join(_DTYPES)}")
@@ -86,7 +86,7 @@ def read_raw(text: str, dtype: str | None) -> NDArray[Any]:
 
 
 def read_lists(nested: Any) -> NDArray[np.int64]:
-    """An array [R, layers, K] from nested lists of integers. Floats, booleans and ragged rows are refused."""
+    """Read an array [R, layers, K] from nested lists of integers. Floats, booleans and ragged rows are refused."""
     rows = nested if type(nested) is list else items_of(nested, "the nested lists")
     if not rows:
         return np.zeros((0, 0, 0), np.int64)

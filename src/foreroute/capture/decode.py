@@ -131,7 +131,7 @@ class _Wanted:
 def _decode_sequence(
     raw: RawSequence, wanted: _Wanted, start: int | None, ids_TLK: NDArray[Any], valid_T: NDArray[np.bool_]
 ) -> int:
-    """Write the routes of one sequence to their positions, `ids_TLK` and `valid_T`; how many rows there were.
+    """Write the routes of one sequence to their positions; returns how many rows there were.
 
     An engine's rows are [R, A, K], with A the layers on its axis, dense ones maybe among them.
     """
@@ -160,7 +160,7 @@ def _decode_sequence(
 
 
 def _rows(raw: RawSequence, wanted: _Wanted, first: int) -> NDArray[Any]:
-    """The routes of one sequence as an array, the prompt's rows joined where the form keeps them apart."""
+    """Read the routes of one sequence, the prompt's rows joined where the form keeps them apart."""
     rows = _array(raw.routes, raw, wanted, first)
     if raw.prompt_routes is None:
         return rows
@@ -208,7 +208,7 @@ def _from_text(text: str, raw: RawSequence, wanted: _Wanted, first: int) -> NDAr
 
 
 def _present(rows_RLK: NDArray[Any], wanted: _Wanted, first: int) -> NDArray[np.bool_]:
-    """A bool [R], False where the form says that a row was never routed."""
+    """Return a bool [R], False where the form says that a row was never routed."""
     absent = wanted.rules.absent
     if absent is Absent.NEVER:
         return np.ones(len(rows_RLK), np.bool_)
@@ -225,7 +225,7 @@ def _present(rows_RLK: NDArray[Any], wanted: _Wanted, first: int) -> NDArray[np.
 
 
 def _without_last(rows_RAK: NDArray[Any], columns: NDArray[np.int64], routed: int, wanted: _Wanted) -> NDArray[Any]:
-    """The rows, less the one of the last token where the form lets it be dropped."""
+    """Return the rows, less the one of the last token where the form lets it be dropped."""
     if len(rows_RAK) == routed or wanted.rules.last_row is LastRow.KEEP:
         return rows_RAK
     last = rows_RAK[routed, columns]
@@ -266,7 +266,7 @@ def _first_position(stated: Any, start: int | None, wanted: _Wanted) -> int:
 
 
 def tokens_of(sequences: Sequence[RawSequence], token_ids: Any) -> list[NDArray[np.int32]]:
-    """Prompt and response tokens of each sequence, int32 [T].
+    """Return the prompt and response tokens of each sequence, int32 [T].
 
     Args:
         sequences: S sequences; some forms carry their tokens.
@@ -280,7 +280,7 @@ def tokens_of(sequences: Sequence[RawSequence], token_ids: Any) -> list[NDArray[
 
 
 def _stated(token_ids: Any, sequences: Sequence[RawSequence]) -> list[Any]:
-    """The caller's tokens, one entry for each sequence."""
+    """Return the caller's tokens, one entry for each sequence."""
     if token_ids is None:
         return [None] * len(sequences)
     if isinstance(token_ids, list | tuple):
@@ -352,7 +352,7 @@ def _as_tokens(values: Any, sequence: int) -> NDArray[np.int32]:
 
 
 def known_engine(name: object) -> str:
-    """The engine's name as it is listed in `ENGINES`, or nothing when none is given.
+    """Return the engine's name as it is listed in `ENGINES`, or nothing when none is given.
 
     Raises:
         CaptureError: for a name that is not listed. Letters may be large or small.
@@ -363,7 +363,7 @@ def known_engine(name: object) -> str:
 
 
 def named_kind(kind: WireKind, engine: str) -> WireKind:
-    """The form, made exact by the engine's name where several engines share a container.
+    """Return the form, made exact by the engine's name where several engines share a container.
 
     Raises:
         CaptureError: when another engine writes this form.

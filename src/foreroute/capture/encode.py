@@ -20,7 +20,7 @@ WRITABLE = (WireKind.NPY, WireKind.RAW_INT32, WireKind.NEMO_RL, WireKind.PRIME_R
 
 
 def encode(trace: RoutingTrace, kind: WireKind, *, num_hidden_layers: int | None = None) -> list[Any]:
-    """One payload per sequence, without the row of the last token: what `decode` reads back with the same facts.
+    """Make one payload per sequence, without the last token's row: what `decode` reads back with the same facts.
 
     Args:
         trace: the routes.

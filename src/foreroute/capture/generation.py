@@ -124,17 +124,17 @@ class Generation:
         return self.sampled_N[~is_first_N]
 
     def response(self, sequence: int) -> NDArray[np.int32]:
-        """int32 [T], the sampled tokens of one sequence."""
+        """Return the sampled tokens of one sequence, int32 [T]."""
         return self.trace.tokens(sequence)[self._sampled(sequence)]
 
     def last_turn(self, sequence: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Two arrays int32 [T]: what lies between the prompt and the last turn, and the last turn."""
+        """Return what lies between the prompt and the last turn, and the last turn: two arrays int32 [T]."""
         tokens = self.trace.tokens(sequence)
         start = int(np.flatnonzero(~self._sampled(sequence))[-1]) + 1
         return tokens[int(self.prompt_lengths[sequence]) : start], tokens[start:]
 
     def select(self, sequences: ArrayLike) -> Generation:
-        """The given sequences, in the given order."""
+        """Return the given sequences, in the given order."""
         chosen = as_sequence_numbers(sequences, len(self))
         parts = np.split(self.logprobs_R, np.cumsum(self.response_lengths)[:-1])
         logprobs = [parts[int(s)] for s in chosen]
@@ -147,7 +147,7 @@ class Generation:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Generation]) -> Generation:
-        """All sequences of the parts, in order."""
+        """Join all sequences of the parts, in order."""
         return cls(
             concatenate([part.trace for part in parts]),
             np.concatenate([part.prompt_lengths for part in parts]),
@@ -156,7 +156,7 @@ class Generation:
         )
 
     def _sampled(self, sequence: int) -> NDArray[np.bool_]:
-        """Of one sequence, bool [T]."""
+        """Say which tokens of one sequence were sampled, bool [T]."""
         start, end = self.trace.offsets[sequence : sequence + 2]
         return self.sampled_N[int(start) : int(end)]
 
@@ -242,7 +242,7 @@ def load_generation(path: str | os.PathLike[str]) -> Generation:
 
 
 def _read(source: Path) -> tuple[Mapping[str, str], dict[str, NDArray[Any]]]:
-    """Metadata and tensors, whose digest is right."""
+    """Read metadata and tensors, and check their digest."""
     with TensorFile(source, TraceFileError, most_header_bytes=MOST_HEADER_BYTES) as file:
         version = file.metadata.get("foreroute.generation")
         if version != GENERATION_VERSION:
@@ -270,7 +270,7 @@ def _read(source: Path) -> tuple[Mapping[str, str], dict[str, NDArray[Any]]]:
 
 
 def _named_trace(target: Path) -> str | None:
-    """The trace file that a generation at `target` names, if there is one and the name is one that we gave it."""
+    """Return the trace file that a generation at `target` names, if there is one and we gave it that name."""
     with suppress(TraceFileError):
         name = _read(target)[0]["foreroute.trace"]
         if re.fullmatch(re.escape(target.name) + r"-[0-9a-f]{16}\.trace\.safetensors", name):
@@ -279,6 +279,6 @@ def _named_trace(target: Path) -> str | None:
 
 
 def _positions_N(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [N], the position of each token in its sequence."""
+    """Return the position of each token in its sequence, int64 [N]."""
     starts = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)

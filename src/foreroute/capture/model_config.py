@@ -35,7 +35,7 @@ Kinds = list[LayerKind | None]
 
 
 def facts_of_config(config: object) -> ModelFacts:
-    """The experts, picks and layers of a model, from its configuration as it lies beside the weights.
+    """Read the experts, picks and layers of a model off its configuration, as it lies beside the weights.
 
     Args:
         config: the parsed `config.json` of a model of transformers, of text alone or with `text_config`.

@@ -82,7 +82,7 @@ def recognise(output: object) -> Recognised:
 
 
 def read_container(output: Any) -> tuple[WireKind, list[RawSequence]]:
-    """The form of `output`, and the sequences in it as they were found."""
+    """Return the form of `output`, and the sequences in it as they were found."""
     output = _as_text(output)
     if isinstance(output, str) and output.strip()[:1] in ("{", "["):
         output = parse_text(output.strip())
@@ -90,7 +90,7 @@ def read_container(output: Any) -> tuple[WireKind, list[RawSequence]]:
 
 
 def _from_one(output: Any) -> tuple[WireKind, list[RawSequence]]:
-    """As `read_container`, of what is no list of outputs."""
+    """Do as `read_container`, for what is no list of outputs."""
     output = _as_text(output)
     if isinstance(output, bytes):
         return WireKind.NPY, [RawSequence(output)]
@@ -100,7 +100,7 @@ def _from_one(output: Any) -> tuple[WireKind, list[RawSequence]]:
 
 
 def _as_text(output: Any) -> Any:
-    """Bytes as text, but those of a .npy file as they are; what is no bytes as it is."""
+    """Return bytes as text, but those of a .npy file, and whatever is no bytes, as they are."""
     if not isinstance(output, bytes | bytearray | memoryview):
         return output
     try:
@@ -141,7 +141,7 @@ def _from_list(values: Any) -> tuple[WireKind, list[RawSequence]]:
 
 
 def _nested(lists: Any, what: str) -> Any:
-    """Lists that begin as [rows, layers, K] do. Their other entries are looked at when they are read."""
+    """Return lists that begin as [rows, layers, K] do. Their other entries are looked at when they are read."""
     inner, depth = lists, 0
     while depth < 4 and isinstance(inner, _SEQUENCES):
         entries = items_of(inner, what)
@@ -212,7 +212,7 @@ def _from_choices(record: Any, choices: Any) -> tuple[WireKind, list[RawSequence
 
 
 def _kind_of_field(record: Any, sequence: RawSequence) -> WireKind:
-    """The form of a `routed_experts` field, by its type."""
+    """Tell the form of a `routed_experts` field by its type."""
     routes = sequence.routes
     if isinstance(routes, str) and field_of(record, "input_token_len") is not None:
         return WireKind.LMDEPLOY
@@ -284,7 +284,7 @@ def _verl(batch: Any) -> list[RawSequence]:
 
 
 def kept_by_mask(mask_BT: NDArray[Any]) -> list[slice]:
-    """Where the tokens of each sequence lie in a padded batch.
+    """Find where the tokens of each sequence lie in a padded batch.
 
     Raises:
         CaptureError: for a mask that is neither bool nor integers 0 and 1, and for one with padding between tokens.
@@ -320,7 +320,7 @@ def _no_routes(record: Any) -> CaptureError:
 
 
 def _keys(record: Any) -> list[str]:
-    """The names in a mapping, none of another object."""
+    """Return the names in a mapping, none of another object."""
     return (
         sorted(key for key in items_of(record, "the keys") if type(key) is str) if isinstance(record, Mapping) else []
     )
@@ -331,7 +331,7 @@ def _first(*values: Any) -> Any:
 
 
 def shown(value: object) -> str:
-    """A short text of any value. One that is nested deep, very long, or whose `repr` raises, is named by its type."""
+    """Return a short text of any value. One nested deep, very long, or whose `repr` raises, is named by its type."""
     try:
         return _SHORT.repr(value)[:120]
     except Exception:
@@ -339,7 +339,7 @@ def shown(value: object) -> str:
 
 
 def whole_number(value: object, name: str, low: int, high: int, *, kind: type[InputError] = CaptureError) -> int:
-    """An integer of Python or numpy from `low` to `high`.
+    """Return an integer of Python or numpy from `low` to `high`.
 
     Raises:
         kind: for other numbers, and for what is no integer: fractions, texts and booleans are not cast.
@@ -350,7 +350,7 @@ def whole_number(value: object, name: str, low: int, high: int, *, kind: type[In
 
 
 def field_of(record: Any, name: str) -> Any:
-    """A field of a mapping, or of any other object its attribute or, failing that, its item; None when it has none.
+    """Return a field of a mapping, or of another object its attribute or else its item; None when it has none.
 
     Raises:
         CaptureError: when the record does not let itself be asked.
@@ -365,7 +365,7 @@ def field_of(record: Any, name: str) -> Any:
 
 
 def items_of(values: Any, name: str) -> list[Any]:
-    """The entries of a list or tuple.
+    """Return the entries of a list or tuple.
 
     Raises:
         CaptureError: when it does not give them.
@@ -377,13 +377,13 @@ def items_of(values: Any, name: str) -> list[Any]:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is an array of some library. A tensor dictionary may have a shape and a dtype too, but has keys."""
+    """Say whether it is an array of some library. A tensor dictionary may have a shape and a dtype, but has keys."""
     kind = type(value)
     return hasattr(kind, "__array__") and not hasattr(kind, "keys") and not isinstance(value, np.generic)
 
 
 def as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
-    """What numpy makes of an array of any library.
+    """Return what numpy makes of an array of any library.
 
     Raises:
         CaptureError: when it makes none, or entries are masked, which a plain array cannot say.
@@ -401,7 +401,7 @@ def as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
 
 
 def read_array(value: Any, name: str = "the routes") -> NDArray[Any]:
-    """The integer array behind an in-process value (numpy, or anything that numpy can view)."""
+    """Return the integer array behind an in-process value (numpy, or anything that numpy can view)."""
     array = as_array(value, name)
     if array.dtype.kind not in "iu":
         raise CaptureError(f"{name}: dtype {array.dtype}; expected integers")
@@ -409,7 +409,7 @@ def read_array(value: Any, name: str = "the routes") -> NDArray[Any]:
 
 
 def parse_text(text: str | bytes, *, name: str = "the text, which starts like JSON and may have been cut,") -> Any:
-    """The value of a JSON text, bounded in length and depth. `name` says which, for the message."""
+    """Return the value of a JSON text, bounded in length and depth. `name` says which, for the message."""
     if len(text) > MAX_TEXT:
         raise CaptureError(f"{name} has {len(text)} characters; expected at most {MAX_TEXT}")
     return parse_json(text, CaptureError, name=name)

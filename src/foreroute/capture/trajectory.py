@@ -89,5 +89,5 @@ class Trajectory:
         return self.add(turn, replace_routed=replace_routed)
 
     def trace(self) -> RoutingTrace:
-        """The trajectory so far: one sequence, absent where no capture had a row."""
+        """Return the trajectory so far: one sequence, absent where no capture had a row."""
         return self._trace

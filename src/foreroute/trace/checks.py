@@ -34,7 +34,7 @@ def check_rows(
 
 
 def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
-    """`ids` as `spec.id_dtype` [R, L, K], refusing anything that would not survive the cast."""
+    """Return `ids` as `spec.id_dtype` [R, L, K], refusing anything that would not survive the cast."""
     array = as_array(ids, name=name)
     expected = (spec.num_layers, spec.top_k)
     if array.ndim != 3 or array.shape[1:] != expected:
@@ -52,17 +52,17 @@ def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
 
 
 def as_tokens(ids: ArrayLike, *, name: str) -> NDArray[np.int32]:
-    """`ids` as int32 [T], refusing what is no token id and what would not survive the cast."""
+    """Return `ids` as int32 [T], refusing what is no token id and what would not survive the cast."""
     return _as_int32(ids, 0, name=name, expected="token ids, integers [T] from 0 that fit 32 bits")
 
 
 def as_versions(versions: ArrayLike, *, name: str) -> NDArray[np.int32]:
-    """`versions` as int32 [T], refusing what is no weight version and what would not survive the cast."""
+    """Return `versions` as int32 [T], refusing what is no weight version or would not survive the cast."""
     return _as_int32(versions, -1, name=name, expected="integers [T] from 0 that fit 32 bits, or -1 where not stated")
 
 
 def as_mask(mask: ArrayLike, *, name: str) -> NDArray[np.bool_]:
-    """`mask` as bool, refusing whatever is neither true nor false."""
+    """Return `mask` as bool, refusing whatever is neither true nor false."""
     array = as_array(mask, name=name)
     if array.size and array.dtype.kind != "b" and (array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 1):
         raise TraceContentError(f"{name} is {array.dtype} of shape {array.shape}; expected bools")
@@ -70,7 +70,7 @@ def as_mask(mask: ArrayLike, *, name: str) -> NDArray[np.bool_]:
 
 
 def as_gate_weights(values: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Float32 [N, L, K], checked.
+    """Return gate weights as float32 [N, L, K], checked.
 
     Raises:
         TraceContentError: when they do not belong to such routes, or are not finite.
@@ -87,7 +87,7 @@ def as_gate_weights(values: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.flo
 
 
 def as_array(values: ArrayLike, *, name: str) -> NDArray[Any]:
-    """`values` as an array, refusing rows of different lengths and objects that are no arrays."""
+    """Return `values` as an array, refusing rows of different lengths and objects that are no arrays."""
     try:
         return np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -95,7 +95,7 @@ def as_array(values: ArrayLike, *, name: str) -> NDArray[Any]:
 
 
 def as_sequence_numbers(numbers: ArrayLike, count: int, *, name: str = "sequences") -> NDArray[np.int64]:
-    """`numbers` as int64 [S'], each from 0 to `count` - 1; a mask or a fraction selects nothing and is refused."""
+    """Return `numbers` as int64 [S'], each from 0 to `count` - 1; a mask or a fraction is refused."""
     array = as_array(numbers, name=name)
     if array.size == 0 and array.dtype.kind != "b":
         return np.zeros(0, np.int64)
@@ -110,7 +110,7 @@ def as_sequence_numbers(numbers: ArrayLike, count: int, *, name: str = "sequence
 
 
 def ascending(offsets: NDArray[Any], upto: int) -> bool:
-    """Whether `offsets` are integers that go from 0 to `upto` and never fall.
+    """Say whether `offsets` are integers that go from 0 to `upto` and never fall.
 
     Everything that comes from outside and is used as offsets passes here first. Neighbours are compared, and not
     subtracted: differences of 64-bit numbers wrap, and numpy's `repeat` writes out of bounds when the sum of its counts
@@ -135,7 +135,7 @@ def check_expansion(spec: RoutingSpec, num_rows: int, stored_bytes: int) -> None
 
 
 def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [S + 1], the running sum of the lengths, from 0.
+    """Return the running sum of the lengths, from 0: int64 [S + 1].
 
     Raises:
         TraceContentError: when a length is negative, or they add up to 2^63 or more.
@@ -147,7 +147,7 @@ def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def segment_rows(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The row numbers of the segments `starts[i] : starts[i] + lengths[i]`, joined.
+    """Return the row numbers of the segments `starts[i] : starts[i] + lengths[i]`, joined.
 
     Raises:
         TraceContentError: as `as_offsets`.

@@ -14,7 +14,7 @@ from foreroute.trace.container import RoutingTrace
 
 
 def count_assignments(trace: RoutingTrace, micro_step_S: ArrayLike) -> NDArray[np.int64]:
-    """Assignments per micro-step, layer and expert.
+    """Count the assignments per micro-step, layer and expert.
 
     Args:
         trace: the routes of S sequences; absent rows do not count.

@@ -1,4 +1,11 @@
-"""Loops over all picks of a trace: the check and the counting. Compiled; imported on first use."""
+"""Loops over all picks of a trace: the check, the counts, and picks as numbers of a fixed width. Compiled.
+
+Other files import from here inside functions alone: numba is slow to load.
+
+A stream of bits lies in 64-bit words, bit b at bit b % 64 of word b // 64, and is followed by one zero word. So 64 bits
+from any position on are two neighbouring words, without a test for the end. Arithmetic is in uint64 throughout: numba
+makes a float of an int64 and a uint64.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +18,36 @@ from foreroute.kernels import kernel
 
 FETCHED = 64
 """Bits that one `fetch` brings."""
+
+
+@kernel
+def first_bad_picks(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, num_experts: Any) -> Any:
+    """Find the first (row, layer) of `rows` with an id of E or more or an expert twice: row * L + layer, or -1.
+
+    Args:
+        flat_ids: uint8 or uint16, [N, L, K] flattened.
+        num_layers: L.
+        top_k: K.
+        rows: int64 [R].
+        num_experts: E.
+    """
+    # seen[e] is the stamp of the last row and layer that picked e. No two have the same, so that nothing needs to be
+    # cleared in between.
+    seen = np.zeros(1 << (8 * flat_ids.itemsize), np.int64)
+    stamp = 0
+    for i in range(len(rows)):
+        source = uint64(rows[i]) * uint64(num_layers) * uint64(top_k)
+        for layer in range(num_layers):
+            stamp += 1
+            bad = False
+            for _ in range(top_k):
+                expert = uint64(flat_ids[source])
+                bad |= (seen[expert] == stamp) | (expert >= uint64(num_experts))
+                seen[expert] = stamp
+                source += uint64(1)
+            if bad:
+                return rows[i] * num_layers + layer
+    return -1
 
 
 @kernel
@@ -34,6 +71,8 @@ def add_counts(
     held = held_LE.reshape(-1)
     row_size = uint64(flat_ids.size // max(1, len(valid_N)))
     top_k = row_size // uint64(num_layers)
+    # Before each sequence, `held` has the picks of those since the last one with another start, and `flat_counts` all
+    # others: two levels, because the counts of one start are few enough to stay in the cache.
     for i in range(len(order)):
         s = order[i]
         for row in range(offsets[s], offsets[s + 1]):
@@ -52,39 +91,13 @@ def add_counts(
             held[:] = 0
 
 
-@kernel
-def first_bad_picks(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, num_experts: Any) -> Any:
-    """The first (row, layer) of `rows` with an id of E or more or an expert twice, as row * L + layer; -1 if none.
-
-    Args:
-        flat_ids: uint8 or uint16, [N, L, K] flattened.
-        num_layers: L.
-        top_k: K.
-        rows: int64 [R].
-        num_experts: E.
-    """
-    seen = np.zeros(1 << (8 * flat_ids.itemsize), np.int64)
-    stamp = 0
-    for i in range(len(rows)):
-        place = uint64(rows[i]) * uint64(num_layers) * uint64(top_k)
-        for layer in range(num_layers):
-            stamp += 1
-            bad = False
-            for _ in range(top_k):
-                expert = uint64(flat_ids[place])
-                bad |= (seen[expert] == stamp) | (expert >= uint64(num_experts))
-                seen[expert] = stamp
-                place += uint64(1)
-            if bad:
-                return rows[i] * num_layers + layer
-    return -1
-
-
 @njit(nogil=True, inline="always")
 def fetch(words: Any, position: Any, last: Any) -> Any:
-    """64 bits from `position` on; `last` is the index of the word before the closing zero word."""
+    """Return 64 bits from `position` on; `last` is the index of the word before the closing zero word."""
+    # Positions come from files. One past the end is clamped: its bits are wrong, and index + 1 is still a word.
     index = min(position >> uint64(6), last)
     shift = position & uint64(63)
+    # The second word is shifted by 64 - shift in two steps, since a shift by 64 at once has no defined result.
     return (words[index] >> shift) | ((words[index + uint64(1)] << uint64(1)) << (uint64(63) - shift))
 
 
@@ -107,6 +120,7 @@ def pack_rows(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, bits: Any, 
         for layer in range(num_layers):
             position = uint64(i) * depth * width
             k = uint64(0)
+            # The first k picks of the row end at `position`. As many as fill a word at most are joined, then written.
             while k < depth:
                 stop = min(k + chunk, depth)
                 value = uint64(0)
@@ -130,12 +144,12 @@ def unpack_rows(
     dest: Any,
     bits: Any,
     num_experts: Any,
-    columns: Any,
-    slots: Any,
+    out_layers: Any,
+    picks: Any,
     out: Any,
     num_out: Any,
 ) -> Any:
-    """Rows written by `pack_rows` to their places.
+    """Put rows written by `pack_rows` into their places.
 
     Returns whether all ids are below E and distinct in their row, and nothing but zeros follows the last one.
 
@@ -146,29 +160,32 @@ def unpack_rows(
         dest: int64 [R], the output row of each stored row, or -1 for a row that is not wanted.
         bits: 1 to 16.
         num_experts: E.
-        columns: int64 [C], the output layer of each wanted layer.
-        slots: as long as there are picks.
+        out_layers: int64 [C], the output layer of each wanted layer.
+        picks: of length K; a tuple, whose length is known when this is compiled, unrolls the loops.
         out: uint8 or uint16, [N, L', K] flattened.
         num_out: L'.
     """
-    width, last, depth = uint64(bits), uint64(size - 2), uint64(len(slots))
-    whole, mask = len(slots) * bits <= FETCHED, (uint64(1) << width) - uint64(1)
-    seen = np.zeros(1 << bits, np.int64)
+    width, last, depth = uint64(bits), uint64(size - 2), uint64(len(picks))
+    # whether one fetch brings all picks of a row
+    whole, mask = len(picks) * bits <= FETCHED, (uint64(1) << width) - uint64(1)
+    seen = np.zeros(1 << bits, np.int64)  # as in `first_bad_picks`; no id of so many bits lies outside
     stamp, bad = 0, False
     used = uint64(len(dest)) * depth * width
     for c in range(len(starts)):
         tail = words[starts[c] + size - 2] >> (used & uint64(63)) if used & uint64(63) else uint64(0)
         bad |= (tail | words[starts[c] + size - 1]) != uint64(0)
+    # Whatever the words are, reads stay within their payload and writes within the rows of `dest`; `bad` is looked at
+    # once, at the end, so that the loop has no exit.
     for i in range(len(dest)):
         if dest[i] < 0:
             continue
         for c in range(len(starts)):
             stream = words[starts[c] : starts[c] + size]
-            target = (uint64(dest[i]) * uint64(num_out) + uint64(columns[c])) * depth
+            target = (uint64(dest[i]) * uint64(num_out) + uint64(out_layers[c])) * depth
             position = uint64(i) * depth * width
             value = fetch(stream, position, last)
             stamp += 1
-            for k in range(len(slots)):
+            for k in range(len(picks)):
                 if not whole:
                     value = fetch(stream, position, last)
                     position += width

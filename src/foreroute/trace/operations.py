@@ -18,7 +18,7 @@ from foreroute.trace.spec import RoutingSpec
 
 
 def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool = False) -> RoutingTrace:
-    """The sequences of `later`, with the rows that `earlier` had already routed.
+    """Return the sequences of `later`, with the rows that `earlier` had already routed.
 
     Each sequence of `earlier` must be a beginning of the sequence of the same number in `later`. A row that both routed
     keeps the routes and the weight version of `earlier`, because the log-probabilities of its token came from there.
@@ -78,7 +78,7 @@ def from_masks(
     weight_version: int = NO_VERSION,
     provenance: Mapping[str, str] | None = None,
 ) -> RoutingTrace:
-    """A trace of one mask over experts per token and layer. A mask has no order of picks, and neither has the trace.
+    """Make a trace of one mask over experts per token and layer. Neither a mask nor the trace has an order of picks.
 
     Args:
         spec: the model the routes come from.
@@ -150,7 +150,7 @@ def overlap(a: RoutingTrace, b: RoutingTrace) -> RouteOverlap:
 
 
 def digest(trace: RoutingTrace) -> str:
-    """BLAKE2b-128 over model facts, sequence bounds, tokens, weight versions, validity and routes, as hex.
+    """Return BLAKE2b-128 over model facts, sequence bounds, tokens, weight versions, validity and routes, as hex.
 
     Provenance, the model's name and the codec of a file do not take part: the same routes have the same digest wherever
     they came from. Whether pick order is kept does: a trace read from an order-dropping file has the digest of

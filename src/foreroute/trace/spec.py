@@ -96,7 +96,7 @@ class RoutingSpec:
         )
 
     def positions(self, layers: Iterable[RoutedLayer]) -> NDArray[np.int64]:
-        """int64 [L'], where the given layers stand on the layer axis.
+        """Return where the given layers stand on the layer axis, int64 [L'].
 
         Raises:
             SpecMismatchError: when a layer is not in the table.

@@ -118,7 +118,7 @@ def _damage(source: Path, error: TraceContentError) -> TraceFileError:
 
 
 def _read_header(file: TensorFile) -> TraceHeader:
-    """The header of an opened file, checked.
+    """Read and check the header of an opened file.
 
     Raises:
         TraceFileError: when it is no trace, or one of another format.
@@ -176,7 +176,7 @@ def _check_version(file: TensorFile) -> None:
 
 
 def _check_names(ours: Mapping[str, str], file: TensorFile) -> None:
-    """Every key and tensor that must be there is, with its type, and no other; nothing is read yet."""
+    """Refuse a file that lacks a key or tensor, has another type of one, or has others; nothing is read yet."""
     there = {*ours, *file.tensors}
     missing = [name for name in (*METADATA, *SHAPES, *BULK) if name not in there]
     unknown = (set(ours) - set(METADATA)) | (set(file.tensors) - {*SHAPES, *TABLES, *BULK})
@@ -219,7 +219,7 @@ def _spec_from(facts: Any) -> RoutingSpec:
 def _check_blocks(
     spec: RoutingSpec, tensors: Mapping[str, NDArray[Any]], sizes: Mapping[str, int], last_bits: NDArray[np.uint8]
 ) -> None:
-    """Blocks, weight-version spans, validity bits and tables of payloads fit the U stored rows and each other."""
+    """Refuse blocks, weight-version spans and tables of payloads that do not fit the stored rows and each other."""
     stored, starts, words = sizes["token_ids"], tensors["block_starts"], tensors["payload_words"]
     if not _tiles(starts[:-1], stored) or starts[-1:].tolist() != [stored] or sizes["valid_bits"] != (stored + 7) // 8:
         raise TraceContentError(f"blocks or validity bits do not tile {stored} stored rows")
@@ -239,7 +239,7 @@ def _check_blocks(
 
 
 def _tiles(starts: NDArray[np.int64], total: int) -> bool:
-    """Whether the starts of non-empty intervals begin at 0, ascend and stay below `total`."""
+    """Say whether the starts of non-empty intervals begin at 0, ascend and stay below `total`."""
     if total == 0 or len(starts) == 0:
         return total == len(starts) == 0
     return bool(starts[0] == 0 and starts[-1] < total and (starts[1:] > starts[:-1]).all())
@@ -260,7 +260,7 @@ def _checked_runs(tensors: Mapping[str, NDArray[Any]], stored: int) -> StoredRun
 
 
 def _runs_of(runs: StoredRuns, sequences: NDArray[np.int64]) -> StoredRuns:
-    """The runs of the given sequences, in that order."""
+    """Return the runs of the given sequences, in that order."""
     counts = np.diff(runs.offsets)[sequences]
     chosen = segment_rows(runs.offsets[sequences], counts)
     return StoredRuns(as_offsets(counts), runs.starts[chosen], runs.lengths[chosen], as_offsets(runs.lengths[chosen]))
@@ -269,7 +269,7 @@ def _runs_of(runs: StoredRuns, sequences: NDArray[np.int64]) -> StoredRuns:
 def _read_rows(
     file: TensorFile, header: TraceHeader, spec: RoutingSpec, runs: StoredRuns, positions: NDArray[np.int64]
 ) -> RoutingTrace:
-    """The sequences made of the given runs, in some layers.
+    """Read the sequences that are made of the given runs, in some layers.
 
     Args:
         file: the trace file.
@@ -314,7 +314,7 @@ def _read_rows(
 def _needed_blocks(
     block_starts: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """The blocks that runs of stored rows touch.
+    """Find the blocks that runs of stored rows touch.
 
     Returns:
         blocks: int64 [B'], their numbers, ascending.
@@ -335,7 +335,7 @@ def _needed_blocks(
 
 
 def _first_wanted(near_N: NDArray[np.int64], num_near: int) -> NDArray[np.int64]:
-    """int64 [num_near], the first wanted row that each near row is decoded into; -1 for none."""
+    """Return the first wanted row that each near row is decoded into, -1 for none: int64 [num_near]."""
     dest = np.full(num_near, -1, np.int64)
     # From the last row to the first one: of several that want a near row, the first is written last.
     for start, stop in reversed(_chunks(len(near_N))):
@@ -405,7 +405,7 @@ def _read_blocks(
 
 
 def _versions(header: TraceHeader, start: int, stop: int) -> NDArray[np.int32]:
-    """int32 [stop - start], the weight versions of a range of stored rows."""
+    """Return the weight versions of a range of stored rows, int32 [stop - start]."""
     first = int(np.searchsorted(header.span_starts, start, side="right")) - 1
     after = int(np.searchsorted(header.span_starts, stop, side="left"))
     edges = np.append(header.span_starts[first:after], stop)

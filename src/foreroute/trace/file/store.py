@@ -86,7 +86,7 @@ class TraceStore:
     def load(
         self, step: int, *, sequences: ArrayLike | None = None, layers: Iterable[RoutedLayer] | None = None
     ) -> RoutingTrace:
-        """The trace of a step, or a part of it, as `foreroute.load`.
+        """Read the trace of a step, or a part of it, as `foreroute.load`.
 
         Raises:
             TraceFileError: when there is no such step, or its shard is damaged.
@@ -96,7 +96,7 @@ class TraceStore:
         return load(self.path(step), sequences=sequences, layers=layers)
 
     def damaged(self) -> dict[Path, str]:
-        """Every shard that cannot be read, and why. Reads them all."""
+        """Read all shards, and return those that cannot be read, and why."""
         found = {}
         for step in self.steps:
             try:
@@ -106,7 +106,7 @@ class TraceStore:
         return found
 
     def path(self, step: int) -> Path:
-        """The file of a step.
+        """Return the file of a step.
 
         Raises:
             TraceFileError: when the step is no whole number from 0.

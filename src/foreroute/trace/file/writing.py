@@ -74,13 +74,13 @@ def save(
 
 
 def encoded_size(trace: RoutingTrace, codec: CodecName) -> int:
-    """Bytes that a file of `trace` would hold in a codec, its header left out."""
+    """Return the bytes that a file of `trace` would hold in a codec, its header left out."""
     _, tensors = encode_trace(trace, codec)
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def encode_trace(trace: RoutingTrace, name: CodecName) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """Metadata and tensors of the file of a trace.
+    """Make the metadata and tensors of the file of a trace.
 
     Raises:
         TraceContentError: when a row, a token, a weight version or a fact cannot be true, the codec is unknown, there
@@ -141,7 +141,7 @@ def encode_trace(trace: RoutingTrace, name: CodecName) -> tuple[dict[str, str], 
 
 
 def _refuse_what_no_reader_takes(trace: RoutingTrace, ids_NLK: NDArray[Any]) -> None:
-    """What a reader refuses is not written: a constructed trace was never checked."""
+    """Refuse what a reader would refuse: a constructed trace was never checked."""
     from foreroute.trace.kernels import first_bad_picks
 
     spec = trace.spec
@@ -195,7 +195,7 @@ def share_prefixes(trace: RoutingTrace) -> tuple[StoredRuns, NDArray[np.int64], 
 
 
 def _common_rows(trace: RoutingTrace, a: int, b: int) -> int:
-    """How many rows two sequences have in common from their beginnings on, all of them routed."""
+    """Count the rows that two sequences have in common from their beginnings on, all of them routed."""
     first_a, first_b = int(trace.offsets[a]), int(trace.offsets[b])
     length = min(int(trace.offsets[a + 1]) - first_a, int(trace.offsets[b + 1]) - first_b)
     for column in (trace.token_ids_N, trace.valid_N, trace.weight_versions_N):
@@ -213,7 +213,7 @@ def _common_rows(trace: RoutingTrace, a: int, b: int) -> int:
 
 
 def _first_rows(chain: list[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
-    """The runs of so many rows from the beginning of a chain."""
+    """Return the runs of so many rows from the beginning of a chain."""
     head = []
     for start, length in chain:
         if rows <= 0:
@@ -224,7 +224,7 @@ def _first_rows(chain: list[tuple[int, int]], rows: int) -> list[tuple[int, int]
 
 
 def cut_blocks(stored_S: NDArray[np.int64], spec: RoutingSpec) -> NDArray[np.int64]:
-    """First stored row of each block, and the number of stored rows at the end: int64 [B + 1].
+    """Return the first stored row of each block, and the number of stored rows at the end: int64 [B + 1].
 
     Blocks begin with a sequence, so that whole sequences are read alone. A block aims at 16 rows per expert, from 1,024
     to 8,192, and takes sequences until it has three quarters of that. A sequence of more than twice as much has blocks

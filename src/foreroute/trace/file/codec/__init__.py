@@ -44,7 +44,7 @@ class Codec(Protocol):
 
     @classmethod
     def fitted(cls, spec: RoutingSpec, expert_ids_NLK: NDArray[Any], blocks: Sequence[NDArray[np.int64]]) -> Self:
-        """A codec with tables that suit the routes.
+        """Make a codec with tables that suit the routes.
 
         Args:
             spec: the model.
@@ -59,7 +59,7 @@ class Codec(Protocol):
     def encode(
         self, expert_ids_NLK: NDArray[Any], rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """The payloads of all layers in turn, and the words that each takes: uint64 [Z], int64 [L].
+        """Return the payloads of all layers in turn, and the words that each takes: uint64 [Z], int64 [L].
 
         Args:
             expert_ids_NLK: C-contiguous routes, checked by `first_bad_picks`.
@@ -72,7 +72,7 @@ class Codec(Protocol):
         starts: NDArray[np.int64],
         sizes: NDArray[np.int64],
         dest: NDArray[np.int64],
-        columns: NDArray[np.int64],
+        out_layers: NDArray[np.int64],
         out_NLK: NDArray[Any],
     ) -> None:
         """Put wanted layers of a block into place, safely whatever the words are.
@@ -82,7 +82,7 @@ class Codec(Protocol):
             starts: int64 [C], where the payload of each wanted layer begins in `words`.
             sizes: int64 [C], words per payload; `starts + sizes` are within `words`.
             dest: int64 [R], the output row of each row of the block, or -1 where it is not wanted; at least one row.
-            columns: int64 [C], the output layer of each wanted layer.
+            out_layers: int64 [C], the output layer of each wanted layer.
             out_NLK: uint8 or uint16 [N, L', K], C-contiguous, written.
 
         Raises:

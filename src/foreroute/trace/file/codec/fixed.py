@@ -18,11 +18,11 @@ from foreroute.errors import TraceContentError
 from foreroute.trace.spec import RoutingSpec
 
 MOST_UNROLLED = 16
-"""Picks up to which kernels are compiled once for each number of picks. Models have 1 to 10 of them as a rule."""
+"""Up to so many picks, kernels are compiled anew for each number of them."""
 
 
 def unrolled(values: NDArray[np.int64]) -> tuple[int, ...] | NDArray[np.int64]:
-    """One value per pick: a tuple for up to 16 picks, else the array.
+    """Return one value per pick: a tuple for up to 16 picks, else the array.
 
     The length of a tuple is part of its type, so that a kernel's `for k in range(len(values))` is compiled with a known
     length and unrolls.
@@ -50,13 +50,13 @@ class FixedWidth:
 
     @classmethod
     def fitted(cls, spec: RoutingSpec, expert_ids_NLK: NDArray[Any], blocks: Sequence[NDArray[np.int64]]) -> Self:
-        """The same for all routes. Arguments as in `Codec.fitted`."""
+        """Make the codec, which is the same for all routes. Arguments as in `Codec.fitted`."""
         return cls(spec)
 
     def encode(
         self, expert_ids_NLK: NDArray[Any], rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """The payloads of all layers in turn, and the words that each takes. Arguments as in `Codec.encode`."""
+        """Return the payloads of all layers, and the words of each. Arguments as in `Codec.encode`."""
         from foreroute.trace.kernels import pack_rows
 
         spec, size = self._spec, self._words(len(rows))
@@ -70,7 +70,7 @@ class FixedWidth:
         starts: NDArray[np.int64],
         sizes: NDArray[np.int64],
         dest: NDArray[np.int64],
-        columns: NDArray[np.int64],
+        out_layers: NDArray[np.int64],
         out_NLK: NDArray[Any],
     ) -> None:
         """Put the wanted layers of a block into `out_NLK`. Arguments as in `Codec.decode`.
@@ -91,7 +91,7 @@ class FixedWidth:
             dest,
             self._bits,
             spec.num_experts,
-            columns,
+            out_layers,
             self._picks,
             out_NLK.reshape(-1),
             out_NLK.shape[1],
