@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.files import seal_slices
 from foreroute.trace import CODECS, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, save, synthetic_trace
-from foreroute.trace.codec import Codec, CodecName, encoder
-from foreroute.trace.seal import seal_payloads
+from foreroute.trace.file.codec import CODEC_CLASSES, Codec, CodecName
 
 NUM_EXPERTS, TOP_K, NUM_LAYERS, LENGTH = 128, 8, 48, 1000
 ROWS_PER_CALL = 2000
@@ -113,7 +113,7 @@ Job = Callable[[], tuple[float, ...]]
 def _jobs(trace: RoutingTrace, ids: NDArray[Any], name: CodecName, folder: Path) -> dict[str, Job]:
     rows = np.flatnonzero(trace.valid_N)
     blocks = [rows[a : a + ROWS_PER_CALL] for a in range(0, len(rows), ROWS_PER_CALL)]
-    codec = encoder(name, trace.spec, ids, blocks)
+    codec = CODEC_CLASSES[name].fitted(trace.spec, ids, blocks)
     written = [codec.encode(ids, block) for block in blocks]
     out = np.zeros_like(ids)
     path = folder / f"{name}.safetensors"
@@ -147,7 +147,7 @@ def _decode(
     for (stored, sizes), rows in zip(written, blocks, strict=True):
         words, starts = stored.copy(), np.cumsum(sizes) - sizes
         start = time.thread_time()
-        seal_payloads(words, starts, sizes)
+        seal_slices(words, starts, sizes)
         middle = time.thread_time()
         codec.decode(words, starts, sizes, rows, columns, out)
         decoding += time.thread_time() - middle

@@ -5,9 +5,9 @@ from itertools import pairwise
 import numpy as np
 from safetensors.numpy import save as to_bytes
 
-from foreroute.trace.index import BULK
-from foreroute.trace.seal import seal_file, seal_payloads, seal_rows
-from foreroute.trace.writing import encode_trace
+from foreroute.files import seal_arrays, seal_file, seal_slices
+from foreroute.trace.file.format import BULK
+from foreroute.trace.file.writing import encode_trace
 
 STAIRCASE = [0, 2**63 - 1, -(2**63), -1]
 """Each step but one is upwards, and int64 differences of all of them are: they wrap."""
@@ -37,9 +37,9 @@ def setting(**tensors):
 
 def _seal_blocks(tensors):
     sizes = tensors["payload_words"].reshape(-1).astype(np.int64)
-    seals = seal_payloads(tensors["payloads"], np.cumsum(sizes) - sizes, sizes)
+    seals = seal_slices(tensors["payloads"], np.cumsum(sizes) - sizes, sizes)
     tensors["payload_seals"] = np.frombuffer(seals, np.uint8).reshape(*tensors["payload_words"].shape, 16)
     edges = tensors["block_starts"].tolist()
     valid = np.unpackbits(tensors["valid_bits"], bitorder="little").astype(np.bool_)
-    rows = [seal_rows(tensors["token_ids"][a:b], valid[a:b]) for a, b in pairwise(edges)]
+    rows = [seal_arrays(tensors["token_ids"][a:b], valid[a:b]) for a, b in pairwise(edges)]
     tensors["row_seals"] = np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 16)

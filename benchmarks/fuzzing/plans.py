@@ -17,7 +17,7 @@ from foreroute.balance import Links, StepPlan, Topology
 from foreroute.balance.counts import check_counts
 from foreroute.balance.counts_file import load_counts
 from foreroute.balance.plan_file import encode_plan, load_plan
-from foreroute.trace.seal import seal_file
+from foreroute.files import seal_file
 
 
 def plan_targets(folder: Path) -> list[Target]:

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from benchmarks.fuzzing.mutations import damage, forge, forge_text
 from benchmarks.fuzzing.target import Target, written
 from benchmarks.fuzzing.texts import json_lines, require_unchanged, toml_target
+from foreroute.files import seal_file
 from foreroute.report.reading import read_run
 from foreroute.report.records import Run
-from foreroute.trace.seal import seal_file
 from foreroute.train import TrainConfig, load_config, parse_config
 from foreroute.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from foreroute.train.rollback import Rollback, read_rollbacks

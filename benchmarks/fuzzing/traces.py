@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from benchmarks.fuzzing.mutations import forge
 from benchmarks.fuzzing.target import Target, written
 from foreroute.capture import Generation, load_generation, save_generation
+from foreroute.files import seal_arrays, seal_file, seal_slices
 from foreroute.trace import CODECS, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, synthetic_trace
-from foreroute.trace.codec import CodecName
-from foreroute.trace.index import BULK
-from foreroute.trace.seal import seal_file, seal_payloads, seal_rows
-from foreroute.trace.writing import encode_trace
+from foreroute.trace.file.codec import CodecName
+from foreroute.trace.file.format import BULK
+from foreroute.trace.file.writing import encode_trace
 
 MODELS = ((8, 2, 3), (128, 8, 2), (300, 2, 1), (5, 1, 1))
 
@@ -80,11 +80,11 @@ def seal_trace(tensors: dict[str, NDArray[Any]], metadata: dict[str, str]) -> No
     try:
         sizes = tensors["payload_words"].reshape(-1).astype(np.int64)
         if (sizes >= 0).all() and int(sizes.astype(object).sum()) <= len(tensors["payloads"]):
-            seals = seal_payloads(tensors["payloads"], np.cumsum(sizes) - sizes, sizes)
+            seals = seal_slices(tensors["payloads"], np.cumsum(sizes) - sizes, sizes)
             tensors["payload_seals"] = np.frombuffer(seals, np.uint8).reshape(*tensors["payload_words"].shape, 16)
         starts = tensors["block_starts"].tolist()
         valid = np.unpackbits(tensors["valid_bits"], bitorder="little").astype(np.bool_)
-        rows = [seal_rows(tensors["token_ids"][a:b], valid[a:b]) for a, b in pairwise(starts)]
+        rows = [seal_arrays(tensors["token_ids"][a:b], valid[a:b]) for a, b in pairwise(starts)]
         tensors["row_seals"] = np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 16)
     except (KeyError, ValueError, TypeError, OverflowError, MemoryError):
         pass

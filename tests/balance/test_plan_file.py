@@ -16,7 +16,7 @@ from foreroute.balance import Links, StepPlan, Topology
 from foreroute.balance.plan_file import encode_plan, load_plan, save_plan
 from foreroute.balance.verify import verify
 from foreroute.errors import PlanError, TraceFileError
-from foreroute.trace.seal import seal_file
+from foreroute.files import seal_file
 from forging import STAIRCASE
 
 

@@ -7,9 +7,8 @@ from safetensors.numpy import save as to_bytes
 import foreroute as fr
 from foreroute.capture import Generation, load_generation, save_generation
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.files import TensorFile
+from foreroute.files import TensorFile, seal_file
 from foreroute.trace import digest
-from foreroute.trace.seal import seal_file
 from traces import random_trace
 
 
@@ -50,7 +49,7 @@ def test_a_writer_that_dies_between_the_two_files_leaves_a_whole_generation(tmp_
     def die(target, *rest, **options):
         raise KeyboardInterrupt
 
-    where = "foreroute.trace.file" if moment == "trace" else "foreroute.capture.generation_file"
+    where = "foreroute.trace.file.writing" if moment == "trace" else "foreroute.capture.generation"
     with monkeypatch.context() as patched:
         patched.setattr(f"{where}.write_atomically", die)
         with pytest.raises(KeyboardInterrupt):

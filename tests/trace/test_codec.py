@@ -7,11 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreroute.errors import TraceContentError
-from foreroute.trace.codec import CODECS, decoder, encoder
-from foreroute.trace.codec.prefix_code import MAX_LENGTH, check_lengths, fit_lengths
+import foreroute as fr
+from foreroute.errors import TraceContentError, TraceFileError
+from foreroute.trace.file.codec import CODEC_CLASSES, CODECS
+from foreroute.trace.file.codec.prefix_code import MAX_LENGTH, check_lengths, fit_lengths
+from foreroute.trace.file.writing import encode_trace
+from forging import forged
 from payload_oracle import codes_of, read_fixed, read_planes
-from traces import spec_of
+from traces import random_trace, spec_of
 
 MODELS = [(1, 1), (5, 1), (8, 2), (8, 8), (128, 8), (256, 8), (40, 17), (257, 2), (600, 2), (65536, 1)]
 
@@ -29,7 +32,7 @@ def routes(seed, num_rows, num_experts, top_k, num_layers):
 
 
 def encoded(name, spec, ids, rows):
-    codec = encoder(name, spec, ids, [rows])
+    codec = CODEC_CLASSES[name].fitted(spec, ids, [rows])
     words, sizes = codec.encode(ids, rows)
     return codec, words, sizes, np.cumsum(sizes) - sizes
 
@@ -47,7 +50,7 @@ def test_round_trip_and_plain_python_reader(name, model, num_rows, num_layers, s
     rows = np.random.default_rng(seed).permutation(num_rows)
     codec, words, sizes, starts = encoded(name, spec, ids, rows)
     out = np.zeros_like(ids)
-    decoder(name, spec, codec.tables).decode(words, starts, sizes, rows, np.arange(num_layers), out)
+    CODEC_CLASSES[name](spec, codec.tables).decode(words, starts, sizes, rows, np.arange(num_layers), out)
     expected = ids if codec.keeps_order else np.sort(ids, axis=-1)
     assert np.array_equal(out, expected)
     layer = seed % num_layers
@@ -116,13 +119,22 @@ def test_broken_code_books_are_refused(lengths):
         check_lengths(np.array([lengths], np.uint8))
 
 
-def test_unknown_codecs_and_missing_tables_are_refused():
+def codec_named(name):
+    def change(metadata, tensors):
+        metadata["foreroute.codec"] = name
+
+    return change
+
+
+def test_unknown_codecs_and_missing_tables_are_refused(tmp_path):
     with pytest.raises(TraceContentError, match="expected one of raw, packed, planes"):
-        decoder("zip", spec_of(), {})
+        encode_trace(random_trace(0), "zip")
+    with pytest.raises(TraceFileError, match="expected one of raw, packed, planes"):
+        fr.load(forged(tmp_path / "t", random_trace(0), codec_named("zip")))
     with pytest.raises(TraceContentError, match="code_lengths is missing"):
-        decoder("planes", spec_of(), {})
+        CODEC_CLASSES["planes"](spec_of(), {})
     with pytest.raises(TraceContentError, match="expected uint8"):
-        decoder("planes", spec_of(), {"code_lengths": np.zeros((1, 1), np.uint8)})
+        CODEC_CLASSES["planes"](spec_of(), {"code_lengths": np.zeros((1, 1), np.uint8)})
 
 
 @settings(max_examples=150, deadline=None)

@@ -51,8 +51,8 @@ def test_parts_are_what_selecting_from_the_whole_gives(seed, codec, data, tmp_pa
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_long_and_many_sequences_over_several_blocks(tmp_path, codec, monkeypatch):
-    monkeypatch.setattr("foreroute.trace.blocks.LEAST_ROWS", 8)
-    monkeypatch.setattr("foreroute.trace.blocks.ROWS_PER_EXPERT", 1)
+    monkeypatch.setattr("foreroute.trace.file.writing.LEAST_ROWS", 8)
+    monkeypatch.setattr("foreroute.trace.file.writing.ROWS_PER_EXPERT", 1)
     spec = spec_of(num_experts=8, top_k=2, num_layers=3)
     trace = fr.trace.synthetic_trace(spec, [3, 100, 0, 1, 7, 7, 7, 29, 2], seed=5)
     path = fr.save(trace, tmp_path / "t", codec=codec)
@@ -112,8 +112,8 @@ def test_masks_and_fractions_select_no_sequences(tmp_path, sequences):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_part_is_verified_and_the_rest_is_not_read(tmp_path, codec, monkeypatch):
-    monkeypatch.setattr("foreroute.trace.blocks.LEAST_ROWS", 8)
-    monkeypatch.setattr("foreroute.trace.blocks.ROWS_PER_EXPERT", 0)
+    monkeypatch.setattr("foreroute.trace.file.writing.LEAST_ROWS", 8)
+    monkeypatch.setattr("foreroute.trace.file.writing.ROWS_PER_EXPERT", 0)
     trace = fr.trace.synthetic_trace(spec_of(), [9, 9, 9], seed=1)
     path = fr.save(trace, tmp_path / "t", codec=codec)
     raw, words = bytearray(path.read_bytes()), load_file(path)["payload_words"].astype(int)
@@ -182,14 +182,14 @@ def test_what_the_system_refuses_is_one_error_that_says_what_it_was(tmp_path):
 CUTTER = """
 import os, sys
 import foreroute as fr
-from foreroute.trace import reading
-sealed = reading.seal_rows
+from foreroute.trace.file import reading
+sealed = reading.seal_arrays
 
 def cut_meanwhile(*rows):
     os.truncate(sys.argv[1], 4096)
     return sealed(*rows)
 
-reading.seal_rows = cut_meanwhile
+reading.seal_arrays = cut_meanwhile
 try:
     fr.load(sys.argv[1])
 except fr.errors.TraceFileError as error:

@@ -10,7 +10,7 @@ from safetensors.numpy import save as to_bytes
 import foreroute as fr
 from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.trace import synthetic_trace
-from foreroute.trace.check import as_offsets, ascending, segment_rows
+from foreroute.trace.checks import as_offsets, ascending, segment_rows
 from forging import STAIRCASE, forged, setting
 from traces import random_trace, spec_of
 

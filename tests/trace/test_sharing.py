@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 import foreroute as fr
 from foreroute.trace import synthetic_trace
-from foreroute.trace.blocks import cut_blocks
-from foreroute.trace.check import segment_rows
-from foreroute.trace.sharing import MAX_EXPANSION, share_prefixes
+from foreroute.trace.checks import segment_rows
+from foreroute.trace.file.writing import MAX_EXPANSION, cut_blocks, share_prefixes
 from traces import mixed_trace, spec_of
 
 
@@ -74,8 +73,8 @@ def test_runs_rebuild_every_sequence(seed):
     runs, rows, stored_S = share_prefixes(trace)
     assert len(rows) == stored_S.sum()
     for s in range(len(trace)):
-        chain = runs.of(np.array([s]))
-        found = rows[segment_rows(chain.starts, chain.lengths)]
+        chain = slice(runs.offsets[s], runs.offsets[s + 1])
+        found = rows[segment_rows(runs.starts[chain], runs.lengths[chain])]
         own = np.arange(trace.offsets[s], trace.offsets[s + 1])
         assert np.array_equal(trace.expert_ids_NLK[found], trace.expert_ids_NLK[own])
         assert np.array_equal(trace.token_ids_N[found], trace.token_ids_N[own])

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from foreroute.errors import RunFolderError
-from foreroute.trace.seal import seal_file
+from foreroute.files import seal_file
 from foreroute.train.checkpoint import Checkpoint, load_checkpoint, read_checkpoint, write_checkpoint
 from small_runs import same_state
 

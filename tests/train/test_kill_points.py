@@ -11,7 +11,7 @@ import foreroute as fr
 from counting_runs import counting, counting_config
 from foreroute.capture import load_generation
 from foreroute.errors import RunFolderError
-from foreroute.trace.digest import digest
+from foreroute.trace import digest
 from foreroute.train import RunFolder, train
 from foreroute.train.rollback import Rollback, read_rollbacks, roll_back, settle
 from kill_points import Disk, Killed, on

@@ -20,8 +20,7 @@ from foreroute.balance.step_plan import StepPlan
 from foreroute.balance.topology import Links, Topology
 from foreroute.balance.verify import check_structure
 from foreroute.errors import InputError, PlanError
-from foreroute.files import TensorFile, parse_json, write_atomically, writing_named
-from foreroute.trace.seal import seal_file
+from foreroute.files import TensorFile, parse_json, seal_file, write_atomically, writing_named
 
 FORMAT_VERSION = 1
 KEY = "foreroute."

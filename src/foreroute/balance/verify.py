@@ -14,7 +14,7 @@ from foreroute.balance.digest import counts_digest
 from foreroute.balance.options import PlanOptions
 from foreroute.balance.step_plan import StepPlan
 from foreroute.errors import PlanError
-from foreroute.trace.check import ascending
+from foreroute.trace.checks import ascending
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]

@@ -1,17 +1,25 @@
-"""Engine output in, routing trace out: wires are recognised, decoded, checked and assembled. No torch, no engine."""
+"""Engine output in, routing trace out: wires are recognised, decoded, checked and assembled. No torch, no engine.
 
-from foreroute.capture.containers import Recognised, recognise
+recognise    which form an output has, where the routes lie     recognise, Recognised
+wires        the forms, and which engine writes which           WireKind, ENGINES
+arrays       bytes, text and lists to arrays
+decode       the door: tokens, rows and layers put in place     decode
+checks       captures that cannot be true                       refuse_constant_layers
+model_facts  what an engine's layer axis means                  ModelFacts; facts_of_config in model_config
+encode       the way out                                        encode, WRITABLE
+trajectory   one sequence from the captures of its turns        Trajectory
+generation   what an engine is asked for and hands back         Sampling, Generation, save_generation
+"""
+
+from foreroute.capture.checks import refuse_constant_layers
 from foreroute.capture.decode import decode
 from foreroute.capture.encode import WRITABLE, encode
-from foreroute.capture.engines import ENGINES
-from foreroute.capture.facts import ModelFacts
-from foreroute.capture.generation import Generation
-from foreroute.capture.generation_file import load_generation, save_generation
-from foreroute.capture.kinds import WireKind
+from foreroute.capture.generation import Generation, Sampling, load_generation, save_generation
 from foreroute.capture.model_config import facts_of_config
-from foreroute.capture.sampling import Sampling
-from foreroute.capture.suspect import refuse_constant_layers
+from foreroute.capture.model_facts import ModelFacts
+from foreroute.capture.recognition import Recognised, recognise
 from foreroute.capture.trajectory import Trajectory
+from foreroute.capture.wires import ENGINES, WireKind
 
 __all__ = [
     "ENGINES",

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.arguments import shown
-from foreroute.capture.facts import ModelFacts
-from foreroute.capture.kinds import RULES, Absent, WireKind
+from foreroute.capture.model_facts import ModelFacts
+from foreroute.capture.recognition import shown
+from foreroute.capture.wires import RULES, Absent, WireKind
 from foreroute.errors import CaptureError
 from foreroute.trace import RoutingTrace
 
@@ -20,7 +20,7 @@ WRITABLE = (WireKind.NPY, WireKind.RAW_INT32, WireKind.NEMO_RL, WireKind.PRIME_R
 
 
 def encode(trace: RoutingTrace, kind: WireKind, *, num_hidden_layers: int | None = None) -> list[Any]:
-    """One payload per sequence, without the row of the last token: what `decode` reads back with the same facts.
+    """Make one payload per sequence, without the last token's row: what `decode` reads back with the same facts.
 
     Args:
         trace: the routes.

@@ -1,17 +1,68 @@
-"""What a rollout engine hands to a trainer: tokens, routes, and the probabilities that the tokens were sampled with."""
+"""What a rollout engine is asked for, what it hands to a trainer, and that on disk.
+
+A generation on disk is a trace file, and beside it the log-probs of its response tokens.
+
+    rollout.safetensors          log-probs [R] float32, prompt lengths [S] int64; where text of tools stands between
+                                 turns, sampled [N] uint8, 1 for tokens of responses. Metadata: foreroute.generation =
+                                 "1", foreroute.trace = the name of the trace file, foreroute.trace_digest = the digest
+                                 of the trace, foreroute.digest = that of the rest, as in a trace file
+    rollout.safetensors-0123456789abcdef.trace.safetensors
+                                 the trace, as `foreroute.save` writes it
+
+The name of the trace file holds the first half of the trace's digest, so that a new trace never takes the place of the
+one that an older generation needs. The trace is looked for in the same folder only; its name holds no path.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.errors import TraceContentError
-from foreroute.trace import RoutingTrace, concatenate
-from foreroute.trace.check import as_array, as_sequence_numbers
+from foreroute.capture.recognition import MAX_INT32, shown, whole_number
+from foreroute.errors import ConfigError, TraceContentError, TraceFileError
+from foreroute.files import TensorFile, seal_file, write_atomically, writing_named
+from foreroute.trace import RoutingTrace, concatenate, digest, load, save
+from foreroute.trace.checks import as_array, as_sequence_numbers
+
+GENERATION_VERSION = "1"
+MOST_HEADER_BYTES = 1 << 20
+METADATA = tuple("foreroute." + name for name in ("generation", "trace", "trace_digest", "digest"))
+TENSORS = {"logprobs": np.dtype("<f4"), "prompt_lengths": np.dtype("<i8"), "sampled": np.dtype("|u1")}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are sampled, the same for every engine.
+
+    Attributes:
+        max_new_tokens: a response ends here unless `end_token` came first.
+        end_token: ends a response and is part of it; -1 for none.
+        group_size: responses per prompt.
+        temperature: divides the logits; log-probs are those of the distribution sampled from. 0 takes the most probable
+            token each time; log-probs are then those of the undivided logits.
+    """
+
+    max_new_tokens: int
+    end_token: int
+    group_size: int = 1
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_new_tokens", 1), ("end_token", -1), ("group_size", 1)):
+            whole_number(getattr(self, name), name, least, MAX_INT32, kind=ConfigError)
+        temperature: object = self.temperature
+        if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature is {shown(temperature)}; expected a number of 0 or more")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,17 +124,17 @@ class Generation:
         return self.sampled_N[~is_first_N]
 
     def response(self, sequence: int) -> NDArray[np.int32]:
-        """int32 [T], the sampled tokens of one sequence."""
+        """Return the sampled tokens of one sequence, int32 [T]."""
         return self.trace.tokens(sequence)[self._sampled(sequence)]
 
     def last_turn(self, sequence: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Two arrays int32 [T]: what lies between the prompt and the last turn, and the last turn."""
+        """Return what lies between the prompt and the last turn, and the last turn: two arrays int32 [T]."""
         tokens = self.trace.tokens(sequence)
         start = int(np.flatnonzero(~self._sampled(sequence))[-1]) + 1
         return tokens[int(self.prompt_lengths[sequence]) : start], tokens[start:]
 
     def select(self, sequences: ArrayLike) -> Generation:
-        """The given sequences, in the given order."""
+        """Return the given sequences, in the given order."""
         chosen = as_sequence_numbers(sequences, len(self))
         parts = np.split(self.logprobs_R, np.cumsum(self.response_lengths)[:-1])
         logprobs = [parts[int(s)] for s in chosen]
@@ -96,7 +147,7 @@ class Generation:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Generation]) -> Generation:
-        """All sequences of the parts, in order."""
+        """Join all sequences of the parts, in order."""
         return cls(
             concatenate([part.trace for part in parts]),
             np.concatenate([part.prompt_lengths for part in parts]),
@@ -105,7 +156,7 @@ class Generation:
         )
 
     def _sampled(self, sequence: int) -> NDArray[np.bool_]:
-        """Of one sequence, bool [T]."""
+        """Say which tokens of one sequence were sampled, bool [T]."""
         start, end = self.trace.offsets[sequence : sequence + 2]
         return self.sampled_N[int(start) : int(end)]
 
@@ -129,7 +180,105 @@ class Generation:
             )
 
 
+def save_generation(generation: Generation, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Write `path` and, beside it, the trace: the trace first, so that a generation never lacks its trace.
+
+    Whenever this is killed, the generation that was there before is whole, or the new one is.
+
+    Raises:
+        TraceFileError: when `path` exists and `overwrite` is False, or a file cannot be written.
+        TraceContentError: as `foreroute.save`.
+    """
+    from safetensors.numpy import save as to_bytes
+
+    target = Path(path)
+    with writing_named(target, TraceFileError):
+        if target.exists() and not overwrite:
+            raise TraceFileError(f"{target} already exists; pass another path, or overwrite=True to replace it")
+        before = _named_trace(target)
+        of_trace = digest(generation.trace)
+        name = f"{target.name}-{of_trace[:16]}.trace.safetensors"
+        save(generation.trace, target.with_name(name), overwrite=True)
+        tensors: dict[str, NDArray[Any]] = {
+            "logprobs": np.ascontiguousarray(generation.logprobs_R, np.float32),
+            "prompt_lengths": np.ascontiguousarray(generation.prompt_lengths, np.int64),
+        }
+        if int(generation.sampled_N.sum()) < int((generation.trace.lengths - generation.prompt_lengths).sum()):
+            tensors["sampled"] = generation.sampled_N.astype(np.uint8)
+        header = {
+            "foreroute.generation": GENERATION_VERSION,
+            "foreroute.trace": name,
+            "foreroute.trace_digest": of_trace,
+        }
+        header["foreroute.digest"] = seal_file(header, tensors)
+        write_atomically(target, to_bytes(tensors, metadata=header), overwrite=overwrite)
+    if before not in (None, name):
+        with suppress(OSError):
+            target.with_name(str(before)).unlink()
+    return target
+
+
+def load_generation(path: str | os.PathLike[str]) -> Generation:
+    """Read a generation and its trace.
+
+    Raises:
+        TraceFileError: when a file is missing, damaged or no generation, or the trace is another one.
+        TraceContentError: when log-probs and sequences do not fit together.
+    """
+    source = Path(path)
+    header, tensors = _read(source)
+    name = header["foreroute.trace"]
+    if not name or Path(name).name != name:
+        raise TraceFileError(f"{source} names the trace {name!r:.80}; expected the name of a file in the same folder")
+    trace = load(source.with_name(name))
+    if digest(trace) != header["foreroute.trace_digest"]:
+        raise TraceFileError(f"{source.with_name(name)} is not the trace that {source} was written with; copy both")
+    sampled = tensors.get("sampled")
+    if sampled is not None and sampled.max(initial=0) > 1:
+        raise TraceFileError(f"{source} has sampled tokens that are neither 0 nor 1; it is damaged")
+    if sampled is None:
+        return Generation(trace, tensors["prompt_lengths"], tensors["logprobs"])
+    return Generation(trace, tensors["prompt_lengths"], tensors["logprobs"], sampled.astype(np.bool_))
+
+
+def _read(source: Path) -> tuple[Mapping[str, str], dict[str, NDArray[Any]]]:
+    """Read metadata and tensors, and check their digest."""
+    with TensorFile(source, TraceFileError, most_header_bytes=MOST_HEADER_BYTES) as file:
+        version = file.metadata.get("foreroute.generation")
+        if version != GENERATION_VERSION:
+            raise TraceFileError(
+                f"{source} is not a generation (foreroute.generation = {version!r:.40}, expected "
+                f"{GENERATION_VERSION!r}). A trace file alone goes with --trace; capture.save_generation writes "
+                "generations"
+            )
+        ours = {key: value for key, value in file.metadata.items() if key.startswith("foreroute.")}
+        if set(ours) != set(METADATA) or not all(value.isprintable() for value in ours.values()):
+            raise TraceFileError(f"{source} has other metadata than {', '.join(METADATA)}; it is damaged")
+        if not {"logprobs", "prompt_lengths"} <= set(file.names) <= set(TENSORS):
+            raise TraceFileError(f"{source} has other tensors than {', '.join(TENSORS)}; it is damaged")
+        for name in file.names:
+            if file.dtype(name) != TENSORS[name] or len(file.shape(name)) != 1:
+                raise TraceFileError(
+                    f"{source}: {name} is {file.dtype(name)} {list(file.shape(name))}, expected {TENSORS[name]} with "
+                    "one axis; it is damaged"
+                )
+        tensors = {name: file.read(name) for name in file.names}
+    stated = ours.pop("foreroute.digest")
+    if seal_file(ours, tensors) != stated:
+        raise TraceFileError(f"{source} is damaged: its digest is not the one that it states. Copy it again")
+    return ours, tensors
+
+
+def _named_trace(target: Path) -> str | None:
+    """Return the trace file that a generation at `target` names, if there is one and we gave it that name."""
+    with suppress(TraceFileError):
+        name = _read(target)[0]["foreroute.trace"]
+        if re.fullmatch(re.escape(target.name) + r"-[0-9a-f]{16}\.trace\.safetensors", name):
+            return name
+    return None
+
+
 def _positions_N(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [N], the position of each token in its sequence."""
+    """Return the position of each token in its sequence, int64 [N]."""
     starts = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from foreroute.capture.arguments import field_of, shown, whole_number
-from foreroute.capture.facts import ModelFacts
+from foreroute.capture.model_facts import ModelFacts
+from foreroute.capture.recognition import field_of, shown, whole_number
 from foreroute.errors import CaptureError
 from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec
 from foreroute.trace.spec import MAX_EXPERTS
@@ -35,7 +35,7 @@ Kinds = list[LayerKind | None]
 
 
 def facts_of_config(config: object) -> ModelFacts:
-    """The experts, picks and layers of a model, from its configuration as it lies beside the weights.
+    """Read the experts, picks and layers of a model off its configuration, as it lies beside the weights.
 
     Args:
         config: the parsed `config.json` of a model of transformers, of text alone or with `text_config`.

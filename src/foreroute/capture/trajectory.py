@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from foreroute.errors import CaptureError
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace, extended
-from foreroute.trace.check import as_array
+from foreroute.trace.checks import as_array
 
 
 class Trajectory:
@@ -89,5 +89,5 @@ class Trajectory:
         return self.add(turn, replace_routed=replace_routed)
 
     def trace(self) -> RoutingTrace:
-        """The trajectory so far: one sequence, absent where no capture had a row."""
+        """Return the trajectory so far: one sequence, absent where no capture had a row."""
         return self._trace

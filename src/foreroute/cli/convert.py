@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foreroute.capture import WRITABLE, ModelFacts, WireKind, decode, encode, facts_of_config
-from foreroute.capture.wire import parse_text
+from foreroute.capture.recognition import parse_text
 from foreroute.cli.alive import working
 from foreroute.cli.terminal import Console
 from foreroute.errors import CaptureError, TraceFileError, printable

@@ -3,17 +3,30 @@
 No format lives here: what the bytes mean is the business of the room that reads them.
 """
 
-from foreroute.files.reading import RegularFile, parse_json, read_file, read_text
-from foreroute.files.tensor_file import TensorFile
+from foreroute.files.reading import (
+    RegularFile,
+    TensorFile,
+    is_text,
+    parse_json,
+    read_file,
+    read_text,
+    seal_arrays,
+    seal_file,
+    seal_slices,
+)
 from foreroute.files.writing import check_writable, write_atomically, write_folder_atomically, writing_named
 
 __all__ = [
     "RegularFile",
     "TensorFile",
     "check_writable",
+    "is_text",
     "parse_json",
     "read_file",
     "read_text",
+    "seal_arrays",
+    "seal_file",
+    "seal_slices",
     "write_atomically",
     "write_folder_atomically",
     "writing_named",

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import LayoutError
 from foreroute.layout.runs import MOST_SLOTS, as_lengths
-from foreroute.trace.check import as_offsets
+from foreroute.trace.checks import as_offsets
 
 
 @dataclass(frozen=True, eq=False)

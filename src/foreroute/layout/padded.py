@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.errors import BatchMismatchError
 from foreroute.layout.runs import PAD, join_ranges
 from foreroute.trace import RoutingTrace
-from foreroute.trace.check import as_offsets
+from foreroute.trace.checks import as_offsets
 
 
 def locate_rows(

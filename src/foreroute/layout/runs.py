@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import LayoutError
-from foreroute.trace.check import as_offsets
+from foreroute.trace.checks import as_offsets
 
 PAD = -1
 """The row of a slot that sees no token."""

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.errors import LayoutError
 from foreroute.layout.rank_rows import RankRows
 from foreroute.layout.runs import MOST_SLOTS, Runs, as_lengths, interleave, pad_runs
-from foreroute.trace.check import as_offsets
+from foreroute.trace.checks import as_offsets
 
 Side = Literal["left", "right"]
 Order = Literal["thd", "bshd", "sbhd"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foreroute.replay.missing import MissingRows, is_faithful, is_routed, refuse_missing
 from foreroute.trace import RoutingTrace
-from foreroute.trace.gate_weights import weights_of
+from foreroute.trace.container import weights_of
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,22 @@
-"""What was routed: the container of routes, its checks, its file, its fingerprint, and counts. No torch."""
+"""What was routed: the container of routes, its checks, its file, its fingerprint, and counts. No torch.
 
-from foreroute.trace.assembly import extended
-from foreroute.trace.codec import CODECS, CodecName
+spec         experts, picks and routed layers of a model       RoutingSpec, RoutedLayer, LayerKind
+container    the routes of sequences, and cutting them         RoutingTrace, concatenate
+operations   what is done with whole traces                    extended, from_masks, overlap, digest
+counts       assignments per micro-step, layer and expert      count_assignments, add_assignments
+checks       arrays from outside: dtypes, ranges, offsets
+file/        a trace on disk                                   save, load, TraceStore, CODECS
+synthetic    made-up routes                                    synthetic_trace
+"""
+
 from foreroute.trace.container import NO_VERSION, RoutingTrace, concatenate
 from foreroute.trace.counts import add_assignments, count_assignments
-from foreroute.trace.digest import digest
-from foreroute.trace.file import encoded_size, load, save
-from foreroute.trace.masks import from_masks
-from foreroute.trace.overlap import RouteOverlap, overlap
+from foreroute.trace.file.codec import CODECS, CodecName
+from foreroute.trace.file.reading import load
+from foreroute.trace.file.store import TraceStore
+from foreroute.trace.file.writing import encoded_size, save
+from foreroute.trace.operations import RouteOverlap, digest, extended, from_masks, overlap
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
-from foreroute.trace.store import TraceStore
 from foreroute.trace.synthetic import synthetic_trace
 
 __all__ = [

@@ -26,8 +26,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
-from foreroute.trace.check import (
+from foreroute.trace.checks import (
     as_array,
+    as_gate_weights,
     as_mask,
     as_offsets,
     as_sequence_numbers,
@@ -37,7 +38,6 @@ from foreroute.trace.check import (
     narrow_ids,
     segment_rows,
 )
-from foreroute.trace.gate_weights import as_gate_weights, in_ascending_order, joined_gate_weights, weights_of
 from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
 NO_VERSION = -1
@@ -162,7 +162,7 @@ class RoutingTrace:
 
     @classmethod
     def unrouted(cls, spec: RoutingSpec, token_ids: Sequence[ArrayLike]) -> RoutingTrace:
-        """Rows for tokens that no router has seen, to be joined with `continued_by`."""
+        """Make rows for tokens that no router has seen, to be joined with `continued_by`."""
         empty = np.zeros((0, spec.num_layers, spec.top_k), spec.id_dtype)
         return cls.from_sequences(spec, token_ids, [empty] * len(token_ids))
 
@@ -202,11 +202,11 @@ class RoutingTrace:
         return [(int(a), int(b), int(versions[a])) for a, b in zip(starts, stops, strict=True)]
 
     def tokens(self, sequence: int) -> NDArray[np.int32]:
-        """int32 [T], the tokens of one sequence."""
+        """Return the tokens of one sequence, int32 [T]."""
         return self.token_ids_N[self.offsets[sequence] : self.offsets[sequence + 1]]
 
     def select(self, sequences: ArrayLike) -> RoutingTrace:
-        """The given sequences, in the given order; one may be taken several times.
+        """Return the given sequences, in the given order; one may be taken several times.
 
         Args:
             sequences: integers [S'], each in 0 .. S - 1.
@@ -216,7 +216,7 @@ class RoutingTrace:
         return self._take(segment_rows(self.offsets[:-1][chosen], lengths), lengths)
 
     def select_layers(self, layers: Iterable[RoutedLayer]) -> RoutingTrace:
-        """The given layers, in the given order; the layer table shrinks with them.
+        """Return the given layers, in the given order; the layer table shrinks with them.
 
         Raises:
             SpecMismatchError: when a layer is not in the table.
@@ -231,7 +231,7 @@ class RoutingTrace:
         )
 
     def truncated(self, lengths: ArrayLike) -> RoutingTrace:
-        """The first `lengths[s]` rows of each sequence.
+        """Return the first `lengths[s]` rows of each sequence.
 
         Raises:
             TraceContentError: unless there is a whole number for each sequence, from 0 to its length.
@@ -247,7 +247,7 @@ class RoutingTrace:
         return self._take(segment_rows(self.offsets[:-1], kept), kept)
 
     def continued_by(self, suffix: RoutingTrace) -> RoutingTrace:
-        """Each sequence followed by the sequence of the same number in `suffix` (a later turn, a resumed rollout)."""
+        """Append to each sequence that of the same number in `suffix` (a later turn, a resumed rollout)."""
         self.spec.require_same(suffix.spec, what="the continuation")
         if len(suffix) != len(self):
             raise TraceContentError(f"{len(self)} sequences cannot be continued by {len(suffix)}; expected as many")
@@ -257,7 +257,7 @@ class RoutingTrace:
         return replace(joined, offsets=joined.offsets[::2])
 
     def with_weight_version(self, version: int) -> RoutingTrace:
-        """The same routes, all stamped with one weight version, from 0, or `NO_VERSION`."""
+        """Return the same routes, all stamped with one weight version, from 0, or `NO_VERSION`."""
         whole = isinstance(version, int | np.integer) and not isinstance(version, bool)
         if not whole or not NO_VERSION <= version <= np.iinfo(np.int32).max:
             raise TraceContentError(f"weight version is {version!r}; expected a whole number from 0 that fits 32 bits")
@@ -265,25 +265,28 @@ class RoutingTrace:
         return replace(self, weight_versions_N=stamped)
 
     def without_pick_order(self) -> RoutingTrace:
-        """The same sets of experts, ids ascending in each row, as order-dropping codecs return them."""
-        weights_NLK = in_ascending_order(self.expert_ids_NLK, self.gate_weights_NLK)
+        """Return the same sets of experts, ids ascending in each row, as order-dropping codecs return them."""
+        weights_NLK = self.gate_weights_NLK
+        if weights_NLK is not None:
+            order_NLK = np.argsort(self.expert_ids_NLK, axis=-1, kind="stable")
+            weights_NLK = np.take_along_axis(weights_NLK, order_NLK, axis=-1)
         ids_NLK = np.sort(self.expert_ids_NLK, axis=-1)
         return replace(self, expert_ids_NLK=ids_NLK, gate_weights_NLK=weights_NLK, pick_order_kept=False)
 
     def with_gate_weights(self, weights_NLK: ArrayLike) -> RoutingTrace:
-        """The same routes with the weight of each pick, [N, L, K]. Rows without a route may hold any number."""
+        """Add the weight of each pick, [N, L, K]. Rows without a route may hold any number."""
         return replace(self, gate_weights_NLK=as_gate_weights(weights_NLK, self.expert_ids_NLK.shape))
 
     def without_gate_weights(self) -> RoutingTrace:
-        """The routes alone."""
+        """Return the routes alone."""
         return replace(self, gate_weights_NLK=None)
 
     def with_provenance(self, **facts: str) -> RoutingTrace:
-        """The same routes with further facts about what made them."""
+        """Return the same routes with further facts about what made them."""
         return replace(self, provenance={**self.provenance, **facts})
 
     def equals(self, other: RoutingTrace) -> bool:
-        """Whether all but the provenance is the same, pick order included."""
+        """Say whether all but the provenance is the same, pick order included."""
         same_model = (self.spec.num_experts, self.spec.top_k, self.spec.layers) == (
             other.spec.num_experts,
             other.spec.top_k,
@@ -313,7 +316,7 @@ class RoutingTrace:
 
 
 def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
-    """All sequences of the given traces, in order; pick order is dropped where one of them has dropped it.
+    """Join all sequences of the given traces, in order; pick order is dropped where one of them has dropped it.
 
     Raises:
         TraceContentError: when there is no trace to join, or some have gate weights and others do not.
@@ -339,6 +342,30 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
     )
 
 
+def joined_gate_weights(parts: Sequence[RoutingTrace]) -> NDArray[np.float32] | None:
+    """Join the gate weights of traces; None where none has any.
+
+    Raises:
+        TraceContentError: when one has them, and another has routes without them.
+    """
+    if all(part.gate_weights_NLK is None for part in parts):
+        return None
+    for part in parts:
+        if part.gate_weights_NLK is None and part.valid_N.any():
+            raise TraceContentError(
+                "some of the traces have gate weights and others do not; record all of them with gate weights, or "
+                "take them off with without_gate_weights()"
+            )
+    return np.concatenate([weights_of(part) for part in parts])
+
+
+def weights_of(trace: RoutingTrace) -> NDArray[np.float32]:
+    """Return the gate weights, float32 [N, L, K]; zeros for a trace that has none."""
+    if trace.gate_weights_NLK is None:
+        return np.zeros(trace.expert_ids_NLK.shape, np.float32)
+    return trace.gate_weights_NLK
+
+
 def _pack(
     spec: RoutingSpec, tokens: list[NDArray[np.int32]], routes: list[NDArray[Any]], provenance: Mapping[str, str]
 ) -> RoutingTrace:
@@ -362,7 +389,7 @@ def _pack(
 
 
 def common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:
-    """Facts on which the parts agree, and every distinct value where they do not, `MOST_VALUES` at most."""
+    """Return the facts on which the parts agree, and every distinct value of others, `MOST_VALUES` at most."""
     keys = dict.fromkeys(key for facts in all_facts for key in facts)
     return {key: _joined([facts[key] for facts in all_facts if key in facts]) for key in keys}
 

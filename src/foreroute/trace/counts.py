@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
-from foreroute.trace.check import as_array
+from foreroute.trace.checks import as_array
 from foreroute.trace.container import RoutingTrace
 
 
 def count_assignments(trace: RoutingTrace, micro_step_S: ArrayLike) -> NDArray[np.int64]:
-    """Assignments per micro-step, layer and expert.
+    """Count the assignments per micro-step, layer and expert.
 
     Args:
         trace: the routes of S sequences; absent rows do not count.
@@ -50,7 +50,7 @@ def add_assignments(
         TraceContentError: when a micro-step or a rank is not a whole number within the counts, or the counts are of
             another model.
     """
-    from foreroute.trace.count_kernel import add_counts
+    from foreroute.trace.kernels import add_counts
 
     spec = trace.spec
     shape = counts_MLGE.shape

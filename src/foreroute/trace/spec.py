@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -58,12 +58,16 @@ class RoutingSpec:
         top_k: K, how many of them a token is sent to.
         layers: the L routed layers, 1,024 at most, with 2^20 experts in all. Dense layers have no entry.
         model: the model's name, for messages. It does not take part in `require_same`.
+        num_layers: L, the number of routed layers.
+        id_dtype: uint8 up to 256 experts, else uint16. The width follows the model, never the ids at hand.
     """
 
     num_experts: int
     top_k: int
     layers: tuple[RoutedLayer, ...]
     model: str = ""
+    num_layers: int = field(init=False, repr=False, compare=False)
+    id_dtype: np.dtype[np.uint8] | np.dtype[np.uint16] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not _is_whole(self.num_experts) or not 1 <= self.num_experts <= MAX_EXPERTS:
@@ -81,6 +85,8 @@ class RoutingSpec:
         if len(set(self.layers)) != len(self.layers):
             names = ", ".join(map(str, self.layers))
             raise TraceContentError(f"the layer table names a layer twice: {names}")
+        object.__setattr__(self, "num_layers", count)
+        object.__setattr__(self, "id_dtype", np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16))
 
     def __repr__(self) -> str:
         ends = f"{self.layers[0]} to {self.layers[-1]}" if len(self.layers) > 1 else f"{self.layers[0]}"
@@ -89,18 +95,8 @@ class RoutingSpec:
             f"top-{self.top_k} of {self.num_experts})"
         )
 
-    @property
-    def num_layers(self) -> int:
-        """L, the number of routed layers."""
-        return len(self.layers)
-
-    @property
-    def id_dtype(self) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
-        """uint8 up to 256 experts, else uint16. The width follows the model, never the ids at hand."""
-        return np.dtype(np.uint8) if self.num_experts <= 256 else np.dtype(np.uint16)
-
     def positions(self, layers: Iterable[RoutedLayer]) -> NDArray[np.int64]:
-        """int64 [L'], where the given layers stand on the layer axis.
+        """Return where the given layers stand on the layer axis, int64 [L'].
 
         Raises:
             SpecMismatchError: when a layer is not in the table.

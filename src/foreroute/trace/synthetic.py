@@ -29,7 +29,7 @@ def synthetic_trace(
     weight_version: int = 0,
     vocabulary: int = 50_000,
 ) -> RoutingTrace:
-    """Sequences of random tokens with synthetic routes.
+    """Make sequences of random tokens with synthetic routes.
 
     At E = 128 and K = 8 a token shares 4.5 of its 8 experts with the one before it at `correlation` 0.7, and 2.1 at 0.
 

@@ -31,9 +31,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.errors import RunFolderError
-from foreroute.files import TensorFile, parse_json, write_atomically
-from foreroute.files.tensor_file import DTYPES
-from foreroute.trace.seal import seal_file
+from foreroute.files import TensorFile, parse_json, seal_file, write_atomically
+from foreroute.files.reading import DTYPES
 
 VERSION = "1"
 NAME = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.safetensors")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.layout import by_token_budget
-from foreroute.trace.check import as_offsets, segment_rows
+from foreroute.trace.checks import as_offsets, segment_rows
 from foreroute.train.config.rl import RLConfig
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Experience

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foreroute.capture import Generation
 from foreroute.trace import RoutingSpec, RoutingTrace
-from foreroute.trace.check import check_rows
+from foreroute.trace.checks import check_rows
 from foreroute.train.rollout import Experience, Sampled
 
 

@@ -17,7 +17,7 @@ from foreroute.adapters.megatron.ranks import Share
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import Layout, pack, pad
 from foreroute.trace import RoutingTrace
-from foreroute.trace.check import ascending
+from foreroute.trace.checks import ascending
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.capture import ModelFacts, decode
-from foreroute.capture.arguments import shown
-from foreroute.capture.containers import kept_by_mask
-from foreroute.capture.suspect import routed_before_zeros
+from foreroute.capture.checks import routed_before_zeros
+from foreroute.capture.recognition import kept_by_mask, shown
 from foreroute.errors import BatchMismatchError, CaptureError
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters.verl.protocol import field_of, require_zeros_and_ones
-from foreroute.capture.containers import kept_by_mask
+from foreroute.capture.recognition import kept_by_mask
 from foreroute.errors import BatchMismatchError, CaptureError, ReplayError
 from foreroute.trace import RoutingTrace
 

@@ -1,7 +1,12 @@
-"""Which form an engine's output has, and where in it the routes lie. Objects are told by their attributes."""
+"""Which form an engine's output has, and where in it the routes lie. Objects are told by their attributes.
+
+The output is somebody else's: its attributes may raise, and its lists may be no lists. So its fields and entries are
+asked for through the functions at the end of this file, which other files of this room use too.
+"""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +14,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.arguments import as_array, field_of, is_array, items_of, shown
-from foreroute.capture.kinds import WireKind
-from foreroute.capture.wire import NEMO_MAGIC, NPY_MAGIC, parse_text, read_array
-from foreroute.errors import CaptureError
+from foreroute.capture.wires import WireKind
+from foreroute.errors import CaptureError, InputError
+from foreroute.files import parse_json
 
-NPY_BASE64 = "k05VTVBZ"  # the magic of a .npy file, in base64
+NPY_MAGIC = b"\x93NUMPY"
+NEMO_MAGIC = "nrlre1:"
+MAX_TEXT = 1 << 28
+"""Characters of one text, JSON or base64: 256 Mi, some hundred thousand tokens of a large model as JSON lists."""
+
+MAX_INT32 = 2**31 - 1
+_NPY_BASE64 = "k05VTVBZ"  # the magic of a .npy file, in base64
 _TABLE = {"data", "shape", "dtype"}
 _SEQUENCES = (list, tuple)
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 60, 60, 40
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,7 @@ class Recognised:
 
 
 @dataclass(frozen=True)
-class Payload:
+class RawSequence:
     """The routes of one sequence as they were found, and the facts beside them.
 
     Attributes:
@@ -65,30 +77,30 @@ def recognise(output: object) -> Recognised:
     Raises:
         CaptureError: when the form is unknown or carries no routes.
     """
-    kind, payloads = read_container(output)
-    return Recognised(kind, kind.description, len(payloads))
+    kind, sequences = read_container(output)
+    return Recognised(kind, kind.description, len(sequences))
 
 
-def read_container(output: Any) -> tuple[WireKind, list[Payload]]:
-    """The form of `output`, and one payload for each sequence in it."""
+def read_container(output: Any) -> tuple[WireKind, list[RawSequence]]:
+    """Return the form of `output`, and the sequences in it as they were found."""
     output = _as_text(output)
     if isinstance(output, str) and output.strip()[:1] in ("{", "["):
         output = parse_text(output.strip())
     return _from_list(output) if isinstance(output, _SEQUENCES) else _from_one(output)
 
 
-def _from_one(output: Any) -> tuple[WireKind, list[Payload]]:
-    """As `read_container`, of what is no list of outputs."""
+def _from_one(output: Any) -> tuple[WireKind, list[RawSequence]]:
+    """Do as `read_container`, for what is no list of outputs."""
     output = _as_text(output)
     if isinstance(output, bytes):
-        return WireKind.NPY, [Payload(output)]
+        return WireKind.NPY, [RawSequence(output)]
     if isinstance(output, str):
         return _from_text(output.strip())
     return _from_array(output) if is_array(output) else _from_record(output)
 
 
 def _as_text(output: Any) -> Any:
-    """Bytes as text, but those of a .npy file as they are; what is no bytes as it is."""
+    """Return bytes as text, but those of a .npy file, and whatever is no bytes, as they are."""
     if not isinstance(output, bytes | bytearray | memoryview):
         return output
     try:
@@ -105,16 +117,16 @@ def _as_text(output: Any) -> Any:
         ) from error
 
 
-def _from_text(text: str) -> tuple[WireKind, list[Payload]]:
+def _from_text(text: str) -> tuple[WireKind, list[RawSequence]]:
     if text[:1] == "{":
         return _from_record(parse_text(text))
-    return _kind_of_text(text, raw=WireKind.RAW_INT32, npy=WireKind.NPY), [Payload(text)]
+    return _kind_of_text(text, raw=WireKind.RAW_INT32, npy=WireKind.NPY), [RawSequence(text)]
 
 
-def _from_list(values: Any) -> tuple[WireKind, list[Payload]]:
+def _from_list(values: Any) -> tuple[WireKind, list[RawSequence]]:
     items = items_of(values, "the list of outputs")
     if not items or isinstance(items[0], _SEQUENCES):
-        return WireKind.LISTS, [Payload(_nested(items, "the list"))]
+        return WireKind.LISTS, [RawSequence(_nested(items, "the list"))]
     if isinstance(items[0], int | float | None):
         raise CaptureError(
             f"a flat list starting with {shown(items[0])} is no engine output; expected [rows, layers, K]"
@@ -125,11 +137,11 @@ def _from_list(values: Any) -> tuple[WireKind, list[Payload]]:
     kinds = {kind for kind, _ in found}
     if len(kinds) > 1:
         raise CaptureError(f"the outputs mix forms ({', '.join(sorted(kinds))}); decode each form on its own")
-    return found[0][0], [payload for _, payloads in found for payload in payloads]
+    return found[0][0], [sequence for _, sequences in found for sequence in sequences]
 
 
 def _nested(lists: Any, what: str) -> Any:
-    """Lists that begin as [rows, layers, K] do. Their other entries are looked at when they are read."""
+    """Return lists that begin as [rows, layers, K] do. Their other entries are looked at when they are read."""
     inner, depth = lists, 0
     while depth < 4 and isinstance(inner, _SEQUENCES):
         entries = items_of(inner, what)
@@ -151,23 +163,23 @@ def _num_axes(array: Any) -> int:
         raise CaptureError(f"a {type(array).__name__} has no shape ({shown(error)}); expected an array") from error
 
 
-def _from_array(array: Any) -> tuple[WireKind, list[Payload]]:
+def _from_array(array: Any) -> tuple[WireKind, list[RawSequence]]:
     if _num_axes(array) == 4:
         raise CaptureError(
             f"an array of shape {tuple(array.shape)} is a padded batch, and which rows are padding is not in it; "
             "pass the batch with routed_experts, input_ids and attention_mask"
         )
-    return WireKind.ARRAY, [Payload(array)]
+    return WireKind.ARRAY, [RawSequence(array)]
 
 
-def _from_record(record: Any) -> tuple[WireKind, list[Payload]]:
+def _from_record(record: Any) -> tuple[WireKind, list[RawSequence]]:
     meta, extension = field_of(record, "meta_info"), _first(field_of(record, "sglext"), field_of(record, "sgl_ext"))
     if meta is not None:
         return WireKind.SGLANG, [_sglang(meta, record)]
     if extension is not None:
         return WireKind.SGLANG, [_sglang(extension, _only_choice(record))]
     if isinstance(record, Mapping) and all(field_of(record, name) is not None for name in _TABLE):
-        return _kind_of_table(record), [Payload(record, start=field_of(record, "start"))]
+        return _kind_of_table(record), [RawSequence(record, start=field_of(record, "start"))]
     batch = field_of(record, "batch")  # verl's DataProto
     if batch is not None and not isinstance(record, Mapping):
         return WireKind.VERL, _verl(batch)
@@ -182,9 +194,9 @@ def _from_record(record: Any) -> tuple[WireKind, list[Payload]]:
     return _from_choices(record, [record])
 
 
-def _from_choices(record: Any, choices: Any) -> tuple[WireKind, list[Payload]]:
+def _from_choices(record: Any, choices: Any) -> tuple[WireKind, list[RawSequence]]:
     prompt_routes, prompt = field_of(record, "prompt_routed_experts"), field_of(record, "prompt_token_ids")
-    payloads = []
+    sequences = []
     for choice in items_of(choices, "the choices"):
         routes = field_of(choice, "routed_experts")
         if routes is None:
@@ -192,16 +204,16 @@ def _from_choices(record: Any, choices: Any) -> tuple[WireKind, list[Payload]]:
         response = _first(field_of(choice, "token_ids"), field_of(choice, "generation_token_ids"))
         start = field_of(routes, "start") if isinstance(routes, Mapping) else None
         own_prompt = _first(field_of(choice, "prompt_token_ids"), prompt)
-        payloads.append(Payload(routes, prompt_routes, own_prompt, response, start))
-    kinds = {_kind_of_field(record, payload) for payload in payloads}
+        sequences.append(RawSequence(routes, prompt_routes, own_prompt, response, start))
+    kinds = {_kind_of_field(record, sequence) for sequence in sequences}
     if len(kinds) > 1:
         raise CaptureError(f"the choices of one output mix forms ({', '.join(sorted(kinds))}); expected one")
-    return kinds.pop(), payloads
+    return kinds.pop(), sequences
 
 
-def _kind_of_field(record: Any, payload: Payload) -> WireKind:
-    """The form of a `routed_experts` field, by its type."""
-    routes = payload.routes
+def _kind_of_field(record: Any, sequence: RawSequence) -> WireKind:
+    """Tell the form of a `routed_experts` field by its type."""
+    routes = sequence.routes
     if isinstance(routes, str) and field_of(record, "input_token_len") is not None:
         return WireKind.LMDEPLOY
     if isinstance(routes, str):
@@ -210,7 +222,7 @@ def _kind_of_field(record: Any, payload: Payload) -> WireKind:
         return _kind_of_table(routes)
     if isinstance(routes, _SEQUENCES):
         _nested(routes, "routed_experts")
-    if payload.prompt_routes is not None or "prompt_routed_experts" in _keys(record):
+    if sequence.prompt_routes is not None or "prompt_routed_experts" in _keys(record):
         return WireKind.VLLM_SPLIT
     if isinstance(routes, _SEQUENCES) or field_of(record, "input_token_len") is not None:
         return WireKind.LMDEPLOY
@@ -223,7 +235,7 @@ def _kind_of_field(record: Any, payload: Payload) -> WireKind:
 def _kind_of_text(text: str, *, raw: WireKind, npy: WireKind) -> WireKind:
     if text.startswith(NEMO_MAGIC):
         return WireKind.NEMO_RL
-    return npy if text.startswith(NPY_BASE64) else raw
+    return npy if text.startswith(_NPY_BASE64) else raw
 
 
 def _kind_of_table(table: Mapping[str, Any]) -> WireKind:
@@ -232,14 +244,14 @@ def _kind_of_table(table: Mapping[str, Any]) -> WireKind:
     return WireKind.PRIME_RL if "start" in _keys(table) else WireKind.SKYRL
 
 
-def _sglang(holder: Any, record: Any) -> Payload:
+def _sglang(holder: Any, record: Any) -> RawSequence:
     routes = field_of(holder, "routed_experts")
     if not isinstance(routes, str):
         raise _no_routes(holder)
     start, dtype = field_of(holder, "routed_experts_start_len"), field_of(holder, "routed_experts_dtype")
     prompt = field_of(record, "prompt_token_ids")
     response = _first(field_of(record, "output_ids"), field_of(record, "token_ids"))
-    return Payload(routes, None, prompt, response, start, dtype)
+    return RawSequence(routes, None, prompt, response, start, dtype)
 
 
 def _only_choice(record: Any) -> Any:
@@ -252,7 +264,7 @@ def _only_choice(record: Any) -> Any:
     return items_of(choices, "the choices")[0] if isinstance(choices, _SEQUENCES) and choices else record
 
 
-def _verl(batch: Any) -> list[Payload]:
+def _verl(batch: Any) -> list[RawSequence]:
     names = ("routed_experts", "input_ids", "attention_mask")
     fields = {name: field_of(batch, name) for name in names}
     if missing := [name for name, value in fields.items() if value is None]:
@@ -268,11 +280,11 @@ def _verl(batch: Any) -> list[Payload]:
             "expected [b, T, layers, K], [b, T] and [b, T]"
         )
     kept = kept_by_mask(mask)
-    return [Payload(routes[b, rows], token_ids=tokens[b, rows]) for b, rows in enumerate(kept)]
+    return [RawSequence(routes[b, rows], token_ids=tokens[b, rows]) for b, rows in enumerate(kept)]
 
 
 def kept_by_mask(mask_BT: NDArray[Any]) -> list[slice]:
-    """Where the tokens of each sequence lie in a padded batch.
+    """Find where the tokens of each sequence lie in a padded batch.
 
     Raises:
         CaptureError: for a mask that is neither bool nor integers 0 and 1, and for one with padding between tokens.
@@ -308,7 +320,7 @@ def _no_routes(record: Any) -> CaptureError:
 
 
 def _keys(record: Any) -> list[str]:
-    """The names in a mapping, none of another object."""
+    """Return the names in a mapping, none of another object."""
     return (
         sorted(key for key in items_of(record, "the keys") if type(key) is str) if isinstance(record, Mapping) else []
     )
@@ -316,3 +328,95 @@ def _keys(record: Any) -> list[str]:
 
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
+
+
+def shown(value: object) -> str:
+    """Return a short text of any value. One nested deep, very long, or whose `repr` raises, is named by its type."""
+    try:
+        return _SHORT.repr(value)[:120]
+    except Exception:
+        return f"of type {type(value).__name__}"
+
+
+def whole_number(value: object, name: str, low: int, high: int, *, kind: type[InputError] = CaptureError) -> int:
+    """Return an integer of Python or numpy from `low` to `high`.
+
+    Raises:
+        kind: for other numbers, and for what is no integer: fractions, texts and booleans are not cast.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
+        raise kind(f"{name} is {shown(value)}; expected an integer from {low} to {high}")
+    return int(value)
+
+
+def field_of(record: Any, name: str) -> Any:
+    """Return a field of a mapping, or of another object its attribute or else its item; None when it has none.
+
+    Raises:
+        CaptureError: when the record does not let itself be asked.
+    """
+    try:
+        if isinstance(record, Mapping):
+            return record.get(name)
+        value = getattr(record, name, None)
+        return _item_of(record, name) if value is None and hasattr(type(record), "__getitem__") else value
+    except Exception as error:
+        raise CaptureError(f"{name} of a {type(record).__name__} cannot be read ({shown(error)})") from error
+
+
+def items_of(values: Any, name: str) -> list[Any]:
+    """Return the entries of a list or tuple.
+
+    Raises:
+        CaptureError: when it does not give them.
+    """
+    try:
+        return [*values]
+    except Exception as error:
+        raise CaptureError(f"{name} cannot be read ({shown(error)}); expected a list") from error
+
+
+def is_array(value: Any) -> bool:
+    """Say whether it is an array of some library. A tensor dictionary may have a shape and a dtype, but has keys."""
+    kind = type(value)
+    return hasattr(kind, "__array__") and not hasattr(kind, "keys") and not isinstance(value, np.generic)
+
+
+def as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
+    """Return what numpy makes of an array of any library.
+
+    Raises:
+        CaptureError: when it makes none, or entries are masked, which a plain array cannot say.
+    """
+    try:
+        array = np.asarray(values)
+    except Exception as error:
+        raise CaptureError(
+            f"{name}, a {type(values).__name__}, cannot be read as an array ({shown(error)}); "
+            "copy it to host memory first"
+        ) from error
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise CaptureError(f"{name} is an array with masked entries; expected a value everywhere")
+    return array
+
+
+def read_array(value: Any, name: str = "the routes") -> NDArray[Any]:
+    """Return the integer array behind an in-process value (numpy, or anything that numpy can view)."""
+    array = as_array(value, name)
+    if array.dtype.kind not in "iu":
+        raise CaptureError(f"{name}: dtype {array.dtype}; expected integers")
+    return array
+
+
+def parse_text(text: str | bytes, *, name: str = "the text, which starts like JSON and may have been cut,") -> Any:
+    """Return the value of a JSON text, bounded in length and depth. `name` says which, for the message."""
+    if len(text) > MAX_TEXT:
+        raise CaptureError(f"{name} has {len(text)} characters; expected at most {MAX_TEXT}")
+    return parse_json(text, CaptureError, name=name)
+
+
+def _item_of(record: Any, name: str) -> Any:
+    try:
+        return record[name]
+    except (KeyError, IndexError, TypeError):
+        return None

@@ -1,4 +1,4 @@
-"""The forms in which engines and frameworks hand out routes, and what each form promises."""
+"""The forms in which engines and frameworks hand out routes, what each promises, and which engine writes which."""
 
 from __future__ import annotations
 
@@ -106,3 +106,35 @@ RULES = {
     WireKind.ARRAY: WireRules("an integer array [rows, layers, K]", last_row=LastRow.KEEP, absent=Absent.MINUS_ONE),
 }
 """The promises of every form."""
+
+ENGINES = ("vllm", "sglang", "sglang-jax", "tensorrt-llm", "lmdeploy")
+"""The engines that `decode` knows by name."""
+
+WRITERS: dict[WireKind, dict[str, WireKind]] = {
+    WireKind.VLLM: {
+        "vllm": WireKind.VLLM,
+        "tensorrt-llm": WireKind.TENSORRT_LLM,
+        "lmdeploy": WireKind.LMDEPLOY,
+    },
+    WireKind.VLLM_SPLIT: {"vllm": WireKind.VLLM_SPLIT},
+    WireKind.VLLM_NPY: {"vllm": WireKind.VLLM_NPY},
+    WireKind.SGLANG: {"sglang": WireKind.SGLANG, "sglang-jax": WireKind.SGLANG_JAX},
+    WireKind.SGLANG_JAX: {"sglang": WireKind.SGLANG, "sglang-jax": WireKind.SGLANG_JAX},
+    WireKind.TENSORRT_LLM: {"tensorrt-llm": WireKind.TENSORRT_LLM},
+    WireKind.LMDEPLOY: {"lmdeploy": WireKind.LMDEPLOY, "vllm": WireKind.VLLM},
+}
+"""For every form that an engine gives its own output: the engines that do, and the exact form with each."""
+
+REFINED: dict[WireKind, dict[str, WireKind]] = {
+    WireKind.RAW_INT32: {"sglang": WireKind.SGLANG, "sglang-jax": WireKind.SGLANG_JAX},
+    WireKind.ARRAY: {
+        "vllm": WireKind.VLLM,
+        "tensorrt-llm": WireKind.TENSORRT_LLM,
+        "lmdeploy": WireKind.LMDEPLOY,
+    },
+    WireKind.LISTS: {"lmdeploy": WireKind.LMDEPLOY},
+}
+"""For bare forms, which anybody may have written: the exact form with some engines."""
+
+FIRST_LOGICAL_SGLANG = (0, 5, 10)
+"""Older versions of SGLang return physical slots of their load balancer, whose mapping is not in the output."""

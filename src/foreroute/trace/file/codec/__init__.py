@@ -1,4 +1,4 @@
-"""How the picks of a block of rows become 64-bit words and back. Not where the words go: that is `trace.file`.
+"""How the picks of a block of rows become 64-bit words and back. Where the words go is the business of `trace.file`.
 
     raw       whole bytes, order kept
     packed    ceil(log2 E) bits per pick, order kept, any row found by arithmetic
@@ -10,14 +10,13 @@ Compiled kernels are imported when the first block is encoded or decoded, so tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import TraceContentError
-from foreroute.trace.codec.fixed import packed, raw
-from foreroute.trace.codec.planes import Planes
+from foreroute.trace.file.codec.fixed import Packed, Raw
+from foreroute.trace.file.codec.planes import Planes
 from foreroute.trace.spec import RoutingSpec
 
 CodecName = Literal["raw", "packed", "planes"]
@@ -36,6 +35,23 @@ class Codec(Protocol):
 
     tables: dict[str, NDArray[Any]]
 
+    def __init__(self, spec: RoutingSpec, tables: Mapping[str, NDArray[Any]]) -> None:
+        """Take the tables of a file.
+
+        Raises:
+            TraceContentError: when they are missing or wrong.
+        """
+
+    @classmethod
+    def fitted(cls, spec: RoutingSpec, expert_ids_NLK: NDArray[Any], blocks: Sequence[NDArray[np.int64]]) -> Self:
+        """Make a codec with tables that suit the routes.
+
+        Args:
+            spec: the model.
+            expert_ids_NLK: C-contiguous routes, checked by `first_bad_picks`.
+            blocks: int64 [R] each, the rows of every block that will be encoded.
+        """
+
     @property
     def keeps_order(self) -> bool:
         """Whether picks come back in the order in which they went in; else they come back ascending."""
@@ -43,10 +59,10 @@ class Codec(Protocol):
     def encode(
         self, expert_ids_NLK: NDArray[Any], rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """The payloads of all layers in turn, and the words that each takes: uint64 [Z], int64 [L].
+        """Return the payloads of all layers in turn, and the words that each takes: uint64 [Z], int64 [L].
 
         Args:
-            expert_ids_NLK: C-contiguous routes, checked by `check_cells`.
+            expert_ids_NLK: C-contiguous routes, checked by `first_bad_picks`.
             rows: int64 [R], the rows of the block, at least one.
         """
 
@@ -56,7 +72,7 @@ class Codec(Protocol):
         starts: NDArray[np.int64],
         sizes: NDArray[np.int64],
         dest: NDArray[np.int64],
-        columns: NDArray[np.int64],
+        out_layers: NDArray[np.int64],
         out_NLK: NDArray[Any],
     ) -> None:
         """Put wanted layers of a block into place, safely whatever the words are.
@@ -66,7 +82,7 @@ class Codec(Protocol):
             starts: int64 [C], where the payload of each wanted layer begins in `words`.
             sizes: int64 [C], words per payload; `starts + sizes` are within `words`.
             dest: int64 [R], the output row of each row of the block, or -1 where it is not wanted; at least one row.
-            columns: int64 [C], the output layer of each wanted layer.
+            out_layers: int64 [C], the output layer of each wanted layer.
             out_NLK: uint8 or uint16 [N, L', K], C-contiguous, written.
 
         Raises:
@@ -74,32 +90,5 @@ class Codec(Protocol):
         """
 
 
-def encoder(
-    name: CodecName, spec: RoutingSpec, expert_ids_NLK: NDArray[Any], blocks: Sequence[NDArray[np.int64]]
-) -> Codec:
-    """The codec of that name, with tables that suit the routes.
-
-    Args:
-        name: one of `CODECS`.
-        spec: the model.
-        expert_ids_NLK: C-contiguous routes, checked by `check_cells`.
-        blocks: int64 [R] each, the rows of every block that will be encoded.
-    """
-    if name == "planes":
-        return Planes.fitted(spec, expert_ids_NLK, blocks)
-    return decoder(name, spec, {})
-
-
-def decoder(name: str, spec: RoutingSpec, tables: Mapping[str, NDArray[Any]]) -> Codec:
-    """The codec of that name, with the tables of a file.
-
-    Raises:
-        TraceContentError: when there is no such codec, or its tables are missing or wrong.
-    """
-    if name == "raw":
-        return raw(spec)
-    if name == "packed":
-        return packed(spec)
-    if name == "planes":
-        return Planes(spec, tables)
-    raise TraceContentError(f"codec {name!r} is unknown; expected one of {', '.join(CODECS)}")
+CODEC_CLASSES: Mapping[str, type[Codec]] = {"raw": Raw, "packed": Packed, "planes": Planes}
+"""The codec of each name."""

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from foreroute.errors import TraceFileError, printable
-from foreroute.trace.codec import CodecName
 from foreroute.trace.container import RoutingTrace
-from foreroute.trace.file import load, save
+from foreroute.trace.file.codec import CodecName
+from foreroute.trace.file.reading import load
+from foreroute.trace.file.writing import save
 from foreroute.trace.spec import RoutedLayer
 
 SHARD = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.safetensors", re.ASCII)
@@ -85,7 +86,7 @@ class TraceStore:
     def load(
         self, step: int, *, sequences: ArrayLike | None = None, layers: Iterable[RoutedLayer] | None = None
     ) -> RoutingTrace:
-        """The trace of a step, or a part of it, as `foreroute.load`.
+        """Read the trace of a step, or a part of it, as `foreroute.load`.
 
         Raises:
             TraceFileError: when there is no such step, or its shard is damaged.
@@ -95,7 +96,7 @@ class TraceStore:
         return load(self.path(step), sequences=sequences, layers=layers)
 
     def damaged(self) -> dict[Path, str]:
-        """Every shard that cannot be read, and why. Reads them all."""
+        """Read all shards, and return those that cannot be read, and why."""
         found = {}
         for step in self.steps:
             try:
@@ -105,7 +106,7 @@ class TraceStore:
         return found
 
     def path(self, step: int) -> Path:
-        """The file of a step.
+        """Return the file of a step.
 
         Raises:
             TraceFileError: when the step is no whole number from 0.

@@ -10,6 +10,10 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.errors import TraceContentError
 from foreroute.trace.spec import RoutingSpec
 
+DECODED_FREELY, DECODED_PER_BYTE = 16 << 20, 1024
+"""A file may ask for 16 MiB of routes, or for 1,024 times the bytes of its tokens and payloads: so a small file cannot
+make a reader allocate without bound."""
+
 
 def check_rows(
     expert_ids_NLK: NDArray[Any], valid_N: NDArray[np.bool_], offsets: NDArray[np.int64], spec: RoutingSpec
@@ -30,7 +34,7 @@ def check_rows(
 
 
 def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
-    """`ids` as `spec.id_dtype` [R, L, K], refusing anything that would not survive the cast."""
+    """Return `ids` as `spec.id_dtype` [R, L, K], refusing anything that would not survive the cast."""
     array = as_array(ids, name=name)
     expected = (spec.num_layers, spec.top_k)
     if array.ndim != 3 or array.shape[1:] != expected:
@@ -48,44 +52,50 @@ def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
 
 
 def as_tokens(ids: ArrayLike, *, name: str) -> NDArray[np.int32]:
-    """`ids` as int32 [T], refusing what is no token id and what would not survive the cast."""
+    """Return `ids` as int32 [T], refusing what is no token id and what would not survive the cast."""
     return _as_int32(ids, 0, name=name, expected="token ids, integers [T] from 0 that fit 32 bits")
 
 
 def as_versions(versions: ArrayLike, *, name: str) -> NDArray[np.int32]:
-    """`versions` as int32 [T], refusing what is no weight version and what would not survive the cast."""
+    """Return `versions` as int32 [T], refusing what is no weight version or would not survive the cast."""
     return _as_int32(versions, -1, name=name, expected="integers [T] from 0 that fit 32 bits, or -1 where not stated")
 
 
 def as_mask(mask: ArrayLike, *, name: str) -> NDArray[np.bool_]:
-    """`mask` as bool, refusing whatever is neither true nor false."""
+    """Return `mask` as bool, refusing whatever is neither true nor false."""
     array = as_array(mask, name=name)
     if array.size and array.dtype.kind != "b" and (array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 1):
         raise TraceContentError(f"{name} is {array.dtype} of shape {array.shape}; expected bools")
     return array.astype(np.bool_, copy=False)
 
 
+def as_gate_weights(values: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Return gate weights as float32 [N, L, K], checked.
+
+    Raises:
+        TraceContentError: when they do not belong to such routes, or are not finite.
+    """
+    given = as_array(values, name="gate_weights")
+    if given.dtype.kind not in "fiu":
+        raise TraceContentError(f"gate weights are {given.dtype}; expected numbers")
+    weights_NLK = np.ascontiguousarray(given, np.float32)
+    if weights_NLK.shape != shape:
+        raise TraceContentError(f"gate weights have shape {weights_NLK.shape}; expected one per pick, {shape}")
+    if not np.isfinite(weights_NLK).all():
+        raise TraceContentError("gate weights are not all finite; what computed them has diverged")
+    return weights_NLK
+
+
 def as_array(values: ArrayLike, *, name: str) -> NDArray[Any]:
-    """`values` as an array, refusing rows of different lengths and objects that are no arrays."""
+    """Return `values` as an array, refusing rows of different lengths and objects that are no arrays."""
     try:
         return np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:
         raise TraceContentError(f"{name} is no array ({error})") from error
 
 
-def _as_int32(values: ArrayLike, least: int, *, name: str, expected: str) -> NDArray[np.int32]:
-    array = as_array(values, name=name)
-    if array.size == 0:
-        return np.zeros(0, np.int32)
-    most = np.iinfo(np.int32).max
-    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < least or array.max() > most:
-        found = f", from {array.min()} to {array.max()}" if array.dtype.kind in "iu" else ""
-        raise TraceContentError(f"{name} is {array.dtype} of shape {array.shape}{found}; expected {expected}")
-    return array.astype(np.int32, copy=False)
-
-
 def as_sequence_numbers(numbers: ArrayLike, count: int, *, name: str = "sequences") -> NDArray[np.int64]:
-    """`numbers` as int64 [S'], each from 0 to `count` - 1; a mask or a fraction selects nothing and is refused."""
+    """Return `numbers` as int64 [S'], each from 0 to `count` - 1; a mask or a fraction is refused."""
     array = as_array(numbers, name=name)
     if array.size == 0 and array.dtype.kind != "b":
         return np.zeros(0, np.int64)
@@ -100,7 +110,7 @@ def as_sequence_numbers(numbers: ArrayLike, count: int, *, name: str = "sequence
 
 
 def ascending(offsets: NDArray[Any], upto: int) -> bool:
-    """Whether `offsets` are integers that go from 0 to `upto` and never fall.
+    """Say whether `offsets` are integers that go from 0 to `upto` and never fall.
 
     Everything that comes from outside and is used as offsets passes here first. Neighbours are compared, and not
     subtracted: differences of 64-bit numbers wrap, and numpy's `repeat` writes out of bounds when the sum of its counts
@@ -111,8 +121,21 @@ def ascending(offsets: NDArray[Any], upto: int) -> bool:
     return bool(offsets[0] == 0 and offsets[-1] == upto and (offsets[1:] >= offsets[:-1]).all())
 
 
+def check_expansion(spec: RoutingSpec, num_rows: int, stored_bytes: int) -> None:
+    """Raise `TraceContentError` when the routes of a file would take far more memory than its tokens and payloads.
+
+    Args:
+        spec: the model.
+        num_rows: N, the rows of all sequences.
+        stored_bytes: of tokens and payloads.
+    """
+    decoded = num_rows * spec.num_layers * spec.top_k * spec.id_dtype.itemsize
+    if decoded > max(DECODED_FREELY, DECODED_PER_BYTE * stored_bytes):
+        raise TraceContentError(f"{stored_bytes} bytes of tokens and routes would become {decoded} bytes of routes")
+
+
 def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [S + 1], the running sum of the lengths, from 0.
+    """Return the running sum of the lengths, from 0: int64 [S + 1].
 
     Raises:
         TraceContentError: when a length is negative, or they add up to 2^63 or more.
@@ -124,7 +147,7 @@ def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def segment_rows(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The row numbers of the segments `starts[i] : starts[i] + lengths[i]`, joined.
+    """Return the row numbers of the segments `starts[i] : starts[i] + lengths[i]`, joined.
 
     Raises:
         TraceContentError: as `as_offsets`.
@@ -146,3 +169,14 @@ def _refuse_first(
         f"sequence {sequence}, position {row - int(offsets[sequence])}, {spec.layers[layer]} has expert ids "
         f"{ids[row, layer].tolist()}: {why} ({int(bad_NL.sum())} such rows in all)"
     )
+
+
+def _as_int32(values: ArrayLike, least: int, *, name: str, expected: str) -> NDArray[np.int32]:
+    array = as_array(values, name=name)
+    if array.size == 0:
+        return np.zeros(0, np.int32)
+    most = np.iinfo(np.int32).max
+    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < least or array.max() > most:
+        found = f", from {array.min()} to {array.max()}" if array.dtype.kind in "iu" else ""
+        raise TraceContentError(f"{name} is {array.dtype} of shape {array.shape}{found}; expected {expected}")
+    return array.astype(np.int32, copy=False)

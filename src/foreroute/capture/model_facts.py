@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.arguments import shown, whole_number
+from foreroute.capture.recognition import shown, whole_number
 from foreroute.errors import CaptureError
 from foreroute.trace import LayerKind, RoutingSpec
 
@@ -17,7 +17,7 @@ MOST = 1 << 31
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A routing spec, the number of decoder layers that the engine counts, dense ones included, and the vocabulary.
+    """What must be known of a model to read its captures: routing, decoder layers dense ones included, vocabulary.
 
     Attributes:
         spec: experts, picks and routed layers. Engines return decoder layers only, so MTP and draft layers are refused.
@@ -63,7 +63,7 @@ class ModelFacts:
         return tuple(sorted(lengths))
 
     def routed_columns(self, axis_length: int, *, what: str) -> NDArray[np.int64]:
-        """int64 [L], where the routed layers lie on an axis of `axis_length` layers.
+        """Return where the routed layers lie on an axis of `axis_length` layers, int64 [L].
 
         Raises:
             CaptureError: when the axis is neither the routed layers nor all decoder layers.

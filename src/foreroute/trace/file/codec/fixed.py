@@ -7,32 +7,57 @@ ceil(log2 E), at least 1.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import TraceContentError
-from foreroute.trace.codec.slots import as_slots
 from foreroute.trace.spec import RoutingSpec
+
+MOST_UNROLLED = 16
+"""Up to so many picks, kernels are compiled anew for each number of them."""
+
+
+def unrolled(values: NDArray[np.int64]) -> tuple[int, ...] | NDArray[np.int64]:
+    """Return one value per pick: a tuple for up to 16 picks, else the array.
+
+    The length of a tuple is part of its type, so that a kernel's `for k in range(len(values))` is compiled with a known
+    length and unrolls.
+
+    Args:
+        values: int64 [K].
+    """
+    return tuple(values.tolist()) if len(values) <= MOST_UNROLLED else values
 
 
 class FixedWidth:
-    """Encoder and decoder of `bits` per pick for one model."""
+    """Encoder and decoder of a fixed number of bits per pick for one model.
+
+    Attributes:
+        tables: empty.
+    """
 
     keeps_order = True
 
-    def __init__(self, spec: RoutingSpec, bits: int) -> None:
+    def __init__(self, spec: RoutingSpec, tables: Mapping[str, NDArray[Any]] = MappingProxyType({})) -> None:
         self.tables: dict[str, NDArray[Any]] = {}
         self._spec = spec
-        self._bits = bits
-        self._slots = as_slots(np.arange(spec.top_k))
+        self._bits = self._bits_of(spec)
+        self._picks = unrolled(np.arange(spec.top_k))
+
+    @classmethod
+    def fitted(cls, spec: RoutingSpec, expert_ids_NLK: NDArray[Any], blocks: Sequence[NDArray[np.int64]]) -> Self:
+        """Make the codec, which is the same for all routes. Arguments as in `Codec.fitted`."""
+        return cls(spec)
 
     def encode(
         self, expert_ids_NLK: NDArray[Any], rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """The payloads of all layers in turn, and the words that each takes. Arguments as in `Codec.encode`."""
-        from foreroute.trace.codec.bits import pack_rows
+        """Return the payloads of all layers, and the words of each. Arguments as in `Codec.encode`."""
+        from foreroute.trace.kernels import pack_rows
 
         spec, size = self._spec, self._words(len(rows))
         words_LW = np.zeros((spec.num_layers, size), np.uint64)
@@ -45,7 +70,7 @@ class FixedWidth:
         starts: NDArray[np.int64],
         sizes: NDArray[np.int64],
         dest: NDArray[np.int64],
-        columns: NDArray[np.int64],
+        out_layers: NDArray[np.int64],
         out_NLK: NDArray[Any],
     ) -> None:
         """Put the wanted layers of a block into `out_NLK`. Arguments as in `Codec.decode`.
@@ -54,7 +79,7 @@ class FixedWidth:
             TraceContentError: when a payload has another size, a row has an id of E or more or an expert twice, or bits
                 follow the last row.
         """
-        from foreroute.trace.codec.bits import unpack_rows
+        from foreroute.trace.kernels import unpack_rows
 
         spec, size = self._spec, self._words(len(dest))
         if (sizes != size).any():
@@ -66,8 +91,8 @@ class FixedWidth:
             dest,
             self._bits,
             spec.num_experts,
-            columns,
-            self._slots,
+            out_layers,
+            self._picks,
             out_NLK.reshape(-1),
             out_NLK.shape[1],
         )
@@ -80,12 +105,22 @@ class FixedWidth:
     def _words(self, rows: int) -> int:
         return -(-rows * self._spec.top_k * self._bits // 64) + 1
 
+    @staticmethod
+    def _bits_of(spec: RoutingSpec) -> int:
+        raise NotImplementedError
 
-def raw(spec: RoutingSpec) -> FixedWidth:
+
+class Raw(FixedWidth):
     """Whole bytes: the fastest, and what other tools read most easily."""
-    return FixedWidth(spec, 8 * spec.id_dtype.itemsize)
+
+    @staticmethod
+    def _bits_of(spec: RoutingSpec) -> int:
+        return 8 * spec.id_dtype.itemsize
 
 
-def packed(spec: RoutingSpec) -> FixedWidth:
+class Packed(FixedWidth):
     """As few bits as tell E experts apart."""
-    return FixedWidth(spec, max(1, (spec.num_experts - 1).bit_length()))
+
+    @staticmethod
+    def _bits_of(spec: RoutingSpec) -> int:
+        return max(1, (spec.num_experts - 1).bit_length())

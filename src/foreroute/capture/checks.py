@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.arguments import shown
+from foreroute.capture.recognition import shown
 from foreroute.errors import CaptureError
 from foreroute.trace import RoutingSpec, RoutingTrace
 
@@ -57,7 +57,7 @@ def refuse_false_rows(
 
 
 def routed_before_zeros(rows_RLK: NDArray[Any], *, what: str, first_position: int) -> NDArray[np.bool_]:
-    """Which rows were routed, in a form that fills what was not with zeros, bool [R]: all but those at the end.
+    """Say which rows were routed, in a form that fills what was not with zeros: bool [R], False at the end alone.
 
     Args:
         rows_RLK: [R, L, K], the routed layers of consecutive rows, without the one of the last token.

@@ -22,22 +22,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import TraceContentError
-from foreroute.trace.codec.prefix_code import (
+from foreroute.trace.file.codec.fixed import unrolled
+from foreroute.trace.file.codec.prefix_code import (
     DIRECT_EXPERTS,
-    book_of_slot,
+    book_of_pick,
     check_lengths,
     decoding_tables,
     encoding_table,
     fit_lengths,
     symbol_table,
 )
-from foreroute.trace.codec.slots import as_slots
 from foreroute.trace.spec import MAX_EXPERTS, RoutingSpec
 
 PICKS_PER_RANKING = 16
+"""Picks per expert from which on a payload has a ranking. The format fixes it."""
 SAMPLED_BLOCKS = 16
+"""About how many blocks code lengths are fitted to, spread over the file."""
 SHORT_PICKS = 10
-"""With up to so many picks, the codes of a row nearly always fit in one fetch."""
+"""With up to so many picks, the codes of a row nearly always fit in one fetch of 64 bits."""
 
 
 class Planes:
@@ -58,32 +60,32 @@ class Planes:
         if "code_lengths" not in tables:
             raise TraceContentError("tensor code_lengths is missing")
         lengths = tables["code_lengths"]
-        book = book_of_slot(spec.top_k)
+        book = book_of_pick(spec.top_k)
         expected = (int(book.max()) + 1, len(symbol_table(spec.num_experts, spec.top_k)[0]))
         if lengths.dtype != np.uint8 or lengths.shape != expected:
             raise TraceContentError(f"code_lengths is {lengths.dtype} {lengths.shape}, expected uint8 {expected}")
         self.tables = {"code_lengths": lengths}
         self._spec = spec
-        self._slots = as_slots(book)
+        self._books = unrolled(book)
         self._short = spec.num_experts <= DIRECT_EXPERTS and spec.top_k <= SHORT_PICKS
         check_lengths(lengths)
-        self._order = np.zeros(DIRECT_EXPERTS if spec.num_experts <= DIRECT_EXPERTS else MAX_EXPERTS, spec.id_dtype)
+        self._ranking = np.zeros(DIRECT_EXPERTS if spec.num_experts <= DIRECT_EXPERTS else MAX_EXPERTS, spec.id_dtype)
         self._planes: NDArray[Any] = np.zeros(0, spec.id_dtype)
         self._words = np.zeros(0, np.uint64)
 
     @classmethod
     def fitted(cls, spec: RoutingSpec, expert_ids_NLK: NDArray[Any], blocks: Sequence[NDArray[np.int64]]) -> Planes:
-        """Code books that suit a sample of the blocks to be encoded.
+        """Fit code books to a sample of the blocks to be encoded.
 
         Args:
             spec: the model.
             expert_ids_NLK: C-contiguous routes, checked.
             blocks: int64 [R] each, the rows of every block.
         """
-        from foreroute.trace.codec.planes_encode import count_gaps
+        from foreroute.trace.file.codec.planes_encode import count_gaps
 
         first, _ = symbol_table(spec.num_experts, spec.top_k)
-        book = book_of_slot(spec.top_k)
+        book = book_of_pick(spec.top_k)
         counts = np.zeros((int(book.max()) + 1, spec.num_experts - spec.top_k + 1), np.int64)
         even = fit_lengths(np.zeros(len(first), np.int64))
         blank = cls(spec, {"code_lengths": np.stack([even] * len(counts))})
@@ -96,22 +98,22 @@ class Planes:
     def encode(
         self, expert_ids_NLK: NDArray[Any], rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """The payloads of all layers in turn, and the words that each takes: uint64 [Z], int64 [L].
+        """Return the payloads of all layers in turn, and the words that each takes: uint64 [Z], int64 [L].
 
         Args:
             expert_ids_NLK: C-contiguous routes, checked.
             rows: int64 [R], the rows of the block.
         """
-        from foreroute.trace.codec.planes_encode import write_block
+        from foreroute.trace.file.codec.planes_encode import write_block
 
         spec = self._spec
         sizes = np.zeros(spec.num_layers, np.int64)
-        order_LE, head = self._rank(expert_ids_NLK, rows), self._head_words(len(rows))
+        ranking_LE, head = self._rank(expert_ids_NLK, rows), self._head_words(len(rows))
         most = head + len(rows) * spec.top_k * int((self._encoding & 31).max()) // 64 + 2
         if len(self._words) < most * spec.num_layers:
             self._words = np.empty(most * spec.num_layers, np.uint64)
         used = write_block(
-            self._planes, len(rows), len(rows), order_LE, head, self._encoding, self._slots, self._words, sizes
+            self._planes, len(rows), len(rows), ranking_LE, head, self._encoding, self._books, self._words, sizes
         )
         return self._words[:used].copy(), sizes
 
@@ -121,7 +123,7 @@ class Planes:
         starts: NDArray[np.int64],
         sizes: NDArray[np.int64],
         dest: NDArray[np.int64],
-        columns: NDArray[np.int64],
+        out_layers: NDArray[np.int64],
         out_NLK: NDArray[Any],
     ) -> None:
         """Put the wanted layers of a block into `out_NLK`, ids ascending. Arguments as in `Codec.decode`.
@@ -129,7 +131,7 @@ class Planes:
         Raises:
             TraceContentError: when a payload cannot be what `encode` wrote.
         """
-        from foreroute.trace.codec.planes_decode import read_block
+        from foreroute.trace.file.codec.planes_decode import read_block
 
         spec, rows = self._spec, len(dest)
         head = self._head_words(rows)
@@ -142,18 +144,18 @@ class Planes:
             spec.num_experts,
             self._short,
             self._decoding,
-            self._slots,
+            self._books,
             self._network,
-            self._order,
+            self._ranking,
             self._planes,
         )
-        bad = read_block(words, starts, sizes, dest, columns, *how, out, num_out)
+        bad = read_block(words, starts, sizes, dest, out_layers, *how, out, num_out)
         if bad >= 0:
             raise TraceContentError(f"the payload of wanted layer {bad} of a block of {rows} rows does not decode")
 
     @cached_property
     def _network(self) -> NDArray[np.int64]:
-        from foreroute.trace.codec.sorting import comparators
+        from foreroute.trace.file.codec.planes_encode import comparators
 
         return comparators(self._spec.top_k)
 
@@ -166,17 +168,17 @@ class Planes:
         return decoding_tables(self.tables["code_lengths"], self._spec.num_experts, self._spec.top_k)
 
     def _rank(self, expert_ids_NLK: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
-        """Fill the planes with the block's ranks, sorted per row; the expert of each rank, [L, E]."""
-        from foreroute.trace.codec.planes_encode import rank_experts, sorted_ranks
+        """Fill the planes with the block's ranks, sorted per row; return the expert of each rank, [L, E]."""
+        from foreroute.trace.file.codec.planes_encode import rank_experts, sorted_ranks
 
         spec = self._spec
         self._reserve(len(rows), spec.num_layers)
-        order_LE, rank_LE = np.zeros((2, spec.num_layers, spec.num_experts), spec.id_dtype)
+        ranking_LE, rank_LE = np.zeros((2, spec.num_layers, spec.num_experts), spec.id_dtype)
         flat = expert_ids_NLK.reshape(-1)
         ranked = self._head_words(len(rows)) > 2
-        rank_experts(flat, spec.num_layers, spec.top_k, rows, ranked, order_LE, rank_LE)
-        sorted_ranks(flat, spec.num_layers, rows, rank_LE, self._network, self._slots, self._planes, len(rows))
-        return order_LE
+        rank_experts(flat, spec.num_layers, spec.top_k, rows, ranked, ranking_LE, rank_LE)
+        sorted_ranks(flat, spec.num_layers, rows, rank_LE, self._network, self._books, self._planes, len(rows))
+        return ranking_LE
 
     def _head_words(self, rows: int) -> int:
         spec = self._spec

@@ -15,14 +15,18 @@ from numpy.typing import NDArray
 from foreroute.errors import TraceContentError
 
 MAX_LENGTH = 11
+"""Bits of a code. A table over the next 11 bits decodes it with one look-up; it has 2,048 entries, 4 KiB of uint16, so
+that those of 8 books just fit a first-level cache of 32 KiB."""
 MAX_BOOKS = 16
 DIRECT_EXPERTS = 256
+"""Up to so many experts, every gap is a symbol of its own: it fits a byte, and there are no extra bits."""
 DIRECT_GAPS = 64
 KEPT_BITS = 4
+"""Of the gaps from 64 on, the leading 4 bits are the symbol. The alphabet of 65,536 experts is then 144 symbols."""
 
 
 def symbol_table(num_experts: int, top_k: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """First gap and number of extra bits of every symbol: int64 [Y] each."""
+    """Return the first gap and the number of extra bits of every symbol: int64 [Y] each."""
     num_gaps = num_experts - top_k + 1
     if num_experts <= DIRECT_EXPERTS:
         return np.arange(num_gaps), np.zeros(num_gaps, np.int64)
@@ -36,20 +40,24 @@ def symbol_table(num_experts: int, top_k: int) -> tuple[NDArray[np.int64], NDArr
     return np.array(first), np.array(extra)
 
 
-def book_of_slot(top_k: int) -> NDArray[np.int64]:
-    """int64 [K], which of the min(K, 16) code books codes the gap before each pick."""
+def book_of_pick(top_k: int) -> NDArray[np.int64]:
+    """Return which of the min(K, 16) code books codes the gap before each pick: int64 [K]."""
     books = min(top_k, MAX_BOOKS)
     return np.arange(top_k) * books // top_k
 
 
 def fit_lengths(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Code lengths from 1 to 11 of least total size, by package-merge; every symbol gets a code.
+    """Find the code lengths from 1 to 11 of least total size, by package-merge; every symbol gets a code.
 
     Args:
         counts: int64 [Y], how often each symbol was seen, Y from 1 to 256.
     """
     if len(counts) == 1:
         return np.ones(1, np.uint8)
+    # Package-merge (Larmore and Hirschberg, 1990). A symbol has one leaf for each length that its code may have. Each
+    # round takes the leaves and the packages of the round before, cheapest first, and joins neighbours in pairs.
+    # members[p, y] is how many leaves of symbol y are in package p. Of the last round, the cheapest Y - 1 packages hold
+    # as many leaves of a symbol as its code has bits. Counts are one higher, so that every symbol gets a code.
     leaf_weights, leaf_members = counts + 1, np.eye(len(counts), dtype=np.uint8)
     weights, members = leaf_weights[:0], leaf_members[:0]
     for _ in range(MAX_LENGTH):
@@ -64,7 +72,7 @@ def fit_lengths(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
 
 
 def encoding_table(lengths_BY: NDArray[np.uint8], num_experts: int, top_k: int) -> NDArray[np.uint32]:
-    """uint32 [books, gaps]: all bits of a gap, extra bits included, shifted left by 5, plus how many they are."""
+    """Return all bits of each gap, extra ones included, shifted left by 5, plus their number: uint32 [books, gaps]."""
     first, extra = symbol_table(num_experts, top_k)
     gaps = np.arange(num_experts - top_k + 1)
     symbol = np.searchsorted(first, gaps, side="right") - 1
@@ -82,7 +90,7 @@ def encoding_table(lengths_BY: NDArray[np.uint8], num_experts: int, top_k: int) 
 def decoding_tables(
     lengths_BY: NDArray[np.uint8], num_experts: int, top_k: int
 ) -> tuple[NDArray[np.uint16], NDArray[np.uint32]]:
-    """Tables over the next 11 bits of a stream, [books, 2048] flattened.
+    """Make tables over the next 11 bits of a stream, [books, 2048] flattened.
 
     Returns:
         short: uint16, gap << 8 | bits, for models without extra bits.
@@ -100,6 +108,8 @@ def decoding_tables(
 
 def check_lengths(lengths_BY: NDArray[np.uint8]) -> None:
     """Raise `TraceContentError` unless each book has lengths of 1 to 11 that fill the code space exactly."""
+    # A code of n bits takes 2^(11-n) of the 2^11 words of 11 bits. Together they take all of them, or else some words
+    # would decode to nothing: a decoder could not be without a test.
     if lengths_BY.shape[1] == 1:
         complete = lengths_BY == 1
     else:
@@ -110,7 +120,7 @@ def check_lengths(lengths_BY: NDArray[np.uint8]) -> None:
 
 
 def _code_space(lengths: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Symbols in order of their codes, which is by (length, symbol) as in DEFLATE, and the 11-bit words of each."""
+    """Sort symbols by their codes, so by (length, symbol) as in DEFLATE, and count the 11-bit words of each."""
     order = np.lexsort((np.arange(len(lengths)), lengths))
     if len(lengths) == 1:
         return order, np.array([1 << MAX_LENGTH])

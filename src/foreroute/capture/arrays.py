@@ -1,6 +1,7 @@
-"""Bytes to arrays. Everything here may be hostile: sizes are checked before anything is allocated, nothing is executed.
+"""Bytes, text and lists to arrays. All of it may be hostile: sizes are checked before anything is allocated.
 
 No function allocates more than a small multiple of its input: declared shapes must account for the bytes at hand.
+Nothing is executed, and no pickle is read.
 """
 
 from __future__ import annotations
@@ -15,14 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.arguments import as_array, field_of, items_of, shown
+from foreroute.capture.recognition import MAX_TEXT, NPY_MAGIC, field_of, items_of, shown
 from foreroute.errors import CaptureError
-from foreroute.files import parse_json
-
-NPY_MAGIC = b"\x93NUMPY"
-NEMO_MAGIC = "nrlre1:"
-MAX_TEXT = 1 << 28
-"""Characters of JSON or bytes of one payload: 256 Mi, some hundred thousand tokens of a large model as JSON lists."""
 
 _DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "int8", "uint16", "int16", "int32", "int64")}
 # `numpy.save` writes exactly this; its own reader evaluates the header as a Python literal, which is not needed here.
@@ -34,7 +29,7 @@ _ENVELOPE = re.compile(r"nrlre1:(int8|int16|int32):(\d{1,12})x(\d{1,12})x(\d{1,1
 
 
 def read_base64(text: str) -> bytes:
-    """The bytes of standard base64 with padding; stray characters, line breaks and missing padding are refused."""
+    """Read standard base64 with padding; stray characters, line breaks and missing padding are refused."""
     if len(text) > MAX_TEXT:
         raise CaptureError(f"the base64 text has {len(text)} characters; expected at most {MAX_TEXT}")
     try:
@@ -44,7 +39,7 @@ def read_base64(text: str) -> bytes:
 
 
 def read_npy(data: bytes) -> NDArray[Any]:
-    """An integer array [R, layers, K] from a version 1 `.npy` file."""
+    """Read an integer array [R, layers, K] from a version 1 `.npy` file."""
     header_end = 10 + int.from_bytes(data[8:10], "little")
     header = _NPY_HEADER.fullmatch(data[10:header_end])
     if data[:8] != NPY_MAGIC + b"\x01\x00" or len(data) < 10 or header is None:
@@ -57,7 +52,7 @@ def read_npy(data: bytes) -> NDArray[Any]:
 
 
 def read_envelope(text: str) -> NDArray[Any]:
-    """A signed array [S, L, K] from the NeMo RL envelope."""
+    """Read a signed array [S, L, K] from the NeMo RL envelope."""
     head = _ENVELOPE.match(text)
     if head is None:
         raise CaptureError(
@@ -68,7 +63,7 @@ def read_envelope(text: str) -> NDArray[Any]:
 
 
 def read_table(table: Mapping[str, Any]) -> NDArray[Any]:
-    """An array [R, layers, K] from a table of data (base64 text or bytes), shape and dtype."""
+    """Read an array [R, layers, K] from a table of data (base64 text or bytes), shape and dtype."""
     dtype, shape, data = (field_of(table, name) for name in ("dtype", "shape", "data"))
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise CaptureError(f"the table has dtype {shown(dtype)}; expected one of {', '.join(_DTYPES)}")
@@ -80,7 +75,7 @@ def read_table(table: Mapping[str, Any]) -> NDArray[Any]:
 
 
 def read_raw(text: str, dtype: str | None) -> NDArray[Any]:
-    """A flat array from base64 of raw bytes; int32 unless the engine advertises another dtype."""
+    """Read a flat array from base64 of raw bytes; int32 unless the engine advertises another dtype."""
     name = "int32" if dtype is None else dtype
     if not isinstance(name, str) or name not in _DTYPES:
         raise CaptureError(f"the engine advertises dtype {shown(name)}; expected one of {', '.join(_DTYPES)}")
@@ -91,8 +86,8 @@ def read_raw(text: str, dtype: str | None) -> NDArray[Any]:
 
 
 def read_lists(nested: Any) -> NDArray[np.int64]:
-    """An array [R, layers, K] from nested lists of integers. Floats, booleans and ragged rows are refused."""
-    rows = items_of(nested, "the nested lists")
+    """Read an array [R, layers, K] from nested lists of integers. Floats, booleans and ragged rows are refused."""
+    rows = nested if type(nested) is list else items_of(nested, "the nested lists")
     if not rows:
         return np.zeros((0, 0, 0), np.int64)
     _expect_lists([rows[0]], None)
@@ -109,21 +104,6 @@ def read_lists(nested: Any) -> NDArray[np.int64]:
     except OverflowError as error:
         raise CaptureError("the lists hold an integer beyond 64 bits; expected expert ids") from error
     return flat.reshape(len(rows), layers, -1) if picks else np.zeros((len(rows), layers, 0), np.int64)
-
-
-def read_array(value: Any, name: str = "the routes") -> NDArray[Any]:
-    """The integer array behind an in-process value (numpy, or anything that numpy can view)."""
-    array = as_array(value, name)
-    if array.dtype.kind not in "iu":
-        raise CaptureError(f"{name}: dtype {array.dtype}; expected integers")
-    return array
-
-
-def parse_text(text: str | bytes, *, name: str = "the text, which starts like JSON and may have been cut,") -> Any:
-    """The value of a JSON text, bounded in length and depth. `name` says which, for the message."""
-    if len(text) > MAX_TEXT:
-        raise CaptureError(f"{name} has {len(text)} characters; expected at most {MAX_TEXT}")
-    return parse_json(text, CaptureError, name=name)
 
 
 def _three_counts(values: list[Any]) -> bool:

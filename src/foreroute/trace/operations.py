@@ -1,0 +1,172 @@
+"""What is done with whole traces: joined over turns, made from masks, compared, fingerprinted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from foreroute.errors import BatchMismatchError, TraceContentError
+from foreroute.trace.checks import as_array, segment_rows
+from foreroute.trace.container import NO_VERSION, RoutingTrace, common_provenance, joined_gate_weights
+from foreroute.trace.spec import RoutingSpec
+
+
+def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool = False) -> RoutingTrace:
+    """Return the sequences of `later`, with the rows that `earlier` had already routed.
+
+    Each sequence of `earlier` must be a beginning of the sequence of the same number in `later`. A row that both routed
+    keeps the routes and the weight version of `earlier`, because the log-probabilities of its token came from there.
+
+    Args:
+        earlier: S sequences.
+        later: S sequences, each at least as long.
+        replace_routed: take a row that both routed from `later` instead.
+
+    Raises:
+        SpecMismatchError: when the traces come from different models.
+        TraceContentError: when one has gate weights and the other does not.
+        BatchMismatchError: when a sequence of `later` does not begin with the tokens of `earlier`.
+    """
+    earlier.spec.require_same(later.spec, what="the later capture")
+    if len(earlier) != len(later) or (later.lengths < earlier.lengths).any():
+        raise BatchMismatchError(
+            f"sequences of lengths {earlier.lengths.tolist()[:8]} cannot be extended by sequences of lengths "
+            f"{later.lengths.tolist()[:8]}; expected as many, none shorter. Pass the whole sequence so far"
+        )
+    shared = segment_rows(later.offsets[:-1], earlier.lengths)
+    differing = np.flatnonzero(later.token_ids_N[shared] != earlier.token_ids_N)
+    if differing.size:
+        row = int(differing[0])
+        sequence = int(np.searchsorted(earlier.offsets, row, side="right") - 1)
+        raise BatchMismatchError(
+            f"sequence {sequence} has token {int(later.token_ids_N[shared[row]])} at position "
+            f"{row - int(earlier.offsets[sequence])}, the earlier capture has {int(earlier.token_ids_N[row])}. "
+            "Send token ids, not text, from turn to turn; a rewritten history starts a new trajectory"
+        )
+    kept = earlier.valid_N & ~later.valid_N[shared] if replace_routed else earlier.valid_N
+    rows = shared[kept]
+    expert_ids, valid, versions = later.expert_ids_NLK.copy(), later.valid_N.copy(), later.weight_versions_N.copy()
+    expert_ids[rows] = earlier.expert_ids_NLK[kept]
+    valid[rows] = True
+    versions[rows] = earlier.weight_versions_N[kept]
+    weights = joined_gate_weights([earlier, later])
+    if weights is not None:
+        earlier_weights, weights = np.split(weights, [earlier.num_rows])
+        weights[rows] = earlier_weights[kept]
+    return replace(
+        later,
+        expert_ids_NLK=expert_ids,
+        valid_N=valid,
+        weight_versions_N=versions,
+        provenance=common_provenance([earlier.provenance, later.provenance]),
+        pick_order_kept=earlier.pick_order_kept and later.pick_order_kept,
+        gate_weights_NLK=weights,
+    )
+
+
+def from_masks(
+    spec: RoutingSpec,
+    token_ids: Sequence[ArrayLike],
+    masks: Sequence[ArrayLike],
+    *,
+    weight_version: int = NO_VERSION,
+    provenance: Mapping[str, str] | None = None,
+) -> RoutingTrace:
+    """Make a trace of one mask over experts per token and layer. Neither a mask nor the trace has an order of picks.
+
+    Args:
+        spec: the model the routes come from.
+        token_ids: S integer arrays [T].
+        masks: S arrays [R, L, E] of bools, or zeros and ones, with K ones in every row; R = T, or R < T where the
+            last T - R tokens were never routed.
+        weight_version: the version of the weights that computed the routes.
+        provenance: what made the trace.
+
+    Raises:
+        TraceContentError: when a row has not K experts, or shapes disagree.
+    """
+    ids = [_ids_of(mask, spec, f"masks[{s}]") for s, mask in enumerate(masks)]
+    trace = RoutingTrace.from_sequences(spec, token_ids, ids, weight_version=weight_version, provenance=provenance)
+    return replace(trace, pick_order_kept=False)
+
+
+def _ids_of(mask: ArrayLike, spec: RoutingSpec, name: str) -> NDArray[Any]:
+    given = as_array(mask, name=name)
+    chosen_RLE = given == 1
+    if given.ndim != 3 or given.shape[1:] != (spec.num_layers, spec.num_experts):
+        raise TraceContentError(
+            f"{name} has shape {given.shape}; expected [rows, {spec.num_layers} layers, {spec.num_experts} experts]"
+        )
+    if not (chosen_RLE | (given == 0)).all():
+        raise TraceContentError(f"{name} has values beside 0 and 1; expected a mask, not scores")
+    picks_RL = chosen_RLE.sum(axis=-1)
+    if (picks_RL != spec.top_k).any():
+        row, layer = (int(i) for i in np.argwhere(picks_RL != spec.top_k)[0])
+        raise TraceContentError(
+            f"{name}, row {row}, {spec.layers[layer]} picks {int(picks_RL[row, layer])} experts; "
+            f"expected {spec.top_k}. Rows without a route are left out, at the end of a sequence"
+        )
+    return np.nonzero(chosen_RLE)[2].reshape(*picks_RL.shape, spec.top_k)
+
+
+@dataclass(frozen=True)
+class RouteOverlap:
+    """Picks that two traces share.
+
+    Attributes:
+        shared_RL: uint8 [R, L], experts picked by both, for the R rows that both traces routed.
+        rows_R: int64 [R], the packed row number of each.
+    """
+
+    shared_RL: NDArray[np.uint8]
+    rows_R: NDArray[np.int64]
+
+
+def overlap(a: RoutingTrace, b: RoutingTrace) -> RouteOverlap:
+    """Count the experts that `a` and `b` both picked, as sets: pick order does not matter.
+
+    Raises:
+        SpecMismatchError: when the traces come from different models.
+        BatchMismatchError: when they do not hold the same tokens in the same order.
+    """
+    a.spec.require_same(b.spec, what="the second trace")
+    if not np.array_equal(a.offsets, b.offsets) or not np.array_equal(a.token_ids_N, b.token_ids_N):
+        raise BatchMismatchError(
+            f"the traces hold different tokens ({a.num_rows} rows in {len(a)} sequences, "
+            f"{b.num_rows} in {len(b)}); compare traces of the same sequences in the same order"
+        )
+    rows = np.flatnonzero(a.valid_N & b.valid_N)
+    ids_a, ids_b = a.expert_ids_NLK[rows], b.expert_ids_NLK[rows]
+    shared = np.zeros(ids_a.shape[:2], np.uint8)
+    for k in range(a.spec.top_k):
+        shared += (ids_a == ids_b[..., k : k + 1]).any(axis=-1)
+    return RouteOverlap(shared, rows)
+
+
+def digest(trace: RoutingTrace) -> str:
+    """Return BLAKE2b-128 over model facts, sequence bounds, tokens, weight versions, validity and routes, as hex.
+
+    Provenance, the model's name and the codec of a file do not take part: the same routes have the same digest wherever
+    they came from. Whether pick order is kept does: a trace read from an order-dropping file has the digest of
+    `trace.without_pick_order()`, which is another one than that of the recorded trace.
+    """
+    state = hashlib.blake2b(digest_size=16)
+    spec = trace.spec
+    layers = [[layer.index, layer.kind.value] for layer in spec.layers]
+    facts = [spec.num_experts, spec.top_k, layers, trace.pick_order_kept]
+    state.update(json.dumps(facts).encode())
+    for array in (
+        trace.offsets,
+        trace.token_ids_N,
+        trace.weight_versions_N,
+        trace.valid_N,
+        np.ascontiguousarray(trace.expert_ids_NLK),
+    ):
+        state.update(array.astype(array.dtype.newbyteorder("<"), copy=False).data)
+    return state.hexdigest()
