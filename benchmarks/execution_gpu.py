@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.pairs import compare
-from foreroute import balance
+from foreroute import planner
 from foreroute.adapters import hf
-from foreroute.balance import Links, Topology
 from foreroute.experts import BatchRows
+from foreroute.plan import Links, Topology
 from foreroute.transfer import Moves
 from foreroute.transfer.agreement import Votes
 from foreroute.transfer.burst import Burst, Channels
@@ -144,7 +144,7 @@ def _dispatch(device: torch.device, smaller: int) -> dict[str, Any]:
     rows = BatchRows.replayed(trace, batch)
     assert rows.routed_LE is not None, "routes that are replayed are known"
     counts_MLGE = rows.routed_LE[None, :, None].astype(np.int32)
-    plan = balance.plan(counts_MLGE, Topology(1, 1, 0, LINKS), home_LE=placed.home_LE)
+    plan = planner.plan(counts_MLGE, Topology(1, 1, 0, LINKS), home_LE=placed.home_LE)
 
     def passing(counts: Any) -> Callable[[], None]:
         def run() -> None:
