@@ -79,9 +79,9 @@ def price_cell(
         squares_G: [G], sum of squared lengths of the sequences on each rank, for attention. By default as if all
             sequences had `costs.sequence_tokens`.
         routes: token by token, to count deduplicated rows exactly, with hosts by `assign_picks`. Without, they are
-            estimated as if the picks of a token were independent. They are distinct experts, which spreads them, and sequences
-            keep to their experts, which gathers them. On generated routes of 16 to 64 ranks the estimate is 0 to 7 %
-            low over NICs, 6 to 10 % inside nodes, and 0 to 3 % in seconds.
+            estimated as if the picks of a token were independent. They are distinct experts, which spreads them, and
+            sequences keep to their experts, which gathers them. On generated routes of 16 to 64 ranks the estimate is
+            0 to 7 % low over NICs, 6 to 10 % inside nodes, and 0 to 3 % in seconds.
 
     Raises:
         CountsError: when the hosts are of other ranks, serve a negative number, or serve other counts than those of

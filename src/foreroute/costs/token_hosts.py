@@ -74,7 +74,7 @@ def assign_picks(hosts: CellHosts, routes: CellRoutes, ranks_per_node: int) -> N
     node_H = (hosts.rank_H // ranks_per_node).astype(np.int64)
     left_GH = np.ascontiguousarray(hosts.tokens_HG[order].T)
     host_TK = np.empty(routes.ids_TK.shape, np.int32)
-    _deal(routes.ids_TK, routes.offsets, first_E, node_H[order], left_GH, ranks_per_node, host_TK)
+    _assign(routes.ids_TK, routes.offsets, first_E, node_H[order], left_GH, ranks_per_node, host_TK)
     dealt: NDArray[np.int32] = order[host_TK]
     return dealt
 
@@ -91,9 +91,11 @@ def tokens_reaching(
 
 
 @kernel
-def _deal(
+def _assign(
     ids_TK: Any, offsets: Any, first_E: Any, node_H: Any, left_GH: Any, ranks_per_node: int, host_TK: Any
 ) -> None:
+    # Invariant: left_H[h] is what host h may still serve of source rank g. The hosts of an expert add up to its picks,
+    # so each host ends at 0 and every pick has one.
     top_k = ids_TK.shape[1]
     only_E = np.empty(len(first_E) - 1, np.int64)
     for g in range(len(offsets) - 1):
@@ -102,6 +104,7 @@ def _deal(
         for e in range(len(only_E)):
             only_E[e] = _only_host(first_E[e], first_E[e + 1], left_H)
         for t in range(offsets[g], offsets[g + 1]):
+            # `fixed`: other nodes that the token reaches whatever is chosen, by picks with one host for this rank.
             fixed = np.uint64(0)
             for k in range(top_k):
                 host = only_E[ids_TK[t, k]]

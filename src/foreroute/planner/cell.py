@@ -39,6 +39,9 @@ def routine(function: Callable[..., Any]) -> Any:
 
 
 NONE = -1
+LOOKAHEAD, LOOKAHEAD_DECAY = 16, 0.9
+"""Micro-steps that a replica's use is foreseen, and what each counts by the one before: at the end of the window less
+than a fifth (0.9 ** 16 = 0.185). Neither value is published."""
 
 
 class CellState(NamedTuple):
@@ -60,12 +63,12 @@ class CellState(NamedTuple):
         gain_V, before_V: [G + 1], of the search for circles.
         queue_G: [G], the ranks that the last search saw, in order.
         seen_E: [E], the number of the last search that passed the expert.
-        clock: [1], the number of the last search.
+        clock: [1], the number of the last search; marks of earlier searches are stale without being cleared.
         back_width_G, back_queue_G: the same of the last search backwards.
         quota_best_H, expert_best_H: [H], the best plan found so far.
         demand_MLE: [M, L, E], of all cells, to look ahead.
         surplus_MLG: [M, L, G], what the ranks would serve above the mean if every expert were served at home.
-        place: [2], the micro-step and the layer.
+        position: [2], the micro-step and the layer.
         random: [1], state of the random numbers.
         left_G: [G], room for the token split.
     """
@@ -95,7 +98,7 @@ class CellState(NamedTuple):
     expert_best_H: Any
     demand_MLE: Any
     surplus_MLG: Any
-    place: Any
+    position: Any
     random: Any
     left_G: Any
 
@@ -151,6 +154,7 @@ def set_slots(cell: Any, held_H: Any, kept: Any) -> None:
     """Take up what the slots hold, when they keep it. A second slot of a rank with the same expert offers nothing."""
     num_experts = len(cell.demand_E)
     slots = (len(cell.quota_H) - num_experts) // len(cell.load_G)
+    # expert_H is what a slot offers as a host, held_H what it costs nothing to use.
     for x in range(num_experts, len(cell.quota_H)):
         held = held_H[x] if kept else NONE
         cell.held_H[x] = held
@@ -205,7 +209,7 @@ def relink(cell: Any) -> None:
         e = cell.expert_H[x]
         if e != NONE:
             cell.load_G[cell.rank_H[x]] += cell.quota_H[x]
-            cell.next_H[x] = cell.next_H[e]
+            cell.next_H[x] = cell.next_H[e]  # behind the home, which stays first
             cell.next_H[e] = x
 
 
@@ -236,7 +240,7 @@ def clear(cell: Any, host: Any) -> None:
 
 @routine
 def restore_held(cell: Any) -> None:
-    """Let slots that serve nothing offer what they hold again."""
+    """Let slots that serve nothing offer what they held when the cell began, so that quota may move there for free."""
     num_experts = len(cell.demand_E)
     slots = (len(cell.quota_H) - num_experts) // len(cell.load_G)
     for x in range(num_experts, len(cell.quota_H)):
@@ -245,18 +249,13 @@ def restore_held(cell: Any) -> None:
             continue
         if cell.expert_H[x] != NONE:
             clear(cell, x)
+        # An (expert, rank) pair is one host at most: not where the rank is its home, or another slot serves it.
         first = num_experts + cell.rank_H[x] * slots
         served = held == NONE or cell.rank_H[held] == cell.rank_H[x]
         for other in range(first, first + slots):
             served = served or cell.expert_H[other] == held
         if not served:
             put(cell, x, held)
-
-
-WINDOW = 16
-"""Micro-steps that a replica's use is foreseen."""
-FADE = 0.9
-"""What a later micro-step counts, by the one before."""
 
 
 @routine
@@ -282,11 +281,12 @@ def look_ahead(cell: Any, counts_MLGE: Any, home_LE: Any, first_layer: Any, end_
 @inlined
 def later_use(cell: Any, expert: Any, rank: Any) -> Any:
     """How much a replica could serve in the next micro-steps, sooner ones counting more."""
-    m, layer = cell.place[0], cell.place[1]
+    m, layer = cell.position[0], cell.position[1]
     home = cell.rank_H[expert]
     worth, weight = 0.0, 1.0
-    for later in range(m + 1, min(m + 1 + WINDOW, len(cell.demand_MLE))):
-        weight *= FADE
+    for later in range(m + 1, min(m + 1 + LOOKAHEAD, len(cell.demand_MLE))):
+        weight *= LOOKAHEAD_DECAY
+        # As if every expert were served at home: what the home has too much, as far as the rank has too little.
         surplus, room = cell.surplus_MLG[later, layer, home], -cell.surplus_MLG[later, layer, rank]
         if surplus > 0 and room > 0:
             worth += weight * min(cell.demand_MLE[later, layer, expert], min(surplus, room))

@@ -38,6 +38,8 @@ def search_path(cell: Any, start: Any, target: Any) -> Any:
     cell.seen_G[start] = now
     cell.width_G[start] = cell.load_G[start] - target
     cell.queue_G[0] = start
+    # Invariant: queue_G[:count] are the ranks seen, each with what its path from `start` can carry.
+    # An expert is looked at once: whatever rank it was found on, it leads to the same ranks.
     count, i = 1, 0
     while i < count:
         rank = cell.queue_G[i]
@@ -45,7 +47,7 @@ def search_path(cell: Any, start: Any, target: Any) -> Any:
         for k in range(per_rank + slots):
             if k < per_rank:
                 x = cell.home_GK[rank, k]
-                if cell.next_H[x] == NONE:
+                if cell.next_H[x] == NONE:  # no replica: its load can go nowhere
                     continue
                 e = x
             else:
@@ -75,6 +77,7 @@ def push(cell: Any, start: Any, end: Any, amount: Any) -> None:
     """Move load along the path that the last search found."""
     cell.load_G[start] -= amount
     cell.load_G[end] += amount
+    # Between both ends what a rank takes it passes on, so its load stays.
     rank = end
     while rank != start:
         x = cell.from_G[rank]
@@ -95,6 +98,7 @@ def mean_of_seen(cell: Any, count: Any) -> Any:
 @routine
 def level(cell: Any, target: Any) -> Any:
     """Bring every rank to the target. False when the present hosts do not allow it."""
+    # Each round takes load from a rank above the target to one below, and none rises above it.
     while True:
         start = heaviest(cell.load_G)
         if cell.load_G[start] <= target:
@@ -110,17 +114,17 @@ def direct_capacity(cell: Any, target: Any) -> Any:
     """The most that a rank with a free slot can take. None of them was seen, for the search would have ended there."""
     most = 0
     for rank in range(len(cell.load_G)):
-        room = target - cell.load_G[rank]
-        if room > 0 and free_slot(cell, rank, NONE) == NONE:
-            room = 0
-        cell.back_width_G[rank] = max(room, 0)
-        most = max(most, room)
+        capacity = target - cell.load_G[rank]
+        if capacity > 0 and free_slot(cell, rank, NONE) == NONE:
+            capacity = 0
+        cell.back_width_G[rank] = max(capacity, 0)
+        most = max(most, capacity)
     return most
 
 
 @inlined
 def chained_capacity(cell: Any, target: Any) -> Any:
-    """The most that a rank with a free slot can take and pass on. No rank with room has a free slot.
+    """The most that a rank with a free slot can take and pass on. No rank with capacity has a free slot.
 
     When there is none, `back_width_G` says what each rank could take or pass on if it had one.
     """
@@ -133,6 +137,7 @@ def chained_capacity(cell: Any, target: Any) -> Any:
             cell.back_queue_G[count] = rank
             cell.seen_G[rank] = now
             count += 1
+    # The first `own` ranks have capacity of their own; those behind them can pass load on to one of them.
     own, most = count, 0
     count = _search_back(cell, count)
     for i in range(own, count):
@@ -156,6 +161,7 @@ def _search_back(cell: Any, count: Any) -> Any:
     per_rank = cell.home_GK.shape[1]
     slots = (len(cell.quota_H) - num_experts) // len(cell.load_G)
     now = cell.clock[0]
+    # Invariant: back_width_G of a queued rank can flow from it to a rank below the target over hosts that exist.
     i = 0
     while i < count:
         rank = cell.back_queue_G[i]
@@ -205,6 +211,7 @@ def free_slot(cell: Any, rank: Any, expert: Any) -> Any:
     """
     num_experts = len(cell.demand_E)
     slots = (len(cell.quota_H) - num_experts) // len(cell.load_G)
+    # Slots that serve something are never given away here; `evict` does that.
     best, best_worth = NONE, 0.0
     for x in range(num_experts + rank * slots, num_experts + (rank + 1) * slots):
         if cell.quota_H[x] != 0:
@@ -226,11 +233,11 @@ def evict(cell: Any, count: Any) -> Any:
     supply = supply_of(cell, count)
     best, best_gain = NONE, 0
     for rank in range(len(cell.load_G)):
-        room = cell.back_width_G[rank]
-        if room == 0:
+        capacity = cell.back_width_G[rank]
+        if capacity == 0:
             continue
         for x in range(num_experts + rank * slots, num_experts + (rank + 1) * slots):
-            gain = min(supply, room + cell.quota_H[x]) - cell.quota_H[x]
+            gain = min(supply, capacity + cell.quota_H[x]) - cell.quota_H[x]
             if gain > best_gain:
                 best, best_gain = x, gain
     if best == NONE:

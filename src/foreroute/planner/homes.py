@@ -12,8 +12,9 @@ from foreroute.errors import ConfigError, TopologyError
 from foreroute.plan.counts import check_counts
 from foreroute.plan.topology import Topology
 
-PROPOSALS_PER_EXPERT = 320
-PROPOSALS_AFTER_DESCENT = 10_000
+PROPOSALS_PER_EXPERT, PROPOSALS_AFTER_DESCENT = 320, 10_000
+"""Proposals of the annealing: 40,960 for 128 experts. After a descent, which has spent a small budget well already, a
+fixed number."""
 FEW_SHARE, FEW = 8, 4
 """Up to one expert in eight, or four, may move: then the best swaps are taken one by one before annealing."""
 

@@ -17,7 +17,13 @@ import numpy as np
 from foreroute.kernels import kernel, next_below, next_unit
 
 HOT, COLD = 0.5, 0.007
-"""Temperature of the annealing at first, in mean changes by a random swap, and at last, in the first one."""
+"""Temperature of the annealing at first, in mean changes by a random swap, and at last, in the first one: at first a
+swap of mean loss is taken once in seven times (exp(-2)), at last hardly any that loses. Neither value is published."""
+SAMPLED_SWAPS = 64
+"""Random swaps whose mean change sets the temperature; it only scales it, so a rough mean will do."""
+ZERO = np.int32(0)
+LARGEST = 1 << 28
+"""Of all loads of a layer together, in int32: the objective and its slopes are at most six times as much."""
 
 
 @kernel
@@ -56,8 +62,10 @@ def place_layer(
     if few:
         descend(table_XM, cost_X, sizes, start_E, max_moves, home_E)
     anneal(table_XM, cost_X, sizes, start_E, max_moves, proposals, seed, home_E)
+    # The table follows the last swap that was tried, the homes went back to the best ones.
     table_XM, cost_X = placement_table(load_EM, home_E, num_ranks, ranks_per_node)
     sweep(table_XM, cost_X, sizes, start_E, max_moves, home_E)
+    # Halved loads may have misled the search; the loads as they are decide.
     before = objective(exact_EM, start_E, num_ranks, ranks_per_node)
     if objective(exact_EM, home_E, num_ranks, ranks_per_node) > before:
         copy_homes(start_E, home_E)
@@ -75,6 +83,7 @@ def descend(table_XM: Any, cost_X: Any, sizes: Any, start_E: Any, max_moves: Any
     moves = 0
     for e in range(num_experts):
         moves += int(home_E[e] != start_E[e])
+    # Invariant: at most `max_moves` experts are away from start_E. Each round lowers the objective, so it ends.
     while True:
         _pulls(table_XM, sizes, pull_EG)
         best, best_e, best_f = ZERO, -1, -1
@@ -120,25 +129,27 @@ def anneal(
     """
     num_experts = len(home_E)
     stream = np.full(1, seed, np.uint64)
-    seats = _seats(home_E, sizes[1])
-    moved, place_E, moves = np.empty(num_experts, np.int32), np.full(num_experts, -1, np.int32), 0
+    members = _members(home_E, sizes[1])
+    moved, position_E, moves = np.empty(num_experts, np.int32), np.full(num_experts, -1, np.int32), 0
     for e in range(num_experts):
-        moves = _note_move(e, home_E[e] != start_E[e], moved, place_E, moves)
+        moves = _note_move(e, home_E[e] != start_E[e], moved, position_E, moves)
     heat = HOT * _typical_change(table_XM, cost_X, sizes, home_E, stream)
     cooling = COLD ** (1.0 / proposals)
+    # Invariant: `now` is the objective of home_E by that of the beginning, `best` the least it was, at `best_E`;
+    # moved[:moves] are the experts away from their start, and at most `max_moves`.
     now, best, best_E = 0, 0, home_E.copy()
     for _ in range(proposals):
         heat *= cooling
-        e, f = _propose(stream, start_E, seats[0], moved, moves, max_moves)
+        e, f = _propose(stream, start_E, members[0], moved, moves, max_moves)
         a, b = np.int64(home_E[e]), np.int64(home_E[f])
         if a == b or moves + more_moves(start_E, e, f, a, b) > max_moves:
             continue
         change = swap_change(table_XM, cost_X, sizes, e, f, a, b)
         if change <= 0 or next_unit(stream) < np.exp(-change / heat):
             swap(table_XM, cost_X, sizes, e, f, home_E)
-            _exchange_seats(seats, e, f, a, b)
-            moves = _note_move(e, home_E[e] != start_E[e], moved, place_E, moves)
-            moves = _note_move(f, home_E[f] != start_E[f], moved, place_E, moves)
+            _exchange_members(members, e, f, a, b)
+            moves = _note_move(e, home_E[e] != start_E[e], moved, position_E, moves)
+            moves = _note_move(f, home_E[f] != start_E[f], moved, position_E, moves)
             now += change
             if now < best:
                 best = now
@@ -147,60 +158,62 @@ def anneal(
 
 
 @kernel
-def _propose(stream: Any, start_E: Any, seat_GI: Any, moved: Any, moves: Any, max_moves: Any) -> Any:
+def _propose(stream: Any, start_E: Any, member_GI: Any, moved: Any, moves: Any, max_moves: Any) -> Any:
     """Two experts to be swapped."""
     if moves + 2 <= max_moves:
         return next_below(stream, len(start_E)), next_below(stream, len(start_E))
+    # The budget is used up: two random experts would nearly always break it. One that is away goes with another that is
+    # away, back to its start, or (for there may be better than either) with any.
     e, choice = np.int64(moved[next_below(stream, moves)]), next_below(stream, 3)
     if choice == 0:
         return e, np.int64(moved[next_below(stream, moves)])
     if choice == 1:
-        return e, np.int64(seat_GI[start_E[e], next_below(stream, seat_GI.shape[1])])
+        return e, np.int64(member_GI[start_E[e], next_below(stream, member_GI.shape[1])])
     return e, next_below(stream, len(start_E))
 
 
 @kernel
-def _note_move(e: Any, away: Any, moved: Any, place_E: Any, moves: Any) -> Any:
+def _note_move(e: Any, away: Any, moved: Any, position_E: Any, moves: Any) -> Any:
     """Keep the list of experts away from their start; returns its length."""
-    if away and place_E[e] < 0:
-        moved[moves], place_E[e] = e, moves
+    if away and position_E[e] < 0:
+        moved[moves], position_E[e] = e, moves
         return moves + 1
-    if not away and place_E[e] >= 0:
-        last = moved[moves - 1]
-        moved[place_E[e]], place_E[last] = last, place_E[e]
-        place_E[e] = -1
+    if not away and position_E[e] >= 0:
+        last = moved[moves - 1]  # fills the gap
+        moved[position_E[e]], position_E[last] = last, position_E[e]
+        position_E[e] = -1
         return moves - 1
     return moves
 
 
 @kernel
-def _seats(home_E: Any, num_ranks: Any) -> Any:
-    """The experts of each rank, int32 [G, E / G], and the seat of each expert, int32 [E]."""
-    seat_GI = np.empty((num_ranks, len(home_E) // num_ranks), np.int32)
-    seat_E, filled_G = np.empty(len(home_E), np.int32), np.zeros(num_ranks, np.int32)
+def _members(home_E: Any, num_ranks: Any) -> Any:
+    """The experts of each rank, int32 [G, E / G], and the position of each expert among them, int32 [E]."""
+    member_GI = np.empty((num_ranks, len(home_E) // num_ranks), np.int32)
+    member_E, filled_G = np.empty(len(home_E), np.int32), np.zeros(num_ranks, np.int32)
     for e in range(len(home_E)):
         g = home_E[e]
-        seat_E[e], seat_GI[g, filled_G[g]] = filled_G[g], e
+        member_E[e], member_GI[g, filled_G[g]] = filled_G[g], e
         filled_G[g] += 1
-    return seat_GI, seat_E
+    return member_GI, member_E
 
 
 @kernel
-def _exchange_seats(seats: Any, e: Any, f: Any, a: Any, b: Any) -> None:
-    seat_GI, seat_E = seats
-    seat_GI[a, seat_E[e]], seat_GI[b, seat_E[f]] = f, e
-    seat_E[e], seat_E[f] = seat_E[f], seat_E[e]
+def _exchange_members(members: Any, e: Any, f: Any, a: Any, b: Any) -> None:
+    member_GI, member_E = members
+    member_GI[a, member_E[e]], member_GI[b, member_E[f]] = f, e
+    member_E[e], member_E[f] = member_E[f], member_E[e]
 
 
 @kernel
 def _typical_change(table_XM: Any, cost_X: Any, sizes: Any, home_E: Any, stream: Any) -> float:
     """Mean size of the change by a random swap."""
-    total, count = 0.0, 64
-    for _ in range(count):
+    total = 0.0
+    for _ in range(SAMPLED_SWAPS):
         e, f = next_below(stream, len(home_E)), next_below(stream, len(home_E))
         if home_E[e] != home_E[f]:
             total += abs(swap_change(table_XM, cost_X, sizes, e, f, np.int64(home_E[e]), np.int64(home_E[f])))
-    return max(total / count, 1.0)
+    return max(total / SAMPLED_SWAPS, 1.0)
 
 
 @kernel
@@ -222,11 +235,6 @@ def sweep(table_XM: Any, cost_X: Any, sizes: Any, start_E: Any, max_moves: Any, 
         if best_f >= 0:
             moves += more_moves(start_E, e, best_f, home_E[e], home_E[best_f])
             swap(table_XM, cost_X, sizes, e, best_f, home_E)
-
-
-ZERO = np.int32(0)
-LARGEST = 1 << 28
-"""Of all loads of a layer together, in int32: the objective and its slopes are at most six times as much."""
 
 
 @kernel
@@ -299,6 +307,7 @@ def _add_surplus(load_EM: Any, home_E: Any, num_places: Any, ranks_per_place: An
         place = first + home_E[e] // ranks_per_place
         for m in range(load_EM.shape[1]):
             over_XM[place, m] += load_EM[e, m]
+    # All places lose the same, so that comparisons hold though the mean is rounded.
     for m in range(load_EM.shape[1]):
         total = 0
         for place in range(first, first + num_places):

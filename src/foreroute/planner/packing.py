@@ -11,7 +11,9 @@ from foreroute.errors import ConfigError, CountsError, LayoutError
 from foreroute.plan.counts import Packing
 
 WINDOW = 64
+"""Sequences that change places are at most so many apart when sorted by cost: of about the same length."""
 PROPOSALS_PER_SEQUENCE = 50
+"""Pairs that are looked at, by sequences. The time of packing grows with it."""
 
 
 def pack_sequences(

@@ -29,6 +29,7 @@ def deal(order: Any, tokens_S: Any, weight_S: Any, budget: Any, held_B: Any, fil
     """
     for b in range(len(held_B)):
         held_B[b], filled_B[b] = 0, 0.0
+    # Invariant: no bin holds more than `budget` tokens.
     for s in order:
         best = -1
         for b in range(len(held_B)):
@@ -83,6 +84,8 @@ def exchange(
     apart_MLG = np.zeros((len(most_tokens_M), apart_SLG.shape[1], num_ranks), np.int32)
     for s in range(len(bin_S)):
         _add(apart_SLG[s], apart_MLG[bin_S[s] // num_ranks])
+    # Invariant: apart_MLG adds up apart_SLG over the sequences of each micro-step, held_B and filled_B tokens and
+    # weights over those of each bin, and no bin is above the limits of its micro-step. Every swap lowers the objective.
     for _ in range(proposals):
         i = next_below(stream, len(order) - 1)
         j = min(i + 1 + next_below(stream, window), len(order) - 1)

@@ -158,6 +158,8 @@ def _unpaid(
     num_hosts, num_ranks = tokens_HG.shape
     best_H, current_H = np.zeros(num_hosts, np.bool_), np.zeros(num_hosts, np.bool_)
     best_HG, current_HG = tokens_HG.copy(), tokens_HG.copy()
+    # Invariant: current_HG serves every token by hosts that are not dropped. One replica goes in each round, so there
+    # are at most as many rounds as replicas; best_HG is the fastest state met, the first being the plan as it came.
     best_s = np.inf
     while True:
         alive_H = fetched_H & ~current_H

@@ -40,6 +40,25 @@ from foreroute.planner.flow import (
 )
 from foreroute.planner.split import keep_local, split
 
+# None of these values is published. They steer a search whose result is checked against the target, so they decide how
+# many replicas and how much time it takes, never whether a plan is right. `benchmarks/planner.py` shows both.
+REUSE_THRESHOLD = 0.9
+"""With slots that persist, replicas that move this share of the most that one can move are weighed by their later use.
+At 1, later use would break ties alone; lower values take more replicas in this cell to spare some in later ones."""
+REUSE_WEIGHT = 3.0
+"""What an assignment that a replica could serve in later micro-steps counts, by one that stays in its node now."""
+ATTEMPTS, FEWEST_ATTEMPTS = 1600, 12
+"""Most attempts at a cell that misses its target are `ATTEMPTS` / G on G ranks, since each takes longer the more
+ranks there are; at least `FEWEST_ATTEMPTS`."""
+PERTURBED_SHARE = 0.3
+"""Of the replicas of the best state, those that an attempt takes out."""
+THRESHOLD_SPREAD = 0.7
+"""An attempt takes replicas that move `1 - THRESHOLD_SPREAD` to 1 of the most that one can move, evenly drawn."""
+CHOICE_NOISE = 0.3
+"""Of what a replica must move, the most that chance adds to its score in an attempt."""
+THINNING_ROUNDS = 6
+"""Attempts at a balanced cell with fewer replicas; each takes half of them out."""
+
 
 @kernel
 def plan_block(
@@ -73,7 +92,8 @@ def plan_block(
         look_ahead(cell, counts_MLGE, home_LE, first_layer, end_layer)
     for m in range(begin, end):
         for layer in range(first_layer, end_layer):
-            cell.place[0], cell.place[1] = m if persistent else NONE, layer
+            cell.position[0], cell.position[1] = m if persistent else NONE, layer
+            # The stream of a cell depends on nothing else, so that plans do not depend on threads and blocks.
             cell.random[0] = m * counts_MLGE.shape[1] + layer
             counts_GE = counts_MLGE[m, layer]
             set_homes(cell, home_LE[layer])
@@ -84,6 +104,7 @@ def plan_block(
             max_load_C[c] = cell.load_G[heaviest(cell.load_G)]
             c += 1
             if persistent:
+                # A slot that serves nothing was not filled: it still holds what it held.
                 for x in range(len(cell.demand_E), len(cell.expert_H)):
                     if cell.quota_H[x]:
                         held_LH[layer, x] = cell.expert_H[x]
@@ -91,26 +112,13 @@ def plan_block(
 
 @routine
 def _plan_cell(cell: Any, total: Any, tolerance: Any, locality: Any) -> None:
+    """Find the quotas of all hosts of a cell with so many assignments."""
     serve_at_home(cell)
-    target = int(-((-total * (1.0 + tolerance)) // len(cell.load_G)))
+    target = int(-((-total * (1.0 + tolerance)) // len(cell.load_G)))  # the mean with its tolerance, rounded up
     reached = find_replicas(cell, target, tolerance > 0.0)
     restore_held(cell)
     if locality:
         keep_local(cell, reached)
-
-
-THETA = 0.9
-"""With slots that persist, replicas that move this share of the most that one can move are weighed by their future."""
-TRIES = 1600
-"""Most attempts at a cell that misses its target, by the number of ranks: they take longer the more there are."""
-RUIN = 0.3
-"""The share of replicas that an attempt takes out of the best plan."""
-SPREAD = 0.7
-"""Attempts take replicas that move this much less than the most that one can move, at times."""
-NOISE = 0.3
-"""What chance counts in the choice of a replica, by what the replica moves."""
-POLISHES = 6
-"""Attempts at fewer replicas."""
 
 
 @routine
@@ -120,32 +128,34 @@ def find_replicas(cell: Any, target: Any, tolerant: Any) -> Any:
     Returns:
         The target, or the least larger one that was reached.
     """
-    reached = _search(cell, target)
+    reached = _attempt(cell, target)
     restore_held(cell)
     if reached == target and tolerant:
-        if cell.place[0] == NONE:
-            _polish(cell, target)
+        # Empty slots cost a fetch for every replica, so fewer are searched for; of kept ones only the fetched cost.
+        if cell.position[0] == NONE:
+            _thin_out(cell, target)
         else:
-            _prune(cell, target)
+            _drop_spare(cell, target)
     return reached
 
 
 @routine
-def _polish(cell: Any, target: Any) -> None:
+def _thin_out(cell: Any, target: Any) -> None:
     """Take half of the replicas out and add anew, as long as that needs no more of them."""
-    _save(cell)
+    _save_best(cell)
     fewest = _fetched(cell)
-    for _ in range(POLISHES):
-        _ruin(cell, 0.5)
-        if grow(cell, target, 1.0, NOISE) <= target and _fetched(cell) <= fewest:
+    for _ in range(THINNING_ROUNDS):
+        _perturb(cell, 0.5)
+        if grow(cell, target, 1.0, CHOICE_NOISE) <= target and _fetched(cell) <= fewest:
             fewest = _fetched(cell)
-            _save(cell)
+            _save_best(cell)
         else:
-            _restore(cell)
+            _restore_best(cell)
 
 
 @routine
 def _fetched(cell: Any) -> Any:
+    """How many replicas serve something and were not in their slot when the cell began."""
     count = 0
     for x in range(len(cell.demand_E), len(cell.expert_H)):
         count += cell.quota_H[x] > 0 and cell.held_H[x] != cell.expert_H[x]
@@ -153,9 +163,11 @@ def _fetched(cell: Any) -> Any:
 
 
 @routine
-def _prune(cell: Any, target: Any) -> None:
+def _drop_spare(cell: Any, target: Any) -> None:
     """Do without the fetched replicas that the others can make up for, those that serve least first."""
-    _save(cell)
+    _save_best(cell)
+    # The best state always reaches the target. Replicas that serve `least` or less were tried and are needed; after a
+    # success all are tried again, for quotas have moved.
     least = 0
     while True:
         host, quota = NONE, 0
@@ -170,48 +182,49 @@ def _prune(cell: Any, target: Any) -> None:
         least = quota
         clear(cell, host)
         if level(cell, target):
-            _save(cell)
+            _save_best(cell)
             least = 0
         else:
-            _restore(cell)
+            _restore_best(cell)
 
 
 @routine
-def _search(cell: Any, target: Any) -> Any:
-    """Grow; where that misses the target, try again without the residents in the way, then from ruins of the best."""
-    theta = 1.0 if cell.place[0] == NONE else THETA
-    best = grow(cell, target, theta, 0.0)
+def _attempt(cell: Any, target: Any) -> Any:
+    """Grow; where that misses the target, again without replicas in the way, then from perturbed best states."""
+    threshold = 1.0 if cell.position[0] == NONE else REUSE_THRESHOLD
+    best = grow(cell, target, threshold, 0.0)
     if best <= target:
         return best
-    _save(cell)
-    for attempt in range(max(TRIES // len(cell.load_G), 12)):
-        if attempt == 0:
+    _save_best(cell)
+    # The best state is the one with the least target reached; equal ones replace it, so that the search drifts on.
+    for attempt in range(max(ATTEMPTS // len(cell.load_G), FEWEST_ATTEMPTS)):
+        if attempt == 0:  # replicas with less than a tenth of a rank's load take slots that others need
             _clear_below(cell, target // 10)
-        elif attempt == 1:
+        elif attempt == 1:  # from empty slots, but for those that serve more than a rank should
             _clear_below(cell, target + 1)
         else:
-            _restore(cell)
-            _ruin(cell, RUIN)
-            theta = 1.0 - SPREAD * next_unit(cell.random)
-        reached = grow(cell, target, theta, NOISE)
+            _restore_best(cell)
+            _perturb(cell, PERTURBED_SHARE)
+            threshold = 1.0 - THRESHOLD_SPREAD * next_unit(cell.random)
+        reached = grow(cell, target, threshold, CHOICE_NOISE)
         if reached <= best:
             best = reached
-            _save(cell)
+            _save_best(cell)
             if best <= target:
                 return best
-    _restore(cell)
+    _restore_best(cell)
     return best
 
 
 @routine
-def _save(cell: Any) -> None:
+def _save_best(cell: Any) -> None:
     for x in range(len(cell.expert_H)):
         cell.quota_best_H[x] = cell.quota_H[x]
         cell.expert_best_H[x] = cell.expert_H[x]
 
 
 @routine
-def _restore(cell: Any) -> None:
+def _restore_best(cell: Any) -> None:
     for x in range(len(cell.expert_H)):
         cell.quota_H[x] = cell.quota_best_H[x]
         cell.expert_H[x] = cell.expert_best_H[x]
@@ -227,20 +240,18 @@ def _clear_below(cell: Any, least: Any) -> None:
 
 
 @routine
-def _ruin(cell: Any, share: Any) -> None:
+def _perturb(cell: Any, share: Any) -> None:
     """Empty the slots that serve nothing and a share of the others."""
     for x in range(len(cell.demand_E), len(cell.expert_H)):
         if cell.expert_H[x] != NONE and (cell.quota_H[x] == 0 or next_unit(cell.random) < share):
             clear(cell, x)
 
 
-AHEAD = 3.0
-"""What use in later micro-steps counts, by use now."""
-
-
 @routine
-def grow(cell: Any, target: Any, theta: Any, noise: Any) -> Any:
+def grow(cell: Any, target: Any, threshold: Any, noise: Any) -> Any:
     """Bring every rank to the target with new replicas, or to the least larger one that is found. Returns it."""
+    # Each round moves load below the target, adds a replica, empties a slot or raises the target. A new replica may
+    # lift its rank above the target, where that rank can pass load on; then a later round does.
     evictions = 2 * len(cell.load_G)
     while True:
         start = heaviest(cell.load_G)
@@ -249,35 +260,39 @@ def grow(cell: Any, target: Any, theta: Any, noise: Any) -> Any:
         end, count = search_path(cell, start, target)
         if end != NONE:
             push(cell, start, end, min(cell.width_G[end], target - cell.load_G[end]))
-        elif _add(cell, start, count, target, theta, noise):
+        elif _add_replica(cell, start, count, target, threshold, noise):
             continue
         elif evictions > 0 and evict(cell, count):
             evictions -= 1
         else:
+            # The ranks that were seen serve each other's experts alone: the best for them is their mean.
             target = mean_of_seen(cell, count)
 
 
 @inlined
-def _add(cell: Any, start: Any, count: Any, target: Any, theta: Any, noise: Any) -> Any:
-    """Add one replica from the seen ranks to another, and use it. What is to be passed on, later searches pass on."""
-    room = direct_capacity(cell, target)
-    if room == 0:
-        room = chained_capacity(cell, target)
-        if room == 0:
+def _add_replica(cell: Any, start: Any, count: Any, target: Any, threshold: Any, noise: Any) -> Any:
+    """Add one replica from the seen ranks to another, and use it. What is to be passed on, later searches pass on.
+
+    `threshold` is the share of the most that one replica can move which the chosen one must move.
+    """
+    capacity = direct_capacity(cell, target)
+    if capacity == 0:
+        capacity = chained_capacity(cell, target)
+        if capacity == 0:
             return False
-    supply = supply_of(cell, 1)
-    if supply < room:
+    supply = supply_of(cell, 1)  # of the overloaded rank itself: when it is enough, no other rank has to give
+    if supply < capacity:
         supply = supply_of(cell, count)
     else:
         count = 1
-    enough = min(supply, room)
-    if theta < 1.0:
-        enough = max(int(enough * theta), 1)
-    x, rank = _choose(cell, count, enough, noise)
+    enough = min(supply, capacity)
+    if threshold < 1.0:
+        enough = max(int(enough * threshold), 1)
+    x, rank = _choose_replica(cell, count, enough, noise)
     host = free_slot(cell, rank, cell.expert_H[x])
     amount = min(min(cell.width_G[cell.rank_H[x]], cell.quota_H[x]), cell.back_width_G[rank])
     if cell.expert_H[host] != NONE:
-        clear(cell, host)
+        clear(cell, host)  # it serves nothing
     put(cell, host, cell.expert_H[x])
     push(cell, start, cell.rank_H[x], amount)
     cell.quota_H[x] -= amount
@@ -288,7 +303,7 @@ def _add(cell: Any, start: Any, count: Any, target: Any, theta: Any, noise: Any)
 
 
 @inlined
-def _choose(cell: Any, count: Any, enough: Any, noise: Any) -> Any:
+def _choose_replica(cell: Any, count: Any, enough: Any, noise: Any) -> Any:
     """The host to copy from and the rank to copy to, among those that move enough."""
     num_experts = len(cell.demand_E)
     per_rank = cell.home_GK.shape[1]
@@ -308,10 +323,11 @@ def _choose(cell: Any, count: Any, enough: Any, noise: Any) -> Any:
             for u in range(num_ranks):
                 if cell.back_width_G[u] < enough:
                     continue
+                # Tokens that come from the rank's node need not cross; a rank with capacity to spare is kept for more.
                 local = min(enough, cell.demand_NE[u // per_node, e])
                 score = local - 0.5 * (cell.back_width_G[u] - enough)
-                if cell.place[0] >= 0:
-                    score += AHEAD * later_use(cell, e, u)
+                if cell.position[0] >= 0:
+                    score += REUSE_WEIGHT * later_use(cell, e, u)
                 if noise > 0.0:
                     score += noise * enough * next_unit(cell.random)
                 if score > best:

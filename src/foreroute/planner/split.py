@@ -13,10 +13,10 @@ from typing import Any
 from foreroute.planner.cell import NONE, inlined, routine
 
 FINEST = 192
-"""Amounts below this part of the target are not worth a circle."""
-SEARCHES = 12
-SWEEPS = 8
-"""Passes over the edges at most, in each search."""
+"""Amounts below this part of the target are not worth a circle: half a percent of a rank's load."""
+SEARCHES, SWEEPS = 12, 8
+"""Most searches for circles, and passes over the edges in each. Both only bound the time: a search that finds nothing
+is the last. What is left undone costs locality, not balance."""
 
 
 @routine
@@ -26,6 +26,7 @@ def keep_local(cell: Any, target: Any) -> None:
     if num_nodes == 1:
         return
     _measure(cell)
+    # Every circle keeps all quotas' sums by expert and no load above the target, so this may stop after any of them.
     least = 1 + target // FINEST
     for _ in range(SEARCHES):
         _forget(cell)
@@ -103,7 +104,7 @@ def _relax(cell: Any, target: Any, least: Any, backwards: Any) -> Any:
         if cell.gain_V[num_ranks] > cell.gain_V[rank]:
             changed = True
             sent |= _extend(cell, num_ranks, rank, cell.gain_V[num_ranks], target, least)
-        if cell.queue_G[rank] == 0:
+        if cell.queue_G[rank] == 0:  # no walk to it has gained since its edges were last followed
             continue
         cell.queue_G[rank] = 0
         for k in range(per_rank + slots):
@@ -111,6 +112,8 @@ def _relax(cell: Any, target: Any, least: Any, backwards: Any) -> Any:
             e = cell.expert_H[x]
             if e == NONE or cell.quota_H[x] < least or cell.next_H[e] == NONE:
                 continue
+            # One bound for all edges of the expert: leaving a node that has none of it to spare loses one, arriving
+            # gains one at most, so a walk reaches `most` + 1. Ranks that have more than `most` already are passed over.
             most = cell.gain_V[rank] - (cell.over_NE[rank // per_node, e] < least)
             if most < 0:
                 continue
@@ -137,6 +140,7 @@ def _extend(cell: Any, node: Any, to: Any, gain: Any, target: Any, least: Any) -
     cell.before_V[to] = node
     if to < len(cell.load_G):
         cell.queue_G[to] = 1
+    # The chain of before_V has no circle but one that this edge closes: others were cut when they closed.
     at = node
     while at != NONE:
         if at == to:
@@ -162,6 +166,7 @@ def _send(cell: Any, start: Any, target: Any, least: Any) -> Any:
         at = before
         if at == start:
             break
+    # Earlier circles have moved quota over the same edges: the gain that was added up along the walk may be gone.
     if total <= 0 or amount < least:
         amount = 0
     while True:
@@ -243,6 +248,8 @@ def _split_expert(
     per_node = num_ranks // len(cell.demand_NE)
     for g in range(num_ranks):
         cell.left_G[g] = counts_GE[g, e]
+    # Own rank, own node, the rest; in the first two the home keeps its tokens before replicas take any. Tokens never
+    # leave a rank or node while a host there has quota left, so no split with these quotas keeps more of them near.
     home, home_quota = cell.rank_H[e], cell.quota_H[e]
     if local:
         home_quota = _reserve(cell, home, home + 1, home_quota)
@@ -275,6 +282,7 @@ def _reserve(cell: Any, begin: Any, end: Any, quota: Any) -> Any:
 
 @inlined
 def _take(cell: Any, tokens_RG: Any, r: Any, begin: Any, end: Any, quota: Any) -> Any:
+    """Give tokens of some ranks to the replica in row `r`. Returns the quota that is left."""
     for g in range(begin, end):
         if quota == 0:
             break

@@ -17,10 +17,13 @@ from foreroute.costs.pricing import cell_seconds, rows_sent
 from foreroute.kernels import kernel
 
 NO_LIMIT = 1 << 30
-WORTH = 1e-3  # a plan that saves less than this share of a cell's seconds is not worth its transfers
+WORTH = 1e-3
+"""A plan that saves less than this share of a cell's seconds is not worth its transfers: the cost model is not exact to
+a part in a thousand."""
 _EXPOSED = pricing.EXPOSED
 _ATTENTION, _EXPERTS, _FIXED = pricing.ATTENTION, pricing.EXPERTS, pricing.FIXED
-# Factors of (replicas of a rank, copies of a home rank's experts): around the estimate of what is hidden, then on.
+# Factors of (replicas of a rank, copies of a home rank's experts): both together around the estimate of what is hidden,
+# then each apart around the best so far. Few, because each is a plan built and priced anew.
 _TOGETHER = np.array([[1.0, 1.0], [1.5, 1.5], [0.67, 0.67]])
 _APART = np.array([[0.75, 1.0], [1.33, 1.0], [1.0, 0.75], [1.0, 1.33]])
 
@@ -121,7 +124,7 @@ def _economise(cell: Any, found: Any) -> Any:
     """Fewer replicas, as long as that takes no more time."""
     enough_s = found.seconds * (1 + WORTH)
     while found.slots > 1:
-        other = _plan(cell, found.slots * 3 // 4, found.copies)
+        other = _plan(cell, found.slots * 3 // 4, found.copies)  # a quarter fewer each time: few plans to the least
         if other.seconds > enough_s:
             break
         found = other
@@ -203,7 +206,7 @@ def serve_locally(demand_NE: Any, hosted_NE: Any, home_E: Any, ranks_per_node: i
     load_G = np.zeros(num_nodes * ranks_per_node, np.int64)
     left_NE = _quotas(demand_NE, hosted_NE, target * ranks_per_node)
     for node in range(num_nodes):
-        _place(node, left_NE[node], home_E, ranks_per_node, slots, target, served_GE, load_G)
+        _lay_on_ranks(node, left_NE[node], home_E, ranks_per_node, slots, target, served_GE, load_G)
     for e in range(num_experts):
         left = left_NE[:, e].sum()
         served_GE[home_E[e], e] += left
@@ -241,12 +244,13 @@ def choose_hosted(
     copies_G = np.zeros(num_nodes * ranks_per_node, np.int64)
     for e in range(num_experts):
         hosted_NE[home_E[e] // ranks_per_node, e] = True
-    for once in (True, False):
+    # First what must be hosted, then whatever is wanted, each in the order of demand.
+    for required in (True, False):
         for x in order_X:
             node, e = x // num_experts, x % num_experts
-            if hosted_NE[node, e] or free_N[node] == 0 or (once and not first_NE[node, e]):
+            if hosted_NE[node, e] or free_N[node] == 0 or (required and not first_NE[node, e]):
                 continue
-            if once or (copies_G[home_E[e]] < copies and demand_NE[node, e] >= least):
+            if required or (copies_G[home_E[e]] < copies and demand_NE[node, e] >= least):
                 hosted_NE[node, e] = True
                 free_N[node] -= 1
                 copies_G[home_E[e]] += 1
@@ -261,7 +265,8 @@ def _quotas(demand_NE: Any, hosted_NE: Any, capacity: int) -> Any:
     load_N = quota_NE.sum(axis=1)
     foreign_E = (demand_NE - quota_NE).sum(axis=0)
     hosts_E = hosted_NE.sum(axis=0)
-    for flexible in range(2):  # those with one host first: nothing is to be chosen there
+    # Invariant: load_N is the sum of quota_NE over experts. Experts with one host first: nothing is to be chosen there.
+    for flexible in range(2):
         for e in range(num_experts):
             if (hosts_E[e] > 1) != (flexible == 1):
                 continue
@@ -274,6 +279,7 @@ def _quotas(demand_NE: Any, hosted_NE: Any, capacity: int) -> Any:
                         elif second < 0 or load_N[node] < load_N[second]:
                             second = node
                 amount = foreign_E[e]
+                # Up to the level of the next node, or half of what is left: few pieces, and no node is buried.
                 if second >= 0:
                     amount = min(amount, max(load_N[second] - load_N[first], (amount + 1) // 2))
                 quota_NE[first, e] += amount
@@ -288,6 +294,7 @@ def _quotas(demand_NE: Any, hosted_NE: Any, capacity: int) -> Any:
 def _unload_node(node: int, quota_NE: Any, hosted_NE: Any, load_N: Any, capacity: int) -> None:
     """Give what exceeds a node's capacity to other hosts, in few pieces."""
     num_nodes, num_experts = quota_NE.shape
+    # Each piece either takes the node to its capacity, fills another or takes all of an expert, so it ends.
     while load_N[node] > capacity:
         best, best_e, best_node = 0, -1, -1
         for other in range(num_nodes):
@@ -308,7 +315,7 @@ def _unload_node(node: int, quota_NE: Any, hosted_NE: Any, load_N: Any, capacity
 
 
 @kernel
-def _place(
+def _lay_on_ranks(
     node: int, left_E: Any, home_E: Any, ranks_per_node: int, slots: int, target: int, served_GE: Any, load_G: Any
 ) -> None:
     """Lay a node's experts on its ranks. What found no place stays in `left_E`."""
@@ -326,6 +333,7 @@ def _place(
             served_GE[rank, largest] -= amount
             load_G[rank] -= amount
             left_E[largest] += amount
+    # Invariant: no rank that takes a replica is above the target or takes more than `slots`.
     used_G = np.zeros(ranks_per_node, np.int64)
     for e in np.argsort(-left_E):
         while left_E[e] > 0:

@@ -132,6 +132,7 @@ def level_quotas(expert_H: Any, rank_H: Any, loads_E: Any, num_ranks: int) -> An
     target = (load_G.sum() + num_ranks - 1) // num_ranks
     came_from, came_to = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
     queue, width_G = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    # Invariant: quota_H adds up to loads_E by expert; `target` is a lower bound of every split over these hosts.
     while True:
         start = load_G.argmax()
         if load_G[start] <= target:
