@@ -41,23 +41,28 @@ from foreroute.planner.flow import (
 from foreroute.planner.split import keep_local, split
 
 # None of these values is published. They steer a search whose result is checked against the target, so they decide how
-# many replicas and how much time it takes, never whether a plan is right. `benchmarks/planner.py` shows both.
+# many replicas and how much time it takes, never whether a plan is right. `benchmarks/planner.py` shows both. What is
+# said of other values was seen on the workloads G8 and G32, at 3 layers and 16 micro-steps.
 REUSE_THRESHOLD = 0.9
 """With slots that persist, replicas that move this share of the most that one can move are weighed by their later use.
-At 1, later use would break ties alone; lower values take more replicas in this cell to spare some in later ones."""
+At 1, later use breaks ties alone; lower values take more replicas in this cell to spare some in later ones. In steps as
+short as these 1 fetched 1 to 18 % less."""
 REUSE_WEIGHT = 3.0
-"""What an assignment that a replica could serve in later micro-steps counts, by one that stays in its node now."""
+"""What an assignment that a replica could serve in later micro-steps counts, by one that stays in its node now.
+At 0, slots that persist fetch 8 to 34 % more."""
 ATTEMPTS, FEWEST_ATTEMPTS = 1600, 12
-"""Most attempts at a cell that misses its target are `ATTEMPTS` / G on G ranks, since each takes longer the more
-ranks there are; at least `FEWEST_ATTEMPTS`."""
+"""Most attempts at a cell that misses its target are `ATTEMPTS` / G on G ranks, since each takes longer the more ranks
+there are; at least `FEWEST_ATTEMPTS`. With 400, exact cells of 8 ranks and one slot are 1.012 of the mean instead of
+1.011, in 40 % of the time."""
 PERTURBED_SHARE = 0.3
-"""Of the replicas of the best state, those that an attempt takes out."""
+"""Of the replicas of the best state, those that an attempt takes out. 0.6 does as well."""
 THRESHOLD_SPREAD = 0.7
-"""An attempt takes replicas that move `1 - THRESHOLD_SPREAD` to 1 of the most that one can move, evenly drawn."""
+"""An attempt takes replicas that move `1 - THRESHOLD_SPREAD` to 1 of the most that one can move, evenly drawn.
+With 0.2 such cells are 1.014 of the mean."""
 CHOICE_NOISE = 0.3
-"""Of what a replica must move, the most that chance adds to its score in an attempt."""
+"""Of what a replica must move, the most that chance adds to its score in an attempt. With 0 they are 1.014 too."""
 THINNING_ROUNDS = 6
-"""Attempts at a balanced cell with fewer replicas; each takes half of them out."""
+"""Attempts at a balanced cell with fewer replicas; each takes half of them out. Without, up to 2 % more are fetched."""
 
 
 @kernel
