@@ -65,8 +65,9 @@ def write_files(folder: Path, *, light: bool = False) -> None:
         light: leave out what needs torch.
     """
     import foreroute as fr
-    from foreroute.balance import plan, save_plan
-    from foreroute.balance.topology_file import load_cluster
+    from foreroute.costs.cluster_file import load_cluster
+    from foreroute.plan import save_plan
+    from foreroute.planner import plan
     from foreroute.trace import synthetic_trace
 
     for name, values in {"cluster": CLUSTER, "simulate": SIMULATION, "train": TRAINING}.items():

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from benchmarks.execution_bench import BATCH, MICRO_STEPS, SIZES, SLOTS, Bench, in_processes
 from benchmarks.pairs import compare
-from foreroute.balance import PlanOptions
+from foreroute.plan import PlanOptions
 from foreroute.transfer import Cell
 from foreroute.transfer.engine import TransferEngine
 from foreroute.transfer.exchange import PeerGroup

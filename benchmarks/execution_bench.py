@@ -14,10 +14,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.multiprocessing.spawn import start_processes
 
-from foreroute import balance
+from foreroute import planner
 from foreroute.adapters import hf
-from foreroute.balance import Links, PlanOptions, StepPlan, Topology
 from foreroute.experts import BatchRows, PlacedModel
+from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.transfer.engine import TransferEngine
 from foreroute.transfer.exchange import PeerGroup
@@ -78,7 +78,7 @@ class Bench:
 
     def plan(self, options: PlanOptions) -> StepPlan:
         """Of the step."""
-        return balance.plan(self.counts_MLGE, self.topology, options, home_LE=self.placed.home_LE)
+        return planner.plan(self.counts_MLGE, self.topology, options, home_LE=self.placed.home_LE)
 
     @property
     def topology(self) -> Topology:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from foreroute.balance import load_counts, load_plan
-from foreroute.balance.topology_file import load_cluster
 from foreroute.capture import Generation, load_generation
+from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import ForerouteError, RunFolderError
 from foreroute.files import TensorFile
+from foreroute.plan import load_counts, load_plan
 from foreroute.report import read_runs
 from foreroute.simulate.reading import load_config as load_simulation
 from foreroute.trace import RoutingTrace, load

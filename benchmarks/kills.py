@@ -41,11 +41,11 @@ import numpy as np
 
 from benchmarks import flips
 from benchmarks.resume import VALUES, same_state
-from foreroute.balance import load_plan
 from foreroute.capture import load_generation
 from foreroute.cli.main import main as command_line
 from foreroute.errors import ForerouteError
 from foreroute.files import TensorFile
+from foreroute.plan import load_plan
 from foreroute.report import read_runs
 from foreroute.trace import RoutedLayer, RoutingSpec, load, save
 from foreroute.trace.synthetic import synthetic_trace
@@ -63,7 +63,7 @@ TOPOLOGY = f"[topology]\nnum_ranks = 8\nredundant_slots = 2\n{MODEL}"
 SIMULATION = f"methods = ['ours']\n[cluster]\ngpus = 8\nexpert_parallel = 8\n{MODEL}"
 OTHERS = ("convert", "plan", "report")
 KILLS_OF_RUN, KILLS_OF_OTHER = 6, 3
-PRELOADED = ("adapters.hf", "balance.baselines", "cli.convert", "cli.plan", "cli.train")
+PRELOADED = ("adapters.hf", "planner.balancers", "cli.convert", "cli.plan", "cli.train")
 Process = Any
 
 

@@ -20,15 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import planner_against, planner_oracles
-from foreroute.balance import PlanOptions, StepPlan, Topology, plan
-from foreroute.balance.baselines import Problem
-from foreroute.balance.bounds import best_split
-from foreroute.balance.compare import Record, compare, record_of
-from foreroute.balance.costs import CostModel
-from foreroute.balance.placement import place_homes
-from foreroute.balance.presets import HARDWARE, MODELS
-from foreroute.balance.time_bound import least_seconds
-from foreroute.balance.workload import WORKLOADS
+from foreroute.costs.figures import least_seconds
+from foreroute.costs.model import CostModel
+from foreroute.costs.presets import HARDWARE, MODELS
+from foreroute.plan import PlanOptions, StepPlan, Topology
+from foreroute.planner import plan
+from foreroute.planner.balancers import BalancerInput
+from foreroute.planner.bounds import best_split
+from foreroute.planner.compare import BalancerRecord, compare, record_of
+from foreroute.planner.homes import place_homes
+from foreroute.planner.workload import WORKLOADS
 
 CELLS = ("G8", "G16", "G32", "G64", "E256")
 MODES = {"exact_r1": (0.0, 1), "exact_r2": (0.0, 2), "eps02_r2": (0.02, 2)}
@@ -75,7 +76,7 @@ def _cell(
         "budget_16_ms_per_layer": round(budgeted * 1e3 / counts.shape[1], 3),
         "unlimited_ms_per_layer": round(unlimited * 1e3 / counts.shape[1], 3),
     }
-    problem = Problem(counts, topology, contiguous, previous_LE)
+    problem = BalancerInput(counts, topology, contiguous, previous_LE)
     others: dict[str, Any] = {record.name: _figures(record) for record in compare(problem, costs, plans={})}
     others["least_seconds"] = round(float(least_seconds(counts, topology, costs).sum()), 4)
     figures["static"] = others["static"]
@@ -97,7 +98,7 @@ def _mode(
 ) -> dict[str, float]:
     cells = counts.shape[0] * counts.shape[1]
     found: dict[str, StepPlan] = {}
-    records: dict[str, Record] = {}
+    records: dict[str, BalancerRecord] = {}
     us: dict[str, float] = {}
     for slots in ("shared", "layer"):
         options = PlanOptions(tolerance=tolerance, slots=slots)
@@ -134,7 +135,7 @@ def _mode(
     return {name: round(value, 5) for name, value in figures.items()}
 
 
-def _figures(record: Record) -> dict[str, float]:
+def _figures(record: BalancerRecord) -> dict[str, float]:
     return {
         "mean": round(record.imbalance_mean, 5),
         "p99": round(record.imbalance_p99, 5),

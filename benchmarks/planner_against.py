@@ -11,11 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.eplb_published import published_placement
-from foreroute.balance import PlanOptions, StepPlan, Topology, plan
-from foreroute.balance.baselines import BASELINES, Problem
-from foreroute.balance.compare import compare, record_of
-from foreroute.balance.costs import CostModel
-from foreroute.balance.workload import WORKLOADS, Workload
+from foreroute.costs.model import CostModel
+from foreroute.plan import PlanOptions, StepPlan, Topology
+from foreroute.planner import plan
+from foreroute.planner.balancers import BALANCERS, BalancerInput
+from foreroute.planner.compare import compare, record_of
+from foreroute.planner.workload import WORKLOADS, Workload
 
 PUBLISHED_CELLS = 4
 TOKENS = {"8k": 8192, "2k": 2048}
@@ -34,9 +35,9 @@ def eplb(
     """
     found = plan(counts, topology, PlanOptions(tolerance=0.0), home_LE=home_LE)
     cells = counts.shape[0] * counts.shape[1]
-    method = BASELINES["eplb_micro_step"].method
+    method = BALANCERS["eplb_micro_step"].method
     contiguous_LE = np.tile(topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
-    problem = Problem(counts, topology, contiguous_LE)
+    problem = BalancerInput(counts, topology, contiguous_LE)
     before = time.process_time()
     theirs = list(method(problem))
     fast_us = (time.process_time() - before) * 1e6 / cells
@@ -84,7 +85,7 @@ def traffic(name: str, costs: CostModel, *, quick: bool) -> dict[str, float]:
         balanced, _ = _planned(counts, PlanOptions(slots="shared", pay_off=False), 2, priced)
         short, us = _planned(counts, PlanOptions(slots="shared", traffic=True, pay_off=False), 8, priced)
         seconds = [record_of(one, counts, priced, label="", planning_s=0.0).seconds for one in (balanced, short)]
-        (laer,) = compare(Problem(counts, short.topology, short.home_LE), priced, plans={}, baselines=["laer"])
+        (laer,) = compare(BalancerInput(counts, short.topology, short.home_LE), priced, plans={}, baselines=["laer"])
         suffix = "" if label == "8k" else f"_{label}"
         figures[f"time_gain{suffix}"] = round(seconds[0] / seconds[1], 4)
         figures[f"laer_time_gain{suffix}"] = round(seconds[0] / laer.seconds, 4)

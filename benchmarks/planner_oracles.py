@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.balance import StepPlan
-from foreroute.balance.assignment import Assignment
+from foreroute.plan import StepPlan
+from foreroute.plan.step_plan import CellHosts
 
 
 def cross_node_gap(plan: StepPlan, counts_MLGE: NDArray[np.integer], tolerance: float, sampled: int) -> float:
@@ -26,7 +26,7 @@ def cross_node_gap(plan: StepPlan, counts_MLGE: NDArray[np.integer], tolerance: 
     gaps = []
     for m, layer in (divmod(int(c), num_layers) for c in cells):
         counts_GE = counts_MLGE[m, layer].astype(np.int64)
-        assignment = Assignment.of(plan.cell(m, layer), counts_GE)
+        assignment = CellHosts.of(plan.cell(m, layer), counts_GE)
         node_G = plan.topology.node_G
         here_HG = node_G[assignment.rank_H][:, None] == node_G
         crossing = int(assignment.tokens_HG[~here_HG].sum())
@@ -37,7 +37,7 @@ def cross_node_gap(plan: StepPlan, counts_MLGE: NDArray[np.integer], tolerance: 
 
 
 def least_crossing(
-    assignment: Assignment, counts_GE: NDArray[np.int64], node_G: NDArray[np.integer], most: int
+    assignment: CellHosts, counts_GE: NDArray[np.int64], node_G: NDArray[np.integer], most: int
 ) -> float:
     """The fewest assignments that cross nodes when these hosts serve all and no rank more than `most`."""
     from scipy.optimize import linprog

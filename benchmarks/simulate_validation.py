@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.execution_bench import SIZES, SLOTS, Bench, in_processes
-from foreroute.balance import PlanOptions, StepPlan, Topology
 from foreroute.experts import BatchRows
+from foreroute.plan import PlanOptions, StepPlan, Topology
 from foreroute.simulate import SimulateConfig, parse_config
 from foreroute.simulate.fit import fit, fit_record, rank_correlation
 from foreroute.simulate.measured import Measured

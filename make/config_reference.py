@@ -20,10 +20,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from foreroute.balance.config_file import Section
-from foreroute.balance.costs import CostModel, Hardware, ModelShape
-from foreroute.balance.topology import Links, Topology
-from foreroute.balance.topology_file import TABLES
+from foreroute.costs.cluster_file import TABLES
+from foreroute.costs.model import CostModel, Hardware, ModelShape
+from foreroute.files.config_file import Section
+from foreroute.plan.topology import Links, Topology
 from foreroute.simulate.config import SimulateConfig
 from foreroute.train.config import TrainConfig
 

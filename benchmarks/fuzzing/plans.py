@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from benchmarks.fuzzing.mutations import forge
 from benchmarks.fuzzing.target import Target, written
-from foreroute.balance import Links, StepPlan, Topology
-from foreroute.balance.counts import check_counts
-from foreroute.balance.counts_file import load_counts
-from foreroute.balance.plan_file import encode_plan, load_plan
 from foreroute.files import seal_file
+from foreroute.plan import Links, StepPlan, Topology
+from foreroute.plan.counts import check_counts, load_counts
+from foreroute.plan.plan_file import encode_plan, load_plan
 
 
 def plan_targets(folder: Path) -> list[Target]:

@@ -14,9 +14,9 @@ import tomli_w
 
 from benchmarks.fuzzing.mutations import damage, forge_text, forge_values
 from benchmarks.fuzzing.target import Target, written
-from foreroute.balance.topology_file import Cluster, load_cluster
 from foreroute.capture import ModelFacts, facts_of_config
 from foreroute.cli.doctor_inputs import read_array
+from foreroute.costs.cluster_file import Cluster, load_cluster
 from foreroute.errors import CaptureError
 from foreroute.files import parse_json
 from foreroute.simulate.config import SimulateConfig

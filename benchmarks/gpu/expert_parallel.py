@@ -29,10 +29,10 @@ from benchmarks.execution_bench import LINKS, SIZES, Bench, drawn
 from benchmarks.gpu.part import Part, Skipped
 from benchmarks.pairs import compare
 from foreroute.adapters import hf
-from foreroute.balance import StepPlan, Topology
-from foreroute.balance.digest import counts_digest
-from foreroute.balance.verify import verify
 from foreroute.experts import BatchRows
+from foreroute.plan import StepPlan, Topology
+from foreroute.plan.checker import verify
+from foreroute.plan.counts import counts_digest
 from foreroute.transfer.engine import TransferEngine
 from foreroute.transfer.exchange import PeerGroup
 from foreroute.transfer.records import TransferOptions

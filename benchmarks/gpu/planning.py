@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.gpu.part import Part, Skipped
-from foreroute.balance import PlanOptions, StepPlan, Topology, plan
-from foreroute.balance.presets import HARDWARE
-from foreroute.balance.verify import verify
-from foreroute.balance.workload import WORKLOADS
+from foreroute.costs.presets import HARDWARE
+from foreroute.plan import PlanOptions, StepPlan, Topology
+from foreroute.plan.checker import verify
+from foreroute.planner import plan
+from foreroute.planner.workload import WORKLOADS
 from foreroute.transfer.agreement import plan_digest
 
 SLOTS = 2

@@ -26,7 +26,7 @@ from benchmarks.execution_bench import LINKS
 from benchmarks.gpu import expert_parallel
 from benchmarks.gpu.part import Part, Skipped
 from benchmarks.pairs import compare
-from foreroute.balance import Topology
+from foreroute.plan import Topology
 from foreroute.transfer import Moves
 from foreroute.transfer.agreement import Votes
 from foreroute.transfer.burst import Burst, Channels

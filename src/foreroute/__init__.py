@@ -13,7 +13,7 @@
 Importing this package loads numpy and nothing heavier; frameworks are loaded by the adapter that is asked for.
 """
 
-from foreroute import capture
+from foreroute import capture, costs, plan, planner
 from foreroute.errors import ForerouteError
 from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, save
 
@@ -28,6 +28,9 @@ __all__ = [
     "__version__",
     "capture",
     "concatenate",
+    "costs",
     "load",
+    "plan",
+    "planner",
     "save",
 ]

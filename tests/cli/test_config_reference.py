@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from foreroute.balance.config_file import Count, Section
+from foreroute.files.config_file import Count, Section
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,13 +7,13 @@ import pytest
 from command import foreroute
 
 import foreroute as fr
-from foreroute.balance import PlanOptions, Topology, load_plan, verify
-from foreroute.balance.counts import packed_counts
-from foreroute.balance.packing import pack_sequences
-from foreroute.balance.topology_file import load_cluster
 from foreroute.cli.plan import read_home_moves, run_plan
 from foreroute.cli.plan_inputs import PlanInputs, read_step
+from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import InputError
+from foreroute.plan import PlanOptions, Topology, load_plan, verify
+from foreroute.plan.counts import packed_counts
+from foreroute.planner.packing import pack_sequences
 from foreroute.trace import synthetic_trace
 from traces import random_trace, spec_of
 

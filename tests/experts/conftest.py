@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from foreroute.balance import PlanOptions, Topology, plan
+from foreroute.plan import PlanOptions, Topology
+from foreroute.planner import plan
 from plans import LINKS
 from processes import Workers
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from foreroute.balance.digest import counts_digest
-from foreroute.balance.verify import verify
+from foreroute.plan.checker import verify
+from foreroute.plan.counts import counts_digest
 from plans import random_plan
 
 SLOTS = 2

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from families import build
 from foreroute.adapters import hf
-from foreroute.balance.digest import counts_digest
 from foreroute.experts import BatchRows
+from foreroute.plan.counts import counts_digest
 from models import tiny
 from planned import split_plan, static_plan
 from plans import random_plan

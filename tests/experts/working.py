@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from driving import log_probs
-from foreroute import balance
+from foreroute import planner
 from foreroute.adapters import hf
-from foreroute.balance import Topology
 from foreroute.experts import BatchRows, layer, replicas
 from foreroute.experts.compute import run_experts
+from foreroute.plan import Topology, verify
 from foreroute.transfer.direct import DirectWeights
 from foreroute.transfer.engine import TransferEngine
 from foreroute.transfer.exchange import PeerGroup
@@ -180,8 +180,8 @@ def all_counts(routed, case, rank, step):
 
 def make_plan(case, counts_MLGE, home_LE, step):
     if case.plan == "planned":
-        plan = balance.plan(counts_MLGE, Topology(case.ranks, case.ranks, SLOTS, LINKS), home_LE=home_LE)
-        balance.verify(plan, counts_MLGE)
+        plan = planner.plan(counts_MLGE, Topology(case.ranks, case.ranks, SLOTS, LINKS), home_LE=home_LE)
+        verify(plan, counts_MLGE)
         return plan
     if not isinstance(case.plan, int):
         return static_plan(counts_MLGE, home_LE)

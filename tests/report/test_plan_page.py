@@ -5,19 +5,19 @@ import re
 import numpy as np
 import pytest
 
-from balance_plans import LINKS, random_counts, random_plan
-from foreroute.balance import Topology
-from foreroute.balance.baselines import Problem
-from foreroute.balance.compare import compare, record_of
-from foreroute.balance.costs import CostModel
-from foreroute.balance.presets import hardware_preset, model_preset
-from foreroute.balance.survey import survey
+from foreroute.costs.figures import summarize
+from foreroute.costs.model import CostModel
+from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.errors import InputError
+from foreroute.plan import Topology
+from foreroute.planner.balancers import BalancerInput
+from foreroute.planner.compare import compare, record_of
 from foreroute.report import method_rows, plan_summary, write_plan_page
 from foreroute.report.canvas import ticks_above_one, whole_ticks
 from foreroute.report.plan_rows import over_mean, step_seconds, step_time
 from foreroute.report.wording import duration
 from foreroute.trace import RoutedLayer
+from random_plans import LINKS, random_counts, random_plan
 
 COSTS = CostModel(model=model_preset("qwen3-30b-a3b"), hardware=hardware_preset("h100"))
 
@@ -26,8 +26,8 @@ def case(topology=None, shape=(3, 2, 4, 8), *, known=True, empty=False):
     topology = topology or Topology(4, 2, 2, LINKS)
     counts = random_counts(0, shape, most=1 if empty else 900)
     plan = random_plan(counts, topology, seed=1, moves=4)
-    seen = survey(plan, counts, COSTS, previous_LE=np.ones((shape[1], shape[3]), np.int64) if known else None)
-    problem = Problem(counts, topology, plan.previous_home_LE)
+    seen = summarize(plan, counts, COSTS, previous_LE=np.ones((shape[1], shape[3]), np.int64) if known else None)
+    problem = BalancerInput(counts, topology, plan.previous_home_LE)
     others = compare(problem, COSTS, plans={}, baselines=["static", "fastermoe"])
     ours = record_of(plan, counts, COSTS, label="foreroute", planning_s=0.0123)
     return plan, seen, [*others, ours]

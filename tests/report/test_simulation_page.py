@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from foreroute.balance.presets import hardware_preset
+from foreroute.costs.presets import hardware_preset
 from foreroute.errors import InputError
 from foreroute.report import compared, simulation_rows, simulation_summary, write_simulation_page
 from foreroute.report.sweep_plots import WORDS

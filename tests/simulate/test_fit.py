@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from foreroute.balance import PlanOptions, plan, save_plan
 from foreroute.errors import ConfigError, CountsError, PlanError
+from foreroute.plan import PlanOptions, save_plan
+from foreroute.planner import plan
 from foreroute.simulate.fit import fit, fit_record, predict, rank_correlation
 from foreroute.simulate.measured import Measured, load_measured
 from simulate_cases import small_config

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from event_oracle import play
-from foreroute.balance.costs import STAGES
+from foreroute.costs.model import STAGES
 from foreroute.simulate.engine import PARTS, run
 from foreroute.simulate.schedule import forward_only, layer_parts, one_forward_one_backward
 from foreroute.simulate.work import free

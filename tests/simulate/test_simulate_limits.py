@@ -7,8 +7,8 @@ import warnings
 import numpy as np
 import pytest
 
-from foreroute.balance.workload import WORKLOADS
 from foreroute.errors import ConfigError, InputError
+from foreroute.planner.workload import WORKLOADS
 from foreroute.simulate import load_config, parse_config, simulate
 from simulate_cases import small_config
 

@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from foreroute.balance.costs import BACKWARD, FORWARD
-from foreroute.balance.evaluate import evaluate
-from foreroute.balance.time_bound import least_seconds
+from foreroute.costs.figures import least_seconds, price_cell
+from foreroute.costs.model import BACKWARD, FORWARD
 from foreroute.errors import ConfigError
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.engine import PARTS
@@ -117,7 +116,7 @@ def test_without_transfers_and_overlap_it_is_the_planners_cost_model(method, dis
     group = Group.of(served, step, config, cluster.topology, cluster.costs).freed()
     parts = np.zeros((2, 4))
     for one, (layer, _) in zip(served.assignments, step.problem.cells(), strict=True):
-        figures = evaluate(one, served.home_LE[layer], cluster.topology, cluster.costs)
+        figures = price_cell(one, served.home_LE[layer], cluster.topology, cluster.costs)
         parts += [list(figures.recompute)[:4], list(figures.update)[:4]]
     for run, expected in zip(group.run(), parts, strict=True):
         assert run.parts_PX[0, :4] == pytest.approx(2 * expected)  # two layers stand for four

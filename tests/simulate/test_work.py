@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from foreroute.balance import Links, Topology
-from foreroute.balance.assignment import Assignment
-from foreroute.balance.costs import CostModel
-from foreroute.balance.presets import HARDWARE, MODELS
+from foreroute.costs.model import CostModel
+from foreroute.costs.presets import HARDWARE, MODELS
+from foreroute.plan import Links, Topology
+from foreroute.plan.step_plan import CellHosts
 from foreroute.simulate.residence import Hosts, Visit, fetched_hosts
 from foreroute.simulate.schedule import forward_only, layer_parts, one_forward_one_backward
 from foreroute.simulate.work import transfers_of
@@ -24,7 +24,7 @@ def hosts(slots):
     for replicas in REPLICAS:
         for _ in range(2):
             expert, rank, fetched = zip(*replicas, strict=True)
-            one = Assignment(
+            one = CellHosts(
                 np.concatenate([HOME_E, expert]).astype(np.int32),
                 np.concatenate([HOME_E, rank]).astype(np.int32),
                 np.ones((5, 4), np.int64),

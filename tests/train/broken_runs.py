@@ -11,8 +11,8 @@ import numpy as np
 
 from faults import FaultyPeers
 from foreroute.adapters import hf
-from foreroute.balance import Topology
 from foreroute.errors import DivergedError, EngineError
+from foreroute.plan import Topology
 from foreroute.train import checkpoint, load_checkpoint, loop, spread
 from foreroute.train.engines import make_engine
 from foreroute.train.loop import make_trainer

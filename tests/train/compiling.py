@@ -5,13 +5,17 @@ import sys
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 
-from foreroute.balance import PlanOptions, Topology
+from foreroute.plan import PlanOptions, Topology
 from foreroute.train.config import ParallelConfig
 from foreroute.train.spread import LINKS, _plan, compile_planner
 
 
 def compiled():
-    modules = [module for name, module in sys.modules.items() if name.startswith("foreroute.balance")]
+    modules = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith(("foreroute.planner", "foreroute.plan", "foreroute.costs"))
+    ]
     kernels = {id(f): f for module in modules for f in vars(module).values() if isinstance(f, Dispatcher)}
     return {(f.__qualname__, str(signature)) for f in kernels.values() for signature in f.signatures}
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from foreroute import balance
+from foreroute import planner
 from foreroute.train import spread
 from foreroute.train.forward import response_logprobs
 from foreroute.transfer.exchange import PeerGroup
@@ -80,7 +80,7 @@ def metered(meters):
 
 def steps_with_slow_plans(rank, config, plan_s, forward_s):
     """One step, with a planner and a recompute that take at least so long."""
-    plan = balance.plan
+    plan = planner.plan
 
     def slow_plan(*args, **options):
         time.sleep(plan_s)
@@ -91,7 +91,7 @@ def steps_with_slow_plans(rank, config, plan_s, forward_s):
         return response_logprobs(*args)
 
     with (
-        mock.patch.object(balance, "plan", slow_plan),
+        mock.patch.object(planner, "plan", slow_plan),
         mock.patch("foreroute.train.recompute.response_logprobs", slow_forward),
         precise_trainer(config) as trainer,
     ):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.balance import contiguous_imbalance
 from foreroute.errors import StaleTraceError
+from foreroute.plan import contiguous_imbalance
 from foreroute.train import loop, rollout
 from foreroute.train.forward import inputs, pad
 from foreroute.train.ranks import Ranks

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from foreroute.balance import Links, StepPlan, Topology
+from foreroute.plan import Links, StepPlan, Topology
 from foreroute.transfer import Cell
 
 LINKS = Links(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreroute.balance import Links, Topology
 from foreroute.errors import ConfigError
+from foreroute.plan import Links, Topology
 from foreroute.transfer import Moves
 from foreroute.transfer.paths import burst_seconds, choose_host_V
 from foreroute.transfer.records import TransferOptions

@@ -219,9 +219,9 @@ def plan(
     seed: Annotated[int, typer.Option(min=0, help="Of searches; the same seed gives the same plan.")] = 0,
 ) -> None:
     """Plan a step before it runs: where experts live, which are replicated, and who serves which token."""
-    from foreroute.balance import PlanOptions
     from foreroute.cli.plan import read_home_moves, run_plan
     from foreroute.cli.plan_inputs import PlanInputs
+    from foreroute.plan import PlanOptions
 
     inputs = PlanInputs(
         topology=topology,

@@ -11,17 +11,18 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from foreroute.balance import PlanOptions, StepPlan, plan, save_plan, verify
-from foreroute.balance.baselines import BASELINES, Problem
-from foreroute.balance.compare import Record, compare, record_of
-from foreroute.balance.costs import CostModel
-from foreroute.balance.survey import survey
 from foreroute.cli.alive import working
 from foreroute.cli.page import write_page
 from foreroute.cli.plan_inputs import PlanInputs, StepToPlan, read_step
 from foreroute.cli.terminal import Console
+from foreroute.costs.figures import summarize
+from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, InputError, PlanError
 from foreroute.files import TensorFile, check_writable, writing_named
+from foreroute.plan import PlanOptions, StepPlan, save_plan, verify
+from foreroute.planner import plan
+from foreroute.planner.balancers import BALANCERS, BalancerInput
+from foreroute.planner.compare import BalancerRecord, compare, record_of
 from foreroute.report import MethodRow, check_page, method_rows, plan_summary, write_plan_page
 from foreroute.report.wording import duration
 
@@ -57,7 +58,7 @@ def run_plan(
     records = _others(step, baselines, console)
     with working("pricing every cell", console):
         records.append(record_of(found, step.counts_MLGE, step.costs, label="foreroute", planning_s=planning_s))
-        seen = survey(found, step.counts_MLGE, step.costs, previous_LE=step.previous_LE)
+        seen = summarize(found, step.counts_MLGE, step.costs, previous_LE=step.previous_LE)
     rows = method_rows(records, seen)
     console.print(_table(rows))
     for sentence in plan_summary(found, seen):
@@ -101,9 +102,9 @@ def _metadata(path: Path) -> Mapping[str, str]:
 
 def _check_baselines(baselines: Sequence[str] | None, inputs: PlanInputs) -> None:
     for name in baselines or ():
-        if name not in BASELINES:
-            raise ConfigError(f"there is no baseline called {name}; expected some of {', '.join(BASELINES)}")
-        if BASELINES[name].knows == "previous step" and not inputs.previous_step:
+        if name not in BALANCERS:
+            raise ConfigError(f"there is no baseline called {name}; expected some of {', '.join(BALANCERS)}")
+        if BALANCERS[name].knows == "previous step" and not inputs.previous_step:
             raise InputError(f"the baseline {name} plans from the step before; give it with --previous-step")
 
 
@@ -165,10 +166,10 @@ def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[
     return found, planning_s
 
 
-def _others(step: StepToPlan, baselines: Sequence[str] | None, console: Console) -> list[Record]:
+def _others(step: StepToPlan, baselines: Sequence[str] | None, console: Console) -> list[BalancerRecord]:
     """Records of the baselines, static first."""
-    names = list(BASELINES) if baselines is None else list(dict.fromkeys(["static", *baselines]))
-    problem = Problem(step.counts_MLGE, step.topology, step.home_LE, step.previous_LE)
+    names = list(BALANCERS) if baselines is None else list(dict.fromkeys(["static", *baselines]))
+    problem = BalancerInput(step.counts_MLGE, step.topology, step.home_LE, step.previous_LE)
     records = []
     if step.by_length_MLGE is not None:
         by_length = replace(problem, counts_MLGE=step.by_length_MLGE)

@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.balance import load_plan
-from foreroute.balance.costs import CostModel
-from foreroute.balance.counts import check_counts, packed_counts
-from foreroute.balance.counts_file import load_counts
-from foreroute.balance.packing import Packing, pack_sequences
-from foreroute.balance.topology import Topology
-from foreroute.balance.topology_file import load_cluster
+from foreroute.costs.cluster_file import load_cluster
+from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, CountsError, InputError, PlanError
+from foreroute.plan import load_plan
+from foreroute.plan.counts import Packing, check_counts, load_counts, packed_counts
+from foreroute.plan.topology import Topology
+from foreroute.planner.packing import pack_sequences
 from foreroute.trace import RoutedLayer, RoutingTrace, count_assignments, load
 
 DEFAULT_BUDGET = 16_384
@@ -29,7 +28,7 @@ class PlanInputs:
     """Paths and settings as the user gave them; None or empty where not given.
 
     Attributes:
-        topology: a TOML file, see `foreroute.balance.topology_file`.
+        topology: a TOML file, see `foreroute.costs.cluster_file`.
         traces: of one step. Either these or `counts`.
         counts: an .npz file.
         previous_plan: the plan of the step before, whose homes are where the experts are now.

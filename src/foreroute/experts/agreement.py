@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.balance import StepPlan
-from foreroute.balance.digest import counts_digest
 from foreroute.errors import CountsError, PlanError
 from foreroute.experts.batch_rows import BatchRows
 from foreroute.experts.execution import StepOrders
+from foreroute.plan import StepPlan
+from foreroute.plan.counts import counts_digest
 from foreroute.transfer.agreement import Votes, agree_on_plan
 
 

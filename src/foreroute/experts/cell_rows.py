@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.balance import Assignment, CellPlan
 from foreroute.errors import PlanError
+from foreroute.plan import CellHosts, CellPlan
 from foreroute.transfer import home_row_E
 
 
@@ -71,7 +71,7 @@ class CellRows:
         Raises:
             PlanError: when replicas are to serve more assignments of an expert than there are.
         """
-        hosts = Assignment.of(cell, counts_GE)
+        hosts = CellHosts.of(cell, counts_GE)
         if (hosts.tokens_HG < 0).any():
             host, source = np.argwhere(hosts.tokens_HG < 0)[0].tolist()
             raise PlanError(
@@ -115,7 +115,7 @@ def _groups(cell: CellPlan) -> NDArray[np.int64]:
     return np.concatenate([home_row_E(cell.home_E), replica_R])
 
 
-def _taken(hosts: Assignment, group_H: NDArray[np.int64], rank: int) -> Blocks:
+def _taken(hosts: CellHosts, group_H: NDArray[np.int64], rank: int) -> Blocks:
     """Each host's share of this rank's assignments, by (target, group)."""
     mine_H = hosts.tokens_HG[:, rank]
     is_replica_H = np.arange(len(mine_H)) > hosts.expert_H.max()

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.balance import CellPlan, StepPlan
 from foreroute.errors import CountsError, ReplayError
 from foreroute.experts.batch_rows import BatchRows
 from foreroute.experts.waiting import answered
+from foreroute.plan import CellPlan, StepPlan
 from foreroute.transfer import Cell, ReplicaWeights
 
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from foreroute.balance import StepPlan
 from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError
 from foreroute.experts.agreement import agree_on_rows, agree_on_step
 from foreroute.experts.batch_rows import BatchRows
@@ -22,6 +21,7 @@ from foreroute.experts.execution import Execution, Executions, StepOrders
 from foreroute.experts.gradients import clip_gradients, sum_gradients
 from foreroute.experts.layer import ExpertLayer
 from foreroute.experts.shards import ExpertShards
+from foreroute.plan import StepPlan
 from foreroute.transfer import ReplicaWeights
 from foreroute.transfer.agreement import Votes
 from foreroute.transfer.direct import DirectWeights

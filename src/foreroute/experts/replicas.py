@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foreroute.balance import CellPlan
 from foreroute.errors import TransferError
 from foreroute.experts.compute import run_experts
+from foreroute.plan import CellPlan
 from foreroute.transfer import Cell, ReplicaWeights, Returning
 
 

@@ -1,6 +1,7 @@
 """How bytes get in and out: only files are opened, none is mapped, and each is written whole or not at all.
 
-No format lives here: what the bytes mean is the business of the room that reads them.
+No format lives here: what the bytes mean is the business of the room that reads them. TOML configurations, which
+several rooms have, are read and checked by `config_file`.
 """
 
 from foreroute.files.reading import (

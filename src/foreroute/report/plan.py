@@ -11,16 +11,16 @@ from foreroute.report.template import write_html
 from foreroute.report.wording import percentage
 
 if TYPE_CHECKING:
-    from foreroute.balance.compare import Record
-    from foreroute.balance.step_plan import StepPlan
-    from foreroute.balance.survey import Survey
+    from foreroute.costs.figures import StepSummary
+    from foreroute.plan.step_plan import StepPlan
+    from foreroute.planner.compare import BalancerRecord
     from foreroute.trace import RoutedLayer
 
 
 def write_plan_page(
     plan: StepPlan,
-    survey: Survey,
-    records: Sequence[Record],
+    survey: StepSummary,
+    records: Sequence[BalancerRecord],
     facts: Mapping[str, str],
     target: Path,
     *,
@@ -44,8 +44,8 @@ def write_plan_page(
 
 def _values(
     plan: StepPlan,
-    survey: Survey,
-    records: Sequence[Record],
+    survey: StepSummary,
+    records: Sequence[BalancerRecord],
     facts: Mapping[str, str],
     layers: Sequence[RoutedLayer],
 ) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _values(
     }
 
 
-def _tiles(survey: Survey, records: Sequence[Record]) -> list[tuple[str, str, str]]:
+def _tiles(survey: StepSummary, records: Sequence[BalancerRecord]) -> list[tuple[str, str, str]]:
     """Name, value under the plan, and what it is to be seen against."""
     before, after = survey.before, survey.after
     mean_before, mean_after = (over_mean(float(side.imbalance_ML.mean())) for side in (before, after))

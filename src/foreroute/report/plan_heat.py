@@ -15,14 +15,14 @@ from foreroute.report.canvas import Caption, Plot, layer_label, number_layers, p
 from foreroute.report.plan_rows import over_mean
 
 if TYPE_CHECKING:
-    from foreroute.balance.survey import Survey
+    from foreroute.costs.figures import StepSummary
     from foreroute.trace import RoutedLayer
 
 HEAT_INCHES = (5.0, 4.2)
 TITLES = ("without balancing", "under the plan")
 
 
-def ranks(survey: Survey, layers: Sequence[RoutedLayer]) -> Plot:
+def ranks(survey: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
     """Load of every rank in every micro-step, in the layer that is the most uneven."""
     layer = survey.most_uneven_layer
     named = str(layers[layer]) if layers else f"routed layer {layer}, counted from 0"
@@ -38,7 +38,7 @@ def ranks(survey: Survey, layers: Sequence[RoutedLayer]) -> Plot:
     return _panels(caption, sides, least=0.0)
 
 
-def cells(survey: Survey, layers: Sequence[RoutedLayer]) -> Plot:
+def cells(survey: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
     """The slowest rank of every cell."""
     caption = Caption(
         title="The slowest rank of every cell",

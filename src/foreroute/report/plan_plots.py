@@ -24,9 +24,9 @@ from foreroute.report.canvas import (
 from foreroute.report.plan_rows import over_mean, step_seconds, step_time
 
 if TYPE_CHECKING:
-    from foreroute.balance.compare import Record
-    from foreroute.balance.step_plan import StepPlan
-    from foreroute.balance.survey import Survey
+    from foreroute.costs.figures import StepSummary
+    from foreroute.plan.step_plan import StepPlan
+    from foreroute.planner.compare import BalancerRecord
     from foreroute.trace import RoutedLayer
 
 BEFORE, AFTER, STEP = COLOURS[1], COLOURS[0], COLOURS[6]
@@ -34,7 +34,7 @@ MICRO_STEP = "micro-step"
 BAR_INCHES = 0.27
 
 
-def stability(survey: Survey, layers: Sequence[RoutedLayer]) -> Plot:
+def stability(survey: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
     """How far micro-steps are from their step, and the step from the one before."""
     fluctuation_ML, drift_L = survey.fluctuation_ML, survey.drift_L
     caption = Caption(
@@ -67,7 +67,7 @@ def stability(survey: Survey, layers: Sequence[RoutedLayer]) -> Plot:
     return panel(caption, draw, alt, keys)
 
 
-def by_layer(survey: Survey, layers: Sequence[RoutedLayer]) -> Plot:
+def by_layer(survey: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
     """What a balancer sees that plans once for the step, and what the micro-steps are like."""
     caption = Caption(
         title="The step hides its micro-steps",
@@ -93,7 +93,7 @@ def by_layer(survey: Survey, layers: Sequence[RoutedLayer]) -> Plot:
     return panel(caption, draw, f"{caption.title}. {spans}.", [Key(name, colour) for name, colour, _ in lines])
 
 
-def gap_to_bound(survey: Survey) -> Plot:
+def gap_to_bound(survey: StepSummary) -> Plot:
     """All cells, from the best to the worst."""
     bound_ML = survey.bound_ML
     before_C, after_C = (np.sort((side.imbalance_ML / bound_ML).ravel()) - 1 for side in (survey.before, survey.after))
@@ -122,7 +122,7 @@ def gap_to_bound(survey: Survey) -> Plot:
     return panel(caption, draw, alt, [Key("without balancing", BEFORE), Key("under the plan", AFTER)])
 
 
-def replicas(plan: StepPlan, survey: Survey) -> Plot:
+def replicas(plan: StepPlan, survey: StepSummary) -> Plot:
     """What is held and what is fetched, over the micro-steps."""
     fetched_M, all_M = survey.fetched_ML.mean(axis=1), plan.num_replicas_ML.mean(axis=1)
     caption = Caption(
@@ -146,7 +146,7 @@ def replicas(plan: StepPlan, survey: Survey) -> Plot:
     return panel(caption, draw, alt, [Key("fetched", COLOURS[0]), Key("held", COLOURS[5])])
 
 
-def crossing(survey: Survey) -> Plot:
+def crossing(survey: StepSummary) -> Plot:
     """Traffic between nodes, over the micro-steps."""
     caption = Caption(
         title="Traffic between nodes",
@@ -172,9 +172,9 @@ def crossing(survey: Survey) -> Plot:
     return panel(caption, draw, alt, [Key("without balancing", BEFORE), Key("under the plan", AFTER)])
 
 
-def parts(survey: Survey) -> Plot:
+def parts(survey: StepSummary) -> Plot:
     """Where the modelled time goes."""
-    from foreroute.balance.survey import PARTS, STAGES
+    from foreroute.costs.figures import PART_NAMES, STAGE_NAMES
 
     caption = Caption(
         title="Where the time goes (modelled)",
@@ -186,13 +186,13 @@ def parts(survey: Survey) -> Plot:
     sides = (("without", survey.before), ("plan", survey.after))
     bars = [
         (f"{stage}, {name}", side.parts_MLSP.sum(axis=(0, 1))[s])
-        for s, stage in enumerate(STAGES)
+        for s, stage in enumerate(STAGE_NAMES)
         for name, side in sides
     ]
 
     def draw(axes: Any) -> None:
         left_B = np.zeros(len(bars))
-        for p in range(len(PARTS)):
+        for p in range(len(PART_NAMES)):
             width_B = np.array([seconds_P[p] for _, seconds_P in bars])
             axes.barh(np.arange(len(bars)), width_B, left=left_B, color=COLOURS[p], height=0.65)
             left_B += width_B
@@ -200,10 +200,10 @@ def parts(survey: Survey) -> Plot:
         top_down(axes)
 
     alt = f"{caption.title}. " + ", ".join(f"{name} {step_time(float(v.sum()))}" for name, v in bars) + "."
-    return panel(caption, draw, alt, [Key(name, COLOURS[p]) for p, name in enumerate(PARTS)])
+    return panel(caption, draw, alt, [Key(name, COLOURS[p]) for p, name in enumerate(PART_NAMES)])
 
 
-def by_method(records: Sequence[Record], survey: Survey) -> Plot:
+def by_method(records: Sequence[BalancerRecord], survey: StepSummary) -> Plot:
     """Modelled time of all methods; the last record is ours."""
     caption = Caption(
         title="Time of the step by method (modelled)",

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from foreroute.report.wording import GAP, duration, percentage
 
 if TYPE_CHECKING:  # they load compiled code
-    from foreroute.balance.compare import Record
-    from foreroute.balance.step_plan import StepPlan
-    from foreroute.balance.survey import Survey
+    from foreroute.costs.figures import StepSummary
+    from foreroute.plan.step_plan import StepPlan
+    from foreroute.planner.compare import BalancerRecord
 
 UNBALANCED = ("static", "by_length")
 """Names of the records that serve every expert at its home."""
@@ -49,7 +49,7 @@ class MethodRow:
     ours: bool = False
 
 
-def method_rows(records: Sequence[Record], survey: Survey) -> list[MethodRow]:
+def method_rows(records: Sequence[BalancerRecord], survey: StepSummary) -> list[MethodRow]:
     """One row per record, the last of which is ours, and one for what no plan can beat."""
     static_s = survey.before.seconds
     rows = [
@@ -75,7 +75,7 @@ def method_rows(records: Sequence[Record], survey: Survey) -> list[MethodRow]:
     return [*rows, last]
 
 
-def plan_summary(plan: StepPlan, survey: Survey) -> list[str]:
+def plan_summary(plan: StepPlan, survey: StepSummary) -> list[str]:
     """What the step is like and what the plan does, in sentences."""
     before, after = survey.before, survey.after
     cells = survey.fetched_ML.size
@@ -95,7 +95,7 @@ def plan_summary(plan: StepPlan, survey: Survey) -> list[str]:
     ]
 
 
-def strongest_rival(records: Sequence[Record]) -> Record | None:
+def strongest_rival(records: Sequence[BalancerRecord]) -> BalancerRecord | None:
     """Of all methods but static and the plan at hand, which is the last record, the one with the fastest step."""
     others = [record for record in records[:-1] if record.name not in UNBALANCED]
     return min(others, key=lambda record: record.seconds, default=None)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.balance.costs import CostModel
-from foreroute.balance.topology import Topology
+from foreroute.costs.model import CostModel
+from foreroute.plan.topology import Topology
 from foreroute.simulate.config import ClusterConfig
 
 STATE_BYTES = 12

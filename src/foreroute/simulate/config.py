@@ -22,9 +22,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from foreroute.balance.config_file import MOST_SECONDS, Count, Natural, Ranks, Section, Slots, Tokens
-from foreroute.balance.topology_file import Cluster, parse_cluster
-from foreroute.balance.workload import WORKLOADS
+from foreroute.costs.cluster_file import Cluster, parse_cluster
+from foreroute.files.config_file import MOST_SECONDS, Count, Natural, Ranks, Section, Slots, Tokens
+from foreroute.planner.workload import WORKLOADS
 from foreroute.simulate.methods import METHODS, check_methods
 
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
@@ -69,7 +69,7 @@ class WorkloadConfig(Section):
     """Which tokens are routed where: drawn, or counts of your own."""
 
     preset: str | None = None
-    """Of `balance.workload.WORKLOADS`, for its unevenness; by default that for `expert_parallel` ranks, or the next."""
+    """Of `planner.workload.WORKLOADS`, for its unevenness; by default that for `expert_parallel` ranks, or the next."""
     counts: str | None = None
     """An .npz file with integers `counts` [M, L, G, E] instead, the same for all groups."""
     previous_counts: str | None = None

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.balance.costs import STAGES
+from foreroute.costs.model import STAGES
 from foreroute.simulate.residence import Visit
 from foreroute.simulate.work import Compute, Transfers
 

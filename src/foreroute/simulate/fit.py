@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.balance.costs import CostModel, Hardware
+from foreroute.costs.model import CostModel, Hardware
 from foreroute.errors import ConfigError
 from foreroute.simulate.config import SimulateConfig
 from foreroute.simulate.group import Group

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.balance.costs import BACKWARD, FORWARD, CostModel
-from foreroute.balance.options import SlotUse
-from foreroute.balance.topology import Topology
+from foreroute.costs.model import BACKWARD, FORWARD, CostModel
+from foreroute.plan.options import SlotUse
+from foreroute.plan.topology import Topology
 from foreroute.simulate.config import SimulateConfig
 from foreroute.simulate.engine import Floats, Rules, Run, run
 from foreroute.simulate.methods import Served
@@ -84,7 +84,7 @@ class Group:
         """The same at the least cost that any plan could have.
 
         The experts' whole work in one piece, spread evenly over all ranks; all-to-alls that take their latency alone;
-        free transfers. It is `balance.time_bound.least_seconds`, cell by cell.
+        free transfers. It is `costs.figures.least_seconds`, cell by cell.
         """
         loads_MLE = step.problem.counts_MLGE.sum(axis=2, dtype=np.int64)
         layers = np.arange(self.compute.leg_ML.shape[1]) % loads_MLE.shape[1]

@@ -18,14 +18,13 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from foreroute.balance import load_counts, load_plan, verify
-from foreroute.balance.assignment import Assignment
-from foreroute.balance.baselines import Problem
-from foreroute.balance.counts import check_counts
-from foreroute.balance.step_plan import StepPlan
-from foreroute.balance.topology import Topology
 from foreroute.errors import ConfigError, InputError
 from foreroute.files import parse_json, read_text
+from foreroute.plan import load_counts, load_plan, verify
+from foreroute.plan.counts import check_counts
+from foreroute.plan.step_plan import CellHosts, StepPlan
+from foreroute.plan.topology import Topology
+from foreroute.planner.balancers import BalancerInput
 from foreroute.simulate.methods import Served, serve_at_home
 from foreroute.simulate.steps import GroupStep
 
@@ -70,7 +69,7 @@ class Measured:
         """
         counts_MLGE = check_counts(counts, num_ranks=topology.num_ranks)
         home_LE = np.tile(topology.contiguous_home_E(counts_MLGE.shape[3]), (counts_MLGE.shape[1], 1))
-        problem = Problem(counts_MLGE, topology, home_LE)
+        problem = BalancerInput(counts_MLGE, topology, home_LE)
         if plan is None:
             served = serve_at_home(problem)
         else:
@@ -130,8 +129,6 @@ def _values(path: Path) -> list[Any]:
 
 
 def _planned(plan: StepPlan, counts_MLGE: Any) -> Served:
-    assignments = [
-        Assignment.of(plan.cell(m, layer), counts_MLGE[m, layer]) for m, layer in np.ndindex(*plan.shape[:2])
-    ]
+    assignments = [CellHosts.of(plan.cell(m, layer), counts_MLGE[m, layer]) for m, layer in np.ndindex(*plan.shape[:2])]
     slots: Any = "shared" if plan.fetched_R.all() else "layer"
     return Served(assignments, plan.home_LE.astype(np.int64), plan.home_moves, slots, 0.0)

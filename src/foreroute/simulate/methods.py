@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.balance.assignment import Assignment
-from foreroute.balance.baselines import BASELINES, Problem
-from foreroute.balance.compare import priced
-from foreroute.balance.costs import CostModel
-from foreroute.balance.options import PlanOptions, SlotUse
-from foreroute.balance.planner import plan
+from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
+from foreroute.plan.options import PlanOptions, SlotUse
+from foreroute.plan.step_plan import CellHosts
+from foreroute.planner.balancers import BALANCERS, BalancerInput
+from foreroute.planner.compare import priced
+from foreroute.planner.plan_step import plan
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ OURS = {
 }
 """Plans of ours, by short name. Options not named are defaults."""
 
-METHODS = (*BASELINES, *OURS)
+METHODS = (*BALANCERS, *OURS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class Served:
         planning_s: processor time of planning, one thread; so other work on this machine does not count.
     """
 
-    assignments: list[Assignment]
+    assignments: list[CellHosts]
     home_LE: NDArray[np.int64]
     home_moves: NDArray[np.int64]
     slots: SlotUse
@@ -67,7 +67,7 @@ class Served:
 
 def label_of(method: str) -> str:
     """For tables."""
-    return OURS[method].label if method in OURS else BASELINES[method].label
+    return OURS[method].label if method in OURS else BALANCERS[method].label
 
 
 def check_methods(methods: Sequence[str]) -> None:
@@ -80,7 +80,7 @@ def check_methods(methods: Sequence[str]) -> None:
         raise ConfigError(f"there is no method called {', '.join(unknown)}; expected some of {', '.join(METHODS)}")
 
 
-def serve(method: str, problem: Problem, costs: CostModel) -> Served:
+def serve(method: str, problem: BalancerInput, costs: CostModel) -> Served:
     """Plan a step by one method.
 
     Args:
@@ -96,13 +96,13 @@ def serve(method: str, problem: Problem, costs: CostModel) -> Served:
     return _ours(OURS[method], problem, costs) if method in OURS else _baseline(method, priced(problem, costs))
 
 
-def serve_at_home(problem: Problem) -> Served:
+def serve_at_home(problem: BalancerInput) -> Served:
     """Every expert at its home."""
     none = np.empty((0, 4), np.int64)
-    return Served(list(BASELINES["static"].method(problem)), problem.home_LE.astype(np.int64), none, "layer", 0.0)
+    return Served(list(BALANCERS["static"].method(problem)), problem.home_LE.astype(np.int64), none, "layer", 0.0)
 
 
-def balanced(problem: Problem) -> Served:
+def balanced(problem: BalancerInput) -> Served:
     """Forced balance: every source sends the same to every expert, give or take one; homes serve, nothing moves."""
     num_experts = problem.num_experts
     expert_H, nothing_H = np.arange(num_experts, dtype=np.int32), np.zeros(num_experts, np.bool_)
@@ -113,12 +113,12 @@ def balanced(problem: Problem) -> Served:
         begin_G = np.cumsum(left_G) - left_G
         extra_GE = (np.arange(num_experts) - begin_G[:, None]) % num_experts < left_G[:, None]
         tokens_HG = np.ascontiguousarray((share_G[:, None] + extra_GE).T, np.int64)
-        assignments.append(Assignment(expert_H, problem.home_LE[layer].astype(np.int32), tokens_HG, nothing_H))
+        assignments.append(CellHosts(expert_H, problem.home_LE[layer].astype(np.int32), tokens_HG, nothing_H))
     none = np.empty((0, 4), np.int64)
     return Served(assignments, problem.home_LE.astype(np.int64), none, "layer", 0.0)
 
 
-def _ours(how: Ours, problem: Problem, costs: CostModel) -> Served:
+def _ours(how: Ours, problem: BalancerInput, costs: CostModel) -> Served:
     topology = problem.topology
     if how.redundant_slots is not None:
         topology = replace(topology, redundant_slots=how.redundant_slots)
@@ -129,14 +129,14 @@ def _ours(how: Ours, problem: Problem, costs: CostModel) -> Served:
     planning_s = time.process_time() - before
     num_micro_steps, num_layers = found.shape[:2]
     assignments = [
-        Assignment.of(found.cell(m, layer), problem.counts_MLGE[m, layer])
+        CellHosts.of(found.cell(m, layer), problem.counts_MLGE[m, layer])
         for m, layer in np.ndindex(num_micro_steps, num_layers)
     ]
     return Served(assignments, found.home_LE.astype(np.int64), found.home_moves, how.options.slots, planning_s)
 
 
-def _baseline(name: str, problem: Problem) -> Served:
-    baseline = BASELINES[name]
+def _baseline(name: str, problem: BalancerInput) -> Served:
+    baseline = BALANCERS[name]
     previous = None if problem.previous_LE is None else problem.previous_LE[:1]
     small = replace(problem, counts_MLGE=problem.counts_MLGE[:1, :1], home_LE=problem.home_LE[:1], previous_LE=previous)
     next(baseline.method(small))  # compiles
@@ -151,7 +151,7 @@ def _baseline(name: str, problem: Problem) -> Served:
     return Served(assignments, home_LE, moves.astype(np.int64), baseline.slots, planning_s)
 
 
-def _first_hosts(assignment: Assignment) -> NDArray[np.int64]:
+def _first_hosts(assignment: CellHosts) -> NDArray[np.int64]:
     """int64 [E], the first host of each expert."""
     _, first_E = np.unique(assignment.expert_H, return_index=True)
     ranks_E: NDArray[np.int64] = assignment.rank_H[first_E].astype(np.int64)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from foreroute.balance.config_file import checked, read_toml
 from foreroute.errors import ConfigError
+from foreroute.files.config_file import checked, read_toml
 from foreroute.simulate.config import SimulateConfig, SweepConfig
 from foreroute.simulate.size import MOST_WORK, Size
 from foreroute.simulate.steps import drawn_size

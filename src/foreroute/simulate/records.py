@@ -92,7 +92,7 @@ class SimulationRecord:
         cells_per_group: M * L.
         forced_balance_s: recompute and update under forced balance: every source sends the same to every expert,
             homes serve, nothing moves. Attention is as it is. Not a lower bound: it has more traffic than plans need.
-        bound_s: no plan takes less for these; see `balance.time_bound`.
+        bound_s: no plan takes less for these; see `costs.figures.least_seconds`.
         publish_s: filling every node's host memory for the "host" path, once per step beside the rollout; in no sum.
         rollout_s: as configured.
         methods: in the order of the configuration.

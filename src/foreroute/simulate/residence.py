@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.balance.assignment import Assignment
-from foreroute.balance.options import SlotUse
+from foreroute.plan.options import SlotUse
+from foreroute.plan.step_plan import CellHosts
 
 Ints = NDArray[np.int64]
 
@@ -31,7 +31,7 @@ class Hosts:
         num_ranks: G.
         home_LE: int64 [L, E], where gradients go. A rank always has the weights of its homes.
         offsets: int64 [M * L + 1].
-        expert_H, rank_H, fetched_H: of all cells, as in `Assignment`.
+        expert_H, rank_H, fetched_H: of all cells, as in `CellHosts`.
         slots: whose the slots are. Those of a layer keep what they hold.
     """
 
@@ -46,7 +46,7 @@ class Hosts:
 
     @classmethod
     def of(
-        cls, assignments: Sequence[Assignment], shape: tuple[int, int], home_LE: NDArray[np.integer], slots: SlotUse
+        cls, assignments: Sequence[CellHosts], shape: tuple[int, int], home_LE: NDArray[np.integer], slots: SlotUse
     ) -> Hosts:
         """From the assignments of all cells, in the order of execution."""
         sizes = [len(one.expert_H) for one in assignments]

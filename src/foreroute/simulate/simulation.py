@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from foreroute.balance.costs import CostModel
-from foreroute.balance.topology import Topology
+from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
+from foreroute.plan.topology import Topology
 from foreroute.simulate.closing import move_seconds, optimizer_seconds, publish_seconds, reduction_seconds
 from foreroute.simulate.config import SimulateConfig
 from foreroute.simulate.engine import PARTS, Floats, Run
@@ -56,10 +56,10 @@ def simulate(config: SimulateConfig, *, on_progress: OnProgress | None = None) -
 
 
 def _is_possible(name: str, step: GroupStep) -> bool:
-    from foreroute.balance.baselines import BASELINES
+    from foreroute.planner.balancers import BALANCERS
 
     known_before = step.problem.previous_LE is not None
-    return known_before or name not in BASELINES or BASELINES[name].knows != "previous step"
+    return known_before or name not in BALANCERS or BALANCERS[name].knows != "previous step"
 
 
 @dataclass

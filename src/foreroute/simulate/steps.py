@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.balance.baselines import Problem
-from foreroute.balance.costs import ModelShape
-from foreroute.balance.counts import check_counts
-from foreroute.balance.counts_file import load_counts
-from foreroute.balance.topology import Topology
-from foreroute.balance.workload import WORKLOADS, Step, Workload
+from foreroute.costs.model import ModelShape
 from foreroute.errors import ConfigError, CountsError
+from foreroute.plan.counts import check_counts, load_counts
+from foreroute.plan.topology import Topology
+from foreroute.planner.balancers import BalancerInput
+from foreroute.planner.workload import WORKLOADS, DrawnStep, Workload
 from foreroute.simulate.config import SimulateConfig, WorkloadConfig
 from foreroute.simulate.size import Size
 
@@ -29,7 +28,7 @@ class GroupStep:
         squares_MG: int64 [M, G], sums of squared lengths of sequences, or None where lengths are not known.
     """
 
-    problem: Problem
+    problem: BalancerInput
     squares_MG: NDArray[np.int64] | None
 
 
@@ -52,7 +51,7 @@ def group_steps(config: SimulateConfig, topology: Topology, model: ModelShape) -
     home_LE = np.tile(topology.contiguous_home_E(model.num_experts), (workload.num_layers, 1))
     for group in range(groups):
         part = slice(group * load.micro_steps, (group + 1) * load.micro_steps)
-        problem = Problem(counts[part], topology, home_LE, previous_LE)
+        problem = BalancerInput(counts[part], topology, home_LE, previous_LE)
         yield GroupStep(problem, squares_MG[part])
 
 
@@ -95,7 +94,7 @@ def evenly(workload: Workload, tokens: int) -> Workload:
     )
 
 
-def squares_of(step: Step) -> NDArray[np.int64]:
+def squares_of(step: DrawnStep) -> NDArray[np.int64]:
     """int64 [M, G], sums of squared lengths of the sequences on each rank."""
     load = step.workload
     squares_MG = np.zeros((load.num_micro_steps, load.num_ranks), np.int64)
@@ -150,4 +149,4 @@ def _read(config: SimulateConfig, topology: Topology, model: ModelShape) -> Grou
             )
         previous_LE = before.sum(axis=(0, 2), dtype=np.int64)
     home_LE = np.tile(topology.contiguous_home_E(experts), (layers, 1))
-    return GroupStep(Problem(counts, topology, home_LE, previous_LE), None)
+    return GroupStep(BalancerInput(counts, topology, home_LE, previous_LE), None)

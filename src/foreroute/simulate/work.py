@@ -15,10 +15,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.balance import pricing
-from foreroute.balance.assignment import Assignment
-from foreroute.balance.costs import BACKWARD, FORWARD, CostModel, Prices
-from foreroute.balance.topology import Topology
+from foreroute.costs import pricing
+from foreroute.costs.model import BACKWARD, FORWARD, CostModel, Prices
+from foreroute.plan.step_plan import CellHosts
+from foreroute.plan.topology import Topology
 from foreroute.simulate.residence import Hosts, Visit, fetched_hosts, turns_back
 
 Floats = NDArray[np.float64]
@@ -62,7 +62,7 @@ class Transfers:
 
 
 def compute_of(
-    assignments: Sequence[Assignment],
+    assignments: Sequence[CellHosts],
     shape: tuple[int, int],
     squares_MG: NDArray[np.integer] | None,
     topology: Topology,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.balance import StepPlan
+from foreroute.plan import StepPlan
 from foreroute.train.ranks import Ranks
 from foreroute.transfer.records import TransferRecord
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from foreroute.balance import contiguous_imbalance
 from foreroute.capture import Generation
 from foreroute.mismatch import (
     RoutingMismatch,
@@ -17,6 +16,7 @@ from foreroute.mismatch import (
     token_mismatch,
 )
 from foreroute.mismatch.margins import LOG10_EDGES
+from foreroute.plan import contiguous_imbalance
 from foreroute.trace import concatenate, count_assignments
 from foreroute.train.recompute import Recomputed
 from foreroute.train.rollout import Experience, Sampled

@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute import balance
+from foreroute import planner
 from foreroute.adapters.hf import RoutedModel, distribute
-from foreroute.balance import Links, PlanOptions, StepPlan, Topology
 from foreroute.experts import BatchRows
+from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.trace import RoutingTrace, count_assignments
 from foreroute.train.config import ParallelConfig, TrainConfig
 from foreroute.train.forward import pad
@@ -194,4 +194,4 @@ def _plan(
     counts_MLGE: NDArray[np.int32], topology: Topology, options: PlanOptions, home_LE: NDArray[np.int16]
 ) -> tuple[StepPlan, float]:
     begun = time.monotonic()
-    return balance.plan(counts_MLGE, topology, options, home_LE=home_LE), time.monotonic() - begun
+    return planner.plan(counts_MLGE, topology, options, home_LE=home_LE), time.monotonic() - begun

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from foreroute.balance import StepPlan, Topology
 from foreroute.errors import PlanError, TransferError
+from foreroute.plan import StepPlan, Topology
 from foreroute.transfer.exchange import lost
 from foreroute.transfer.groups import own_group
 from foreroute.transfer.records import TransferOptions

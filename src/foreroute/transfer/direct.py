@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from foreroute.balance import CellPlan, StepPlan
 from foreroute.errors import TransferError
+from foreroute.plan import CellPlan, StepPlan
 from foreroute.transfer.agreement import require_ranks
 from foreroute.transfer.cell import Cell
 from foreroute.transfer.exchange import PeerGroup, carry

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from foreroute.balance import CellPlan, StepPlan, Topology
 from foreroute.errors import PlanError, TransferError
+from foreroute.plan import CellPlan, StepPlan, Topology
 from foreroute.transfer.agreement import Votes, agree_on_engine, agree_on_plan
 from foreroute.transfer.burst import Burst, Channels
 from foreroute.transfer.cell import Cell

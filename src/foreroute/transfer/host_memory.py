@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreroute.balance import Topology
 from foreroute.errors import TransferError
+from foreroute.plan import Topology
 from foreroute.transfer.agreement import Votes
 from foreroute.transfer.checksums import row_checksums
 from foreroute.transfer.shared_file import DIRECTORY, NamedFile, create, remove_stale

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.balance import CellPlan, StepPlan
 from foreroute.errors import PlanError
+from foreroute.plan import CellPlan, StepPlan
 
 EMPTY = -1
 """In a table of slots: the slot holds no expert."""

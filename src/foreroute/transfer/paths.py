@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.balance import Topology
+from foreroute.plan import Topology
 from foreroute.transfer.moves import Moves
 
 Paths = Literal["auto", "host", "direct"]

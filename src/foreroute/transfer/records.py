@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from foreroute.balance.options import SlotUse
 from foreroute.errors import ConfigError
+from foreroute.plan.options import SlotUse
 from foreroute.transfer.cell import Cell
 from foreroute.transfer.paths import Paths
 from foreroute.transfer.shared_file import DIRECTORY

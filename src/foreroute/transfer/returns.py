@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.balance import CellPlan
 from foreroute.errors import TransferError
+from foreroute.plan import CellPlan
 from foreroute.transfer.agreement import Votes
 from foreroute.transfer.checksums import CHECKSUMS, damaged, with_checksums
 from foreroute.transfer.exchange import ATTEMPTS, PeerGroup, carry

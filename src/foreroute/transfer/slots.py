@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreroute.balance import CellPlan, Topology
-from foreroute.balance.options import SlotUse
+from foreroute.plan import CellPlan, Topology
+from foreroute.plan.options import SlotUse
 from foreroute.transfer.burst import Burst
 from foreroute.transfer.cell import Cell
 from foreroute.transfer.moves import EMPTY, Moves, held_after

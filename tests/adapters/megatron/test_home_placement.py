@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from foreroute.balance import Links, PlanOptions, Topology, plan
+from foreroute.plan import Links, PlanOptions, Topology
+from foreroute.planner import plan
 from forked_ranks import run
 from grid import Cell
 from shapes import BIASED, with_settings

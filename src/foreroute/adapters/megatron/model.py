@@ -21,9 +21,9 @@ from foreroute.adapters.megatron.ranks import Share
 from foreroute.adapters.megatron.recording import Groups, Recording
 from foreroute.adapters.megatron.schedule import ReplayingStep, Routes, RoutesOf, StepListener, routes_in
 from foreroute.adapters.megatron.session import Policy, ReplaySession, Telemetry
-from foreroute.balance import StepPlan
 from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError, ReplayError
 from foreroute.layout import Layout
+from foreroute.plan import StepPlan
 from foreroute.replay import (
     Counts,
     MissingRows,

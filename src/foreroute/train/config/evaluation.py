@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from foreroute.balance.config_file import MOST, Count, Natural, Section
+from foreroute.files.config_file import MOST, Count, Natural, Section
 from foreroute.train.config.idle import refuse_idle
 from foreroute.train.config.rollout import LEAST_TEMPERATURE, MOST_TEMPERATURE
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from foreroute.balance.config_file import Section
+from foreroute.files.config_file import Section
 
 
 def refuse_idle(section: Section, names: Iterable[str], why: str) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from foreroute.balance.config_file import Section
+from foreroute.files.config_file import Section
 from foreroute.train.config.idle import refuse_idle
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from foreroute.balance.config_file import Count, Natural, NotNegative, Positive, Section
+from foreroute.files.config_file import Count, Natural, NotNegative, Positive, Section
 from foreroute.train.config.idle import refuse_idle
 
 

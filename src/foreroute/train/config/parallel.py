@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from foreroute.balance.config_file import MOST_SECONDS, Natural, Ranks, Section, Slots, Timeout
+from foreroute.files.config_file import MOST_SECONDS, Natural, Ranks, Section, Slots, Timeout
 from foreroute.train.config.idle import refuse_idle
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from foreroute.balance.config_file import Count, Natural, NotNegative, Positive, Section, Tokens
+from foreroute.files.config_file import Count, Natural, NotNegative, Positive, Section, Tokens
 from foreroute.train.objective.advantages import Advantage
 from foreroute.train.objective.corrections import Correction, Rejection
 from foreroute.train.objective.means import Mean

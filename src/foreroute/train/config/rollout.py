@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from foreroute.balance.config_file import MOST, Count, Section, Timeout, Tokens
+from foreroute.files.config_file import MOST, Count, Section, Timeout, Tokens
 from foreroute.train.config.idle import refuse_idle
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3

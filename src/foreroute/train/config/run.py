@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from foreroute.balance.config_file import Count, Section, Threads, checked, read_toml
+from foreroute.files.config_file import Count, Section, Threads, checked, read_toml
 from foreroute.train.config.alarms import AlarmsConfig
 from foreroute.train.config.evaluation import EvaluationConfig
 from foreroute.train.config.logging import LoggingConfig

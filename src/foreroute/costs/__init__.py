@@ -1,0 +1,6 @@
+"""What a step takes: the one cost model of planner, balancers and simulator, with presets. No torch."""
+
+from foreroute.costs.model import CostModel
+from foreroute.costs.presets import hardware_preset, model_preset
+
+__all__ = ["CostModel", "hardware_preset", "model_preset"]

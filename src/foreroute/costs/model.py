@@ -1,0 +1,322 @@
+"""Seconds of an expert-parallel MoE layer: the one cost model of planner, baselines and simulator.
+
+A cell is attention | dispatch | experts | combine, each a barrier for all ranks, and nothing of it overlaps. One pass
+over a cell costs
+
+    max_g attention_g  +  2 * all-to-all  +  max_g experts_g  +  fixed
+
+and beside it weights and gradients move, which costs only what does not fit into the time that passes take anyway.
+Every formula is a function of arrays below; parameters are measured or presumed (`presets.py`) and stand in two
+places: what the model is (`ModelShape`), what the machine does (`Hardware`).
+
+Not modelled: overlap of communication with compute, jitter, launch gaps, congestion, interference of copies with
+kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.errors import ConfigError
+from foreroute.plan.topology import Links, Topology
+
+MOST_OF_MODEL = {
+    "num_layers": 1024,
+    "num_experts": 32_768,  # plans name them in int16
+    "top_k": 32_768,
+    "hidden": 1 << 20,
+    "intermediate": 1 << 20,
+    "dense_parameters": 1 << 40,
+    "attention_width": 1 << 20,
+    "vocabulary": 1 << 24,
+}
+MOST_OF_HARDWARE = {"ranks_per_node": 32_767, "tile_rows": 1_000_000, "layer_s": 3600.0}
+MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE = 1e24, 64, 1 << 24
+"""Of FLOPs or bytes in a second, bytes of an element, tokens of a sequence. Like all bounds here: ten times what anyone
+has or more, and such that no product of them overflows."""
+
+Dispatcher = Literal["copies", "dedup"]
+FetchPath = Literal["host", "direct"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What one routed layer of a model computes and moves.
+
+    Attributes:
+        num_layers: routed layers.
+        num_experts: routed experts of a layer.
+        top_k: experts per token.
+        hidden: width of the residual stream.
+        intermediate: width inside one expert, which has three matrices of hidden x intermediate.
+        dense_parameters: of the matrices that every token of a layer passes beside the routed experts: attention
+            projections and shared experts.
+        attention_width: query heads times the mean of query and value width, for the attention core.
+        vocabulary: columns of the output head.
+        weight_bytes: of one parameter as it is moved and read.
+        gradient_bytes: of one parameter's gradient as it is returned.
+        activation_bytes: of one element of a dispatched or combined row.
+    """
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    dense_parameters: int
+    attention_width: int
+    vocabulary: int
+    weight_bytes: float = 2.0
+    gradient_bytes: float = 4.0
+    activation_bytes: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            _require_within(name, value, MOST_OF_MODEL.get(name, MOST_ELEMENT_BYTES))
+        if self.top_k > self.num_experts:
+            raise ConfigError(f"top_k is {self.top_k}; a layer of {self.num_experts} experts has no more to pick")
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert."""
+        return 3 * self.hidden * self.intermediate
+
+    @property
+    def expert_bytes(self) -> float:
+        """Weights of one expert."""
+        return self.expert_parameters * self.weight_bytes
+
+    @property
+    def row_bytes(self) -> float:
+        """One token's hidden state, as dispatched or combined."""
+        return self.hidden * self.activation_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What one rank and its links reach in practice, not their peaks.
+
+    Attributes:
+        gemm_flops_per_s: grouped matrix products of many rows.
+        attention_flops_per_s: the causal attention core.
+        memory_bytes_per_s: device memory.
+        tile_rows: an expert's rows are padded to a multiple of this.
+        layer_s: fixed seconds of one pass over a layer: norms, router, launches.
+        links: bandwidths of one rank, latencies of an all-to-all.
+        ranks_per_node: ranks joined by the fast link.
+    """
+
+    gemm_flops_per_s: float
+    attention_flops_per_s: float
+    memory_bytes_per_s: float
+    links: Links
+    ranks_per_node: int = 8
+    tile_rows: int = 128
+    layer_s: float = 40e-6
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name.endswith("_per_s"):
+                _require_within(name, value, MOST_RATE, least=1)
+            elif name != "links":
+                _require_within(name, value, MOST_OF_HARDWARE[name])
+
+    def topology(self, num_ranks: int, redundant_slots: int) -> Topology:
+        """G expert-parallel ranks of this hardware. Fewer ranks than fill one node are one node.
+
+        Raises:
+            TopologyError: when the ranks do not fill nodes.
+        """
+        return Topology(num_ranks, min(num_ranks, self.ranks_per_node), redundant_slots, self.links)
+
+
+class PassCost(NamedTuple):
+    """One way through a layer, as multiples of its forward pass. A dispatch and a combine are in each.
+
+    Attributes:
+        gemm: FLOPs of matrix products.
+        weights: bytes of expert weights and their gradients.
+        memory: bytes of permuting, activating and unpermuting rows.
+        attention: FLOPs of the attention core.
+    """
+
+    gemm: float
+    weights: float
+    memory: float
+    attention: float
+
+
+FORWARD = PassCost(1.0, 1.0, 1.0, 1.0)
+# Two products per forward product; weights are read and their float32 gradients read and written; attention is
+# computed anew inside its kernel.
+BACKWARD = PassCost(2.0, 4.0, 1.6, 3.0)
+
+
+class StagePasses(NamedTuple):
+    """A stage of an RL step as the passes that it makes over each cell.
+
+    Attributes:
+        groups: (forward passes, backward passes) of each group, in order. Weights of replicas are fetched once for each
+            group, while the group before it runs.
+    """
+
+    groups: tuple[tuple[int, int], ...]
+
+
+RECOMPUTE = StagePasses(((1, 0),))
+# All layers forward; then backward, where each layer's activations are first computed anew. Replicas return gradients.
+UPDATE = StagePasses(((1, 0), (1, 1)))
+STAGES = (RECOMPUTE, UPDATE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Costs of one model on one kind of hardware. Links are those of the topology, which may differ from a preset's.
+
+    Attributes:
+        model: what is computed.
+        hardware: what computes it.
+        dispatcher: "copies" sends every assignment on its own. "dedup" sends a token once to each node (to the rank of
+            the same place there, which passes it on), and once to each rank.
+        update_path: how replicas are fetched in the update; the recompute fetches from host memory. "host" likewise,
+            "direct" from the home rank, over the links of the all-to-all and while none runs.
+        sequence_tokens: length of sequences for the attention core, where their lengths are not given.
+    """
+
+    model: ModelShape
+    hardware: Hardware
+    dispatcher: Dispatcher = "dedup"
+    update_path: FetchPath = "host"
+    sequence_tokens: float = 4096.0
+
+    def __post_init__(self) -> None:
+        if self.dispatcher not in ("copies", "dedup"):
+            raise ConfigError(f"dispatcher is {self.dispatcher!r}; expected 'copies' or 'dedup'")
+        if self.update_path not in ("host", "direct"):
+            raise ConfigError(f"update_path is {self.update_path!r}; expected 'host' or 'direct'")
+        _require_within("sequence_tokens", self.sequence_tokens, MOST_SEQUENCE)
+
+    def expert_seconds(self, tokens_X: NDArray[np.integer], one: PassCost = FORWARD) -> NDArray[np.float64]:
+        """Seconds of single local experts; those of a rank add up. An expert without tokens costs nothing.
+
+        6 h i FLOPs per row, rows padded to tiles; all weights once through memory; (8 h + 6 i) bytes per row through
+        memory to permute, activate and unpermute it (bf16).
+
+        Args:
+            tokens_X: any shape, assignments that each expert serves on its rank.
+            one: the pass.
+        """
+        seconds: NDArray[np.float64] = expert_seconds(np.asarray(tokens_X), *self._expert_prices(one))
+        return seconds
+
+    def _expert_prices(self, one: PassCost) -> tuple[int, float, float, float]:
+        shape, hardware = self.model, self.hardware
+        return (
+            hardware.tile_rows,
+            one.gemm * 2 * shape.expert_parameters / hardware.gemm_flops_per_s,
+            one.weights * shape.expert_bytes / hardware.memory_bytes_per_s,
+            one.memory * (8 * shape.hidden + 6 * shape.intermediate) / hardware.memory_bytes_per_s,
+        )
+
+    def attention_seconds(
+        self, tokens_X: NDArray[Any], squares_X: NDArray[Any] | None = None, one: PassCost = FORWARD
+    ) -> NDArray[np.float64]:
+        """Seconds of attention and of all that is dense in a layer, on ranks that hold these tokens.
+
+        2 * dense_parameters FLOPs per token, and 2 * attention_width FLOPs per square of a sequence's length (causal).
+
+        Args:
+            tokens_X: tokens of each rank.
+            squares_X: sum of squared lengths of each rank's sequences; by default those of `sequence_tokens`.
+            one: the pass.
+        """
+        tokens_X = np.asarray(tokens_X, np.float64)
+        squares_X = tokens_X * self.sequence_tokens if squares_X is None else np.asarray(squares_X, np.float64)
+        dense_X = one.gemm * 2 * self.model.dense_parameters * tokens_X / self.hardware.gemm_flops_per_s
+        core_X = one.attention * 2 * self.model.attention_width * squares_X / self.hardware.attention_flops_per_s
+        return dense_X + core_X
+
+    def head_seconds(self, tokens_X: NDArray[Any], *, backward: bool = False) -> NDArray[np.float64]:
+        """Seconds of the output head and log-probabilities, once per micro-step: 2 h V FLOPs and 10 V bytes a token."""
+        hardware, vocabulary = self.hardware, self.model.vocabulary
+        flops, size = 2 * self.model.hidden * vocabulary, 10 * vocabulary
+        one = flops / hardware.gemm_flops_per_s + size / hardware.memory_bytes_per_s
+        return np.asarray(tokens_X, np.float64) * one * (3 if backward else 1)
+
+    def prices(self, topology: Topology) -> Prices:
+        """All that the kernels need of model, hardware and links."""
+        links, shape = topology.links, self.model
+        gradient_bytes = shape.expert_parameters * shape.gradient_bytes
+        return Prices(
+            *self._expert_prices(FORWARD),
+            *BACKWARD[:3],
+            node_row_s=shape.row_bytes / links.node_bytes_per_s,
+            cluster_row_s=shape.row_bytes / links.cluster_bytes_per_s,
+            latency_s=links.cluster_latency_s if topology.num_nodes > 1 else links.node_latency_s,
+            host_fetch_s=shape.expert_bytes / links.host_bytes_per_s,
+            node_fetch_s=shape.expert_bytes / links.node_bytes_per_s,
+            cluster_fetch_s=shape.expert_bytes / links.cluster_bytes_per_s,
+            node_gradient_s=gradient_bytes / links.node_bytes_per_s,
+            cluster_gradient_s=gradient_bytes / links.cluster_bytes_per_s,
+            layer_s=self.hardware.layer_s,
+            direct=self.update_path == "direct",
+            dedup=self.dispatcher == "dedup",
+            top_k=shape.top_k,
+            ranks_per_node=topology.ranks_per_node,
+            groups=tuple((s, *group) for s, stage in enumerate(STAGES) for group in stage.groups),
+        )
+
+
+class Prices(NamedTuple):
+    """A cost model on a topology as plain numbers, for compiled code. Seconds, unless said.
+
+    Attributes:
+        tile_rows, row_s, weight_s, pair_s: of `expert_seconds` in the forward pass.
+        backward_gemm, backward_weights, backward_memory: factors of the backward pass.
+        node_row_s, cluster_row_s: one row over the rank's link inside the node, and over its NIC.
+        latency_s: of one all-to-all.
+        host_fetch_s, node_fetch_s, cluster_fetch_s: the weights of one expert, by where they come from.
+        node_gradient_s, cluster_gradient_s: the gradients of one expert, by where they go.
+        layer_s: fixed, one pass.
+        direct, dedup: switches of `CostModel`.
+        top_k: picks per token.
+        ranks_per_node: of the topology.
+        groups: (stage, forward passes, backward passes) of all groups of all stages.
+    """
+
+    tile_rows: int
+    row_s: float
+    weight_s: float
+    pair_s: float
+    backward_gemm: float
+    backward_weights: float
+    backward_memory: float
+    node_row_s: float
+    cluster_row_s: float
+    latency_s: float
+    host_fetch_s: float
+    node_fetch_s: float
+    cluster_fetch_s: float
+    node_gradient_s: float
+    cluster_gradient_s: float
+    layer_s: float
+    direct: bool
+    dedup: bool
+    top_k: int
+    ranks_per_node: int
+    groups: tuple[tuple[int, int, int], ...]
+
+
+def _require_within(name: str, value: float, most: float, *, least: float = 0) -> None:
+    if not (value > 0 and least <= value <= most):
+        span = f"{least:g} to {most:g}" if least else f"more than 0, and {most} at most"
+        raise ConfigError(f"{name} is {value}; expected {span}")
+
+
+def expert_seconds(tokens: Any, tile_rows: int, row_s: float, weight_s: float, pair_s: float) -> Any:
+    """One local expert, as `CostModel.expert_seconds`; of numbers and arrays alike, compiled or not."""
+    return -(-tokens // tile_rows) * tile_rows * row_s + (tokens > 0) * weight_s + tokens * pair_s

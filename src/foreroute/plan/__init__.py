@@ -1,0 +1,24 @@
+"""The plan of a step as data: topology, options, counts, the plan itself, its file and its checker. No torch."""
+
+from foreroute.plan.checker import verify
+from foreroute.plan.counts import Packing, contiguous_imbalance, load_counts, packed_counts
+from foreroute.plan.options import PlanOptions
+from foreroute.plan.plan_file import load_plan, save_plan
+from foreroute.plan.step_plan import CellHosts, CellPlan, StepPlan
+from foreroute.plan.topology import Links, Topology
+
+__all__ = [
+    "CellHosts",
+    "CellPlan",
+    "Links",
+    "Packing",
+    "PlanOptions",
+    "StepPlan",
+    "Topology",
+    "contiguous_imbalance",
+    "load_counts",
+    "load_plan",
+    "packed_counts",
+    "save_plan",
+    "verify",
+]

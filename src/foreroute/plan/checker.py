@@ -1,0 +1,253 @@
+"""Whether a plan is what it says it is: an independent check that shares no code with the planner.
+
+It proves that a plan can be executed as it stands and that its figures are true. Not that it is a good plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.errors import PlanError
+from foreroute.plan.counts import counts_digest
+from foreroute.plan.options import PlanOptions
+from foreroute.plan.step_plan import StepPlan
+from foreroute.trace.checks import ascending
+
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+ARRAYS = {
+    "previous_home_LE": np.int16,
+    "home_LE": np.int16,
+    "offsets": np.int64,
+    "expert_R": np.int16,
+    "rank_R": np.int16,
+    "slot_R": np.int16,
+    "fetched_R": np.bool_,
+    "tokens_RG": np.int32,
+    "max_load_ML": np.int64,
+    "bound_ML": np.float64,
+}
+
+
+def verify(plan: StepPlan, counts_MLGE: NDArray[np.integer], options: PlanOptions | None = None) -> None:
+    """Check every cell of a plan against the counts that it was made for.
+
+    That is: every assignment is served by a host of its expert, and none is lost or made up; every rank is home to
+    E / G experts of each layer; a slot holds one replica per cell, of an expert that the rank does not serve otherwise;
+    `fetched_R` is true to what the slots held; the largest loads are right and no bound is above them.
+
+    Args:
+        plan: of any planner.
+        counts_MLGE: integers [M, L, G, E].
+        options: limits that the plan must also keep: home moves, replicas and the use of slots. When they are left out,
+            a plan that keeps a replica from one micro-step to another is taken to use its slots per layer.
+
+    Raises:
+        PlanError: for the first thing that is wrong, with its cell.
+    """
+    check_structure(plan)
+    shape = (*plan.shape[:2], plan.topology.num_ranks, plan.shape[2])
+    if counts_MLGE.shape != shape or counts_MLGE.dtype.kind not in "iu":
+        raise PlanError(
+            f"counts are {counts_MLGE.dtype} {list(counts_MLGE.shape)}; the plan is for integers {list(shape)}"
+        )
+    found = counts_digest(counts_MLGE)
+    if found != plan.counts_digest:
+        raise PlanError(
+            f"the plan was made for counts with digest {plan.counts_digest}, these have {found}; plan these counts"
+        )
+    if options is not None:
+        _check_options(plan, options)
+    _check_tokens(plan, counts_MLGE)
+
+
+def check_structure(plan: StepPlan) -> None:
+    """Check what can be known without the counts: dtypes, shapes, homes, replicas, slots and fetches.
+
+    Raises:
+        PlanError: for the first thing that is wrong.
+    """
+    _check_arrays(plan)
+    for name in ("previous_home_LE", "home_LE"):
+        _check_homes(name, getattr(plan, name), plan.topology.num_ranks)
+    _check_replicas(plan)
+    _check_fetches(plan)
+    _check_figures(plan)
+
+
+def _check_arrays(plan: StepPlan) -> None:
+    num_micro_steps, num_layers, num_experts = plan.shape
+    num_cells, num_ranks = num_micro_steps * num_layers, plan.topology.num_ranks
+    if num_layers < 1 or num_experts < 1:
+        raise PlanError(f"the plan is of {num_layers} layers with {num_experts} experts; expected one or more")
+    if num_experts % num_ranks:
+        raise PlanError(f"the plan puts {num_experts} experts on {num_ranks} ranks; expected a multiple")
+    offsets = plan.offsets
+    count = len(plan.expert_R)
+    shapes: dict[str, tuple[int, ...]] = {
+        "previous_home_LE": (num_layers, num_experts),
+        "home_LE": (num_layers, num_experts),
+        "offsets": (num_cells + 1,),
+        **dict.fromkeys(("expert_R", "rank_R", "slot_R", "fetched_R"), (count,)),
+        "tokens_RG": (count, num_ranks),
+        "max_load_ML": (num_micro_steps, num_layers),
+        "bound_ML": (num_micro_steps, num_layers),
+    }
+    for name, dtype in ARRAYS.items():
+        array = getattr(plan, name)
+        if array.dtype != dtype or array.shape != shapes[name]:
+            raise PlanError(
+                f"{name} is {array.dtype} {list(array.shape)}; expected {np.dtype(dtype)} {list(shapes[name])}"
+            )
+    if not ascending(offsets, count):
+        raise PlanError(f"offsets must ascend from 0 to the {count} replicas of the plan")
+
+
+def _check_figures(plan: StepPlan) -> None:
+    for what, figure_ML in (("largest load", plan.max_load_ML), ("bound", plan.bound_ML)):
+        wrong_ML = ~(np.isfinite(figure_ML) & (figure_ML >= 0))
+        if wrong_ML.any():
+            m, layer = np.argwhere(wrong_ML)[0].tolist()
+            raise PlanError(f"{_cell_name(m, layer)}: the {what} {figure_ML[m, layer]} is no number of assignments")
+
+
+def _check_homes(name: str, home_LE: NDArray[np.int16], num_ranks: int) -> None:
+    num_experts = home_LE.shape[1]
+    for layer, home_E in enumerate(home_LE):
+        if home_E.min() < 0 or home_E.max() >= num_ranks:
+            raise PlanError(f"layer {layer}: {name} has ranks {home_E.min()} to {home_E.max()} of {num_ranks}")
+        held_G = np.bincount(home_E, minlength=num_ranks)
+        if (held_G * num_ranks != num_experts).any():
+            rank = int(np.argmax(held_G * num_ranks != num_experts))
+            raise PlanError(
+                f"layer {layer}: {name} puts {held_G[rank]} experts on rank {rank}; "
+                f"expected {num_experts} / {num_ranks} on each"
+            )
+
+
+def _check_options(plan: StepPlan, options: PlanOptions) -> None:
+    moves_L = (plan.previous_home_LE != plan.home_LE).sum(axis=1)
+    if options.home_moves is not None and (moves_L > options.home_moves).any():
+        layer = int(np.argmax(moves_L))
+        raise PlanError(f"layer {layer}: {moves_L[layer]} homes move; the budget is {options.home_moves} per layer")
+    if not options.replicas:
+        _refuse(plan, np.ones(len(plan.expert_R), np.bool_), lambda r: f"{_name(plan, r)} in a plan without replicas")
+    if options.slots == "shared":
+        _refuse(plan, ~plan.fetched_R, lambda r: f"{_name(plan, r)} is not fetched, but shared slots keep nothing")
+    else:
+        _refuse_fetches_of_held(plan, _held(plan))
+
+
+def _check_replicas(plan: StepPlan) -> None:
+    num_ranks, slots, num_experts = plan.topology.num_ranks, plan.topology.redundant_slots, plan.shape[2]
+    _check_range(plan, "experts", plan.expert_R, num_experts)
+    _check_range(plan, "ranks", plan.rank_R, num_ranks)
+    _check_range(plan, "slots on a rank", plan.slot_R, slots)
+    cell_R = _cell_of_replica(plan)
+    home_R = plan.home_LE[cell_R % plan.shape[1], plan.expert_R]
+    _refuse(plan, home_R == plan.rank_R, lambda r: f"{_name(plan, r)} is on the expert's home")
+    twice_R = _repeated((cell_R * num_experts + plan.expert_R) * num_ranks + plan.rank_R)
+    _refuse(plan, twice_R, lambda r: f"{_name(plan, r)}: the rank serves that expert twice")
+    twice_R = _repeated((cell_R * num_ranks + plan.rank_R) * slots + plan.slot_R)
+    _refuse(plan, twice_R, lambda r: f"{_name(plan, r)}: the slot holds another replica in the same cell")
+    _refuse(plan, np.any(plan.tokens_RG < 0, axis=1), lambda r: f"{_name(plan, r)} serves fewer than 0 assignments")
+
+
+def _check_range(plan: StepPlan, what: str, value_R: NDArray[np.int16], size: int) -> None:
+    _refuse(plan, (value_R < 0) | (value_R >= size), lambda r: f"{_name(plan, r)}: there are {size} {what}")
+
+
+def _check_fetches(plan: StepPlan) -> None:
+    held_R = _held(plan)
+    _refuse(
+        plan, ~plan.fetched_R & ~held_R, lambda r: f"{_name(plan, r)} is not fetched, but the slot does not hold it"
+    )
+    if not plan.fetched_R.all():
+        _refuse_fetches_of_held(plan, held_R)
+
+
+def _refuse_fetches_of_held(plan: StepPlan, held_R: Bools) -> None:
+    _refuse(plan, plan.fetched_R & held_R, lambda r: f"{_name(plan, r)} is fetched, but the slot holds it already")
+
+
+def _held(plan: StepPlan) -> Bools:
+    """Marks replicas that their slot holds already: a slot of a layer keeps its expert until it gets another."""
+    micro_step_R, layer_R = np.divmod(_cell_of_replica(plan), plan.shape[1])
+    order = np.lexsort((micro_step_R, plan.slot_R, plan.rank_R, layer_R))
+    place_RC = np.stack([layer_R, plan.rank_R, plan.slot_R, plan.expert_R], axis=1)[order]
+    held_R = np.zeros(len(order), np.bool_)
+    held_R[order[1:]] = (place_RC[1:] == place_RC[:-1]).all(axis=1)
+    return held_R
+
+
+def _check_tokens(plan: StepPlan, counts_MLGE: NDArray[np.integer]) -> None:
+    num_micro_steps, num_layers, _ = plan.shape
+    layer_of_all = _cell_of_replica(plan) % num_layers
+    for m in range(num_micro_steps):
+        part = slice(int(plan.offsets[m * num_layers]), int(plan.offsets[(m + 1) * num_layers]))
+        layer_R = layer_of_all[part]
+        rest_LEG = counts_MLGE[m].swapaxes(1, 2).astype(np.int64)
+        rest_LEG -= _sum_by((layer_R, plan.expert_R[part]), plan.tokens_RG[part], rest_LEG.shape)
+        if (rest_LEG < 0).any():
+            layer, expert, source = np.argwhere(rest_LEG < 0)[0].tolist()
+            raise PlanError(
+                f"{_cell_name(m, layer)}: replicas of expert {expert} serve {-rest_LEG[layer, expert, source]} "
+                f"assignments of source rank {source} more than there are"
+            )
+        loads_LG = np.zeros((num_layers, plan.topology.num_ranks), np.int64)
+        np.add.at(loads_LG, (np.arange(num_layers)[:, None], plan.home_LE), rest_LEG.sum(axis=2))
+        np.add.at(loads_LG, (layer_R, plan.rank_R[part]), plan.tokens_RG[part].sum(axis=1, dtype=np.int64))
+        _check_loads(m, plan.max_load_ML[m], plan.bound_ML[m], loads_LG)
+
+
+def _check_loads(m: int, stated_L: Ints, bound_L: NDArray[np.float64], loads_LG: Ints) -> None:
+    for layer, (stated, bound, loads_G) in enumerate(zip(stated_L, bound_L, loads_LG, strict=True)):
+        if stated != loads_G.max():
+            raise PlanError(
+                f"{_cell_name(m, layer)}: rank {loads_G.argmax()} serves {loads_G.max()} assignments, the plan states "
+                f"{stated} as the most of any rank"
+            )
+        if not loads_G.mean() * (1 - 1e-12) <= bound <= stated:
+            raise PlanError(
+                f"{_cell_name(m, layer)}: the bound {bound} is not between the mean {loads_G.mean()} and the largest "
+                f"load {stated}"
+            )
+
+
+def _sum_by(index: tuple[NDArray[np.integer], ...], tokens_RG: NDArray[np.int32], shape: tuple[int, ...]) -> Ints:
+    """int64 `shape`, replicas with the same index added. Flat, because numpy adds at single elements much faster."""
+    num_ranks = shape[-1]
+    row_R = np.ravel_multi_index(index, shape[:-1])
+    total = np.zeros(int(np.prod(shape)), np.int64)
+    np.add.at(total, (row_R[:, None] * num_ranks + np.arange(num_ranks)).reshape(-1), tokens_RG.reshape(-1))
+    return total.reshape(shape)
+
+
+def _cell_of_replica(plan: StepPlan) -> Ints:
+    return np.repeat(np.arange(len(plan.offsets) - 1), np.diff(plan.offsets))
+
+
+def _repeated(keys_R: Ints) -> Bools:
+    """Marks all but the first of equal keys."""
+    repeated = np.ones(len(keys_R), np.bool_)
+    repeated[np.unique(keys_R, return_index=True)[1]] = False
+    return repeated
+
+
+def _refuse(plan: StepPlan, wrong_R: Bools, message: Callable[[int], str]) -> None:
+    """Raise `message` of the first replica that is wrong, if any is."""
+    if wrong_R.any():
+        replica = int(np.argmax(wrong_R))
+        micro_step, layer = divmod(int(np.searchsorted(plan.offsets, replica, side="right")) - 1, plan.shape[1])
+        raise PlanError(f"{_cell_name(micro_step, layer)}: {message(replica)}")
+
+
+def _cell_name(micro_step: int, layer: int) -> str:
+    return f"micro-step {micro_step}, layer {layer}"
+
+
+def _name(plan: StepPlan, replica: int) -> str:
+    return f"the replica of expert {plan.expert_R[replica]} on rank {plan.rank_R[replica]}, slot {plan.slot_R[replica]}"

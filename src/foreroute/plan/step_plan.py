@@ -1,0 +1,181 @@
+"""The plan of one RL step: where every expert is served in every cell, and how many tokens go where.
+
+A *cell* (m, l) is one routed layer in one micro-step; it is a barrier for all ranks. Cells are numbered in the order of
+execution, m * L + l. A *host* is an (expert, rank) pair that serves tokens: the expert's home or a replica. Axis
+letters: M micro-steps, L layers, G ranks, E logical experts, R replicas, H hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.errors import CountsError
+from foreroute.plan.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class CellPlan:
+    """The replicas of one cell.
+
+    Attributes:
+        home_E: int16 [E], the rank that every expert lives on, and is trained on.
+        expert_R: int16 [R], the expert of each replica.
+        rank_R: int16 [R], the rank that it is served on; never the home, and no (expert, rank) pair twice.
+        slot_R: int16 [R], the redundant slot of that rank that holds it, each at most once.
+        fetched_R: bool [R], False where the slot holds the expert since an earlier micro-step of the layer.
+        tokens_RG: int32 [R, G], assignments of source rank g to this expert that this replica serves. The home serves
+            the rest: `counts_GE[g, e]` minus those of the replicas of e.
+    """
+
+    home_E: NDArray[np.int16]
+    expert_R: NDArray[np.int16]
+    rank_R: NDArray[np.int16]
+    slot_R: NDArray[np.int16]
+    fetched_R: NDArray[np.bool_]
+    tokens_RG: NDArray[np.int32]
+
+    def home_tokens_GE(self, counts_GE: NDArray[np.integer]) -> NDArray[np.int64]:
+        """int64 [G, E], assignments of source rank g to expert e that the home rank of e serves."""
+        rest_GE = counts_GE.astype(np.int64)
+        np.subtract.at(rest_GE.T, self.expert_R, self.tokens_RG)
+        return rest_GE
+
+    def loads_G(self, counts_GE: NDArray[np.integer]) -> NDArray[np.int64]:
+        """int64 [G], assignments that each rank serves."""
+        loads_G = np.zeros(len(counts_GE), np.int64)
+        np.add.at(loads_G, self.home_E, self.home_tokens_GE(counts_GE).sum(axis=0))
+        np.add.at(loads_G, self.rank_R, self.tokens_RG.sum(axis=1))
+        return loads_G
+
+
+REPLICA_ARRAYS = ("expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG")
+"""What a plan holds for each replica."""
+
+
+def replicas_of(cells: Sequence[CellPlan]) -> dict[str, Any]:
+    """`REPLICA_ARRAYS` of all these cells, one after the other."""
+    return {name: np.concatenate([getattr(cell, name) for cell in cells]) for name in REPLICA_ARRAYS}
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """Homes, replicas and token splits of a whole step, as flat arrays.
+
+    Attributes:
+        topology: what it was planned for.
+        shape: (M, L, E).
+        previous_home_LE: int16 [L, E], the homes before the step.
+        home_LE: int16 [L, E], the homes during the step; each rank has E / G experts of each layer.
+        offsets: int64 [M * L + 1], cell c owns the replicas `offsets[c]:offsets[c + 1]`.
+        expert_R, rank_R, slot_R, fetched_R, tokens_RG: as in `CellPlan`.
+        max_load_ML: int64 [M, L], assignments of the slowest rank.
+        bound_ML: float64 [M, L], no plan of these homes, slots and splits serves a cell with less on its slowest rank.
+        counts_digest: 128 bit, hexadecimal, of the counts that were planned; the executor compares it.
+    """
+
+    topology: Topology
+    shape: tuple[int, int, int]
+    previous_home_LE: NDArray[np.int16]
+    home_LE: NDArray[np.int16]
+    offsets: NDArray[np.int64]
+    expert_R: NDArray[np.int16]
+    rank_R: NDArray[np.int16]
+    slot_R: NDArray[np.int16]
+    fetched_R: NDArray[np.bool_]
+    tokens_RG: NDArray[np.int32]
+    max_load_ML: NDArray[np.int64]
+    bound_ML: NDArray[np.float64]
+    counts_digest: str
+
+    def cell(self, micro_step: int, layer: int) -> CellPlan:
+        """The plan of one cell, as views."""
+        c = micro_step * self.shape[1] + layer
+        part = slice(int(self.offsets[c]), int(self.offsets[c + 1]))
+        return CellPlan(
+            self.home_LE[layer],
+            self.expert_R[part],
+            self.rank_R[part],
+            self.slot_R[part],
+            self.fetched_R[part],
+            self.tokens_RG[part],
+        )
+
+    def require_counts(self, counts_MLGE: NDArray[np.integer]) -> None:
+        """Refuse counts of another shape than the plan's. `verify` compares their values too.
+
+        Raises:
+            CountsError: when they have another shape.
+        """
+        num_micro_steps, num_layers, num_experts = self.shape
+        expected = (num_micro_steps, num_layers, self.topology.num_ranks, num_experts)
+        if counts_MLGE.shape != expected:
+            raise CountsError(f"counts are {list(counts_MLGE.shape)}; the plan is for {list(expected)}")
+
+    def with_cells(self, cells: Sequence[CellPlan], counts_MLGE: NDArray[np.integer]) -> StepPlan:
+        """The plan with these cells, M * L in execution order, and with their largest loads.
+
+        Bounds and homes stay: they do not depend on replicas.
+        """
+        if not cells:
+            return self
+        num_micro_steps, num_layers, _ = self.shape
+        loads = [cell.loads_G(counts_MLGE[c // num_layers, c % num_layers]).max() for c, cell in enumerate(cells)]
+        return replace(
+            self,
+            offsets=np.concatenate([[0], np.cumsum([len(cell.expert_R) for cell in cells])]).astype(np.int64),
+            max_load_ML=np.array(loads, np.int64).reshape(num_micro_steps, num_layers),
+            **replicas_of(cells),
+        )
+
+    @property
+    def num_replicas_ML(self) -> NDArray[np.int64]:
+        """int64 [M, L]."""
+        return np.diff(self.offsets).reshape(self.shape[:2])
+
+    @property
+    def home_moves(self) -> NDArray[np.int64]:
+        """int64 [moves, 4]: layer, expert, rank before, rank after, of every expert that changes its home."""
+        layer, expert = np.nonzero(self.previous_home_LE != self.home_LE)
+        before, after = self.previous_home_LE[layer, expert], self.home_LE[layer, expert]
+        return np.stack([layer, expert, before, after], axis=1).astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class CellHosts:
+    """All hosts of all experts in one cell, in a form that every method can be put into, ours and other balancers.
+
+    Attributes:
+        expert_H: int32 [H].
+        rank_H: int32 [H].
+        tokens_HG: int64 [H, G], assignments of source rank g to this expert that this host serves. Over the hosts of
+            an expert they add up to the cell's counts.
+        fetched_H: bool [H], the weights must be moved to this rank before the cell.
+    """
+
+    expert_H: NDArray[np.int32]
+    rank_H: NDArray[np.int32]
+    tokens_HG: NDArray[np.int64]
+    fetched_H: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, cell: CellPlan, counts_GE: NDArray[np.integer]) -> CellHosts:
+        """Homes and replicas of a planned cell."""
+        num_experts = len(cell.home_E)
+        return cls(
+            np.concatenate([np.arange(num_experts), cell.expert_R]).astype(np.int32),
+            np.concatenate([cell.home_E, cell.rank_R]).astype(np.int32),
+            np.concatenate([cell.home_tokens_GE(counts_GE).T, cell.tokens_RG]),
+            np.concatenate([np.zeros(num_experts, np.bool_), cell.fetched_R]),
+        )
+
+    @property
+    def loads_G(self) -> NDArray[np.int64]:
+        """int64 [G], assignments that each rank serves."""
+        loads_G = np.zeros(self.tokens_HG.shape[1], np.int64)
+        np.add.at(loads_G, self.rank_H, self.tokens_HG.sum(axis=1))
+        return loads_G

@@ -1,0 +1,7 @@
+"""From counts of assignments to the plan of a step: packing, homes, replicas and token splits. No torch."""
+
+from foreroute.planner.packing import pack_sequences
+from foreroute.planner.plan_step import plan, start
+from foreroute.planner.progress import PlanInProgress
+
+__all__ = ["PlanInProgress", "pack_sequences", "plan", "start"]

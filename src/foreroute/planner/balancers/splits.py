@@ -1,0 +1,188 @@
+"""Integer splits of tokens over given hosts: evenly, or by quotas that level the ranks, with the nearest sources first.
+
+Quotas with the least largest load are the linear program of token splits, solved exactly by flow. A rank above the
+target passes load along the shortest chain of ranks that share experts to one below it. Where no chain is left, the
+ranks Q that can be reached have all hosts of all their experts among themselves, so no split serves them with less than
+their mean: that is the next target. The last Q proves that the result is optimal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.kernels import kernel
+
+
+@kernel
+def even_split(expert_H: Any, copies_H: Any, counts_GE: Any) -> Any:
+    """Every source divides its assignments evenly over the copies of an expert; remainders go round.
+
+    Args:
+        expert_H: int32 [H].
+        copies_H: int32 [H], copies of the expert on this rank.
+        counts_GE: int64 [G, E].
+
+    Returns:
+        tokens_HG: int64 [H, G]. The copies of an expert serve the same, give or take one.
+    """
+    num_ranks, num_experts = counts_GE.shape
+    first_E, host_H = by_key(expert_H, num_experts)
+    tokens_HG = np.zeros((len(expert_H), num_ranks), np.int64)
+    for e in range(num_experts):
+        hosts = host_H[first_E[e] : first_E[e + 1]]
+        copies = 0
+        for h in hosts:
+            copies += copies_H[h]
+        if copies == 0:
+            continue
+        turn = 0
+        for g in range(num_ranks):
+            share = counts_GE[g, e] // copies
+            left = counts_GE[g, e] - share * copies
+            place = copies - turn if turn > 0 else 0  # of the host's first copy, counted from the one whose turn it is
+            for h in hosts:
+                tokens = share * copies_H[h]
+                for _ in range(copies_H[h]):
+                    tokens += place < left
+                    place = place + 1 if place + 1 < copies else 0
+                tokens_HG[h, g] = tokens
+            turn = turn + left if turn + left < copies else turn + left - copies
+    return tokens_HG
+
+
+@kernel
+def split_by_quota(expert_H: Any, rank_H: Any, quota_H: Any, node_G: Any, counts_GE: Any) -> Any:
+    """Fill the quota of every host from its own rank's assignments, then from its node's, then from the rest.
+
+    Args:
+        expert_H: int32 [H].
+        rank_H: int32 [H].
+        quota_H: int64 [H], adding up to the assignments of each expert.
+        node_G: int16 [G].
+        counts_GE: int64 [G, E].
+
+    Returns:
+        tokens_HG: int64 [H, G]. No split with these quotas keeps more on the rank, or in the node.
+    """
+    num_ranks, num_experts = counts_GE.shape
+    first_E, host_H = by_key(expert_H, num_experts)
+    tokens_HG = np.zeros((len(expert_H), num_ranks), np.int64)
+    quota_H = quota_H.copy()
+    rest_G = np.empty(num_ranks, np.int64)
+    for e in range(num_experts):
+        rest_G[:] = counts_GE[:, e]
+        for reach in range(3):
+            for h in host_H[first_E[e] : first_E[e + 1]]:
+                rank = rank_H[h]
+                for g in range(num_ranks):
+                    if quota_H[h] == 0:
+                        break
+                    if rest_G[g] > 0 and (reach == 2 or g == rank or (reach == 1 and node_G[g] == node_G[rank])):
+                        tokens = min(rest_G[g], quota_H[h])
+                        tokens_HG[h, g] += tokens
+                        quota_H[h] -= tokens
+                        rest_G[g] -= tokens
+    return tokens_HG
+
+
+@kernel
+def by_key(key_H: Any, size: int) -> Any:
+    """Hosts in order of an integer key: int64 [size + 1], where those of each key begin, and int64 [H], the hosts."""
+    first = np.zeros(size + 1, np.int64)
+    for key in key_H:
+        first[key + 1] += 1
+    first = np.cumsum(first)
+    place, host_H = first.copy(), np.empty(len(key_H), np.int64)
+    for h in range(len(key_H)):
+        host_H[place[key_H[h]]] = h
+        place[key_H[h]] += 1
+    return first, host_H
+
+
+def loads(rank_H: NDArray[np.int32], tokens_HG: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [G], assignments that each rank serves."""
+    loads_G = np.zeros(tokens_HG.shape[1], np.int64)
+    np.add.at(loads_G, rank_H, tokens_HG.sum(axis=1))
+    return loads_G
+
+
+@kernel
+def level_quotas(expert_H: Any, rank_H: Any, loads_E: Any, num_ranks: int) -> Any:
+    """Quotas of all hosts with the least largest load of a rank.
+
+    Args:
+        expert_H: int32 [H].
+        rank_H: int32 [H]; no pair of expert and rank twice.
+        loads_E: int64 [E]; 0 for an expert without host.
+        num_ranks: G.
+
+    Returns:
+        quota_H: int64 [H], adding up to `loads_E`.
+        target: the largest load, the smallest that integers allow.
+    """
+    hosts_E, of_expert = by_key(expert_H, len(loads_E))
+    hosts_G, of_rank = by_key(rank_H, num_ranks)
+    quota_H = _even(expert_H, loads_E, hosts_E)
+    load_G = np.zeros(num_ranks, np.int64)
+    for h in range(len(rank_H)):
+        load_G[rank_H[h]] += quota_H[h]
+    target = (load_G.sum() + num_ranks - 1) // num_ranks
+    came_from, came_to = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    queue, width_G = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    # Invariant: quota_H adds up to loads_E by expert; `target` is a lower bound of every split over these hosts.
+    while True:
+        start = load_G.argmax()
+        if load_G[start] <= target:
+            return quota_H, target
+        came_from[:] = -1
+        width_G[:] = 0
+        width_G[start] = load_G[start] - target
+        queue[0], head, tail, end = start, 0, 1, -1
+        while head < tail and end < 0:
+            a = queue[head]
+            head += 1
+            for i in range(hosts_G[a], hosts_G[a + 1]):
+                h = of_rank[i]
+                if quota_H[h] == 0:
+                    continue
+                e = expert_H[h]
+                for j in range(hosts_E[e], hosts_E[e + 1]):
+                    b = rank_H[of_expert[j]]
+                    if width_G[b] == 0:
+                        width_G[b] = min(width_G[a], quota_H[h])
+                        came_from[b], came_to[b] = h, of_expert[j]
+                        queue[tail] = b
+                        tail += 1
+                        if load_G[b] < target:
+                            end = b
+                            break
+                if end >= 0:
+                    break
+        if end < 0:
+            total = 0
+            for i in range(tail):
+                total += load_G[queue[i]]
+            target = (total + tail - 1) // tail
+            continue
+        amount = min(width_G[end], target - load_G[end])
+        load_G[start] -= amount
+        load_G[end] += amount
+        while end != start:
+            quota_H[came_from[end]] -= amount
+            quota_H[came_to[end]] += amount
+            end = rank_H[came_from[end]]
+
+
+@kernel
+def _even(expert_H: Any, loads_E: Any, first_E: Any) -> Any:
+    quota_H = np.zeros(len(expert_H), np.int64)
+    seen_E = np.zeros(len(loads_E), np.int64)
+    for h in range(len(expert_H)):
+        e = expert_H[h]
+        copies = first_E[e + 1] - first_E[e]
+        quota_H[h] = loads_E[e] // copies + (seen_E[e] < loads_E[e] % copies)
+        seen_E[e] += 1
+    return quota_H

@@ -1,0 +1,236 @@
+"""Ours and the baselines on the same counts: one record per method, cell by cell and without keeping cells."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.costs.figures import price_cell
+from foreroute.costs.model import CostModel
+from foreroute.errors import ConfigError, CountsError
+from foreroute.plan.counts import check_counts
+from foreroute.plan.options import PlanOptions
+from foreroute.plan.step_plan import CellHosts, StepPlan
+from foreroute.plan.topology import Topology
+from foreroute.planner.balancers import BALANCERS, BalancerInput
+from foreroute.planner.plan_step import plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalancerRecord:
+    """One method on one step. Cells without assignments count in sums and as balanced.
+
+    Attributes:
+        name: short.
+        label: for tables.
+        cells: M * L.
+        imbalance_mean, imbalance_p99, imbalance_worst: over cells, the slowest rank's load over the mean load.
+        slowest_load: sum over cells of the slowest rank's assignments.
+        of_bound: the least that any plan can have of those, over what this one has; the bound is the mean load of each
+            cell, in whole assignments.
+        seconds: sum over cells of recompute and update, by the cost model.
+        fetches_per_cell: experts whose weights are moved for a cell.
+        node_bytes, cluster_bytes: of those weights in the whole step, from a home in the same node and in another.
+        home_moves: experts that get another home before the step.
+        cross_node_share: of all assignments, those served on another node than their token's.
+        planning_s: wall time of planning, from counts to token splits, on one thread unless the options say otherwise.
+    """
+
+    name: str
+    label: str
+    cells: int
+    imbalance_mean: float
+    imbalance_p99: float
+    imbalance_worst: float
+    slowest_load: int
+    of_bound: float
+    seconds: float
+    fetches_per_cell: float
+    node_bytes: float
+    cluster_bytes: float
+    home_moves: int
+    cross_node_share: float
+    planning_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def compare(
+    problem: BalancerInput,
+    costs: CostModel,
+    *,
+    plans: Mapping[str, PlanOptions] | None = None,
+    baselines: Iterable[str] = tuple(BALANCERS),
+    packed_MLGE: NDArray[np.integer] | None = None,
+) -> Iterator[BalancerRecord]:
+    """Yield a record for each baseline, for packing alone, and for each of our plans.
+
+    Args:
+        problem: the step. Its prices are those of `costs`, whatever it says.
+        costs: the cost model.
+        plans: options of ours by label; the default ones as "ours" when left out.
+        baselines: which of `BALANCERS`. Those that plan from the step before are skipped when it is not known.
+        packed_MLGE: counts of the same sequences, packed with the routes in view, served without any balancing.
+
+    Raises:
+        ConfigError: for an unknown baseline.
+        CountsError, TopologyError: when counts, homes and ranks do not fit each other.
+    """
+    baselines = list(baselines)
+    unknown = sorted(set(baselines) - set(BALANCERS))
+    if unknown:
+        raise ConfigError(f"there is no baseline called {', '.join(unknown)}; expected some of {', '.join(BALANCERS)}")
+    problem = priced(_checked(problem), costs)
+    for name in baselines:
+        if BALANCERS[name].knows == "previous step" and problem.previous_LE is None:
+            continue
+        yield _run_baseline(name, BALANCERS[name].label, problem, costs)
+    if packed_MLGE is not None:
+        packed = _checked(replace(problem, counts_MLGE=packed_MLGE))
+        yield replace(_run_baseline("static", "sequence packing alone", packed, costs), name="packing")
+    for label, options in ({"ours": PlanOptions()} if plans is None else plans).items():
+        yield _run_ours(label, options, problem, costs)
+
+
+def record_of(
+    plan: StepPlan, counts_MLGE: NDArray[np.integer], costs: CostModel, *, label: str, planning_s: float
+) -> BalancerRecord:
+    """The record of a plan that is there already.
+
+    Args:
+        plan: of these counts; `verify` says whether it is.
+        counts_MLGE: integers [M, L, G, E].
+        costs: the cost model.
+        label: its name.
+        planning_s: wall time that it took.
+    """
+    sums = _Sums()
+    for m, layer in np.ndindex(counts_MLGE.shape[:2]):
+        sums.add(CellHosts.of(plan.cell(m, layer), counts_MLGE[m, layer]), plan.home_LE[layer], plan.topology, costs)
+    return sums.record(label, label, costs, len(plan.home_moves), planning_s)
+
+
+def priced(problem: BalancerInput, costs: CostModel) -> BalancerInput:
+    """The problem with seconds of a whole step: of one assignment, of one that crosses nodes, of one fetch."""
+    prices = costs.prices(problem.topology)
+    groups = prices.groups
+    serve_s = sum(
+        forward * (prices.row_s + prices.pair_s)
+        + backward * (prices.row_s * prices.backward_gemm + prices.pair_s * prices.backward_memory)
+        for _, forward, backward in groups
+    )
+    legs = 2 * sum(forward + backward for _, forward, backward in groups)  # a dispatch and a combine in each pass
+    return replace(
+        problem,
+        assignment_s=serve_s,
+        crossing_s=legs * prices.cluster_row_s,
+        transfer_s=len(groups) * prices.host_fetch_s,
+    )
+
+
+def _checked(problem: BalancerInput) -> BalancerInput:
+    ranks, shape = problem.topology.num_ranks, problem.home_LE.shape
+    counts_MLGE = check_counts(problem.counts_MLGE, num_ranks=ranks)
+    known = shape if problem.previous_LE is None else problem.previous_LE.shape
+    if shape != counts_MLGE.shape[1::2] or known != shape:
+        raise CountsError(
+            f"counts are {list(counts_MLGE.shape)}, homes {list(shape)} and those of the step before {list(known)}; "
+            "expected [M, L, G, E], [L, E] and [L, E]"
+        )
+    return replace(problem, counts_MLGE=counts_MLGE)
+
+
+@dataclass
+class _Sums:
+    """Running figures of one method."""
+
+    ratios: list[float] = field(default_factory=list)
+    slowest: int = 0
+    least: int = 0
+    total: int = 0
+    crossing: float = 0.0
+    seconds: float = 0.0
+    node_fetches: int = 0
+    cluster_fetches: int = 0
+
+    def add(self, hosts: CellHosts, home_E: NDArray[np.integer], topology: Topology, costs: CostModel) -> None:
+        figures = price_cell(hosts, home_E, topology, costs)
+        total, slowest = int(figures.loads_G.sum()), int(figures.loads_G.max())
+        self.ratios.append(slowest / total * len(figures.loads_G) if total else 1.0)
+        self.slowest += slowest
+        self.least += -(-total // len(figures.loads_G))
+        self.total += total
+        self.crossing += figures.cross_node_share * total
+        self.seconds += figures.seconds
+        node_G = topology.node_G
+        fetched_H = hosts.fetched_H
+        near = int((node_G[hosts.rank_H] == node_G[home_E[hosts.expert_H]])[fetched_H].sum())
+        self.node_fetches += near
+        self.cluster_fetches += int(fetched_H.sum()) - near
+
+    def record(self, name: str, label: str, costs: CostModel, home_moves: int, planning_s: float) -> BalancerRecord:
+        cells, size = len(self.ratios), costs.model.expert_bytes
+        return BalancerRecord(
+            name=name,
+            label=label,
+            cells=cells,
+            imbalance_mean=float(np.mean(self.ratios)),
+            imbalance_p99=float(np.quantile(self.ratios, 0.99)),
+            imbalance_worst=max(self.ratios),
+            slowest_load=self.slowest,
+            of_bound=self.least / self.slowest if self.slowest else 1.0,
+            seconds=self.seconds,
+            fetches_per_cell=(self.node_fetches + self.cluster_fetches) / cells,
+            node_bytes=self.node_fetches * size,
+            cluster_bytes=self.cluster_fetches * size,
+            home_moves=home_moves,
+            cross_node_share=self.crossing / self.total if self.total else 0.0,
+            planning_s=planning_s,
+        )
+
+
+def _run_baseline(name: str, label: str, problem: BalancerInput, costs: CostModel) -> BalancerRecord:
+    baseline = BALANCERS[name]
+    # The first call compiles, which is no part of planning.
+    next(baseline.method(_first_cell(problem)))
+    sums, homes, home_moves = _Sums(), {}, 0
+    num_layers = len(problem.home_LE)
+    before = time.perf_counter()
+    planning_s = 0.0
+    for cell, hosts in enumerate(baseline.method(problem)):
+        planning_s += time.perf_counter() - before
+        layer = cell % num_layers
+        if layer not in homes:
+            homes[layer] = _homes(hosts) if baseline.rehomes else problem.home_LE[layer]
+            moved_H = hosts.fetched_H & (homes[layer][hosts.expert_H] == hosts.rank_H)
+            home_moves += int(moved_H.sum())
+            hosts = replace(hosts, fetched_H=hosts.fetched_H & ~moved_H)
+        sums.add(hosts, homes[layer], problem.topology, costs)
+        before = time.perf_counter()
+    return sums.record(name, label, costs, home_moves, planning_s)
+
+
+def _run_ours(label: str, options: PlanOptions, problem: BalancerInput, costs: CostModel) -> BalancerRecord:
+    first = _first_cell(problem)
+    plan(first.counts_MLGE, problem.topology, options, home_LE=first.home_LE, costs=costs)  # compiles
+    before = time.perf_counter()
+    found = plan(problem.counts_MLGE, problem.topology, options, home_LE=problem.home_LE, costs=costs)
+    return record_of(found, problem.counts_MLGE, costs, label=label, planning_s=time.perf_counter() - before)
+
+
+def _first_cell(problem: BalancerInput) -> BalancerInput:
+    previous = None if problem.previous_LE is None else problem.previous_LE[:1]
+    return replace(problem, counts_MLGE=problem.counts_MLGE[:1, :1], home_LE=problem.home_LE[:1], previous_LE=previous)
+
+
+def _homes(hosts: CellHosts) -> NDArray[np.int32]:
+    """int32 [E], the first host of each expert."""
+    _, first_E = np.unique(hosts.expert_H, return_index=True)
+    return hosts.rank_H[first_E]

@@ -1,0 +1,122 @@
+"""Level (b) of the planner: where every expert lives during a step, from where it lives now."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from foreroute.errors import ConfigError, TopologyError
+from foreroute.plan.counts import check_counts
+from foreroute.plan.topology import Topology
+
+PROPOSALS_PER_EXPERT, PROPOSALS_AFTER_DESCENT = 320, 10_000
+"""Proposals of the annealing: 40,960 for 128 experts. After a descent, which has spent a small budget well already, a
+fixed number."""
+FEW_SHARE, FEW = 8, 4
+"""Up to one expert in eight, or four, may move: then the best swaps are taken one by one before annealing."""
+
+
+def place_homes(
+    counts_MLGE: ArrayLike,
+    topology: Topology,
+    home_LE: ArrayLike,
+    *,
+    max_moves: int | None = None,
+    seed: int = 0,
+    threads: int = 1,
+) -> NDArray[np.int16]:
+    """Place the experts of each layer for a step, so that micro-steps need few replicas and transfers.
+
+    What is lowered is the sum over micro-steps of what ranks have above the mean, plus half of what nodes have above
+    theirs: each surplus must be carried to another rank, and the latter over the slower link. A single placement serves
+    all micro-steps, so their loads are not summed first. Swaps of two experts keep E / G experts on every rank.
+
+    Args:
+        counts_MLGE: integers [M, L, G, E], assignments of the step.
+        topology: G ranks in nodes.
+        home_LE: integers [L, E], the rank that each expert lives on now.
+        max_moves: most experts of a layer that may change their rank; None sets no limit.
+        seed: of the search. The same seed gives the same homes, whatever `threads`.
+        threads: layers that are searched at a time.
+
+    Returns:
+        home_LE: int16 [L, E]. For no layer is the sum above higher than before (means are rounded down).
+
+    Raises:
+        CountsError: for counts that cannot be planned.
+        TopologyError: for homes on ranks that are not there, or not as many on every rank.
+        ConfigError: for a negative budget or seed, or no thread.
+    """
+    counts = check_counts(counts_MLGE, num_ranks=topology.num_ranks)
+    start_LE = check_homes(home_LE, counts.shape[1], counts.shape[3], topology)
+    for name, value, least in (("max_moves", max_moves or 0, 0), ("seed", seed, 0), ("threads", threads, 1)):
+        if value < least:
+            raise ConfigError(f"{name} is {value}; expected {least} or more")
+    num_experts = counts.shape[3]
+    budget = num_experts if max_moves is None else min(max_moves, num_experts)
+    placed_LE = start_LE.copy()
+    if budget >= 2 and topology.num_ranks > 1:
+        _place(counts, topology, start_LE, budget, seed, threads, placed_LE)
+    return placed_LE
+
+
+def check_homes(home_LE: ArrayLike, num_layers: int, num_experts: int, topology: Topology) -> NDArray[np.int16]:
+    """Homes as int16 [L, E], C-contiguous.
+
+    Raises:
+        TopologyError: for another shape or dtype, ranks that are not there, or not E / G experts on every rank.
+    """
+    given: NDArray[Any] = np.asarray(home_LE)
+    if given.shape != (num_layers, num_experts) or given.dtype.kind not in "iu":
+        raise TopologyError(
+            f"got homes of dtype {given.dtype} and shape {given.shape}; "
+            f"expected the rank of each of {num_experts} experts in {num_layers} layers"
+        )
+    if given.min() < 0 or given.max() >= topology.num_ranks:
+        wrong = given.min() if given.min() < 0 else given.max()
+        raise TopologyError(f"an expert lives on rank {wrong}; expected ranks from 0 to {topology.num_ranks - 1}")
+    homes = np.require(given, np.int16, ["C", "A", "W"])  # one kind of array: kernels are compiled once
+    held_LG = (homes[:, :, None] == np.arange(topology.num_ranks)).sum(axis=1)
+    if (held_LG != num_experts // topology.num_ranks).any():
+        layer, g = np.argwhere(held_LG != num_experts // topology.num_ranks)[0]
+        raise TopologyError(
+            f"in layer {layer}, rank {g} is home to {held_LG[layer, g]} experts; "
+            f"expected {num_experts // topology.num_ranks} on every rank"
+        )
+    return homes
+
+
+def _place(
+    counts_MLGE: NDArray[np.int32],
+    topology: Topology,
+    start_LE: NDArray[np.int16],
+    budget: int,
+    seed: int,
+    threads: int,
+    placed_LE: NDArray[np.int16],
+) -> None:
+    from foreroute.planner.homes_kernels import place_layer
+
+    num_experts = counts_MLGE.shape[3]
+    few = budget <= max(num_experts // FEW_SHARE, FEW)
+    proposals = PROPOSALS_AFTER_DESCENT if few else PROPOSALS_PER_EXPERT * num_experts
+    seeds = np.random.default_rng(seed).integers(0, 2**64, len(start_LE), dtype=np.uint64)
+
+    def place(layer: int) -> None:
+        place_layer(
+            counts_MLGE,
+            layer,
+            topology.ranks_per_node,
+            start_LE[layer],
+            budget,
+            few,
+            proposals,
+            seeds[layer],
+            placed_LE[layer],
+        )
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(place, range(len(start_LE))))

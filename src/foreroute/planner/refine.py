@@ -1,0 +1,247 @@
+"""What follows the search for replicas, by the cost model: replicas against traffic, then pruning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.costs.figures import slowest_attention
+from foreroute.costs.model import CostModel
+from foreroute.costs.pricing import EXPOSED, NODE_OUT, cell_seconds, pairs_between, rows_sent, transfer_seconds
+from foreroute.kernels import kernel
+from foreroute.plan.options import PlanOptions
+from foreroute.plan.step_plan import CellHosts, CellPlan, StepPlan
+from foreroute.plan.topology import Topology
+from foreroute.planner.progress import Block, block_of
+from foreroute.planner.traffic import replicate_for_traffic
+
+
+class Refiner:
+    """Refines blocks of cells as they are planned. The micro-steps of a layer must come in order."""
+
+    def __init__(
+        self,
+        counts_MLGE: NDArray[np.int32],
+        home_LE: NDArray[np.int16],
+        topology: Topology,
+        options: PlanOptions,
+        costs: CostModel,
+    ) -> None:
+        """Of one step; layers may come from several threads."""
+        self._counts_MLGE, self._home_LE = counts_MLGE, home_LE
+        self._topology, self._options, self._costs = topology, options, costs
+        slots = max(topology.redundant_slots, 1)
+        self._held_LGP = np.full((len(home_LE), topology.num_ranks, slots), -1, np.int16)
+
+    def refined(self, block: Block) -> Block:
+        """The same cells with other replicas where that is faster."""
+        places = [
+            (m, layer)
+            for m in range(block.begin, block.end)
+            for layer in range(block.first_layer, block.first_layer + block.num_layers)
+        ]
+        cells = [self._cell(block.cell(m, layer, self._home_LE[layer]), m, layer) for m, layer in places]
+        loads = [cell.loads_G(self._counts_MLGE[place]).max() for cell, place in zip(cells, places, strict=True)]
+        return block_of(block, cells, np.array(loads, np.int64))
+
+    def _cell(self, cell: CellPlan, micro_step: int, layer: int) -> CellPlan:
+        counts_GE = self._counts_MLGE[micro_step, layer]
+        if self._options.traffic:
+            cell = replicate_for_traffic(
+                cell, counts_GE, self._topology, self._costs, tolerance=self._options.tolerance
+            )
+        if not self._options.pay_off:
+            return cell
+        if self._options.slots == "shared":
+            return prune_replicas(cell, counts_GE, self._topology, self._costs)
+        # What was declined in an earlier micro-step is not in its slot, whatever the cell level planned.
+        held_GP = self._held_LGP[layer]
+        cell = replace(cell, fetched_R=held_GP[cell.rank_R, cell.slot_R] != cell.expert_R)
+        cell = prune_replicas(cell, counts_GE, self._topology, self._costs)
+        held_GP[cell.rank_R, cell.slot_R] = cell.expert_R
+        return cell
+
+
+def prune_replicas(
+    cell: CellPlan,
+    counts_GE: NDArray[np.integer],
+    topology: Topology,
+    costs: CostModel,
+    *,
+    squares_G: NDArray[np.integer] | None = None,
+) -> CellPlan:
+    """Drop replicas of one cell while their transfers expose time.
+
+    One after another goes the replica that serves least of those whose transfer is on the busiest link; another host
+    of its expert takes over. The fastest plan of this series, by the cost model, is the answer.
+
+    Args:
+        cell: of the plan.
+        counts_GE: integers [G, E], of the cell.
+        topology: ranks and links.
+        costs: the cost model.
+        squares_G: as in `evaluate`.
+
+    Returns:
+        A plan that takes less time, or `cell` itself.
+    """
+    counts = np.ascontiguousarray(counts_GE, np.int64)
+    hosts = CellHosts.of(cell, counts)
+    tokens_HG = hosts.tokens_HG.astype(np.int64)
+    num_experts = len(cell.home_E)
+    dropped = _unpaid(
+        hosts.expert_H.astype(np.int64),
+        hosts.rank_H.astype(np.int64),
+        tokens_HG,
+        hosts.fetched_H,
+        cell.home_E.astype(np.int64),
+        slowest_attention(counts.sum(axis=1), costs, squares_G),
+        costs.prices(topology),
+    )
+    if not dropped.any():
+        return cell
+    keep_R = ~dropped[num_experts:]
+    return CellPlan(
+        cell.home_E,
+        cell.expert_R[keep_R],
+        cell.rank_R[keep_R],
+        cell.slot_R[keep_R],
+        cell.fetched_R[keep_R],
+        tokens_HG[num_experts:][keep_R].astype(np.int32),
+    )
+
+
+def prune_step(
+    plan: StepPlan,
+    counts_MLGE: NDArray[np.integer],
+    costs: CostModel,
+    *,
+    squares_MG: NDArray[np.integer] | None = None,
+) -> StepPlan:
+    """The same for a whole step. What a slot holds follows from what was declined, so fetches are set anew.
+
+    Args:
+        plan: of the step. Whether slots are kept from micro-step to micro-step shows in it.
+        counts_MLGE: what was planned.
+        costs: the cost model.
+        squares_MG: [M, G], as in `evaluate`.
+
+    Raises:
+        CountsError: when the counts have another shape than the plan.
+    """
+    num_micro_steps, num_layers, _ = plan.shape
+    plan.require_counts(counts_MLGE)
+    kept = not plan.fetched_R.all()
+    held_LGP = np.full((num_layers, plan.topology.num_ranks, max(plan.topology.redundant_slots, 1)), -1, np.int64)
+    cells = []
+    for m in range(num_micro_steps):
+        for layer in range(num_layers):
+            cell = plan.cell(m, layer)
+            place = held_LGP[layer]
+            if kept:
+                cell = replace(cell, fetched_R=place[cell.rank_R, cell.slot_R] != cell.expert_R)
+            squares_G = None if squares_MG is None else squares_MG[m]
+            cell = prune_replicas(cell, counts_MLGE[m, layer], plan.topology, costs, squares_G=squares_G)
+            place[cell.rank_R, cell.slot_R] = cell.expert_R
+            cells.append(cell)
+    return plan.with_cells(cells, counts_MLGE)
+
+
+@kernel
+def _unpaid(
+    expert_H: Any, rank_H: Any, tokens_HG: Any, fetched_H: Any, home_E: Any, attention_s: Any, prices: Any
+) -> Any:
+    """The hosts to drop, bool [H]; `tokens_HG` is changed to what the others serve then."""
+    num_hosts, num_ranks = tokens_HG.shape
+    best_H, current_H = np.zeros(num_hosts, np.bool_), np.zeros(num_hosts, np.bool_)
+    best_HG, current_HG = tokens_HG.copy(), tokens_HG.copy()
+    # Invariant: current_HG serves every token by hosts that are not dropped. One replica goes in each round, so there
+    # are at most as many rounds as replicas; best_HG is the fastest state met, the first being the plan as it came.
+    best_s = np.inf
+    while True:
+        alive_H = fetched_H & ~current_H
+        parts_SP = cell_seconds(
+            rows_sent(pairs_between(rank_H, current_HG), prices),
+            expert_H,
+            rank_H,
+            current_HG.sum(axis=1),
+            alive_H,
+            home_E,
+            attention_s,
+            prices,
+        )
+        if parts_SP.sum() < best_s:
+            best_s = parts_SP.sum()
+            best_H[:], best_HG[:] = current_H, current_HG
+        if parts_SP[:, EXPOSED].sum() == 0:
+            break
+        host = _least_on_busiest(expert_H, rank_H, current_HG, alive_H, home_E, parts_SP, num_ranks, prices)
+        if host < 0:
+            break
+        other = _successor(host, expert_H, rank_H, current_HG, current_H, num_ranks)
+        current_HG[other] += current_HG[host]
+        current_HG[host] = 0
+        current_H[host] = True
+    tokens_HG[:] = best_HG
+    return best_H
+
+
+@kernel
+def _least_on_busiest(
+    expert_H: Any,
+    rank_H: Any,
+    tokens_HG: Any,
+    alive_H: Any,
+    home_E: Any,
+    parts_SP: Any,
+    num_ranks: int,
+    prices: Any,
+) -> int:
+    """Of the fetched replicas on the busiest copy engine, or on the busiest link where that is not what is exposed, the
+    one with the fewest tokens; -1 when there is none.
+    """
+    links_G4 = np.zeros((num_ranks, 4))
+    _, direct_G4, gradient_G4 = transfer_seconds(expert_H, rank_H, alive_H, home_E, num_ranks, prices)
+    links_G4 += gradient_G4
+    if prices.direct:
+        links_G4 += 2 * direct_G4
+    fetches_G = np.zeros(num_ranks, np.int64)
+    for h in range(len(rank_H)):
+        fetches_G[rank_H[h]] += alive_H[h]
+    engine = np.argmax(fetches_G)
+    fetch_s = fetches_G[engine] * prices.host_fetch_s
+    by_engine = fetch_s > parts_SP[0].sum() - parts_SP[0, EXPOSED] or links_G4.max() == 0
+    busiest = np.argmax(links_G4.ravel())
+    rank, link = busiest // 4, busiest % 4
+    best, fewest = -1, 0
+    for h in range(len(rank_H)):
+        if not alive_H[h]:
+            continue
+        if by_engine:
+            involved = rank_H[h] == engine
+        else:
+            home = home_E[expert_H[h]]
+            same_node = rank_H[h] // prices.ranks_per_node == home // prices.ranks_per_node
+            involved = (rank_H[h] == rank or home == rank) and same_node == (link >= NODE_OUT)
+        if involved:
+            tokens = tokens_HG[h].sum()
+            if best < 0 or tokens < fewest:
+                best, fewest = h, tokens
+    return best
+
+
+@kernel
+def _successor(host: int, expert_H: Any, rank_H: Any, tokens_HG: Any, dropped_H: Any, num_ranks: int) -> int:
+    """Another host of the same expert, on the rank that serves least."""
+    load_G = np.zeros(num_ranks, np.int64)
+    for h in range(len(rank_H)):
+        load_G[rank_H[h]] += tokens_HG[h].sum()
+    best = -1
+    for h in range(len(rank_H)):
+        serves_it = h != host and expert_H[h] == expert_H[host] and not dropped_H[h]
+        if serves_it and (best < 0 or load_G[rank_H[h]] < load_G[rank_H[best]]):
+            best = h
+    return best

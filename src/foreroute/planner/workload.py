@@ -1,0 +1,272 @@
+"""A seeded generator of the expert loads of RL micro-steps, for tests and benchmarks of planners.
+
+What makes micro-steps uneven is not that tokens are drawn at random: thousands of them average that away. It is that a
+micro-step holds few sequences, and that a sequence keeps to its experts. So shares are drawn level by level: a layer's
+(Dirichlet), which drift from step to step; a micro-step's around the layer's (Dirichlet); a prompt's, shared by its
+group of responses, as `prompt_draws` experts drawn from the micro-step's; a response's as `response_draws` of those,
+with weights. Lengths are lognormal. Counts are then the shares in whole numbers, with K distinct experts per token.
+
+The presets are calibrated to statistics of one other generator (static imbalance, fluctuation, correlations), which
+was shaped after published figures. No trace of a real RL run stands behind them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.errors import ConfigError
+from foreroute.trace.container import RoutingTrace
+from foreroute.trace.spec import RoutedLayer, RoutingSpec
+
+GROUP = 8
+"""Responses per prompt."""
+LENGTH_SIGMA = 0.7
+SHORTEST = 32
+MOST_ASSIGNMENTS = 2**31 - 1
+"""Of a cell, as `plan.counts` has them."""
+DRIFT = 0.03
+"""Standard deviation of the change of a log share from one step to the next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The shape and the unevenness of an RL step.
+
+    Attributes:
+        num_ranks: G, sources of tokens.
+        num_experts: E.
+        top_k: K.
+        num_micro_steps: M.
+        num_layers: L.
+        sequences_per_rank: fewest and most sequences of a rank in a micro-step, drawn evenly.
+        mean_length: of a sequence in tokens, before clipping.
+        longest: longer sequences are clipped.
+        even_sources: deal the sequences of a micro-step longest first, each to the rank with the fewest tokens, instead
+            of at random.
+        layer_evenness: Dirichlet concentration of a layer's shares; lower is more uneven.
+        micro_step_evenness: Dirichlet concentration, in all experts together, of a micro-step around its layer.
+        prompt_draws: experts drawn for a prompt; fewer make prompts differ more.
+        response_draws: experts drawn for a response from those of its prompt.
+        common: part of every sequence's assignments that follows the micro-step's shares, above 0 and below 1.
+    """
+
+    num_ranks: int
+    num_experts: int = 128
+    top_k: int = 8
+    num_micro_steps: int = 32
+    num_layers: int = 48
+    sequences_per_rank: tuple[int, int] = (4, 8)
+    mean_length: int = 1900
+    longest: int = 8192
+    even_sources: bool = False
+    layer_evenness: float
+    micro_step_evenness: float
+    prompt_draws: int
+    response_draws: int
+    common: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "num_micro_steps", "num_layers", "prompt_draws", "response_draws"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(f"top_k is {self.top_k} of {self.num_experts} experts; expected 1 to all of them")
+        fewest, most = self.sequences_per_rank
+        if not 1 <= fewest <= most:
+            raise ConfigError(f"sequences_per_rank is {self.sequences_per_rank}; expected (fewest, most), from 1")
+        if min(self.mean_length, self.longest) < SHORTEST:
+            raise ConfigError(
+                f"mean_length is {self.mean_length} and longest {self.longest}; expected {SHORTEST} tokens or more"
+            )
+        heaviest = most * self.longest * self.num_ranks * self.top_k
+        if heaviest > MOST_ASSIGNMENTS:
+            raise ConfigError(
+                f"{self.num_ranks} ranks with {most} sequences of {self.longest} tokens and top-{self.top_k} may make "
+                f"{heaviest} assignments in a cell; expected {MOST_ASSIGNMENTS} at most. Take fewer tokens or ranks"
+            )
+        if not (self.layer_evenness > 0 and self.micro_step_evenness > 0 and 0 < self.common < 1):
+            raise ConfigError("expected layer_evenness and micro_step_evenness above 0, and common between 0 and 1")
+
+    def draw(self, *, seed: int, step: int = 0) -> DrawnStep:
+        """The step number `step` of the run `seed`. The same numbers give the same step (for one version of numpy)."""
+        return DrawnStep(self, seed, step)
+
+
+def _preset(
+    num_ranks: int,
+    evenness: tuple[float, float],
+    draws: tuple[int, int],
+    *,
+    num_experts: int = 128,
+    single: bool = False,
+) -> Workload:
+    return Workload(
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        sequences_per_rank=(1, 1) if single else (4, 8),
+        layer_evenness=evenness[0],
+        micro_step_evenness=evenness[1],
+        prompt_draws=draws[0],
+        response_draws=draws[1],
+    )
+
+
+WORKLOADS = {
+    "G8": _preset(8, (2.7, 240.0), (124, 47)),
+    "G16": _preset(16, (1.27, 170.0), (100, 35)),
+    "G32": _preset(32, (1.16, 167.0), (120, 30)),
+    "G64": _preset(64, (0.71, 140.0), (95, 130)),
+    "E256": _preset(64, (0.65, 312.0), (95, 296), num_experts=256),
+    "H8": _preset(8, (2.56, 180.0), (80, 64), single=True),
+    "H16": _preset(16, (1.07, 310.0), (30, 360), single=True),
+    "H32": _preset(32, (1.18, 140.0), (93, 73), single=True),
+    "H64": _preset(64, (0.75, 143.0), (34, 144), single=True),
+}
+"""Named workloads: K = 8, 48 layers, 32 micro-steps. G8 to G64: 128 experts, 4 to 8 sequences (about 11,400 tokens) per
+rank and micro-step; E256: 256 experts on 64 ranks; H8 to H64: 128 experts, one sequence per rank."""
+
+
+class DrawnStep:
+    """One drawn step. S sequences in all, sorted by micro-step; every cell is drawn from a stream of its own.
+
+    Attributes:
+        workload: what was drawn from.
+        micro_step_S: int32 [S], ascending.
+        rank_S: int32 [S], the source rank.
+        prompt_S: int32 [S], ascending; responses of one prompt share a number.
+        rows_S: int32 [S], routed tokens.
+    """
+
+    def __init__(self, workload: Workload, seed: int, step: int) -> None:
+        """Draw the sequences; shares and counts are drawn when asked for."""
+        if seed < 0 or step < 0:
+            raise ConfigError(f"seed is {seed} and step {step}; expected 0 or more")
+        self.workload = workload
+        self._seed, self._step = seed, step
+        rng = np.random.default_rng([seed, step, 0])
+        fewest, most = workload.sequences_per_rank
+        counts_MG = rng.integers(fewest, most + 1, (workload.num_micro_steps, workload.num_ranks))
+        lengths = [_lengths(workload, count, rng) for count in counts_MG.sum(axis=1)]
+        prompts = [np.arange(len(n)) // GROUP for n in lengths]
+        firsts = np.cumsum([0] + [int(p[-1]) + 1 for p in prompts])
+        if workload.even_sources:
+            ranks = [_deal_longest_first(n, workload.num_ranks) for n in lengths]
+        else:
+            ranks = [rng.permutation(np.repeat(np.arange(workload.num_ranks), counts_G)) for counts_G in counts_MG]
+        self.micro_step_S = np.repeat(np.arange(len(lengths)), [len(n) for n in lengths]).astype(np.int32)
+        self.rows_S = np.concatenate(lengths).astype(np.int32)
+        self.prompt_S = np.concatenate([p + f for p, f in zip(prompts, firsts[:-1], strict=True)]).astype(np.int32)
+        self.rank_S = np.concatenate(ranks).astype(np.int32)
+
+    @property
+    def _rule(self) -> tuple[int, int, int, float]:
+        load = self.workload
+        return load.top_k, load.prompt_draws, load.response_draws, load.common
+
+    @cached_property
+    def _first_M(self) -> NDArray[np.int64]:
+        return np.searchsorted(self.micro_step_S, np.arange(self.workload.num_micro_steps + 1)).astype(np.int64)
+
+    @cached_property
+    def _share_MLE(self) -> NDArray[np.float64]:
+        load = self.workload
+        shape = (load.num_layers, load.num_experts)
+        base_LE = np.random.default_rng([self._seed, 0, 1]).standard_gamma(load.layer_evenness, shape) + 1e-9
+        for step in range(1, self._step + 1):
+            base_LE *= np.exp(DRIFT * np.random.default_rng([self._seed, step, 2]).standard_normal(shape))
+        base_LE /= base_LE.sum(axis=1, keepdims=True)
+        rng = np.random.default_rng([self._seed, self._step, 3])
+        share_MLE: NDArray[np.float64] = (
+            rng.standard_gamma(load.micro_step_evenness * base_LE, (load.num_micro_steps, *shape)) + 1e-12
+        )
+        share_MLE /= share_MLE.sum(axis=2, keepdims=True)
+        return share_MLE
+
+    @cached_property
+    def _seed_ML(self) -> NDArray[np.uint64]:
+        load = self.workload
+        rng = np.random.default_rng([self._seed, self._step, 4])
+        return rng.integers(0, 2**64, (load.num_micro_steps, load.num_layers), dtype=np.uint64)
+
+    def counts(self) -> NDArray[np.int32]:
+        """counts_MLGE: int32 [M, L, G, E], assignments per micro-step, layer, source rank and expert."""
+        from foreroute.planner.workload_kernels import draw_cells
+
+        load = self.workload
+        counts = np.zeros((load.num_micro_steps, load.num_layers, load.num_ranks, load.num_experts), np.int32)
+        draw_cells(
+            self._seed_ML,
+            self._share_MLE,
+            self._first_M,
+            self.prompt_S,
+            self.rows_S,
+            self.rank_S,
+            self._rule,
+            counts,
+        )
+        return counts
+
+    def sequence_counts(self, micro_step: int, layer: int) -> NDArray[np.int32]:
+        """int32 [sequences of the micro-step, E], assignments of each, in the order of the attributes."""
+        from foreroute.planner.workload_kernels import draw_sequences
+
+        load, part = self.workload, self._part(micro_step)
+        counts_SE = np.empty((part.stop - part.start, load.num_experts), np.int32)
+        draw_sequences(
+            self._seed_ML[micro_step, layer],
+            self._share_MLE[micro_step, layer],
+            self.prompt_S[part],
+            self.rows_S[part],
+            self._rule,
+            counts_SE,
+        )
+        return counts_SE
+
+    def routes(self, micro_step: int, layer: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The experts of every token of one cell, with exactly the counts of `counts()`.
+
+        Beyond these, the experts of a token are as good as independent, and tokens follow in no particular order.
+
+        Returns:
+            expert_ids_NK: int32 [N, K], pairwise distinct in a row.
+            rank_N: int32 [N], the source rank of each row.
+        """
+        from foreroute.planner.workload_kernels import draw_rows
+
+        part = self._part(micro_step)
+        rows_S = self.rows_S[part]
+        ids_NK = np.empty((int(rows_S.sum()), self.workload.top_k), np.int32)
+        seed = self._seed_ML[micro_step, layer] ^ np.uint64(0x5DEECE66D)
+        draw_rows(seed, self.sequence_counts(micro_step, layer), rows_S, self.workload.top_k, ids_NK)
+        return ids_NK, np.repeat(self.rank_S[part], rows_S)
+
+    def trace(self) -> RoutingTrace:
+        """A small step as a trace of S sequences; `micro_step_S` and `rank_S` are its packing."""
+        load = self.workload
+        cells = [[self.routes(m, la)[0] for la in range(load.num_layers)] for m in range(load.num_micro_steps)]
+        ids_NLK = np.concatenate([np.stack(layers, axis=1) for layers in cells])
+        spec = RoutingSpec(load.num_experts, load.top_k, tuple(RoutedLayer(la) for la in range(load.num_layers)))
+        bounds = np.cumsum(self.rows_S)[:-1]
+        routes = np.split(ids_NLK, bounds)
+        return RoutingTrace.from_sequences(spec, [np.zeros(len(r), np.int32) for r in routes], routes)
+
+    def _part(self, micro_step: int) -> slice:
+        return slice(int(self._first_M[micro_step]), int(self._first_M[micro_step + 1]))
+
+
+def _lengths(load: Workload, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    mu = np.log(load.mean_length) - LENGTH_SIGMA**2 / 2
+    return np.clip(rng.lognormal(mu, LENGTH_SIGMA, count), SHORTEST, load.longest).astype(np.int64)
+
+
+def _deal_longest_first(lengths_S: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
+    """The rank of each sequence: longest first, to the rank with the fewest tokens so far."""
+    ranks_S, tokens_G = np.empty(len(lengths_S), np.int64), np.zeros(num_ranks, np.int64)
+    for s in np.argsort(-lengths_S, kind="stable"):
+        ranks_S[s] = np.argmin(tokens_G)
+        tokens_G[ranks_S[s]] += lengths_S[s]
+    return ranks_S

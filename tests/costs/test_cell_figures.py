@@ -1,0 +1,226 @@
+"""Figures of a cell against a slow oracle, deals of single picks, and what more bandwidth may not do."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_oracle import expected_messages, messages, seconds
+from foreroute.costs.figures import price_cell
+from foreroute.costs.model import CostModel
+from foreroute.costs.presets import HARDWARE, MODELS
+from foreroute.costs.token_hosts import CellRoutes, assign_picks, tokens_reaching
+from foreroute.errors import CountsError
+from foreroute.plan import CellHosts, Topology
+from foreroute.planner.workload import WORKLOADS
+from random_plans import LINKS, random_plan
+
+SMALL = replace(MODELS["qwen3-30b-a3b"], top_k=2, num_experts=8)
+COSTS = CostModel(model=SMALL, hardware=HARDWARE["h100"])
+
+
+def _routes(seed, num_ranks, num_experts, top_k, most=40):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, most, num_ranks)
+    taste = rng.gamma(0.5, size=num_experts)
+    scores = taste + rng.gumbel(size=(lengths.sum(), num_experts))
+    ids_TK = np.argsort(-scores, axis=1)[:, :top_k].astype(np.int16)
+    return CellRoutes(ids_TK, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+
+
+def _case(seed, num_ranks=4, ranks_per_node=2, slots=2, top_k=2, **kinds):
+    """Routes, and an assignment of no merit."""
+    routes = _routes(seed, num_ranks, 8, top_k)
+    topology = Topology(num_ranks, ranks_per_node, slots, LINKS)
+    counts_GE = routes.counts_GE(8)
+    cell = random_plan(counts_GE[None, None], topology, seed=seed).cell(0, 0)
+    costs = replace(COSTS, model=replace(SMALL, top_k=top_k), **kinds)
+    return routes, CellHosts.of(cell, counts_GE), cell.home_E, topology, costs
+
+
+def _oracle(assignment, home_E, rows, topology, costs, squares_G=None):
+    hosts = list(
+        zip(
+            assignment.expert_H.tolist(),
+            assignment.rank_H.tolist(),
+            assignment.tokens_HG.sum(axis=1).tolist(),
+            assignment.fetched_H.tolist(),
+            strict=True,
+        )
+    )
+    tokens_G = assignment.tokens_HG.sum(axis=0) / costs.model.top_k
+    squares_G = tokens_G * costs.sequence_tokens if squares_G is None else squares_G
+    return seconds(hosts, home_E, rows, tokens_G, squares_G, topology, costs)
+
+
+def _agree(figures, expected, rows, topology, costs):
+    for stage in ("recompute", "update"):
+        assert getattr(figures, stage)._asdict() == pytest.approx(expected[stage], rel=1e-12)
+    row_bytes = costs.model.hidden * costs.model.activation_bytes
+    for link, direction in itertools.product(("cluster", "node"), ("out", "in")):
+        by_hand = [row_bytes * rows.get((link, direction, g), 0) for g in range(topology.num_ranks)]
+        assert getattr(figures, f"{link}_{direction}_G") == pytest.approx(by_hand, rel=1e-12)
+
+
+@pytest.mark.parametrize("update_path", ["host", "direct"])
+@pytest.mark.parametrize("dispatcher", ["copies", "dedup"])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(4, 2), (8, 2), (4, 4), (4, 1)])
+def test_figures_equal_the_slow_oracle_token_by_token(dispatcher, update_path, num_ranks, ranks_per_node):
+    for seed in range(8):
+        routes, assignment, home_E, topology, costs = _case(
+            seed, num_ranks, ranks_per_node, top_k=1 + seed % 3, dispatcher=dispatcher, update_path=update_path
+        )
+        squares_G = np.arange(1, num_ranks + 1) * 1e6 if seed % 2 else None
+        host_TK = assign_picks(assignment, routes, ranks_per_node)
+        source_T = np.repeat(np.arange(num_ranks), np.diff(routes.offsets))
+        sends = [(int(g), [int(assignment.rank_H[h]) for h in row]) for g, row in zip(source_T, host_TK, strict=True)]
+        rows = messages(sends, ranks_per_node, dispatcher)
+        figures = price_cell(assignment, home_E, topology, costs, routes=routes, squares_G=squares_G)
+        _agree(figures, _oracle(assignment, home_E, rows, topology, costs, squares_G), rows, topology, costs)
+        loads_G = [sum(rank == g for _, ranks in sends for rank in ranks) for g in range(num_ranks)]
+        assert figures.loads_G.tolist() == loads_G
+        crossing = sum(rank // ranks_per_node != g // ranks_per_node for g, ranks in sends for rank in ranks)
+        assert figures.cross_node_share == pytest.approx(crossing / max(1, sum(loads_G)))
+        fetches = [sum(assignment.fetched_H[assignment.rank_H == g]) for g in range(num_ranks)]
+        assert figures.fetches_G.tolist() == fetches
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 4])
+def test_the_estimate_is_the_expectation_of_independent_picks(ranks_per_node):
+    for seed in range(5):
+        _, assignment, home_E, topology, costs = _case(seed, 8, ranks_per_node, top_k=2)
+        pairs_GG = np.zeros((8, 8), np.int64)
+        np.add.at(pairs_GG.T, assignment.rank_H, assignment.tokens_HG)
+        rows = expected_messages(pairs_GG, 2, ranks_per_node)
+        figures = price_cell(assignment, home_E, topology, costs)
+        _agree(figures, _oracle(assignment, home_E, rows, topology, costs), rows, topology, costs)
+
+
+def test_rows_out_are_rows_in_and_one_node_sends_nothing_out():
+    for seed in range(10):
+        routes, assignment, home_E, topology, costs = _case(seed, 8, 4 if seed % 2 else 8)
+        for known in (None, routes):
+            figures = price_cell(assignment, home_E, topology, costs, routes=known)
+            assert figures.cluster_out_G.sum() == pytest.approx(figures.cluster_in_G.sum())
+            assert figures.node_out_G.sum() == pytest.approx(figures.node_in_G.sum())
+            assert (figures.cluster_out_G.sum() == 0) == (topology.num_nodes == 1)
+
+
+@given(st.integers(0, 10_000), st.sampled_from(["copies", "dedup"]), st.sampled_from(["host", "direct"]), st.data())
+@settings(max_examples=60, deadline=None)
+def test_better_machines_are_never_slower(seed, dispatcher, update_path, data):
+    _, assignment, home_E, topology, costs = _case(seed, 8, 4, dispatcher=dispatcher, update_path=update_path)
+    name = data.draw(st.sampled_from([*vars(LINKS), "gemm_flops_per_s", "attention_flops_per_s", "memory_bytes_per_s"]))
+    factor = data.draw(st.floats(1.0, 100.0))
+    slow = price_cell(assignment, home_E, topology, costs)
+    if name in vars(LINKS):
+        factor = 1 / factor if name.endswith("latency_s") else factor
+        topology = replace(topology, links=replace(LINKS, **{name: getattr(LINKS, name) * factor}))
+    else:
+        costs = replace(costs, hardware=replace(costs.hardware, **{name: getattr(costs.hardware, name) * factor}))
+    fast = price_cell(assignment, home_E, topology, costs)
+    # What is exposed may grow as the rest shrinks, its sum with the rest may not.
+    assert fast.recompute.total <= slow.recompute.total * (1 + 1e-12)
+    assert fast.update.total <= slow.update.total * (1 + 1e-12)
+
+
+def test_deals_use_each_host_as_often_as_the_assignment_says():
+    for seed in range(20):
+        routes, assignment, _, topology, _ = _case(seed, 8, 2, slots=3, top_k=3)
+        host_TK = assign_picks(assignment, routes, topology.ranks_per_node)
+        assert (assignment.expert_H[host_TK] == routes.ids_TK).all()
+        source_T = np.repeat(np.arange(8), np.diff(routes.offsets))
+        used_HG = np.zeros_like(assignment.tokens_HG)
+        np.add.at(used_HG, (host_TK, source_T[:, None]), 1)
+        np.testing.assert_array_equal(used_HG, assignment.tokens_HG)
+
+
+def test_a_token_that_leaves_anyway_leaves_the_local_host_to_one_that_does_not():
+    """Rank 0 has tokens {0, 1} and {0, 2}. Expert 0 is on both nodes, once each; 1 is remote and 2 local."""
+    routes = CellRoutes(np.array([[0, 1], [0, 2]], np.int16), np.array([0, 2, 2]))
+    tokens_HG = np.array([[1, 0], [1, 0], [1, 0], [1, 0]])
+    assignment = CellHosts(np.array([0, 0, 1, 2]), np.array([0, 1, 1, 0]), tokens_HG, np.zeros(4, bool))
+    host_TK = assign_picks(assignment, routes, 1)
+    assert host_TK.tolist() == [[1, 2], [0, 3]]
+    reach_GN, reach_GG = tokens_reaching(assignment, routes, host_TK, 1)
+    assert reach_GN.tolist() == [[1, 1], [0, 0]]
+    assert reach_GG.tolist() == [[1, 1], [0, 0]]
+
+
+def _fewest_crossings(assignment, routes, g, ranks_per_node):
+    """Distinct (token, other node) pairs of a source rank in the best of all deals, by exhaustive search."""
+    part_TK = routes.ids_TK[routes.offsets[g] : routes.offsets[g + 1]]
+    picks = [(t, e) for t, row in enumerate(part_TK) for e in row]
+    node_H = assignment.rank_H // ranks_per_node
+    best = [len(picks) + 1]
+
+    def go(i, left_H, reached):
+        if len(reached) >= best[0]:
+            return
+        if i == len(picks):
+            best[0] = len(reached)
+            return
+        token, expert = picks[i]
+        for h in np.flatnonzero((assignment.expert_H == expert) & (left_H > 0)):
+            left_H[h] -= 1
+            go(i + 1, left_H, reached | ({(token, node_H[h])} if node_H[h] != g // ranks_per_node else set()))
+            left_H[h] += 1
+
+    go(0, assignment.tokens_HG[:, g].copy(), frozenset())
+    return best[0]
+
+
+def test_deals_cross_nodes_hardly_more_often_than_the_best_of_all_deals():
+    ours = fewest = 0
+    for seed in range(40):
+        routes = _routes(seed, 4, 6, 2, most=7)
+        counts_GE = routes.counts_GE(6)
+        topology = Topology(4, 2, 2, LINKS)
+        cell = random_plan(np.pad(counts_GE, ((0, 0), (0, 2)))[None, None], topology, seed=seed).cell(0, 0)
+        assignment = CellHosts.of(cell, np.pad(counts_GE, ((0, 0), (0, 2))))
+        reach_GN, _ = tokens_reaching(assignment, routes, assign_picks(assignment, routes, 2), 2)
+        for g in range(4):
+            best = _fewest_crossings(assignment, routes, g, 2)
+            assert reach_GN[g, 1 - g // 2] >= best
+            ours, fewest = ours + reach_GN[g, 1 - g // 2], fewest + best
+    assert fewest <= ours <= 1.05 * fewest
+
+
+def test_routes_of_other_counts_are_refused():
+    routes, assignment, home_E, topology, costs = _case(3, 8, 4)
+    moved = replace(assignment, tokens_HG=assignment.tokens_HG + np.eye(len(assignment.rank_H), 8, dtype=np.int64))
+    with pytest.raises(CountsError, match=r"the hosts serve \d+ picks of expert 0 from rank 0"):
+        price_cell(moved, home_E, topology, costs, routes=routes)
+    with pytest.raises(CountsError, match="the hosts are of 8 source ranks and the routes 4"):
+        price_cell(assignment, home_E, topology, costs, routes=_routes(0, 4, 8, 2))
+    negative = np.where(np.arange(8) == 0, -1, assignment.tokens_HG)
+    with pytest.raises(CountsError, match="a host serves -1 assignments"):
+        price_cell(replace(assignment, tokens_HG=negative), home_E, topology, costs)
+    with pytest.raises(CountsError, match="a host is on rank 8"):
+        price_cell(replace(assignment, rank_H=assignment.rank_H + 1), home_E, topology, costs)
+    with pytest.raises(CountsError, match="the topology has 16 ranks"):
+        price_cell(assignment, home_E, Topology(16, 8, 2, LINKS), costs)
+
+
+@pytest.mark.parametrize("name", ["G16", "G32", "G64"])
+def test_the_estimate_is_near_the_count_on_generated_routes(name):
+    """Under the homes alone, where real picks are spread most."""
+    workload = replace(WORKLOADS[name], num_micro_steps=1, num_layers=1, mean_length=300)
+    step = workload.draw(seed=1)
+    ids_TK, rank_T = step.routes(0, 0)
+    order = np.argsort(rank_T, kind="stable")
+    offsets = np.searchsorted(rank_T[order], np.arange(workload.num_ranks + 1)).astype(np.int64)
+    routes = CellRoutes(ids_TK[order].astype(np.int16), offsets)
+    topology = HARDWARE["h100"].topology(workload.num_ranks, 0)
+    home_E = topology.contiguous_home_E(128)
+    tokens_HG = step.counts()[0, 0].T.astype(np.int64)
+    homes = CellHosts(np.arange(128, dtype=np.int32), home_E.astype(np.int32), tokens_HG, np.zeros(128, bool))
+    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
+    exact = price_cell(homes, home_E, topology, costs, routes=routes)
+    estimate = price_cell(homes, home_E, topology, costs)
+    assert 0.92 < estimate.cluster_out_G.sum() / exact.cluster_out_G.sum() < 1.005
+    assert 0.89 < estimate.node_out_G.sum() / exact.node_out_G.sum() < 0.95
+    assert 0.965 < estimate.seconds / exact.seconds < 1.005

@@ -1,0 +1,122 @@
+"""Topology files: presets, overrides, and refusal of what is not understood."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from foreroute.costs.cluster_file import load_cluster, parse_cluster
+from foreroute.costs.presets import HARDWARE, MODELS
+from foreroute.errors import ConfigError, TopologyError
+
+USUAL = {
+    "topology": {"num_ranks": 64, "redundant_slots": 2},
+    "hardware": {"preset": "h100"},
+    "model": {"preset": "qwen3-30b-a3b"},
+}
+
+
+def test_presets_and_overrides(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        '[topology]\nnum_ranks = 16\nredundant_slots = 2\nslot_memory_bytes = 1000\n[hardware]\npreset = "a100"\n'
+        'tile_rows = 64\n[links]\ncluster_bytes_per_s = 1e9\n[model]\npreset = "qwen3-30b-a3b"\n'
+        '[costs]\ndispatcher = "copies"\nsequence_tokens = 512\n'
+    )
+    cluster = load_cluster(path)
+    assert (cluster.topology.num_ranks, cluster.topology.ranks_per_node) == (16, 8)
+    assert cluster.topology.slot_memory_bytes == 1000
+    assert cluster.topology.links.cluster_bytes_per_s == 1e9
+    assert cluster.topology.links.node_bytes_per_s == HARDWARE["a100"].links.node_bytes_per_s
+    assert cluster.costs.hardware.tile_rows == 64
+    assert cluster.costs.model == MODELS["qwen3-30b-a3b"]
+    assert (cluster.costs.dispatcher, cluster.costs.sequence_tokens) == ("copies", 512)
+
+
+def test_without_presets_every_key_without_default_is_needed():
+    hardware = {"gemm_flops_per_s": 1e12, "attention_flops_per_s": 1e12, "memory_bytes_per_s": 1e10}
+    with pytest.raises(ConfigError, match=r"x: \[links\] has no node_bytes_per_s, cluster_bytes_per_s"):
+        parse_cluster({**USUAL, "hardware": hardware}, source="x")
+    names = ("node_bytes_per_s", "cluster_bytes_per_s", "host_bytes_per_s", "node_latency_s", "cluster_latency_s")
+    whole = {**USUAL, "hardware": hardware, "links": dict.fromkeys(names, 1)}
+    assert parse_cluster(whole, source="x").costs.hardware.tile_rows == 128
+    with pytest.raises(ConfigError, match=r"x: \[model\] has no num_layers, num_experts"):
+        parse_cluster({key: whole[key] for key in whole if key != "model"}, source="x")
+
+
+def test_the_files_of_the_planners_page_are_read():
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    whole, model = map(tomllib.loads, re.findall(r"```toml\n(.*?)```", page, re.DOTALL))
+    assert parse_cluster(whole, source="page").costs.model == MODELS["qwen3-30b-a3b"]
+    assert parse_cluster({**whole, **model}, source="page").costs.model.num_experts == 64
+
+
+@pytest.mark.parametrize(
+    ("table", "values", "message"),
+    [
+        ("topology", {"num_ranks": 64, "redundant_slot": 2}, r"topology.redundant_slots: required and not given"),
+        ("topology", {"num_ranks": 64, "redundant_slot": 2}, r"did you mean redundant_slots\?"),
+        ("topology", {"num_ranks": "64", "redundant_slots": 2}, r"topology.num_ranks: .*valid integer \(got '64'\)"),
+        ("hardware", {"preset": "h100", "nvlink": 1}, "hardware.nvlink: unknown key; known are"),
+        ("links", {"cluster_bytes_per_s": float("inf")}, "links.cluster_bytes_per_s: .*finite"),
+        ("costs", {"dispatcher": "both"}, "costs.dispatcher: "),
+        ("costs", {"model": {}}, "costs.model: unknown key"),
+        ("lnks", {}, r"lnks: unknown key; did you mean links\?"),
+        ("model", 5, "model: .*dictionary"),
+    ],
+)
+def test_what_is_not_understood_is_refused(table, values, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_cluster({**USUAL, table: values}, source="x")
+
+
+@pytest.mark.parametrize(
+    ("table", "values", "message"),
+    [
+        (
+            "topology",
+            {"num_ranks": 65_536, "redundant_slots": 2},
+            "num_ranks is 65536; expected a whole number, 32767 at most",
+        ),
+        (
+            "topology",
+            {"num_ranks": 64, "redundant_slots": 2**14},
+            "slots is .* expected at most 131072 in all",
+        ),
+        ("topology", {"num_ranks": 2**62, "redundant_slots": 2}, "num_ranks is"),
+        ("topology", {"num_ranks": 64, "redundant_slots": 2, "ranks_per_node": 0}, "do not fill nodes of 0"),
+        ("topology", {"num_ranks": 64, "redundant_slots": 2, "slot_memory_bytes": -1}, "slot_memory_bytes is -1"),
+        ("hardware", {"preset": "h100", "ranks_per_node": 2**62}, "ranks_per_node is"),
+        ("hardware", {"preset": "h100", "memory_bytes_per_s": 1e-300}, "memory_bytes_per_s is 1e-300; expected 1 to"),
+        ("hardware", {"preset": "h100", "layer_s": 1e300}, "layer_s is"),
+        ("model", {"preset": "qwen3-30b-a3b", "num_experts": 32_769}, "num_experts is 32769; .* 32768 at most"),
+        ("model", {"preset": "qwen3-30b-a3b", "vocabulary": 2**62}, "vocabulary is"),
+        ("links", {"cluster_bytes_per_s": 1e30}, r"cluster_bytes_per_s is 1e\+30; expected 1 to 1e\+18"),
+        ("costs", {"sequence_tokens": 1e30}, r"sequence_tokens is 1e\+30"),
+    ],
+)
+def test_sizes_beyond_all_clusters_are_refused(table, values, message):
+    with pytest.raises((ConfigError, TopologyError), match=message):
+        parse_cluster({**USUAL, table: values}, source="x")
+
+
+def test_impossible_clusters_and_files_are_refused(tmp_path):
+    with pytest.raises(TopologyError, match="12 ranks do not fill nodes of 8"):
+        parse_cluster({**USUAL, "topology": {"num_ranks": 12, "redundant_slots": 2}}, source="x")
+    with pytest.raises(TopologyError, match="cluster_bytes_per_s is -1"):
+        parse_cluster({**USUAL, "links": {"cluster_bytes_per_s": -1.0}}, source="x")
+    for values, message in (
+        ({"num_ranks": 10**18, "redundant_slots": 2, "ranks_per_node": 1}, "num_ranks is 1000000"),
+        ({"num_ranks": 8, "redundant_slots": 10**18}, "redundant_slots is 1000000"),
+        ({"num_ranks": 8, "redundant_slots": 2, "slot_memory_bytes": -5}, "slot_memory_bytes is -5"),
+    ):
+        with pytest.raises(TopologyError, match=message):
+            parse_cluster({**USUAL, "topology": values}, source="x")
+    with pytest.raises(TopologyError, match=r"cluster_latency_s is 1e\+200; expected more than 0, and 3600 at most"):
+        parse_cluster({**USUAL, "links": {"cluster_latency_s": 1e200}}, source="x")
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_cluster(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[topology")
+    with pytest.raises(ConfigError, match="not a readable TOML file"):
+        load_cluster(tmp_path / "bad.toml")

@@ -1,0 +1,106 @@
+"""The cost model by hand, presets against published sizes, and what it refuses."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from foreroute.costs.model import BACKWARD, CostModel
+from foreroute.costs.presets import HARDWARE, MODELS, hardware_preset, model_preset
+from foreroute.errors import ConfigError, TopologyError
+
+COSTS = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
+
+
+def test_an_expert_by_hand():
+    product, weights, rows = 2 * 3 * 2048 * 768 / 600e12, 3 * 2048 * 768 * 2 / 2.7e12, (8 * 2048 + 6 * 768) / 2.7e12
+    assert COSTS.expert_seconds(np.array([0, 1, 128, 129, 4096])) == pytest.approx(
+        [
+            0,
+            128 * product + weights + rows,
+            128 * (product + rows) + weights,
+            256 * product + weights + 129 * rows,
+            4096 * (product + rows) + weights,
+        ]
+    )
+    assert COSTS.expert_seconds(np.array([128]), BACKWARD) == pytest.approx(
+        [128 * (2 * product + 1.6 * rows) + 4 * weights]
+    )
+
+
+def test_reading_the_weights_takes_as_long_as_222_rows():
+    prices = COSTS.prices(HARDWARE["h100"].topology(8, 0))
+    assert prices.weight_s / prices.row_s == pytest.approx(600e12 / 2.7e12)
+
+
+def test_attention_and_head_by_hand():
+    projections = 2 * 2048 * 128 * (32 + 4)  # queries and output, keys and values
+    by_hand = 2 * projections * 1000 / 600e12 + 2 * 32 * 128 * 3e6 / 400e12
+    assert COSTS.attention_seconds(np.array([1000]), np.array([3e6])) == pytest.approx([by_hand])
+    backward = 2 * 2 * projections * 1000 / 600e12 + 3 * 2 * 32 * 128 * 3e6 / 400e12
+    assert COSTS.attention_seconds(np.array([1000]), np.array([3e6]), BACKWARD) == pytest.approx([backward])
+    usual = replace(COSTS, sequence_tokens=3000)
+    assert usual.attention_seconds(np.array([1000])) == pytest.approx([by_hand])
+    head = 2 * 2048 * 151_936 / 600e12 + 10 * 151_936 / 2.7e12
+    assert COSTS.head_seconds(np.array([7])) == pytest.approx([7 * head])
+    assert COSTS.head_seconds(np.array([7]), backward=True) == pytest.approx([21 * head])
+
+
+def test_transfers_and_rows_by_hand():
+    prices = COSTS.prices(HARDWARE["h100"].topology(16, 0))
+    expert = 3 * 2048 * 768
+    assert prices.host_fetch_s == pytest.approx(2 * expert / 50e9)
+    assert (prices.node_fetch_s, prices.cluster_fetch_s) == pytest.approx((2 * expert / 340e9, 2 * expert / 45e9))
+    assert (prices.node_gradient_s, prices.cluster_gradient_s) == pytest.approx((4 * expert / 340e9, 4 * expert / 45e9))
+    assert (prices.node_row_s, prices.cluster_row_s) == pytest.approx((4096 / 340e9, 4096 / 45e9))
+    assert prices.latency_s == 50e-6
+    assert COSTS.prices(HARDWARE["h100"].topology(8, 0)).latency_s == 20e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "share"),
+    [
+        ("qwen3-30b-a3b", 30.5, 0.01),
+        ("qwen3-235b-a22b", 235, 0.01),
+        ("glm-4.5-air", 106, 0.03),
+        ("glm-4.5", 355, 0.03),
+        ("qwen3-next-80b-a3b", 80, 0.02),
+        ("deepseek-v3", 671, 0.03),  # three dense layers are left out
+        ("kimi-k2", 1026, 0.03),
+    ],
+)
+def test_models_have_as_many_parameters_as_published(name, billions, share):
+    model = model_preset(name)
+    layer = model.num_experts * model.expert_parameters + model.dense_parameters
+    total = model.num_layers * layer + 2 * model.vocabulary * model.hidden
+    assert total == pytest.approx(billions * 1e9, rel=share)
+
+
+def test_unknown_presets_are_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="no hardware preset is called 'h10'; did you mean h100"):
+        hardware_preset("h10")
+    with pytest.raises(ConfigError, match=r"no model preset is called 'gpt'; known are qwen3-30b-a3b"):
+        model_preset("gpt")
+
+
+def test_a_rack_is_one_node_and_other_counts_must_fill_nodes():
+    assert hardware_preset("gb200").topology(64, 2).num_nodes == 1
+    assert hardware_preset("h100").topology(4, 2).ranks_per_node == 4
+    with pytest.raises(TopologyError, match="12 ranks do not fill nodes of 8"):
+        hardware_preset("h100").topology(12, 2)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("model", {"hidden": 0}, "hidden is 0; expected more than 0"),
+        ("model", {"top_k": 129}, "top_k is 129; a layer of 128 experts"),
+        ("hardware", {"tile_rows": 0}, "tile_rows is 0"),
+        ("costs", {"dispatcher": "none"}, "dispatcher is 'none'; expected 'copies' or 'dedup'"),
+        ("costs", {"update_path": "nfs"}, "update_path is 'nfs'"),
+        ("costs", {"sequence_tokens": 0}, "sequence_tokens is 0"),
+    ],
+)
+def test_impossible_parameters_are_refused(part, change, message):
+    with pytest.raises(ConfigError, match=message):
+        replace({"model": COSTS.model, "hardware": COSTS.hardware, "costs": COSTS}[part], **change)

@@ -1,0 +1,244 @@
+"""Valid plans pass; every kind of corruption is seen and named."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from foreroute.errors import PlanError
+from foreroute.plan import PlanOptions, Topology
+from foreroute.plan.checker import verify
+from foreroute.planner import plan
+from random_plans import LINKS, random_counts, random_plan, small_case
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_valid_plans_pass(seed):
+    plan, counts = small_case(seed, slots=seed % 4, moves=seed % 3 * 2, keep=seed % 2 * 0.7)
+    verify(plan, counts)
+    verify(plan, counts.astype(np.int32))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 4), (1, 1, 2, 2), (3, 2, 8, 8)])
+def test_corners_pass(shape):
+    counts = random_counts(3, shape)
+    verify(random_plan(counts, Topology(shape[2], 1, 1, LINKS)), counts)
+    empty = np.zeros(shape, np.int64)
+    verify(random_plan(empty, Topology(shape[2], 1, 1, LINKS)), empty)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        PlanOptions(tolerance=0.0),
+        PlanOptions(slots="shared"),
+        PlanOptions(replicas=False),
+        PlanOptions(locality=False, threads=2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("slots", [0, 1, 3])
+def test_plans_of_the_planner_pass(options, slots):
+    counts = random_counts(slots, (4, 2, 8, 16), most=200)
+    verify(plan(counts, Topology(8, 4, slots, LINKS), options), counts, options)
+
+
+def _changed(plan, name, place, value):
+    array = getattr(plan, name).copy()
+    array[place] = value
+    return replace(plan, **{name: array})
+
+
+def _kept(plan):
+    """A replica that stays in its slot."""
+    return int(np.flatnonzero(~plan.fetched_R)[0])
+
+
+def _pair_of_a_rank(plan):
+    """Two replicas of one cell and rank."""
+    for first in range(len(plan.rank_R) - 1):
+        same_cell = np.searchsorted(plan.offsets, first, "right") == np.searchsorted(plan.offsets, first + 1, "right")
+        if same_cell and plan.rank_R[first] == plan.rank_R[first + 1]:
+            return first, first + 1
+    raise AssertionError("the case has no such pair")
+
+
+def _home_of(plan, replica):
+    layer = (int(np.searchsorted(plan.offsets, replica, "right")) - 1) % plan.shape[1]
+    return plan.home_LE[layer, plan.expert_R[replica]]
+
+
+def _same_expert_twice(plan):
+    first, second = _pair_of_a_rank(plan)
+    return _changed(plan, "expert_R", second, plan.expert_R[first])
+
+
+def _same_slot_twice(plan):
+    first, second = _pair_of_a_rank(plan)
+    return _changed(plan, "slot_R", second, plan.slot_R[first])
+
+
+def _one_token_more(plan):
+    return _changed(plan, "tokens_RG", (0, 0), plan.tokens_RG[0, 0] + 1000)
+
+
+def _one_token_to_the_home(plan):
+    replica, source = np.argwhere(plan.tokens_RG > 0)[0]
+    return _changed(plan, "tokens_RG", (replica, source), plan.tokens_RG[replica, source] - 1)
+
+
+def _shifted_offset(plan):
+    return _changed(plan, "offsets", 1, plan.offsets[1] - 1)
+
+
+def _swapped_homes(plan):
+    """Homes of equal cardinality, but other ones: loads and replicas no longer fit."""
+    home_LE = plan.home_LE.copy()
+    home_LE[0] = np.roll(home_LE[0], 1)
+    return replace(plan, home_LE=home_LE)
+
+
+def _dropped_replica(plan):
+    keep = np.arange(len(plan.expert_R)) != 0
+    rows = {name: getattr(plan, name)[keep] for name in ("expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG")}
+    return replace(plan, offsets=np.maximum(plan.offsets - 1, 0), **rows)
+
+
+CORRUPTIONS = {
+    "expert above": (lambda p: _changed(p, "expert_R", 3, 8), "micro-step 0, layer 0.*there are 8 experts"),
+    "expert below": (lambda p: _changed(p, "expert_R", 3, -1), "there are 8 experts"),
+    "rank above": (lambda p: _changed(p, "rank_R", 0, 4), "there are 4 ranks"),
+    "rank below": (lambda p: _changed(p, "rank_R", 0, -4), "there are 4 ranks"),
+    "slot above": (lambda p: _changed(p, "slot_R", -1, 2), "micro-step 2, layer 1.*there are 2 slots on a rank"),
+    "slot below": (lambda p: _changed(p, "slot_R", -1, -1), "there are 2 slots on a rank"),
+    "on its home": (lambda p: _changed(p, "rank_R", 0, _home_of(p, 0)), "is on the expert's home"),
+    "expert twice": (_same_expert_twice, "serves that expert twice|is on the expert's home"),
+    "slot twice": (_same_slot_twice, "the slot holds another replica"),
+    "negative tokens": (lambda p: _changed(p, "tokens_RG", (2, 1), -1), "serves fewer than 0"),
+    "tokens from nowhere": (_one_token_more, "replicas of expert .* source rank 0 more than there are"),
+    "token moved": (_one_token_to_the_home, "serves .* assignments, the plan states"),
+    "tokens moved between replicas": (lambda p: replace(p, tokens_RG=np.roll(p.tokens_RG, 1, 0)), "micro-step 0"),
+    "fetch denied": (lambda p: _changed(p, "fetched_R", 0, False), "the slot does not hold it"),
+    "fetch made up": (lambda p: _changed(p, "fetched_R", _kept(p), True), "the slot holds it already"),
+    "slot contents": (lambda p: _changed(p, "slot_R", _kept(p), 1 - p.slot_R[_kept(p)]), "slot"),
+    "rank of a kept one": (lambda p: _changed(p, "rank_R", _kept(p), (p.rank_R[_kept(p)] + 1) % 4), "micro-step"),
+    "dropped replica": (_dropped_replica, "micro-step 0|the slot does not hold it"),
+    "max load above": (lambda p: _changed(p, "max_load_ML", (1, 1), 10**6), "micro-step 1, layer 1.*states 1000000"),
+    "max load below": (lambda p: _changed(p, "max_load_ML", (1, 0), 0), "micro-step 1, layer 0.*states 0"),
+    "bound above": (lambda p: _changed(p, "bound_ML", (2, 0), 1e9), "micro-step 2, layer 0: the bound 1000000000.0"),
+    "bound below the mean": (lambda p: _changed(p, "bound_ML", (2, 0), 0), "the bound 0.0 is not between"),
+    "bound is no number": (lambda p: _changed(p, "bound_ML", (0, 0), np.nan), "the bound nan"),
+    "shifted offset": (_shifted_offset, "micro-step 0"),
+    "offsets descend": (lambda p: _changed(p, "offsets", 1, 10**6), "offsets must ascend"),
+    "offsets end early": (lambda p: _changed(p, "offsets", -1, 0), "offsets must ascend"),
+    "offsets start late": (lambda p: _changed(p, "offsets", 0, 1), "offsets must ascend"),
+    "home off the ranks": (lambda p: _changed(p, "home_LE", (1, 2), 4), "layer 1: home_LE has ranks 0 to 4 of 4"),
+    "homes uneven": (
+        lambda p: _changed(p, "home_LE", (1, slice(0, 8)), 2),
+        "layer 1: home_LE puts 0 experts on rank 0",
+    ),
+    "previous homes uneven": (lambda p: _changed(p, "previous_home_LE", (0, slice(0, 8)), 2), "previous_home_LE puts"),
+    "other homes": (_swapped_homes, "micro-step"),
+    "other digest": (lambda p: replace(p, counts_digest="0" * 32), "was made for counts with digest 000"),
+    "dtype": (lambda p: replace(p, tokens_RG=p.tokens_RG.astype(np.int64)), "tokens_RG is int64 .* expected int32"),
+    "short column": (lambda p: replace(p, slot_R=p.slot_R[:-1]), "slot_R is int16"),
+    "short figures": (lambda p: replace(p, bound_ML=p.bound_ML[:-1]), "bound_ML is float64"),
+    "other shape": (lambda p: replace(p, shape=(3, 1, 8)), "expected int16"),
+    "other ranks": (lambda p: replace(p, topology=Topology(8, 2, 2, LINKS)), "expected int32"),
+    "fewer slots": (lambda p: replace(p, topology=Topology(4, 2, 1, LINKS)), "there are 1 slots on a rank"),
+}
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+def test_every_corruption_is_seen(kind):
+    corrupt, message = CORRUPTIONS[kind]
+    plan, counts = small_case(5, keep=0.6)
+    verify(plan, counts)
+    with pytest.raises(PlanError, match=message):
+        verify(corrupt(plan), counts)
+
+
+def test_other_counts_are_refused():
+    plan, counts = small_case(5)
+    other = counts.copy()
+    other[1, 1, 1, 1] += 1
+    with pytest.raises(PlanError, match="plan these counts"):
+        verify(plan, other)
+    with pytest.raises(PlanError, match="the plan is for integers"):
+        verify(plan, counts[:2])
+    with pytest.raises(PlanError, match="counts are float64"):
+        verify(plan, counts.astype(float))
+
+
+def test_options_bind():
+    plan, counts = small_case(6, moves=4, keep=0.6)
+    moved = int((plan.home_LE != plan.previous_home_LE).sum(axis=1).max())
+    verify(plan, counts, PlanOptions(home_moves=moved))
+    with pytest.raises(PlanError, match=f"{moved} homes move; the budget is {moved - 1}"):
+        verify(plan, counts, PlanOptions(home_moves=moved - 1))
+    with pytest.raises(PlanError, match="in a plan without replicas"):
+        verify(plan, counts, PlanOptions(home_moves=None, replicas=False))
+    with pytest.raises(PlanError, match="shared slots keep nothing"):
+        verify(plan, counts, PlanOptions(home_moves=None, slots="shared"))
+    with pytest.raises(PlanError, match="the slot holds it already"):
+        verify(replace(plan, fetched_R=np.ones_like(plan.fetched_R)), counts, PlanOptions(home_moves=None))
+
+
+def test_a_plan_for_shared_slots_fetches_everything():
+    plan, counts = small_case(6, keep=0.6)
+    verify(replace(plan, fetched_R=np.ones_like(plan.fetched_R)), counts)
+
+
+def test_refuses_exactly_what_brute_force_refuses():
+    rng = np.random.default_rng(0)
+    plan, counts = small_case(7, keep=0.6)
+    names = ["expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG", "home_LE", "max_load_ML", "offsets"]
+    valid = 0
+    for _ in range(600):
+        name = rng.choice(names)
+        array = getattr(plan, name)
+        place = tuple(int(rng.integers(n)) for n in array.shape)
+        value = not array[place] if name == "fetched_R" else array[place] + rng.choice([-1, 1])
+        changed = _changed(plan, name, place, value)
+        try:
+            verify(changed, counts)
+        except PlanError:
+            assert not _is_valid(changed, counts)
+        else:
+            assert _is_valid(changed, counts)
+            valid += 1
+    assert 0 < valid < 60
+
+
+def _is_valid(plan, counts):
+    """What the contract says, assignment by assignment."""
+    if plan.offsets[0] != 0 or plan.offsets[-1] != len(plan.expert_R) or (np.diff(plan.offsets) < 0).any():
+        return False
+    if any(sorted(home_E) != sorted(np.arange(8) // 2) for home_E in plan.home_LE):
+        return False
+    held = {}
+    return all(_is_valid_cell(plan, counts, held, *cell) for cell in np.ndindex(plan.shape[:2]))
+
+
+def _is_valid_cell(plan, counts, held, m, layer):
+    cell = plan.cell(m, layer)
+    ranks_of = {expert: [home] for expert, home in enumerate(cell.home_E)}
+    places = set()
+    for expert, rank, slot, fetched in zip(cell.expert_R, cell.rank_R, cell.slot_R, cell.fetched_R, strict=True):
+        if rank not in range(4) or slot not in range(2) or expert not in ranks_of or rank in ranks_of[expert]:
+            return False
+        if (held.get((layer, rank, slot)) == expert) == fetched:
+            return False
+        held[layer, rank, slot] = expert
+        places.add((rank, slot))
+        ranks_of[expert].append(rank)
+    loads_G = np.zeros(4, int)
+    for expert, source in np.ndindex(8, 4):
+        given = {cell.rank_R[i]: cell.tokens_RG[i, source] for i in np.flatnonzero(cell.expert_R == expert)}
+        home_serves = counts[m, layer, source, expert] - sum(given.values())
+        if home_serves < 0 or min(given.values(), default=0) < 0:
+            return False
+        loads_G[cell.home_E[expert]] += home_serves
+        for rank, tokens in given.items():
+            loads_G[rank] += tokens
+    return len(places) == len(cell.expert_R) and loads_G.max() == plan.max_load_ML[m, layer]

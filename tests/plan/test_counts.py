@@ -1,0 +1,171 @@
+"""Counts from traces against a loop, and refusal of counts that cannot be planned."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreroute.errors import CountsError, SpecMismatchError, TraceContentError
+from foreroute.plan.counts import Packing, check_counts, packed_counts
+from foreroute.planner.workload import WORKLOADS
+from foreroute.trace.counts import add_assignments
+from traces import mixed_trace, random_trace
+
+
+def loop(traces, packing):
+    spec = traces[0].spec
+    counts = np.zeros((packing.num_micro_steps, spec.num_layers, packing.num_ranks, spec.num_experts), np.int64)
+    s = 0
+    for trace in traces:
+        for first, end in zip(trace.offsets[:-1], trace.offsets[1:], strict=True):
+            for row in range(first, end):
+                for layer, picks in enumerate(trace.expert_ids_NLK[row].tolist() if trace.valid_N[row] else []):
+                    for e in picks:
+                        counts[packing.micro_step_S[s], layer, packing.rank_S[s], e] += 1
+            s += 1
+    return counts
+
+
+def random_packing(rng, num_sequences, num_micro_steps=3, num_ranks=4):
+    return Packing(
+        rng.integers(0, num_micro_steps, num_sequences).astype(np.int32),
+        rng.integers(0, num_ranks, num_sequences).astype(np.int32),
+        num_micro_steps,
+        num_ranks,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), threads=st.integers(1, 4), wide=st.booleans())
+def test_counts_of_several_traces_match_a_loop(seed, threads, wide):
+    experts = 300 if wide else 8
+    traces = [random_trace(seed + i, num_experts=experts) for i in range(3)]
+    packing = random_packing(np.random.default_rng(seed), sum(map(len, traces)))
+    counts = packed_counts(traces, packing, threads=threads)
+    assert counts.dtype == np.int32
+    np.testing.assert_array_equal(counts, loop(traces, packing))
+
+
+def test_gaps_and_empty_sequences_do_not_count():
+    trace = mixed_trace(0)
+    packing = random_packing(np.random.default_rng(0), len(trace))
+    assert not trace.valid_N.all()
+    np.testing.assert_array_equal(packed_counts(trace, packing), loop([trace], packing))
+
+
+def test_counts_that_a_small_trace_cannot_fill_are_refused_before_they_are_made():
+    trace = random_trace(0, num_experts=4096, num_layers=100)
+    zeros = np.zeros(len(trace), np.int32)
+    tracemalloc.start()
+    with pytest.raises(CountsError, match=r"would have 1,677,721,600 entries for [\d,]+ assignments; take fewer ranks"):
+        packed_counts(trace, Packing(zeros, zeros, 1, 4096))
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_packings_that_do_not_fit_are_refused():
+    trace = random_trace(0)
+    zeros = np.zeros(len(trace), np.int32)
+    with pytest.raises(CountsError, match=f"with {len(trace)} sequences and a packing of {len(trace) + 1}"):
+        packed_counts(trace, Packing(*[np.zeros(len(trace) + 1, np.int32)] * 2, 1, 1))
+    with pytest.raises(CountsError, match="got 0 traces"):
+        packed_counts([], Packing(zeros[:0], zeros[:0], 1, 1))
+    with pytest.raises(TraceContentError, match="rank 4 is not below 4"):
+        packed_counts(trace, Packing(zeros, zeros + 4, 1, 4))
+    with pytest.raises(TraceContentError, match="micro-step 1 is not below 1"):
+        packed_counts(trace, Packing(zeros + 1, zeros, 1, 4))
+    with pytest.raises(TraceContentError, match="rank -1 is below 0"):
+        packed_counts(trace, Packing(zeros, zeros - 1, 1, 4))
+    with pytest.raises(SpecMismatchError, match="belongs to another model"):
+        packed_counts([trace, random_trace(0, num_experts=9)], random_packing(np.random.default_rng(0), 2 * len(trace)))
+
+
+def test_counts_of_another_shape_or_width_are_not_added_to():
+    trace = random_trace(0)
+    zeros = np.zeros(len(trace), np.int64)
+    with pytest.raises(TraceContentError, match=r"counts of shape \(1, 2, 1, 8\) for 3 layers of 8 experts"):
+        add_assignments(trace, zeros, zeros, np.zeros((1, 2, 1, 8), np.int32))
+    with pytest.raises(TraceContentError, match="expected a C-contiguous int32 array"):
+        add_assignments(trace, zeros, zeros, np.zeros((1, 3, 1, 8), np.int64))
+
+
+GOOD = np.full((2, 3, 4, 8), 5)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64])
+def test_whole_numbers_of_any_width_are_taken(dtype):
+    checked = check_counts(GOOD.astype(dtype), num_ranks=4, top_k=2)
+    assert checked.dtype == np.int32
+    np.testing.assert_array_equal(checked, GOOD)
+
+
+def test_counts_that_need_no_change_are_not_copied():
+    counts = GOOD.astype(np.int32)
+    assert check_counts(counts) is counts
+
+
+def test_counts_from_a_mapped_file_are_copied():
+    counts = GOOD.astype(np.int32)
+    counts.flags.writeable = False
+    checked = check_counts(counts)
+    assert checked.flags.writeable
+    np.testing.assert_array_equal(checked, counts)
+
+
+def changed(where, value, dtype=np.int64):
+    counts = GOOD.astype(dtype)
+    counts[where] = value
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (GOOD[0], r"shape \(3, 4, 8\); expected \[micro-steps, layers, source ranks, experts\]"),
+        (GOOD[:0], "none of them 0"),
+        (GOOD[:, :, :3], "8 experts cannot be placed evenly on 3 ranks; use a number"),
+        (GOOD.astype(float), "dtype float64; expected integers"),
+        (GOOD.astype(bool), "dtype bool; expected integers"),
+        (GOOD.astype(str), "expected integers"),
+        (changed((1, 2, 3, 4), -7), "negative entry, -7"),
+        (changed((1, 2, 3, 4), -7, np.int32), "negative entry, -7, in micro-step 1, layer 2, source rank 3"),
+        (changed((1, 2, 3, 4), 2**31), "an entry of 2147483648; expected at most 2147483647"),
+        (changed((1, 2, 3, 4), 2**64 - 1, np.uint64), "an entry of 18446744073709551615"),
+        (changed((1, 2, slice(3), 4), 2**30, np.int32), "micro-step 1, layer 2 holds 3221225617 assignments"),
+        (np.zeros((1, 1, 1, 2**15 + 1), np.int8), "counts have 32769 experts; expected at most 32768"),
+    ],
+)
+def test_counts_that_cannot_be_planned_are_refused(counts, message):
+    with pytest.raises(CountsError, match=message):
+        check_counts(counts)
+
+
+@pytest.mark.parametrize(
+    ("counts", "top_k", "message"),
+    [
+        (changed((1, 2, 3, 4), 7), 2, "micro-step 1, layer 2, source rank 3 sends 42 assignments; expected as many"),
+        (GOOD, 3, "micro-step 0, layer 0, source rank 0 sends 40 assignments; expected a multiple of top_k = 3"),
+        (
+            changed((1, slice(None), 3, slice(4, 6)), (25, 5)),
+            4,
+            "micro-step 1, layer 0, source rank 3 .* more than 1/4",
+        ),
+        (GOOD, 9, "top_k is 9; expected 1 to the 8 experts"),
+    ],
+)
+def test_counts_that_no_tokens_have_are_refused_when_top_k_is_known(counts, top_k, message):
+    check_counts(counts)
+    with pytest.raises(CountsError, match=message):
+        check_counts(counts, top_k=top_k)
+
+
+def test_counts_of_other_ranks_are_refused():
+    with pytest.raises(CountsError, match="4 source ranks and the topology 8"):
+        check_counts(GOOD, num_ranks=8)
+
+
+def test_counts_of_the_generator_are_those_of_tokens():
+    counts = WORKLOADS["H8"].draw(seed=0).counts()
+    assert check_counts(counts, num_ranks=8, top_k=8) is counts

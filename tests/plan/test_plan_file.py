@@ -1,0 +1,267 @@
+"""Plans survive the disk; damaged files are refused or give the same plan."""
+
+import json
+import os
+import resource
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save as to_bytes
+
+import foreroute as fr
+from foreroute.errors import PlanError, TraceFileError
+from foreroute.files import seal_file
+from foreroute.plan import Links, StepPlan, Topology
+from foreroute.plan.checker import verify
+from foreroute.plan.plan_file import encode_plan, load_plan, save_plan
+from forging import STAIRCASE
+from random_plans import LINKS, random_counts, random_plan, small_case
+
+
+def equal(a, b):
+    """Every field, dtypes included."""
+    for field in fields(StepPlan):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(x, np.ndarray):
+            assert x.dtype == y.dtype
+            np.testing.assert_array_equal(x, y)
+        else:
+            assert x == y
+    return True
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_round_trip(seed, tmp_path):
+    plan, counts = small_case(seed, slots=seed % 4, moves=2, micro_steps=seed % 3 + 1)
+    plan = replace(plan, topology=replace(plan.topology, slot_memory_bytes=None if seed % 2 else 10**12))
+    path = save_plan(plan, tmp_path / "deep" / "plan.safetensors")
+    again = load_plan(path)
+    assert equal(again, plan)
+    verify(again, counts)
+
+
+@pytest.mark.parametrize("most", [200, 60_000, 2**31 - 1])
+def test_large_splits_keep_their_values(most, tmp_path):
+    counts = random_counts(0, (2, 2, 2, 4), most=most)
+    plan = random_plan(counts, Topology(2, 1, 1, LINKS))
+    assert plan.tokens_RG.max() > most // 10
+    assert equal(load_plan(save_plan(plan, tmp_path / "p")), plan)
+
+
+def test_existing_files_are_kept(tmp_path):
+    plan, _ = small_case(1)
+    other, _ = small_case(2)
+    path = save_plan(plan, tmp_path / "p")
+    with pytest.raises(PlanError, match="overwrite=True"):
+        save_plan(other, path)
+    assert equal(load_plan(path), plan)
+    save_plan(other, path, overwrite=True)
+    assert equal(load_plan(path), other)
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]
+
+
+def test_a_plan_that_contradicts_itself_is_not_written(tmp_path):
+    plan, _ = small_case(1)
+    with pytest.raises(PlanError, match="there are 2 slots"):
+        save_plan(replace(plan, slot_R=plan.slot_R + np.int16(2)), tmp_path / "p")
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_files_are_refused(tmp_path):
+    plan, _ = small_case(1)
+    plan_path, trace_path = save_plan(plan, tmp_path / "plan"), tmp_path / "trace"
+    spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0),))
+    fr.save(fr.trace.synthetic_trace(spec, [5], seed=0), trace_path)
+    with pytest.raises(PlanError, match="not a plan"):
+        load_plan(trace_path)
+    with pytest.raises(TraceFileError, match="not a routing trace"):
+        fr.load(plan_path)
+    with pytest.raises(PlanError, match="does not exist"):
+        load_plan(tmp_path / "none")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(PlanError, match="not a whole safetensors file"):
+        load_plan(tmp_path / "text")
+
+
+def test_what_the_system_refuses_is_a_plan_error(tmp_path):
+    plan, _ = small_case(1)
+    path = save_plan(plan, tmp_path / "p")
+    with pytest.raises(PlanError, match=r"p/below cannot be written \(Not a directory\)"):
+        save_plan(plan, path / "below")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(PlanError, match="no regular file"):
+        save_plan(plan, tmp_path / "fifo", overwrite=True)
+    for special in (tmp_path, tmp_path / "fifo"):
+        with pytest.raises(PlanError, match="expected a file"):
+            load_plan(special)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    try:
+        with pytest.raises(PlanError, match="File too large"):
+            save_plan(small_case(2)[0], path, overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert equal(load_plan(path), plan)
+
+
+def _forged(tmp_path, change):
+    """A file with right seals of changed content."""
+    metadata, tensors = encode_plan(small_case(1)[0])
+    metadata.pop("foreroute.digest")
+    change(metadata, tensors)
+    metadata["foreroute.digest"] = seal_file(metadata, tensors)
+    path = tmp_path / "forged"
+    path.write_bytes(to_bytes(tensors, metadata=metadata))
+    return path
+
+
+def _set(name, value):
+    def change(metadata, tensors):
+        (metadata if name.startswith("foreroute.") else tensors)[name] = value
+
+    return change
+
+
+def _edit_topology(**values):
+    def change(metadata, tensors):
+        metadata["foreroute.topology"] = json.dumps({**json.loads(metadata["foreroute.topology"]), **values})
+
+    return change
+
+
+FORGERIES = {
+    "newer": (_set("foreroute.plan_version", "2"), "Upgrade foreroute"),
+    "unknown key": (_set("foreroute.extra", "1"), "metadata are"),
+    "unknown tensor": (_set("extra", np.zeros(1)), "its tensors are"),
+    "huge shape": (_set("foreroute.shape", "[1000000000000, 2, 8]"), "expected int64"),
+    "text shape": (_set("foreroute.shape", '["3", 2, 8]'), "expected .M, L, E."),
+    "no json": (_set("foreroute.shape", "[[[["), "not a readable plan"),
+    "deep json": (_set("foreroute.topology", "[" * 100_000), "not a readable plan"),
+    "more ranks": (_edit_topology(num_ranks=16, ranks_per_node=1), "used_bits has"),
+    "slots beyond int16": (_edit_topology(redundant_slots=2**15 + 1), "redundant_slots is 32769"),
+    "memory below 0": (_edit_topology(slot_memory_bytes=-1), "slot_memory_bytes is -1"),
+    "half nodes": (_edit_topology(ranks_per_node=3), "do not fill nodes"),
+    "far more ranks": (_edit_topology(num_ranks=10**12, ranks_per_node=1), "num_ranks is 1000000000000"),
+    "unknown topology": (_edit_topology(extra=3), "topology has the keys"),
+    "boolean slots": (_edit_topology(redundant_slots=True), "not of integers"),
+    "text links": (_edit_topology(links={"node_bytes_per_s": "1"}), "the links has the keys node_bytes_per_s"),
+    "links that are none": (_edit_topology(links=3), "the links is 3"),
+    "text as a link": (_edit_topology(links={**vars(LINKS), "node_latency_s": "1"}), "are not numbers"),
+    "an infinite link": (
+        _edit_topology(links={**vars(LINKS), "node_latency_s": float("inf")}),
+        "node_latency_s is inf",
+    ),
+    "a link of 0": (_edit_topology(links={**vars(LINKS), "node_latency_s": 0}), "node_latency_s is 0"),
+    "a link of 400 digits": (
+        _edit_topology(links={**vars(LINKS), "node_latency_s": 10**400}),
+        "expected more than 0, and 3600 at most",
+    ),
+    "no topology": (_set("foreroute.topology", "[]"), "the topology is"),
+    "a negative shape": (_set("foreroute.shape", "[-1, 2, 8]"), "expected .M, L, E."),
+    "counts without a digest": (_set("foreroute.counts", "0" * 31), "expected 32 hexadecimal digits"),
+    "letters": (_set("foreroute.counts", "é" * 32), "letters that no plan has"),
+    "a load below 0": (_set("max_load_ML", np.full((3, 2), -1)), "the largest load -1 is no number"),
+    "a bound below 0": (_set("bound_ML", np.full((3, 2), -1.0)), "micro-step 0, layer 0: the bound -1.0 is no"),
+    "a bound that is no number": (_set("bound_ML", np.full((3, 2), np.nan)), "no number"),
+    "an infinite bound": (_set("bound_ML", np.full((3, 2), np.inf)), "no number"),
+    "offsets from 1": (_set("offsets", np.array([1, 4, 8, 13, 17, 22, 28])), "offsets must ascend"),
+    "homes on no rank": (_set("home_LE", np.full((2, 8), 99, np.int16)), "home_LE has ranks 99"),
+    "bits past the last": (_set("used_bits", np.full(14, 255, np.uint8)), "splits"),
+    "fetched twice": (_set("fetched_R", np.full(20, 2, np.uint8)), "expected 0 and 1"),
+    "fewer splits": (_set("tokens", np.ones(3, np.uint8)), "3 are there"),
+    "wide splits": (_set("tokens", np.ones(3, np.uint64)), "tensor tokens is uint64"),
+    "wrapping staircase": (
+        _set("offsets", np.array([*STAIRCASE, 28, 28, 28], np.int64)),
+        "offsets must ascend from 0 to the 28 replicas",
+    ),
+    "axes": (_set("offsets", np.zeros((1, 1), np.int64)), "tensor offsets is int64"),
+}
+
+
+@pytest.mark.parametrize("kind", FORGERIES)
+def test_forgeries_with_right_seals_are_refused(kind, tmp_path):
+    change, message = FORGERIES[kind]
+    with pytest.raises(PlanError, match=message):
+        load_plan(_forged(tmp_path, change))
+
+
+def test_no_memory_is_taken_for_ranks_that_no_expert_is_on(tmp_path):
+    def change(metadata, tensors):
+        for name, tensor in tensors.items():
+            tensors[name] = tensor[:0]
+        tensors.update(offsets=np.zeros(1, np.int64), home_LE=np.zeros((3, 0), np.int16))
+        tensors.update(previous_home_LE=np.zeros((3, 0), np.int16), max_load_ML=np.zeros((0, 3), np.int64))
+        tensors.update(bound_ML=np.zeros((0, 3)))
+        metadata["foreroute.shape"] = "[0, 3, 0]"
+        _edit_topology(num_ranks=30_000, ranks_per_node=1)(metadata, tensors)
+
+    with pytest.raises(PlanError, match="3 layers with 0 experts"):
+        load_plan(_forged(tmp_path, change))
+
+
+def test_zero_splits_are_refused(tmp_path):
+    def change(metadata, tensors):
+        tensors["tokens"][0] = 0
+
+    with pytest.raises(PlanError, match="splits are 0"):
+        load_plan(_forged(tmp_path, change))
+
+
+def test_every_bit_of_a_small_file_counts(tmp_path):
+    plan, _ = small_case(3, ranks=2, experts=2, slots=1, micro_steps=1, layers=1)
+    raw = save_plan(plan, tmp_path / "p").read_bytes()
+    refused = 0
+    for bit in range(8 * len(raw)):
+        damaged = bytearray(raw)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "d").write_bytes(damaged)
+        try:
+            assert equal(load_plan(tmp_path / "d"), plan)
+        except PlanError:
+            refused += 1
+    assert refused > 0.9 * 8 * len(raw)
+
+
+def test_every_truncation_is_refused(tmp_path):
+    raw = save_plan(small_case(3)[0], tmp_path / "p").read_bytes()
+    for size in range(0, len(raw), 7):
+        (tmp_path / "d").write_bytes(raw[:size])
+        with pytest.raises(PlanError):
+            load_plan(tmp_path / "d")
+
+
+def test_splits_take_a_bit_and_few_bytes_each(tmp_path):
+    plan, _ = small_case(4, ranks=8, experts=16, slots=2, micro_steps=8, layers=8)
+    size = len(save_plan(plan, tmp_path / "p").read_bytes())
+    raw = sum(array.nbytes for array in vars(plan).values() if isinstance(array, np.ndarray))
+    assert size < 0.5 * raw
+
+
+VERSION_1 = Path(__file__).parent / "data" / "plan-v1.safetensors"
+
+
+def archived():
+    """Made by plain arithmetic, so that it does not depend on any random generator."""
+    links = Links(340e9, 45e9, 50e9, 2e-5, 5e-5)
+    home_LE = np.array([[0, 0, 1, 1], [1, 0, 0, 1]], np.int16)
+    return StepPlan(
+        topology=Topology(2, 1, 1, links, slot_memory_bytes=10**9),
+        shape=(2, 2, 4),
+        previous_home_LE=np.array([[0, 0, 1, 1], [0, 0, 1, 1]], np.int16),
+        home_LE=home_LE,
+        offsets=np.array([0, 2, 2, 3, 4], np.int64),
+        expert_R=np.array([0, 2, 0, 1], np.int16),
+        rank_R=np.array([1, 0, 1, 1], np.int16),
+        slot_R=np.zeros(4, np.int16),
+        fetched_R=np.array([True, True, False, True]),
+        tokens_RG=np.array([[3, 0], [300, 1], [0, 0], [7, 70_000]], np.int32),
+        max_load_ML=np.array([[310, 20], [30, 80_000]], np.int64),
+        bound_ML=np.array([[309.5, 20], [30, 70_010.25]]),
+        counts_digest="00112233445566778899aabbccddeeff",
+    )
+
+
+def test_version_1_is_read():
+    assert equal(load_plan(VERSION_1), archived())

@@ -1,0 +1,252 @@
+"""Every baseline serves every assignment within its slots and says truly what it moves."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from foreroute.errors import CountsError
+from foreroute.plan import Topology
+from foreroute.planner.balancers import BALANCERS, BalancerInput
+from foreroute.planner.balancers.lending import lend
+from foreroute.planner.balancers.lplb import neighbours
+from foreroute.planner.balancers.relibra import anneal, replicate_in_nodes
+from random_plans import LINKS
+
+REFILLED = ("feplb", "relibra")
+"""Methods whose slots hold nothing from cell to cell."""
+
+
+def problem(seed, *, ranks=8, per_node=4, experts=16, slots=2, micro_steps=3, layers=2, skew=1.0, **known):
+    rng = np.random.default_rng(seed)
+    shape = (micro_steps, layers, ranks, experts)
+    weight = rng.pareto(1.0, (micro_steps, layers, 1, experts)) * skew + rng.random((1, 1, 1, experts))
+    counts = rng.poisson(np.broadcast_to(weight * 8, shape)) * (rng.random(shape) < 0.9)
+    topology = Topology(ranks, per_node, slots, LINKS)
+    home = np.stack([rng.permutation(topology.contiguous_home_E(experts)) for _ in range(layers)])
+    return BalancerInput(counts, topology, home, counts.sum(axis=(0, 2)) + 1, **known)
+
+
+CASES = [
+    {"seed": 0},
+    {"seed": 1, "slots": 0},
+    {"seed": 2, "slots": 1, "ranks": 4, "per_node": 4},
+    {"seed": 3, "ranks": 16, "per_node": 4, "experts": 16, "slots": 3},
+    {"seed": 4, "ranks": 2, "per_node": 1, "experts": 4, "slots": 1},
+    {"seed": 5, "ranks": 1, "per_node": 1, "experts": 4, "slots": 1},
+    {"seed": 6, "skew": 20.0, "crossing_s": 5.0, "transfer_s": 3.0},
+    {"seed": 7, "ranks": 6, "per_node": 3, "experts": 12, "slots": 4},
+]
+
+
+@pytest.mark.parametrize("name", BALANCERS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"case{case['seed']}")
+def test_assignments_are_valid(name, case):
+    check(problem(**case), name)
+
+
+@pytest.mark.parametrize("name", BALANCERS)
+def test_empty_cells_and_one_hot_expert(name):
+    empty = problem(0)
+    counts = np.zeros_like(empty.counts_MLGE)
+    check(replace(empty, counts_MLGE=counts), name)
+    counts[1, :, :, 3] = 17
+    check(replace(empty, counts_MLGE=counts.astype(np.int32)), name)
+
+
+def check(given, name):
+    num_micro_steps, num_layers, num_ranks, num_experts = given.counts_MLGE.shape
+    held = [set(enumerate(home_E.tolist())) for home_E in given.home_LE]
+    found = list(BALANCERS[name].method(given))
+    assert len(found) == num_micro_steps * num_layers
+    for cell, assignment in enumerate(found):
+        micro_step, layer = divmod(cell, num_layers)
+        counts_GE = given.counts_MLGE[micro_step, layer]
+        hosts = list(zip(assignment.expert_H.tolist(), assignment.rank_H.tolist(), strict=True))
+        assert len(set(hosts)) == len(hosts)
+        assert assignment.tokens_HG.min() >= 0
+        served_EG = np.zeros((num_experts, num_ranks), int)
+        np.add.at(served_EG, assignment.expert_H, assignment.tokens_HG)
+        np.testing.assert_array_equal(served_EG, counts_GE.T)
+        assert np.bincount(assignment.rank_H, minlength=num_ranks).max() <= given.slots
+        assert [host not in held[layer] for host in hosts] == assignment.fetched_H.tolist()
+        held[layer] = set(hosts)
+        if name in REFILLED:
+            homes = [next(rank for expert, rank in hosts if expert == e) for e in range(num_experts)]
+            held[layer] = set(enumerate(given.home_LE[layer].tolist() if name == "feplb" else homes))
+
+
+def _drop(a):
+    a.tokens_HG[np.argmax(a.tokens_HG.max(axis=1)), :] = 0
+
+
+def _overdraw(a):
+    host, source = np.argwhere(a.tokens_HG > 0)[0]
+    other = np.flatnonzero((a.expert_H == a.expert_H[host]) & (np.arange(len(a.expert_H)) != host))[0]
+    a.tokens_HG[other, source] += a.tokens_HG[host, source] + 1
+    a.tokens_HG[host, source] = -1
+
+
+def _lie(a):
+    a.fetched_H[-1] ^= True
+
+
+def _crowd(a):
+    a.rank_H[np.unique(a.expert_H, return_index=True)[1]] = 0
+
+
+@pytest.mark.parametrize("spoil", [_drop, _overdraw, _lie, _crowd])
+@pytest.mark.parametrize("name", ["eplb_step_lp", "relibra"])
+def test_the_check_sees_what_is_wrong(spoil, name, monkeypatch):
+    method = BALANCERS[name].method
+
+    def spoiled(given):
+        for cell, assignment in enumerate(method(given)):
+            if cell == 3:
+                spoil(assignment)
+            yield assignment
+
+    monkeypatch.setitem(BALANCERS, name, replace(BALANCERS[name], method=spoiled))
+    with pytest.raises(AssertionError):
+        check(problem(0), name)
+
+
+def largest(given, name):
+    return [int(a.loads_G.max()) for a in BALANCERS[name].method(given)]
+
+
+def test_the_step_before_must_be_known():
+    given = replace(problem(0), previous_LE=None)
+    with pytest.raises(CountsError, match="give its counts"):
+        list(BALANCERS["eplb_previous"].method(given))
+    assert largest(replace(given, previous_LE=given.loads_LE()), "eplb_previous") == largest(given, "eplb_step")
+
+
+def test_a_better_split_of_the_same_copies_is_never_worse():
+    for seed in range(5):
+        pairs = zip(largest(problem(seed), "eplb_step"), largest(problem(seed), "eplb_step_lp"), strict=True)
+        assert all(lp <= even for even, lp in pairs)
+
+
+@pytest.mark.parametrize("name", ["fastermoe", "feplb"])
+def test_methods_that_start_from_home_are_never_worse_than_static(name):
+    for seed in range(5):
+        pairs = zip(largest(problem(seed), "static"), largest(problem(seed), name), strict=True)
+        assert all(ours <= static for static, ours in pairs)
+
+
+def test_eplb_per_micro_step_balances_and_moves_nearly_everything():
+    given = problem(1, ranks=8, experts=64, slots=2, skew=0.2)
+    found = list(BALANCERS["eplb_micro_step"].method(given))
+    ratios = [a.loads_G.max() / a.loads_G.mean() for a in found]
+    assert np.median(ratios) < 1.01
+    assert np.mean([a.fetched_H.sum() for a in found]) > 32
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degree"), [(8, 3), (16, 4), (8, 2), (64, 2), (64, 3), (2, 1), (4, 2), (6, 4), (3, 2)]
+)
+def test_neighbours_are_others_and_distinct(ranks, degree):
+    helpers = neighbours(ranks, degree)
+    assert helpers.shape == (degree, ranks)
+    for rank, mine in enumerate(helpers.T.tolist()):
+        assert rank not in mine
+        assert len(set(mine)) == degree
+    assert (np.sort(helpers, axis=1) == np.arange(ranks)).all()
+
+
+def test_neighbours_are_cubes_and_tori():
+    assert neighbours(8, 3)[:, 5].tolist() == [4, 7, 1]
+    assert neighbours(64, 2)[:, 60].tolist() == [61, 4]
+    assert neighbours(4, 9).shape == (3, 4)
+
+
+def test_shadows_are_served_where_they_come_from_and_priced():
+    given = problem(3, slots=1, skew=30.0)
+    cells = list(given.cells())
+    shadowed = 0
+    for (_, counts_GE), assignment in zip(cells, BALANCERS["fastermoe"].method(given), strict=True):
+        copied = np.flatnonzero(np.bincount(assignment.expert_H) > 1)
+        shadowed += len(copied)
+        for expert in copied:
+            mine = assignment.expert_H == expert
+            local = np.diag(counts_GE[:, expert])[assignment.rank_H[mine]]
+            np.testing.assert_array_equal(assignment.tokens_HG[mine], local)
+    assert shadowed > 0
+    dear = list(BALANCERS["fastermoe"].method(replace(given, transfer_s=1e9)))
+    assert not any(a.fetched_H.any() for a in dear)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_single_loan_would_help_more(seed):
+    rng = np.random.default_rng(seed)
+    node_G, home_E = np.repeat([0, 1], 4).astype(np.int16), np.repeat(np.arange(8), 4).astype(np.int16)
+    loads_E = (rng.pareto(1.0, 32) * 100).astype(np.int64)
+    rank_E = lend(loads_E, home_E, node_G, 2)
+    assert (node_G[rank_E] == node_G[home_E]).all()
+    borrowed_G = np.bincount(rank_E[rank_E != home_E], minlength=8)
+    assert borrowed_G.max() <= 2
+    load_G = np.bincount(rank_E, loads_E, 8)
+    for e in np.flatnonzero(rank_E == home_E):
+        a = home_E[e]
+        for b in np.flatnonzero((node_G == node_G[a]) & (borrowed_G < 2)):
+            assert b == a or max(load_G[a] - loads_E[e], load_G[b] + loads_E[e]) >= load_G[a]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_annealing_keeps_cardinality_and_lowers_its_objective(seed):
+    rng = np.random.default_rng(seed)
+    loads_ME = (rng.pareto(1.0, (5, 32)) * 100).astype(np.int64)
+    home_E, node_G = np.repeat(np.arange(8), 4).astype(np.int32), np.repeat([0, 1], 4).astype(np.int16)
+    found_E = anneal(loads_ME, home_E, node_G, rng.integers(32, size=(3000, 2)), rng.random(3000))
+    assert np.bincount(found_E, minlength=8).tolist() == [4] * 8
+
+    def objective(placed_E):
+        load_MG = loads_ME @ (placed_E[:, None] == np.arange(8))
+        return (load_MG**2).sum() + (load_MG.reshape(5, 2, 4).sum(axis=2) ** 2).sum()
+
+    tried = [objective(rng.permutation(home_E)) for _ in range(500)]
+    assert objective(found_E) < min(tried)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_node_local_replicas_reach_the_node_floor_with_slots_enough(seed):
+    given = problem(seed, slots=4, layers=1)
+    bound = []
+    for assignment in BALANCERS["relibra"].method(given):
+        node_G = given.topology.node_G
+        homes = {}
+        for expert, rank in zip(assignment.expert_H, assignment.rank_H, strict=True):
+            assert node_G[homes.setdefault(expert, rank)] == node_G[rank]
+        per_node = np.bincount(node_G, assignment.loads_G)
+        bound.append((int(assignment.loads_G.max()), int(np.ceil(per_node.max() / 4))))
+    assert all(largest_load == floor for largest_load, floor in bound)
+
+
+def test_replicas_stop_at_the_slots_and_the_target():
+    node_G, home_E = np.zeros(4, np.int16), np.arange(4, dtype=np.int32)
+    expert_R, rank_R = replicate_in_nodes(np.array([40, 0, 0, 0]), home_E, node_G, 1)
+    assert expert_R.tolist() == [0, 0, 0]
+    assert sorted(rank_R.tolist()) == [1, 2, 3]
+    expert_R, _ = replicate_in_nodes(np.array([10, 10, 10, 10]), home_E, node_G, 1)
+    assert not len(expert_R)
+
+
+def test_more_slots_never_hurt_the_exact_split():
+    for seed in range(3):
+        means = [np.mean(largest(problem(seed, slots=slots), "relibra")) for slots in (0, 1, 2, 3)]
+        assert all(more <= fewer for fewer, more in pairwise(means))
+
+
+def test_the_same_seed_gives_the_same_plan():
+    for name in BALANCERS:
+        first, second = (list(BALANCERS[name].method(problem(2))) for _ in range(2))
+        for a, b in zip(first, second, strict=True):
+            np.testing.assert_array_equal(a.tokens_HG, b.tokens_HG)
+
+
+def test_counts_of_any_integer_type_are_taken():
+    given = problem(4)
+    for name in BALANCERS:
+        assert largest(given, name) == largest(replace(given, counts_MLGE=given.counts_MLGE.astype(np.uint16)), name)

@@ -1,0 +1,150 @@
+"""Home placement against every placement of small instances, and against its own limits."""
+
+from dataclasses import replace
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreroute.errors import ConfigError, CountsError, TopologyError
+from foreroute.plan import Links, Topology
+from foreroute.planner.homes import place_homes
+from foreroute.planner.workload import WORKLOADS
+
+LINKS = Links(3.4e11, 4.5e10, 5e10, 2e-5, 5e-5)
+
+
+def topology(num_ranks, ranks_per_node):
+    return Topology(num_ranks, ranks_per_node, 2, LINKS)
+
+
+def surplus(counts_MGE, home_E, topo):
+    """Twice the ranks' surplus over the mean (rounded down) plus the nodes', in Python's own integers."""
+    total = 0
+    for loads_E in counts_MGE.sum(axis=1).tolist():
+        for weight, places, size in ((2, topo.num_ranks, 1), (1, topo.num_nodes, topo.ranks_per_node)):
+            held = [0] * places
+            for load, home in zip(loads_E, home_E, strict=True):
+                held[int(home) // size] += load
+            total += weight * sum(max(0, h - sum(loads_E) // places) for h in held)
+    return total
+
+
+def every_placement(start_E, max_moves):
+    return {p for p in set(permutations(start_E)) if sum(x != y for x, y in zip(p, start_E, strict=True)) <= max_moves}
+
+
+@pytest.mark.parametrize("max_moves", [0, 1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 2), (4, 4), (4, 2), (2, 1)])
+def test_small_placements_are_the_best_of_all(num_ranks, ranks_per_node, max_moves):
+    rng = np.random.default_rng([num_ranks, ranks_per_node, max_moves])
+    topo = topology(num_ranks, ranks_per_node)
+    for _ in range(3):
+        counts = (rng.pareto(1.2, (3, 1, num_ranks, 8)) * 50).astype(np.int64)
+        start = rng.permutation(np.repeat(np.arange(num_ranks), 8 // num_ranks)).tolist()
+        placed = place_homes(counts, topo, [start], max_moves=max_moves)[0]
+        best = min(surplus(counts[:, 0], p, topo) for p in every_placement(start, max_moves))
+        assert surplus(counts[:, 0], placed, topo) == best
+        assert sum(placed != start) <= max_moves
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    nodes=st.integers(1, 3),
+    per_node=st.integers(1, 4),
+    per_rank=st.integers(1, 4),
+    micro_steps=st.integers(1, 20),
+    max_moves=st.one_of(st.none(), st.integers(0, 12)),
+    scale=st.sampled_from([1, 1000, 2**20]),
+)
+def test_no_placement_is_worse_or_breaks_its_limits(seed, nodes, per_node, per_rank, micro_steps, max_moves, scale):
+    rng = np.random.default_rng(seed)
+    topo = topology(nodes * per_node, per_node)
+    num_experts = topo.num_ranks * per_rank
+    counts = rng.integers(0, 4, (micro_steps, 2, topo.num_ranks, num_experts)) * scale
+    counts[rng.random(micro_steps) < 0.2] = 0
+    start = rng.permuted(np.tile(np.repeat(np.arange(topo.num_ranks), per_rank), (2, 1)), axis=1)
+    placed = place_homes(counts, topo, start, max_moves=max_moves, seed=1)
+    assert placed.dtype == np.int16
+    for layer in range(2):
+        assert np.bincount(placed[layer], minlength=topo.num_ranks).tolist() == [per_rank] * topo.num_ranks
+        assert max_moves is None or (placed[layer] != start[layer]).sum() <= max_moves
+        assert surplus(counts[:, layer], placed[layer], topo) <= surplus(counts[:, layer], start[layer], topo)
+
+
+@pytest.fixture(scope="module")
+def g16():
+    return replace(WORKLOADS["G16"], num_layers=3, num_micro_steps=12).draw(seed=0).counts()
+
+
+def contiguous(counts, topo):
+    return np.tile(topo.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
+
+
+def test_more_moves_lower_the_surplus_more(g16):
+    topo = topology(16, 8)
+    start = contiguous(g16, topo)
+    results = [
+        sum(surplus(g16[:, la], home_E, topo) for la, home_E in enumerate(placed))
+        for placed in (start, *(place_homes(g16, topo, start, max_moves=b) for b in (8, 16, 48, None)))
+    ]
+    assert results == sorted(results, reverse=True)
+    assert results[2] < 0.7 * results[0]
+    assert results[-1] < 0.45 * results[0]
+
+
+def test_a_step_placed_before_is_a_start_and_costs_few_moves(g16):
+    topo = topology(16, 8)
+    placed = place_homes(g16, topo, contiguous(g16, topo))
+    again = place_homes(g16, topo, placed, max_moves=4)
+    assert (again != placed).sum(axis=1).max() <= 4
+    assert all(surplus(g16[:, la], again[la], topo) <= surplus(g16[:, la], placed[la], topo) for la in range(3))
+
+
+def test_the_same_seed_gives_the_same_homes_on_any_threads(g16):
+    topo = topology(16, 8)
+    start = contiguous(g16, topo)
+    first = place_homes(g16, topo, start, seed=3)
+    np.testing.assert_array_equal(first, place_homes(g16, topo, start, seed=3, threads=3))
+    assert not np.array_equal(first, place_homes(g16, topo, start, seed=4))
+
+
+def test_nodes_count_where_there_are_several(g16):
+    start = contiguous(g16, topology(16, 8))
+    nodes = []
+    for per_node in (16, 8):
+        placed = place_homes(g16, topology(16, per_node), start)
+        loads = np.stack([g16[:, la].sum(axis=1) @ (placed[la][:, None] // 8 == [0, 1]) for la in range(3)])
+        nodes.append((loads.max(axis=-1) / loads.mean(axis=-1)).mean())
+    assert nodes[1] < nodes[0]
+
+
+def test_start_homes_are_left_as_they_were(g16):
+    topo = topology(16, 8)
+    start = contiguous(g16, topo)
+    before = start.copy()
+    place_homes(g16, topo, start)
+    np.testing.assert_array_equal(start, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"home": [[0, 0, 1, 2]]}, TopologyError, "an expert lives on rank 2; expected ranks from 0 to 1"),
+        ({"home": [[0, 0, 1, -1]]}, TopologyError, "an expert lives on rank -1"),
+        ({"home": [[0, 0, 0, 1]]}, TopologyError, "in layer 0, rank 0 is home to 3 experts; expected 2 on every rank"),
+        ({"home": [[0, 0, 1]]}, TopologyError, r"shape \(1, 3\); expected the rank of each of 4 experts in 1 layers"),
+        ({"home": [[0.0, 0, 1, 1]]}, TopologyError, "homes of dtype float64"),
+        ({"max_moves": -1}, ConfigError, "max_moves is -1; expected 0 or more"),
+        ({"threads": 0}, ConfigError, "threads is 0; expected 1 or more"),
+        ({"seed": -2}, ConfigError, "seed is -2"),
+        ({"counts": np.ones((1, 1, 4, 4), int)}, CountsError, "4 source ranks and the topology 2"),
+    ],
+)
+def test_impossible_placements_are_refused(change, error, message):
+    asked = {"counts": np.ones((1, 1, 2, 4), int), "home": [[0, 0, 1, 1]]} | change
+    with pytest.raises(error, match=message):
+        place_homes(asked.pop("counts"), topology(2, 2), asked.pop("home"), **asked)

@@ -1,0 +1,85 @@
+"""The planner's door: plans of random workloads are valid, equal for any number of threads, and there in time."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from foreroute.errors import CountsError, PlanLateError, TopologyError
+from foreroute.plan import PlanOptions, Topology
+from foreroute.plan.checker import verify
+from foreroute.planner import plan, start
+from random_plans import LINKS
+
+
+def _counts(seed, shape, evenness=0.3, tokens=400):
+    rng = np.random.default_rng(seed)
+    num_micro_steps, num_layers, num_ranks, num_experts = shape
+    share = rng.dirichlet(np.full(num_experts, evenness), (num_micro_steps, num_layers, num_ranks))
+    rows = rng.integers(0, tokens, (num_micro_steps, num_layers, num_ranks))
+    return rng.multinomial(rows, share).astype(np.int64)
+
+
+def _equal(first, second):
+    for field in fields(first):
+        np.testing.assert_array_equal(getattr(first, field.name), getattr(second, field.name))
+
+
+@pytest.mark.parametrize("slots", ["layer", "shared"])
+@pytest.mark.parametrize("tolerance", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("redundant", [0, 1, 3])
+def test_plans_of_random_workloads_are_valid(slots, tolerance, redundant):
+    options = PlanOptions(tolerance=tolerance, slots=slots)
+    for seed in range(30):
+        ranks = (2, 4, 8)[seed % 3]
+        counts = _counts(seed, (3, 2, ranks, 16), 0.1 + seed % 4)
+        verify(plan(counts, Topology(ranks, ranks // (1 + seed % 2), redundant, LINKS), options), counts, options)
+
+
+def test_threads_do_not_change_the_plan():
+    counts = _counts(5, (9, 5, 4, 16))
+    topology = Topology(4, 2, 1, LINKS)
+    one = plan(counts, topology, PlanOptions(tolerance=0.0))
+    _equal(one, plan(counts, topology, PlanOptions(tolerance=0.0, threads=2)))
+    _equal(one, plan(counts, topology, PlanOptions(tolerance=0.0, threads=7)))
+
+
+def test_cells_can_be_taken_before_the_plan_is_done():
+    counts = _counts(5, (9, 5, 4, 16))
+    progress = start(counts, Topology(4, 2, 1, LINKS))
+    first = progress.cell(0, 4, timeout=60)
+    whole = progress.result(timeout=60)
+    np.testing.assert_array_equal(first.tokens_RG, whole.cell(0, 4).tokens_RG)
+    assert progress.num_planned == 45
+
+
+def test_progress_is_told():
+    told = []
+    plan(_counts(5, (9, 5, 4, 16)), Topology(4, 2, 1, LINKS), on_progress=lambda *step: told.append(step))
+    assert told[0] == (5, 45)
+    assert told[-1] == (45, 45)
+
+
+def test_bad_input_is_refused():
+    topology = Topology(4, 2, 1, LINKS)
+    counts = _counts(5, (2, 1, 4, 16))
+    with pytest.raises(CountsError, match="source ranks"):
+        plan(counts[:, :, :2], topology)
+    with pytest.raises(CountsError, match="negative entry, -1"):
+        plan(-np.ones_like(counts), topology)
+    with pytest.raises(CountsError, match="integers"):
+        plan(counts / 2, topology)
+    with pytest.raises(CountsError, match="cannot be placed evenly"):
+        plan(counts[..., :15], topology)
+    with pytest.raises(TopologyError, match="expected 4 on every rank"):
+        plan(counts, topology, home_LE=np.zeros((1, 16), np.int64))
+
+
+def test_a_cell_that_is_late_or_does_not_exist_is_an_error():
+    progress = start(_counts(5, (2, 1, 4, 16)), Topology(4, 2, 1, LINKS))
+    with pytest.raises(ValueError, match="no cell"):
+        progress.cell(2, 0)
+    from foreroute.planner.progress import PlanInProgress
+
+    with pytest.raises(PlanLateError, match="not planned after"):
+        PlanInProgress((1, 1)).cell(0, 0, timeout=0.01)

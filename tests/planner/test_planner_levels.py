@@ -1,0 +1,105 @@
+"""Every level that the options name takes effect in `plan`, or is refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from foreroute.costs.figures import price_cell
+from foreroute.costs.model import CostModel
+from foreroute.costs.presets import hardware_preset, model_preset
+from foreroute.errors import ConfigError, TopologyError
+from foreroute.plan import PlanOptions, Topology, verify
+from foreroute.plan.step_plan import CellHosts
+from foreroute.planner import plan, start
+from foreroute.planner.homes import place_homes
+from random_plans import LINKS
+
+MODEL = replace(model_preset("qwen3-30b-a3b"), num_experts=16, top_k=2)
+COSTS = CostModel(model=MODEL, hardware=hardware_preset("h100"))
+SLOW_HOST = CostModel(model=replace(MODEL, hidden=7168), hardware=hardware_preset("h100"))
+TOPOLOGY = Topology(8, 4, 2, LINKS)
+
+
+def counts(seed=0, scale=40):
+    rng = np.random.default_rng(seed)
+    return rng.poisson(rng.pareto(2.0, (4, 3, 1, 16)) * scale, (4, 3, 8, 16))
+
+
+def seconds(found, counts_MLGE, costs):
+    cells = ((found.cell(m, la), counts_MLGE[m, la]) for m, la in np.ndindex(counts_MLGE.shape[:2]))
+    return sum(price_cell(CellHosts.of(cell, c), cell.home_E, found.topology, costs).seconds for cell, c in cells)
+
+
+def same(a, b):
+    names = ("offsets", "expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG", "max_load_ML", "home_LE")
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
+
+
+@pytest.mark.parametrize("moves", [0, 4, None])
+def test_homes_move_within_their_budget(moves):
+    options = PlanOptions(home_moves=moves, seed=3)
+    found = plan(counts(), TOPOLOGY, options)
+    verify(found, counts(), options)
+    expected = place_homes(counts(), TOPOLOGY, found.previous_home_LE, max_moves=moves, seed=3)
+    assert np.array_equal(found.home_LE, expected)
+    assert bool(len(found.home_moves)) == (moves != 0)
+
+
+def test_replicas_against_traffic_are_faster_and_valid():
+    given, topology = counts(1, 4000), replace(TOPOLOGY, redundant_slots=6)
+    balanced = PlanOptions(slots="shared")
+    short = replace(balanced, traffic=True)
+    plans = [plan(given, topology, options, costs=COSTS) for options in (balanced, short)]
+    verify(plans[1], given, short)
+    times = [seconds(found, given, COSTS) for found in plans]
+    assert times[1] < 0.98 * times[0]
+    assert same(plans[1], plan(given, topology, replace(short, threads=2), costs=COSTS))
+
+
+@pytest.mark.parametrize("slots", ["layer", "shared"])
+def test_replicas_that_do_not_pay_are_declined(slots):
+    given = counts(2)
+    options = PlanOptions(tolerance=0.0, slots=slots)
+    keeping = replace(options, pay_off=False)
+    kept, paid = (plan(given, TOPOLOGY, o, costs=SLOW_HOST) for o in (keeping, options))
+    verify(paid, given, options)
+    assert paid.fetched_R.sum() < kept.fetched_R.sum()
+    assert seconds(paid, given, SLOW_HOST) < seconds(kept, given, SLOW_HOST)
+    plenty = counts(2, 40_000)
+    kept, paid = (plan(plenty, TOPOLOGY, o, costs=SLOW_HOST) for o in (keeping, options))
+    assert same(kept, paid), "nothing is exposed, so nothing is declined"
+    assert same(plan(given, TOPOLOGY, options), plan(given, TOPOLOGY, keeping)), "nothing is priced"
+
+
+def test_cells_handed_out_early_are_those_of_the_plan():
+    given = counts(3, 4000)
+    options = PlanOptions(slots="shared", traffic=True, home_moves=4)
+    progress = start(given, replace(TOPOLOGY, redundant_slots=6), options, costs=COSTS)
+    cells = [progress.cell(m, layer) for m, layer in np.ndindex(4, 3)]
+    found = progress.result()
+    for (m, layer), early in zip(np.ndindex(4, 3), cells, strict=True):
+        late = found.cell(m, layer)
+        assert all(np.array_equal(getattr(early, name), getattr(late, name)) for name in vars(late))
+
+
+@pytest.mark.parametrize(
+    ("topology", "options"),
+    [
+        (TOPOLOGY, PlanOptions(slots="shared", traffic=True)),
+        (replace(TOPOLOGY, slot_memory_bytes=10**12), PlanOptions()),
+    ],
+)
+def test_what_needs_prices_is_refused_without(topology, options):
+    with pytest.raises(ConfigError, match="cannot be heeded without a cost model"):
+        plan(counts(), topology, options)
+
+
+@pytest.mark.parametrize(("slots", "sets"), [("layer", 3), ("shared", 2)])
+def test_slots_fit_into_their_memory(slots, sets):
+    size = int(2 * sets * MODEL.expert_bytes)
+    options = PlanOptions(slots=slots)
+    plan(counts(), replace(TOPOLOGY, slot_memory_bytes=size), options, costs=COSTS)
+    with pytest.raises(TopologyError, match=f"take {size:,} bytes of a rank; slot_memory_bytes is {size - 1:,}"):
+        plan(counts(), replace(TOPOLOGY, slot_memory_bytes=size - 1), options, costs=COSTS)
+    plan(counts(), replace(TOPOLOGY, slot_memory_bytes=0), replace(options, replicas=False), costs=COSTS)

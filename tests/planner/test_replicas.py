@@ -1,0 +1,233 @@
+"""The cell level against every choice there is, against flows and linear programs, and at its corners."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from scipy.optimize import linprog
+
+from foreroute.errors import PlanError
+from foreroute.plan import PlanOptions, Topology
+from foreroute.plan.checker import verify
+from foreroute.planner import plan
+from foreroute.planner.bounds import best_split, fixed_placement
+from foreroute.planner.workload import WORKLOADS
+from random_plans import LINKS
+
+EXACT = PlanOptions(tolerance=0.0, slots="shared")
+
+
+def _skewed(seed, shape, evenness=0.3, tokens=400):
+    rng = np.random.default_rng(seed)
+    share = rng.dirichlet(np.full(shape[3], evenness), shape[:2])[:, :, None]
+    noise = rng.dirichlet(np.full(shape[3], 2.0), shape[:3])
+    return rng.multinomial(rng.integers(tokens // 2, tokens, shape[:3]), 0.8 * share + 0.2 * noise)
+
+
+def _least_load(demand_E, hosts_E, num_ranks):
+    """By minimum cuts: for some set of ranks, what only they host, per rank."""
+    least = 0
+    for ranks in range(1, 1 << num_ranks):
+        inside = sum(int(d) for d, hosts in zip(demand_E, hosts_E, strict=True) if hosts & ~ranks == 0)
+        least = max(least, -(-inside // ranks.bit_count()))
+    return least
+
+
+def _all_choices(demand_E, home_E, num_ranks):
+    """(replicas, least load) of every way to fill one slot per rank."""
+    experts = range(len(demand_E))
+    for choice in product(*([None, *(e for e in experts if home_E[e] != g)] for g in range(num_ranks))):
+        hosts_E = [1 << int(g) for g in home_E]
+        for g, e in enumerate(choice):
+            if e is not None:
+                hosts_E[e] |= 1 << g
+        yield sum(e is not None for e in choice), _least_load(demand_E, hosts_E, num_ranks)
+
+
+@pytest.fixture(scope="module")
+def small_cells():
+    """Counts of 20 cells of 4 ranks, and what every choice of replicas can reach in each."""
+    counts = _skewed(1, (20, 1, 4, 8))
+    home_E = np.repeat(np.arange(4), 2)
+    return counts, [list(_all_choices(cell.sum(axis=0), home_E, 4)) for cell in counts[:, 0]]
+
+
+def test_balance_is_the_best_of_all_choices(small_cells):
+    counts, choices = small_cells
+    found = plan(counts, Topology(4, 4, 1, LINKS), EXACT).max_load_ML[:, 0]
+    best = np.array([min(load for _, load in cell) for cell in choices])
+    assert (found >= best).all()
+    assert (found == best).mean() >= 0.9
+    assert found.sum() <= best.sum() * 1.002
+
+
+def test_replicas_are_the_fewest_of_all_choices(small_cells):
+    counts, choices = small_cells
+    options = PlanOptions(tolerance=0.1, slots="shared")
+    found = plan(counts, Topology(4, 4, 1, LINKS), options)
+    targets = np.ceil(counts.sum(axis=(1, 2, 3)) * 1.1 / 4)
+    reached, fewest = 0, 0
+    for m, cell in enumerate(choices):
+        least = min((n for n, load in cell if load <= targets[m]), default=None)
+        if least is not None and found.max_load_ML[m, 0] <= targets[m]:
+            assert found.num_replicas_ML[m, 0] >= least
+            reached += found.num_replicas_ML[m, 0]
+            fewest += least
+    assert 0 < reached <= fewest * 1.02
+
+
+@pytest.mark.parametrize("redundant", [0, 1, 2])
+@pytest.mark.parametrize("slots", ["shared", "layer"])
+def test_no_split_over_the_same_replicas_is_flatter(redundant, slots):
+    counts = _skewed(7, (12, 3, 8, 32), 0.15)
+    options = PlanOptions(tolerance=0.0, slots=slots)
+    found = plan(counts, Topology(8, 4, redundant, LINKS), options)
+    np.testing.assert_array_equal(found.max_load_ML, best_split(counts, found))
+
+
+def _most_local(cell, counts_GE, target, node_G):
+    """The most assignments that quotas of these hosts can keep in their node, by a linear program."""
+    expert_H = np.concatenate([np.arange(len(cell.home_E)), cell.expert_R])
+    rank_H = np.concatenate([cell.home_E, cell.rank_R])
+    num_hosts, num_ranks, num_experts = len(expert_H), len(counts_GE), counts_GE.shape[1]
+    demand_NE = np.stack([counts_GE[node_G == n].sum(axis=0) for n in range(node_G.max() + 1)])
+    place_H = node_G[rank_H] * num_experts + expert_H
+    loads = np.tile(rank_H[None] == np.arange(num_ranks)[:, None], 2)
+    own = np.concatenate(
+        [place_H[None] == np.arange(demand_NE.size)[:, None], np.zeros((demand_NE.size, num_hosts))], 1
+    )
+    found = linprog(
+        np.repeat([-1.0, 0.0], num_hosts),
+        A_ub=np.concatenate([loads, own]),
+        b_ub=np.concatenate([np.full(num_ranks, target), demand_NE.ravel()]),
+        A_eq=np.tile(expert_H[None] == np.arange(num_experts)[:, None], 2),
+        b_eq=counts_GE.sum(axis=0),
+    )
+    assert found.status == 0
+    return -found.fun
+
+
+def _local(cell, counts_GE, node_G):
+    near_GE = node_G[:, None] == node_G[cell.home_E]
+    near_RG = node_G[cell.rank_R][:, None] == node_G
+    return int(cell.home_tokens_GE(counts_GE)[near_GE].sum() + cell.tokens_RG[near_RG].sum())
+
+
+@pytest.mark.parametrize("slots", ["shared", "layer"])
+@pytest.mark.parametrize("tolerance", [0.0, 0.02])
+def test_tokens_cross_nodes_as_rarely_as_replicas_allow(tolerance, slots):
+    counts = _skewed(3, (8, 2, 16, 64), 0.3, 3000)
+    topology = Topology(16, 4, 2, LINKS)
+    found = plan(counts, topology, PlanOptions(tolerance=tolerance, slots=slots))
+    kept, most = 0, 0.0
+    for m, layer in np.ndindex(counts.shape[:2]):
+        target = max(np.ceil(counts[m, layer].sum() / 16 * (1 + tolerance)), found.max_load_ML[m, layer])
+        here = _local(found.cell(m, layer), counts[m, layer], topology.node_G)
+        best = _most_local(found.cell(m, layer), counts[m, layer], target, topology.node_G)
+        assert here <= best * (1 + 1e-9)
+        kept, most = kept + here, most + best
+    assert (most - kept) / counts.sum() <= 0.005
+
+
+def test_without_locality_more_tokens_cross():
+    counts = _skewed(3, (3, 2, 16, 64), 0.3, 3000)
+    topology = Topology(16, 4, 2, LINKS)
+
+    def kept(options):
+        found = plan(counts, topology, options)
+        verify(found, counts, options)
+        return sum(_local(found.cell(m, la), counts[m, la], topology.node_G) for m, la in np.ndindex(3, 2))
+
+    assert kept(EXACT) > 1.02 * kept(replace(EXACT, locality=False))
+
+
+def test_hosts_serve_their_own_rank_first_and_then_their_node():
+    counts = _skewed(9, (3, 2, 16, 64), 0.3)
+    topology = Topology(16, 4, 2, LINKS)
+    node_G = topology.node_G
+    found = plan(counts, topology, EXACT)
+    for m, layer in np.ndindex(3, 2):
+        cell, counts_GE = found.cell(m, layer), counts[m, layer]
+        home_GE = cell.home_tokens_GE(counts_GE)
+        for e in np.unique(cell.expert_R):
+            rank_H = np.append(cell.rank_R[cell.expert_R == e], cell.home_E[e])
+            tokens_HG = np.vstack([cell.tokens_RG[cell.expert_R == e], home_GE[:, e]])
+            quota_H = tokens_HG.sum(axis=1)
+            own = tokens_HG[np.arange(len(rank_H)), rank_H].sum()
+            assert own == np.minimum(counts_GE[rank_H, e], quota_H).sum()
+            for n in range(4):
+                near = tokens_HG[node_G[rank_H] == n][:, node_G == n].sum()
+                assert near == min(counts_GE[node_G == n, e].sum(), quota_H[node_G[rank_H] == n].sum())
+
+
+def test_slots_that_hold_what_is_needed_fetch_nothing():
+    counts = np.repeat(_skewed(4, (1, 2, 8, 32)), 3, axis=0)
+    found = plan(counts, Topology(8, 4, 2, LINKS), PlanOptions(tolerance=0.02))
+    fetched_ML = np.add.reduceat(np.append(found.fetched_R, 0), found.offsets[:-1]).reshape(3, 2)
+    assert fetched_ML[0].min() > 0
+    assert fetched_ML[1:].max() == 0
+
+
+def test_nothing_is_fetched_that_other_hosts_make_up_for():
+    counts = replace(WORKLOADS["G16"], num_micro_steps=12, num_layers=2).draw(seed=1).counts()
+    found = plan(counts, Topology(16, 8, 2, LINKS), PlanOptions(tolerance=0.02))
+    fetched = 0
+    for m, layer in np.ndindex(12, 2):
+        cell, demand_E = found.cell(m, layer), counts[m, layer].sum(axis=0)
+        target = int(np.ceil(demand_E.sum() * 1.02 / 16))
+        assert found.max_load_ML[m, layer] <= target
+        expert_H = np.concatenate([np.arange(128), cell.expert_R])
+        rank_H = np.concatenate([cell.home_E, cell.rank_R])
+        for r in 128 + np.flatnonzero(cell.fetched_R):
+            others = np.delete(expert_H, r), np.delete(rank_H, r)
+            assert fixed_placement(demand_E[None], *others, [0, len(expert_H) - 1], 16)[0] > target
+            fetched += 1
+    assert fetched > 50
+
+
+def _corner(name):
+    counts = np.zeros((3, 2, 4, 16), np.int64)
+    if name == "an empty micro-step":
+        counts[[0, 2]] = _skewed(1, (2, 2, 4, 16))
+    elif name == "one hot expert":
+        counts[..., 5] = 1000
+    elif name == "fewer tokens than ranks":
+        counts[:, :, 1, 3] = 2
+    elif name == "one source":
+        counts[:, :, :1] = _skewed(2, (3, 2, 1, 16))
+    elif name == "large counts":
+        counts[:] = _skewed(3, (3, 2, 4, 16)) * 1_000_000
+    return counts
+
+
+CORNERS = ["nothing", "an empty micro-step", "one hot expert", "fewer tokens than ranks", "one source", "large counts"]
+
+
+@pytest.mark.parametrize("name", CORNERS)
+@pytest.mark.parametrize("options", [EXACT, PlanOptions(), PlanOptions(replicas=False)])
+def test_corners_are_planned(name, options):
+    counts = _corner(name)
+    for ranks_per_node, redundant in ((4, 3), (2, 1), (1, 0)):
+        found = plan(counts, Topology(4, ranks_per_node, redundant, LINKS), options)
+        verify(found, counts, options)
+        if redundant == 3 and options.replicas:
+            ceiling = np.ceil(counts.sum(axis=(2, 3)) * (1 + options.tolerance) / 4)
+            assert (found.max_load_ML <= ceiling).all()
+
+
+def test_one_rank_and_many_ranks():
+    for ranks, experts in ((1, 4), (72, 144)):
+        counts = _skewed(6, (2, 1, ranks, experts))
+        verify(plan(counts, Topology(ranks, min(ranks, 8), 1, LINKS), EXACT), counts, EXACT)
+
+
+def test_a_corrupted_plan_is_seen():
+    counts = _skewed(5, (3, 2, 8, 32))
+    found = plan(counts, Topology(8, 4, 2, LINKS), EXACT)
+    tokens_RG = found.tokens_RG.copy()
+    tokens_RG[0, np.argmax(tokens_RG[0])] += 10_000
+    with pytest.raises(PlanError, match="more than there are"):
+        verify(replace(found, tokens_RG=tokens_RG), counts)
+    with pytest.raises(PlanError, match="the plan states"):
+        verify(replace(found, max_load_ML=found.max_load_ML + 1), counts)

@@ -1,0 +1,100 @@
+"""Splits over given hosts, against linear programs and brute force."""
+
+import numpy as np
+import pytest
+from scipy.optimize import linprog
+
+from foreroute.planner.balancers.splits import even_split, level_quotas, loads, split_by_quota
+
+
+def random_hosts(rng, num_ranks, num_experts, more):
+    """Each expert on one to `more` + 1 ranks."""
+    pairs = [
+        (e, g) for e in range(num_experts) for g in rng.choice(num_ranks, rng.integers(1, more + 2), replace=False)
+    ]
+    order = rng.permutation(len(pairs))
+    expert_H, rank_H = np.array(pairs, np.int32)[order].T
+    return np.ascontiguousarray(expert_H), np.ascontiguousarray(rank_H)
+
+
+def least_largest_load(expert_H, rank_H, loads_E, num_ranks):
+    """By linear program: variables are the quotas and the target."""
+    hosts = len(expert_H)
+    served = np.zeros((len(loads_E), hosts + 1))
+    served[expert_H, np.arange(hosts)] = 1
+    above = np.zeros((num_ranks, hosts + 1))
+    above[rank_H, np.arange(hosts)] = 1
+    above[:, -1] = -1
+    cost = np.eye(hosts + 1)[-1]
+    return linprog(cost, A_ub=above, b_ub=np.zeros(num_ranks), A_eq=served, b_eq=loads_E, method="highs").fun
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_levels_are_the_optimum_of_the_linear_program(seed):
+    rng = np.random.default_rng(seed)
+    num_ranks = int(rng.integers(2, 12))
+    num_experts = int(rng.integers(1, 4)) * num_ranks
+    expert_H, rank_H = random_hosts(rng, num_ranks, num_experts, int(rng.integers(0, min(3, num_ranks))))
+    loads_E = (rng.pareto(1.0, num_experts) * rng.choice([1, 30, 5000])).astype(np.int64)
+    quota_H, target = level_quotas(expert_H, rank_H, loads_E, num_ranks)
+    assert quota_H.min() >= 0
+    assert np.bincount(expert_H, quota_H, num_experts).tolist() == loads_E.tolist()
+    assert np.bincount(rank_H, quota_H, num_ranks).max() == target
+    assert target == int(np.ceil(least_largest_load(expert_H, rank_H, loads_E, num_ranks) - 1e-6))
+
+
+def test_levels_of_a_cell_of_64_ranks():
+    rng = np.random.default_rng(0)
+    expert_H, rank_H = random_hosts(rng, 64, 128, 2)
+    loads_E = (rng.dirichlet(np.full(128, 0.5)) * 5_000_000).astype(np.int64)
+    quota_H, target = level_quotas(expert_H, rank_H, loads_E, 64)
+    assert np.bincount(rank_H, quota_H, 64).max() == target
+    assert target == int(np.ceil(least_largest_load(expert_H, rank_H, loads_E, 64) - 1e-6))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_even_splits_are_even_for_every_source_and_in_all(seed):
+    rng = np.random.default_rng(seed)
+    counts_GE = rng.integers(0, 40, (6, 9))
+    expert_H, _ = random_hosts(rng, 6, 9, 3)
+    copies_H = rng.integers(1, 3, len(expert_H)).astype(np.int32)
+    tokens_HG = even_split(expert_H, copies_H, counts_GE)
+    for e in range(9):
+        mine = expert_H == e
+        copies = copies_H[mine].sum()
+        np.testing.assert_array_equal(tokens_HG[mine].sum(axis=0), counts_GE[:, e])
+        assert (abs(tokens_HG[mine] - counts_GE[:, e] * copies_H[mine, None] / copies) < copies_H[mine, None]).all()
+        total_H = tokens_HG[mine].sum(axis=1)
+        assert (abs(total_H - counts_GE[:, e].sum() * copies_H[mine] / copies) < copies_H[mine]).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_quotas_are_filled_with_the_nearest(seed):
+    """As much in the rank, and as much in the node, as any split with these quotas, by linear program."""
+    rng = np.random.default_rng(seed)
+    counts_GE = rng.integers(0, 40, (6, 5))
+    node_G = np.array([0, 0, 1, 1, 2, 2], np.int16)
+    expert_H, rank_H = random_hosts(rng, 6, 5, 3)
+    quota_H, _ = level_quotas(expert_H, rank_H, counts_GE.sum(axis=0), 6)
+    tokens_HG = split_by_quota(expert_H, rank_H, quota_H, node_G, counts_GE)
+    np.testing.assert_array_equal(tokens_HG.sum(axis=1), quota_H)
+    for e in range(5):
+        np.testing.assert_array_equal(tokens_HG[expert_H == e].sum(axis=0), counts_GE[:, e])
+    same_rank_HG = rank_H[:, None] == np.arange(6)
+    for near_HG in (same_rank_HG, node_G[rank_H][:, None] == node_G):
+        assert tokens_HG[near_HG].sum() == pytest.approx(_most(near_HG, expert_H, quota_H, counts_GE))
+    assert loads(rank_H, tokens_HG).tolist() == np.bincount(rank_H, quota_H, 6).tolist()
+
+
+def _most(near_HG, expert_H, quota_H, counts_GE):
+    hosts, num_ranks = near_HG.shape
+    per_host = np.kron(np.eye(hosts), np.ones(num_ranks))
+    per_source = np.array(
+        [np.outer(expert_H == e, np.arange(num_ranks) == g).reshape(-1) for g, e in np.ndindex(counts_GE.shape)]
+    )
+    return -linprog(
+        -near_HG.reshape(-1).astype(float),
+        A_eq=np.concatenate([per_host, per_source]),
+        b_eq=np.concatenate([quota_H, counts_GE.reshape(-1)]),
+        method="highs",
+    ).fun

@@ -1,0 +1,252 @@
+"""Traffic-aware replication and the pay-off test: valid plans, never slower, near the best of all where it is known."""
+
+import itertools
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from foreroute.costs.figures import price_cell
+from foreroute.costs.model import CostModel
+from foreroute.costs.presets import HARDWARE, MODELS
+from foreroute.costs.token_hosts import CellRoutes
+from foreroute.errors import ConfigError, CountsError, PlanError
+from foreroute.plan import CellHosts, PlanOptions, Topology
+from foreroute.plan.checker import verify
+from foreroute.plan.step_plan import CellPlan
+from foreroute.planner import plan
+from foreroute.planner.refine import prune_replicas, prune_step
+from foreroute.planner.traffic import replicate_for_traffic, replicate_step
+from foreroute.planner.workload import WORKLOADS
+from random_plans import LINKS, random_counts, random_plan
+
+SMALL = replace(MODELS["qwen3-30b-a3b"], top_k=2, num_experts=8)
+COSTS = CostModel(model=SMALL, hardware=HARDWARE["h100"])
+
+
+def _seconds(cell, counts_GE, topology, costs, **more):
+    return price_cell(CellHosts.of(cell, counts_GE), cell.home_E, topology, costs, **more).seconds
+
+
+def _check_valid(cell, counts_GE, topology):
+    """Conservation, slots, no expert twice on a rank."""
+    rest_GE = cell.home_tokens_GE(counts_GE)
+    assert rest_GE.min(initial=0) >= 0
+    assert cell.tokens_RG.min(initial=0) >= 0
+    pairs = list(zip(cell.expert_R.tolist(), cell.rank_R.tolist(), strict=True))
+    assert len(set(pairs)) == len(pairs)
+    assert (cell.home_E[cell.expert_R] != cell.rank_R).all()
+    places = list(zip(cell.rank_R.tolist(), cell.slot_R.tolist(), strict=True))
+    assert len(set(places)) == len(places)
+    assert all(0 <= slot < topology.redundant_slots for slot in cell.slot_R)
+
+
+def _workload(name, tokens, **more):
+    """Even sources of about so many tokens per rank."""
+    return replace(
+        WORKLOADS[name],
+        num_micro_steps=1,
+        num_layers=1,
+        even_sources=True,
+        sequences_per_rank=(4, 5),
+        mean_length=tokens * 10 // 42,
+        longest=max(tokens, 2048),
+        **more,
+    )
+
+
+def _homes_alone(counts_GE, topology):
+    home_E = topology.contiguous_home_E(counts_GE.shape[1])
+    none = np.zeros(0, np.int16)
+    return CellPlan(home_E, none, none, none, np.zeros(0, np.bool_), np.zeros((0, len(counts_GE)), np.int32))
+
+
+@pytest.mark.parametrize("dispatcher", ["copies", "dedup"])
+@pytest.mark.parametrize("update_path", ["host", "direct"])
+def test_plans_are_valid_and_never_slower_on_random_workloads(dispatcher, update_path):
+    costs = replace(COSTS, dispatcher=dispatcher, update_path=update_path)
+    faster = 0
+    for seed in range(130):
+        rng = np.random.default_rng(seed)
+        num_ranks, ranks_per_node = [(4, 2), (8, 2), (8, 4), (4, 1), (16, 8), (8, 8)][seed % 6]
+        topology = Topology(num_ranks, ranks_per_node, int(rng.integers(0, 5)), LINKS)
+        counts_GE = random_counts(seed, (1, 1, num_ranks, 16), int(10 ** rng.uniform(0, 4)))[0, 0]
+        counts_GE[:, rng.integers(16)] *= seed % 3 * 4  # none, or one hot expert
+        cell = random_plan(counts_GE[None, None], topology, seed=seed).cell(0, 0) if seed % 2 else None
+        cell = cell or _homes_alone(counts_GE, topology)
+        found = replicate_for_traffic(cell, counts_GE, topology, costs)
+        _check_valid(found, counts_GE, topology)
+        assert found is cell or found.tokens_RG.any(axis=1).all()
+        before_s, after_s = (_seconds(one, counts_GE, topology, costs) for one in (cell, found))
+        assert after_s < before_s if found is not cell else after_s == before_s
+        faster += found is not cell
+    assert faster > 40
+
+
+def _best_seconds(counts_GE, home_E, topology, costs):
+    """The fastest of all sets of replicas where every node is one rank: own tokens at home or replica, else at home."""
+    num_ranks, num_experts = counts_GE.shape
+    choices = []
+    for rank in range(num_ranks):
+        foreign = [e for e in range(num_experts) if home_E[e] != rank and counts_GE[rank, e]]
+        sizes = range(topology.redundant_slots + 1)
+        choices.append([(rank, guests) for size in sizes for guests in itertools.combinations(foreign, size)])
+    best = np.inf
+    for chosen in itertools.product(*choices):
+        pairs = [(e, rank) for rank, guests in chosen for e in guests]
+        expert_H = np.array([*range(num_experts), *(e for e, _ in pairs)], np.int32)
+        rank_H = np.array([*home_E, *(rank for _, rank in pairs)], np.int32)
+        tokens_HG = np.zeros((len(expert_H), num_ranks), np.int64)
+        tokens_HG[:num_experts] = counts_GE.T
+        for h, (e, rank) in enumerate(pairs, num_experts):
+            tokens_HG[h, rank], tokens_HG[e, rank] = counts_GE[rank, e], 0
+        assignment = CellHosts(expert_H, rank_H, tokens_HG, np.arange(len(expert_H)) >= num_experts)
+        best = min(best, price_cell(assignment, home_E, topology, costs).seconds)
+    return best
+
+
+def test_near_the_best_of_all_sets_of_replicas():
+    """Loads are left free here (tolerance), so that the choice of replicas alone is judged."""
+    gaps, gains = [], []
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        counts_GE = (rng.gamma(0.5, size=(3, 6)) * 4000).astype(np.int64)
+        topology = Topology(3, 1, 2, LINKS)
+        costs = replace(COSTS, dispatcher=("copies", "dedup")[seed % 2])
+        cell = _homes_alone(counts_GE, topology)
+        found = replicate_for_traffic(cell, counts_GE, topology, costs, tolerance=2.0)
+        best_s = _best_seconds(counts_GE, cell.home_E, topology, costs)
+        found_s = _seconds(found, counts_GE, topology, costs)
+        gaps.append(found_s / best_s - 1)
+        gains.append(_seconds(cell, counts_GE, topology, costs) / found_s)
+    assert np.mean(gains) > 1.2
+    assert np.mean(gaps) < 0.015
+    assert max(gaps) < 0.05
+
+
+@pytest.mark.parametrize(("name", "least"), [("G16", 1.05), ("G32", 1.4), ("G64", 1.7)])
+def test_gains_over_balance_alone(name, least):
+    """Eight slots against two, 8k tokens per rank, deduplicated dispatch; also on the tokens as they are."""
+    step = _workload(name, 8192).draw(seed=1)
+    counts_MLGE = step.counts()
+    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
+    few, many = (costs.hardware.topology(counts_MLGE.shape[2], slots) for slots in (2, 8))
+    cell = plan(counts_MLGE, few, PlanOptions(slots="shared")).cell(0, 0)
+    ids_TK, rank_T = step.routes(0, 0)
+    order = np.argsort(rank_T, kind="stable")
+    offsets = np.searchsorted(rank_T[order], np.arange(many.num_ranks + 1)).astype(np.int64)
+    routes = CellRoutes(ids_TK[order].astype(np.int16), offsets)
+    found = replicate_for_traffic(cell, counts_MLGE[0, 0], many, costs, routes=routes)
+    _check_valid(found, counts_MLGE[0, 0], many)
+    for known in (None, routes):
+        before_s, after_s = (_seconds(one, counts_MLGE[0, 0], many, costs, routes=known) for one in (cell, found))
+        assert before_s / after_s > least
+
+
+@pytest.mark.parametrize("name", ["G16", "G32", "G64"])
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3-235b-a22b"])
+def test_small_micro_steps_expose_hardly_anything_and_are_not_slower(name, model):
+    counts_GE = _workload(name, 2048).draw(seed=2).counts()[0, 0]
+    costs = CostModel(model=MODELS[model], hardware=HARDWARE["h100"], sequence_tokens=2048)
+    few, many = (costs.hardware.topology(len(counts_GE), slots) for slots in (2, 8))
+    cell = plan(counts_GE[None, None], few, PlanOptions(slots="shared")).cell(0, 0)
+    found = replicate_for_traffic(cell, counts_GE, many, costs)
+    assert _seconds(found, counts_GE, many, costs) <= _seconds(cell, counts_GE, many, costs)
+
+
+def test_steps_are_planned_cell_by_cell_on_any_number_of_threads():
+    workload = replace(_workload("G16", 2048), num_micro_steps=2, num_layers=3)
+    counts_MLGE = workload.draw(seed=2).counts()
+    topology = HARDWARE["h100"].topology(16, 4)
+    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
+    before = plan(counts_MLGE, topology, PlanOptions(slots="shared"))
+    after = replicate_step(before, counts_MLGE, costs)
+    verify(after, counts_MLGE, PlanOptions(slots="shared", traffic=True))
+    assert len(after.expert_R) > len(before.expert_R)
+    cell = replicate_for_traffic(before.cell(1, 2), counts_MLGE[1, 2], topology, costs)
+    np.testing.assert_array_equal(after.cell(1, 2).tokens_RG, cell.tokens_RG)
+    threaded = replicate_step(before, counts_MLGE, costs, threads=2)
+    for field in fields(after):
+        np.testing.assert_array_equal(getattr(after, field.name), getattr(threaded, field.name))
+
+
+def test_slots_that_keep_replicas_and_other_counts_are_refused():
+    counts_MLGE = random_counts(1, (3, 2, 4, 8))
+    kept = random_plan(counts_MLGE, Topology(4, 2, 2, LINKS))
+    with pytest.raises(PlanError, match="stay in their slots from micro-step to micro-step"):
+        replicate_step(kept, counts_MLGE, COSTS)
+    with pytest.raises(CountsError, match=r"counts are \[2, 2, 4, 8\]; the plan is for \[3, 2, 4, 8\]"):
+        replicate_step(kept, counts_MLGE[:2], COSTS)
+    with pytest.raises(CountsError, match=r"counts are \[2, 2, 4, 8\]"):
+        prune_step(kept, counts_MLGE[:2], COSTS)
+    for wrong in ({"slots": "layer"}, {"slots": "shared", "replicas": False}):
+        with pytest.raises(ConfigError, match="use slots='shared' and replicas=True"):
+            PlanOptions(traffic=True, **wrong)
+
+
+def test_without_reason_a_cell_stays_as_it_is():
+    counts_GE = _workload("G16", 2048).draw(seed=2).counts()[0, 0]
+    topology = HARDWARE["h100"].topology(16, 8)
+    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
+    cell = plan(counts_GE[None, None], topology, PlanOptions(slots="shared")).cell(0, 0)
+    assert replicate_for_traffic(cell, counts_GE, topology, costs) is not cell
+    # a rearrangement also pays by itself, with fewer padded rows or fewer weights to read: not here
+    loads_alone = replace(costs, hardware=replace(costs.hardware, tile_rows=1, memory_bytes_per_s=1e18))
+    fast_network = replace(topology, links=replace(topology.links, cluster_bytes_per_s=1e15, node_bytes_per_s=1e15))
+    assert replicate_for_traffic(cell, counts_GE, fast_network, loads_alone) is cell
+    assert replicate_for_traffic(cell, counts_GE, topology, loads_alone) is not cell
+    slow_host = replace(topology, links=replace(topology.links, host_bytes_per_s=1e3))
+    alone = _homes_alone(counts_GE, topology)
+    assert replicate_for_traffic(alone, counts_GE, slow_host, costs) is alone
+    one_node = Topology(16, 16, 8, topology.links)
+    assert replicate_for_traffic(cell, counts_GE, one_node, costs) is cell
+    assert replicate_for_traffic(cell, np.zeros_like(counts_GE), topology, costs) is cell
+
+
+def test_replicas_whose_transfer_exposes_more_than_they_save_are_declined():
+    counts_GE = _workload("G16", 2048).draw(seed=2).counts()[0, 0]
+    topology = HARDWARE["h100"].topology(16, 2)
+    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
+    cell = plan(counts_GE[None, None], topology, PlanOptions(slots="shared")).cell(0, 0)
+    assert len(cell.expert_R) > 4
+    assert prune_replicas(cell, counts_GE, topology, costs) is cell  # nothing is exposed
+    dead = replace(topology, links=replace(topology.links, host_bytes_per_s=1e3))
+    assert len(prune_replicas(cell, counts_GE, dead, costs).expert_R) == 0
+    slow = replace(topology, links=replace(topology.links, host_bytes_per_s=5e9))
+    some = prune_replicas(cell, counts_GE, slow, costs)
+    assert 0 < len(some.expert_R) < len(cell.expert_R)
+    _check_valid(some, counts_GE, slow)
+    assert _seconds(some, counts_GE, slow, costs) < _seconds(cell, counts_GE, slow, costs)
+
+
+def test_declining_is_never_slower_and_keeps_slots_true():
+    """The independent checker knows what each slot holds; a declined fetch may be needed by a later micro-step."""
+    declined = 0
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        num_ranks, ranks_per_node = [(4, 2), (8, 4), (4, 4)][seed % 3]
+        links = replace(LINKS, host_bytes_per_s=float(10 ** rng.uniform(8, 11)), cluster_bytes_per_s=1e10)
+        topology = Topology(num_ranks, ranks_per_node, 2, links)
+        counts_MLGE = random_counts(seed, (4, 2, num_ranks, 8), 2000)
+        before = random_plan(counts_MLGE, topology, seed=seed, keep=0.6 * (seed % 2))
+        costs = replace(COSTS, update_path=("host", "direct")[seed // 2 % 2])
+        after = prune_step(before, counts_MLGE, costs)
+        verify(after, counts_MLGE, PlanOptions(slots="layer" if seed % 2 else "shared"))
+        declined += len(before.expert_R) - len(after.expert_R)
+        if seed % 2 == 0:  # slots do not carry over, so every cell stands alone
+            for m, layer in np.ndindex(4, 2):
+                seconds = [
+                    _seconds(one.cell(m, layer), counts_MLGE[m, layer], topology, costs) for one in (after, before)
+                ]
+                assert seconds[0] <= seconds[1] * (1 + 1e-12)
+    assert declined > 100
+
+
+def test_a_step_that_exposes_nothing_stays_as_it_is():
+    fast = Topology(4, 2, 2, replace(LINKS, host_bytes_per_s=1e15, cluster_bytes_per_s=1e15, node_bytes_per_s=1e15))
+    counts_MLGE = random_counts(3, (4, 2, 4, 8), 2000)
+    before = random_plan(counts_MLGE, fast, seed=3)
+    assert not before.fetched_R.all()
+    after = prune_step(before, counts_MLGE, COSTS)
+    for field in fields(after):
+        np.testing.assert_array_equal(getattr(after, field.name), getattr(before, field.name))

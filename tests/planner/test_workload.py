@@ -1,0 +1,157 @@
+"""The workload generator: whole numbers that are true, and the unevenness that it is calibrated to."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from foreroute.errors import ConfigError
+from foreroute.planner.workload import WORKLOADS, Workload
+from foreroute.trace.counts import count_assignments
+
+SMALL = Workload(
+    num_ranks=4,
+    num_experts=16,
+    top_k=3,
+    num_micro_steps=3,
+    num_layers=2,
+    sequences_per_rank=(1, 3),
+    mean_length=60,
+    longest=200,
+    layer_evenness=0.6,
+    micro_step_evenness=40,
+    prompt_draws=8,
+    response_draws=8,
+)
+
+CALIBRATION = {  # static imbalance; of the whole step; correlation micro-step/step and step/step; hottest expert / mean
+    "G8": (1.38, 1.17, 0.58, 0.933, 5.6),
+    "G16": (1.93, 1.77, 0.69, 0.963, 6.2),
+    "G32": (2.68, 2.16, 0.72, 0.974, 6.6),
+    "G64": (4.83, 4.11, 0.76, 0.978, 7.7),
+    "E256": (3.57, 3.16, 0.80, 0.982, 9.8),
+    "H8": (1.63, 1.23, 0.40, 0.84, 8.5),
+    "H16": (2.30, 1.82, 0.56, 0.92, 8.5),
+    "H32": (2.92, 2.22, 0.64, 0.95, 8.5),
+    "H64": (5.02, 4.09, 0.72, 0.97, 8.5),
+}
+
+
+def imbalance(counts_CE, num_ranks):
+    loads = counts_CE.reshape(*counts_CE.shape[:-1], num_ranks, -1).sum(axis=-1)
+    return (loads.max(axis=-1) / loads.mean(axis=-1)).mean()
+
+
+def correlation(a, b):
+    return np.mean([np.corrcoef(x, y)[0, 1] for x, y in zip(a, b, strict=True)])
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_presets_have_the_statistics_that_they_are_calibrated_to(name):
+    workload = replace(WORKLOADS[name], num_layers=24)
+    counts_MLE = workload.draw(seed=3).counts().sum(axis=2).astype(float)
+    step_LE, next_LE = counts_MLE.sum(axis=0), workload.draw(seed=3, step=1).counts().sum(axis=(0, 2)).astype(float)
+    static, whole, micro, steps, hottest = CALIBRATION[name]
+    assert imbalance(counts_MLE, workload.num_ranks) == pytest.approx(static, rel=0.04)
+    assert imbalance(step_LE, workload.num_ranks) == pytest.approx(whole, rel=0.12)
+    assert np.mean([correlation(cell_LE, step_LE) for cell_LE in counts_MLE]) == pytest.approx(micro, abs=0.03)
+    assert correlation(step_LE, next_LE) == pytest.approx(steps, abs=0.015)
+    assert (counts_MLE.max(axis=-1) / counts_MLE.mean(axis=-1)).mean() == pytest.approx(hottest, rel=0.1)
+
+
+def test_the_fluctuation_is_not_that_of_independent_tokens():
+    counts_MLE = replace(WORKLOADS["G8"], num_layers=2).draw(seed=0).counts().sum(axis=2).astype(float)
+    totals_ML1 = counts_MLE.sum(axis=-1, keepdims=True)
+    share_LE = counts_MLE.sum(axis=0) / counts_MLE.sum(axis=(0, 2))[:, None]
+    excess = (counts_MLE - totals_ML1 * share_LE) ** 2 / (totals_ML1 * share_LE)
+    assert excess.mean() > 100  # 1 for multinomial counts
+
+
+def test_every_assignment_of_every_token_is_counted_once():
+    step = SMALL.draw(seed=1)
+    counts = step.counts()
+    assert counts.dtype == np.int32
+    expected = np.zeros((SMALL.num_micro_steps, SMALL.num_ranks), np.int64)
+    np.add.at(expected, (step.micro_step_S, step.rank_S), SMALL.top_k * step.rows_S)
+    np.testing.assert_array_equal(counts.sum(axis=-1), np.repeat(expected[:, None], SMALL.num_layers, axis=1))
+    fewest, most = SMALL.sequences_per_rank
+    held = [np.sum((step.micro_step_S == m) & (step.rank_S == g)) for m in range(3) for g in range(4)]
+    assert fewest <= min(held) < max(held) <= most
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 15, 16])
+def test_routes_are_distinct_and_have_exactly_the_counts(top_k):
+    workload = replace(SMALL, top_k=top_k)
+    step = workload.draw(seed=2)
+    counts = step.counts()
+    for m in range(workload.num_micro_steps):
+        for layer in range(workload.num_layers):
+            ids_NK, rank_N = step.routes(m, layer)
+            assert all(len(set(row)) == top_k for row in ids_NK.tolist())
+            again = np.zeros(counts.shape[2:], np.int64)
+            np.add.at(again, (rank_N[:, None], ids_NK), 1)
+            np.testing.assert_array_equal(again, counts[m, layer])
+            np.testing.assert_array_equal(
+                np.stack([np.bincount(rows.ravel(), minlength=16) for rows in _per_sequence(step, m, ids_NK)]),
+                step.sequence_counts(m, layer),
+            )
+
+
+def _per_sequence(step, m, ids_NK):
+    return np.split(ids_NK, np.cumsum(step.rows_S[step.micro_step_S == m])[:-1])
+
+
+def test_picks_of_a_token_are_as_good_as_independent():
+    step = replace(WORKLOADS["G8"], num_layers=1, num_micro_steps=1, sequences_per_rank=(1, 1)).draw(seed=0)
+    ids_NK, rank_N = step.routes(0, 0)
+    rows_N = ids_NK[rank_N == 0]
+    chosen_NE = np.zeros((len(rows_N), 128), bool)
+    np.put_along_axis(chosen_NE, rows_N, True, axis=1)
+    hottest = np.argsort(-chosen_NE.sum(axis=0))[:6]
+    share = chosen_NE.mean(axis=0)[hottest]
+    together = (chosen_NE[:, hottest].T.astype(float) @ chosen_NE[:, hottest]) / len(rows_N)
+    apart = ~np.eye(6, dtype=bool)
+    assert (together / np.outer(share, share))[apart].mean() == pytest.approx(1, abs=0.12)
+
+
+def test_a_small_step_is_a_trace_with_its_packing():
+    step = SMALL.draw(seed=4)
+    counts_MLE = count_assignments(step.trace(), step.micro_step_S)
+    np.testing.assert_array_equal(counts_MLE, step.counts().sum(axis=2))
+
+
+def test_the_same_numbers_draw_the_same_step_and_others_another():
+    first = SMALL.draw(seed=5, step=2).counts()
+    np.testing.assert_array_equal(first, SMALL.draw(seed=5, step=2).counts())
+    for other in (SMALL.draw(seed=6, step=2), SMALL.draw(seed=5, step=1)):
+        assert not np.array_equal(first.sum(axis=2), other.counts().sum(axis=2))
+
+
+def test_even_sources_hold_nearly_the_same_tokens():
+    tokens = {}
+    for even in (False, True):
+        step = replace(WORKLOADS["G8"], even_sources=even).draw(seed=0)
+        tokens_MG = np.zeros((32, 8))
+        np.add.at(tokens_MG, (step.micro_step_S, step.rank_S), step.rows_S)
+        tokens[even] = (tokens_MG.max(axis=1) / tokens_MG.mean(axis=1)).mean()
+    assert tokens[True] < 1.02 < 1.4 < tokens[False]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_ranks": 0}, "num_ranks is 0; expected at least 1"),
+        ({"top_k": 17}, "top_k is 17 of 16 experts"),
+        ({"sequences_per_rank": (3, 2)}, "expected .fewest, most., from 1"),
+        ({"longest": 8}, "longest 8; expected 32 tokens or more"),
+        ({"common": 0.0}, "common between 0 and 1"),
+    ],
+)
+def test_impossible_workloads_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        replace(SMALL, **change)
+
+
+def test_a_negative_seed_is_refused():
+    with pytest.raises(ConfigError, match="seed is -1"):
+        SMALL.draw(seed=-1)
