@@ -106,8 +106,10 @@ def hidden(model: nn.Module) -> Tensor:
 
 def probe_tokens(model: nn.Module) -> Tensor:
     """int64 [1, 8], on the device of the model's embedding; on the host where accelerate has offloaded that."""
-    weight: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
-    device = torch.device("cpu") if weight.is_meta else weight.device
+    embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+    weight: Tensor = embedding.weight  # type: ignore[assignment]
+    offloaded = weight.is_meta and hasattr(embedding, "_hf_hook")  # which takes tokens from anywhere
+    device = torch.device("cpu") if offloaded else weight.device
     return torch.arange(PROBE_TOKENS, device=device)[None] % weight.shape[0]
 
 
