@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from benchmarks.execution_bench import BATCH, MICRO_STEPS, SIZES, SLOTS, Bench, in_processes
 from benchmarks.pairs import compare
+from foreroute.ep.transfer import Cell
+from foreroute.ep.transfer.engine import TransferEngine
+from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import PlanOptions
-from foreroute.transfer import Cell
-from foreroute.transfer.engine import TransferEngine
-from foreroute.transfer.exchange import PeerGroup
 
 
 def run(*, quick: bool) -> dict[str, Any]:

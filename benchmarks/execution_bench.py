@@ -16,12 +16,12 @@ from torch.multiprocessing.spawn import start_processes
 
 from foreroute import planner
 from foreroute.adapters import hf
-from foreroute.experts import BatchRows, PlacedModel
+from foreroute.ep import BatchRows, ExpertParallelModel
+from foreroute.ep.transfer.engine import TransferEngine
+from foreroute.ep.transfer.options import TransferOptions
+from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.trace import RoutingSpec, RoutingTrace
-from foreroute.transfer.engine import TransferEngine
-from foreroute.transfer.exchange import PeerGroup
-from foreroute.transfer.records import TransferOptions
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -44,7 +44,7 @@ class Bench:
     """One rank's part of the step."""
 
     routed: hf.RoutedModel
-    placed: PlacedModel
+    placed: ExpertParallelModel
     batches: list[torch.Tensor]
     traces: list[RoutingTrace]
     counts_MLGE: NDArray[np.int32]
@@ -60,7 +60,7 @@ class Bench:
     def routed_anew(
         cls,
         routed: hf.RoutedModel,
-        placed: PlacedModel,
+        placed: ExpertParallelModel,
         rank: int,
         num_ranks: int,
         *,

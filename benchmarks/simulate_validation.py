@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.execution_bench import SIZES, SLOTS, Bench, in_processes
-from foreroute.experts import BatchRows
+from foreroute.ep import BatchRows
+from foreroute.ep.transfer.engine import TransferEngine
+from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import PlanOptions, StepPlan, Topology
 from foreroute.simulate import SimulateConfig, parse_config
 from foreroute.simulate.fit import fit, fit_record, rank_correlation
 from foreroute.simulate.measured import Measured
-from foreroute.transfer.engine import TransferEngine
-from foreroute.transfer.exchange import PeerGroup
 
 SKEWS = (0.0, 1.0)
 SEQUENCES = (1, 2, 4, 8)

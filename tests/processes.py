@@ -16,7 +16,7 @@ START_S = 300
 IMPORTED = (
     "torch.distributed",
     "foreroute.adapters.hf",
-    "foreroute.transfer.engine",
+    "foreroute.ep.transfer.engine",
     "peft",
     "transformers.models.auto",
 )

@@ -29,13 +29,13 @@ from benchmarks.execution_bench import LINKS, SIZES, Bench, drawn
 from benchmarks.gpu.part import Part, Skipped
 from benchmarks.pairs import compare
 from foreroute.adapters import hf
-from foreroute.experts import BatchRows
+from foreroute.ep import BatchRows
+from foreroute.ep.transfer.engine import TransferEngine
+from foreroute.ep.transfer.options import TransferOptions
+from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import StepPlan, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.counts import counts_digest
-from foreroute.transfer.engine import TransferEngine
-from foreroute.transfer.exchange import PeerGroup
-from foreroute.transfer.records import TransferOptions
 
 RANKS = 2
 MICRO_STEPS = 2

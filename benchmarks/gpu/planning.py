@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from benchmarks.gpu.part import Part, Skipped
 from foreroute.costs.presets import HARDWARE
+from foreroute.ep.transfer.consensus import plan_digest
 from foreroute.plan import PlanOptions, StepPlan, Topology
 from foreroute.plan.checker import verify
 from foreroute.planner import plan
 from foreroute.planner.workload import WORKLOADS
-from foreroute.transfer.agreement import plan_digest
 
 SLOTS = 2
 MOVES = 16

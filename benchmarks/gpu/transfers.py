@@ -26,13 +26,12 @@ from benchmarks.execution_bench import LINKS
 from benchmarks.gpu import expert_parallel
 from benchmarks.gpu.part import Part, Skipped
 from benchmarks.pairs import compare
+from foreroute.ep.transfer import Moves
+from foreroute.ep.transfer.burst import Burst, Channels
+from foreroute.ep.transfer.consensus import Votes
+from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory
+from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import Topology
-from foreroute.transfer import Moves
-from foreroute.transfer.agreement import Votes
-from foreroute.transfer.burst import Burst, Channels
-from foreroute.transfer.exchange import PeerGroup
-from foreroute.transfer.host_memory import HostMemory
-from foreroute.transfer.shared_file import DIRECTORY
 
 WIDTH, INNER = 2048, 768
 BURSTS = (1, 8, 32)

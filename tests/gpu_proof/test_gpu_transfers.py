@@ -9,7 +9,7 @@ import torch
 from benchmarks.gpu import expert_parallel, planning, transfers
 from benchmarks.gpu.expert_parallel import Outcome
 from benchmarks.gpu.part import Part
-from foreroute.transfer.host_memory import HostMemory
+from foreroute.ep.transfer.host_memory import HostMemory
 
 CPU = torch.device("cpu")
 WHOLE = "experts arrive whole in their slots"

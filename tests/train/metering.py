@@ -9,10 +9,10 @@ from unittest import mock
 import torch.distributed as dist
 
 from foreroute import planner
+from foreroute.ep.transfer.host_memory import HostMemory
+from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.train import spread
 from foreroute.train.forward import response_logprobs
-from foreroute.transfer.exchange import PeerGroup
-from foreroute.transfer.host_memory import HostMemory
 from spreading import precise_trainer, steps_of
 
 LOCK = threading.Lock()

@@ -7,7 +7,7 @@ import numpy as np
 from torch.distributed.tensor import DTensor
 
 from foreroute.capture import Generation
-from foreroute.experts import PlacedModel
+from foreroute.ep import ExpertParallelModel
 from foreroute.train import load_checkpoint, rollout
 from foreroute.train.engines import make_engine
 from foreroute.train.loop import make_trainer
@@ -64,11 +64,11 @@ def precise_trainer(config):
 
 
 def steps_without_sums(rank, config, count):
-    kept, PlacedModel.sum_gradients = PlacedModel.sum_gradients, lambda self: None
+    kept, ExpertParallelModel.sum_gradients = ExpertParallelModel.sum_gradients, lambda self: None
     try:
         return spread_steps(rank, config, count)
     finally:
-        PlacedModel.sum_gradients = kept
+        ExpertParallelModel.sum_gradients = kept
 
 
 def steps_alone(config, generations):

@@ -109,11 +109,11 @@ class ExecutionConfig(Section):
 
     recompute_path: Path_ = "host"
     """Where replicas come from in the recompute. "host": every node's host memory holds all experts; "direct": peer to
-    peer; "auto": host memory if the home is in the same node, else peer to peer, as `foreroute.transfer` does."""
+    peer; "auto": host memory if the home is in the same node, else peer to peer, as `foreroute.ep.transfer` does."""
     update_path: Path_ = "host"
     """The same in the update."""
     gradient_return: Literal["micro-step", "transfer"] = "micro-step"
-    """When gradients of replicas return to their homes: after every micro-step, as `foreroute.experts` does, or once
+    """When gradients of replicas return to their homes: after every micro-step, as `foreroute.ep` does, or once
     for each time that weights were fetched, if they were added up in the slot meanwhile."""
     prefetch: Natural = 1
     """Cells that are fetched ahead."""

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.ep.transfer.options import TransferRecord
 from foreroute.plan import StepPlan
 from foreroute.train.ranks import Ranks
-from foreroute.transfer.records import TransferRecord
 
 
 @dataclass(eq=False)

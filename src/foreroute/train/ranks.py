@@ -14,10 +14,10 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from foreroute.ep.transfer.consensus import Votes
+from foreroute.ep.transfer.peers import lost
 from foreroute.errors import ConfigError, DivergedError, ForerouteError, RankError
 from foreroute.train.device import CPU, backend_of, require_backend
-from foreroute.transfer.agreement import Votes
-from foreroute.transfer.exchange import lost
 
 PATIENCE_S = 86400.0
 """Ranks wait this long for the work of others, such as a warm start. One that dies is noticed at once."""

@@ -23,7 +23,10 @@ from torch import Tensor
 
 from foreroute import planner
 from foreroute.adapters.hf import RoutedModel, distribute
-from foreroute.experts import BatchRows
+from foreroute.ep import BatchRows
+from foreroute.ep.transfer.engine import TransferEngine
+from foreroute.ep.transfer.options import TransferOptions
+from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.trace import RoutingTrace, count_assignments
 from foreroute.train.config import ParallelConfig, TrainConfig
@@ -33,9 +36,6 @@ from foreroute.train.optimizer import load_state
 from foreroute.train.ranks import Ranks
 from foreroute.train.schedule import Stage
 from foreroute.train.whole import Whole
-from foreroute.transfer.engine import TransferEngine
-from foreroute.transfer.exchange import PeerGroup
-from foreroute.transfer.records import TransferOptions
 
 LINKS = Links(2e9, 1e9, 1e10, 5e-5, 1e-4)
 """Orders of magnitude of gloo and of memory in one machine. They choose paths, and change no result."""

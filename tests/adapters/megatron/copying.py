@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from foreroute.adapters.megatron.homes.copies import Extent, LayerParts, copies_for, require_complete
+from foreroute.ep.transfer.moves import shard_moves
 from foreroute.errors import TransferError
-from foreroute.transfer.moves import shard_moves
 
 TENSORS = {"weight": 12, "weight, exp_avg": 12, "bias": 5}
 

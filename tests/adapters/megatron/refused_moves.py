@@ -14,11 +14,11 @@ from foreroute.adapters import megatron
 from foreroute.adapters.megatron.discover import RouterSite
 from foreroute.adapters.megatron.homes.carry import Carriage
 from foreroute.adapters.megatron.homes.slots import expert_slots
+from foreroute.ep.transfer.peers import Exchange
 from foreroute.errors import PlacementError, PlanError, TransferError
 from foreroute.plan import Links, Topology
 from foreroute.planner import plan
 from foreroute.trace import RoutedLayer
-from foreroute.transfer.exchange import Exchange
 from grid import Cell
 from model_chunks import build, initialize
 from steps import moe_layers

@@ -13,8 +13,8 @@ import pytest
 
 from foreroute.adapters import versions
 from foreroute.adapters.versions import PEERS, require_engine, require_peers
+from foreroute.ep.compute import LEAST_TORCH
 from foreroute.errors import AttachError, EngineError
-from foreroute.experts.compute import LEAST_TORCH
 
 ROOT = Path(__file__).parents[3]
 PAGES = ROOT / "docs"

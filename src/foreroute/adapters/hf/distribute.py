@@ -18,12 +18,12 @@ from transformers.integrations.moe import ExpertsInterface
 
 from foreroute.adapters.hf.recomputing import Recomputing
 from foreroute.adapters.overriding import is_hooked
+from foreroute.ep import Execution, ExpertLayer, ExpertParallelModel, ExpertShards
+from foreroute.ep.compute import require_grouped_mm
+from foreroute.ep.execution import Executions
+from foreroute.ep.transfer.consensus import Votes
+from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import AttachError, TopologyError
-from foreroute.experts import Execution, ExpertLayer, ExpertShards, PlacedModel
-from foreroute.experts.compute import require_grouped_mm
-from foreroute.experts.execution import Executions
-from foreroute.transfer.agreement import Votes
-from foreroute.transfer.exchange import PeerGroup
 
 NAME = "foreroute"
 """Of our function in the registry of transformers."""
@@ -43,7 +43,7 @@ def distribute(
     *,
     home_LE: NDArray[np.integer] | None = None,
     timeout_s: float = 600.0,
-) -> PlacedModel:
+) -> ExpertParallelModel:
     """Keep on each rank only the experts that live there, and run the model expert-parallel from now on.
 
     A collective call. All ranks hand in the same whole model with the same weights, which are compared by a checksum.
@@ -83,7 +83,7 @@ def distribute(
         config._experts_implementation_internal = NAME
         module.config = config
     peers = PeerGroup(*along, timeout_s=timeout_s)
-    return PlacedModel(model, layers, executions, votes, peers, recomputing.captured)
+    return ExpertParallelModel(model, layers, executions, votes, peers, recomputing.captured)
 
 
 def _run_stand_in(module: nn.Module, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def _find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _require_spreadable(path: str, module: nn.Module) -> None:
     if STAND_IN in module.__dict__:
-        raise AttachError(f"{path} is distributed already; load other weights with PlacedModel.load_state_dict")
+        raise AttachError(f"{path} is distributed already; load other weights with ExpertParallelModel.load_state_dict")
     if "forward" in module.__dict__:
         raise AttachError(
             f"{path} has a forward of its own, put there by another library (expert parallelism of transformers, "

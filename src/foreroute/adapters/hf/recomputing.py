@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from foreroute.adapters.hf.checkpointing import CHECKPOINTS_IN, require_prepared, require_unchecked
 from foreroute.adapters.overriding import overridden
-from foreroute.experts import ExpertLayer
-from foreroute.experts.execution import Executions
+from foreroute.ep import ExpertLayer
+from foreroute.ep.execution import Executions
 
 
 class Recomputing:

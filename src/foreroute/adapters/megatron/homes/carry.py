@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from foreroute.adapters.megatron.homes.copies import Copy, Extent, LayerParts
 from foreroute.adapters.megatron.homes.optimizers import Kept
+from foreroute.ep.transfer.peers import Exchange, Message, PeerGroup
 from foreroute.errors import TransferError
-from foreroute.transfer.exchange import Exchange, Message, PeerGroup
 
 
 @dataclass(frozen=True)

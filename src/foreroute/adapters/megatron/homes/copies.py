@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.ep.transfer.moves import Moves
 from foreroute.errors import TransferError
-from foreroute.transfer.moves import Moves
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from foreroute.adapters.megatron.homes.neighbours import Neighbours
 from foreroute.adapters.megatron.homes.optimizers import State, inner_optimizers, optimizer_state
 from foreroute.adapters.megatron.homes.remap import NOT_AT_HOME, remap_of, set_home
 from foreroute.adapters.megatron.homes.slots import expert_slots
+from foreroute.ep.transfer.consensus import Votes
+from foreroute.ep.transfer.moves import Moves, shard_moves
 from foreroute.errors import PlacementError, PlanError, TransferError
 from foreroute.layout import block_homes
 from foreroute.plan import StepPlan
 from foreroute.trace import RoutingSpec
-from foreroute.transfer.agreement import Votes
-from foreroute.transfer.moves import Moves, shard_moves
 
 Done = TypeVar("Done")
 WHAT = "moving homes"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from foreroute.transfer.exchange import PeerGroup, lost
+from foreroute.ep.transfer.peers import PeerGroup, lost
 
 
 class Neighbours:

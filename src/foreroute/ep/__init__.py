@@ -1,0 +1,13 @@
+"""Expert-parallel execution of a MoE model, with a plan or without, on torch.distributed.
+
+Every rank runs the whole model on its own rows, and holds the experts that live on it. A routed layer sends rows to
+where their experts are served and gets the results back. Models of a framework get here through its adapter:
+`foreroute.adapters.hf.distribute`.
+"""
+
+from foreroute.ep.execution import BatchRows, Execution
+from foreroute.ep.layer import ExpertLayer
+from foreroute.ep.model import ExpertParallelModel
+from foreroute.ep.shards import ExpertShards
+
+__all__ = ["BatchRows", "Execution", "ExpertLayer", "ExpertParallelModel", "ExpertShards"]

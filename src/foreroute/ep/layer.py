@@ -1,0 +1,105 @@
+"""One routed layer, expert-parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from foreroute.ep.compute import least_rows, run_experts
+from foreroute.ep.dispatch import Combine, Dispatch, DispatchHandle, DispatchPlan, expand, home_alone
+from foreroute.ep.execution import Execution
+from foreroute.ep.replicas import ComputeReplicas, Replicas, ReplicaWork
+from foreroute.ep.shards import ExpertShards
+from foreroute.errors import CountsError
+
+
+class ExpertLayer:
+    """Stands in for the forward of an experts module.
+
+    Args:
+        number: position of the layer among the routed layers.
+        path: of the module in the model, for errors.
+        shards: this rank's experts.
+        group: the ranks.
+        now: gives the execution in force when the layer is called.
+    """
+
+    def __init__(
+        self, number: int, path: str, shards: ExpertShards, group: dist.ProcessGroup, now: Callable[[], Execution]
+    ) -> None:
+        self.number = number
+        self.path = path
+        self.shards = shards
+        self._group = group
+        self._now = now
+
+    def __call__(self, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """Send every row to its experts, wherever they are served, and add up what comes back.
+
+        Args:
+            hidden_ND: [N, D], this rank's rows.
+            ids_NK: integers [N, K], the experts of each.
+            weights_NK: [N, K], their gate weights; applied here, at the source.
+
+        Returns:
+            [N, D].
+
+        Raises:
+            CountsError: when counts are exchanged and are not those of the plan; on every rank alike.
+            PlanError: when a plan gives replicas more than there is; on every rank alike.
+            TransferError: when a rank or its weights cannot be reached.
+        """
+        now = self._now()
+        now.begin_layer(self.number, self.path)
+        self._require_rows(now, len(ids_NK))
+        ids_NK = ids_NK.to(torch.int64)
+        home_E, rank = self.shards.home_E, dist.get_rank(self._group)
+        replicas = self._fetch(now)
+        counts_GE = now.counts_GE(self.number, ids_NK, len(home_E))
+        plan = home_alone(home_E) if replicas is None else replicas.plan
+        rows = DispatchPlan.of(plan, counts_GE, rank, least_rows(self.shards.tensors))
+        handle = DispatchHandle.of(
+            self._group, f"tokens of {now.what(self.number)}", rows, ids_NK, now.sent_rows(ids_NK.device)
+        )
+        received = Dispatch.apply(hidden_ND, handle)
+        now.end_layer(self.number, len(received) - 1)
+        picked = Combine.apply(self._compute(received, rows, replicas), handle).view(*ids_NK.shape, -1)
+        summed: Tensor = (picked * weights_NK.unsqueeze(-1)).sum(dim=1)
+        return summed.to(hidden_ND.dtype)
+
+    def _fetch(self, now: Execution) -> Replicas | None:
+        """The replicas of the cell, on any rank; None where homes serve all: it has none, or they cannot be had."""
+        planned = now.cell(self.number)
+        if planned is None:
+            return None
+        return Replicas.fetched(*planned, self.shards.parameters)
+
+    def _compute(self, received: Tensor, rows: DispatchPlan, replicas: Replicas | None) -> Tensor:
+        """[rows received + 1, D], the last row of zeros, to [rows received, D]."""
+        module: Any = self.shards.module
+        shards, num_home = self.shards.parameters, rows.num_home
+        sizes_S = rows.group_rows_S.tolist()
+        num_home_rows = sum(sizes_S[:num_home])
+        # padding lies beyond what was received, and is read from the row of zeros
+        taken = expand(rows.grouped, received.device).clamp(max=len(received) - 1)
+        grouped = received.index_select(0, taken)
+        computed = run_experts(module, shards, grouped[:num_home_rows], sizes_S[:num_home])
+        if replicas is not None:
+            work = ReplicaWork(replicas.transfers, module, sizes_S[num_home:])
+            served = ComputeReplicas.apply(grouped[num_home_rows:], replicas.weights, work, *replicas.home.values())
+            computed = torch.cat([computed, served])
+        if getattr(module, "has_post_expert_norm", False):
+            computed = module.post_expert_norm(computed)
+        return computed.index_select(0, expand(rows.returned, received.device))
+
+    def _require_rows(self, now: Execution, num_rows: int) -> None:
+        for mask_N in (now.rows.planned_N, now.rows.sent_N):
+            if mask_N is not None and len(mask_N) != num_rows:
+                raise CountsError(
+                    f"{self.path} is given {num_rows} rows, BatchRows tells of {len(mask_N)}; make it from the batch "
+                    "that the model is called with, padding included"
+                )

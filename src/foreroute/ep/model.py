@@ -1,0 +1,253 @@
+"""A model whose experts are spread over ranks: the plan in force, and its weights and gradients as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from foreroute.ep.agreement import agree_on_rows, agree_on_step
+from foreroute.ep.execution import BatchRows, Execution, Executions, StepOrders
+from foreroute.ep.gradients import clip_gradients, sum_gradients
+from foreroute.ep.layer import ExpertLayer
+from foreroute.ep.shards import ExpertShards, cut_alike, shard_dense
+from foreroute.ep.transfer import ReplicaWeights
+from foreroute.ep.transfer.consensus import Votes
+from foreroute.ep.transfer.direct import DirectWeights
+from foreroute.ep.transfer.home_moves import move_homes
+from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError
+from foreroute.plan import StepPlan
+
+
+class StepWeights(ReplicaWeights, Protocol):
+    """Replica weights that are told which plan is in force, as `TransferEngine` and `DirectWeights` are."""
+
+    def begin_step(self, step: int, plan: StepPlan, *, updating: bool, digest: str | None = None) -> None:
+        """A plan is in force from now on, with this digest on all ranks. A collective call."""
+        ...
+
+
+class ExpertParallelModel:
+    """An expert-parallel model. Made by `foreroute.adapters.hf.distribute`.
+
+    Every rank runs the model on rows of its own. Ranks share the loss: each backpropagates its part, and the parts add
+    up to the loss, such as the sum over its own tokens divided by the number of tokens of all ranks. Gradients of
+    experts then arrive complete at their home; `sum_gradients` adds up the others. Optimizers are ordinary ones, on
+    `model.parameters()`.
+
+    Outside of `executing`, routing is live and every expert is served at its home. All ranks run the same forwards.
+
+    Attributes:
+        model: the model, with this rank's home experts as parameters.
+        layers: its routed layers.
+        votes: of the ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: list[ExpertLayer],
+        executions: Executions,
+        votes: Votes,
+        peers: PeerGroup,
+        capture: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.model = model
+        self.layers = layers
+        self.votes = votes
+        self._executions = executions
+        self._peers = peers
+        self._weights: StepWeights = DirectWeights(peers)
+        self._capture = capture
+        self._orders: StepOrders | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks."""
+        return self._executions.now.group
+
+    @property
+    def home_LE(self) -> NDArray[np.int16]:
+        """int16 [L, E], the rank that every expert lives on."""
+        return np.stack([layer.shards.home_E for layer in self.layers])
+
+    @property
+    def homes(self) -> list[dict[str, nn.Parameter]]:
+        """Per routed layer, name -> [E / G, ...], this rank's experts: what a `TransferEngine` is made with."""
+        return [layer.shards.parameters for layer in self.layers]
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """Those that differ from rank to rank: this rank's experts."""
+        return [parameter for home in self.homes for parameter in home.values()]
+
+    def dense_parameters(self) -> list[nn.Parameter]:
+        """Those that every rank holds alike."""
+        experts = set(map(id, self.expert_parameters()))
+        return [parameter for parameter in self.model.parameters() if id(parameter) not in experts]
+
+    def shard_dense(self) -> None:
+        """Keep a part of every dense parameter on each rank, as FSDP2 has it, which gathers them layer by layer.
+
+        A collective call, before an optimizer is made; dense parameters are `DTensor`s from then on. Their gradients
+        are added up, and cut likewise, within the backward.
+        """
+        shard_dense(self.model, self.expert_parameters(), [layer.path for layer in self.layers], self.group)
+
+    def use(self, weights: StepWeights) -> None:
+        """Take replica weights from here, from the next `begin_step` on; by default they are sent when needed."""
+        self._weights = weights
+        self._orders = None
+
+    def begin_step(
+        self, step: int, plan: StepPlan, counts_MLGE: NDArray[np.integer] | None = None, *, updating: bool = True
+    ) -> None:
+        """Put a plan in force. A collective call.
+
+        Args:
+            step: its number; another one after every change of weights.
+            plan: the same on all ranks, with the homes that experts have.
+            counts_MLGE: integers [M, L, G, E], what was planned. Without them, counts are exchanged in every cell.
+            updating: whether backward passes follow.
+
+        Raises:
+            PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts or homes.
+            CountsError: on every rank alike, when the plan was made for other counts.
+            TransferError: when a rank does not answer.
+        """
+        self._orders = None
+        orders = StepOrders(step, plan, counts_MLGE, self._weights)
+        digest = agree_on_step(self.votes, orders, self.home_LE)
+        self._weights.begin_step(step, plan, updating=updating, digest=digest)
+        self._orders = orders
+
+    @contextmanager
+    def executing(self, micro_step: int, rows: BatchRows | None = None) -> Iterator[Execution]:
+        """Run one forward of the model as the plan in force says. A collective call, on entering and on leaving.
+
+        With the model's own activation checkpointing, `backward()` may run inside or outside the context, and those of
+        several micro-steps in any order that is the same on all ranks.
+
+        Args:
+            micro_step: of the plan.
+            rows: of this rank's micro-batch. By default all are planned, and routing is not known ahead.
+
+        Yields:
+            The execution.
+
+        Raises:
+            PlanError: without a plan in force, or when it has no such micro-step.
+            CountsError: on every rank alike, before anything is sent, when the rows of one are not those planned; in a
+                forward, or on leaving, when what routers did differs.
+            ReplayError: on every rank alike, when a layer of the model did not run.
+        """
+        if self._orders is None:
+            raise PlanError("no plan is in force: call begin_step(step, plan, ...) first")
+        rows = BatchRows() if rows is None else rows
+        exchanges = agree_on_rows(self.votes, self._orders, micro_step, rows)
+        execution = Execution(self.group, len(self.layers), rows, self._orders, micro_step, exchanges)
+        with self._capture(), self._executions.on_top(execution):
+            yield execution
+        if objections := self.votes.objections(execution.unexecuted(), "ending a micro-step"):
+            raise ReplayError("; ".join(objections))
+        if not exchanges and (objections := self.votes.objections(execution.misrouted(), "ending a micro-step")):
+            raise CountsError("; ".join(objections))
+
+    def sum_gradients(self) -> None:
+        """Add up the gradients of dense parameters over all ranks. A collective call, before the optimizer's.
+
+        Those of sharded ones are added up in the backward.
+        """
+        sum_gradients(self.dense_parameters(), self.group, self.votes.group)
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over the whole model, all experts included, is at most `max_norm`.
+
+        A collective call, after `sum_gradients`. Returns the norm before, the same on all ranks.
+        """
+        return clip_gradients(self.dense_parameters(), self.expert_parameters(), max_norm, self.group)
+
+    def move_homes(self, home_LE: NDArray[np.int16], optimizer: torch.optim.Optimizer | None = None) -> int:
+        """Move experts to other homes, with their optimizer state. A collective call, between two steps.
+
+        Args:
+            home_LE: int16 [L, E], such as that of the next plan; E / G experts of each layer on each rank.
+            optimizer: of the model, after `zero_grad`.
+
+        Returns:
+            The bytes that this rank received.
+
+        Raises:
+            PlanError: when a rank would hold more or fewer experts than before.
+            TransferError: when gradients are still there, ranks hold different state, or a rank does not answer.
+        """
+        homes: list[Mapping[str, Tensor]] = [dict(home) for home in self.homes]
+        received = move_homes(self._peers, self.votes, self.home_LE, home_LE, homes, optimizer)
+        for layer, home_E in zip(self.layers, home_LE, strict=True):
+            layer.shards.home_E = home_E
+        self._orders = None
+        return received
+
+    def shards_of(self, parameter: Tensor) -> ExpertShards | None:
+        """Where a parameter, or its optimizer state, is one of experts: what cuts and gathers tensors like it."""
+        return next(
+            (layer.shards for layer in self.layers for own in layer.shards.parameters.values() if own is parameter),
+            None,
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights of the whole model, experts in logical order, on every rank. A collective call."""
+        return {name: self.whole(tensor, tensor) for name, tensor in self._own_state().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take up the weights of the whole model, as `state_dict` or the model before it was distributed gives them.
+
+        Raises:
+            PlacementError: when experts are not all there, as in the state of one rank.
+            RuntimeError: when names or shapes are not the model's, as in `torch.nn.Module.load_state_dict`.
+        """
+        own = self._own_state()
+        local = {}
+        for name, tensor in state.items():
+            shards = self.shards_of(own[name]) if name in own else None
+            if shards is not None and len(tensor) != len(shards.home_E):
+                raise PlacementError(
+                    f"{name} has {len(tensor)} experts, expected all {len(shards.home_E)} in order of their ids; load "
+                    "what ExpertParallelModel.state_dict() or the model before it was distributed gives"
+                )
+            local[name] = self.own(own[name], tensor) if name in own else tensor
+        with _states_allowed(self.layers):
+            self.model.load_state_dict(local)
+
+    def _own_state(self) -> dict[str, Tensor]:
+        with _states_allowed(self.layers):
+            return self.model.state_dict(keep_vars=True)
+
+    def whole(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """A tensor that is spread as a parameter is, its optimizer state for one, whole. A collective call."""
+        shards = self.shards_of(parameter)
+        if shards is not None:
+            return shards.gather(tensor)
+        return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+    def own(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """What this rank has of a whole tensor, if it is spread as a parameter is."""
+        shards = self.shards_of(parameter)
+        if shards is not None:
+            return shards.local(tensor)
+        return cut_alike(tensor, parameter) if isinstance(parameter, DTensor) else tensor
+
+
+@contextmanager
+def _states_allowed(layers: list[ExpertLayer]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(layer.shards.state_allowed())
+        yield

@@ -1,0 +1,121 @@
+"""How ranks find out that all of them are well, and say the same when one is not. On the host, by gloo."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from foreroute.ep.transfer.peers import lost, own_group
+from foreroute.errors import PlanError
+from foreroute.plan import StepPlan
+
+TEXT_BYTES = 1024
+
+
+class Votes:
+    """A gloo group of its own for questions that all ranks answer. Every method is a collective call.
+
+    Args:
+        along: as in `own_group`, which they are made by.
+        timeout_s: seconds after which a rank that does not answer is taken for dead.
+    """
+
+    def __init__(self, *along: dist.ProcessGroup, timeout_s: float = 600.0) -> None:
+        self.group = own_group(*along, timeout_s=timeout_s, backend="gloo")
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
+
+    def objections(self, mine: str | None, what: str) -> list[str]:
+        """What is wrong, on any rank.
+
+        Args:
+            mine: what is wrong here, or None.
+            what: the question in words, for errors.
+
+        Returns:
+            The same list on every rank, empty when all is well: a single integer is exchanged then.
+
+        Raises:
+            TransferError: when a rank does not answer.
+        """
+        count = torch.tensor([0 if mine is None else 1], dtype=torch.int32)
+        try:
+            dist.all_reduce(count, group=self.group)
+        except RuntimeError as error:
+            raise lost(what, self.rank, error) from error
+        if not count.item():
+            return []
+        return [f"rank {rank}: {text}" for rank, text in enumerate(self.texts(mine or "", what)) if text]
+
+    def most(self, mine: Tensor, what: str) -> Tensor:
+        """The elementwise largest of a tensor of integers that every rank has.
+
+        Raises:
+            TransferError: when a rank does not answer.
+        """
+        largest = mine.clone()
+        try:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        except RuntimeError as error:
+            raise lost(what, self.rank, error) from error
+        return largest
+
+    def texts(self, mine: str, what: str) -> list[str]:
+        """What each rank says, cut to 1 KiB of UTF-8.
+
+        Raises:
+            TransferError: when a rank does not answer.
+        """
+        sent = np.zeros(TEXT_BYTES, np.uint8)
+        encoded = np.frombuffer(mine.encode()[:TEXT_BYTES], np.uint8)
+        sent[: len(encoded)] = encoded
+        got = [torch.empty(TEXT_BYTES, dtype=torch.uint8) for _ in range(self.size)]
+        try:
+            dist.all_gather(got, torch.from_numpy(sent), group=self.group)
+        except RuntimeError as error:
+            raise lost(what, self.rank, error) from error
+        return [bytes(text.numpy()).rstrip(b"\0").decode(errors="replace") for text in got]
+
+
+def agree_on_plan(votes: Votes, step: int, plan: StepPlan) -> str:
+    """Make sure that all ranks are about to carry out the same plan, and that it is for these ranks.
+
+    Returns:
+        `plan_digest` of it.
+
+    Raises:
+        PlanError: on every rank alike, when plans or steps differ, or the plan is for other ranks.
+        TransferError: when a rank does not answer.
+    """
+    digest = plan_digest(plan)
+    mine = f"step {step}, {plan.topology.num_ranks} ranks, plan {digest}"
+    texts = votes.texts(mine, f"agreeing on the plan of step {step}")
+    if len(set(texts)) > 1:
+        listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+        raise PlanError(
+            f"ranks hold different plans ({listed}); every rank must be given the same plan of the same step"
+        )
+    require_ranks(plan, votes.size)
+    return digest
+
+
+def plan_digest(plan: StepPlan) -> str:
+    """128 bit, hexadecimal, of everything that the executor reads in a plan."""
+    digest = xxhash.xxh3_128()
+    digest.update(repr((plan.topology, plan.shape, plan.counts_digest)).encode())
+    arrays = (plan.home_LE, plan.offsets, plan.expert_R, plan.rank_R, plan.slot_R, plan.fetched_R, plan.tokens_RG)
+    for array in arrays:
+        digest.update(repr((array.dtype.str, array.shape)).encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def require_ranks(plan: StepPlan, num_ranks: int) -> None:
+    """Raise `PlanError` unless a plan was made for this many ranks."""
+    if plan.topology.num_ranks != num_ranks:
+        raise PlanError(
+            f"the plan is for {plan.topology.num_ranks} ranks, and {num_ranks} are here; plan again for this world size"
+        )

@@ -1,0 +1,314 @@
+"""The host path: the home shards of a node's ranks, once per edition of the weights, in memory that its ranks share.
+
+An *edition* is the weights between two optimizer steps. Each rank writes its shards into its own part and stamps it
+with the number of the edition; readers look at the stamp before and after they read. The next edition is written only
+when all ranks of the node have signed off the last one, so what is read is never half old and half new. For CUDA the
+memory is page-locked, and rows are copied by a stream of their own; those branches have been run on no GPU yet.
+
+    stamps [W, 2] │ checksums of rank 0 … W - 1 │ shards of rank 0 │ … │ shards of rank W - 1        W ranks of the node
+
+The memory is a file that no crash leaves behind: it loses its name as soon as everyone has opened it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreroute.ep.transfer.consensus import Votes
+from foreroute.ep.transfer.peers import row_checksums
+from foreroute.errors import TransferError
+from foreroute.plan import Topology
+
+DIRECTORY = Path("/dev/shm")
+ALIGNMENT = 64
+WRITTEN, SIGNED_OFF = 0, 1
+PORTABLE = 1
+"""cudaHostRegisterPortable: page-locked for every device, whichever is the current one."""
+
+
+class HostMemory:
+    """Published home shards. Making one, `publish` and nothing else are collective calls.
+
+    Args:
+        votes: all expert-parallel ranks.
+        topology: ranks of a node share memory.
+        homes: per routed layer, name -> [E / G, ...], of the same shapes and dtypes on all ranks.
+        directory: where shared memory is.
+        checksums: also publish a checksum of every row.
+
+    Raises:
+        TransferError: on every rank alike, when the memory cannot be had on one.
+    """
+
+    def __init__(
+        self,
+        votes: Votes,
+        topology: Topology,
+        homes: Sequence[Mapping[str, Tensor]],
+        *,
+        directory: Path = DIRECTORY,
+        checksums: bool = False,
+    ) -> None:
+        self.edition = 0
+        self._votes, self._per_node, self._with_checksums = votes, topology.ranks_per_node, checksums
+        self._mine = votes.rank % topology.ranks_per_node
+        bytes_ = _map_shared(votes, topology.ranks_per_node, _num_bytes(homes, topology.ranks_per_node), directory)
+        self._stamps_W2, self._checksums_WLEN, self._shards_WL = _cut(bytes_, homes, topology.ranks_per_node)
+        self._unlock: weakref.finalize[[Tensor, torch.device], HostMemory] | None = None
+        device = homes[0][min(homes[0])].device
+        if device.type == "cuda":
+            objection = _page_lock(bytes_, device)
+            if objection is None:
+                # it holds the memory, so that what is given back was unlocked, also when nobody calls `close`
+                self._unlock = weakref.finalize(self, _page_unlock, bytes_, device)
+                self._unlock.atexit = False  # the end of the process unlocks too
+            try:
+                _raise_objections(votes, objection, "page-locking the shared memory")
+            except TransferError:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Make the memory ordinary again, as it must be before it is given back. Twice is as good as once."""
+        if self._unlock is not None:
+            self._unlock()
+
+    def publish(self, homes: Sequence[Mapping[str, Tensor]], timeout_s: float) -> None:
+        """Sign off the last edition, wait until the node has, and write the next one.
+
+        Raises:
+            TransferError: on every rank alike, when a rank of a node does not sign off in time.
+        """
+        self._stamps_W2[self._mine, SIGNED_OFF] = self.edition
+        objection = self._wait_for_readers(timeout_s)
+        self.edition += 1
+        if objection is None:
+            self._write(homes)
+        _raise_objections(self._votes, objection, "publishing the weights")
+
+    def row(self, source: int, layer: int, name: str, row: int) -> Tensor:
+        """One expert of the shard of rank `source` of this node: after use, ask `objection` whether it held."""
+        return self._shards_WL[source % self._per_node][layer][name][row]
+
+    def checksums(self, source: int, layer: int, row: int) -> list[int]:
+        """The published checksums of an expert, in order of the names."""
+        place = source % self._per_node
+        found: list[int] = self._checksums_WLEN[place][layer][row, : len(self._shards_WL[place][layer])].tolist()
+        return found
+
+    def objection(self, source: int) -> str | None:
+        """What is wrong with the part of rank `source`, or None while it holds this edition."""
+        stamp = int(self._stamps_W2[source % self._per_node, WRITTEN])
+        if stamp == self.edition:
+            return None
+        return f"the shared memory of rank {source} holds edition {stamp} of the weights, expected {self.edition}"
+
+    def _write(self, homes: Sequence[Mapping[str, Tensor]]) -> None:
+        self._stamps_W2[self._mine, WRITTEN] = -1
+        for layer, home in enumerate(homes):
+            for name, shard in home.items():
+                self._shards_WL[self._mine][layer][name].copy_(shard.detach())
+            if self._with_checksums:
+                for row in range(len(next(iter(home.values())))):
+                    sums = row_checksums(home, row)
+                    self._checksums_WLEN[self._mine][layer][row, : len(sums)] = sums
+        self._stamps_W2[self._mine, WRITTEN] = self.edition
+
+    def _wait_for_readers(self, timeout_s: float) -> str | None:
+        end = time.monotonic() + timeout_s
+        while (self._stamps_W2[:, SIGNED_OFF] < self.edition).any():
+            if time.monotonic() > end:
+                late = np.flatnonzero(self._stamps_W2[:, SIGNED_OFF] < self.edition).tolist()
+                return f"ranks {late} of its node still read the weights of the last edition after {timeout_s} s"
+            time.sleep(1e-4)
+        return None
+
+
+def _map_shared(votes: Votes, per_node: int, num_bytes: int, directory: Path) -> Tensor:
+    """uint8 [num_bytes], the same memory for all ranks of a node, without a name by the time this returns."""
+    first = votes.rank - votes.rank % per_node
+    file, objection = None, None
+    if votes.rank == first:
+        file, objection = _try_create(directory, num_bytes)
+    try:
+        _raise_objections(votes, objection, "taking shared memory")
+        path = votes.texts("" if file is None else str(file.path), "naming the shared memory")[first]
+        bytes_, objection = open_shared(path, num_bytes)
+        _raise_objections(votes, objection, "opening the shared memory")
+    finally:
+        if file is not None:
+            file.unname()
+    return bytes_
+
+
+def open_shared(path: str, num_bytes: int) -> tuple[Tensor, str | None]:
+    """uint8 [num_bytes], mapped from a file that another process has made, or what is wrong."""
+    # torch would make a file that is missing, and every machine would share memory with itself
+    if Path(path).exists():
+        try:
+            return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8), None
+        except RuntimeError as error:
+            return torch.empty(0, dtype=torch.uint8), f"cannot map {path}: {str(error).splitlines()[0]}"
+    return torch.empty(0, dtype=torch.uint8), (
+        f"{path}, which the first rank of its node has made, is not there: they are on different machines, or in "
+        "containers that share no memory. Give the topology the ranks per node that are true"
+    )
+
+
+def _try_create(directory: Path, num_bytes: int) -> tuple[NamedFile | None, str | None]:
+    try:
+        remove_stale_files(directory)
+        return create_file(directory, num_bytes), None
+    except OSError as error:
+        free = "unknown"
+        if directory.is_dir():
+            status = os.statvfs(directory)
+            free = f"{status.f_bavail * status.f_frsize / 1e9:.3g} GB"
+        return None, (
+            f"cannot take {num_bytes / 1e9:.3g} GB of shared memory in {directory}: {error.strerror} ({free} free). "
+            "Make it larger (docker run --shm-size), name another directory, or use the direct path alone "
+            "(paths='direct')"
+        )
+
+
+def _raise_objections(votes: Votes, mine: str | None, what: str) -> None:
+    if objections := votes.objections(mine, what):
+        raise TransferError(f"{what} failed: " + "; ".join(objections))
+
+
+def _num_bytes(homes: Sequence[Mapping[str, Tensor]], per_node: int) -> int:
+    shard_bytes = sum(_aligned(shard.numel() * shard.element_size()) for home in homes for shard in home.values())
+    return _head_bytes(homes, per_node) + per_node * shard_bytes
+
+
+def _head_bytes(homes: Sequence[Mapping[str, Tensor]], per_node: int) -> int:
+    return _aligned(8 * per_node * (2 + prod(_checksum_shape(homes))))
+
+
+def _checksum_shape(homes: Sequence[Mapping[str, Tensor]]) -> tuple[int, int, int]:
+    """(L, E / G, names), the largest of each."""
+    shards = [shard for home in homes for shard in home.values()]
+    return len(homes), max(len(shard) for shard in shards), max(map(len, homes))
+
+
+def _cut(
+    bytes_: Tensor, homes: Sequence[Mapping[str, Tensor]], per_node: int
+) -> tuple[np.ndarray, np.ndarray, list[list[dict[str, Tensor]]]]:
+    """Stamps int64 [W, 2], checksums int64 [W, L, E / G, names], and shards by rank of the node and layer, as views."""
+    words = bytes_[: _head_bytes(homes, per_node)].view(torch.int64).numpy()
+    shape = (per_node, *_checksum_shape(homes))
+    checksums = words[2 * per_node : 2 * per_node + prod(shape)].reshape(shape)
+    at, shards_WL = _head_bytes(homes, per_node), []
+    for _ in range(per_node):
+        layers: list[dict[str, Tensor]] = []
+        for home in homes:
+            layers.append({})
+            for name in sorted(home):
+                size = home[name].numel() * home[name].element_size()
+                layers[-1][name] = bytes_[at : at + size].view(home[name].dtype).view(home[name].shape)
+                at += _aligned(size)
+        shards_WL.append(layers)
+    return words[: 2 * per_node].reshape(per_node, 2), checksums, shards_WL
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _page_lock(bytes_: Tensor, device: torch.device) -> str | None:
+    """Let CUDA copy from this memory without a stop on the way. What is wrong, or None."""
+    with torch.cuda.device(device):
+        cudart = torch.cuda.cudart()
+        status = cudart.cudaHostRegister(bytes_.data_ptr(), bytes_.numel(), PORTABLE)
+        if int(status) == 0:
+            return None
+        # CUDA keeps the error until somebody asks, which is whoever launches a kernel next
+        with suppress(RuntimeError):
+            torch.ones(1, device=device)
+    return (
+        f"CUDA cannot page-lock {bytes_.numel() / 1e9:.3g} GB of shared memory ({cudart.cudaGetErrorString(status)}, "
+        f"error {int(status)}); raise `ulimit -l`, or use the direct path alone (paths='direct')"
+    )
+
+
+def _page_unlock(bytes_: Tensor, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(bytes_.data_ptr())
+
+
+@dataclass(frozen=True)
+class NamedFile:
+    """A file that still has its name, locked as long as it has.
+
+    Attributes:
+        path: for others to open.
+        descriptor: holds the lock; the system lets it go when the process dies, however it dies.
+    """
+
+    path: Path
+    descriptor: int
+
+    def unname(self) -> None:
+        """Remove the name. Who has the file open keeps it; the last to close it gives the memory back."""
+        self.path.unlink(missing_ok=True)
+        os.close(self.descriptor)
+
+
+def create_file(directory: Path, num_bytes: int) -> NamedFile:
+    """A new file of zeros, all of its memory taken.
+
+    Raises:
+        OSError: when the directory cannot hold it; nothing is left then. A write into a file that was only given its
+            length would end the process instead (SIGBUS).
+    """
+    file = _locked(directory)
+    try:
+        os.posix_fallocate(file.descriptor, 0, num_bytes)
+    except OSError:
+        file.unname()
+        raise
+    return file
+
+
+def remove_stale_files(directory: Path) -> int:
+    """Remove this user's files whose makers died before they unnamed them. Returns how many."""
+    removed = 0
+    for path in directory.glob(f"{_prefix()}*"):
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+                removed += 1
+            finally:
+                os.close(descriptor)
+    return removed
+
+
+def _locked(directory: Path) -> NamedFile:
+    while True:
+        path = directory / f"{_prefix()}{os.getpid()}-{secrets.token_hex(8)}"
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:
+                return NamedFile(path, descriptor)
+        # another process took it for stale between its creation and its lock
+        os.close(descriptor)
+
+
+def _prefix() -> str:
+    return f"foreroute-{os.getuid()}-"

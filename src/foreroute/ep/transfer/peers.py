@@ -1,0 +1,256 @@
+"""Peer-to-peer sends and receives of rows, all posted at once, on a process group of their own.
+
+Also what every rank needs for them: groups beside those that the model communicates on, errors that tell a call that
+did not come back in the words of whoever made it, and, for debug mode, checksums that travel with the rows (XXH3,
+64 bit, as signed integers).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from foreroute.ep.transfer.moves import Moves
+from foreroute.errors import TransferError
+
+MESSAGES_PER_EXCHANGE = 2**16
+EXCHANGES_IN_FLIGHT = 2**15
+ATTEMPTS = 3
+"""Times that weights or gradients which must arrive are sent before a run is given up."""
+CHECKSUMS = "checksums"
+"""Beside the names of the weights; a name that no module gives to a tensor [experts, ...]."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One tensor on its way to or from a peer.
+
+    Attributes:
+        peer: rank in the group.
+        number: of the message in its exchange, the same on both ends.
+        tensor: contiguous; read or written in place.
+    """
+
+    peer: int
+    number: int
+    tensor: Tensor
+
+
+class PeerGroup:
+    """A process group for transfers alone, so that they never mix with the collectives of the model.
+
+    All ranks of the group must begin the same exchanges in the same order; what one of them holds may be empty. Whoever
+    begins one and fails before it is over leaves no rank waiting: what was posted is still sent.
+
+    Args:
+        along, ranks: as in `own_group`, which it is made by.
+        timeout_s: seconds after which a peer that does not answer is taken for dead.
+    """
+
+    def __init__(self, *along: dist.ProcessGroup, ranks: list[int] | None = None, timeout_s: float = 600.0) -> None:
+        self.group = own_group(*along, ranks=ranks, timeout_s=timeout_s)
+        dist.barrier(self.group)
+        if "cuda:nccl" in dist.get_backend_config(self.group).split(",") and torch.cuda.is_available():
+            # NCCL wants all ranks in the first call on a group, and the first exchange may leave some out; the barrier
+            # of a group that has gloo too is gloo's
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=self.group)
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
+        self._begun = 0
+        # gloo forgets what was posted, and has not left yet, with the handle of it: the peer would wait for ever
+        self._under_way: list[Exchange] = []
+
+    def begin(self, sends: Iterable[Message], receives: Iterable[Message], what: str) -> Exchange:
+        """Post all messages and return at once.
+
+        Args:
+            sends: must not be written to until the exchange is over.
+            receives: must not be read until then.
+            what: the exchange in words, for errors.
+        """
+        sends, receives = list(sends), list(receives)
+        assert all(m.number < MESSAGES_PER_EXCHANGE for m in (*sends, *receives)), "tags of two exchanges would overlap"
+        first_tag = self._begun % EXCHANGES_IN_FLIGHT * MESSAGES_PER_EXCHANGE
+        self._begun += 1
+        landings = []
+        if any(travels_by_host(m.tensor, self.group) for m in (*sends, *receives)):
+            sends = [replace(m, tensor=m.tensor.to("cpu", copy=True)) for m in sends]
+            landed = [replace(m, tensor=torch.empty_like(m.tensor, device="cpu")) for m in receives]
+            landings = [(m.tensor, buffer.tensor) for m, buffer in zip(receives, landed, strict=True)]
+            receives = landed
+        operations = [
+            dist.P2POp(operation, m.tensor, group=self.group, tag=first_tag + m.number, group_peer=m.peer)
+            for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
+            for m in messages
+        ]
+        try:
+            # an empty batch is an error to torch
+            works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise lost(what, self.rank, error) from error
+        exchange = Exchange(what, self.rank, works, landings)
+        self._under_way = [earlier for earlier in self._under_way if earlier.works] + [exchange]
+        return exchange
+
+
+@dataclass
+class Exchange:
+    """Messages under way.
+
+    Attributes:
+        what: the exchange in words, for errors.
+        rank: this one.
+        works: of torch.
+        landings: where what arrives on the host is to go, and where it arrives.
+    """
+
+    what: str
+    rank: int
+    works: list[dist.Work]
+    landings: list[tuple[Tensor, Tensor]]
+
+    def wait(self) -> None:
+        """Return when everything has left and arrived.
+
+        Raises:
+            TransferError: when a peer is gone or does not answer within the group's timeout.
+        """
+        begun = time.monotonic()
+        for work in self.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise lost(self.what, self.rank, error, time.monotonic() - begun) from error
+        for target, buffer in self.landings:
+            target.copy_(buffer)
+        self.works, self.landings = [], []
+
+
+def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the group's backend for the tensor's device is gloo, which sends from the host's memory alone."""
+    return tensor.device.type != "cpu" and f"{tensor.device.type}:gloo" in dist.get_backend_config(group).split(",")
+
+
+def carry(
+    peers: PeerGroup, moves: Moves, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], what: str
+) -> Exchange:
+    """Post the moves of rows of `sources` into rows of `targets`, on all ranks alike.
+
+    Args:
+        peers: all ranks between which the moves are.
+        moves: of all ranks, in the same order everywhere.
+        sources: name -> [rows, ...] that `source_row_V` counts; each row contiguous.
+        targets: name -> [rows, ...] that `target_row_V` counts; the same names, widths and dtypes on all ranks.
+        what: the exchange in words, for errors.
+    """
+    sends, receives = [], []
+    for v in np.argsort(moves.round_V, kind="stable").tolist():
+        source, target = int(moves.source_V[v]), int(moves.target_V[v])
+        for i, name in enumerate(sorted(sources)):
+            number = v * len(sources) + i
+            if source == peers.rank:
+                row = sources[name].detach()[moves.source_row_V[v]]
+                sends.append(Message(target, number, row.contiguous()))
+            if target == peers.rank:
+                receives.append(Message(source, number, targets[name][moves.target_row_V[v]]))
+    return peers.begin(sends, receives, what)
+
+
+def lost(what: str, rank: int, error: Exception, seconds: float = 0.0) -> TransferError:
+    """The error of an exchange that another rank did not take part in."""
+    # gloo adds advice of its own
+    reason = str(error).splitlines()[0].partition(". ")[0]
+    return TransferError(
+        f"{what}: rank {rank} waited {seconds:.1f} s for another rank in vain ({reason}). "
+        "A process died, or took no part: look for the first error in the logs of all ranks, then resume from the last "
+        "checkpoint"
+    )
+
+
+def own_group(
+    *along: dist.ProcessGroup, ranks: list[int] | None = None, timeout_s: float, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Make a new group.
+
+    Args:
+        along: groups that join its ranks; a collective call of each of them, one after the other. With two, as of rows
+            and columns, every rank of the new group is reached by one step in each. The whole world by default.
+        ranks: global ranks of the group, ascending, with this one among them; those of `along` by default.
+        timeout_s: of its collectives, in seconds.
+        backend: that of the default group by default.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if not along and ranks is None:
+        everyone: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
+        return everyone
+    for group in along or (None,):
+        _level(group)
+    members = dist.get_process_group_ranks(along[-1]) if ranks is None else ranks
+    made: dist.ProcessGroup = dist.new_group(members, timeout=timeout, backend=backend, use_local_synchronization=True)
+    return made
+
+
+def _level(group: dist.ProcessGroup | None) -> None:
+    """Let all ranks be in as many groups as the one that is in most, by groups of one rank.
+
+    torch names a group that is made without the whole world after its members and the number of groups that the rank
+    is in already. Where these differ, as between pipeline stages, ranks wait for one another under different names.
+    """
+    count = len(dist.distributed_c10d._world.pg_names)
+    counts = [0] * dist.get_world_size(group)
+    dist.all_gather_object(counts, count, group=group)
+    for _ in range(max(counts) - count):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+@contextmanager
+def answered(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Make a collective call in this context.
+
+    Args:
+        what: the call in words.
+        group: on which it is made.
+
+    Raises:
+        TransferError: when a rank is gone, or does not answer within the group's timeout.
+    """
+    begun = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost(what, dist.get_rank(group), error, time.monotonic() - begun) from error
+
+
+def row_checksums(rows: Mapping[str, Tensor], row: int) -> list[int]:
+    """Of row `row` of every tensor, in order of their names."""
+    return [_checksum(rows[name].detach()[row]) for name in sorted(rows)]
+
+
+def with_checksums(rows: Mapping[str, Tensor], chosen: Iterable[int]) -> dict[str, Tensor]:
+    """The tensors, and beside them int64 [rows, names], the checksums of the chosen rows, 0 elsewhere."""
+    some = next(iter(rows.values()))
+    sums = torch.zeros((len(some), len(rows)), dtype=torch.int64)
+    for row in set(chosen):
+        sums[row] = torch.tensor(row_checksums(rows, row))
+    return {**rows, CHECKSUMS: sums.to(some.device)}
+
+
+def damaged(rows: Mapping[str, Tensor], sums: Tensor, chosen: Iterable[int]) -> list[int]:
+    """Which of the chosen rows do not have the checksums int64 [rows, names] that came with them."""
+    return [row for row in chosen if row_checksums(rows, row) != sums[row].tolist()]
+
+
+def _checksum(row: Tensor) -> int:
+    # bytes, for numpy has no bfloat16
+    content = row.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+    digest = xxhash.xxh3_64_intdigest(content)
+    return digest - 2**64 if digest >= 2**63 else digest

@@ -1,0 +1,36 @@
+"""Which rows a plan counts."""
+
+import numpy as np
+import pytest
+
+import foreroute as fr
+from foreroute.ep import BatchRows
+from foreroute.errors import CountsError
+from foreroute.trace import RoutedLayer, RoutingSpec
+
+SPEC = RoutingSpec(4, 2, (RoutedLayer(0), RoutedLayer(1)))
+
+
+def test_replayed_rows_are_planned_and_last_tokens_only_sent():
+    routes = [np.array([[[0, 1], [2, 3]], [[0, 3], [2, 0]]]), np.array([[[1, 2], [3, 0]]])]
+    tokens = [np.array([7, 8, 9]), np.array([5])]  # the last token of the first sequence has no route
+    trace = fr.RoutingTrace.from_sequences(SPEC, tokens, routes)
+    rows = BatchRows.replayed(trace, [[7, 8, 9], [0, 0, 5]], [[1, 1, 1], [0, 0, 1]])
+    assert rows.planned_N.tolist() == [True, True, False, False, False, True]
+    assert rows.sent_N.tolist() == [True, True, True, False, False, True]
+    assert rows.routed_LE.tolist() == [[2, 2, 1, 1], [2, 0, 2, 2]]
+    assert not rows.all_planned
+
+
+def test_a_batch_without_last_tokens_is_all_planned():
+    trace = fr.RoutingTrace.from_sequences(SPEC, [np.array([7, 8])], [np.array([[[0, 1], [2, 3]]])])
+    assert BatchRows.replayed(trace, [[7]]).all_planned
+    assert not BatchRows.replayed(trace, [[7, 8]]).all_planned
+    assert BatchRows().all_planned
+    assert BatchRows(sent_N=np.array([True, False])).all_planned
+
+
+@pytest.mark.parametrize("sent", [[True, False], [True]])
+def test_what_is_planned_must_be_sent(sent):
+    with pytest.raises(CountsError, match="with everything that is planned sent"):
+        BatchRows(planned_N=np.array([True, True]), sent_N=np.array(sent))

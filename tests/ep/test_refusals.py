@@ -1,0 +1,109 @@
+"""What cannot be executed ends with the same error on every rank, before any row is sent where that can be known."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import dying
+import refusing
+from foreroute.ep.compute import LEAST_TORCH
+from processes import Workers
+
+EARLY = {
+    "other_world_size": ("PlanError", "the plan is for 4 ranks, and 2 are here"),
+    "plans_differ": ("PlanError", "ranks hold different plans"),
+    "other_homes": ("PlanError", "by the plan; move homes first"),
+    "other_layers": ("PlanError", "the plan is for 2 routed layers of 8 experts, the model has 3 of 8"),
+    "other_counts_on_one_rank": ("CountsError", "rank 1: counts have digest"),
+    "counts_of_another_shape": ("CountsError", "counts are [1, 3, 2, 8], the plan is for [2, 3, 2, 8]"),
+    "no_plan": ("PlanError", "no plan is in force: call begin_step"),
+    "another_micro_batch_on_one_rank": ("CountsError", "rank 1: its rows of micro-step 0 make"),
+    "other_micro_steps": ("PlanError", "ranks begin micro-steps 0 to 1 of a plan that has 2"),
+    "no_such_micro_step": ("PlanError", "ranks begin micro-steps 2 to 2 of a plan that has 2"),
+    "live_routes_of_other_counts": ("CountsError", "step 0, micro-step 0, routed layer 0: rank"),
+    "live_routes_of_other_counts_with_the_plan_alone": ("CountsError", "by the plan, which was made for other counts"),
+    "rows_of_another_batch": ("CountsError", "make it from the batch that the model is called with"),
+    "no_forward": ("ReplayError", "was not executed: no forward of the model ran"),
+    "checkpointed_by_hand": ("ReplayError", "runs inside torch.utils.checkpoint called by hand"),
+    "checkpointed_by_hand_reentrant": ("ReplayError", "runs inside torch.utils.checkpoint called by hand"),
+    "state_of_a_shard": ("PlacementError", "holds only the experts that live on this rank"),
+    "state_of_one_rank": ("PlacementError", "down_proj has 4 experts, expected all 8 in order of their ids"),
+    "state_into_a_shard": ("PlacementError", "holds only the experts that live on this rank"),
+}
+LATE = {
+    "more_to_replicas_than_there_is": ("PlanError", "more than there are; the plan was made for other counts"),
+    "routers_free_though_routes_were_announced": ("CountsError", "routers made other assignments than"),
+    "two_forwards": ("ReplayError", "runs a second time in step 0, micro-step 0, routed layer 0"),
+}
+
+
+@pytest.fixture(scope="module")
+def executions(workers):
+    return workers(2).run(refusing.executions)
+
+
+@pytest.mark.parametrize("name", [*EARLY, *LATE])
+def test_every_rank_ends_with_the_same_error_and_goes_on(executions, name):
+    kind, message = {**EARLY, **LATE}[name]
+    for outcomes in executions:
+        (found, text, all_to_alls), right = outcomes[name]
+        assert (found, message in text) == (kind, True), (found, text)
+        assert all_to_alls == 0 or name in LATE
+        assert right == ("nothing", "", 6)
+
+
+ATTACHED = {
+    "other_weights": ("AttachError", "ranks differ in model.embed_tokens.weight"),
+    "frozen_on_one_rank": ("AttachError", "ranks differ in model.layers.1.mlp.experts.down_proj"),
+    "indivisible": ("TopologyError", "7 experts cannot be placed evenly on 2 ranks"),
+    "twice": ("AttachError", "is distributed already"),
+    "forward_of_others": ("AttachError", "model.layers.1.mlp.experts has a forward of its own"),
+    "undeclared_layout": ("AttachError", "whose layout transformers does not declare"),
+    "older_torch": (
+        "AttachError",
+        "has no torch.nn.functional.grouped_mm, which experts on several ranks are computed",
+    ),
+    "no_experts": ("AttachError", "has no experts modules"),
+    "dtensor": ("AttachError", "model.layers.1.mlp.experts.down_proj is a DTensor"),
+    "parametrized": ("AttachError", "has parametrized weights"),
+    "lora": ("AttachError", "is wrapped by a ParamWrapper"),
+    "meta": ("AttachError", "is on the meta device"),
+    "other_parameter": ("AttachError", "model.layers.1.mlp.experts.scale is torch.float32 [8]"),
+    "in_a_session": ("AttachError", "session is open on this model"),
+    "uneven_homes": ("TopologyError", "expected [3, 8], with 4 experts of each layer on each of 2 ranks"),
+}
+
+
+@pytest.fixture(scope="module")
+def attached(workers):
+    return workers(2).run(refusing.attaching)
+
+
+@pytest.mark.parametrize("name", ATTACHED)
+def test_models_that_cannot_be_spread_are_refused_by_name(attached, name):
+    kind, message = ATTACHED[name]
+    for errors in attached:
+        found, text = errors[name]
+        assert (found, message in text) == (kind, True), (found, text)
+
+
+def test_what_is_installed_is_what_experts_are_computed_with():
+    """The release asks for a torch that has what the code calls."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = [line for extra in project["optional-dependencies"].values() for line in extra if line.startswith("torch")]
+    assert asked == [f"torch>={LEAST_TORCH}"] * 2
+    assert hasattr(torch.nn.functional, "grouped_mm")
+    assert tuple(map(int, torch.__version__.split(".")[:2])) >= tuple(map(int, LEAST_TORCH.split(".")))
+
+
+def test_a_process_that_dies_ends_the_others_with_the_cell_they_waited_in():
+    group = Workers(2, timeout_s=120)
+    try:
+        left, gone = group.outcomes(dying.forward_without_a_rank, 1)
+    finally:
+        group.close()
+    assert gone is None
+    assert left.kind == "TransferError"
+    assert "the counts of routed layer 2: rank 0 waited" in left.message

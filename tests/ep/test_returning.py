@@ -1,0 +1,76 @@
+"""Gradients of replicas travel while backward goes on, and are waited for exactly once, on all ranks alike."""
+
+import pytest
+import torch.distributed as dist
+
+from driving import log_probs
+from foreroute.adapters import hf
+from foreroute.ep.transfer.direct import DirectWeights
+from foreroute.ep.transfer.peers import PeerGroup
+from planned import split_plan
+from training import Case, batch, policy, replaying
+from working import all_counts, rows_of
+
+
+class Telling(DirectWeights):
+    """Writes down what is sent home and waited for."""
+
+    def __init__(self, log):
+        super().__init__(PeerGroup(timeout_s=20))
+        self.log = log
+
+    def send_home(self, cell, grads):
+        self.log.append(("sent", cell.layer))
+        return Waiting(super().send_home(cell, grads), self.log, cell.layer)
+
+
+class Waiting:
+    def __init__(self, returning, log, layer):
+        self.returning, self.log, self.layer = returning, log, layer
+
+    def wait(self):
+        self.log.append(("home", self.layer))
+        return self.returning.wait()
+
+
+def backward_log(rank, case, frozen):
+    """What happens in a backward pass: gradients of replicas that are sent and come home, and of rows that travel."""
+    model = policy(case)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith(frozen))
+    routed = hf.attach(model)
+    placed = hf.distribute(model, timeout_s=20)
+    log, all_to_all = [], dist.all_to_all_single
+    placed.use(Telling(log))
+    counts_MLGE = all_counts(routed, case, rank, 0)
+    plans = (split_plan(seed, counts_MLGE, placed.home_LE) for seed in range(100))
+    plan = next(plan for plan in plans if plan.num_replicas_ML[0].all())
+    placed.begin_step(0, plan, counts_MLGE)
+    with replaying(routed, case, rank, 0, 0), placed.executing(0, rows_of(routed, case, rank, 0, 0)):
+        loss = log_probs(model, batch(rank, 0, 0)).sum()
+    dist.all_to_all_single = lambda *args, **kwargs: log.append("rows") or all_to_all(*args, **kwargs)
+    try:
+        loss.backward()
+    finally:
+        dist.all_to_all_single = all_to_all
+    return log
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "experts.down_proj"])
+def test_gradients_travel_while_those_of_rows_are_sent_back(workers, frozen):
+    expected = [event for layer in (2, 1, 0) for event in ("rows", ("sent", layer), "rows", ("home", layer))]
+    assert workers(2).run(backward_log, Case(ranks=2, plan=3), frozen) == [expected] * 2
+
+
+def test_checkpointed_parts_send_theirs_once(workers):
+    """The two forward passes of a cell send nothing home."""
+    for use_reentrant in (True, False):
+        for log in workers(2).run(backward_log, Case(ranks=2, plan=3, use_reentrant=use_reentrant), "nothing"):
+            assert [event for event in log if event != "rows"] == [
+                event for layer in (2, 1, 0) for event in (("sent", layer), ("home", layer))
+            ]
+
+
+def test_frozen_experts_send_nothing(workers):
+    logs = workers(2).run(backward_log, Case(ranks=2, plan=3), ("experts.down_proj", "experts.gate_up_proj"))
+    assert logs == [["rows"] * 6] * 2

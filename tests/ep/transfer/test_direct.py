@@ -1,0 +1,75 @@
+"""The simplest direct path: what arrives is what the home rank has, and what returns is the sum of what was sent."""
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.ep.transfer import Cell
+from foreroute.ep.transfer.direct import DirectWeights
+from plans import random_plan
+from toy import SHAPES, peers, served, shard, weight
+
+
+def fetch_and_return(rank, plan, dtype, spoil):
+    weights = DirectWeights(peers())
+    weights.begin_step(7, plan, updating=True)
+    for micro_step in range(plan.shape[0]):
+        for layer in range(plan.shape[1]):
+            _check_cell(weights, plan, Cell(7, micro_step, layer), rank, dtype, spoil)
+
+
+def _check_cell(weights, plan, cell, rank, dtype, spoil):
+    plan_cell = plan.cell(cell.micro_step, cell.layer)
+    home = shard(plan_cell.home_E, rank, cell.layer, dtype)
+    here = served(plan_cell, rank)
+    for _ in range(2):
+        replicas = weights.fetch(cell, home)
+        for name in SHAPES:
+            wanted = [weight(name, cell.layer, e, dtype) for e in here]
+            assert replicas[name].shape == (len(here), *SHAPES[name])
+            assert all(torch.equal(a, b) for a, b in zip(replicas[name], wanted, strict=True))
+    returned = weights.send_home(cell, {name: (rank + 1 + spoil) * replicas[name] for name in SHAPES}).wait()
+    mine = np.flatnonzero(plan_cell.home_E == rank).tolist()
+    for name in SHAPES:
+        wide = torch.promote_types(dtype, torch.float32)
+        assert returned[name].dtype == wide
+        for row, expert in enumerate(mine):
+            total = torch.zeros(SHAPES[name], dtype=wide)
+            for other in sorted(plan_cell.rank_R[plan_cell.expert_R == expert].tolist()):
+                total += ((other + 1) * weight(name, cell.layer, expert, dtype)).to(wide)
+            assert torch.equal(returned[name][row], total)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_weights_come_and_gradients_return(workers, ranks, dtype):
+    for seed in range(3):
+        workers(ranks).run(fetch_and_return, random_plan(seed, ranks=ranks, slots=3), dtype, 0)
+
+
+def test_the_comparison_sees_a_wrong_gradient(workers):
+    outcomes = workers(2).outcomes(fetch_and_return, random_plan(1, ranks=2, slots=3), torch.float32, 1)
+    assert {outcome.kind for outcome in outcomes} == {"AssertionError"}
+
+
+def wrong_calls(rank, plan, other):
+    weights = DirectWeights(peers())
+    errors = []
+    for call in (
+        lambda: weights.fetch(Cell(0, 0, 0), {}),
+        lambda: weights.begin_step(0, other, updating=True),
+        lambda: (weights.begin_step(1, plan, updating=True), weights.fetch(Cell(2, 0, 0), {})),
+    ):
+        try:
+            call()
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+def test_a_plan_out_of_step_or_for_other_ranks_is_refused(workers):
+    for errors in workers(2).run(wrong_calls, random_plan(0, ranks=2), random_plan(0, ranks=4)):
+        assert "no plan of that step is in force, none is" in errors[0]
+        assert errors[1] == "PlanError: the plan is for 4 ranks, and 2 are here; plan again for this world size"
+        assert "step 2, micro-step 0, routed layer 0 are asked for" in errors[2]
+        assert "that of step 1 is" in errors[2]

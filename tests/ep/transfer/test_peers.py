@@ -1,0 +1,69 @@
+"""Messages once posted arrive, whatever becomes of who posted them."""
+
+import time
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+
+from foreroute.ep.transfer import peers as transfer_peers
+from foreroute.ep.transfer.peers import Message
+from toy import peers
+
+LATE_S = 0.5
+"""Long enough that the other rank has posted, failed and let go before this one asks for its messages."""
+
+
+def one_rank_gives_up(rank):
+    group, other = peers(), 1 - rank
+    arrived = torch.zeros(2, 3)
+    if rank == 0:
+        time.sleep(LATE_S)
+    exchanges = [
+        group.begin(
+            [Message(other, 0, torch.full((3,), 10.0 * rank + i))], [Message(other, 0, arrived[i])], f"exchange {i}"
+        )
+        for i in range(2)
+    ]
+    if rank == 0:
+        for exchange in exchanges:
+            exchange.wait()
+        return arrived.tolist()
+    exchanges.clear()
+    return None
+
+
+def test_what_was_posted_is_sent_although_its_sender_lets_go_of_it(workers):
+    arrived, _ = workers(2).run(one_rank_gives_up)
+    assert arrived == [[10.0] * 3, [11.0] * 3]
+
+
+def both_ways_by_host(rank):
+    """As gloo does with tensors of a GPU, of which there is none here."""
+    group, other = peers(), 1 - rank
+    source, target = torch.full((3,), 10.0 + rank), torch.zeros(2, 3)
+    with patch.object(transfer_peers, "travels_by_host", lambda tensor, group: True):
+        under_way = group.begin([Message(other, 0, source)], [Message(other, 0, target[1])], "an exchange")
+    source.zero_()
+    before = target.tolist()
+    under_way.wait()
+    return before, target.tolist()
+
+
+def test_what_goes_by_the_host_leaves_at_once_and_lands_in_its_row(workers):
+    nothing = [[0.0] * 3] * 2
+    assert workers(2).run(both_ways_by_host) == [
+        (nothing, [[0.0] * 3, [11.0] * 3]),
+        (nothing, [[0.0] * 3, [10.0] * 3]),
+    ]
+
+
+def test_only_gloo_with_tensors_of_another_device_goes_by_the_host(workers):
+    assert workers(2).run(backends_that_go_by_host) == [[False, True]] * 2
+
+
+def backends_that_go_by_host(rank):
+    group = peers().group
+    # of a device that gloo serves and this machine lacks
+    elsewhere = SimpleNamespace(device=torch.device("cuda", 0))
+    return [transfer_peers.travels_by_host(tensor, group) for tensor in (torch.zeros(1), elsewhere)]

@@ -1,0 +1,101 @@
+"""Slots that are filled again while a backward pass still needs them: refused or brought back, never used as is."""
+
+import pytest
+import torch
+
+from foreroute.ep.transfer.options import TransferOptions
+from plans import random_plan
+from toy import WITHIN, all_experts, largest_difference, make_engine, reference, run_step
+
+TIGHT = TransferOptions(slots="shared", prefetch=0)
+"""One set of slots for all layers: every cell overwrites the one before."""
+
+
+def backward_through(rank, plan, options, how):
+    """One update without activation checkpointing; how slots are protected is what differs."""
+    engine, homes = make_engine(plan, rank, options)
+    increment = torch.autograd.graph.increment_version
+    try:
+        if how == "unprotected":
+            torch.autograd.graph.increment_version = lambda tensor: None
+        run_step(engine, plan, homes, rank, refetch=how == "refetched")
+    finally:
+        torch.autograd.graph.increment_version = increment
+        engine.close()
+    everything = all_experts(plan)
+    reference(plan, everything)
+    return largest_difference(plan, homes, rank, everything)
+
+
+def full_plan():
+    """Two ranks that serve replicas in neighbouring slots in every cell, so that the engine hands out views."""
+    plans = (random_plan(seed, ranks=2, slots=2, micro_steps=1) for seed in range(1000))
+    return next(plan for plan in plans if all(len(slots) for slots in slots_of_each(plan)))
+
+
+def slots_of_each(plan):
+    return [plan.cell(0, layer).slot_R[plan.cell(0, layer).rank_R == rank] for layer in range(3) for rank in range(2)]
+
+
+@pytest.mark.parametrize("paths", ["host", "direct"])
+def test_a_slot_refilled_before_its_backward_is_refused(workers, paths):
+    options = TransferOptions(slots="shared", prefetch=0, paths=paths)
+    outcomes = workers(2).outcomes(backward_through, full_plan(), options, "version counters")
+    assert {outcome.kind for outcome in outcomes} == {"RuntimeError"}
+    assert all("modified by an inplace operation" in outcome.message for outcome in outcomes)
+
+
+def test_without_version_counters_it_would_be_silently_wrong(workers):
+    options = TransferOptions(slots="shared", prefetch=0, paths="direct")
+    assert min(workers(2).run(backward_through, full_plan(), options, "unprotected")) > 1e-2
+
+
+def test_slots_are_refetched_for_backward(workers):
+    assert max(workers(2).run(backward_through, full_plan(), TIGHT, "refetched")) < WITHIN
+
+
+def test_slots_per_layer_need_no_refetch(workers):
+    options = TransferOptions(slots="layer")
+    assert max(workers(2).run(backward_through, full_plan(), options, "version counters")) < WITHIN
+
+
+def publish_late(rank, plan, optimizer):
+    """An optimizer step that nobody told the engine of, then one that it was told of."""
+    engine, homes = make_engine(plan, rank, TIGHT)
+    parameters = [p for home in homes for p in home.values()]
+    optimize = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer](parameters, lr=0.1)
+    run_step(engine, plan, homes, rank)
+    optimize.step()
+    errors = []
+    for attempt in range(2):
+        try:
+            run_step(engine, plan, homes, rank, step=1 + attempt)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+            engine.publish()
+    engine.close()
+    return errors
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_weights_that_were_not_published_are_refused(workers, optimizer):
+    for errors in workers(2).run(publish_late, full_plan(), optimizer):
+        (error,) = errors
+        assert error.startswith("TransferError: the home shards of step 1, micro-step 0, routed layer 0 hold other")
+
+
+def wrong_shards(rank, plan):
+    engine, homes = make_engine(plan, rank, TIGHT)
+    engine.begin_step(0, plan, updating=False)
+    from foreroute.ep.transfer import Cell
+
+    try:
+        engine.fetch(Cell(0, 0, 0), homes[1])
+    finally:
+        engine.close()
+
+
+def test_shards_of_another_layer_are_refused(workers):
+    for outcome in workers(2).outcomes(wrong_shards, full_plan()):
+        assert outcome.kind == "TransferError"
+        assert "are not the home shards of this layer" in outcome.message

@@ -1,0 +1,156 @@
+"""The engine, against one process that has all experts: losses and gradients under any plan, path and use of slots."""
+
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.ep.transfer import Cell, burst
+from foreroute.ep.transfer.engine import TransferEngine
+from foreroute.ep.transfer.moves import least_fetches_L
+from foreroute.ep.transfer.options import TransferOptions
+from foreroute.ep.transfer.peers import PeerGroup
+from plans import asked, random_plan
+from toy import (
+    WITHIN,
+    Multiplied,
+    all_experts,
+    largest_difference,
+    make_engine,
+    reference,
+    run_step,
+    served,
+    shards,
+    summed,
+    weight,
+)
+
+
+def train(rank, plan, options, drop):
+    engine, homes = make_engine(plan, rank, options)
+    if drop != 1:
+        send_home = engine.send_home
+        engine.send_home = lambda cell, grads: Multiplied(send_home(cell, grads), drop)
+    with torch.no_grad():
+        recompute = summed(run_step(engine, plan, homes, rank, updating=False))
+    records = engine.take_records()
+    update = summed(run_step(engine, plan, homes, rank))
+    everything = all_experts(plan)
+    wanted = reference(plan, everything)
+    engine.close()
+    return {
+        "loss": max(abs(recompute / wanted - 1), abs(update / wanted - 1)),
+        "grad": largest_difference(plan, homes, rank, everything),
+        "recompute": records,
+        "update": engine.take_records(),
+        "row": sum(tensor[0].nbytes for tensor in homes[0].values()),
+    }
+
+
+CASES = [
+    (2, TransferOptions(slots="shared", paths="direct"), {}),
+    (2, TransferOptions(slots="layer", paths="host"), {"keep": 0.6}),
+    (4, TransferOptions(slots="shared", paths="auto", prefetch=2, checksums=True, deadline_s=10), {"per_node": 2}),
+    (4, TransferOptions(slots="layer", paths="auto", prefetch=3), {"keep": 0.6, "slots": 3}),
+    (4, TransferOptions(slots="shared", paths="host", prefetch=0), {"layers": 1, "micro_steps": 3, "per_node": 2}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "options", "shape"), CASES)
+def test_losses_and_gradients_are_those_of_one_process(workers, ranks, options, shape):
+    for seed in range(2):
+        plan = random_plan(seed, ranks=ranks, **shape)
+        for outcome in workers(ranks).run(train, plan, options, 1):
+            assert outcome["loss"] < WITHIN
+            assert outcome["grad"] < WITHIN
+
+
+def train_in_pairs(rank, plan):
+    """Ranks 0 and 2, and ranks 1 and 3, each by themselves."""
+    pair = PeerGroup(ranks=[rank % 2, rank % 2 + 2], timeout_s=20.0)
+    homes = shards(plan, pair.rank)
+    engine = TransferEngine(homes, plan.topology, TransferOptions(paths="host", checksums=True), pair)
+    engine.publish()
+    run_step(engine, plan, homes, pair.rank)
+    engine.close()
+    everything = all_experts(plan)
+    reference(plan, everything)
+    return largest_difference(plan, homes, pair.rank, everything)
+
+
+def test_expert_parallel_groups_beside_each_other(workers):
+    assert max(workers(4).run(train_in_pairs, random_plan(0, ranks=2))) < WITHIN
+
+
+@pytest.mark.parametrize("drop", [0, 2])
+def test_the_comparison_sees_gradients_lost_or_doubled_on_their_way_home(workers, drop):
+    outcomes = workers(2).run(train, random_plan(0, ranks=2), TransferOptions(paths="direct"), drop)
+    assert max(outcome["grad"] for outcome in outcomes) > 1e-2
+
+
+@pytest.mark.parametrize("paths", ["host", "direct"])
+def test_one_pass_moves_the_fewest_bytes_that_the_plan_needs(workers, paths):
+    plan = random_plan(3, ranks=4, micro_steps=4, slots=3, keep=0.5)
+    options = TransferOptions(slots="layer", paths=paths)
+    outcomes = workers(4).run(train, plan, options, 1)
+    host, direct = (
+        sum(getattr(record, f"{path}_bytes") for outcome in outcomes for record in outcome["recompute"])
+        for path in ("host", "direct")
+    )
+    assert {"host": direct, "direct": host}[paths] == 0
+    assert host + direct == least_fetches_L(plan).sum() * outcomes[0]["row"]
+    assert plan.num_replicas_ML.sum() > least_fetches_L(plan).sum() > 0
+
+
+def test_all_but_the_first_fetch_had_begun_before_it_was_asked_for(workers):
+    plan = random_plan(5, ranks=4, micro_steps=3, layers=4)
+    options = TransferOptions(slots="shared", paths="direct", prefetch=1)
+    for outcome in workers(4).run(train, plan, options, 1):
+        for stage in ("recompute", "update"):
+            moved = [r for r in outcome[stage] if r.kind == "fetch" and r.direct_bytes]
+            assert [r for r in moved if not r.prefetched] == [r for r in moved[:1] if r.cell[1:] == (0, 0)], stage
+
+
+def fetch_those_with_replicas(rank, plan):
+    """As the expert-parallel layer does: cells that no replica serves are not asked for."""
+    engine, homes = make_engine(plan, rank, TransferOptions(slots="shared", paths="direct"))
+    for updating in (False, True):
+        engine.begin_step(0, plan, updating=updating)
+        for cell in asked(*plan.shape[:2], updating=updating, checkpointed=True):
+            if plan.num_replicas_ML[cell.micro_step, cell.layer]:
+                engine.fetch(cell, homes[cell.layer])
+    engine.close()
+    return engine.take_records()
+
+
+def test_cells_without_replicas_are_passed_over(workers):
+    """What is prefetched is the next cell that needs it, however far away."""
+    plan = random_plan(2, ranks=2, layers=7, micro_steps=2, slots=1)
+    some = plan.num_replicas_ML.reshape(-1)
+    assert 0 < (some > 0).sum() < len(some) - 3
+    for records in workers(2).run(fetch_those_with_replicas, plan):
+        moved = [record for record in records if record.direct_bytes]
+        assert len(moved) > 2
+        assert all(record.prefetched for record in moved if record.cell != records[0].cell)
+
+
+def fetch_after_a_failure(rank, plan):
+    """The first transfer cannot begin on any rank."""
+    engine, homes = make_engine(plan, rank, TransferOptions(slots="layer", paths="direct", prefetch=0))
+    engine.begin_step(0, plan, updating=False)
+    cell = next(Cell(0, m, n) for m, n in np.argwhere(plan.num_replicas_ML).tolist())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(burst, "carry", Mock(side_effect=MemoryError("no memory for messages")))
+        with pytest.raises(MemoryError, match="no memory for messages"):
+            engine.fetch(cell, homes[cell.layer])
+    found = engine.fetch(cell, homes[cell.layer])
+    experts = served(plan.cell(cell.micro_step, cell.layer), rank)
+    engine.close()
+    return [(found[name][i] == weight(name, cell.layer, e)).all() for name in found for i, e in enumerate(experts)]
+
+
+def test_replicas_whose_transfer_could_not_begin_are_not_taken_for_there(workers):
+    outcomes = workers(2).run(fetch_after_a_failure, random_plan(3, ranks=2))
+    assert any(outcomes)
+    assert all(all(outcome) for outcome in outcomes)

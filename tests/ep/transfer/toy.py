@@ -1,0 +1,212 @@
+"""An expert-parallel model small enough to be wrong in no way of its own: every rank knows every row of every cell.
+
+Expert e of a cell gets the same rows on all ranks. Its home and its replicas each take a share of them, and the loss is
+the sum over all of them, so that under any placement loss and home gradients are those of one process that has it all.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from foreroute.ep.transfer import Cell
+from foreroute.ep.transfer.engine import TransferEngine
+from foreroute.ep.transfer.options import TransferOptions
+from foreroute.ep.transfer.peers import PeerGroup
+from processes import kept
+
+DTYPE = torch.float64
+WITHIN = 1e-12
+"""A loss adds 3,500 numbers at most, each rounded by 1.1e-16, in any order: 4e-13. What goes astray shows at 1e-2."""
+SHAPES = {"down_proj": (3, 4), "gate_up_proj": (4, 3), "gate_up_proj_bias": (4,)}
+ROWS = 12
+
+
+def peers(timeout_s=20.0, kind=PeerGroup):
+    """One group per call, kind and timeout: making one is a collective call."""
+    key = timeout_s, kind
+    if key not in kept:
+        kept[key] = kind(timeout_s=timeout_s)
+    return kept[key]
+
+
+def weight(name, layer, expert, dtype=DTYPE):
+    """A tensor that says which expert it is."""
+    generator = torch.Generator().manual_seed(1000 * layer + 10 * expert + len(name))
+    return torch.randn(SHAPES[name], generator=generator, dtype=torch.float64).to(dtype)
+
+
+def shard(home_E, rank, layer, dtype=DTYPE):
+    """Name -> [E / G, ...], the experts that live on the rank."""
+    mine = np.flatnonzero(home_E == rank).tolist()
+    return {name: torch.stack([weight(name, layer, e, dtype) for e in mine]) for name in SHAPES}
+
+
+def shards(plan, rank):
+    """Per layer, trainable."""
+    layers = [shard(plan.home_LE[layer], rank, layer) for layer in range(plan.shape[1])]
+    return [{name: torch.nn.Parameter(tensor) for name, tensor in home.items()} for home in layers]
+
+
+def served(cell, rank):
+    """Experts that the rank serves beside its own, by slot."""
+    return [int(cell.expert_R[r]) for r in np.argsort(cell.slot_R) if cell.rank_R[r] == rank]
+
+
+def rows_of(cell, expert):
+    """[ROWS, 3], what the expert gets in this cell, all of it."""
+    generator = torch.Generator().manual_seed(10_000 * cell.micro_step + 100 * cell.layer + expert)
+    return torch.randn(ROWS, 3, generator=generator, dtype=DTYPE)
+
+
+def apply(rows, weights, i):
+    hidden = torch.tanh(rows @ weights["gate_up_proj"][i].T + weights["gate_up_proj_bias"][i])
+    return hidden @ weights["down_proj"][i].T
+
+
+def reference(plan, homes_of_all):
+    """Loss and gradients, by (layer, expert), of one process that has all experts."""
+    total = torch.zeros((), dtype=DTYPE)
+    for micro_step in range(plan.shape[0]):
+        for layer in range(plan.shape[1]):
+            for expert, weights in enumerate(homes_of_all[layer]):
+                rows = rows_of(Cell(0, micro_step, layer), expert)
+                total = total + apply(rows, {n: w[None] for n, w in weights.items()}, 0).square().sum()
+    total.backward()
+    return total.item()
+
+
+class Multiplied:
+    """Gradients that arrive multiplied."""
+
+    def __init__(self, returning, factor):
+        self.returning, self.factor = returning, factor
+
+    def wait(self):
+        return {name: grad * self.factor for name, grad in self.returning.wait().items()}
+
+
+class _Replicas(torch.autograd.Function):
+    """Keeps no weights: backward fetches them again, as the layer of `foreroute.ep` does."""
+
+    @staticmethod
+    def forward(ctx, engine, cell, home, part_of, *shards):
+        ctx.engine, ctx.cell, ctx.home, ctx.part_of = engine, cell, home, part_of
+        return part_of(engine.fetch(cell, home))
+
+    @staticmethod
+    def backward(ctx, grad):
+        fetched = ctx.engine.fetch(ctx.cell, ctx.home)
+        names = sorted(fetched)
+        with torch.enable_grad():
+            weights = {name: fetched[name].detach().requires_grad_() for name in names}
+            part = ctx.part_of(weights)
+        grads = torch.autograd.grad(part, [weights[name] for name in names], grad)
+        returned = ctx.engine.send_home(ctx.cell, dict(zip(names, grads, strict=True))).wait()
+        return None, None, None, None, *(returned[name] for name in names)
+
+
+class _Views(torch.autograd.Function):
+    """Hands out the slots as they are, and leaves it to autograd to keep them."""
+
+    @staticmethod
+    def forward(ctx, engine, cell, home, *shards):
+        ctx.engine, ctx.cell = engine, cell
+        replicas = engine.fetch(cell, home)
+        assert replicas is not None
+        return tuple(replicas[name] for name in sorted(home))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        names = sorted(SHAPES)
+        returned = ctx.engine.send_home(ctx.cell, dict(zip(names, grads, strict=True))).wait()
+        return None, None, None, *(returned[name] for name in names)
+
+
+def layer_loss(engine, plan, cell, home, rank, *, refetch=True):
+    """This rank's part of the loss of a cell, under whatever placement is in force."""
+    plan_cell = plan.cell(cell.micro_step, cell.layer)
+    # whether the cell is served at home is known only after a fetch; the second one is free
+    at_home = engine.fetch(cell, home) is None
+    hosts = {e: [int(plan_cell.home_E[e])] for e in range(len(plan_cell.home_E))}
+    if not at_home:
+        for e, r in zip(plan_cell.expert_R.tolist(), plan_cell.rank_R.tolist(), strict=True):
+            hosts[e].append(r)
+    here = [(home, i, int(e)) for i, e in enumerate(np.flatnonzero(plan_cell.home_E == rank))]
+    total = sum(_share(cell, hosts, e, rank, weights, i) for weights, i, e in here)
+    if not at_home:
+        names = sorted(home)
+        part_of = partial(_replica_part, cell, hosts, served(plan_cell, rank), rank)
+        mine = [home[name] for name in names]
+        if refetch:
+            total = total + _Replicas.apply(engine, cell, home, part_of, *mine)
+        else:
+            total = total + part_of(dict(zip(names, _Views.apply(engine, cell, home, *mine), strict=True)))
+    return total
+
+
+def _replica_part(cell, hosts, experts, rank, replicas):
+    # the empty sum keeps the graph the same on ranks that serve nothing
+    part = sum(tensor.sum() for tensor in replicas.values()) * 0.0
+    for i, expert in enumerate(experts):
+        part = part + _share(cell, hosts, expert, rank, replicas, i)
+    return part
+
+
+def _share(cell, hosts, expert, rank, weights, i):
+    rows = rows_of(cell, expert)
+    nth = sorted(hosts[expert]).index(rank)
+    return apply(rows[nth :: len(hosts[expert])], weights, i).square().sum()
+
+
+def run_step(engine, plan, homes, rank, *, step=0, updating=True, refetch=True):
+    """All micro-steps of a step, forward and backward; the loss of each rank and the gradients stay in `homes`."""
+    engine.begin_step(step, plan, updating=updating)
+    total = 0.0
+    for micro_step in range(plan.shape[0]):
+        cells = [Cell(step, micro_step, layer) for layer in range(plan.shape[1])]
+        with torch.set_grad_enabled(updating):
+            losses = [layer_loss(engine, plan, c, homes[c.layer], rank, refetch=refetch) for c in cells]
+        total += sum(loss.item() for loss in losses)
+        if updating:
+            # from the last layer to the first, as a model would
+            for loss in reversed(losses):
+                loss.backward()
+    return total
+
+
+def summed(value):
+    """Over all ranks."""
+    total = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def largest_difference(plan, homes, rank, per_expert):
+    """Of this rank's gradients from those of `reference`, relative to the largest element of each."""
+    worst = 0.0
+    for layer, home in enumerate(homes):
+        for i, e in enumerate(np.flatnonzero(plan.home_LE[layer] == rank).tolist()):
+            for name in SHAPES:
+                wanted = per_expert[layer][e][name].grad
+                worst = max(worst, ((home[name].grad[i] - wanted).abs().max() / wanted.abs().max()).item())
+    return worst
+
+
+def all_experts(plan):
+    """Per layer and expert, name -> a trainable tensor."""
+    return [
+        [{n: weight(n, layer, e).requires_grad_() for n in SHAPES} for e in range(plan.shape[2])]
+        for layer in range(plan.shape[1])
+    ]
+
+
+def make_engine(plan, rank, options=None, *, kind=PeerGroup, homes=None):
+    """An engine with its trainable shards, published."""
+    homes = shards(plan, rank) if homes is None else homes
+    options = replace(options or TransferOptions(), timeout_s=20.0)
+    engine = TransferEngine(homes, plan.topology, options, peers(kind=kind))
+    engine.publish()
+    return engine, homes

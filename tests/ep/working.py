@@ -1,0 +1,204 @@
+"""What a worker process does: the training of `training`, expert-parallel."""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from driving import log_probs
+from foreroute import planner
+from foreroute.adapters import hf
+from foreroute.ep import BatchRows, layer, replicas
+from foreroute.ep.compute import run_experts
+from foreroute.ep.transfer.direct import DirectWeights
+from foreroute.ep.transfer.engine import TransferEngine
+from foreroute.ep.transfer.options import TransferOptions
+from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.plan import Topology, verify
+from planned import SLOTS, split_plan, static_plan
+from plans import LINKS, random_homes
+from toy import Multiplied
+from training import MICRO_STEPS, STEPS, batch, num_targets, optimizer_of, policy, replaying, routes
+
+
+@dataclass
+class Load:
+    """Assignments of one rank in the layers of one micro-step.
+
+    Attributes:
+        planned_L: that the plan has it compute.
+        executed_L: that it computed, as the execution tells.
+        computed_L: the same, counted in what experts are given.
+        sent: of its own rows.
+    """
+
+    planned_L: list[int]
+    executed_L: list[int]
+    computed_L: list[int]
+    sent: int
+
+    @classmethod
+    def of(cls, execution, computed_L, plan, counts_MLGE, rank, top_k):
+        m = execution.micro_step
+        cells = [(plan.cell(m, layer), counts_GE) for layer, counts_GE in enumerate(counts_MLGE[m])]
+        planned_L = [int(cell.loads_G(counts_GE)[rank]) for cell, counts_GE in cells]
+        return cls(planned_L, execution.executed_L.tolist(), computed_L, int(execution.rows.sent_N.sum()) * top_k)
+
+
+@contextmanager
+def counting_rows(placed):
+    """How many rows the experts of each layer are given, at home and as replicas; padding is all zeros."""
+    number = {id(layer.shards.module): layer.number for layer in placed.layers}
+    computed_L = [0] * len(number)
+
+    def counting(module, weights, rows_RD, group_rows_S):
+        computed_L[number[id(module)]] += int(rows_RD.detach().any(dim=1).sum())
+        return run_experts(module, weights, rows_RD, group_rows_S)
+
+    with patch.object(layer, "run_experts", counting), patch.object(replicas, "run_experts", counting):
+        yield computed_L
+
+
+class Late(DirectWeights):
+    """Replicas of every second cell cannot be had."""
+
+    def fetch(self, cell, home):
+        replicas = super().fetch(cell, home)
+        return None if (cell.micro_step + cell.layer) % 2 else replicas
+
+
+TAMPERED = {"lost": 0, "doubled": 2}
+
+
+def train(rank, case):
+    """As `training.train_alone`, with the losses of this rank, the whole model's gradients and weights, and loads."""
+    model = policy(case)
+    routed = hf.attach(model)
+    placed = hf.distribute(model, home_LE=homes(case, routed.spec), timeout_s=20)
+    engine = use_weights(placed, case)
+    optimizer = optimizer_of(model)
+    losses, first, loads, split = [], None, [], []
+    for step in range(STEPS):
+        if engine:
+            engine.publish()
+        loads += train_step(placed, routed, case, rank, step, losses, split)
+        placed.sum_gradients()
+        first = first or whole_gradients(placed)
+        optimizer.step()
+        optimizer.zero_grad()
+    if engine:
+        engine.close()
+    return {"losses": losses, "grads": first, "state": placed.state_dict(), "loads": loads, "split": split[:1]}
+
+
+def use_weights(placed, case):
+    """Returns the engine, where there is one."""
+    if case.weights in TAMPERED:
+        placed.use(Tampered(PeerGroup(timeout_s=20), TAMPERED[case.weights]))
+    elif case.weights == "late":
+        placed.use(Late(PeerGroup(timeout_s=20)))
+    elif case.weights != "direct":
+        topology = Topology(case.ranks, case.ranks, SLOTS, LINKS)
+        options = TransferOptions(slots=case.weights, timeout_s=20)
+        engine = TransferEngine(placed.homes, topology, options, PeerGroup(timeout_s=20))
+        placed.use(engine)
+        return engine
+    return None
+
+
+class Tampered(DirectWeights):
+    """Gradients of replicas arrive multiplied."""
+
+    def __init__(self, peers, factor):
+        super().__init__(peers)
+        self.factor = factor
+
+    def send_home(self, cell, grads):
+        return Multiplied(super().send_home(cell, grads), self.factor)
+
+
+def train_step(placed, routed, case, rank, step, losses, split):
+    """Accumulates the gradients of a step. Returns a `Load` for every micro-step under a plan."""
+    plan = None
+    if case.plan is not None:
+        counts_MLGE = all_counts(routed, case, rank, step)
+        plan = make_plan(case, counts_MLGE, placed.home_LE, step)
+        placed.begin_step(step, plan, counts_MLGE if case.ahead else None)
+        split.append(split_experts(plan))
+    loads, pending = [], []
+    for m in range(MICRO_STEPS):
+        with replaying(routed, case, rank, step, m):
+            if plan is None:
+                loss = -log_probs(placed.model, batch(rank, step, m)).sum() / num_targets(case.ranks, step)
+            else:
+                here = rows_of(routed, case, rank, step, m)
+                with placed.executing(m, here) as execution, counting_rows(placed) as computed_L:
+                    loss = -log_probs(placed.model, batch(rank, step, m)).sum() / num_targets(case.ranks, step)
+                loads.append(Load.of(execution, computed_L, plan, counts_MLGE, rank, routed.spec.top_k))
+        pending.append(loss)
+        losses.append(loss.item())
+    # the micro-steps are all in flight: each recomputes its own cells
+    for loss in pending:
+        loss.backward()
+    return loads
+
+
+def split_experts(plan):
+    """Bool [L, E], whether an expert has a replica in any micro-step."""
+    split_LE = np.zeros(plan.shape[1:], np.bool_)
+    cell_R = np.repeat(np.arange(len(plan.offsets) - 1), np.diff(plan.offsets))
+    split_LE[cell_R % plan.shape[1], plan.expert_R] = True
+    return split_LE
+
+
+def rows_of(routed, case, rank, step, m):
+    here = batch(rank, step, m)
+    if case.routing != "live":
+        return BatchRows.replayed(routes(routed.spec, case, rank, step, m), here["input_ids"], here["attention_mask"])
+    real_N = here["attention_mask"].bool().flatten().numpy()
+    return BatchRows(planned_N=real_N, sent_N=real_N)
+
+
+def all_counts(routed, case, rank, step):
+    """[M, L, G, E], of all ranks: of the routes to replay, or of those that the model takes now."""
+    mine = []
+    for m in range(MICRO_STEPS):
+        if case.routing != "live":
+            trace = routes(routed.spec, case, rank, step, m)
+        else:
+            with torch.no_grad(), routed.record() as recording:
+                routed.model(**batch(rank, step, m), use_cache=False)
+            trace = recording.trace()
+        mine.append(BatchRows.replayed(trace, *batch(rank, step, m).values()).routed_LE)
+    gathered = [torch.empty(MICRO_STEPS, *mine[0].shape, dtype=torch.int64) for _ in range(case.ranks)]
+    dist.all_gather(gathered, torch.from_numpy(np.stack(mine)))
+    return torch.stack(gathered, dim=2).numpy()
+
+
+def make_plan(case, counts_MLGE, home_LE, step):
+    if case.plan == "planned":
+        plan = planner.plan(counts_MLGE, Topology(case.ranks, case.ranks, SLOTS, LINKS), home_LE=home_LE)
+        verify(plan, counts_MLGE)
+        return plan
+    if not isinstance(case.plan, int):
+        return static_plan(counts_MLGE, home_LE)
+    return split_plan(case.plan + 1000 * step, counts_MLGE, home_LE)
+
+
+def homes(case, spec):
+    """Shuffled under random plans, in blocks otherwise."""
+    if case.plan in (None, "static", "planned"):
+        return None
+    rng = np.random.default_rng(case.plan if isinstance(case.plan, int) else 0)
+    return np.stack([random_homes(rng, spec.num_experts, case.ranks) for _ in range(spec.num_layers)])
+
+
+def whole_gradients(placed):
+    grads = {}
+    for name, parameter in placed.model.named_parameters():
+        shards = placed.shards_of(parameter)
+        grads[name] = parameter.grad.clone() if shards is None else shards.gather(parameter.grad)
+    return grads
