@@ -218,7 +218,7 @@ def _reopened(raw: bytes, folder: Path) -> str:
 def _require_stored(raw: bytes, text: str) -> None:
     given, expected = json.loads(text), json.loads(STORED)
     for values in (given, expected):
-        for name in ("parallel", "alarms", "logging"):
+        for name in ("device", "parallel", "alarms", "logging"):
             values.pop(name, None)
         values["rl"].pop("steps", None)
     assert given == expected
