@@ -545,8 +545,8 @@ def _load_everything(light: bool) -> None:
     names += [] if light else ["demo", "demo_ep", "doctor", "doctor_inputs", "progress", "train"]
     for name in names:
         importlib.import_module(f"foreroute.cli.{name}")
-    for name in () if light else ("examine", "huggingface"):
-        importlib.import_module(f"foreroute.conformance.{name}")
+    if not light:
+        importlib.import_module("foreroute.doctor.examine")
     for name in ("plan_heat", "plan_plots", "simulation_plots", "sweep_plots", "timeline_plots", "diagnosis_plots"):
         importlib.import_module(f"foreroute.report.{name}")
     importlib.import_module("jinja2")

@@ -26,11 +26,11 @@ IN_SDIST = [
 ]  # fmt: skip
 NOT_IN_SDIST = {".venv", ".venv-vllm", "runs", "site", "dist", "build", "__pycache__", ".numba_cache", ".mypy_cache"}
 LIGHT_ROOMS = [
-    "trace", "layout", "capture", "mismatch", "plan", "costs", "planner", "simulate", "report", "conformance",
-    "cli.main",
+    "trace", "layout", "capture", "mismatch", "plan", "costs", "planner", "simulate", "report",
+    "conformance", "doctor", "cli.main",
 ]  # fmt: skip
 EXTRAS = {
-    "hf": ["adapters.hf", "replay", "ep", "train", "conformance.huggingface"],
+    "hf": ["adapters.hf", "replay", "ep", "train", "conformance.huggingface", "doctor.examine"],
     "megatron": ["adapters.megatron", "conformance.megatron"],
     "trl": ["adapters.trl", "conformance.trl"],
     "tensorboard": ["train.loggers"],

@@ -24,7 +24,18 @@ def test_importing_the_package_loads_numpy_and_nothing_heavier():
 
 @pytest.mark.parametrize(
     "room",
-    ["trace", "layout", "capture", "mismatch", "plan", "costs", "planner", "simulate", "conformance"],
+    [
+        "trace",
+        "layout",
+        "capture",
+        "mismatch",
+        "plan",
+        "costs",
+        "planner",
+        "simulate",
+        "conformance",
+        "doctor",
+    ],
 )
 def test_the_pure_rooms_load_no_framework(room):
     assert loaded_by(f"import foreroute.{room}").isdisjoint(FRAMEWORKS)

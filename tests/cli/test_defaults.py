@@ -10,7 +10,7 @@ from foreroute.capture import decode
 from foreroute.cli.main import app
 from foreroute.cli.plan import read_home_moves
 from foreroute.cli.plan_inputs import DEFAULT_BUDGET, PlanInputs
-from foreroute.conformance.examine import examine
+from foreroute.doctor.examine import examine
 from foreroute.plan import PlanOptions
 from foreroute.simulate.methods import OURS
 from foreroute.train import TrainConfig, parse_config, train

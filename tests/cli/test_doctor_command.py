@@ -17,8 +17,8 @@ from foreroute.capture import save_generation
 from foreroute.cli import doctor_inputs
 from foreroute.cli.doctor import run_doctor
 from foreroute.cli.doctor_inputs import DoctorInputs
-from foreroute.conformance.diagnosis import Severity
-from foreroute.conformance.examine import examine
+from foreroute.doctor import Severity
+from foreroute.doctor.examine import examine
 from foreroute.errors import InputError
 from foreroute.train import parse_config, train
 from foreroute.train.checkpoint import Checkpoint, write_checkpoint

@@ -1,7 +1,7 @@
 """The kit on our Hugging Face adapter: every check on a family of each kind of gate."""
 
+from foreroute.conformance import conformance_tests
 from foreroute.conformance.huggingface import HuggingFaceUnderTest
-from foreroute.conformance.pytest_plugin import conformance_tests
 from models import FAMILIES, GROUPED
 
 test_conformance = conformance_tests(

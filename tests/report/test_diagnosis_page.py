@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from foreroute.conformance.diagnosis import Diagnosis, Evidence, Finding, Measures, Severity, TrainerPass
-from foreroute.conformance.doctor import diagnose
+from foreroute.doctor import Diagnosis, Evidence, Finding, Measures, Severity, TrainerPass, diagnose
 from foreroute.errors import InputError
 from foreroute.report import measure_rows, write_diagnosis
 from foreroute.report.canvas import layer_label, number_layers

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foreroute.capture import Generation
-from foreroute.conformance.examine import _response_logprobs
+from foreroute.doctor.examine import _response_logprobs
 from foreroute.errors import ConfigError, FunctionError
 from foreroute.train import parse_config
 from foreroute.train.engines import make_engine

@@ -11,8 +11,7 @@ from rich.table import Table
 from foreroute.cli.alive import Work, working
 from foreroute.cli.doctor_inputs import DoctorInputs, Engine, read_array, read_engine, read_trainer, with_last_rollout
 from foreroute.cli.terminal import Console
-from foreroute.conformance.diagnosis import Diagnosis, Evidence, Severity, TrainerPass
-from foreroute.conformance.doctor import diagnose
+from foreroute.doctor import Diagnosis, Evidence, Severity, TrainerPass, diagnose
 from foreroute.errors import printable
 from foreroute.report import check_page, measure_rows, write_diagnosis
 from foreroute.trace import RoutingTrace, load
@@ -65,7 +64,7 @@ def run_doctor(
 def _examined(
     inputs: DoctorInputs, engine: Engine, temperature: float | None, weight_version: int | None, work: Work
 ) -> tuple[Evidence, str]:
-    from foreroute.conformance.examine import examine
+    from foreroute.doctor.examine import examine
 
     trainer = read_trainer(inputs, engine.trace)
     work.begin("examining the model: quick checks, then passes over the sequences")

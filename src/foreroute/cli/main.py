@@ -120,7 +120,7 @@ def doctor(
     """
     from foreroute.cli.doctor import run_doctor
     from foreroute.cli.doctor_inputs import DoctorInputs
-    from foreroute.conformance.diagnosis import Severity
+    from foreroute.doctor import Severity
 
     inputs = DoctorInputs(
         model=model,

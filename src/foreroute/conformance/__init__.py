@@ -7,9 +7,9 @@ from foreroute.conformance.adapter import (
     AdapterUnderTest,
     Batch,
     Case,
+    Fault,
     Groups,
     ModelUnderTest,
-    Plant,
     Seen,
     Step,
     Unsupported,
@@ -17,7 +17,7 @@ from foreroute.conformance.adapter import (
 from foreroute.conformance.canary import Canary, canary_capacity, canary_trace
 from foreroute.conformance.check import Check, CheckResult, Outcome
 from foreroute.conformance.checks import ALL_CHECKS
-from foreroute.conformance.kit import ConformanceReport, run_conformance
+from foreroute.conformance.kit import ConformanceReport, conformance_tests, run_conformance
 from foreroute.conformance.known_bugs import KNOWN_BUGS, KnownBug, bugs_of
 
 __all__ = [
@@ -30,16 +30,17 @@ __all__ = [
     "Check",
     "CheckResult",
     "ConformanceReport",
+    "Fault",
     "Groups",
     "KnownBug",
     "ModelUnderTest",
     "Outcome",
-    "Plant",
     "Seen",
     "Step",
     "Unsupported",
     "bugs_of",
     "canary_capacity",
     "canary_trace",
+    "conformance_tests",
     "run_conformance",
 ]

@@ -29,7 +29,7 @@ class Unsupported(Exception):  # noqa: N818
     """Raised by an adapter under test for a case that its framework does not have; the message is the reason."""
 
 
-class Plant(StrEnum):
+class Fault(StrEnum):
     """A trap that the author can build into a model. Without it, the checks that need it do not apply."""
 
     FUSED_ROUTER = "a layer whose experts are selected by a path that bypasses its router module"
@@ -127,7 +127,7 @@ class ModelUnderTest(Protocol):
     def add_to(self, name: str, delta: NDArray[Any]) -> None:
         """Change a weight in place."""
 
-    def plant(self, plant: Plant) -> None:
+    def plant(self, fault: Fault) -> None:
         """Build a trap in, before or after the adapter was attached.
 
         Raises:

@@ -1,15 +1,51 @@
-"""A named check, and what came of it."""
+"""What a check is, what came of it, and what checks stand on.
+
+A `Situation` holds what several need: batches, routes, the untouched model's behaviour, and where replayed routes ended
+up. `misplaced` names the mistake when they did not reach the experts they were meant for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
+from typing import Any
 
-from foreroute.conformance.adapter import Unsupported
-from foreroute.conformance.situation import Blocked, Broken, Situation
+import numpy as np
+from numpy.typing import NDArray
 
+from foreroute.conformance.adapter import (
+    AdapterUnderTest,
+    AttachedModel,
+    Batch,
+    Case,
+    ModelUnderTest,
+    Padding,
+    Seen,
+    Unsupported,
+)
+from foreroute.errors import ForerouteError
+from foreroute.mismatch import Defect, explain
+from foreroute.trace import RoutingSpec, RoutingTrace
+
+FOREIGN_VERSION = 3
 LONGEST_REASON = 300
+_NAMES = ("the trace", "what the experts were given")
+_CHECK_OF = {
+    Defect.SHIFT: "token-shift",
+    Defect.FLATTENING: "sequence-order",
+    Defect.PERMUTATION: "sequence-order",
+    Defect.LAYER_OFFSET: "layer-axis",
+}
+
+
+class Broken(Exception):  # noqa: N818
+    """Raised by a check whose requirement is not met; the message says what was seen."""
+
+
+class Blocked(Exception):  # noqa: N818
+    """Raised by a check that can say nothing because another one failed; the message is the other's id."""
 
 
 class Outcome(StrEnum):
@@ -74,3 +110,168 @@ def _beginning(message: str) -> str:
     """The first line or so: torch lists every tensor that a recomputation made differently."""
     line = message.strip().partition("\n")[0]
     return line if len(line) <= LONGEST_REASON else line[:LONGEST_REASON] + " ..."
+
+
+@dataclass(eq=False)
+class Situation:
+    """One adapter, and what was learnt about it so far. Every check builds models of its own."""
+
+    adapter: AdapterUnderTest
+    seed: int = 0
+
+    def pair(self, case: Case | None = None) -> tuple[ModelUnderTest, AttachedModel]:
+        """A new model and the adapter attached to it."""
+        model = self.adapter.build(case or Case())
+        return model, self.adapter.attach(model)
+
+    def untouched(self, case: Case | None = None) -> ModelUnderTest:
+        """The same model without the adapter."""
+        return self.adapter.build(case or Case())
+
+    def batch(self, *lengths: int, seed: int = 0, padding: Padding = "none") -> Batch:
+        """Seeded sequences of these lengths."""
+        rng = np.random.default_rng([self.seed, seed])
+        return Batch(tuple(rng.integers(1, self.adapter.vocabulary, n).astype(np.int32) for n in lengths), padding)
+
+    @cached_property
+    def base(self) -> Batch:
+        """Three sequences of one length, so that nothing is padded."""
+        return self.batch(12, 12, 12)
+
+    @cached_property
+    def native(self) -> Seen:
+        """The untouched model on the base batch."""
+        return self.untouched().forward(self.base, grad=False).seen
+
+    @cached_property
+    def spec(self) -> RoutingSpec:
+        """The spec of the family's own model, as attached."""
+        return self.pair()[1].spec
+
+    def trace_of(self, routes: Sequence[NDArray[Any]], batch: Batch, spec: RoutingSpec | None = None) -> RoutingTrace:
+        """A trace of the batch from one array [rows, L, K] per sequence."""
+        return RoutingTrace.from_sequences(spec or self.spec, batch.sequences, routes, weight_version=FOREIGN_VERSION)
+
+    def foreign(self, spec: RoutingSpec, batch: Batch, *, seed: int = 1, low: int = 0) -> RoutingTrace:
+        """Random routes of no relation to the model, for every token, from the experts `low` and up."""
+        rng = np.random.default_rng([self.seed, seed])
+        shape = (spec.num_layers, spec.num_experts - low)
+        routes = [low + np.argsort(rng.random((n, *shape)), axis=-1)[..., : spec.top_k] for n in batch.lengths]
+        return self.trace_of(routes, batch, spec)
+
+    def native_trace(self) -> RoutingTrace:
+        """The untouched model's own routes of the base batch, without the last token's row."""
+        routes = np.split(self.native.ids_NLK, len(self.base.sequences))
+        return self.trace_of([r[:-1] for r in routes], self.base)
+
+    @cached_property
+    def native_replay(self) -> Seen:
+        """What the attached model did under its own routes."""
+        self.require_placement()
+        model, handle = self.pair()
+        with handle.replay(self.native_trace()):
+            return model.forward(self.base, grad=False).seen
+
+    @cached_property
+    def placement(self) -> Misplaced | None:
+        """Where foreign routes, with and without a row for the last token, ended up; None where they belong."""
+        found = None
+        for absent in (0, 1):
+            model, handle = self.pair()
+            wanted = self.foreign(handle.spec, self.base)
+            if absent:
+                wanted = without_last_rows(wanted)
+            with handle.replay(wanted):
+                seen = model.forward(self.base, grad=False).seen
+            found = found or misplaced(wanted, seen.ids_NLK, self.native.ids_NLK)
+        return found
+
+    def require_placement(self) -> None:
+        """Raise `Blocked` unless routes reach their experts in the simplest of cases."""
+        if self.placement is not None:
+            raise Blocked(self.placement.check)
+
+
+def without_last_rows(trace: RoutingTrace) -> RoutingTrace:
+    """The same routes, as an engine returns them: none for the last token of each sequence."""
+    heads = trace.truncated(trace.lengths - 1)
+    tails = [trace.tokens(s)[-1:] for s in range(len(trace))]
+    return heads.continued_by(RoutingTrace.unrouted(trace.spec, tails))
+
+
+def require(condition: bool | np.bool_, message: str) -> None:
+    """Raise `Broken` with the message unless the condition holds."""
+    if not condition:
+        raise Broken(message)
+
+
+def refused(action: Callable[[], Any]) -> str | None:
+    """The message with which foreroute refused the action; None when it went through."""
+    try:
+        action()
+    except ForerouteError as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+def same_sets(wanted: NDArray[Any], seen: NDArray[Any]) -> NDArray[np.bool_]:
+    """[...], whether picks [..., K] are the same sets."""
+    a, b = np.sort(np.asarray(wanted, np.int64), -1), np.sort(np.asarray(seen, np.int64), -1)
+    return np.asarray((a == b).all(axis=-1))
+
+
+@dataclass(frozen=True)
+class Misplaced:
+    """A mistake of placement.
+
+    Attributes:
+        check: id of the check that is about it; "routes-followed" when it has no name.
+        sentence: what was seen.
+    """
+
+    check: str
+    sentence: str
+
+
+def misplaced(wanted: RoutingTrace, seen_NLK: NDArray[Any], native_NLK: NDArray[Any]) -> Misplaced | None:
+    """Compare what the experts were given with what a trace asked for.
+
+    Args:
+        wanted: the replayed trace, of N rows.
+        seen_NLK: what was executed.
+        native_NLK: what the untouched model executes on the same tokens.
+
+    Returns:
+        None when every routed row was followed, as a set of experts.
+    """
+    if seen_NLK.shape != wanted.expert_ids_NLK.shape:
+        sentence = f"the probe saw rows of shape {seen_NLK.shape}, the trace has {wanted.expert_ids_NLK.shape}"
+        return Misplaced("routes-followed", sentence)
+    valid = wanted.valid_N
+    seen, asked = np.sort(seen_NLK.astype(np.int64), -1), np.sort(wanted.expert_ids_NLK.astype(np.int64), -1)
+    wrong_RL = (seen != asked).any(axis=-1)[valid]
+    if not wrong_RL.any():
+        return None
+    if (seen == np.sort(native_NLK, -1)).all():
+        return Misplaced("silent-no-op", "no layer followed the trace, and nothing was raised")
+    whole = wrong_RL.mean(axis=0) > 0.6
+    with np.errstate(invalid="ignore"):  # what was executed may hold an expert twice, which no trace does
+        named = explain(wanted, replace(wanted, expert_ids_NLK=seen_NLK.astype(wanted.spec.id_dtype)), names=_NAMES)
+    if named.kind in _CHECK_OF:
+        return Misplaced(_CHECK_OF[named.kind], named.sentence)
+    if whole.any() and not wrong_RL[:, ~whole].any() and not whole.all():
+        layers = ", ".join(str(wanted.spec.layers[int(i)]) for i in np.flatnonzero(whole))
+        return Misplaced("silent-no-op", f"{layers} did not follow the trace, and nothing was raised")
+    return Misplaced("routes-followed", _first(wanted, seen_NLK, wrong_RL))
+
+
+def _first(wanted: RoutingTrace, seen_NLK: NDArray[Any], wrong_RL: NDArray[np.bool_]) -> str:
+    routed = np.flatnonzero(wanted.valid_N)
+    at, layer = (int(i) for i in np.argwhere(wrong_RL)[0])
+    row = int(routed[at])
+    sequence = int(np.searchsorted(wanted.offsets, row, side="right") - 1)
+    return (
+        f"{int(wrong_RL.sum())} of {wrong_RL.size} routing decisions were not followed; first: sequence "
+        f"{sequence}, position {row - int(wanted.offsets[sequence])}, {wanted.spec.layers[layer]} asked for "
+        f"{wanted.expert_ids_NLK[row, layer].tolist()} and got {seen_NLK[row, layer].tolist()}"
+    )

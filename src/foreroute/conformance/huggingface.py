@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters import hf
-from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Groups, Plant, Seen, Unsupported
+from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Fault, Groups, Seen, Unsupported
 
 Given = dict[str, tuple[NDArray[Any], NDArray[Any]]]
 """Expert ids [rows, K] and gate weights [rows, K], by the path of the experts module that was given them."""
@@ -127,14 +127,14 @@ class HuggingFaceModel:
         """Change a parameter in place."""
         self.model.get_parameter(name).add_(torch.from_numpy(delta))
 
-    def plant(self, plant: Plant) -> None:
+    def plant(self, fault: Fault) -> None:
         """Build a trap in."""
         block = self.model.get_submodule(self._experts[-1].rpartition(".")[0])
-        if plant is Plant.BURST:
+        if fault is Fault.BURST:
             _burst_once(block)
-        elif plant is Plant.FUSED_ROUTER:
+        elif fault is Fault.FUSED_ROUTER:
             block.forward = _fused(block)
-        elif plant is Plant.ORPHAN_ROUTERS:
+        elif fault is Fault.ORPHAN_ROUTERS:
             orphans = copy.deepcopy(self._trunk.layers)
             live = self._trunk._modules.pop("layers")
             self._trunk.add_module("vision_layers", orphans)

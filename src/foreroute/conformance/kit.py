@@ -1,16 +1,16 @@
-"""Running the kit, and its report."""
+"""Running the kit: its report, and the kit as tests."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from textwrap import wrap
+from typing import Any
 
 from foreroute.conformance.adapter import AdapterUnderTest
-from foreroute.conformance.check import CheckResult, Outcome, run_check
+from foreroute.conformance.check import CheckResult, Outcome, Situation, run_check
 from foreroute.conformance.checks import ALL_CHECKS
 from foreroute.conformance.known_bugs import bugs_of
-from foreroute.conformance.situation import Situation
 from foreroute.errors import ConfigError
 
 _MARKS = {Outcome.PASSED: "ok", Outcome.FAILED: "FAIL", Outcome.NOT_APPLICABLE: "-", Outcome.BLOCKED: "blocked"}
@@ -77,3 +77,30 @@ def run_conformance(
     situation = Situation(adapter, seed)
     chosen = [check for check in ALL_CHECKS if only is None or check.id in only]
     return ConformanceReport(adapter.name, tuple(run_check(check, situation) for check in chosen))
+
+
+def conformance_tests(*adapters: AdapterUnderTest, only: Collection[str] | None = None) -> Any:
+    """A test function with one case per adapter and check: failed checks fail, blocked ones too, others skip.
+
+    A test module says `test_conformance = conformance_tests(MyAdapter())`.
+
+    Args:
+        *adapters: what their authors wrote for the kit.
+        only: ids of the checks to run; all by default.
+    """
+    import pytest
+
+    cases: list[Any] = []
+    for adapter in adapters:
+        situation = Situation(adapter)
+        chosen = [check for check in ALL_CHECKS if only is None or check.id in only]
+        cases += [pytest.param(situation, check, id=f"{adapter.name}-{check.id}") for check in chosen]
+
+    @pytest.mark.parametrize(("situation", "check"), cases)
+    def test(situation: Situation, check: Any) -> None:
+        result = run_check(check, situation)
+        if result.outcome is Outcome.NOT_APPLICABLE:
+            pytest.skip(result.reason)
+        assert result.outcome is Outcome.PASSED, f"{check.title}: {result.reason}"
+
+    return test

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters import megatron
-from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Groups, Plant, Seen
+from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Fault, Groups, Seen
 
 HEAD = "mtp_head"
 
@@ -115,14 +115,14 @@ class MegatronModel:
         parameter = self.model.get_parameter(name)
         parameter.add_(torch.from_numpy(delta).to(parameter))
 
-    def plant(self, plant: Plant) -> None:
+    def plant(self, fault: Fault) -> None:
         """Build a trap in."""
         *_, block = _blocks(self.model).values()
-        if plant is Plant.BURST:
+        if fault is Fault.BURST:
             _burst_once(block)
-        elif plant is Plant.FUSED_ROUTER:
+        elif fault is Fault.FUSED_ROUTER:
             block.route = _fused(block.router)
-        elif plant is Plant.ORPHAN_ROUTERS:
+        elif fault is Fault.ORPHAN_ROUTERS:
             live = self.model._modules.pop("decoder")
             self.model.add_module("vision_layers", self._build().decoder.layers)
             self.model.add_module("decoder", live)

@@ -1,9 +1,8 @@
 """How far apart trainer and rollout engine are, and why: tokens, routes, margins, the defect, alarms. No torch."""
 
-from foreroute.mismatch.agreement import LiveAgreement
+from foreroute.mismatch.agreement import LOG10_EDGES, LiveAgreement, MarginHistogram, margin_histogram
 from foreroute.mismatch.alarms import Alarm, AlarmRules, Kind, Signals, alarms, trouble_began
 from foreroute.mismatch.explain import Defect, Explanation, explain
-from foreroute.mismatch.margins import LOG10_EDGES, MarginHistogram, margin_histogram
 from foreroute.mismatch.routing import RoutingMismatch, routing_mismatch
 from foreroute.mismatch.tokens import TokenMismatch, token_mismatch
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.mismatch.mixups import Mixup, mixups
-from foreroute.mismatch.pairs import TracePair
+from foreroute.mismatch.mixups import Mixup, TracePair, mixups
 from foreroute.trace import RoutingTrace, overlap
 
 NATURAL = 0.20

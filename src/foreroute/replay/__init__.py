@@ -2,14 +2,11 @@
 
 from foreroute.replay.agreement_sums import AgreementSums, count_experts
 from foreroute.replay.arguments import as_version, require_choice, require_kind, require_switch, require_version
-from foreroute.replay.effect import require_effect
-from foreroute.replay.missing import MissingRows, is_faithful
 from foreroute.replay.notes import Counts, LayerNotes, PassNotes, Watch, id_dtype, required
-from foreroute.replay.one_thread import OneThread
-from foreroute.replay.opening import opened_once
-from foreroute.replay.pass_stack import PassStack
-from foreroute.replay.rows import ReplayRows, to_device
+from foreroute.replay.pass_stack import OneThread, PassStack
+from foreroute.replay.rows import MissingRows, ReplayRows, is_faithful, to_device
 from foreroute.replay.selection import Forced, forced_selection
+from foreroute.replay.session import opened_once, require_effect
 
 __all__ = [
     "AgreementSums",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foreroute.conformance.diagnosis import Diagnosis, Measures, Severity
+from foreroute.doctor import Diagnosis, Measures, Severity
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
 from foreroute.report.template import write_html
 from foreroute.report.wording import percentage, scientific

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from foreroute.conformance.diagnosis import Measures
+from foreroute.doctor import Measures
 from foreroute.report.canvas import COLOURS, Caption, Plot, layer_label, number_layers, picture, whole_ticks
 
 

@@ -2,7 +2,7 @@
 
 import os
 
-from foreroute.conformance.pytest_plugin import conformance_tests
+from foreroute.conformance import conformance_tests
 from foreroute.conformance.trl import TRLUnderTest
 from models import FAMILIES
 

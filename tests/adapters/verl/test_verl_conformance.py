@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make test-verl`")
 
 from foreroute.adapters import hf
-from foreroute.conformance.pytest_plugin import conformance_tests
+from foreroute.conformance import conformance_tests
 from foreroute.conformance.verl import VerlUnderTest
 from models import FAMILIES
 

@@ -15,7 +15,7 @@ from foreroute.adapters.megatron.ranks import Share
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import Layout, RankRows, fill_padding, take
 from foreroute.replay import MissingRows, ReplayRows
-from foreroute.replay.missing import is_faithful, refuse_missing
+from foreroute.replay.rows import is_faithful, refuse_missing
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 
 PaddingRows = Literal["spread", "native"]

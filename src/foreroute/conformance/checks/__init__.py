@@ -1,16 +1,12 @@
 """Every check of the kit, in the order in which they are reported."""
 
 from foreroute.conformance.check import Check
-from foreroute.conformance.checks import gates, lifecycle, placement, recompute, recording, refusals, rows, traps
+from foreroute.conformance.checks import gates, refusals, routes, sessions
 
 ALL_CHECKS: tuple[Check, ...] = (
-    *placement.CHECKS,
-    *rows.CHECKS,
+    *routes.CHECKS,
     *gates.CHECKS,
-    *recompute.CHECKS,
-    *lifecycle.CHECKS,
-    *recording.CHECKS,
-    *traps.CHECKS,
+    *sessions.CHECKS,
     *refusals.CHECKS,
 )
 """Every check, in the order in which they run."""

@@ -9,10 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.conformance.adapter import Case, Unsupported
-from foreroute.conformance.check import Check
-from foreroute.conformance.checks.rows import missing_rows
-from foreroute.conformance.misplaced import misplaced
-from foreroute.conformance.situation import Blocked, Broken, Situation, require
+from foreroute.conformance.check import Blocked, Broken, Check, Situation, misplaced, require
+from foreroute.conformance.checks.routes import missing_rows
 
 TOLERANCE = 1e-3
 """Relative difference from which a gate or a gradient is wrong and not just rounded."""

@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 
 import plants
-from foreroute.conformance.check import CheckResult, Outcome
-from foreroute.conformance.checks import ALL_CHECKS
-from foreroute.conformance.diagnosis import Diagnosis, Evidence, Finding, Severity, TrainerPass
-from foreroute.conformance.doctor import ADVICE, diagnose
-from foreroute.conformance.kit import ConformanceReport
-from foreroute.conformance.misplaced import misplaced
+from foreroute.conformance import ALL_CHECKS, CheckResult, ConformanceReport, Outcome
+from foreroute.conformance.check import misplaced
+from foreroute.doctor import Diagnosis, Evidence, Finding, Severity, TrainerPass, diagnose
+from foreroute.doctor.findings import ADVICE
 from foreroute.errors import BatchMismatchError
 from foreroute.mismatch import Defect, explain
 

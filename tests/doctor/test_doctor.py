@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from doctor_cases import VERSION, generation, older, shifted
-from foreroute.conformance.diagnosis import Evidence, Severity, TrainerPass
-from foreroute.conformance.doctor import diagnose
-from foreroute.conformance.examine import QUICK, examine
+from foreroute.doctor import Evidence, Severity, TrainerPass, diagnose
+from foreroute.doctor.examine import QUICK, examine
 from models import tiny
 
 

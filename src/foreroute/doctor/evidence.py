@@ -1,17 +1,15 @@
-"""What a doctor makes of evidence about a trainer and an engine: findings in plain words. No torch."""
+"""What is known about a trainer and an engine, and what is measured of it. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.conformance.kit import ConformanceReport
-from foreroute.errors import printable
+from foreroute.conformance import ConformanceReport
 from foreroute.mismatch import (
     Defect,
     Explanation,
@@ -24,37 +22,6 @@ from foreroute.mismatch import (
 from foreroute.trace import RoutedLayer, RoutingTrace
 
 NAMES = ("the trainer's own trace", "the engine's trace")
-
-
-class Severity(IntEnum):
-    """How bad a finding is."""
-
-    FINE = 0
-    NOTE = 1
-    WARNING = 2
-    PROBLEM = 3
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was found.
-
-    Attributes:
-        severity: how bad it is.
-        topic: "wiring", "routes", "probabilities", "replay" or "trainer".
-        sentence: what was seen, in plain words and whole sentences.
-        advice: what to do, likewise; empty when there is nothing to do.
-    """
-
-    severity: Severity
-    topic: str
-    sentence: str
-    advice: str = ""
-
-    def __post_init__(self) -> None:
-        """Paths, names of models and errors are quoted: on one line, and as a terminal shows and does not obey them."""
-        object.__setattr__(self, "sentence", " ".join(printable(self.sentence).split()))
-        object.__setattr__(self, "advice", " ".join(printable(self.advice).split()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,28 +111,6 @@ class Measures:
     def floor(self) -> float:
         """The k3 that no replay undercuts: what the trainer shows against itself, packed differently."""
         return max(3 * self.repacked.k3, 1e-9) if self.repacked is not None else 1e-9
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Diagnosis:
-    """Findings, worst first within each topic's order, and the figures behind them.
-
-    Attributes:
-        headline: the one sentence to read.
-        findings: in the order in which they should be read.
-        measures: the figures.
-        facts: what was examined, as short strings.
-    """
-
-    headline: str
-    findings: tuple[Finding, ...]
-    measures: Measures
-    facts: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def worst(self) -> Severity:
-        """The severity of the worst finding."""
-        return max((finding.severity for finding in self.findings), default=Severity.FINE)
 
 
 def measure(evidence: Evidence) -> Measures:

@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 
 from foreroute.adapters import hf
 from foreroute.capture import Generation
-from foreroute.conformance.adapter import AdapterUnderTest, Case, Unsupported
-from foreroute.conformance.checks import ALL_CHECKS
-from foreroute.conformance.diagnosis import Evidence, TrainerPass
+from foreroute.conformance import ALL_CHECKS, AdapterUnderTest, Case, Unsupported, run_conformance
 from foreroute.conformance.huggingface import HuggingFaceModel
-from foreroute.conformance.kit import run_conformance
+from foreroute.doctor.evidence import Evidence, TrainerPass
 from foreroute.errors import AttachError, BatchMismatchError, TraceError
 from foreroute.layout import by_token_budget
 from foreroute.trace import RoutingTrace, concatenate

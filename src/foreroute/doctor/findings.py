@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 
-from foreroute.conformance.check import Outcome
-from foreroute.conformance.diagnosis import Diagnosis, Evidence, Finding, Measures, Severity, measure
+from foreroute.conformance import Outcome
+from foreroute.doctor.evidence import Evidence, Measures, measure
+from foreroute.errors import printable
 from foreroute.mismatch import Defect, Explanation, TokenMismatch
 
 HELPS = 1.5
@@ -46,6 +49,59 @@ ADVICE = {
     "give the checkpoint of that step. If the share stays, switch the engine's quantisation, expert load balancer, "
     "prefix cache and speculative decoding off one by one, record again, and run the doctor after each.",
 }
+
+
+class Severity(IntEnum):
+    """How bad a finding is."""
+
+    FINE = 0
+    NOTE = 1
+    WARNING = 2
+    PROBLEM = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found.
+
+    Attributes:
+        severity: how bad it is.
+        topic: "wiring", "routes", "probabilities", "replay" or "trainer".
+        sentence: what was seen, in plain words and whole sentences.
+        advice: what to do, likewise; empty when there is nothing to do.
+    """
+
+    severity: Severity
+    topic: str
+    sentence: str
+    advice: str = ""
+
+    def __post_init__(self) -> None:
+        """Paths, names of models and errors are quoted: on one line, and as a terminal shows and does not obey them."""
+        object.__setattr__(self, "sentence", " ".join(printable(self.sentence).split()))
+        object.__setattr__(self, "advice", " ".join(printable(self.advice).split()))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Diagnosis:
+    """Findings, worst first within each topic's order, and the figures behind them.
+
+    Attributes:
+        headline: the one sentence to read.
+        findings: in the order in which they should be read.
+        measures: the figures.
+        facts: what was examined, as short strings.
+    """
+
+    headline: str
+    findings: tuple[Finding, ...]
+    measures: Measures
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def worst(self) -> Severity:
+        """The severity of the worst finding."""
+        return max((finding.severity for finding in self.findings), default=Severity.FINE)
 
 
 def diagnose(evidence: Evidence, facts: Mapping[str, str] | None = None) -> Diagnosis:

@@ -1,0 +1,17 @@
+"""What a mismatch is, where it starts, and what to do about it: evidence about a trainer and an engine, and findings.
+
+Importing this room loads no torch; `doctor.examine`, which gathers evidence from a model, does.
+"""
+
+from foreroute.doctor.evidence import Evidence, Measures, TrainerPass
+from foreroute.doctor.findings import Diagnosis, Finding, Severity, diagnose
+
+__all__ = [
+    "Diagnosis",
+    "Evidence",
+    "Finding",
+    "Measures",
+    "Severity",
+    "TrainerPass",
+    "diagnose",
+]
