@@ -29,9 +29,18 @@ LIGHT_ROOMS = [
     "trace", "layout", "capture", "mismatch", "balance", "transfer", "simulate", "report", "conformance", "cli.main",
 ]  # fmt: skip
 EXTRAS = {
-    "hf": ["adapters.hf", "replay", "experts", "train", "conformance.huggingface"],
+    "hf": [
+        "adapters.hf",
+        "engines.embedded",
+        "engines.vllm",
+        "engines.sglang",
+        "replay",
+        "experts",
+        "train",
+        "conformance.huggingface",
+    ],
     "megatron": ["adapters.megatron", "conformance.megatron"],
-    "trl": ["adapters.trl", "conformance.trl"],
+    "trl": ["trainers.trl", "conformance.trl"],
     "tensorboard": ["train.loggers"],
     "wandb": ["train.loggers"],
     "report": ["report.curves", "report.plan_plots", "report.simulation_plots"],
