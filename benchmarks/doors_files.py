@@ -97,6 +97,7 @@ def _write_models(folder: Path) -> None:
 
     from foreroute.adapters import hf
     from foreroute.capture import Sampling, save_generation
+    from foreroute.engines.embedded import EmbeddedEngine
     from foreroute.report import write_report
     from foreroute.trace import save
     from foreroute.train import load_config, train
@@ -106,7 +107,7 @@ def _write_models(folder: Path) -> None:
     write_report([folder / "run"], folder / "run" / "report.html")
     model = hf.build_model("qwen3_moe", seed=0, **MODEL)
     model.save_pretrained(folder / "model")
-    engine = hf.EmbeddedEngine(model, "float32")
+    engine = EmbeddedEngine(model, "float32")
     engine.load_weights(model.state_dict(), 1)
     sampling = Sampling(group_size=1, max_new_tokens=4, end_token=49)
     prompts = [np.arange(1, 5, dtype=np.int32), np.arange(2, 8, dtype=np.int32)]

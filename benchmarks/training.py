@@ -46,6 +46,7 @@ from benchmarks.replay import SMALLER, keep_memory
 from benchmarks.training_trl import Batches
 from foreroute.adapters import hf
 from foreroute.capture import Generation
+from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.trace import RoutingTrace
 from foreroute.train import TrainConfig
 from foreroute.train.loop import Trainer, make_trainer
@@ -164,7 +165,7 @@ class _Ours:
             },
         )
         self._execution = Whole(self.routed)
-        engine = hf.EmbeddedEngine(model, "float32")  # samples nothing here
+        engine = EmbeddedEngine(model, "float32")  # samples nothing here
         task = make_task(self._config)  # none of its problems are asked for
         self._optimizer = make_trainer(self._config, task, self.routed, self._execution, engine).optimizer
 
@@ -236,7 +237,7 @@ def _r3_cost(pairs: int) -> PairedRatio:
         )
         task = _Told(config.task)
         policy = make_policy(config, task)
-        engine = (hf.EmbeddedEngine if routing == "R3" else _Silent)(policy.model, "bfloat16")
+        engine = (EmbeddedEngine if routing == "R3" else _Silent)(policy.model, "bfloat16")
         steps[routing] = partial(_step, make_trainer(config, task, policy, Whole(policy), engine))
     return compare(steps["R3"], steps["none"], pairs=pairs, clock=time.thread_time)
 
@@ -255,7 +256,7 @@ class _Told(ChainTask):
         return crc32(response.encode()) / 2**32
 
 
-class _Silent(hf.EmbeddedEngine):
+class _Silent(EmbeddedEngine):
     """Records the first rollout, and hands out its routes with all others, which have the same tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.sampling_engine import Engine
 from foreroute.capture import Generation, Sampling
+from foreroute.engines.protocol import Engine
 from foreroute.trace import RoutingTrace
 from foreroute.train import run
 from foreroute.train.engines import make_engine

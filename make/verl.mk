@@ -19,5 +19,5 @@ $(VERL_READY):
 
 # our source against the released verl, and against TRL and Hugging Face of the trainer's environment on the same trace
 test-verl: $(READY) $(VERL_READY)
-	PYTHONPATH="$(CURDIR)/src" $(VERL_ENV)/bin/python -m pytest -q tests/adapters/verl
-	FOREROUTE_VERL_PYTHON=$(VERL_ENV)/bin/python $(BIN)/pytest -q tests/adapters/verl
+	PYTHONPATH="$(CURDIR)/src" $(VERL_ENV)/bin/python -m pytest -q tests/trainers/verl
+	FOREROUTE_VERL_PYTHON=$(VERL_ENV)/bin/python $(BIN)/pytest -q tests/trainers/verl

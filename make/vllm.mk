@@ -22,4 +22,4 @@ demo-vllm: $(READY) $(VLLM_READY)
 
 # in one process: the engines are started once
 test-vllm: $(READY) $(VLLM_READY)
-	FOREROUTE_VLLM_PYTHON=$(VLLM_ENV)/bin/python $(BIN)/pytest -q tests/adapters/vllm tests/adapters/sglang
+	FOREROUTE_VLLM_PYTHON=$(VLLM_ENV)/bin/python $(BIN)/pytest -q tests/engines/vllm tests/engines/sglang

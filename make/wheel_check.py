@@ -30,9 +30,19 @@ LIGHT_ROOMS = [
     "conformance", "doctor", "cli.main",
 ]  # fmt: skip
 EXTRAS = {
-    "hf": ["adapters.hf", "replay", "ep", "train", "conformance.huggingface", "doctor.examine"],
+    "hf": [
+        "adapters.hf",
+        "engines.embedded",
+        "engines.vllm",
+        "engines.sglang",
+        "replay",
+        "ep",
+        "train",
+        "conformance.huggingface",
+        "doctor.examine",
+    ],
     "megatron": ["adapters.megatron", "conformance.megatron"],
-    "trl": ["adapters.trl", "conformance.trl"],
+    "trl": ["trainers.trl", "conformance.trl"],
     "tensorboard": ["train.loggers"],
     "wandb": ["train.loggers"],
     "report": ["report.curves", "report.plan_plots", "report.simulation_plots"],

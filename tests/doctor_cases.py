@@ -6,15 +6,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from foreroute.adapters import hf
 from foreroute.capture import Sampling
+from foreroute.engines.embedded import EmbeddedEngine
 
 VERSION = 3
 
 
 def generation(model, precision="float32", *, sequences=8, temperature=1.0, below=49):
     """Two responses to each of some prompts."""
-    engine = hf.EmbeddedEngine(model, precision)
+    engine = EmbeddedEngine(model, precision)
     engine.load_weights(model.state_dict(), VERSION)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, below, n).astype(np.int32) for n in rng.integers(4, 10, sequences)]

@@ -13,10 +13,9 @@ LISTED = Path(__file__).with_suffix(".txt")
 
 
 def rooms() -> list[griffe.Module]:
-    """The package, its folders that say what is public, and the errors."""
+    """The package, its modules that say what is public, and the errors."""
     package = griffe.load("foreroute", search_paths=[SOURCES], resolve_aliases=True)
-    folders = [package, *(module for module in modules(package) if module.is_init_module and module.exports)]
-    return [*folders, package["errors"]]
+    return [package, *(module for module in modules(package) if module.exports), package["errors"]]
 
 
 def modules(package: griffe.Module) -> Iterator[griffe.Module]:

@@ -5,7 +5,7 @@ import sys
 from datasets import Dataset
 from trl import GRPOConfig
 
-from foreroute.adapters.trl import EmbeddedEngine, GRPOTrainer, rollout_with
+from foreroute.trainers.trl import EmbeddedEngine, GRPOTrainer, rollout_with
 from tiny import policy, tokenizer, vowels
 
 model = policy()

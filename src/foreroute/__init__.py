@@ -10,7 +10,7 @@
         loss = policy_loss(model(**batch))
         loss.backward()
 
-Importing this package loads numpy and nothing heavier; frameworks are loaded by the adapter that is asked for.
+Importing this package loads numpy and nothing heavier; frameworks are loaded by what is asked for by name.
 """
 
 from foreroute import capture, costs, plan, planner

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 
 from faults import FaultyPeers
-from foreroute.adapters import hf
+from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import DivergedError, EngineError
 from foreroute.plan import Topology
 from foreroute.train import checkpoint, load_checkpoint, loop, spread
@@ -43,7 +43,7 @@ def resume_broken(rank, config, folder, way):
 
 def diverge_once(rank, config, folder):
     """What rank 1 samples for step 2 is no number, the first time. Returns the steps that are recorded here."""
-    generate, calls = hf.EmbeddedEngine.generate, []
+    generate, calls = EmbeddedEngine.generate, []
 
     def once(*args):
         calls.append(1)
@@ -51,7 +51,7 @@ def diverge_once(rank, config, folder):
             raise DivergedError("logits are not finite")
         return generate(*args)
 
-    with mock.patch.object(hf.EmbeddedEngine, "generate", once):
+    with mock.patch.object(EmbeddedEngine, "generate", once):
         return run(rank, config, folder)
 
 
@@ -92,13 +92,13 @@ def _raising(error):
 
 @contextmanager
 def _engine_gone(rank):
-    with mock.patch.object(hf.EmbeddedEngine, "generate", _raising(EngineError("the engine is gone"))):
+    with mock.patch.object(EmbeddedEngine, "generate", _raising(EngineError("the engine is gone"))):
         yield
 
 
 @contextmanager
 def _bug(rank):
-    with mock.patch.object(hf.EmbeddedEngine, "generate", _raising(KeyError("no such thing"))):
+    with mock.patch.object(EmbeddedEngine, "generate", _raising(KeyError("no such thing"))):
         yield
 
 

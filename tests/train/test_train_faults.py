@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from counting_runs import counting, counting_config
-from foreroute.adapters import hf
+from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import DivergedError, RunFolderError
 from foreroute.train import RunFolder, load_checkpoint, loop, rollout, train
 from foreroute.train.metrics_file import MetricsFile
@@ -86,12 +86,12 @@ def test_a_step_without_any_reward_to_learn_from_is_taken_without_an_update(monk
 
 
 def test_responses_without_an_end_are_cut_at_the_most_tokens_and_scored_as_they_are(monkeypatch):
-    generate = hf.EmbeddedEngine.generate
+    generate = EmbeddedEngine.generate
 
     def endless(engine, prompts, sampling, generator):
         return generate(engine, prompts, replace(sampling, end_token=-1), generator)
 
-    monkeypatch.setattr(hf.EmbeddedEngine, "generate", endless)
+    monkeypatch.setattr(EmbeddedEngine, "generate", endless)
     trainer = trainer_of(config_of())
     experience, record = trainer.run_step()
     assert (experience.generation.response_lengths == trainer.task.max_response_tokens).all()

@@ -1,1 +1,1 @@
-"""The only room that imports a foreign framework. Each adapter is imported by name, on request."""
+"""Frameworks whose models are replayed and executed. Each adapter is imported by name, on request."""

@@ -21,18 +21,18 @@ from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig
 from trl.trainer.utils import add_fused_lm_head, shuffle_sequence_dict
 
-from foreroute.adapters.trl import GRPOTrainer
-from foreroute.adapters.trl.passes import ROWS, Pass
-from foreroute.adapters.trl.rollout import require_version
 from foreroute.conformance.adapter import Case, Unsupported
 from foreroute.conformance.huggingface import Given, HuggingFaceModel, HuggingFaceUnderTest
 from foreroute.trace import RoutingSpec, RoutingTrace
+from foreroute.trainers.trl import GRPOTrainer
+from foreroute.trainers.trl.passes import ROWS, Pass
+from foreroute.trainers.trl.rollout import require_version
 
 
 class TRLUnderTest(HuggingFaceUnderTest):
     """A family of transformers as the policy of a `GRPOTrainer`."""
 
-    adapter = "foreroute.adapters.trl"
+    adapter = "foreroute.trainers.trl"
 
     def build(self, case: Case) -> TRLModel:
         """The model of a family with TRL's head, and no trainer yet."""

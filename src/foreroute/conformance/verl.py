@@ -21,19 +21,19 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from foreroute.adapters.verl import FIELD, routed_experts
-from foreroute.adapters.verl.fsdp import RoutingReplay
-from foreroute.adapters.verl.passes import EnginePasses
 from foreroute.conformance.adapter import Batch, Case, Seen, Unsupported
 from foreroute.conformance.huggingface import HuggingFaceModel, HuggingFaceStep, HuggingFaceUnderTest
 from foreroute.errors import CaptureError
 from foreroute.trace import RoutingSpec, RoutingTrace
+from foreroute.trainers.verl import FIELD, routed_experts
+from foreroute.trainers.verl.fsdp import RoutingReplay
+from foreroute.trainers.verl.passes import EnginePasses
 
 
 class VerlUnderTest(HuggingFaceUnderTest):
     """A family of transformers as the policy of verl's FSDP engine."""
 
-    adapter = "foreroute.adapters.verl"
+    adapter = "foreroute.trainers.verl"
 
     def build(self, case: Case) -> VerlModel:
         """The model of a family in an engine without replay."""

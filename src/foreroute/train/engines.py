@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from foreroute.adapters import hf, vllm
-from foreroute.adapters.sampling_engine import Engine
+from foreroute.adapters import hf
+from foreroute.engines import vllm
+from foreroute.engines.embedded import EmbeddedEngine
+from foreroute.engines.protocol import Engine
 from foreroute.train.config import TrainConfig
 
 
@@ -18,7 +20,7 @@ def make_engine(run: TrainConfig, policy: hf.RoutedModel) -> Engine:
     config = run.rollout
     place = config.vllm
     if config.engine == "embedded":
-        return hf.EmbeddedEngine(policy.model, config.precision, gate_weights=run.rl.routing == "R3+weights")
+        return EmbeddedEngine(policy.model, config.precision, gate_weights=run.rl.routing == "R3+weights")
     if place.mode == "process":
         settings = vllm.ProcessSettings(
             python=Path(str(place.python)),  # TrainConfig refuses a process without

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.sampling_engine import Engine
 from foreroute.capture import Sampling
+from foreroute.engines.protocol import Engine
 from foreroute.train.config import TrainConfig
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Scores, scored

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.sampling_engine import Engine
 from foreroute.capture import Generation, Sampling
+from foreroute.engines.protocol import Engine
 from foreroute.errors import FunctionError
 from foreroute.train.config import TrainConfig
 from foreroute.train.objective.advantages import group_advantages

@@ -116,10 +116,11 @@ def test_an_engine_that_nobody_has_tried_is_warned_of(engine, version, said):
 
 
 @pytest.mark.parametrize(
-    ("adapter", "package"),
-    [("hf", "torch"), ("hf", "transformers"), ("megatron", "megatron-core"), ("trl", "trl"), ("verl.fsdp", "verl")],
-)
-def test_an_adapter_looks_before_it_imports_anything_else_of_its_peer(adapter, package):
+    ("door", "package"),
+    [("adapters.hf", "torch"), ("adapters.hf", "transformers"), ("adapters.megatron", "megatron-core"),
+     ("trainers.trl", "trl"), ("trainers.verl.fsdp", "verl")],
+)  # fmt: skip
+def test_an_adapter_looks_before_it_imports_anything_else_of_its_peer(door, package):
     """The peer at hand has nothing but a name and an old version."""
     module = PEERS[package].module
     script = (
@@ -127,7 +128,7 @@ def test_an_adapter_looks_before_it_imports_anything_else_of_its_peer(adapter, p
         f"for name in {[module.split('.')[0], module]!r}:\n"
         "    sys.modules[name] = types.ModuleType(name); sys.modules[name].__version__ = '0.1'\n"
         "from foreroute.errors import AttachError\n"
-        f"try: import foreroute.adapters.{adapter}\n"
+        f"try: import foreroute.{door}\n"
         "except AttachError as error: print(error)\n"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
@@ -155,7 +156,7 @@ def test_an_engines_version_is_looked_at_without_any_framework():
         "import sys\n"
         "from foreroute.adapters.versions import require_engine\n"
         "require_engine('vLLM', '0.30.0')\n"
-        "import foreroute.adapters.vllm.worker\n"
+        "import foreroute.engines.vllm.worker\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} & set(sys.argv[1:])))\n"
     )
     heavy = ["torch", "transformers", "megatron", "trl", "verl", "vllm", "numba", "safetensors", "pydantic", "xxhash"]

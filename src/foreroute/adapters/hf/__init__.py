@@ -12,7 +12,6 @@ require_peers("torch", "transformers")
 
 from foreroute.adapters.hf.attach import attach
 from foreroute.adapters.hf.distribute import distribute
-from foreroute.adapters.hf.engine import EmbeddedEngine
 from foreroute.adapters.hf.local import load_pretrained
 from foreroute.adapters.hf.lora import add_lora, merged, without_lora
 from foreroute.adapters.hf.model import RoutedModel
@@ -21,7 +20,6 @@ from foreroute.adapters.hf.recording import Recording
 from foreroute.adapters.hf.tokenizer import Tokenizer
 
 __all__ = [
-    "EmbeddedEngine",
     "Recording",
     "RoutedModel",
     "Tokenizer",

@@ -1,0 +1,170 @@
+"""The embedded rollout engine: a low-precision copy of the policy that samples with a key-value cache.
+
+It stands in for vLLM or SGLang where there is none. What matters for replay is real: another copy of the weights, in
+another precision, run token by token over a cache, routes its tokens on its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from foreroute.adapters.hf import Recording, attach
+from foreroute.capture import Generation, Sampling
+from foreroute.errors import DivergedError
+from foreroute.trace import NO_VERSION
+
+__all__ = ["EmbeddedEngine"]
+
+Precision = Literal["float32", "bfloat16", "fp8"]
+
+E4M3_MAX = 448.0
+KEPT_IN_BFLOAT16 = ("embed", "lm_head", "gate.weight", "router", "norm", "bias")
+"""Parameter names that FP8 engines leave alone: embeddings, output head, routers, norms, biases."""
+
+
+class EmbeddedEngine:
+    """Batched sampling from a copy of a Hugging Face model, with routes and behaviour log-probs.
+
+    Args:
+        model: the policy; it is copied once, on its device, and not kept.
+        precision: "float32", "bfloat16", or "fp8" (bfloat16 arithmetic on weights that went through E4M3 and back, with
+            one scale per output channel).
+
+    Attributes:
+        weight_version: the version last loaded; every trace carries it.
+    """
+
+    def __init__(self, model: nn.Module, precision: Precision = "bfloat16", *, gate_weights: bool = False) -> None:
+        self._precision = precision
+        self._gate_weights = gate_weights
+        dtype = torch.float32 if precision == "float32" else torch.bfloat16
+        self._model: Any = copy.deepcopy(model).eval().requires_grad_(False)
+        for parameter in self._model.parameters():  # buffers (rotary frequencies, router biases) stay in float32
+            parameter.data = parameter.data.to(dtype)
+        self._input_axis = _input_axes(self._model)
+        self._routed = attach(self._model)
+        self.weight_version = NO_VERSION
+        self.load_weights(model.state_dict(), NO_VERSION)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take over the trainer's weights, in the engine's precision, and the version they are stamped with."""
+        own = self._model.state_dict()
+        for name, target in own.items():
+            source = weights[name]
+            if self._precision == "fp8" and source.ndim >= 2 and not any(word in name for word in KEPT_IN_BFLOAT16):
+                source = _through_e4m3(source, self._input_axis.get(name, -1))
+            target.copy_(source)
+        self.weight_version = version
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
+    ) -> Generation:
+        """Sample `sampling.group_size` responses to each prompt.
+
+        A prompt is prefilled once; its cache and its routes are shared by the group. Prompts of one length are decoded
+        together, so that nothing is padded.
+
+        Args:
+            prompts: integer arrays [T].
+            sampling: how.
+            generator: the source of randomness, on the CPU or on the device of the model.
+
+        Returns:
+            Sequences grouped by prompt, in the order of the prompts.
+        """
+        device = self._model.get_input_embeddings().weight.device
+        own = _on_device(generator, device)
+        lengths = np.array([len(prompt) for prompt in prompts])
+        parts, order = [], []
+        for length in np.unique(lengths):
+            same = np.flatnonzero(lengths == length)
+            tokens = torch.from_numpy(np.stack([prompts[int(i)] for i in same]).astype(np.int64)).to(device)
+            parts.append(self._decode(tokens, sampling, own))
+            order.append((same[:, None] * sampling.group_size + np.arange(sampling.group_size)).reshape(-1))
+        return Generation.concatenate(parts).select(np.argsort(np.concatenate(order)))
+
+    def close(self) -> None:
+        """Nothing: this engine is only memory."""
+
+    def _recording(self) -> AbstractContextManager[Recording]:
+        return self._routed.record(weight_version=self.weight_version, gate_weights=self._gate_weights)
+
+    def _decode(self, prompts_PT: Tensor, sampling: Sampling, generator: torch.Generator) -> Generation:
+        group_size, end_token = sampling.group_size, sampling.end_token
+        with self._recording() as recording:
+            output = self._model(input_ids=prompts_PT, use_cache=True)
+        prompt_trace = recording.trace().select(np.repeat(np.arange(len(prompts_PT)), group_size))
+        cache = output.past_key_values
+        cache.batch_repeat_interleave(group_size)
+        logits = output.logits[:, -1].repeat_interleave(group_size, dim=0)
+        tokens, logprobs, done = [], [], torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+        with self._recording() as recording:
+            while True:
+                token, logprob = _sample(logits, sampling.temperature, generator)
+                tokens.append(token)
+                logprobs.append(logprob)
+                done |= token == end_token
+                if bool(done.all()) or len(tokens) == sampling.max_new_tokens:
+                    break
+                logits = self._model(input_ids=token[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+        responses_SR, logprobs_SR = (torch.stack(each, 1).cpu().numpy() for each in (tokens, logprobs))
+        response_lengths = _lengths_until(responses_SR, end_token)
+        kept = np.arange(responses_SR.shape[1]) < response_lengths[:, None]
+        trace = prompt_trace.continued_by(recording.rollout(responses_SR, kept))
+        return Generation(trace, prompt_trace.lengths, logprobs_SR[kept].astype(np.float32))
+
+
+def _on_device(generator: torch.Generator, device: torch.device) -> torch.Generator:
+    """A generator that can sample there, and whose seed is drawn from the one given where that is elsewhere.
+
+    It lives for one call. So who keeps the seed of a generator on the CPU keeps all randomness, and a checkpoint needs
+    no state of a device.
+    """
+    if generator.device == device:
+        return generator
+    seed = int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
+    return torch.Generator(device).manual_seed(seed)
+
+
+def _sample(logits_SV: Tensor, temperature: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    logprobs_SV = (logits_SV.float() / (temperature or 1.0)).log_softmax(-1)
+    if bool(logprobs_SV.isnan().any()):
+        raise DivergedError("the policy's logits are not finite; resume from a checkpoint with a lower learning rate")
+    if temperature == 0:
+        token = logprobs_SV.argmax(-1, keepdim=True)
+    else:
+        token = torch.multinomial(logprobs_SV.exp(), 1, generator=generator)
+    return token[:, 0], logprobs_SV.gather(1, token)[:, 0]
+
+
+def _lengths_until(responses_SR: NDArray[Any], end_token: int) -> NDArray[np.int64]:
+    ended = responses_SR == end_token
+    lengths: NDArray[np.int64] = np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, responses_SR.shape[1])
+    return lengths
+
+
+def _through_e4m3(weight: Tensor, input_axis: int) -> Tensor:
+    """Rounded to float8 E4M3 with one scale per output channel, and back."""
+    scale = weight.abs().amax(dim=input_axis, keepdim=True).clamp_min(1e-12) / E4M3_MAX
+    return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
+
+
+def _input_axes(model: nn.Module) -> dict[str, int]:
+    """Which axis of an experts' weight is its input: the last, or the one before where experts are transposed."""
+    return {
+        f"{path}.{name}": -2
+        for path, module in model.named_modules()
+        if getattr(module, "is_transposed", False)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    }

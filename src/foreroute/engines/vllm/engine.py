@@ -1,0 +1,244 @@
+"""vLLM in a process of its own: started by the trainer, with the Python of vLLM's environment."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+import foreroute
+from foreroute.adapters.checkpoint import CheckpointWriter
+from foreroute.adapters.hf import RoutedModel
+from foreroute.adapters.versions import require_engine
+from foreroute.capture import Generation, Sampling
+from foreroute.engines.sampled import OutsideEngine, Sampled, draw_seeds, require_finished, require_version
+from foreroute.engines.vllm.frames import Frame
+from foreroute.engines.vllm.partial import PartialGeneration
+from foreroute.engines.vllm.process import WorkerProcess
+from foreroute.engines.vllm.settings import ProcessSettings
+from foreroute.engines.vllm.worker import MARKER
+from foreroute.engines.weights_folder import WeightsFolder
+from foreroute.errors import ConfigError, EngineError
+from foreroute.trace import RoutingTrace, concatenate, extended
+
+REPLY = ("lengths", "num_rows", "finished", "tokens", "logprobs", "routes")
+"""Arrays of a reply: three with an entry for each sequence, two for each token, one for each row."""
+
+
+class ProcessEngine(OutsideEngine):
+    """The trainer's rollout engine, in a worker process that is ended with this object, or with the trainer.
+
+    Loading goes on in the background; the first request waits for it. A request that is interrupted ends the worker.
+
+        with ProcessEngine(routed, ProcessSettings(python=Path("venv-vllm/bin/python"))) as engine:
+            engine.load_weights(model.state_dict(), version=0)
+            generation = engine.generate(prompts, ...)
+
+    Args:
+        routed: the policy.
+        settings: how to run vLLM.
+
+    Attributes:
+        weight_version: the version last loaded; every row is stamped with the version that computed it.
+
+    Raises:
+        EngineError: when there is no such interpreter. Every method raises it when the worker fails, dies, or is late.
+    """
+
+    def __init__(self, routed: RoutedModel, settings: ProcessSettings) -> None:
+        super().__init__(routed)
+        self._settings = settings
+        text_config = routed.model.config.get_text_config()  # type: ignore[operator, union-attr]
+        self._max_model_len = settings.max_model_len or int(text_config.max_position_embeddings)
+        self._folder = tempfile.TemporaryDirectory(prefix="foreroute-vllm-")
+        folder = Path(self._folder.name)
+        (folder / MARKER).touch()
+        # only foreroute itself, none of the trainer's other packages, is shared with vLLM's environment
+        (folder / "path").mkdir()
+        (folder / "path" / "foreroute").symlink_to(Path(foreroute.__file__).resolve().parent)
+        self._worker = WorkerProcess(
+            [str(settings.python.absolute()), "-m", "foreroute.engines.vllm.worker"],
+            settings.environment(folder / "path"),
+            folder,
+        )
+        self._weights = WeightsFolder(folder / "weights", routed.model)
+        checkpoint = str(CheckpointWriter(routed.model).write(folder / "initial"))
+        self._load = self._worker.send(
+            {"op": "load", "model": checkpoint, "options": settings.llm_options(self._max_model_len)},
+            what="load the model",
+            timeout_s=settings.timeout_s,
+        )
+        self._engine_version = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker and remove its files. May be called again."""
+        self._worker.close()
+        self._weights.close()
+        self._folder.cleanup()
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Take over the trainer's weights, forget the prefix cache, and stamp what follows with `version`."""
+        folder = self._weights.put(weights)
+        with self._loading(version):
+            self._ask({"op": "load_weights", "folder": str(folder), "version": version}, "load weights")
+
+    def generate(
+        self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
+    ) -> Generation:
+        """Sample `sampling.group_size` responses to each prompt; as `embedded.EmbeddedEngine.generate`.
+
+        After `load_weights`, the same calls with the same state of `generator` give the same responses.
+        """
+        sampled = self._sample(prompts, sampling, generator)
+        require_finished(sampled.finished_S.tolist())
+        return sampled.generation()
+
+    def generate_until(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        sampling: Sampling,
+        generator: torch.Generator,
+        *,
+        engine_steps: int,
+    ) -> PartialGeneration:
+        """As `generate`, but what is not finished after `engine_steps` scheduler steps is aborted."""
+        return self._sample(prompts, sampling, generator, abort_after=engine_steps)
+
+    def resume(self, partial: PartialGeneration, sampling: Sampling, generator: torch.Generator) -> PartialGeneration:
+        """Go on with the sequences that were aborted, under the weights of now.
+
+        Rows that were routed before stay as they are, with the version that computed them, because the log-probs of
+        their tokens come from there.
+
+        Args:
+            partial: from `generate_until`.
+            sampling: as in `generate_until`; `max_new_tokens` counts what was sampled before too. Each sequence goes on
+                alone, whatever the group size.
+            generator: as in `generate`.
+        """
+        open_S = np.flatnonzero(~partial.finished_S)
+        if not len(open_S):
+            return partial
+        before = partial.trace.select(open_S)
+        kept = _leading_rows(before)
+        so_far = [before.tokens(s) for s in range(len(before))]
+        left = sampling.max_new_tokens - partial.response_lengths[open_S]
+        later = self._sample(so_far, replace(sampling, group_size=1), generator, max_tokens=left, starts=kept)
+        logprobs = partial.logprobs()
+        for s, more in zip(open_S, later.logprobs(), strict=True):
+            logprobs[s] = np.concatenate([logprobs[s], more])
+        order = np.arange(len(partial.trace))
+        order[open_S] = len(order) + np.arange(len(open_S))
+        joined = concatenate([partial.trace, extended(before, later.trace)]).select(order)
+        finished = partial.finished_S.copy()
+        finished[open_S] = later.finished_S
+        return PartialGeneration(joined, partial.prompt_lengths, np.concatenate(logprobs), finished)
+
+    def counters(self) -> dict[str, int]:
+        """What vLLM counted since it started: preemptions, prefix_cache_queries, prefix_cache_hits (in tokens)."""
+        return {name: int(value or 0) for name, value in self._ask({"op": "counters"}, "count").header.items()}
+
+    def _sample(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        sampling: Sampling,
+        generator: torch.Generator,
+        *,
+        max_tokens: ArrayLike | None = None,
+        starts: ArrayLike = 0,
+        abort_after: int | None = None,
+    ) -> PartialGeneration:
+        lengths = np.array([len(prompt) for prompt in prompts], np.int64)
+        limit = sampling.max_new_tokens if max_tokens is None else max_tokens
+        limits = np.broadcast_to(np.asarray(limit, np.int64), lengths.shape)
+        self._refuse_long(int((lengths + limits).max()))
+        arrays: dict[str, NDArray[Any]] = {
+            "tokens": np.concatenate(prompts).astype(np.int32),
+            "lengths": lengths,
+            "max_tokens": limits,
+            "starts": np.broadcast_to(np.asarray(starts, np.int64), lengths.shape),
+        }
+        (seed,) = draw_seeds(generator, 1).tolist()
+        request = {
+            "op": "generate",
+            "seed": seed,
+            "n": sampling.group_size,
+            "end_token": sampling.end_token,
+            "temperature": sampling.temperature,
+            "abort_after": abort_after,
+        }
+        self._require_weights()
+        reply = self._ask(request, "generate", arrays)
+        require_version(reply.header.get("weight_version"), self.weight_version)
+        of_prompt = np.repeat(np.arange(len(prompts)), sampling.group_size)
+        sequences = _sequences(reply.arrays, [prompts[int(i)] for i in of_prompt], arrays["starts"][of_prompt])
+        stamp: Any = {
+            "weight_version": self.weight_version,
+            "engine": "vllm",
+            "engine_version": self._engine_version,
+        }
+        return PartialGeneration.of(sequences, [s.trace(self._facts, **stamp) for s in sequences])
+
+    def _ask(self, request: Mapping[str, Any], what: str, arrays: Mapping[str, NDArray[Any]] | None = None) -> Frame:
+        timeout = self._settings.timeout_s
+        if not self._engine_version:
+            ready = self._worker.receive(self._load, "load the model", timeout_s=timeout)
+            self._engine_version = str(ready.header.get("engine_version"))
+            # the worker has refused what does not work; what it warned of is in its log
+            require_engine("vLLM", self._engine_version)
+        number = self._worker.send(request, arrays, what=what, timeout_s=timeout)
+        return self._worker.receive(number, what, timeout_s=timeout)
+
+    def _refuse_long(self, longest: int) -> None:
+        if longest > self._max_model_len:
+            raise ConfigError(
+                f"prompt and response may take {longest} tokens, max_model_len is {self._max_model_len}; "
+                "raise it, or sample fewer tokens"
+            )
+
+
+def _leading_rows(trace: RoutingTrace) -> NDArray[np.int64]:
+    """int64 [S], how many rows at the start of each sequence are routed."""
+    per_sequence = np.split(trace.valid_N, trace.offsets[1:-1])
+    return np.array([int(np.logical_and.accumulate(valid).sum()) for valid in per_sequence], np.int64)
+
+
+def _sequences(
+    arrays: Mapping[str, NDArray[Any]], prompts: Sequence[NDArray[np.int32]], starts: NDArray[np.int64]
+) -> list[Sampled]:
+    """The sequences of a reply, whose arrays hold one after the other.
+
+    Raises:
+        EngineError: when arrays are missing, or not of one another or of so many sequences.
+    """
+    sizes = [len(arrays.get(name, ())) for name in REPLY]
+    sums = [int(arrays[name].sum()) if name in arrays else -1 for name in ("lengths", "num_rows")]
+    if sizes != [len(prompts)] * 3 + [sums[0]] * 2 + [sums[1]]:
+        raise EngineError(
+            f"the engine worker's arrays {', '.join(REPLY)} have {sizes} entries, of which lengths and num_rows make "
+            f"{sums}; expected those of {len(prompts)} sequences"
+        )
+    tokens_at, rows_at = np.cumsum(arrays["lengths"])[:-1], np.cumsum(arrays["num_rows"])[:-1]
+    parts = (
+        np.split(arrays["tokens"], tokens_at),
+        np.split(arrays["logprobs"], tokens_at),
+        np.split(arrays["routes"], rows_at),
+    )
+    return [
+        Sampled(prompt, tokens, logprobs, {"routed_experts": rows} if len(rows) else None, int(start), bool(finished))
+        for prompt, tokens, logprobs, rows, start, finished in zip(
+            prompts, *parts, starts, arrays["finished"], strict=True
+        )
+    ]

@@ -1,0 +1,72 @@
+"""foreroute's rollout engines behind TRL's own door for engines, `rollout_func`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import is_peft_model
+
+from foreroute.capture import Sampling
+from foreroute.engines.protocol import Engine
+from foreroute.errors import ConfigError
+from foreroute.trainers.trl.rollout import ROUTES
+
+
+def rollout_with(engine: Engine) -> Callable[[list[Any], Any], dict[str, Any]]:
+    """A `rollout_func` that samples with an engine of foreroute, and returns its routes.
+
+    The engine gets the policy's weights before the first rollout and after every optimizer step.
+
+    Args:
+        engine: one of the policy's model. It stays the caller's to close.
+
+    Returns:
+        What `GRPOTrainer(..., rollout_func=...)` takes. Calling it raises `ConfigError` when the trainer's sampling
+        settings are not the engine's: engines sample at a temperature, from the whole distribution.
+    """
+    generators: dict[int, torch.Generator] = {}
+
+    def roll_out(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        _require_plain(trainer)
+        step = int(trainer.state.global_step)
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        if engine.weight_version != step:
+            engine.load_weights(policy.state_dict(), step)
+        rank = trainer.accelerator.process_index
+        if rank not in generators:
+            generators[rank] = torch.Generator().manual_seed(trainer.args.seed + rank)
+        prompt_ids = trainer._tokenize_prompts(prompts)[0]
+        sampling = Sampling(trainer.max_completion_length, trainer.eos_token_ids[0], 1, trainer.temperature)
+        generation = engine.generate([np.array(ids, np.int32) for ids in prompt_ids], sampling, generators[rank])
+        ends = np.cumsum(generation.response_lengths)[:-1]
+        return {
+            "prompt_ids": [list(ids) for ids in prompt_ids],
+            "completion_ids": [generation.response(s).tolist() for s in range(len(generation))],
+            "logprobs": [part.tolist() for part in np.split(generation.logprobs_R, ends)],
+            ROUTES: [generation.trace.select([s]) for s in range(len(generation))],
+        }
+
+    return roll_out
+
+
+def _require_plain(trainer: Any) -> None:
+    wanted = {"top_p": (1.0,), "top_k": (0, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
+    for name, plain in wanted.items():
+        if getattr(trainer, name) not in plain:
+            raise ConfigError(
+                f"{name} is {getattr(trainer, name)}, which foreroute's engines do not sample with; leave it at "
+                f"{plain[0]}, or sample with TRL's own engines"
+            )
+    if trainer.args.generation_kwargs:
+        raise ConfigError("generation_kwargs are not those of foreroute's engines; leave them out")
+    if len(trainer.eos_token_ids) != 1:
+        raise ConfigError(
+            f"the model ends a response with any of {trainer.eos_token_ids}; foreroute's engines know one end token"
+        )
+    if is_peft_model(trainer.model):
+        raise ConfigError(
+            "the policy has PEFT adapters, whose weights foreroute's engines do not load; sample with TRL's own engines"
+        )

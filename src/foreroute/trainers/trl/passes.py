@@ -1,0 +1,263 @@
+"""Which of TRL's passes is which, and what is replayed in it.
+
+A training step of TRL is, in this order: the rollout; the old-log-prob pass, in which the weights are still those of
+the rollout (left out where each generation serves one update); the reference pass; rewards; then shuffling and
+splitting into micro-batches, and one update pass for each. Sequences carry a number through all that, in a tensor of
+the batch beside TRL's own; the routes stay here, in one trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foreroute.adapters import hf
+from foreroute.engines.sampled import facts_of
+from foreroute.errors import ConfigError, ReplayError
+from foreroute.trace import RoutingTrace, concatenate
+from foreroute.trainers.mismatch_sums import MismatchSums
+from foreroute.trainers.trl.first_rollout import require_plausible
+from foreroute.trainers.trl.generate_tap import GenerateTap
+from foreroute.trainers.trl.reference import is_reference
+from foreroute.trainers.trl.rollout import FunctionTap, Rollout, Tap, require_version
+from foreroute.trainers.trl.vllm_tap import VLLMTap
+
+Replay = Literal["none", "R2", "R3"]
+
+ROWS = "foreroute_rows"
+"""In TRL's batches: int64 [B, 2], the number of the rollout and that of the sequence in it."""
+
+
+@dataclass(eq=False)
+class Pass:
+    """Log-probs of the policy that TRL is about to compute.
+
+    Attributes:
+        kind: the old-log-prob pass of a rollout, or an update.
+        sequences: int64 [B], their numbers in the rollout; None before there is one.
+        executed: what each part of the pass executed, where that is recorded.
+        logprobs_BR: what came out, once it has run.
+    """
+
+    kind: Literal["old", "update"]
+    sequences: NDArray[np.int64] | None = None
+    executed: list[RoutingTrace] = field(default_factory=list)
+    logprobs_BR: Tensor | None = None
+
+
+class TrainerPasses:
+    """The passes of one trainer.
+
+    Args:
+        trainer: TRL's, set up.
+        replay: what to replay.
+
+    Attributes:
+        routed: the policy.
+        metrics: mismatch that is not logged yet.
+        rollout: what the trainer works on.
+    """
+
+    def __init__(self, trainer: Any, replay: Replay) -> None:
+        self.metrics = MismatchSums()
+        self.rollout: Rollout | None = None
+        self._trainer = trainer
+        self._replay = replay
+        self._policy = trainer.accelerator.unwrap_model(trainer.model)
+        self._is_reference = is_reference(self._policy)
+        self.routed = hf.attach(self._policy)
+        self._tap = self._make_tap()
+        self._now: Pass | None = None
+        self._num_rollouts = 0
+        self._num_updates = 0
+        self._has_old_pass = False
+
+    def _make_tap(self) -> Tap:
+        trainer, facts = self._trainer, facts_of(self.routed)
+        if trainer.rollout_func is not None:
+            trainer.rollout_func = tap = FunctionTap(trainer.rollout_func, facts)
+            return tap
+        if trainer.use_vllm and self._replay != "R2":
+            return VLLMTap(trainer.vllm_generation, trainer.accelerator, facts)
+        return GenerateTap(self.routed, trainer.temperature)
+
+    def capture(self, generate: Callable[[], Any]) -> Any:
+        """TRL's `_generate`, whose prompts, completions and routes become the rollout. R2 needs none of it."""
+        if self._replay == "R2":
+            return generate()
+        with self._tap.listening():
+            result = generate()
+        prompts, completions = result[0], result[1]
+        version = int(self._trainer.state.global_step)
+        trace, logprobs = self._tap.captured(prompts, completions, version)
+        self.routed.spec.require_same(trace.spec, what="the rollout's trace")
+        require_version(trace, version)
+        if not self._num_rollouts:
+            with self.passing(None):
+                require_plausible(self._trainer, self.routed, trace)
+        self.take(trace, np.array([len(p) for p in prompts]), logprobs)
+        return result
+
+    def take(self, trace: RoutingTrace, prompt_lengths: NDArray[np.int64], logprobs: Any = None) -> Rollout:
+        """Begin to work on a rollout; see `Rollout`."""
+        self._num_rollouts += 1
+        self.rollout = Rollout(self._num_rollouts, trace, prompt_lengths, logprobs)
+        return self.rollout
+
+    def generate(self, generate: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """TRL's `_generate_and_score_completions`, whose old-log-prob pass is replayed, or recorded for R2."""
+        self.rollout = None
+        old = Pass("old")
+        with self.passing(old):
+            output = generate()
+        self._has_old_pass = output.get("old_per_token_logps") is not None
+        if self._has_old_pass != (old.logprobs_BR is not None):
+            raise ReplayError(
+                "TRL's old log-probs did not come through _get_per_token_logps_and_entropies, so that nothing was "
+                "replayed in them"
+            )
+        if self._replay == "R2":
+            self._take_recorded(old, output)
+        rollout = self._current().with_logprobs(output.get("sampling_per_token_logps"))
+        self.rollout = rollout
+        if self._has_old_pass:
+            self._measure(old, output)
+        output[ROWS] = rollout.rows().to(output["completion_ids"].device)
+        return output
+
+    def _take_recorded(self, old: Pass, output: dict[str, Any]) -> None:
+        if not old.executed:
+            raise ReplayError(
+                "replay='R2' was asked for, and TRL computed no old log-probs for this rollout, so that there is "
+                "nothing to replay; take replay='R3', or raise num_iterations"
+            )
+        self.take(concatenate(old.executed), output["prompt_mask"].sum(dim=1).cpu().numpy())
+
+    def update(self, compute: Callable[[], Any], inputs: dict[str, Any]) -> Any:
+        """TRL's `_compute_loss` on a micro-batch."""
+        if ROWS not in inputs:
+            raise ReplayError(f"the micro-batch has no {ROWS!r}: TRL dropped what its generation batch held")
+        update = Pass("update", self._current().sequences_of(inputs[ROWS]))
+        with self.passing(update):
+            loss = compute()
+        if update.logprobs_BR is None:
+            raise ReplayError(
+                f"{type(self._trainer).__name__} computed a loss without _get_per_token_logps_and_entropies, so that "
+                "nothing was replayed in it"
+            )
+        if not self._has_old_pass:
+            self._measure(update, inputs)
+        return loss
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around TRL's `training_step`. Raises `ReplayError` when no update pass ran in it."""
+        before = self._num_updates
+        yield
+        if self._num_updates == before:
+            raise ReplayError(
+                f"{type(self._trainer).__name__} made a training step without an update pass through _compute_loss and "
+                "_get_per_token_logps_and_entropies, so that nothing was replayed in it"
+            )
+        self.metrics.share(self._over_processes)
+
+    def _over_processes(self, sums: Tensor) -> Tensor:
+        accelerator = self._trainer.accelerator
+        if accelerator.num_processes == 1:
+            return sums
+        total: Tensor = accelerator.reduce(sums.to(accelerator.device), reduction="sum")
+        return total
+
+    @contextmanager
+    def passing(self, begun: Pass | None) -> Iterator[None]:
+        """Log-probs of the policy computed while the context is open belong to this pass, or to none of TRL's."""
+        outer, self._now = self._now, begun
+        try:
+            yield
+        finally:
+            self._now = outer
+
+    def log_probs(
+        self,
+        compute: Callable[..., Any],
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        *,
+        batch_size: int | None,
+        options: dict[str, Any],
+    ) -> Any:
+        """TRL's `_get_per_token_logps_and_entropies`, in parts as TRL has them, each with its own routes."""
+        now = self._now
+        if now is None or not self._is_policy(model):
+            return compute(input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
+        pictures = sorted(name for name, value in options.items() if isinstance(value, Tensor | list))
+        if pictures:
+            raise ConfigError(f"the batch holds {', '.join(pictures)}; routing replay does not support images")
+        parts = []
+        each = batch_size or len(input_ids)
+        for first in range(0, len(input_ids), each):
+            rows = slice(first, first + each)
+            with self._routing(now, rows, attention_mask[rows]):
+                parts.append(compute(input_ids[rows], attention_mask[rows], logits_to_keep, **options))
+        result = joined(parts)
+        now.logprobs_BR = result[0].detach()
+        self._num_updates += now.kind == "update"
+        return result
+
+    def _is_policy(self, model: Any) -> bool:
+        return self._trainer.accelerator.unwrap_model(model) is self._policy and not self._is_reference()
+
+    @contextmanager
+    def _routing(self, now: Pass, rows: slice, mask_BT: Tensor) -> Iterator[None]:
+        """Replay what belongs to a part of a pass; record it where the weights are still the rollout's."""
+        update = now.kind == "update"
+        session = recording = None
+        with ExitStack() as stack:
+            if self._replay == "R3" or (self._replay == "R2" and update):
+                trace = self._routes_of(now, rows, mask_BT)
+                session = stack.enter_context(self.routed.replay(trace, telemetry=update))
+            if not update or not (self._has_old_pass or self._replay == "R2"):
+                recording = stack.enter_context(self.routed.record())
+            yield
+        if recording is not None:
+            now.executed.append(recording.trace())
+        if session is not None and update:
+            self.metrics.add_native(session.agreement().routing)
+
+    def _routes_of(self, now: Pass, rows: slice, mask_BT: Tensor) -> RoutingTrace:
+        rollout = self._current()
+        sequences = np.arange(len(rollout.trace)) if now.sequences is None else now.sequences
+        lengths = mask_BT.sum(dim=1).cpu().numpy()
+        return rollout.routes(sequences[rows], lengths, drops_truncated=bool(self._trainer.mask_truncated_completions))
+
+    def _measure(self, seen: Pass, batch: dict[str, Any]) -> None:
+        """Trainer beside rollout, at the rollout's weights."""
+        rollout = self._current()
+        sequences = np.arange(len(rollout.trace)) if seen.sequences is None else seen.sequences
+        if self._replay != "R2":
+            self.metrics.compare_routes(rollout.trace.select(sequences), concatenate(seen.executed))
+        if rollout.logprobs is not None and seen.logprobs_BR is not None:
+            sampled_BR = batch["completion_mask"] * batch.get("tool_mask", 1)
+            self.metrics.compare_tokens([rollout.logprobs[s] for s in sequences], seen.logprobs_BR, sampled_BR)
+
+    def _current(self) -> Rollout:
+        if self.rollout is None:
+            raise ReplayError("TRL trains on a batch that was not generated through _generate: its routes are unknown")
+        return self.rollout
+
+
+def joined(parts: list[Any]) -> tuple[Any, ...]:
+    """Results of parts of a batch as one: rows one after another, scalars averaged, what is None left None."""
+    return tuple(
+        None if values[0] is None else torch.cat(values) if values[0].ndim else torch.stack(values).mean()
+        for values in zip(*parts, strict=True)
+    )

@@ -1,0 +1,142 @@
+"""Routes from vLLM, in the trainer's process ("colocate") or behind its server, where TRL lets them fall.
+
+TRL reads tokens and log-probs out of vLLM's answer and drops the rest. Watched is the answer itself: what the `LLM`
+object, or the client's request, returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+import trl
+from numpy.typing import NDArray
+from trl.generation import vllm_generation
+
+from foreroute.adapters.overriding import overridden
+from foreroute.capture import ModelFacts, decode
+from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ForerouteError, ReplayError
+from foreroute.trace import RoutingTrace
+from foreroute.trainers.trl.rollout import joined_tokens
+
+COMPLETIONS = "/v1/completions"
+
+
+@contextmanager
+def colocated_vllm_returns_routes(*, wanted: bool) -> Iterator[None]:
+    """Have TRL start its vLLM with `enable_return_routed_experts`, for which it has no setting (TRL 1.16)."""
+    original = getattr(vllm_generation, "LLM", None) if wanted else None
+    if original is None:  # vLLM is not installed
+        yield
+        return
+
+    def with_routes(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{"enable_return_routed_experts": True, **kwargs})
+
+    vllm_generation.LLM = with_routes
+    try:
+        yield
+    finally:
+        vllm_generation.LLM = original
+
+
+class VLLMTap:
+    """Watches what TRL's `VLLMGeneration` is answered.
+
+    Args:
+        generation: TRL's.
+        accelerator: the trainer's.
+        facts: of the model.
+
+    Raises:
+        AttachError: when this release of TRL talks to vLLM in another way.
+    """
+
+    def __init__(self, generation: Any, accelerator: Any, facts: ModelFacts) -> None:
+        self._accelerator = accelerator
+        self._facts = facts
+        self._serves = generation.mode == "server"
+        self._answers: list[Any] = []
+        self._asks = not self._serves or accelerator.is_main_process
+        self._holder: Any = (generation.vllm_client if self._serves else generation.llm) if self._asks else None
+        self._name = "_post" if self._serves else "generate"
+        if self._asks and not callable(getattr(self._holder, self._name, None)):
+            raise AttachError(
+                f"TRL {trl.__version__} asks vLLM by another way than {type(self._holder).__name__}.{self._name}, so "
+                "that its routes cannot be captured; return them from a rollout_func"
+            )
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Stand before the engine."""
+        self._answers = []
+        if not self._asks:
+            yield
+            return
+        with overridden(self._holder, self._name, self._note):
+            yield
+
+    def _note(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        answer = ask(*args, **kwargs)
+        if not self._serves or str(args[0]).endswith(COMPLETIONS):
+            self._answers.append(answer)
+        return answer
+
+    def captured(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
+    ) -> tuple[RoutingTrace, None]:
+        """See `Tap`."""
+        outcome = self._decoded(weight_version) if self._asks else None
+        if self._serves and self._accelerator.num_processes > 1:
+            outcome = self._share(outcome, len(prompts))
+        if isinstance(outcome, ForerouteError):
+            raise outcome
+        assert outcome is not None, "a process that does not ask is given a share"
+        return _block_of(outcome, joined_tokens(prompts, completions)), None
+
+    def _decoded(self, weight_version: int) -> RoutingTrace | ForerouteError:
+        """What vLLM answered, or what is wrong with it, which other processes have to learn too."""
+        answers, self._answers = self._answers, []
+        if len(answers) != 1:
+            return ReplayError(
+                f"vLLM was asked {len(answers)} times in one rollout, expected once; this way of sampling is not "
+                "known. Return the routes from a rollout_func, or take replay='R2'"
+            )
+        try:
+            return decode(answers[0], model=self._facts, engine="vllm", weight_version=weight_version)
+        except CaptureError as error:
+            how = "vllm serve --enable-return-routed-experts" if self._serves else "TRL's vllm_mode='colocate'"
+            return CaptureError(f"the answer of {how}: {error}")
+        except ForerouteError as error:
+            return error
+
+    def _share(self, outcome: RoutingTrace | ForerouteError | None, count: int) -> RoutingTrace | ForerouteError:
+        """This process's part of what the main process was answered; TRL deals sequences out in blocks."""
+        size = self._accelerator.num_processes
+        parts: list[Any] | None = None
+        if isinstance(outcome, RoutingTrace) and len(outcome) != size * count:
+            outcome = BatchMismatchError(f"vLLM returned {len(outcome)} sequences for {size} processes of {count}")
+        if isinstance(outcome, RoutingTrace):
+            parts = [outcome.select(np.arange(rank * count, (rank + 1) * count)) for rank in range(size)]
+        elif outcome is not None:
+            parts = [outcome] * size
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, parts, src=0)
+        mine: RoutingTrace | ForerouteError = received[0]
+        return mine
+
+
+def _block_of(trace: RoutingTrace, sequences: Sequence[NDArray[np.int32]]) -> RoutingTrace:
+    """These sequences, which are all of the trace, or a block of it where tensor-parallel ranks share an engine."""
+    count = len(sequences)
+    for first in range(0, len(trace) - count + 1, max(count, 1)):
+        block = np.arange(first, first + count)
+        if all(np.array_equal(trace.tokens(int(s)), t) for s, t in zip(block, sequences, strict=True)):
+            return trace.select(block)
+    raise BatchMismatchError(
+        f"vLLM returned {len(trace)} sequences, and no block of {count} holds the tokens that TRL trains on: something "
+        "between the engine and the trainer reordered, cut or retokenised them"
+    )

@@ -1,0 +1,173 @@
+"""Which of verl's passes is which, and what is replayed in it.
+
+A step of verl is: the rollout, whose routes travel in the batch; the old-log-prob pass, in which the weights are still
+those of the rollout (left out in bypass mode); the reference pass, on an engine of its own or with adapters switched
+off; then, for each mini-batch, update passes over micro-batches. Only metrics of updates reach verl's logs, so those of
+the old-log-prob pass wait for the update that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from verl.utils.device import get_device_id
+
+from foreroute.adapters import hf
+from foreroute.engines.sampled import facts_of
+from foreroute.errors import ReplayError
+from foreroute.trace import RoutingTrace, concatenate
+from foreroute.trainers.mismatch_sums import MismatchSums
+from foreroute.trainers.plausible import require_same_origin
+from foreroute.trainers.verl.protocol import FIELD, routed_experts, trace_of
+from foreroute.trainers.verl.responses import of_responses, parts_of, require_routed, response_lengths, sampled_mask
+from foreroute.trainers.verl.settings import Replay
+
+Step = Callable[..., Any]
+"""verl's `forward_step(micro_batch, loss_function, forward_only)`."""
+ROLLOUT_LOG_PROBS = "rollout_log_probs"
+
+
+class EnginePasses:
+    """The passes of one engine.
+
+    Args:
+        engine: verl's, initialised.
+        replay: what to replay; nothing is with "disabled", and the same is measured.
+
+    Attributes:
+        routed: its model.
+        metrics: mismatch that is not logged yet.
+        is_plausible: whether the first routes of the rollout were held against the model's own.
+        is_reference: set while adapters are switched off for the reference pass.
+    """
+
+    def __init__(self, engine: Any, replay: Replay) -> None:
+        self.metrics = MismatchSums()
+        self.is_plausible = False
+        self.is_reference = False
+        self.routed = hf.attach(engine.module)
+        self._engine = engine
+        self._replay = replay
+        self._facts = facts_of(self.routed)
+        self._has_old_pass = False
+        self._num_steps = 0
+
+    @contextmanager
+    def batch(self, data: Any, *, update: bool) -> Iterator[dict[str, float]]:
+        """Around verl's `forward_backward_batch`.
+
+        Yields:
+            What verl is to log, empty until the context is closed.
+
+        Raises:
+            ReplayError: when no micro-batch went through `forward_step`.
+        """
+        logs: dict[str, float] = {}
+        self._has_old_pass |= not update
+        before = self._num_steps
+        yield logs
+        if self._num_steps == before:
+            raise ReplayError(
+                f"{type(self._engine).__name__} ran a batch of {len(data)} without forward_step, so that nothing was "
+                "replayed in it"
+            )
+        if update:
+            self.metrics.share(self._over_ranks)
+            logs.update(self.metrics.flush())
+
+    def step(self, step: Step, micro_batch: Any, loss_function: Any, *, update: bool) -> Any:
+        """A `forward_step` of verl on a micro-batch, replayed, recorded and measured as its pass asks for."""
+        self._num_steps += 1
+        measures = not (update and self._has_old_pass)
+        routes = self._routes_of(micro_batch, update=update)
+        session = recording = None
+        with ExitStack() as stack:
+            if routes is not None and self._replay != "disabled":
+                if not self.is_plausible and self._replay == "R3":
+                    self._require_plausible(step, micro_batch, routes)
+                replayed = self._with_padding(routes)
+                session = stack.enter_context(self.routed.replay(replayed, missing="native", telemetry=update))
+            if measures:
+                recording = stack.enter_context(self.routed.record())
+            loss, output = step(micro_batch, loss_function, not update)
+        if session is not None and update:
+            self.metrics.add_native(session.agreement().routing)
+        if recording is not None:
+            self._measure(recording.trace(), routes, micro_batch, output, update=update)
+        return loss, output
+
+    def _routes_of(self, micro_batch: Any, *, update: bool) -> RoutingTrace | None:
+        """What is to be replayed, or measured against; None where there is nothing."""
+        has_routes = micro_batch.get(FIELD, None) is not None
+        if self._replay == "disabled" and not has_routes:
+            return None
+        if self._replay == "R2" and not update:
+            if has_routes:
+                raise ReplayError(
+                    f"router_replay.mode is R2 and the rollout brought {FIELD!r}; set "
+                    "rollout.enable_rollout_routing_replay=False, or take R3"
+                )
+            return None
+        if self._replay == "R2" and not has_routes:
+            raise ReplayError(
+                f"router_replay.mode is R2, and the update has no {FIELD!r} of an old-log-prob pass: verl ran none, or "
+                "did not keep its output"
+            )
+        routes = trace_of(micro_batch, model=self._facts)
+        if self._replay != "disabled":
+            require_routed(routes, micro_batch)
+        return routes
+
+    def _with_padding(self, routes: RoutingTrace) -> RoutingTrace:
+        """And, as a sequence without routes, the tokens that verl appends under `pad_to_length`."""
+        padding = self._engine._get_packed_pad_size(routes.num_rows)
+        if not padding:
+            return routes
+        return concatenate([routes, RoutingTrace.unrouted(routes.spec, [np.zeros(padding, np.int32)])])
+
+    def _require_plausible(self, step: Step, micro_batch: Any, routes: RoutingTrace) -> None:
+        """The first routes beside the model's own: once they are replayed, wrong routes look right."""
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(range(torch.cuda.device_count())),
+            self.routed.record() as recording,
+        ):
+            step(micro_batch, None, True)
+        own = recording.trace().select(np.arange(len(routes)))
+        require_same_origin(own, routes)
+        self.is_plausible = True
+
+    def _measure(
+        self, recorded: RoutingTrace, routes: RoutingTrace | None, micro_batch: Any, output: Any, *, update: bool
+    ) -> None:
+        """What was executed, and what came out of it, beside the rollout's; with R2, what the updates are to replay."""
+        executed = recorded.select(np.arange(len(micro_batch)))
+        result = output["model_output"]
+        if self._replay == "R2":
+            layers = self._facts.num_hidden_layers
+            result[FIELD] = routed_experts(executed, micro_batch, num_hidden_layers=layers)
+        elif routes is not None:
+            self.metrics.compare_routes(routes, executed)
+        log_probs, sampled = result.get("log_probs"), micro_batch.get(ROLLOUT_LOG_PROBS, None)
+        if log_probs is None or sampled is None:
+            return
+        lengths = response_lengths(micro_batch)
+        trained, counted = of_responses(log_probs, lengths), sampled_mask(micro_batch)
+        self.metrics.compare_tokens(parts_of(sampled, lengths), _padded(trained), _padded(counted))
+
+    def _over_ranks(self, sums: Tensor) -> Tensor:
+        group = self._engine.get_data_parallel_group()
+        on_device = sums.to(get_device_id())
+        dist.all_reduce(on_device, group=group)
+        return on_device
+
+
+def _padded(rows: list[Any]) -> Tensor:
+    parts = [torch.from_numpy(np.asarray(row, np.float32)) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)

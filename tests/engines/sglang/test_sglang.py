@@ -1,0 +1,152 @@
+"""The client of SGLang's server, on answers recorded from a real one."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foreroute import capture
+from foreroute.capture import Sampling
+from foreroute.engines import sglang
+from foreroute.engines.sampled import facts_of, generation_of
+from foreroute.engines.sglang import sampled_of
+from foreroute.errors import CaptureError, EngineError
+from recorded import assert_routes, payload, serving
+from small import END, policy, seeded
+
+DATA = Path(__file__).parent / "data"
+WITH_ROUTES = sorted(set(DATA.glob("*.json")) - {DATA / "generate_without_routes.json"})
+
+
+class Server:
+    """Answers as SGLang does, without a model: the recorded response to every prompt."""
+
+    def __init__(self, **changes):
+        self.answers = {
+            "/server_info": {"enable_return_routed_experts": True, "version": "0.5.23"},
+            "/update_weights_from_disk": {"success": True, "message": ""},
+            **changes,
+        }
+        self.version = "default"
+
+    def __call__(self, method, path, body):
+        if path == "/update_weights_from_disk":
+            self.version = body["weight_version"]
+        if path == "/generate" and path not in self.answers:
+            answer = payload(DATA / "generate.json")["response"]
+            answer["meta_info"]["weight_versions"] = [{"version": self.version, "start": 0, "end": 5}]
+            return 200, [answer] * len(body["input_ids"])
+        return 200, self.answers[path]
+
+
+@pytest.mark.parametrize("path", WITH_ROUTES, ids=lambda path: path.stem)
+def test_recorded_answers_decode_to_the_routes_of_the_model(path):
+    record = payload(path)
+    start = record["request"].get("routed_experts_start_len", 0)
+    trace = capture.decode(
+        record["response"],
+        model=record["spec"],
+        token_ids=record["tokens"],
+        start=start,
+        engine="sglang",
+        engine_version=record["engine"]["version"],
+    )
+    assert_routes(trace, record, start=start)
+    assert trace.provenance["wire"] == "sglang"
+
+
+def test_an_answer_without_routes_says_how_to_ask_for_them():
+    record = payload(DATA / "generate_without_routes.json")
+    with pytest.raises(CaptureError, match="return"):
+        capture.decode(record["response"], model=record["spec"], token_ids=record["tokens"])
+
+
+def test_a_rollout_asks_for_what_it_needs_and_reads_the_answers(tmp_path):
+    record, routed = payload(DATA / "generate.json"), policy()
+    prompt = np.array(record["request"]["input_ids"], np.int32)
+    with serving(Server()) as server:
+        got = rollout(routed, server.url, tmp_path, prompt)
+    two = {**record, "tokens": record["tokens"] * 2, "expected": record["expected"] * 2}
+    assert_routes(got.trace, two)
+    assert got.trace.versions == (3,)
+    logprobs = [entry[0] for entry in record["response"]["meta_info"]["output_token_logprobs"]]
+    assert np.allclose(got.logprobs_R, logprobs * 2)
+    asked = dict(server.asked)
+    assert asked["/update_weights_from_disk"]["flush_cache"]
+    body = asked["/generate"]
+    assert body["input_ids"] == [prompt.tolist()] * 2
+    assert body["return_routed_experts"]
+    assert len({params["sampling_seed"] for params in body["sampling_params"]}) == 2
+    # with ignore_eos SGLang would not stop at the end token
+    assert all(params["stop_token_ids"] == [END] and not params.get("ignore_eos") for params in body["sampling_params"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"/server_info": {"enable_return_routed_experts": False, "version": "0.5.23"}}, "--enable-return-routed-exp"),
+        ({"/server_info": {"version": "0.5.23"}}, "--enable-return-routed-experts"),
+        ({"/server_info": {"enable_return_routed_experts": True}}, "has no 'version'"),
+        ({"/server_info": {"enable_return_routed_experts": True, "version": "0.5.9"}}, r"SGLang 0\.5\.9 does not work"),
+        ({"/server_info": [1]}, "lacks or garbles"),
+        ({"/update_weights_from_disk": []}, "lacks or garbles"),
+        ({"/generate": [3, 3]}, "lacks or garbles"),
+        ({"/update_weights_from_disk": {"success": False, "message": "no file"}}, "did not take the weights: no file"),
+        ({"/generate": [{"output_ids": [1], "meta_info": {}}] * 2}, "lacks or garbles"),
+        ({"/generate": {"output_ids": [1]}}, "list of 2 responses"),
+        ({"/generate": [payload(DATA / "generate.json")["response"]] * 2}, "trainer loaded version 3"),
+    ],
+)
+def test_what_the_server_fails_at_is_reported(tmp_path, changes, said):
+    with serving(Server(**changes)) as server, pytest.raises(EngineError, match=said):
+        rollout(policy(), server.url, tmp_path, np.arange(8, dtype=np.int32))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"output_ids": [1.0]}, "a list of integers"),
+        ({"meta_info": {"prompt_tokens": 99}}, "answers a prompt of 99 tokens, it was sent 5"),
+        ({"meta_info": {"finish_reason": {"type": "abort"}}}, "aborted response 0 of 1"),
+        ({"meta_info": {"finish_reason": {"type": "other"}}}, "for the reason 'other'"),
+        ({"meta_info": {"finish_reason": None}}, "lacks or garbles"),
+        ({"meta_info": {"output_token_logprobs": [3, 4]}}, "lacks or garbles"),
+        ({"meta_info": {"output_token_logprobs": [["x"]]}}, "a list of numbers"),
+        ({"meta_info": {"weight_versions": [{"version": 3}]}}, "lacks or garbles"),
+    ],
+)
+def test_an_answer_is_taken_as_it_is_or_not_at_all(change, said):
+    record, facts = payload(DATA / "generate.json"), facts_of(policy())
+    answer, prompt = record["response"], np.array(record["request"]["input_ids"][:5], np.int32)
+    answer["meta_info"] |= {"prompt_tokens": 5} | change.pop("meta_info", {})
+
+    def read():
+        sequence, _ = sampled_of(answer | change, prompt)
+        generation_of([sequence], facts, weight_version=0, engine="sglang", engine_version="0.5.23")
+
+    with pytest.raises(EngineError, match=said):
+        read()
+
+
+def test_weights_that_were_refused_sample_nothing_and_newer_servers_are_warned_of(tmp_path):
+    routed = policy()
+    info = {"enable_return_routed_experts": True, "version": "0.6.0"}
+    refused = {"success": False, "message": "x" * 5000}
+    with serving(Server(**{"/server_info": info, "/update_weights_from_disk": refused})) as server:
+        with pytest.warns(UserWarning, match=r"SGLang 0\.6\.0 is newer than 0\.5\.23"):
+            engine = sglang.ServerEngine(routed, server.url, weights_folder=tmp_path, timeout_s=5)
+        with pytest.raises(EngineError) as caught:
+            engine.load_weights(routed.model.state_dict(), version=3)
+        assert len(str(caught.value)) < 1000
+        with pytest.raises(EngineError, match="weights are unknown"):
+            engine.generate([np.arange(8, dtype=np.int32)], Sampling(max_new_tokens=5, end_token=END), seeded())
+
+
+def rollout(routed, url, folder, prompt):
+    engine = sglang.ServerEngine(routed, url, weights_folder=folder, timeout_s=5)
+    engine.load_weights(routed.model.state_dict(), version=3)
+    generation = engine.generate(
+        [prompt], Sampling(group_size=2, max_new_tokens=5, end_token=END, temperature=0.8), seeded()
+    )
+    engine.close()
+    return generation

@@ -1,0 +1,35 @@
+"""The environment with vLLM, and small fakes where there is none."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from foreroute.engines import vllm
+
+FAKE = Path(__file__).parent / "fake"
+
+
+@pytest.fixture(scope="session")
+def vllm_python():
+    """The interpreter that has vLLM; the tests that need it run in CI."""
+    named = os.environ.get("FOREROUTE_VLLM_PYTHON")
+    python = Path(named or ".venv-vllm/bin/python").absolute()
+    if not named and not python.exists():
+        pytest.skip("there is no vLLM environment: run `make vllm-env`, or set FOREROUTE_VLLM_PYTHON")
+    return python
+
+
+@pytest.fixture
+def fake_settings(tmp_path):
+    """Settings under which the worker runs, in this Python, on the fake vLLM beside these tests."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{FAKE}" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+
+    def settings(behaviour="good", **changes):
+        options = {"behaviour": behaviour}
+        return vllm.ProcessSettings(python=python, **{"timeout_s": 30.0, "options": options, **changes})
+
+    return settings

@@ -1,0 +1,87 @@
+"""Record answers of a real vLLM server, each with the routes of the Hugging Face model on the same tokens.
+
+    FOREROUTE_VLLM_PYTHON=.venv-vllm/bin/python PYTHONPATH=src:tests python tests/engines/vllm/record_payloads.py
+
+What it writes to `data/` needs no engine to be decoded.
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from foreroute import RoutingTrace
+from foreroute.adapters.checkpoint import CheckpointWriter
+from foreroute.engines.endpoint import Endpoint
+from serving import served, wait_for
+from small import END, forward, policy, prompts
+
+PROMPT, OTHER = (p.tolist() for p in prompts(8, 40, seed=7))
+COMMON = {
+    "model": "tiny",
+    "temperature": 0.8,
+    "max_tokens": 5,
+    "stop_token_ids": [END],
+    "seed": 11,
+    "logprobs": 0,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+}
+REQUESTS = {
+    "completion": ("/v1/completions", COMMON | {"prompt": PROMPT}),
+    "completion_n2": ("/v1/completions", COMMON | {"prompt": PROMPT, "n": 2}),
+    "completion_prompt_start": ("/v1/completions", COMMON | {"prompt": PROMPT, "routed_experts_prompt_start": 6}),
+    "completion_prefix_hit": ("/v1/completions", COMMON | {"prompt": OTHER}),
+    "completion_one_token": ("/v1/completions", COMMON | {"prompt": PROMPT, "max_tokens": 1}),
+    "generate": (
+        "/inference/v1/generate",
+        {
+            "model": "tiny",
+            "token_ids": PROMPT,
+            "sampling_params": {"max_tokens": 5, "temperature": 0.8, "seed": 11, "logprobs": 0},
+        },
+    ),
+}
+
+
+def main():
+    """Start a server, ask, and write."""
+    routed = policy()
+    data = Path(__file__).parent / "data"
+    data.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        checkpoint = CheckpointWriter(routed.model).write(folder / "checkpoint")
+        python = Path(os.environ["FOREROUTE_VLLM_PYTHON"]).absolute()
+        with served(python, checkpoint, folder, "--enable-scale-out") as (url, process):
+            wait_for(url, process)
+            server = Endpoint(url, timeout_s=60, what="vLLM")
+            server.post("/v1/completions", COMMON | {"prompt": OTHER})
+            for name, (path, body) in REQUESTS.items():
+                answer = server.post(path, body).value
+                record = {
+                    "engine": {"name": "vllm", "version": server.get("/version").read(str, "version")},
+                    "path": path,
+                    "request": body,
+                    "response": answer,
+                    **expected(routed, body, answer),
+                }
+                (data / f"{name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
+def expected(routed, body, answer):
+    """Tokens and sorted routes [T, L, K] of each choice, from the Hugging Face model in float32."""
+    prompt = body.get("prompt") or body["token_ids"]
+    tokens = [[*prompt, *choice["token_ids"]] for choice in answer["choices"]]
+    trace = RoutingTrace.unrouted(routed.spec, [np.array(t) for t in tokens])
+    own = forward(routed, trace)[0]
+    spec = routed.spec
+    sets = [np.sort(own.select([s]).expert_ids_NLK).tolist() for s in range(len(own))]
+    facts = {"num_experts": spec.num_experts, "top_k": spec.top_k, "layers": [layer.index for layer in spec.layers]}
+    return {"model": facts, "tokens": tokens, "hf_expert_sets": sets}
+
+
+if __name__ == "__main__":
+    main()

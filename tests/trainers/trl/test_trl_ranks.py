@@ -1,0 +1,109 @@
+"""Two data-parallel processes: each replays its own sequences, and metrics are those of both."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from foreroute.errors import BatchMismatchError, CaptureError
+from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+
+
+def on_two_processes(work):
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_process, (folder, work), nprocs=2)
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def _process(rank, folder, work):
+    torch.set_num_threads(1)
+    of_this_process = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", **{name: str(value) for name, value in of_this_process.items()}}
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    torch.save(work(rank, folder), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def train(rank, folder):
+    """What a process logs and saw, and how vLLM's answer to the main process is dealt out."""
+    from routes_book import Book, differing_cells, log_ratios, require_followed, watched
+    from tiny import policy
+    from trl_runs import make
+
+    results = {"shares": deal_out(rank)}
+    for replay in ("R3", "none"):
+        model = policy()
+        book = Book(model, seed=rank)
+        trainer = make(f"{folder}/{replay}", model=model, rollout_func=book, max_steps=1, replay=replay)
+        with watched(model) as batches:
+            trainer.train()
+        if replay == "R3":
+            for batch in batches:
+                if batch.grad:
+                    require_followed(batch, book)
+        results[replay] = {
+            "logs": trainer.state.log_history[0],
+            "updates": sum(len(batch.input_ids) for batch in batches if batch.grad),
+            "weights": next(trainer.accelerator.unwrap_model(trainer.model).parameters()).detach(),
+            "log_r": log_ratios(book),
+            "cells": differing_cells(book),
+        }
+    return results
+
+
+def deal_out(rank):
+    from types import SimpleNamespace
+
+    from foreroute.trainers.trl.vllm_tap import VLLMTap
+
+    accelerator = SimpleNamespace(num_processes=2, is_main_process=rank == 0)
+    client = SimpleNamespace(_post=lambda url, json: json)
+    tap = VLLMTap(SimpleNamespace(mode="server", vllm_client=client), accelerator, None)
+    spec = RoutingSpec(4, 2, (RoutedLayer(0),))
+    tokens = [[s, s + 1] for s in range(4)]
+    trace = RoutingTrace.from_sequences(spec, tokens, [[[[s % 4, (s + 1) % 4]]] for s in range(4)])
+    share = tap._share(trace if rank == 0 else None, 2)
+    wrong = tap._share(trace if rank == 0 else None, 3)
+    failed = tap._share(CaptureError("no routes") if rank == 0 else None, 2)
+    return share.token_ids_N, type(wrong), str(failed)
+
+
+@pytest.fixture(scope="module")
+def results():
+    return on_two_processes(train)
+
+
+def test_routes_metrics_and_weights_on_two_processes(results):
+    for rank in results:
+        assert rank["R3"]["updates"] == 4  # two micro-batches of two: followed, or train() would have raised
+        assert rank["R3"]["logs"]["mismatch/disagreement"] == 0
+    assert results[0]["none"]["logs"]["mismatch/k3"] == results[1]["none"]["logs"]["mismatch/k3"]
+    assert torch.equal(results[0]["R3"]["weights"], results[1]["R3"]["weights"])
+
+
+def test_metrics_are_those_of_the_tokens_of_both(results):
+    log_r = np.concatenate([rank["none"]["log_r"] for rank in results]).astype(np.float64)
+    cells = np.concatenate([rank["none"]["cells"] for rank in results])
+    logs = results[0]["none"]["logs"]
+    assert logs["mismatch/k3"] == pytest.approx(np.mean(np.exp(log_r) - 1 - log_r), rel=1e-4)
+    assert logs["mismatch/disagreement"] == pytest.approx(np.mean(cells) / 3, rel=1e-9)
+    alone = results[0]["none"]["log_r"].astype(np.float64)
+    assert logs["mismatch/k3"] != pytest.approx(np.mean(np.exp(alone) - 1 - alone), rel=1e-2)  # the control
+
+
+def test_what_the_main_process_was_answered_is_dealt_out_in_blocks(results):
+    for rank, result in enumerate(results):
+        tokens, wrong, failed = result["shares"]
+        assert tokens.tolist() == [2 * rank, 2 * rank + 1, 2 * rank + 1, 2 * rank + 2]
+        assert wrong is BatchMismatchError
+        assert failed == "no routes"

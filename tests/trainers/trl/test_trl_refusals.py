@@ -1,0 +1,212 @@
+"""Replay that would be wrong, or would not happen, ends in one clear error."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import trl
+from peft import PromptTuningConfig, TaskType
+
+from foreroute.engines.embedded import EmbeddedEngine
+from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ConfigError, ReplayError, StaleTraceError
+from foreroute.trainers.trl import GRPOTrainer, RoutingReplay, hooks, rollout_with
+from foreroute.trainers.trl.passes import ROWS
+from foreroute.trainers.trl.refusals import require_supported
+from routes_book import Book
+from tiny import policy
+from trl_runs import make
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"replay": "R4"}, "expected one of 'none', 'R2', 'R3'"),
+        ({"replay": "R2", "num_iterations": 1, "steps_per_generation": 2}, "nothing to replay"),
+        ({"use_transformers_continuous_batching": True}, "continuous_batching"),
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+        (
+            {"peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)},
+            "prompt and prefix tuning",
+        ),
+    ],
+    ids=["mode", "r2-without-old-pass", "continuous-batching", "liger", "prompt-tuning"],
+)
+def test_settings_that_do_not_go_with_replay(settings, message, folder):
+    with pytest.raises(ConfigError, match=message):
+        make(folder, **settings)
+
+
+def test_a_release_of_trl_without_a_hook_is_named(folder, monkeypatch):
+    monkeypatch.setitem(hooks.HOOKS, "_compute_loss", ("model", "inputs", "weights"))
+    with pytest.raises(AttachError, match=rf"TRL {trl.__version__} has _compute_loss without weights"):
+        make(folder)
+    monkeypatch.setitem(hooks.HOOKS, "_no_such_method", ())
+    monkeypatch.delitem(hooks.HOOKS, "_compute_loss")
+    with pytest.raises(AttachError, match="no _no_such_method"):
+        make(folder)
+
+
+def test_a_trainer_that_is_not_trls(folder):
+    class Alone(RoutingReplay):
+        pass
+
+    with pytest.raises(AttachError, match=r"not derived from trl\.GRPOTrainer"):
+        Alone()
+
+
+class OwnLoss(GRPOTrainer):
+    """Computes its loss past the method that all log-probs go through, as a fused kernel would."""
+
+    def _compute_loss(self, model, inputs):
+        return self.routing.update(lambda: next(model.parameters()).sum() * 0, inputs)
+
+
+class OwnStep(GRPOTrainer):
+    """A loss of its own, past everything."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return next(model.parameters()).sum() * 0
+
+
+class OwnBatch(GRPOTrainer):
+    """Hands on what it knows, and nothing else."""
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = dict(super()._prepare_inputs(generation_batch))
+        del inputs[ROWS]
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(OwnLoss, "computed a loss without"), (OwnStep, "a training step without"), (OwnBatch, "foreroute_rows")],
+)
+def test_a_step_in_which_nothing_was_replayed(kind, message, folder):
+    with pytest.raises(ReplayError, match=message):
+        make(folder, kind=kind).train()
+
+
+class Swapped(GRPOTrainer):
+    """Gives every sequence the routes of another, as carrying them beside TRL's batch would."""
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = dict(super()._prepare_inputs(generation_batch))
+        inputs[ROWS] = torch.flip(inputs[ROWS], [0])
+        return inputs
+
+
+class Late(GRPOTrainer):
+    """Brings the micro-batches of the rollout before."""
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = dict(super()._prepare_inputs(generation_batch))
+        inputs[ROWS] = inputs[ROWS] - torch.tensor([1, 0])
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [(Swapped, BatchMismatchError, "the sequences \\[1, 0\\] of the trace"), (Late, ReplayError, "rollouts \\[0\\]")],
+)
+def test_routes_of_other_sequences_or_rollouts(kind, error, message, folder):
+    with pytest.raises(error, match=message):
+        make(folder, kind=kind).train()
+
+
+def one_late(routes):
+    return [np.roll(each, 1, axis=0) for each in routes]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (one_late, ReplayError, "shift"),
+        (lambda routes: [*routes[1:], routes[0]], CaptureError, "rows for"),
+        (lambda routes: routes[:-1], ReplayError, "7 'routed_experts' for 8"),
+        (lambda routes: None, ReplayError, "no 'routed_experts'"),
+        (lambda routes: 7, ReplayError, "an? int as 'routed_experts' for 8"),
+        (lambda routes: dict(enumerate(routes)), ReplayError, "a dict as 'routed_experts' for 8"),
+        (lambda routes: [np.zeros_like(each) for each in routes], CaptureError, "sequence 0"),
+    ],
+    ids=["one-late", "shuffled", "too-few", "none", "number", "dictionary", "all-zero"],
+)
+def test_routes_of_a_rollout_func_that_are_wrong(change, error, message, folder):
+    model = policy()
+    trainer = make(folder, model=model, rollout_func=Book(model, change=change))
+    with pytest.raises(error, match=message):
+        trainer.train()
+
+
+def test_a_rollout_func_that_returns_no_dictionary(folder):
+    trainer = make(folder, rollout_func=lambda prompts, trainer: [prompts])
+    with pytest.raises(ReplayError, match="the rollout_func returned a list; expected a dictionary"):
+        trainer.train()
+
+
+def test_beams_are_refused_before_anything_is_sampled(folder):
+    with pytest.raises(ReplayError, match="num_beams=2: beams change places"):
+        make(folder, generation_kwargs={"num_beams": 2}).train()
+
+
+class Engine:
+    """One that never takes over new weights."""
+
+    weight_version = 0
+
+    def __init__(self, model):
+        self._engine = EmbeddedEngine(model)
+        self._engine.weight_version = 7
+
+    def load_weights(self, weights, version):
+        pass
+
+    def generate(self, *args):
+        return self._engine.generate(*args)
+
+
+def test_routes_of_other_weights_are_refused(folder):
+    model = policy()
+    trainer = make(folder, model=model, rollout_func=rollout_with(Engine(model)))
+    with pytest.raises(StaleTraceError, match=r"weight versions \[7\] came with the rollout of step 0"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"top_p": 0.9}, "top_p is 0.9"), ({"generation_kwargs": {"seed": 1}}, "generation_kwargs")],
+)
+def test_sampling_that_an_engine_does_not_know(settings, message, folder):
+    model = policy()
+    trainer = make(folder, model=model, rollout_func=rollout_with(Engine(model)), **settings)
+    with pytest.raises(ConfigError, match=message):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("tools", [print], "several turns"),
+        ("environment_factories", {"one": object}, "several turns"),
+        ("is_deepspeed_enabled", True, "DeepSpeed"),
+    ],
+)
+def test_what_was_never_tested_with_replay(attribute, value, message, folder):
+    trainer = make(folder)
+    setattr(trainer, attribute, value)
+    with pytest.raises(ConfigError, match=message):
+        require_supported(trainer, "R3")
+
+
+def test_fsdp1_is_refused_and_fsdp2_is_not(folder):
+    trainer = make(folder)
+    for version in (1, 2):
+        plugin = SimpleNamespace(fsdp_version=version)
+        fsdp = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+        trainer.accelerator, kept = fsdp, trainer.accelerator
+        if version == 2:
+            require_supported(trainer, "R3")
+        else:
+            with pytest.raises(ConfigError, match="fsdp_version: 2"):
+                require_supported(trainer, "R3")
+        trainer.accelerator = kept

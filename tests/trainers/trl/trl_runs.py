@@ -1,0 +1,79 @@
+"""TRL runs of a few seconds."""
+
+import torch
+from datasets import Dataset
+from transformers import Qwen3MoeForCausalLM
+from trl import GRPOConfig
+
+from foreroute.trainers.trl import GRPOTrainer
+from tiny import policy, tokenizer, vowels
+
+PROMPTS = [f"{'very ' * (i % 3)}many vowels {i}: " for i in range(32)]
+"""Of several lengths, so that batches are padded on the left."""
+
+SETTINGS = {
+    # 8 sequences for each rollout, in 4 micro-batches, 2 of them to a step, each of them used twice
+    "per_device_train_batch_size": 2,
+    "steps_per_generation": 4,
+    "gradient_accumulation_steps": 2,
+    "num_iterations": 2,
+    "num_generations": 2,
+    "max_completion_length": 10,
+    "max_steps": 4,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
+def config(folder, **settings):
+    return GRPOConfig(output_dir=folder, **{**SETTINGS, **settings})
+
+
+def make(folder, *, kind=GRPOTrainer, model=None, rollout_func=None, peft_config=None, rewards=vowels, **settings):
+    """A trainer; `replay` among the settings goes to it, the rest to its configuration."""
+    own = {"replay": settings.pop("replay")} if "replay" in settings else {}
+    prompts = Dataset.from_dict({"prompt": PROMPTS})
+    return kind(
+        model=model or policy(),
+        processing_class=tokenizer(),
+        reward_funcs=rewards,
+        train_dataset=prompts,
+        eval_dataset=prompts.select(range(4)),
+        args=config(folder, **settings),
+        rollout_func=rollout_func,
+        peft_config=peft_config,
+        **own,
+    )
+
+
+def old_log_probs(trainer):
+    """Train, and return the log-probs of TRL's old pass on each completion, by the tokens of the sequence."""
+    found, generates = {}, trainer._generate_and_score_completions
+
+    def noting(inputs):
+        output = generates(inputs)
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "old_per_token_logps")
+        for ids, mask, completion, completed, logprobs in zip(*(output[name] for name in names), strict=True):
+            tokens = (*ids[mask.bool()].tolist(), *completion[completed.bool()].tolist())
+            found[tokens] = logprobs[completed.bool()].numpy()
+        return output
+
+    trainer._generate_and_score_completions = noting
+    trainer.train()
+    return found
+
+
+def logged(trainer, name):
+    """Every value of a metric in the trainer's own logs."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def saved_policy(folder, **kwargs):
+    """A policy that can be loaded again, as TRL does for its reference model."""
+    policy(**kwargs).save_pretrained(folder)
+    return Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)

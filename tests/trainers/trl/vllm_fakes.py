@@ -1,0 +1,158 @@
+"""Stand-ins for vLLM in TRL's two modes, with the fields of vLLM 0.30's answers, sampled by the embedded engine.
+
+Tokens and log-probs are those of a bfloat16 copy of the policy under the weights that TRL pushed. Names and shapes
+are as recorded from real servers and processes (tests/engines/vllm/data).
+"""
+
+import base64
+import io
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient
+
+from foreroute.capture import Sampling
+from foreroute.engines.embedded import EmbeddedEngine
+from tiny import policy
+
+END = 1
+
+
+class Sampler:
+    """What both modes share: weights in, sequences out.
+
+    Args:
+        change: applied to the list of routes, uint8 [T - 1, L, K] each.
+    """
+
+    def __init__(self, change):
+        self._engine = EmbeddedEngine(policy(seed=9), "bfloat16")
+        self._generator = torch.Generator().manual_seed(5)
+        self._weights, self._change = {}, change
+        self.loads = 0
+
+    def load_weights(self, named):
+        for name, tensor in named:
+            self._weights[name] = tensor.detach().clone()
+
+    def sample(self, prompts, *, count, max_tokens, temperature):
+        """(prompt, response, log-probs, routes) of `count` responses to each prompt."""
+        self._engine.load_weights(self._weights, self.loads)
+        self.loads += 1
+        sampling = Sampling(max_tokens, END, count, temperature)
+        prompts = [np.array(prompt, np.int32) for prompt in prompts]
+        generation = self._engine.generate(prompts, sampling, self._generator)
+        logprobs = np.split(generation.logprobs_R, np.cumsum(generation.response_lengths)[:-1])
+        traces = [generation.trace.select([s]) for s in range(len(generation))]
+        routes = self._change([trace.expert_ids_NLK[trace.valid_N] for trace in traces])
+        return [
+            (prompts[s // count].tolist(), generation.response(s).tolist(), logprobs[s].tolist(), routes[s])
+            for s in range(len(generation))
+        ]
+
+
+def colocated(monkeypatch, change):
+    """Have TRL find a vLLM in its own process."""
+
+    class LLM:
+        def __init__(self, *, enable_return_routed_experts=False, **settings):
+            assert settings["logprobs_mode"] == "processed_logprobs"
+            self._returns_routes = enable_return_routed_experts
+            self._sampler = Sampler(change)
+            runner = SimpleNamespace(model=SimpleNamespace(load_weights=self._sampler.load_weights))
+            executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+            self.llm_engine = SimpleNamespace(model_executor=executor)
+
+        def reset_prefix_cache(self):
+            pass
+
+        def generate(self, prompts, *, sampling_params, use_tqdm):
+            ids = [prompt["prompt_token_ids"] for prompt in prompts]
+            wanted = {"count": 1, "max_tokens": sampling_params.max_tokens, "temperature": sampling_params.temperature}
+            return [
+                SimpleNamespace(
+                    prompt_token_ids=prompt,
+                    outputs=[
+                        SimpleNamespace(
+                            index=0,
+                            token_ids=response,
+                            logprobs=[
+                                {token: SimpleNamespace(logprob=logprob, rank=1)}
+                                for token, logprob in zip(response, logprobs, strict=True)
+                            ],
+                            routed_experts=routes if self._returns_routes else None,
+                        )
+                    ],
+                )
+                for prompt, response, logprobs, routes in self._sampler.sample(ids, **wanted)
+            ]
+
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "LLM", LLM, raising=False)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        # TRL sets them for vLLM, and the next trainer would take them for torchrun's: undoing this takes them away
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return LLM
+
+
+def served(monkeypatch, change, *, returns_routes=True):
+    """Have TRL's own client find a server: everything but the request itself is TRL's code."""
+
+    class Client(VLLMClient):
+        def __init__(self, base_url=None, group_port=0, connection_timeout=0.0):
+            self.base_url, self.model = base_url, "tiny"
+            self._sampler = Sampler(change)
+
+        def init_communicator(self, device):
+            pass
+
+        def get_server_info(self):
+            return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+        def update_named_params(self, metadata, named):
+            self._sampler.load_weights(named)
+
+        def reset_prefix_cache(self):
+            pass
+
+        def _post(self, url, *, json):
+            assert url.endswith("/v1/completions")
+            assert json["return_token_ids"]
+            return self._answer(json)
+
+        def _answer(self, body):
+            sampled = self._sampler.sample(
+                body["prompt"], count=body["n"], max_tokens=body["max_tokens"], temperature=body["temperature"]
+            )
+            choices = [
+                {
+                    "index": index,
+                    "text": "",
+                    "prompt_token_ids": prompt,
+                    "token_ids": response,
+                    "logprobs": {
+                        "tokens": [f"token_id:{token}" for token in response],
+                        "token_logprobs": logprobs,
+                        "top_logprobs": [{} for _ in response],
+                    },
+                    "routed_experts": as_npy(routes) if returns_routes else None,
+                }
+                for index, (prompt, response, logprobs, routes) in enumerate(sampled)
+            ]
+            return json.loads(json.dumps({"id": "cmpl-1", "object": "text_completion", "choices": choices}))
+
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "VLLMClient", Client)
+    return Client
+
+
+def as_npy(array):
+    """A .npy file in base64, as vLLM's server sends arrays."""
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,140 @@
+"""What the released verl does to a batch, done to batches whose routes say to which token they belong."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("verl", reason="there is no verl in this environment: run `make test-verl`")
+
+from tensordict import TensorDict
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from verl import DataProto
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, AgentLoopWorker
+from verl.trainer.ppo.padding_utils import build_padding_routed_experts
+from verl.utils import tensordict_utils as tu
+from verl.utils.seqlen_balancing import rearrange_micro_batches
+from verl.workers.utils.padding import left_right_2_no_padding
+
+from foreroute.trainers.verl import trace_of
+from verl_batches import FACTS, PROMPT, RESPONSE, padded, require_told, sequences, telling_routes
+
+ENGINES = {
+    # what vLLM and SGLang hand to verl: uint8 or int32 of all layers, one row for each token but the last
+    "vllm": lambda tokens: telling_routes(tokens).astype(np.uint8),
+    "sglang": lambda tokens: telling_routes(tokens).astype(np.int32),
+}
+
+
+def proto_of(pairs):
+    batch = {name: value for name, value in padded(pairs).items() if name != "loss_mask"}
+    return DataProto.from_single_dict(batch)
+
+
+def pairs_of(batch):
+    """Prompts and responses, by the mask alone."""
+    fields = batch.batch if isinstance(batch, DataProto) else batch
+    ids, mask = fields["input_ids"].numpy(), fields["attention_mask"].numpy().astype(bool)
+    return [(row[:PROMPT][kept[:PROMPT]], row[PROMPT:][kept[PROMPT:]]) for row, kept in zip(ids, mask, strict=True)]
+
+
+def test_a_reordered_repeated_chunked_and_joined_data_proto_keeps_its_routes():
+    pairs = sequences(8)
+    batch = proto_of(pairs)
+    batch.reorder(torch.tensor([3, 1, 7, 0, 5, 2, 6, 4]))
+    require_told(trace_of(batch, model=FACTS), [pairs[i] for i in (3, 1, 7, 0, 5, 2, 6, 4)])
+    repeated = batch.repeat(repeat_times=2, interleave=True)
+    for chunk in repeated.chunk(4):
+        require_told(trace_of(chunk, model=FACTS), pairs_of(chunk))
+    joined = DataProto.concat(repeated.chunk(4)[::-1])
+    require_told(trace_of(joined, model=FACTS), pairs_of(joined))
+    for mini in joined.split(6):
+        require_told(trace_of(mini, model=FACTS), pairs_of(mini))
+
+
+def test_mini_and_micro_batches_without_padding_keep_their_routes():
+    pairs = sequences(8)
+    batch = left_right_2_no_padding(proto_of(pairs).to_tensordict())
+    by_tokens = {tuple(np.concatenate(pair)): pair for pair in pairs}
+    require_told(trace_of(batch, model=FACTS), pairs)
+
+    def require_all(parts):
+        seen = []
+        for part in parts:
+            tokens = [tuple(row.tolist()) for row in part["input_ids"].unbind()]
+            require_told(trace_of(part, model=FACTS), [by_tokens[t] for t in tokens])
+            seen += tokens
+        assert sorted(seen) == sorted(by_tokens)
+
+    require_all(tu.chunk_tensordict(batch, 2))
+    require_all(tu.make_iterator(batch, mini_batch_size=4, epochs=1, seed=3, dataloader_kwargs={"shuffle": True}))
+    micro_batches, order = rearrange_micro_batches(batch, max_token_len=24)
+    require_all(micro_batches)
+    assert [i for part in order for i in part] != list(range(8))
+    require_all([tu.concat_tensordict(tu.chunk_tensordict(batch, 4)[::-1])])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_wire_of_each_engine_arrives_through_verls_agent_loop(engine):
+    pairs = sequences(4)
+    outputs = [
+        AgentLoopOutput(
+            prompt_ids=prompt.tolist(),
+            response_ids=response.tolist(),
+            response_mask=[1] * len(response),
+            routed_experts=ENGINES[engine](np.concatenate([prompt, response])),
+            metrics=AgentLoopMetrics(),
+        )
+        for prompt, response in pairs
+    ]
+    for output, pair in zip(outputs, pairs, strict=True):  # the newer trainer's way, one sequence at a time
+        fields = output.as_dict()
+        ids = torch.cat([fields["prompts"], fields["responses"]])
+        one = {"input_ids": ids, "routed_experts": fields["routed_experts"]}
+        assert one["routed_experts"].dtype == torch.int16
+        alone = {n: torch.nested.as_nested_tensor([v], layout=torch.jagged) for n, v in one.items()}
+        require_told(trace_of(alone, model=FACTS), [pair])
+    batch = asyncio.run(agent_loop_batch(outputs))
+    require_told(trace_of(batch, model=FACTS), pairs)
+    require_told(trace_of(left_right_2_no_padding(batch.to_tensordict()), model=FACTS), pairs)
+
+
+async def agent_loop_batch(outputs):
+    """verl's own padding and stacking, on a worker that has no servers."""
+    worker = object.__new__(AgentLoopWorker)
+    worker.rollout_config = SimpleNamespace(prompt_length=PROMPT, response_length=RESPONSE)
+    worker.tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel()), pad_token="<pad>")
+    nothing = lambda *_, **__: none()  # noqa: E731
+    worker._compute_multi_modal_inputs = lambda *_: {}
+    worker._compute_position_ids = lambda ids, mask, *_: (mask.cumsum(1) - 1).clamp(min=0)
+    worker._get_mm_processor_kwargs = lambda *_: None
+    worker._compute_score = worker._compute_teacher_logprobs = nothing
+    worker.reward_loop_worker_handles = None
+    worker.distillation_enabled = False
+    inner = [await worker._agent_loop_postprocess(output, False, raw_prompt=[]) for output in outputs]
+    fields = ("input_ids", "attention_mask", "position_ids", "response_mask", "routed_experts")
+    batch = {name: torch.cat([getattr(one, name) for one in inner]) for name in fields}
+    batch |= {"prompts": batch["input_ids"][:, :PROMPT], "responses": batch["input_ids"][:, PROMPT:]}
+    return DataProto.from_single_dict(batch)
+
+
+async def none():
+    return None
+
+
+def test_sequences_that_fill_a_batch_up_have_no_routes():
+    source = torch.from_numpy(telling_routes(np.arange(1, 9))).short()
+    filler = build_padding_routed_experts(source, 5)
+    ids = torch.nested.as_nested_tensor([torch.full((5,), 2)], layout=torch.jagged)
+    td = TensorDict(
+        {
+            "input_ids": ids,
+            "routed_experts": torch.nested.as_nested_tensor([filler], layout=torch.jagged),
+            "response_mask": torch.nested.as_nested_tensor([torch.zeros(1)], layout=torch.jagged),
+        },
+        batch_size=1,
+    )
+    assert not trace_of(td, model=FACTS).valid_N.any()

@@ -1,0 +1,203 @@
+"""verl's own FSDP engine, as it was released, with our replay: which routes reach the experts in which pass."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("verl", reason="there is no verl in this environment: run `make test-verl`")
+
+from verl.workers.engine.fsdp import transformer_impl
+
+from foreroute.errors import AttachError, CaptureError, ConfigError, ReplayError
+from foreroute.trainers.verl import trace_of
+from foreroute.trainers.verl.fsdp import RoutingReplayEngine
+from foreroute.trainers.verl.settings import require_supported
+from verl_book import Book, followed, watched
+from verl_engines import make, old_log_probs, tensordict, update
+
+LAYOUTS = {
+    "micro-batches by tokens, no padding": {},
+    "micro-batches by count": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2},
+    "padded": {"use_remove_padding": False},
+    "padded to buckets": {"bucket": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def book(folder):
+    return Book(folder)
+
+
+@pytest.fixture(scope="module")
+def engine(group, folder, book):
+    """One that replays the rollout, with activation checkpointing, whose weights stay, after its first batch."""
+    engine = make(folder, "R3", lr=0.0)
+    with watched(engine.module) as forwards:
+        old_log_probs(engine, tensordict(book.batch()))
+    own = [followed(forward, book)[1] > 0 for forward in forwards]
+    assert own == [True] + [False] * (len(own) - 1)  # the first is held against the model's own routes
+    return engine
+
+
+@pytest.fixture(scope="module")
+def exact(book):
+    """Log-probs in float64 of each sequence on its routes, and how far float32 is from them."""
+    exact = book.replayed(torch.float64)
+    rounding = max(float((a - b).abs().max()) for a, b in zip(exact, book.replayed(), strict=True))
+    return exact, rounding
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_routes_give_the_log_probs_that_hugging_face_gives(layout, engine, book, exact, monkeypatch):
+    settings = dict(LAYOUTS[layout])
+    bucket = settings.pop("bucket", None)
+    monkeypatch.setattr(engine, "pad_to_length", bucket is not None)
+    monkeypatch.setattr(engine, "pad_to_length_bucket", bucket)
+    with watched(engine.module) as forwards:
+        found, _ = old_log_probs(engine, tensordict(book.batch(), **settings))
+    log_probs, rounding = exact
+    assert rounding < 1e-4
+    for one, other, native in zip(found, log_probs, book.native, strict=True):
+        assert float((one - other).abs().max()) < 8 * rounding
+        # the control: on its own routes the model says something else
+        assert np.abs(one.numpy() - native[1]).max() > 100 * rounding
+    counts = [followed(forward, book) for forward in forwards]
+    assert sorted(s for _, _, sequences in counts for s in sequences) == list(range(len(book.pairs)))
+    assert all((yes, no) == (2, 0) for yes, no, _ in counts)
+
+
+def test_updates_follow_the_routes_and_so_does_their_recomputation(engine, book):
+    td = tensordict(book.batch())
+    old_log_probs(engine, td)
+    with watched(engine.module) as forwards:
+        output = update(engine, tensordict(book.batch()))
+    counts = [followed(forward, book)[:2] for forward in forwards]
+    assert all(no == 0 and yes == 4 for yes, no in counts), counts  # two layers, forward and recomputation
+    metrics = output["metrics"]
+    log_r = np.concatenate(
+        [
+            logprobs[-len(sampled) :].numpy() - sampled
+            for logprobs, sampled in zip(book.replayed(), book.sampled, strict=True)
+        ]
+    ).astype(np.float64)
+    assert metrics["mismatch/k3"] == [pytest.approx(np.mean(np.exp(log_r) - 1 - log_r), rel=1e-3)]
+    assert metrics["mismatch/f2"] == [pytest.approx(np.mean(np.abs(log_r) > np.log(2)))]
+    assert metrics["mismatch/disagreement"] == [0.0]
+    assert metrics["mismatch/native_disagreement"][0] > 0.05
+
+
+def test_without_replay_verl_is_verl_and_the_mismatch_is_measured(group, folder, book):
+    plain, ours = make(folder, "disabled", kind="verl"), make(folder, "disabled")
+    assert type(ours) is RoutingReplayEngine is not type(plain)
+    batch = tensordict(book.batch())
+    for one, other in zip(old_log_probs(plain, batch)[0], old_log_probs(ours, batch)[0], strict=True):
+        assert torch.equal(one, other)
+    losses = [update(engine, tensordict(book.batch())) for engine in (plain, ours)]
+    assert losses[0]["loss"] == losses[1]["loss"]
+    assert not any(name.startswith("mismatch") for name in losses[0]["metrics"])
+    cells = [
+        set(a) != set(b)
+        for routes, (native, _) in zip(book.routes, book.native, strict=True)
+        for a, b in zip(routes.reshape(-1, 2).tolist(), native[:-1].reshape(-1, 2).tolist(), strict=True)
+    ]
+    assert losses[1]["metrics"]["mismatch/disagreement"] == [pytest.approx(np.mean(cells))]
+    for one, other in zip(plain.module.parameters(), ours.module.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other.full_tensor())
+
+
+def test_in_the_precision_that_verl_trains_in_the_routes_are_followed_as_well(group, folder, book):
+    engine = make(folder, "R3", mixed_precision=None)  # bfloat16, under autocast
+    old_log_probs(engine, tensordict(book.batch()))
+    with watched(engine.module) as forwards:
+        old_log_probs(engine, tensordict(book.batch()))
+        output = update(engine, tensordict(book.batch()))
+    assert all(followed(forward, book)[1] == 0 for forward in forwards)
+    assert output["metrics"]["mismatch/disagreement"] == [0.0]
+
+
+def test_r2_records_in_the_old_pass_and_replays_that_in_the_update(group, folder, book):
+    engine = make(folder, "R2", lr=1e-2)
+    batch = tensordict(book.batch(routes=False))
+    _, output = old_log_probs(engine, batch)
+    recorded = output["model_output"]["routed_experts"]
+    batch["routed_experts"] = recorded
+    trace = trace_of(batch, model=engine.routing._facts)
+    assert np.array_equal(trace.expert_ids_NLK, np.concatenate([ids for ids, _ in book.native]))
+    update(engine, batch)  # moves the weights
+    with watched(engine.module) as forwards:
+        second = update(engine, batch)
+    own = SimpleNamespace(pairs=book.pairs, routes=[ids for ids, _ in book.native])
+    assert all(followed(forward, own)[1] == 0 for forward in forwards)
+    assert second["metrics"]["mismatch/native_disagreement"][0] > 0
+    assert "mismatch/disagreement" not in second["metrics"]
+
+
+def test_a_reference_is_left_alone(group, folder, book, monkeypatch):
+    monkeypatch.setattr(
+        transformer_impl, "CPUOffloadPolicy", lambda **_: None
+    )  # pins memory, for which there is no GPU
+    reference = make(folder, "R3", forward_only=True)
+    assert reference.routing is None
+    require_native(old_log_probs(reference, tensordict(book.batch()))[0], book)
+
+
+def test_adapters_are_replayed_and_the_policy_without_them_is_a_reference(group, folder, book):
+    engine = make(folder, "R3", model={"lora_rank": 4, "target_modules": ["q_proj", "v_proj"]})
+    update(engine, tensordict(book.batch()))  # the first, with a forward on the model's own routes
+    with watched(engine.module) as forwards:
+        update(engine, tensordict(book.batch()))
+    assert all(followed(forward, book)[1] == 0 for forward in forwards)
+    with engine.disable_adapter():
+        found, _ = old_log_probs(engine, tensordict(book.batch()))
+    require_native(found, book)
+
+
+def require_native(found, book):
+    for logprobs, (_, native) in zip(found, book.native, strict=True):
+        np.testing.assert_allclose(logprobs.numpy(), native, rtol=0, atol=1e-4)
+
+
+def test_what_would_have_no_effect_is_refused(group, folder, book, engine, monkeypatch):
+    with pytest.raises(CaptureError, match="has no 'routed_experts'"):
+        old_log_probs(engine, tensordict(book.batch(routes=False)))
+    gap = book.batch()
+    gap["routed_experts"][0, 6] = 0
+    with pytest.raises((CaptureError, ReplayError), match="no route at position"):
+        old_log_probs(engine, tensordict(gap))
+    for where, key, value in (
+        ("engine_config", "ulysses_sequence_parallel_size", 2),
+        ("model_config", "use_fused_kernels", True),
+    ):
+        spoiled = SimpleNamespace(engine_config=vars(engine.engine_config), model_config=vars(engine.model_config))
+        vars(spoiled)[where] = {**vars(spoiled)[where], key: value}
+        vars(spoiled).update({name: SimpleNamespace(**values) for name, values in vars(spoiled).items()})
+        with pytest.raises(ConfigError, match=f"router_replay.mode is set, and .*{key}"):
+            require_supported(spoiled)
+    with pytest.raises(ConfigError, match="strategy is fsdp, under which replay was never tested; take fsdp2"):
+        make(folder, "R3", strategy="fsdp")
+    monkeypatch.setattr(engine, "forward_step", lambda *_, **__: pytest.fail("unused"), raising=False)
+    monkeypatch.setattr(RoutingReplayEngine.__mro__[2], "forward_backward_batch", lambda *_: {"metrics": {}})
+    with pytest.raises(ReplayError, match="without forward_step"):
+        update(engine, tensordict(book.batch()))
+
+
+def test_routes_of_other_tokens_are_named_before_anything_is_trained(group, folder, book):
+    late = book.batch()
+    late["routed_experts"] = late["routed_experts"].roll(1, dims=1)
+    late["routed_experts"][:, 0] = 0
+    first = late["attention_mask"].argmax(1)
+    for row, column in enumerate(first.tolist()):  # a plausible first row, so that none is missing
+        late["routed_experts"][row, column] = late["routed_experts"][row, column + 1]
+    with pytest.raises(ReplayError, match="shift"):
+        old_log_probs(make(folder, "R3"), tensordict(late))
+
+
+def test_a_release_that_lacks_a_hook_is_refused_by_name(monkeypatch):
+    from foreroute.trainers.verl.fsdp import register
+
+    register()  # a second time changes nothing
+    monkeypatch.setattr(transformer_impl.FSDPEngineWithLMHead, "forward_step", lambda self, batch: None)
+    with pytest.raises(AttachError, match="forward_step without micro_batch, loss_function, forward_only"):
+        register()

@@ -1,0 +1,267 @@
+"""Routes in verl's data protocol on plain tensors: read, written, refused. These tests need no verl."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.capture import ModelFacts
+from foreroute.errors import BatchMismatchError, CaptureError, ReplayError
+from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
+from foreroute.trainers.verl import routed_experts, trace_of
+from foreroute.trainers.verl.responses import of_responses, require_routed, response_lengths, sampled_mask
+from verl_batches import FACTS, PROMPT, SPEC, nested, padded, require_told, sequences, telling_routes, unpadded
+
+LAYOUTS = {"padded": padded, "unpadded": unpadded}
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request):
+    return LAYOUTS[request.param]
+
+
+def test_routes_come_out_where_they_went_in_and_go_back_as_they_were(layout):
+    pairs = sequences(5)
+    batch = layout(pairs)
+    trace = trace_of(batch, model=FACTS, weight_version=3)
+    require_told(trace, pairs)
+    assert trace.versions == (3,)
+    written = routed_experts(trace, batch, num_hidden_layers=3)
+    assert written.dtype == torch.int16
+    given = batch["routed_experts"]
+    if written.is_nested:
+        assert torch.equal(written.offsets(), given.offsets())
+        written, given = written.values(), given.values()
+    assert torch.equal(written, given)
+
+
+def test_a_data_proto_and_routes_of_routed_layers_alone_are_read():
+    pairs = sequences(3)
+    batch = padded(pairs)
+    batch["routed_experts"] = batch["routed_experts"][:, :, 1:]
+    proto = SimpleNamespace(batch=batch, non_tensor_batch={}, meta_info={})
+    require_told(trace_of(proto, model=SPEC), pairs)
+
+
+def test_a_response_that_verl_cut_keeps_the_route_of_its_last_token():
+    """The engine went on sampling, so that a route of the last token that verl keeps was computed."""
+    pairs = sequences(2)
+    trace = trace_of(padded(pairs, lambda tokens: telling_routes(tokens, rows=len(tokens))), model=FACTS)
+    assert trace.valid_N.all()
+    assert np.array_equal(trace.expert_ids_NLK[-1], telling_routes(np.concatenate(pairs[-1]), rows=99)[-1, 1:])
+
+
+def test_rows_that_no_trained_token_depends_on_may_be_absent(layout):
+    """A tool answers last: its three tokens are not trained on, and the engine has not seen them."""
+    pairs = [(np.arange(1, 5), np.arange(10, 16)), (np.arange(5, 9), np.arange(20, 23))]
+    batch = layout(pairs, lambda tokens: telling_routes(tokens, rows=len(tokens) - 4 if len(tokens) > 7 else None))
+    masks = [[1, 1, 1, 0, 0, 0], [1, 1, 1]]
+    if batch["response_mask"].is_nested:
+        batch["response_mask"] = nested([np.array(mask) for mask in masks])
+    else:
+        batch["response_mask"][0, 3:] = 0
+    trace = trace_of(batch, model=FACTS)
+    assert [mask.tolist() for mask in sampled_mask(batch)] == [[bool(x) for x in mask] for mask in masks]
+    require_routed(trace, batch)
+    trains_on_one_more = dict(batch)
+    if batch["response_mask"].is_nested:
+        trains_on_one_more["response_mask"] = nested([np.array([1, 1, 1, 1, 0, 0]), np.array(masks[1])])
+    else:
+        trains_on_one_more["response_mask"] = batch["response_mask"].clone()
+        trains_on_one_more["response_mask"][0, 3] = 1
+    with pytest.raises(
+        ReplayError, match=r"sequence 0 .* no route at position 6, and trains on tokens up to position 7"
+    ):
+        require_routed(trace, trains_on_one_more)
+
+
+def test_a_sequence_that_fills_the_batch_up_needs_no_routes():
+    """As verl's upsample_batch_to_divisible_size makes it: end tokens, nothing trained, routes of zeros."""
+    pairs = [*sequences(1), (np.full(5, 2), np.full(1, 2))]
+    batch = unpadded(pairs, lambda tokens: telling_routes(tokens, rows=0 if tokens[0] == 2 else None))
+    batch["response_mask"] = nested([np.ones_like(pairs[0][1]), np.zeros(1, np.int64)])
+    trace = trace_of(batch, model=FACTS)
+    assert not trace.select([1]).valid_N.any()
+    require_routed(trace, batch)
+
+
+def test_log_probs_of_responses_are_those_of_the_positions_before_them(layout):
+    pairs = sequences(4)
+    batch = layout(pairs)
+    assert response_lengths(batch).tolist() == [len(response) for _, response in pairs]
+    of_positions = nested([np.arange(len(p) + len(r), dtype=np.float32) for p, r in pairs])
+    for (prompt, response), found in zip(pairs, of_responses(of_positions, response_lengths(batch)), strict=True):
+        assert found.tolist() == [len(prompt) - 1 + r for r in range(len(response))]
+
+
+def _without(name):
+    return lambda batch: batch.pop(name)
+
+
+def _shorter(batch):
+    values = batch["routed_experts"].unbind()
+    batch["routed_experts"] = torch.nested.as_nested_tensor([values[0][:-1], *values[1:]], layout=torch.jagged)
+
+
+def _duplicate(batch):
+    batch["routed_experts"][0, PROMPT - 1, 1] = 5
+
+
+def _too_high(batch):
+    batch["routed_experts"][0, PROMPT - 1, 1, 0] = 64
+
+
+def _in_the_dense_layer(batch):
+    batch["routed_experts"][0, PROMPT - 1, 0] = torch.tensor([3, 4])
+
+
+def _layers_more(batch):
+    batch["routed_experts"] = batch["routed_experts"].repeat(1, 1, 2, 1)
+
+
+def _unpadded_routes_alone(batch):
+    batch["routed_experts"] = unpadded(sequences(3))["routed_experts"]
+
+
+def _floats(batch):
+    batch["routed_experts"] = batch["routed_experts"].float()
+
+
+@pytest.mark.parametrize(
+    ("make", "spoil", "message"),
+    [
+        (padded, _without("routed_experts"), "has no 'routed_experts'.*enable_rollout_routing_replay"),
+        (padded, _without("attention_mask"), "has no 'attention_mask'"),
+        (padded, _unpadded_routes_alone, "input_ids are padded and routed_experts are unpadded"),
+        (padded, _duplicate, "an expert twice"),
+        (padded, _too_high, "expected 0 to 63"),
+        (padded, _in_the_dense_layer, "which the spec says is dense"),
+        (padded, _layers_more, "has 6 layers; expected 2 .* or 3"),
+        (padded, _floats, "dtype float32; expected integers"),
+        (unpadded, _shorter, "sequence 0 has .* rows of routed_experts for .* tokens"),
+    ],
+)
+def test_what_cannot_be_true_is_refused(make, spoil, message):
+    batch = make(sequences(3))
+    trace_of(batch, model=FACTS)
+    spoil(batch)
+    with pytest.raises(CaptureError, match=message):
+        trace_of(batch, model=FACTS)
+
+
+def test_top_1_routes_to_expert_0_are_refused_where_they_mean_absent_as_well():
+    top_1 = ModelFacts(RoutingSpec(64, 1, (RoutedLayer(0),)))
+    ids = nested([np.array([1, 2, 3, 4])])
+    rows = np.array([5, 6, 7, 0], np.int16).reshape(4, 1, 1)
+    assert trace_of({"input_ids": ids, "routed_experts": nested([rows])}, model=top_1).valid_N.tolist() == [1, 1, 1, 0]
+    rows[1] = 0
+    with pytest.raises(CaptureError, match="row of zeros at position 1"):
+        trace_of({"input_ids": ids, "routed_experts": nested([rows])}, model=top_1)
+
+
+def _of_zeros(batch, sequence, rows):
+    values = batch["routed_experts"]
+    if values.is_nested:
+        parts = list(values.unbind())
+        parts[sequence][rows] = 0
+        batch["routed_experts"] = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+    else:
+        first = int(batch["attention_mask"][sequence].argmax())
+        values[sequence, first:][rows] = 0
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(1, 3)])
+def test_a_row_of_zeros_before_a_routed_one_is_refused(layout, rows):
+    batch = layout([(np.arange(1, 5), np.arange(10, 16))])
+    _of_zeros(batch, 0, rows)
+    with pytest.raises(CaptureError, match=rf"sequence 0 .*no route at position {rows.start}, .*only at the end"):
+        trace_of(batch, model=FACTS)
+
+
+def test_a_batch_without_any_route_is_refused_unless_it_trains_on_nothing(layout):
+    batch = layout(sequences(2), lambda tokens: telling_routes(tokens, rows=0))
+    with pytest.raises(CaptureError, match=r"nothing but zeros.*enable_rollout_routing_replay"):
+        trace_of(batch, model=FACTS)
+    with pytest.raises(CaptureError, match="nothing but zeros"):
+        trace_of({name: batch[name] for name in batch if name != "response_mask"}, model=FACTS)
+    trace = trace_of({**batch, "response_mask": batch["response_mask"] * 0}, model=FACTS)
+    assert len(trace) == 2
+    assert not trace.valid_N.any()
+
+
+def _hole(mask):
+    mask[0, PROMPT] = 0
+
+
+def _two(mask):
+    mask[0, PROMPT] = 2
+
+
+@pytest.mark.parametrize("spoil", [_hole, _two])
+def test_masks_with_holes_or_other_numbers_are_refused(spoil):
+    batch = padded(sequences(3))
+    batch["response_mask"] = batch["response_mask"].clone()
+    trace = trace_of(batch, model=FACTS)
+    spoil(batch["attention_mask"])
+    for use in (
+        lambda: trace_of(batch, model=FACTS),
+        lambda: routed_experts(trace, batch),
+        lambda: require_routed(trace, batch),
+    ):
+        with pytest.raises(CaptureError, match="attention_mask"):
+            use()
+    with pytest.raises(CaptureError, match="attention_mask is torch"):
+        trace_of({**batch, "attention_mask": batch["attention_mask"] * 0.5}, model=FACTS)
+
+
+@pytest.mark.parametrize("number", [2, -1, 0.5])
+def test_a_response_mask_is_of_zeros_and_ones(layout, number):
+    batch = layout(sequences(3))
+    batch["response_mask"] = batch["response_mask"] * number
+    with pytest.raises(CaptureError, match="response_mask"):
+        sampled_mask(batch)
+
+
+def test_fields_of_another_batch_are_refused(layout):
+    batch, other = layout(sequences(3)), layout(sequences(2))
+    trace = trace_of(batch, model=FACTS)
+    with pytest.raises(CaptureError, match="2 rows for 3 responses"):
+        sampled_mask({**batch, "response_mask": other["response_mask"]})
+    with pytest.raises(BatchMismatchError, match="the trace has 3 sequences, the batch 2"):
+        require_routed(trace, other)
+    lengths = response_lengths(batch)
+    with pytest.raises(CaptureError, match=r"sequence 0 has 1 entries for a response of"):
+        of_responses(nested([np.ones(1, np.float32)] * 3), lengths)
+
+
+@pytest.mark.parametrize("batch", [None, 5, "batch", [], object(), {}, {"input_ids": [1]}, SimpleNamespace(batch=None)])
+def test_what_is_no_batch_is_refused(batch):
+    with pytest.raises(CaptureError, match="batch of verl"):
+        trace_of(batch, model=FACTS)
+    with pytest.raises(CaptureError, match="batch of verl"):
+        response_lengths(batch)
+
+
+def test_a_gap_is_not_written_as_zeros(layout):
+    pairs = sequences(2)
+    batch = layout(pairs)
+    trace = trace_of(batch, model=FACTS)
+    valid = trace.valid_N.copy()
+    valid[1] = False
+    gap = dataclasses.replace(trace, valid_N=valid)
+    with pytest.raises(CaptureError, match="sequence 0 has no route at position 1, and one behind it"):
+        routed_experts(gap, batch)
+    top_1 = RoutingSpec(64, 1, (RoutedLayer(0),))
+    tokens = [np.arange(1, 5)]
+    routes = RoutingTrace.from_sequences(top_1, tokens, [np.array([3, 0, 2]).reshape(3, 1, 1)])
+    with pytest.raises(CaptureError, match="sequence 0 goes to expert 0 in all layers at position 1"):
+        routed_experts(routes, {"input_ids": nested(tokens)})
+
+
+def test_a_trace_is_not_written_beside_other_tokens():
+    pairs = sequences(3)
+    trace = trace_of(padded(pairs), model=FACTS)
+    with pytest.raises(BatchMismatchError, match="in another order"):
+        routed_experts(trace, padded(pairs[::-1]))

@@ -1,0 +1,63 @@
+"""Engines and batches of the released verl, on a CPU."""
+
+import torch
+from tensordict import TensorDict
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import EngineRouterReplayConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.padding import left_right_2_no_padding
+
+import foreroute.trainers.verl.fsdp  # noqa: F401  what external_lib does
+
+FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+
+
+def make(folder, replay="R3", *, kind=None, model=None, lr=1e-3, **settings):
+    """An engine, initialised. Settings are of verl's engine configuration; those in `model` of its model's."""
+    strategy = settings.setdefault("strategy", "fsdp2")
+    registered = EngineRegistry.get_engine_cls("language_model", strategy)
+    engine = (FSDPEngineWithLMHead if kind == "verl" else registered)(
+        model_config=HFModelConfig(path=folder, override_config={"attn_implementation": "sdpa"}, **(model or {})),
+        engine_config=FSDPEngineConfig(
+            **{
+                "mixed_precision": FLOAT32,
+                "use_torch_compile": False,
+                "router_replay": EngineRouterReplayConfig(mode=replay),
+                **settings,
+            }
+        ),
+        optimizer_config=FSDPOptimizerConfig(lr=lr, total_training_steps=10),
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine
+
+
+def tensordict(batch, **settings):
+    """A padded batch as verl's trainer hands it to its workers, without padding."""
+    td = left_right_2_no_padding(TensorDict(dict(batch), batch_size=len(batch["input_ids"])))
+    tu.assign_non_tensor(td, temperature=1.0, use_dynamic_bsz=True, max_token_len_per_gpu=40, use_remove_padding=True)
+    tu.assign_non_tensor(td, **settings)
+    return td
+
+
+def old_log_probs(engine, td):
+    """Each sequence's log-probs [T - 1] of the next token, and what else the engine gave back."""
+    with engine.eval_mode():
+        output = engine.infer_batch(td, loss_function=None)
+    return [row[:-1] for row in output["model_output"]["log_probs"].unbind()], output
+
+
+def update(engine, td):
+    """A mini-batch of training on the log-probs of responses."""
+    with engine.train_mode():
+        return engine.train_batch(td, loss_function=mean_log_prob)
+
+
+def mean_log_prob(model_output, data, dp_group):
+    rows = model_output["log_probs"].unbind()
+    lengths = data["responses"].ne(0).sum(1).tolist()
+    parts = [row[len(row) - 1 - n : len(row) - 1] for row, n in zip(rows, lengths, strict=True)]
+    return -torch.cat(parts).sum() / 100, {"pg_loss": 0.0}
