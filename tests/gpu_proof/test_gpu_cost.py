@@ -1,18 +1,22 @@
 """The cost part of the GPU proof: what it counts is there to be counted, and what the page shows is measured."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
     file = tmp_path_factory.mktemp("cost") / "cost.json"
     command = [sys.executable, str(Path(__file__).with_name("counted.py")), str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
     assert not done.returncode, done.stderr
     found = json.loads(file.with_name("counted.json").read_text(encoding="utf-8"))
     return found | {"folder": file.parent}
