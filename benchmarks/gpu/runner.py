@@ -68,6 +68,7 @@ def run(parts: Sequence[str], device: str, folder: Path, env: Mapping[str, str])
         `parts`, each "passed", "failed: why" or "skipped: why"; `metrics`, the figures of each; `checks`, the outcome
         of each check of each; `seconds` of each; `full`, whether sizes were those that the parts are about.
     """
+    folder = folder.resolve()  # parts work elsewhere
     folder.mkdir(parents=True, exist_ok=True)
     ends_at = time.monotonic() + TOTAL_S
     report: dict[str, Any] = {"device": device, "full": device.startswith("cuda"), **_described(device)}
@@ -94,7 +95,7 @@ def run(parts: Sequence[str], device: str, folder: Path, env: Mapping[str, str])
 
 def _run_part(name: str, device: str, folder: Path, ends_at: float) -> dict[str, Any]:
     """What it found. A part that ends otherwise than by itself failed, with all that it had saved."""
-    nothing: dict[str, Any] = {"figures": {}, "checks": {}}
+    nothing: dict[str, Any] = {"outcome": "failed: it saved nothing", "figures": {}, "checks": {}}
     seconds = min(PARTS[name].seconds, ends_at - time.monotonic())
     if seconds < LEAST_S:
         return nothing | {"outcome": "skipped: the time of the whole run was used up"}
@@ -123,10 +124,8 @@ def _run_part(name: str, device: str, folder: Path, ends_at: float) -> dict[str,
             _end(process)
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else dict(nothing)
     if ended:
-        before = found.get("outcome", "")
-        found["outcome"] = "; ".join(
-            [f"failed: {ended}, see {log.name}", *([before] if before.startswith("failed") else [])]
-        )
+        before = f"; {found['outcome']}" if found["checks"] and found["outcome"].startswith("failed") else ""
+        found["outcome"] = f"failed: {ended}, see {log.name}{before}"
     return found
 
 

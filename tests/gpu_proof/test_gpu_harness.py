@@ -127,3 +127,18 @@ def test_a_device_that_is_not_there_is_one_line_and_an_exit_code(device: str, sa
     assert done.returncode == 1
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_part_that_saves_nothing_failed_and_a_folder_may_be_named_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent(SABOTEUR).replace("def passes(part):", "def passes(part):\n    os._exit(0)"),
+        encoding="utf-8",
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    report = run(["mismatch", "bits"], "cpu", Path("out"), {})
+    assert report["parts"]["mismatch"] == "failed: it saved nothing"
+    assert report["metrics"]["bits"]["step_ratio"] == 1.25
+    assert (tmp_path / "out" / "bits.json").exists()

@@ -7,6 +7,7 @@ ceil(log2 E), at least 1.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self
@@ -33,7 +34,7 @@ def unrolled(values: NDArray[np.int64]) -> tuple[int, ...] | NDArray[np.int64]:
     return tuple(values.tolist()) if len(values) <= MOST_UNROLLED else values
 
 
-class FixedWidth:
+class FixedWidth(ABC):
     """Encoder and decoder of a fixed number of bits per pick for one model.
 
     Attributes:
@@ -106,8 +107,9 @@ class FixedWidth:
         return -(-rows * self._spec.top_k * self._bits // 64) + 1
 
     @staticmethod
+    @abstractmethod
     def _bits_of(spec: RoutingSpec) -> int:
-        raise NotImplementedError
+        """Of a pick."""
 
 
 class Raw(FixedWidth):
