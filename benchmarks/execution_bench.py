@@ -43,7 +43,7 @@ LINKS = Links(2e9, 1e9, 1e10, 5e-5, 1e-4)
 class Bench:
     """One rank's part of the step."""
 
-    routed: hf.RoutedModel
+    routed: hf.RoutedTransformer
     placed: ExpertParallelModel
     batches: list[torch.Tensor]
     traces: list[RoutingTrace]
@@ -59,7 +59,7 @@ class Bench:
     @classmethod
     def routed_anew(
         cls,
-        routed: hf.RoutedModel,
+        routed: hf.RoutedTransformer,
         placed: ExpertParallelModel,
         rank: int,
         num_ranks: int,

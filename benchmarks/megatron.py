@@ -132,7 +132,7 @@ class Bench:
             batches = []
             for tokens, trace in zip(self.tokens, traces or self.traces, strict=True):
                 whole = layout.pad(trace.lengths, side="right", order="sbhd")
-                batches.append({"tokens": tokens, "routes": self.routed.place(trace, whole)})
+                batches.append({"tokens": tokens, "routes": self.routed.shard(trace, whole)})
             return _step(self.model, forward, batches)
 
         return run
@@ -202,11 +202,10 @@ def _ratio(candidate: Callable[[], object], baseline: Callable[[], object], pair
 
 
 def _queued_bytes_per_token(num_layers: int, num_experts: int, top_k: int) -> tuple[float, float]:
-    """Of one micro-batch of 8 sequences, held by `RouterReplay` objects and by `PlacedRoutes`."""
+    """Of one micro-batch of 8 sequences, held by `RouterReplay` objects and by `RouteShard`."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    from foreroute.adapters.megatron.placing import place
-    from foreroute.adapters.megatron.ranks import Share
+    from foreroute.adapters.megatron.route_shard import Share, shard
 
     spec = RoutingSpec(num_experts, top_k, tuple(map(RoutedLayer, range(num_layers))))
     trace = synthetic_trace(spec, [1024] * 8, seed=0, complete=True)
@@ -215,7 +214,7 @@ def _queued_bytes_per_token(num_layers: int, num_experts: int, top_k: int) -> tu
     ids_NLK = torch.from_numpy(trace.expert_ids_NLK.astype(np.int64))
     RouterReplay.set_replay_data([ids_NLK[:, i].contiguous() for i in range(num_layers)])
     home_LE = np.zeros((num_layers, num_experts), np.int16)
-    placed = place(trace, layout.pad(trace.lengths, side="right", order="sbhd"), Share(), spec.layers, home_LE)
+    placed = shard(trace, layout.pad(trace.lengths, side="right", order="sbhd"), Share(), spec.layers, home_LE)
     return _held(routers) / trace.num_rows, _held(placed) / trace.num_rows
 
 

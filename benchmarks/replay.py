@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.pairs import PairedRatio, compare
 from foreroute.adapters import hf
-from foreroute.replay import PassNotes, ReplayRows, Watch
+from foreroute.replay import PassObservation, ReplayRows, Watch
 from foreroute.trace import RoutingTrace
 
 VOCABULARY = 1024
@@ -55,7 +55,7 @@ class Bench:
         call: the model, or what `torch.compile` made of it.
     """
 
-    routed: hf.RoutedModel
+    routed: hf.RoutedTransformer
     call: Any
     batch: torch.Tensor
     trace: RoutingTrace
@@ -163,7 +163,7 @@ def _bytes_per_token(bench: Bench) -> dict[str, float]:
     trace, device = bench.trace, torch.device("cpu")
     rows = ReplayRows.gather(trace, np.arange(trace.num_rows), device)
     queued = [rows.ids_LRK, rows.routed_R, rows.real_R, rows.counted_R]
-    notes = PassNotes.empty(Watch(own=True), trace.num_rows, trace.spec, device).tensors()
+    notes = PassObservation.empty(Watch(own=True), trace.num_rows, trace.spec, device).tensors()
     host = [trace.expert_ids_NLK, trace.valid_N, trace.token_ids_N, trace.weight_versions_N]
     parts = {
         "host": sum(array.nbytes for array in host),

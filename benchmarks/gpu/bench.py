@@ -18,12 +18,12 @@ from foreroute.trace import RoutingTrace
 class Bench:
     """One model and one batch, whose routes were recorded."""
 
-    routed: hf.RoutedModel
+    routed: hf.RoutedTransformer
     batch: Tensor
     trace: RoutingTrace
 
     @classmethod
-    def of(cls, routed: hf.RoutedModel, batch: Tensor) -> Bench:
+    def of(cls, routed: hf.RoutedTransformer, batch: Tensor) -> Bench:
         """Record it."""
         with routed.record() as recording, torch.no_grad():
             routed.model(input_ids=batch, use_cache=False)
@@ -74,14 +74,14 @@ class Decoding:
         num_steps: tokens that `steps` takes for each.
     """
 
-    routed: hf.RoutedModel
+    routed: hf.RoutedTransformer
     cache: Any
     first: Tensor
     mask: Tensor
     num_steps: int
 
     @classmethod
-    def begin(cls, routed: hf.RoutedModel, vocabulary: int, prompts: tuple[int, int], num_steps: int) -> Decoding:
+    def begin(cls, routed: hf.RoutedTransformer, vocabulary: int, prompts: tuple[int, int], num_steps: int) -> Decoding:
         """Prefill random prompts [B, T]."""
         device = next(routed.model.parameters()).device
         tokens = random_tokens(device, vocabulary, prompts)

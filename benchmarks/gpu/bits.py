@@ -61,7 +61,7 @@ class Case:
     """
 
     name: str
-    routed: hf.RoutedModel
+    routed: hf.RoutedTransformer
     untouched: Any
     batch: Batch
     foreign: RoutingTrace

@@ -181,7 +181,7 @@ def _profile(part: Part, bench: Bench, decoding: Decoding | None) -> None:
         part.record(**{f"kernels_added_by_{name}": kernels[name] - kernels["unpatched"]})
 
 
-def _other_experts(part: Part, routed: hf.RoutedModel, vocabulary: int) -> None:
+def _other_experts(part: Part, routed: hf.RoutedTransformer, vocabulary: int) -> None:
     """Eager and `batched_mm`, on as many tokens as they can take, while time is left."""
     tokens = {"batched_mm": BATCHED_TOKENS, "eager": EAGER_TOKENS if part.full else BATCHED_TOKENS}
     for least_s, kind, work in ((12, "batched_mm", "forward"), (12, "eager", "forward"), (40, "eager", "step")):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.families import Family
-from foreroute.adapters.hf import RoutedModel
+from foreroute.adapters.hf import RoutedTransformer
 from foreroute.errors import ForerouteError
 from foreroute.trace import LayerKind, RoutingTrace
 
@@ -111,7 +111,7 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm().clamp_min(1e-30))
 
 
-def foreign_routes(routed: RoutedModel, batch: Batch, seed: int = 1) -> RoutingTrace:
+def foreign_routes(routed: RoutedTransformer, batch: Batch, seed: int = 1) -> RoutingTrace:
     """Random routes; a layer that looks its experts up by token keeps its own."""
     rng, spec = np.random.default_rng(seed), routed.spec
     rows = sum(len(each) for each in batch.tokens)
@@ -124,7 +124,7 @@ def foreign_routes(routed: RoutedModel, batch: Batch, seed: int = 1) -> RoutingT
     return with_ids(routed, batch, ids_NLK)
 
 
-def with_ids(routed: RoutedModel, batch: Batch, ids_NLK: Any) -> RoutingTrace:
+def with_ids(routed: RoutedTransformer, batch: Batch, ids_NLK: Any) -> RoutingTrace:
     """A trace of the batch."""
     ends = np.cumsum([len(each) for each in batch.tokens])[:-1]
     return RoutingTrace.from_sequences(routed.spec, batch.tokens, np.split(ids_NLK, ends))
@@ -183,7 +183,7 @@ def _as_logits(handed_on_RE: Tensor) -> Tensor:
 
 
 @contextmanager
-def watching(routed: RoutedModel) -> Iterator[list[Ran]]:
+def watching(routed: RoutedTransformer) -> Iterator[list[Ran]]:
     """Every call of an experts module while the context is open, recomputations included."""
     watch = Watch()
     with ExitStack() as stack:

@@ -37,7 +37,7 @@ from benchmarks.gpu.jobs_compiled import (
 from benchmarks.gpu.jobs_graphs import check_captures, check_graphs
 from benchmarks.gpu.part import Part, Skipped
 from foreroute.adapters import hf
-from foreroute.adapters.hf import RoutedModel
+from foreroute.adapters.hf import RoutedTransformer
 from foreroute.errors import ForerouteError
 from foreroute.trace import RoutingTrace
 
@@ -290,7 +290,7 @@ def check_offloaded(part: Part, case: Case) -> None:
             _require_as_plain(case, routed or hf.attach(model), model)
 
 
-def _require_as_plain(case: Case, routed: RoutedModel, call: Any) -> None:
+def _require_as_plain(case: Case, routed: RoutedTransformer, call: Any) -> None:
     """The model under own and foreign routes is the attached plain one, to which it is equal but for where it runs."""
     with routed.record() as recording:
         native = logits_of(call, case.batch)
@@ -303,7 +303,7 @@ def _require_as_plain(case: Case, routed: RoutedModel, call: Any) -> None:
 
 
 def _require_same_forward(
-    routed: RoutedModel, call: Any, batch: Batch, trace: RoutingTrace, expected: torch.Tensor
+    routed: RoutedTransformer, call: Any, batch: Batch, trace: RoutingTrace, expected: torch.Tensor
 ) -> None:
     with watching(routed) as calls, routed.replay(trace):
         logits = logits_of(call, batch)

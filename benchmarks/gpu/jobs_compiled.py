@@ -51,7 +51,7 @@ def _check(part: Part, case: Case, mode: str, name: str, compare: Any) -> None:
     torch._dynamo.reset()
 
 
-def _forwards(routed: hf.RoutedModel, compiled: Any, batch: Batch) -> None:
+def _forwards(routed: hf.RoutedTransformer, compiled: Any, batch: Batch) -> None:
     """Sessions one after the other, each of several passes: one warms up, one is captured, one is replayed."""
     for seed in (1, 2):
         trace = foreign_routes(routed, batch, seed)
@@ -69,7 +69,7 @@ def _forwards(routed: hf.RoutedModel, compiled: Any, batch: Batch) -> None:
         assert distance(logits_of(routed.model, batch), expected) > 0.1, "native logits are as near"
 
 
-def _steps(routed: hf.RoutedModel, compiled: Any, batch: Batch) -> None:
+def _steps(routed: hf.RoutedTransformer, compiled: Any, batch: Batch) -> None:
     """Training steps, each in a session of its own with routes of its own."""
     for seed in (1, 2, 3, 4):
         trace = foreign_routes(routed, batch, seed)

@@ -84,7 +84,7 @@ class Sampled:
 class Setting:
     """A trainer and how it lays out a rollout: which sequences run together, and padded or packed into one row."""
 
-    routed: hf.RoutedModel
+    routed: hf.RoutedTransformer
     sampled: Sampled
     batches: list[list[int]]
     shape: Literal["padded", "packed"] = "padded"
@@ -116,7 +116,7 @@ def run(part: Part) -> None:
 
 
 @torch.no_grad()
-def sample(routed: hf.RoutedModel, scale: Scale, device: torch.device) -> Sampled:
+def sample(routed: hf.RoutedTransformer, scale: Scale, device: torch.device) -> Sampled:
     """Decode responses to random prompts, and cut them to lengths from a quarter on."""
     generator = torch.Generator(device).manual_seed(0)
     prompts = random_tokens(device, scale.vocabulary, (scale.sequences, scale.prompt))

@@ -29,6 +29,7 @@ from megatron.core.transformer import TransformerConfig
 
 from foreroute import layout
 from foreroute.adapters import megatron
+from foreroute.adapters.megatron import RoutedMegatron
 from foreroute.mismatch import routing_mismatch, token_mismatch
 
 VOCABULARY, PROMPT, WIDTH, GROUP, GROUPS = 32, 4, 16, 8, 4
@@ -62,7 +63,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def rollout(engine: Any, routed: megatron.RoutedModel, *, seed: int, version: int) -> tuple[list[dict[str, Any]], Any]:
+def rollout(engine: Any, routed: RoutedMegatron, *, seed: int, version: int) -> tuple[list[dict[str, Any]], Any]:
     """Sampled answers by group, with the engine's log-probabilities, and the trace of their routes."""
     generator = torch.Generator().manual_seed(1000 * seed + mpu.get_data_parallel_rank())
     prompts = torch.randint(0, VOCABULARY, (GROUPS, 1, PROMPT), generator=generator).expand(-1, GROUP, -1)
@@ -81,7 +82,7 @@ def rollout(engine: Any, routed: megatron.RoutedModel, *, seed: int, version: in
     return batches, recording.trace()
 
 
-def recompute(model: Any, routed: megatron.RoutedModel, batches: list[dict[str, Any]], trace: Any) -> dict[str, float]:
+def recompute(model: Any, routed: RoutedMegatron, batches: list[dict[str, Any]], trace: Any) -> dict[str, float]:
     """Gives each batch its routes and old log-probabilities; says how far trainer and engine are apart."""
     with routed.record() as recording:
         native = run(model, batches, forward_step, forward_only=True)
@@ -89,7 +90,7 @@ def recompute(model: Any, routed: megatron.RoutedModel, batches: list[dict[str, 
     for number, batch in enumerate(batches):
         routes = trace.select(range(number * GROUP, (number + 1) * GROUP))
         # cut to this rank's rows and layers: what waits for its turn is small
-        batch["routes"] = routed.place(routes, layout.pad(routes.lengths, side="right", order="sbhd"))
+        batch["routes"] = routed.shard(routes, layout.pad(routes.lengths, side="right", order="sbhd"))
     old = run(model, batches, routed.replaying(forward_step), forward_only=True)
     if not old:
         return {}
@@ -106,7 +107,7 @@ def recompute(model: Any, routed: megatron.RoutedModel, batches: list[dict[str, 
     }
 
 
-def update(model: Any, routed: megatron.RoutedModel, optimizer: Any, batches: list[dict[str, Any]]) -> None:
+def update(model: Any, routed: RoutedMegatron, optimizer: Any, batches: list[dict[str, Any]]) -> None:
     """Two optimizer steps of the clipped policy gradient; every micro-batch replays the routes that it carries."""
     forward = routed.replaying(forward_step)
     for _ in range(2):

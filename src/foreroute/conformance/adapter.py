@@ -143,7 +143,7 @@ class RecordingUnderTest(Protocol):
 
 
 class AttachedModel(Protocol):
-    """The adapter's own door, as `foreroute.adapters.hf.RoutedModel` has it."""
+    """The adapter's own door, as `foreroute.adapters.hf.RoutedTransformer` has it."""
 
     @property
     def spec(self) -> RoutingSpec:

@@ -59,7 +59,7 @@ class HuggingFaceUnderTest(AdapterUnderTest):
         sizes = {**self._sizes, **changes}
         return hf.build_model(self._family, seed=0, experts_implementation="eager", **sizes).eval()
 
-    def attach(self, model: Any) -> hf.RoutedModel:
+    def attach(self, model: Any) -> hf.RoutedTransformer:
         """`hf.attach`, which also proves replay on the model."""
         return hf.attach(model.model)
 

@@ -57,7 +57,7 @@ class MegatronUnderTest(AdapterUnderTest):
         """A new model of the case; in training mode where it recomputes, as Megatron does in no other."""
         return MegatronModel(lambda: self._build_model(case).train(case.checkpointing))
 
-    def attach(self, model: Any) -> megatron.RoutedModel:
+    def attach(self, model: Any) -> megatron.RoutedMegatron:
         """`megatron.attach`, which also proves replay on the routers."""
         return megatron.attach(model.model)
 

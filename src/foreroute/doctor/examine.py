@@ -63,7 +63,7 @@ def examine(
 
 
 def _passes(
-    routed: hf.RoutedModel, sequences: Generation, temperature: float, budget: int, given: dict[str, Any]
+    routed: hf.RoutedTransformer, sequences: Generation, temperature: float, budget: int, given: dict[str, Any]
 ) -> Evidence:
     trace = sequences.trace
     try:
@@ -88,7 +88,7 @@ def _passes(
 
 @torch.no_grad()
 def _run(
-    routed: hf.RoutedModel,
+    routed: hf.RoutedTransformer,
     sequences: Generation,
     batches: Iterable[NDArray[np.int64]],
     temperature: float,
@@ -139,7 +139,7 @@ def _vocabulary(model: Any) -> int:
 class _InPlace(AdapterUnderTest):
     """A user's own model, for the checks that need no other: it is never copied."""
 
-    def __init__(self, routed: hf.RoutedModel) -> None:
+    def __init__(self, routed: hf.RoutedTransformer) -> None:
         self.name = f"foreroute.adapters.hf on {routed.spec.model}"
         self.vocabulary = _vocabulary(routed.model)
         self._routed = routed
@@ -149,5 +149,5 @@ class _InPlace(AdapterUnderTest):
             raise Unsupported("a model in use is not rebuilt")
         return HuggingFaceModel(self._routed.model)
 
-    def attach(self, model: Any) -> hf.RoutedModel:
+    def attach(self, model: Any) -> hf.RoutedTransformer:
         return self._routed

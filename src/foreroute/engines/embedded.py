@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from foreroute.adapters.hf import Recording, attach
+from foreroute.adapters.hf import attach
 from foreroute.capture import Generation, Sampling
 from foreroute.errors import DivergedError
+from foreroute.replay import Recording
 from foreroute.trace import NO_VERSION
 
 __all__ = ["EmbeddedEngine"]

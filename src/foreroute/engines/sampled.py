@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.hf import RoutedModel
+from foreroute.adapters.hf import RoutedTransformer
 from foreroute.capture import Generation, ModelFacts, decode
 from foreroute.errors import EngineError
 from foreroute.trace import NO_VERSION, RoutingTrace, concatenate
@@ -27,7 +27,7 @@ class OutsideEngine:
         weight_version: the version last loaded; every row is stamped with it.
     """
 
-    def __init__(self, routed: RoutedModel) -> None:
+    def __init__(self, routed: RoutedTransformer) -> None:
         self.weight_version = NO_VERSION
         self._facts = facts_of(routed)
         self._half_loaded = False
@@ -108,7 +108,7 @@ def generation_of(
     )
 
 
-def facts_of(routed: RoutedModel) -> ModelFacts:
+def facts_of(routed: RoutedTransformer) -> ModelFacts:
     """Its spec, how many decoder layers an engine counts, and its vocabulary."""
     config: Any = routed.model.config
     text = config.get_text_config()

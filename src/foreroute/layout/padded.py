@@ -44,18 +44,19 @@ def locate_rows(
     """
     ids_BT, kept_BT = _checked(input_ids_BT, attention_mask_BT)
     batch = _Sequences(ids_BT[kept_BT], _lengths(kept_BT, starts_BT))
-    if len(batch.length_S) != len(trace):
-        _refuse(trace, batch, f"the batch has {len(batch.length_S)} sequences and the trace has {len(trace)}")
-    shared_S = np.minimum(batch.length_S, trace.lengths)
+    length_S = trace.lengths
+    if len(batch.length_S) != len(length_S):
+        _refuse(trace, batch, f"the batch has {len(batch.length_S)} sequences and the trace has {len(length_S)}")
+    shared_S = np.minimum(batch.length_S, length_S)
     rows = join_ranges(trace.offsets[:-1], shared_S)
-    tokens = batch.token_ids[join_ranges(as_offsets(batch.length_S)[:-1], shared_S)]
+    tokens = batch.token_ids[join_ranges(np.cumsum(batch.length_S) - batch.length_S, shared_S)]
     differs = tokens != trace.token_ids_N[rows]
     if differs.any():
         s, position = _place(int(differs.argmax()), shared_S)
         row = int(trace.offsets[s]) + position
         ours, theirs = int(tokens[differs.argmax()]), int(trace.token_ids_N[row])
         _refuse(trace, batch, f"sequence {s}, position {position}: token {ours} in the batch, {theirs} in the trace")
-    _check_ends(trace, batch)
+    _check_ends(trace, batch, length_S)
     located = np.full(ids_BT.size, PAD, np.int64)
     located[kept_BT.reshape(-1)] = rows
     return located
@@ -99,20 +100,20 @@ def _checked(ids: ArrayLike, mask: ArrayLike | None) -> tuple[NDArray[Any], NDAr
     return ids_BT, kept_BT
 
 
-def _check_ends(trace: RoutingTrace, batch: _Sequences) -> None:
+def _check_ends(trace: RoutingTrace, batch: _Sequences, recorded_S: NDArray[np.int64]) -> None:
     """Refuse sequences that go on after the trace's, and such as leave out rows that have a route."""
     length_S = batch.length_S
-    longer = length_S > trace.lengths
+    longer = length_S > recorded_S
     if longer.any():
         s = int(longer.argmax())
         _refuse(
             trace,
             batch,
-            f"sequence {s} has {int(length_S[s])} tokens in the batch and {int(trace.lengths[s])} in the trace, equal "
+            f"sequence {s} has {int(length_S[s])} tokens in the batch and {int(recorded_S[s])} in the trace, equal "
             "up to there; pass the attention mask if the rest is padding. Tokens that no router has seen, such as the "
             "last sampled one, are joined with trace.continued_by(RoutingTrace.unrouted(spec, tokens))",
         )
-    routed_before = as_offsets(trace.valid_N.astype(np.int64))
+    routed_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(trace.valid_N)])
     left_out = routed_before[trace.offsets[1:]] - routed_before[trace.offsets[:-1] + length_S]
     if left_out.any():
         s = int(left_out.argmax())

@@ -112,7 +112,7 @@ def interleave(parts: list[Runs]) -> Runs:
 
 def join_ranges(first_J: NDArray[np.int64], count_J: NDArray[np.int64], dtype: Any = np.int64) -> NDArray[Any]:
     """The integers `first_J[j] … first_J[j] + count_J[j] - 1` for j = 0, 1, …, joined."""
-    offsets = as_offsets(count_J)
-    joined: NDArray[Any] = np.repeat((first_J - offsets[:-1]).astype(dtype), count_J)
-    joined += np.arange(offsets[-1], dtype=dtype)
+    before_J = np.cumsum(count_J) - count_J
+    joined: NDArray[Any] = np.repeat((first_J - before_J).astype(dtype), count_J)
+    joined += np.arange(len(joined), dtype=dtype)
     return joined

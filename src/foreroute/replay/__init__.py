@@ -1,35 +1,63 @@
-"""Trace to routers: replayed rows of one forward, the selection they force, and what came of it."""
+"""The heart: sessions in which the routers of a model are recorded, or forced to the routes of a trace.
 
-from foreroute.replay.agreement_sums import AgreementSums, count_experts
-from foreroute.replay.arguments import as_version, require_choice, require_kind, require_switch, require_version
-from foreroute.replay.notes import Counts, LayerNotes, PassNotes, Watch, id_dtype, required
-from foreroute.replay.pass_stack import OneThread, PassStack
-from foreroute.replay.rows import MissingRows, ReplayRows, is_faithful, to_device
-from foreroute.replay.selection import Forced, forced_selection
-from foreroute.replay.session import opened_once, require_effect
+It knows torch and no framework. An adapter derives a `RoutedModel` and its `ModelHooks`.
+"""
+
+from foreroute.replay.arguments import WANTED_MASK, PaddingRows, Policy, kept_by, require_kind
+from foreroute.replay.hooks import ModelHooks, runs_without_gradients_in, saves_for_checkpoint, told_apart
+from foreroute.replay.passes import Listener, Pass, PassInput, RouterHook, require_each_router_once
+from foreroute.replay.patching import is_hooked, overridden
+from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
+from foreroute.replay.rows import Counts, MissingRows, ReplayRows, is_faithful, refuse_missing, to_device
+from foreroute.replay.selection import (
+    Forced,
+    LayerObservation,
+    LayerPass,
+    PassObservation,
+    Watch,
+    forced_selection,
+    id_dtype,
+)
+from foreroute.replay.session import PassRoutes, ReplaySession, RoutedModel, Routes, added_up
+from foreroute.replay.telemetry import Telemetry
 
 __all__ = [
-    "AgreementSums",
+    "WANTED_MASK",
     "Counts",
     "Forced",
-    "LayerNotes",
+    "ForwardRows",
+    "LayerObservation",
+    "LayerPass",
+    "Listener",
     "MissingRows",
-    "OneThread",
-    "PassNotes",
-    "PassStack",
+    "ModelHooks",
+    "PaddingRows",
+    "Pass",
+    "PassInput",
+    "PassObservation",
+    "PassRoutes",
+    "Policy",
+    "RecordedPass",
+    "Recording",
     "ReplayRows",
+    "ReplaySession",
+    "RoutedModel",
+    "RouterHook",
+    "Routes",
+    "Telemetry",
     "Watch",
-    "as_version",
-    "count_experts",
+    "added_up",
     "forced_selection",
     "id_dtype",
     "is_faithful",
-    "opened_once",
-    "require_choice",
-    "require_effect",
+    "is_hooked",
+    "kept_by",
+    "overridden",
+    "refuse_missing",
+    "require_each_router_once",
     "require_kind",
-    "require_switch",
-    "require_version",
-    "required",
+    "runs_without_gradients_in",
+    "saves_for_checkpoint",
     "to_device",
+    "told_apart",
 ]

@@ -1,19 +1,59 @@
-"""What sessions are handed, checked before anything of a model is touched. The same rules in every framework."""
+"""What sessions are handed, checked before anything of a model is touched: the same rules in every framework."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
-from foreroute.errors import ConfigError, StaleTraceError, TraceError
+from foreroute.errors import BatchMismatchError, ConfigError, StaleTraceError, TraceError
+from foreroute.replay.rows import Counts, MissingRows
+from foreroute.replay.selection import Watch
 from foreroute.trace import NO_VERSION
 
 LARGEST_VERSION = np.iinfo(np.int32).max
 SHOWN_VERSIONS = 8
+
+
+PaddingRows = Literal["spread", "native"]
+"""Who picks for padding: replay, evenly over expert-parallel ranks and experts ("spread"), or the model ("native")."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How to replay, as `RoutedModel.replay` describes it.
+
+    Attributes:
+        missing: what to do with rows that have no route.
+        padding: who picks for padding.
+        counts: which selection auxiliary losses and expert-bias counters count.
+        telemetry: whether routers also select by themselves, for the agreement.
+        gate_weights: whether the gate weights of the trace are forced too.
+    """
+
+    missing: MissingRows
+    padding: PaddingRows
+    counts: Counts
+    telemetry: bool
+    gate_weights: bool
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a choice that there is not."""
+        require_choice("missing", self.missing, MissingRows)
+        require_choice("padding", self.padding, PaddingRows)
+        require_choice("counts", self.counts, Counts)
+        require_switch("telemetry", self.telemetry)
+        require_switch("gate_weights", self.gate_weights)
+
+    @property
+    def watch(self) -> Watch:
+        """What its passes observe."""
+        return Watch(ids=self.counts == "replayed", own=self.telemetry)
 
 
 def require_choice(name: str, value: object, choices: Any) -> None:
@@ -46,20 +86,18 @@ def as_version(value: object) -> int:
     return int(value)  # type: ignore[call-overload, no-any-return]
 
 
-def require_version(versions: tuple[int, ...], expected: int | Collection[int] | None, what: str) -> None:
+def require_version(versions: tuple[int, ...], expected: int | Collection[int], what: str) -> None:
     """Raise unless every routed row was recorded under an expected version.
 
     Args:
         versions: those of the rows.
-        expected: one, or those that are accepted, or None for any. A range accepts none that is not stated.
+        expected: one, or those that are accepted. A range accepts none that is not stated.
         what: whose versions they are, for the message.
 
     Raises:
         ConfigError: when `expected` is no whole number, nor several.
         StaleTraceError: when a row has another version, or none is routed.
     """
-    if expected is None:
-        return
     accepted = _accepted(expected)
     stated = isinstance(accepted, range)  # its numbers are steps, which may reach below 0 at the start of a run
     if not versions or not all(v in accepted and not (stated and v == NO_VERSION) for v in versions):
@@ -67,6 +105,21 @@ def require_version(versions: tuple[int, ...], expected: int | Collection[int] |
             f"{what} was recorded under weight versions {list(versions)}, expected only {_shown(accepted)} "
             f"({NO_VERSION} means not stated). Replay the trace of the rollout that this update belongs to"
         )
+
+
+WANTED_MASK = "expected [batch, tokens], 1 for tokens and 0 for padding"
+
+
+def kept_by(mask: NDArray[Any]) -> NDArray[np.bool_]:
+    """Bool, False where an attention mask says padding. Raises `BatchMismatchError` for what is no such mask."""
+    kept = np.asarray(mask == 1)
+    strange = ~kept & (mask != 0)
+    if strange.any():
+        raise BatchMismatchError(
+            f"attention_mask holds {mask[strange][0]:g}; {WANTED_MASK}. Numbers of segments and weights of tokens do "
+            "not say which tokens are padding"
+        )
+    return kept
 
 
 def _accepted(expected: object) -> Collection[int]:

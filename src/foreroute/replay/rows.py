@@ -16,8 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.errors import BatchMismatchError
+from foreroute.layout import fill_padding
 from foreroute.trace import RoutingTrace
 from foreroute.trace.container import weights_of
+
+Counts = Literal["native", "replayed"]
+"""Whose selection counts: the router's own one, or the executed one (replayed, and its own where no route is)."""
 
 MissingRows = Literal["error", "native", "drop"]
 """What to do when a row other than the last of its sequence has no route.
@@ -37,7 +41,8 @@ class ReplayRows:
         unrouted_Q: int64 [Q], the slots that have none, or None where all have one.
         real_R: bool [R], False for padding.
         counted_R: bool [R], tokens that belong in the loss under the policy for missing rows; False for padding.
-        ask_all: whether routers are to select by themselves in every slot, beside what is forced on them.
+        padding_R: bool [R], padding that statistics of the routers leave out; None where that is the framework's work.
+        counts: which selection auxiliary losses and expert-bias counters count.
         weights_LRK: float32 [L, R, K], gate weights to force where a slot has a route; None leaves them live.
     """
 
@@ -46,7 +51,8 @@ class ReplayRows:
     unrouted_Q: Tensor | None
     real_R: Tensor
     counted_R: Tensor
-    ask_all: bool = False
+    padding_R: Tensor | None = None
+    counts: Counts = "native"
     weights_LRK: Tensor | None = None
 
     @classmethod
@@ -58,11 +64,13 @@ class ReplayRows:
         missing: MissingRows = "error",
         *,
         weights: bool = False,
+        spread_padding: bool = False,
+        counts: Counts = "native",
     ) -> ReplayRows:
         """Fetch the routes of each slot and move them to the device, once for all layers.
 
-        Padding and the last token of a sequence, which no router saw in the rollout, stay unrouted: the model routes
-        them itself. Other rows without a route follow the policy.
+        The last token of a sequence, which no router saw in the rollout, stays unrouted: the model routes it itself,
+        and padding too unless that is to be spread. Other rows without a route follow the policy.
 
         Args:
             trace: where the rows are.
@@ -70,20 +78,34 @@ class ReplayRows:
             device: where the model runs.
             missing: the policy.
             weights: whether to fetch gate weights too, which the trace must have.
+            spread_padding: whether to pick for padding too, evenly over the experts.
+            counts: which selection is to be counted.
 
         Raises:
             BatchMismatchError: under "error", when a row is missing that later tokens depend on.
         """
-        if missing == "error":
+        real = row_of_slot >= 0
+        is_whole = bool(trace.valid_N.all())  # then every row has a route, and none is missing
+        if missing == "error" and not is_whole:
             refuse_missing(trace, row_of_slot)
-        routed = is_routed(trace, row_of_slot)
-        counted = is_faithful(trace, row_of_slot) if missing == "drop" else row_of_slot >= 0
-        ids_LRK = np.ascontiguousarray(trace.expert_ids_NLK[row_of_slot].transpose(1, 0, 2))
-        rows = cls.from_host(_pinned(ids_LRK, device), routed, row_of_slot >= 0, counted, device)
-        if not weights:
-            return rows
-        weights_LRK = np.ascontiguousarray(weights_of(trace)[row_of_slot].transpose(1, 0, 2))
-        return replace(rows, weights_LRK=to_device(weights_LRK, device))
+        routed = real if is_whole else is_routed(trace, row_of_slot)
+        counted = is_faithful(trace, row_of_slot) if missing == "drop" and not is_whole else real
+        ids_RLK = trace.expert_ids_NLK[row_of_slot]
+        if spread_padding:
+            ids_RLK, routed = fill_padding(ids_RLK, ~real, np.zeros(trace.spec.num_experts, np.int64)), routed | ~real
+        ids_LRK = np.ascontiguousarray(ids_RLK.transpose(1, 0, 2))
+        weights_LRK = np.ascontiguousarray(weights_of(trace)[row_of_slot].transpose(1, 0, 2)) if weights else None
+        pinned = _pinned(ids_LRK, device)
+        return cls.from_host(pinned, routed, real, counted, device, weights_LRK=weights_LRK, counts=counts)
+
+    def by_layer(self) -> list[ReplayRows]:
+        """Those of each layer, on an axis of one.
+
+        A graph that is compiled for one layer then serves them all: it would be bound to the number of a layer.
+        """
+        ids, weights = self.ids_LRK.split(1), self.weights_LRK
+        of_layers = [None] * len(ids) if weights is None else weights.split(1)
+        return [replace(self, ids_LRK=i, weights_LRK=w) for i, w in zip(ids, of_layers, strict=True)]
 
     @classmethod
     def from_host(
@@ -93,10 +115,14 @@ class ReplayRows:
         real_R: NDArray[np.bool_],
         counted_R: NDArray[np.bool_],
         device: torch.device,
+        *,
+        weights_LRK: NDArray[np.float32] | None = None,
+        mask_padding: bool = False,
+        counts: Counts = "native",
     ) -> ReplayRows:
         """Move what is known on the host, attributes as above, to the device, ids from pinned memory where it is a GPU.
 
-        The device is not waited for.
+        The device is not waited for. `mask_padding` fills `padding_R`.
         """
         unrouted = np.flatnonzero(~routed_R)
         return cls(
@@ -105,11 +131,10 @@ class ReplayRows:
             to_device(unrouted, device) if len(unrouted) else None,
             to_device(real_R, device),
             to_device(counted_R, device),
+            to_device(~real_R, device) if mask_padding else None,
+            counts,
+            None if weights_LRK is None else to_device(weights_LRK, device),
         )
-
-    def asking_all(self) -> ReplayRows:
-        """The same, with routers to select by themselves in every slot."""
-        return replace(self, ask_all=True)
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -1,17 +1,33 @@
-"""What every session holds to: it is opened once, by a `with`, and is an error when nothing came of it."""
+"""The sessions of a model whose routing can be recorded and replayed, whatever framework it is of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from types import TracebackType
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from foreroute.errors import ReplayError
+from foreroute.layout import Layout
+from foreroute.mismatch import LiveAgreement
+from foreroute.replay.arguments import PaddingRows, Policy, as_version, require_switch, require_version
+from foreroute.replay.hooks import ModelHooks
+from foreroute.replay.passes import Listener
+from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
+from foreroute.replay.rows import Counts, MissingRows, ReplayRows
+from foreroute.replay.selection import PassObservation
+from foreroute.replay.telemetry import Telemetry
+from foreroute.trace import NO_VERSION, RoutingSpec
 
 P = ParamSpec("P")
 Session = TypeVar("Session")
+Found = TypeVar("Found")
 
 
 class Opening(Generic[Session]):
@@ -52,20 +68,308 @@ def opened_once(open_session: Callable[P, Iterator[Session]]) -> Callable[P, Ope
     return call
 
 
-def require_effect(num_forwards: int, *, owes_mask: bool) -> None:
-    """Called when a session ends without an error.
+class RoutedModel(ABC):
+    """Recording and replaying sessions for one model, on one rank. Made by `attach` of a framework's adapter.
+
+    The model is untouched outside a session, and other models never notice.
 
     Args:
-        num_forwards: of the attached model in the session.
-        owes_mask: rows were dropped, and the mask that says which was not read.
+        spec: experts, picks and routed layers of the whole model.
+        hooks: of each chunk that this rank runs.
+        provenance: of what is recorded.
 
-    Raises:
-        ReplayError: when it was a session in name only.
+    Attributes:
+        spec: experts, picks and routed layers of the whole model.
+        padding: who picks for padding, where a replay does not say so.
     """
-    if not num_forwards:
-        raise ReplayError("nothing was replayed: no forward of the attached model ran in the replay() session")
-    if owes_mask:
-        raise ReplayError(
-            'rows were missing and missing="drop" was asked for, but nobody read the loss mask: multiply the '
-            'loss of each token by session.loss_mask_BT, or let the model route such rows with missing="native"'
+
+    padding: PaddingRows = "native"
+
+    def __init__(self, spec: RoutingSpec, hooks: Sequence[ModelHooks], provenance: dict[str, str]) -> None:
+        self.spec = spec
+        self._hooks = hooks
+        self._provenance = provenance
+        self._chunk_specs = [each.spec for each in hooks]
+        self._session: Callable[[], ReplaySession | None] | None = None
+
+    @abstractmethod
+    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> tuple[Routes, tuple[int, ...]]:
+        """What a session replays, and the weight versions of its rows. Raises for what cannot be replayed here."""
+
+    @abstractmethod
+    def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
+        """The rows of every recorded forward, from the passes of each chunk. A collective over the model's ranks."""
+
+    def while_recording(self) -> AbstractContextManager[None]:
+        """Open while a recording is. Does nothing by default."""
+        return nullcontext()
+
+    @property
+    def router_paths(self) -> tuple[str, ...]:
+        """Where the routers of this rank are, inside their chunks, in layer order."""
+        return tuple(router.path for hooks in self._hooks for router in hooks.routers)
+
+    @property
+    def session(self) -> ReplaySession:
+        """The replay that is open now, or that of the micro-batch that a wrapped forward step is running.
+
+        Raises:
+            ReplayError: when none is.
+        """
+        session = None if self._session is None else self._session()
+        if session is None:
+            raise ReplayError("no micro-batch is being replayed now; ask inside of a replay, after the model has run")
+        return session
+
+    @opened_once
+    def record(
+        self, *, weight_version: int = NO_VERSION, margins: bool = False, gate_weights: bool = False
+    ) -> Iterator[Recording]:
+        """Record the routes of every forward of the model while the context is open.
+
+        May be opened inside or around a replay: what is recorded is what was executed.
+
+        Args:
+            weight_version: stamped on every row.
+            margins: also keep the gap between the K-th and the (K+1)-th selection score.
+            gate_weights: also keep what the router hands on as the weight of each pick, in float32.
+
+        Yields:
+            The recording; call its `trace()` at any time, on every rank of the model.
+
+        Raises:
+            ConfigError: for a version that is no whole number, or a switch that is neither True nor False.
+            ReplayError: when another thread has a session open on the model; and, in a forward, for what cannot be
+                recorded.
+        """
+        stamped = as_version(weight_version)
+        require_switch("margins", margins)
+        require_switch("gate_weights", gate_weights)
+        recording = Recording(
+            self.spec,
+            len(self._hooks),
+            self.rows_of,
+            stamped,
+            self._provenance,
+            margins=bool(margins),
+            weights=bool(gate_weights),
         )
+        with self._listening(recording), self.while_recording():
+            yield recording
+
+    @opened_once
+    def replay(
+        self,
+        routes: Any,
+        layout: Layout | None = None,
+        *,
+        weight_version: int | Collection[int] | None = None,
+        missing: MissingRows = "error",
+        padding: PaddingRows | None = None,
+        counts: Counts = "native",
+        telemetry: bool = False,
+        gate_weights: bool = False,
+    ) -> Iterator[ReplaySession]:
+        """Force routes in every forward of the model while the context is open.
+
+        Only the selection is forced; gate weights and their gradients come from live scores. Each forward must run on
+        the sequences of the routes, in order, and its tokens are compared with theirs. The last token of each sequence
+        is routed by the model itself. With activations recomputed or not, `backward()` may run inside or outside the
+        context.
+
+        Hugging Face: sequences are one per row, padded on either side, or several per row where `position_ids` start
+        anew at 0 (or `cu_seq_lens_q` says so). Megatron-Core: sequences of the micro-batch are padded or packed
+        (`packed_seq_params`).
+
+        Args:
+            routes: of the sequences of the batch: a trace, as `trace.select(...)` gives it for a micro-batch. Of
+                Megatron-Core also what `shard` made of one, whose policies then hold.
+            layout: where the sequences are in the batch, before ranks share it. Seen from the batch by default.
+            weight_version: when given, the version that every routed row must have been recorded under, or the
+                versions that are accepted, such as `range(3, 6)` where rollouts may be two versions old. A range
+                accepts no row whose version is not stated.
+            missing: what to do when a row has no route other than the last of its sequence: refuse the batch
+                ("error"), let the model route it ("native"), or that and take the tokens after it out of the loss by
+                `session.loss_mask_BT` ("drop").
+            padding: who picks for padding: replay, evenly over experts and their ranks ("spread"), or the model
+                ("native"). By default "spread" on Megatron-Core, whose dispatcher sends padding to ranks, and "native"
+                on Hugging Face. Megatron-Core leaves padding out of auxiliary losses and expert-bias counters either
+                way.
+            counts: which selection auxiliary losses, expert-bias counters and `expert_counts_LE()` count: the
+                router's own ("native") or the executed one ("replayed").
+            telemetry: also let each router select by itself, for `session.agreement()` and `expert_counts_LE()`.
+            gate_weights: force the gate weights of the trace too, as constants. No gradient reaches a router through
+                them.
+
+        Yields:
+            The session.
+
+        Raises:
+            TraceError: when `routes` are none.
+            SpecMismatchError: when they belong to another model.
+            StaleTraceError: when they were recorded under another weight version.
+            ConfigError: for a policy that does not exist, or an argument of the wrong type.
+            TraceContentError: when gate weights are asked for and the trace has none.
+            LayoutError: when the layout is none, or is not one of this batch.
+            BatchMismatchError: when a layer that routes by a table of tokens says otherwise; in the forward, when batch
+                and routes hold different tokens, or rows are missing.
+            ReplayError: when a router bypassed replay, no forward ran in the session, or another thread has a session
+                open on the model or runs it.
+        """
+        policy = Policy(missing, self.padding if padding is None else padding, counts, telemetry, gate_weights)
+        found, versions = self.routes_of(routes, layout, policy)
+        if weight_version is not None:
+            require_version(versions, weight_version, "what is to be replayed")
+        session = ReplaySession(found, policy, self._chunk_specs)
+        with self._listening(session), self.replaying_now(lambda: session):
+            yield session
+        session.close()
+
+    @contextmanager
+    def replaying_now(self, session: Callable[[], ReplaySession | None]) -> Iterator[None]:
+        """Let `session` be the replay of this model while the context is open. Raises `ReplayError` if it has one."""
+        if self._session is not None:
+            raise ReplayError("this model is already replaying; close that session before opening another")
+        self._session = session
+        try:
+            yield
+        finally:
+            self._session = None
+
+    @contextmanager
+    def _listening(self, listener: Listener) -> Iterator[None]:
+        with ExitStack() as stack:
+            for hooks in self._hooks:
+                stack.enter_context(hooks.listening(listener))
+            yield
+
+
+class PassRoutes(NamedTuple):
+    """What a pass replays.
+
+    Attributes:
+        rows: of its chunk; None where that has no routers.
+        loss_mask_BT: bool [B, T], the tokens that belong in the loss.
+        drops: whether the loss must be masked, as rows are missing.
+    """
+
+    rows: ReplayRows | None
+    loss_mask_BT: Tensor
+    drops: bool
+
+
+class Routes(Protocol):
+    """The routes of a session, and where a framework's batches take them. Every framework has its own."""
+
+    def of_pass(self, chunk: int, args: Any) -> PassRoutes:
+        """Those of a pass that begins. Raises `BatchMismatchError` when batch and routes do not belong together."""
+
+    def close(self) -> None:
+        """The session ends without an error. Raises `BatchMismatchError` for what was not known before."""
+
+
+class ReplaySession(Listener):
+    """What `RoutedModel.replay` yields.
+
+    Args:
+        routes: to replay.
+        policy: how.
+        specs: of each chunk; None of one without routers.
+        telemetry: where to add up what routers do, by chunk.
+
+    Attributes:
+        num_forwards: completed so far, those of each chunk counted.
+    """
+
+    forces = True
+
+    def __init__(
+        self,
+        routes: Routes,
+        policy: Policy,
+        specs: list[RoutingSpec | None],
+        telemetry: dict[int, Telemetry] | None = None,
+    ) -> None:
+        self.num_forwards = 0
+        self.watch = policy.watch
+        self.counts_executed = policy.counts == "replayed"
+        self._routes = routes
+        self._policy = policy
+        self._specs = specs
+        self._telemetry = {} if telemetry is None else telemetry
+        self._now: PassRoutes | None = None
+        self._drops = False
+        self._mask_was_read = False
+
+    def begin(self, chunk: int, args: Any) -> ReplayRows | None:
+        """Find the routes of the batch."""
+        self._now = self._routes.of_pass(chunk, args)
+        self._drops = self._drops or self._now.drops
+        return self._now.rows
+
+    def end(self, chunk: int, args: Any, observed: PassObservation | None) -> None:
+        """Add up the telemetry, on the device."""
+        self.num_forwards += 1
+        spec, rows = self._specs[chunk], None if self._now is None else self._now.rows
+        if self._policy.telemetry and observed is not None and rows is not None and spec is not None:
+            self._telemetry.setdefault(chunk, Telemetry(spec)).add(observed, rows)
+
+    def close(self) -> None:
+        """Called when the session ends without an error.
+
+        Raises:
+            BatchMismatchError: when tokens that were compared on a device are others than those of the routes.
+            ReplayError: when it was a session in name only.
+        """
+        self._routes.close()
+        if not self.num_forwards:
+            raise ReplayError("nothing was replayed: no forward of the attached model ran in the replay() session")
+        if self._drops and not self._mask_was_read:
+            raise ReplayError(
+                'rows were missing and missing="drop" was asked for, but nobody read the loss mask: multiply the '
+                'loss of each token by session.loss_mask_BT, or let the model route such rows with missing="native"'
+            )
+
+    @property
+    def loss_mask_BT(self) -> Tensor:
+        """Bool [B, T] on the device: tokens of the last forward that belong in the loss, in the place of each token.
+
+        T counts the positions that the model is given, of Megatron on this context-parallel rank. Padding is False.
+        Under `missing="drop"` so is a token with a row before it, in its sequence, that was not replayed. To weigh
+        predictions made at position p, take `loss_mask_BT[:, 1:]`.
+
+        Raises:
+            ReplayError: before the first forward.
+        """
+        if self._now is None:
+            raise ReplayError("there is no loss mask before the first forward of a session")
+        self._mask_was_read = True
+        return self._now.loss_mask_BT
+
+    def agreement(self, chunk: int = 0) -> LiveAgreement:
+        """The model's own selections beside the replayed ones, over all forwards of one chunk so far.
+
+        Waits for the device, once. Rows and layers are those of this rank; join ranks that share rows with `+`.
+        Recomputation in backward is not counted again.
+
+        Raises:
+            ReplayError: without `telemetry=True`, or before the first forward.
+        """
+        return added_up(self._telemetry, chunk, Telemetry.agreement)
+
+    def expert_counts_LE(self, chunk: int = 0) -> NDArray[np.int64]:
+        """int64 [L, E], tokens of this rank that each expert was picked for, by the session's `counts`; no padding.
+
+        Raises:
+            ReplayError: without `telemetry=True`, or before the first forward.
+        """
+        return added_up(self._telemetry, chunk, lambda telemetry: telemetry.counts_LE)
+
+
+def added_up(telemetry: dict[int, Telemetry], chunk: int, figure: Callable[[Telemetry], Found | None]) -> Found:
+    """A figure of the telemetry of a chunk. Raises `ReplayError` if there is none."""
+    kept = telemetry.get(chunk)
+    found = None if kept is None else figure(kept)
+    if found is None:
+        raise ReplayError("no telemetry: open the session with replay(trace, telemetry=True) and run a forward")
+    return found

@@ -11,7 +11,7 @@ from foreroute.engines.protocol import Engine
 from foreroute.train.config import TrainConfig
 
 
-def make_engine(run: TrainConfig, policy: hf.RoutedModel) -> Engine:
+def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
     """Start or reach the engine; the caller closes it.
 
     Raises:

@@ -59,7 +59,7 @@ class Trainer:
 
     config: TrainConfig
     task: Task
-    policy: hf.RoutedModel
+    policy: hf.RoutedTransformer
     execution: Execution
     engine: Engine
     optimizer: torch.optim.Optimizer
@@ -256,7 +256,7 @@ class Trainer:
 
 
 def make_trainer(
-    config: TrainConfig, task: Task, policy: hf.RoutedModel, execution: Execution, engine: Engine
+    config: TrainConfig, task: Task, policy: hf.RoutedTransformer, execution: Execution, engine: Engine
 ) -> Trainer:
     """All of these, and a new optimizer. RL changes what it is to change alone."""
     policy = trainable(config, policy)

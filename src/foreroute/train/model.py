@@ -37,7 +37,7 @@ def make_model(config: ModelConfig, task: Task, seed: int, device: torch.device 
     return in_dtype(model.to(device), config)
 
 
-def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> hf.RoutedModel:
+def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> hf.RoutedTransformer:
     """The model, with initial weights, ready to record and replay.
 
     Raises:
@@ -53,7 +53,7 @@ def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> 
         ) from error
 
 
-def trainable(config: TrainConfig, policy: hf.RoutedModel) -> hf.RoutedModel:
+def trainable(config: TrainConfig, policy: hf.RoutedTransformer) -> hf.RoutedTransformer:
     """The policy, changed in place: with adapters if there are to be some, and gradients where RL changes weights."""
     lora = config.model.lora
     if lora.rank:

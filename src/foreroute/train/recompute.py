@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.hf import RoutedModel
+from foreroute.adapters.hf import RoutedTransformer
 from foreroute.capture import Generation
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.train.forward import inputs, response_logprobs
@@ -37,7 +37,7 @@ class Recomputed:
 
 
 def recompute(
-    routed: RoutedModel,
+    routed: RoutedTransformer,
     execution: Execution,
     generation: Generation,
     stage: Stage,

@@ -127,7 +127,7 @@ def _open(config: TrainConfig, run: RunFolder, held: ExitStack, *, resume: bool)
     require_fit(run)
 
 
-def _require_divisible(policy: hf.RoutedModel, ranks: Ranks) -> None:
+def _require_divisible(policy: hf.RoutedTransformer, ranks: Ranks) -> None:
     """Before the warm start, which takes long."""
     if policy.spec.num_experts % ranks.size:
         raise ConfigError(

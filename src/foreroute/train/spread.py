@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute import planner
-from foreroute.adapters.hf import RoutedModel, distribute
+from foreroute.adapters.hf import RoutedTransformer, distribute
 from foreroute.ep import BatchRows
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.ep.transfer.options import TransferOptions
@@ -64,7 +64,7 @@ class Spread:
         TransferError: when shared memory cannot be had.
     """
 
-    def __init__(self, policy: RoutedModel, config: ParallelConfig, ranks: Ranks) -> None:
+    def __init__(self, policy: RoutedTransformer, config: ParallelConfig, ranks: Ranks) -> None:
         self.ranks = ranks
         per_node = config.ranks_per_node or ranks.size
         self._topology = Topology(ranks.size, per_node, config.redundant_slots, LINKS)
@@ -175,7 +175,7 @@ class Spread:
         return {**state, "state": converted}
 
 
-def make_execution(config: TrainConfig, policy: RoutedModel, ranks: Ranks) -> Whole | Spread:
+def make_execution(config: TrainConfig, policy: RoutedTransformer, ranks: Ranks) -> Whole | Spread:
     """The policy, whole in one process or its experts spread over all."""
     return Whole(policy) if ranks.size == 1 else Spread(policy, config.parallel, ranks)
 

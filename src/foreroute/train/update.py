@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.adapters.hf import RoutedModel
+from foreroute.adapters.hf import RoutedTransformer
 from foreroute.errors import ConfigError, DivergedError
 from foreroute.trace import RoutingTrace
 from foreroute.train.config.rl import RLConfig
@@ -55,7 +55,7 @@ class Updated:
 
 
 def update(
-    routed: RoutedModel,
+    routed: RoutedTransformer,
     execution: Execution,
     optimizer: torch.optim.Optimizer,
     experience: Experience,
@@ -119,7 +119,7 @@ def update(
 class _Batch:
     """What every micro-step of an update needs, and what the update adds up."""
 
-    routed: RoutedModel
+    routed: RoutedTransformer
     execution: Execution
     tokens: RolloutTokens
     routes: RoutingTrace | None

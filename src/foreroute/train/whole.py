@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from foreroute.adapters.hf import RoutedModel
+from foreroute.adapters.hf import RoutedTransformer
 from foreroute.trace import RoutingTrace
 from foreroute.train.optimizer import load_state
 from foreroute.train.ranks import Ranks
@@ -59,7 +59,7 @@ class Execution(Protocol):
 class Whole:
     """One process with the whole policy: there is nothing to plan, and nobody to ask."""
 
-    def __init__(self, policy: RoutedModel) -> None:
+    def __init__(self, policy: RoutedTransformer) -> None:
         self.ranks = Ranks()
         self._model = policy.model
 

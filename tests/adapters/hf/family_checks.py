@@ -12,7 +12,7 @@ from driving import gradients, random_routes
 from families import build
 from family_gates import GATES
 from foreroute.adapters import hf
-from foreroute.adapters.overriding import overridden
+from foreroute.replay.patching import overridden
 from foreroute.trace import LayerKind, RoutingTrace
 
 TOKENS = torch.randint(1, 50, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -1,14 +1,15 @@
 """The checks of every family, seen to fail on replay that is wrong in one way each."""
 
 import importlib
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from driving import random_routes
 from family_checks import attached_once, backends, checkpointing, foreign, gradient, native, record, weights
-from foreroute.adapters.hf import intercept, recording, selection_mode
-from foreroute.replay import forced_selection
+from foreroute.adapters.hf.hooks import TransformerHooks
+from foreroute.replay import Recording, forced_selection, selection, told_apart
 
 
 @pytest.fixture(autouse=True)
@@ -29,12 +30,12 @@ def unchecked(monkeypatch):
 def changed_selection(monkeypatch, change):
     """`change` gets the forced values and ids and returns others."""
 
-    def changed(*args):
-        forced = forced_selection(*args)
+    def changed(*args, **options):
+        forced = forced_selection(*args, **options)
         values, ids = change(forced.values_RK, forced.ids_RK)
         return forced._replace(values_RK=values, ids_RK=ids)
 
-    monkeypatch.setattr(selection_mode, "forced_selection", changed)
+    monkeypatch.setattr(selection, "forced_selection", changed)
 
 
 @pytest.mark.parametrize(
@@ -64,26 +65,29 @@ def test_a_router_without_gradient_is_seen(name, unchecked, monkeypatch):
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "unlimited_ocr", "deepseek_ocr2"])
 def test_weights_from_scores_that_were_zeroed_are_seen(name, unchecked, monkeypatch):
-    def from_masked(scores, dense, *rest):
-        return forced_selection(scores, scores, *rest)
+    def from_masked(scores, dense, *rest, **options):
+        return forced_selection(scores, scores, *rest, **options)
 
-    monkeypatch.setattr(selection_mode, "forced_selection", from_masked)
+    monkeypatch.setattr(selection, "forced_selection", from_masked)
     with pytest.raises(AssertionError):
         weights(name)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "jamba"])
 def test_recomputation_on_its_own_is_seen(name, monkeypatch):
-    monkeypatch.setattr(intercept.Interceptor, "_rearmed", lambda self, function, first: function)
+    def forgetful(self, checkpoint, function, *args, **kwargs):
+        return checkpoint(told_apart(function, self._in_checkpoint, nullcontext), *args, **kwargs)
+
+    monkeypatch.setattr(TransformerHooks, "_run_checkpoint", forgetful)
     with pytest.raises((AssertionError, RuntimeError)):
         checkpointing(name)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "phimoe", "deepseek_v4"])
 def test_a_recording_of_something_else_is_seen(name, unchecked, monkeypatch):
-    real = recording.Recording.trace
+    real = Recording.trace
     batch = {"input_ids": torch.ones(2, 9, dtype=torch.long), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
-    monkeypatch.setattr(recording.Recording, "trace", lambda self: random_routes(real(self).spec, batch))
+    monkeypatch.setattr(Recording, "trace", lambda self: random_routes(real(self).spec, batch))
     with pytest.raises(AssertionError):
         record(name)
 

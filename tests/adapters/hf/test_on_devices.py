@@ -12,7 +12,7 @@ import torch
 from driving import batch_of, log_probs, random_routes
 from foreroute.adapters import hf
 from foreroute.errors import ReplayError
-from foreroute.replay import PassNotes
+from foreroute.replay import PassObservation
 from models import tiny
 
 BATCH = batch_of(9, 6, 4)
@@ -63,12 +63,12 @@ def test_notes_of_a_compiled_pass_stay_when_the_next_one_writes_over_its_memory(
     routed = hf.attach(model)
     static = {}
 
-    def same_addresses(watch, num_slots, spec, device, make=PassNotes.empty):
+    def same_addresses(watch, num_slots, spec, device, make=PassObservation.empty):
         if watch not in static:
             static[watch] = make(watch, num_slots, spec, device)
         return static[watch]
 
-    monkeypatch.setattr(PassNotes, "empty", same_addresses)
+    monkeypatch.setattr(PassObservation, "empty", same_addresses)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     traces = [random_routes(routed.spec, BATCH, seed) for seed in (1, 2)]
     recordings = []

@@ -7,8 +7,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from families import build
 from family_checks import foreign_routes, ids_of, run
 from foreroute.adapters import hf
-from foreroute.adapters.hf.masks import MaskedScores
-from foreroute.adapters.hf.plans import PLANS
+from foreroute.adapters.hf.selection import MaskedScores
+from foreroute.adapters.hf.selection_rules import RULES
 from foreroute.errors import AttachError
 
 
@@ -171,12 +171,12 @@ def test_attention_that_runs_past_its_router_is_refused():
 
 
 def test_replay_without_effect_is_refused(monkeypatch):
-    monkeypatch.setattr("foreroute.adapters.hf.selection_mode.TOP_K", frozenset())
+    monkeypatch.setattr("foreroute.adapters.hf.selection.TOP_K", frozenset())
     with pytest.raises(AttachError, match="made no top-k selection"):
         hf.attach(build("qwen3_moe"))
 
 
-NEEDED_PLANS = {
+NEEDED_RULES = {
     "DeepseekV4HashRouter": "deepseek_v4",
     "JetMoeTopKGating": "jetmoe",
     "PhimoeTopKRouter": "phimoe",
@@ -190,12 +190,12 @@ def test_a_selection_of_the_block_that_goes_unseen_is_refused(monkeypatch):
         hf.attach(build("dbrx"))
 
 
-@pytest.mark.parametrize("router", NEEDED_PLANS)
+@pytest.mark.parametrize("router", NEEDED_RULES)
 def test_without_its_plan_a_class_is_refused_and_not_replayed_wrongly(router, monkeypatch):
-    assert PLANS.keys() - NEEDED_PLANS.keys() == {"ZayaRouter"}  # whose plan only keeps the probe off its skip class
-    monkeypatch.delitem(PLANS, router)
+    assert RULES.keys() - NEEDED_RULES.keys() == {"ZayaRouter"}  # whose rule only keeps the probe off its skip class
+    monkeypatch.delitem(RULES, router)
     with pytest.raises(AttachError):
-        hf.attach(build(NEEDED_PLANS[router]))
+        hf.attach(build(NEEDED_RULES[router]))
 
 
 class CountingRouter(FutureRouter):

@@ -20,7 +20,7 @@ def check_packed_batches_with_rows_in_another_order_are_refused():
     routed = megatron.attach(built)
     ids = on.tokens()
     trace = on.foreign(routed.spec, ids)
-    placed = routed.place(trace, pack(trace.lengths))
+    placed = routed.shard(trace, pack(trace.lengths))
     for name in ("tokens_per_sample", "local_cp_size"):
         offsets = torch.tensor([0, on.WIDTH, 2 * on.WIDTH], dtype=torch.int32)
         packed = PackedSeqParams("thd", offsets, offsets, offsets, offsets, on.WIDTH, on.WIDTH)
@@ -64,9 +64,9 @@ def check_embeddings_in_place_of_tokens_are_replayed_on_placed_routes():
             run()
 
     with on.maps_given(routed) as maps:
-        replayed(routed.place(trace, pad(trace.lengths, side="right", order="sbhd")))
+        replayed(routed.shard(trace, pad(trace.lengths, side="right", order="sbhd")))
     on.assert_followed(maps, trace)
     on.refuses(BatchMismatchError, "given no tokens", lambda: replayed(trace))
     fewer = trace.select([0])
-    placed = routed.place(fewer, pad(fewer.lengths, side="right", order="sbhd"))
+    placed = routed.shard(fewer, pad(fewer.lengths, side="right", order="sbhd"))
     on.refuses(ReplayError, "sees only part of the batch", lambda: replayed(placed))

@@ -35,7 +35,7 @@ def _rows_on(rank, cell, batch, laid_out):
     initialize(cell)
     routed = megatron.attach(build(cell))
     assert parallel_state.get_context_parallel_world_size() == cell.cp
-    placed = routed.place(_canaries(batch), _layout(batch, **laid_out))
+    placed = routed.shard(_canaries(batch), _layout(batch, **laid_out))
     given = placed.rows(placed.layers, torch.device("cpu"))
     return expected_rows(batch), np.where(given.real_R, given.ids_LRK[0, :, 0].int(), -1)
 

@@ -4,10 +4,9 @@ import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
 import one_rank as on
-from foreroute.adapters.megatron.passes import LayerPass
-from foreroute.adapters.megatron.seat import Seat
+from foreroute.adapters.megatron.router_hook import TopKRouterHook
 from foreroute.errors import BatchMismatchError
-from foreroute.replay import ReplayRows
+from foreroute.replay import LayerPass, ReplayRows
 
 ROWS = 16
 
@@ -131,10 +130,14 @@ def replayed(built, routed, trace, ids):
 def forced(site, hidden, ids_RK):
     every = torch.ones(len(ids_RK), dtype=torch.bool).numpy()
     rows = ReplayRows.from_host(ids_RK[None], every, every, every, ids_RK.device)
-    seat = Seat(site, 0)
-    seat.now = LayerPass(rows, None, None, "native")
-    with seat.taken(lambda position: None):
+    now = LayerPass(0, rows, None, torch.zeros(1, dtype=torch.int32), *ids_RK.shape)
+    hook = TopKRouterHook(site, lambda router, forward, *args: router.select(now, forward, *args))
+    hook.now = now
+    hook.install()
+    try:
         return site.module(hidden)
+    finally:
+        hook.remove()
 
 
 def oracle(logits_RE, ids_RK, config):

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 import one_rank as on
 from foreroute import RoutedLayer, RoutingTrace
 from foreroute.adapters import megatron
-from foreroute.adapters.megatron.call import lengths_of
+from foreroute.adapters.megatron.forward_args import lengths_of
 from foreroute.errors import BatchMismatchError, LayoutError, ReplayError, SpecMismatchError
 from foreroute.layout import pack, pad
 from grid import Cell
@@ -106,12 +106,12 @@ def check_layouts_and_traces_of_other_batches_are_refused():
     foreign = on.foreign(megatron.attach(other).spec, ids)
     on.refuses(SpecMismatchError, "routed layers", lambda: routed.replay(foreign).__enter__())
     batch_first = pad(trace.lengths, side="right", order="bshd", to=on.WIDTH)
-    on.refuses(LayoutError, "batch first", lambda: routed.place(trace, batch_first))
+    on.refuses(LayoutError, "batch first", lambda: routed.shard(trace, batch_first))
     split = pad(trace.lengths, side="right", order="sbhd", to=on.WIDTH).split_sequence(2, 0)
-    on.refuses(LayoutError, "split already", lambda: routed.place(trace, split))
-    on.refuses(BatchMismatchError, "packed rows", lambda: routed.place(trace, pack([3, 4])))
+    on.refuses(LayoutError, "split already", lambda: routed.shard(trace, split))
+    on.refuses(BatchMismatchError, "packed rows", lambda: routed.shard(trace, pack([3, 4])))
     wider = pad(trace.lengths, side="right", order="sbhd", to=on.WIDTH + 4)
-    on.refuses(BatchMismatchError, "slots on this rank", lambda: replay(built, routed, routed.place(trace, wider), ids))
+    on.refuses(BatchMismatchError, "slots on this rank", lambda: replay(built, routed, routed.shard(trace, wider), ids))
     longer = on.foreign(routed.spec, torch.cat([ids, ids], 1), lengths=(15, 3))
     on.refuses(BatchMismatchError, "up to 15", lambda: replay(built, routed, longer, ids))
 
@@ -152,7 +152,7 @@ def check_what_waits_is_narrow():
     _, routed = on.attached()
     ids = on.tokens()
     trace = on.foreign(routed.spec, ids)
-    placed = routed.place(trace, pad(trace.lengths, side="right", order="sbhd"))
+    placed = routed.shard(trace, pad(trace.lengths, side="right", order="sbhd"))
     assert placed.ids_LRK.dtype == torch.uint8
     assert placed.ids_LRK.nbytes == ids.numel() * 2 * 2
     assert placed.nbytes == ids.numel() * (2 * 2 + 5)

@@ -57,7 +57,7 @@ def placed(routed, batches, traces):
             if batch.packed
             else layout.pad(trace.lengths, side="right", order="sbhd", to=batch.width)
         )
-        given[m] = dataclasses.replace(batch, routes=routed.place(trace, whole))
+        given[m] = dataclasses.replace(batch, routes=routed.shard(trace, whole))
     return given
 
 

@@ -103,7 +103,7 @@ def check_left_padding_is_seen_from_the_tokens():
     trace = on.foreign(routed.spec, ids, lengths=LENGTHS)
     wanted = on.map_of(trace, LENGTHS)
     left = torch.stack([row.roll(on.WIDTH - length) for row, length in zip(ids, LENGTHS, strict=True)])
-    placed = routed.place(trace, pad(trace.lengths, side="left", order="sbhd", to=on.WIDTH))
+    placed = routed.shard(trace, pad(trace.lengths, side="left", order="sbhd", to=on.WIDTH))
     for routes in (trace, placed):
         with on.maps_given(routed) as maps, routed.replay(routes):
             on.forward(built, left)

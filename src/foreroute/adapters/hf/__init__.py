@@ -14,14 +14,12 @@ from foreroute.adapters.hf.attach import attach
 from foreroute.adapters.hf.distribute import distribute
 from foreroute.adapters.hf.local import load_pretrained
 from foreroute.adapters.hf.lora import add_lora, merged, without_lora
-from foreroute.adapters.hf.model import RoutedModel
+from foreroute.adapters.hf.model import RoutedTransformer
 from foreroute.adapters.hf.models import build_model
-from foreroute.adapters.hf.recording import Recording
 from foreroute.adapters.hf.tokenizer import Tokenizer
 
 __all__ = [
-    "Recording",
-    "RoutedModel",
+    "RoutedTransformer",
     "Tokenizer",
     "add_lora",
     "attach",

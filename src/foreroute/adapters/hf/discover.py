@@ -1,14 +1,26 @@
-"""Finding the routers of a Hugging Face model, by what they are and not by which family they belong to."""
+"""Finding the routers of a Hugging Face model, by what they are and not by which family they belong to.
+
+Class names say which modules may be routers. A small forward then shows which of them take part in it, and what they
+select.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from foreroute.adapters.hf.plans import PLANS, REFUSED, TOP_K, Plan
+from foreroute.adapters.hf.selection import Selection, SelectionRule
+from foreroute.adapters.hf.selection_rules import REFUSED, RULES, TOP_K_RULE
 from foreroute.errors import AttachError
+from foreroute.replay import overridden
 from foreroute.trace import LayerKind, RoutedLayer
 
 ROUTER_CLASS = re.compile(r"(Router|Gating|Gate)$")
@@ -17,6 +29,7 @@ PERHAPS_A_ROUTER = re.compile(r"Gate$")
 IN_PARENT = "route_tokens_to_experts"
 """The method of the block around a router that selects for it: in DBRX, and up to transformers 5.13 in DeepSeek's."""
 ATTENTION = re.compile(r"attn|attention")
+PROBE_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -27,14 +40,14 @@ class RouterSite:
         path: dotted name inside the model.
         module: the router.
         layer: its row of the layer axis.
-        plan: how it selects.
+        rule: how it selects.
         selecting: the module and the name of its method in which the selection is made.
     """
 
     path: str
     module: nn.Module
     layer: RoutedLayer
-    plan: Plan
+    rule: SelectionRule
     selecting: tuple[nn.Module, str]
 
     @property
@@ -74,18 +87,162 @@ def find_routers(model: nn.Module) -> list[RouterSite]:
 
 
 def _site(model: nn.Module, path: str, module: nn.Module) -> RouterSite:
-    plan = PLANS.get(type(module).__name__, TOP_K)
+    rule = RULES.get(type(module).__name__, TOP_K_RULE)
     selecting = (module, "forward")
     parent = model.get_submodule(path.rpartition(".")[0])
     if hasattr(parent, IN_PARENT):
         selecting = (parent, IN_PARENT)
-    return RouterSite(path, module, _layer(path, plan), plan, selecting)
+    return RouterSite(path, module, _layer(path, rule), rule, selecting)
 
 
-def _layer(path: str, plan: Plan) -> RoutedLayer:
+def _layer(path: str, rule: SelectionRule) -> RoutedLayer:
     """The decoder layer of a router; one in an attention block counts as a layer of its own."""
     numbers = [int(part) for part in path.split(".") if part.isdigit()]
     if not numbers:
         raise AttachError(f"router {path} is in no numbered layer; expected a path such as model.layers.3.mlp.gate")
     kind = LayerKind.ATTENTION if ATTENTION.search(path) else LayerKind.DECODER
-    return RoutedLayer(numbers[0], LayerKind.HASH if plan.is_lookup else kind)
+    return RoutedLayer(numbers[0], LayerKind.HASH if rule.is_lookup else kind)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one forward showed.
+
+    Attributes:
+        sites: the routers that selected, in the order in which they did.
+        seen: every selection of each.
+        trunk: the innermost module that was handed the tokens and contains every router; its forward is one pass.
+    """
+
+    sites: list[RouterSite]
+    seen: list[list[Selection]]
+    trunk: nn.Module
+
+
+def probe(model: nn.Module, candidates: list[RouterSite]) -> Probe:
+    """Run the model on a few tokens and watch the candidates.
+
+    Candidates that do not run on text alone (vision experts beside text experts, vision towers) are left out; so are
+    gates that select nothing.
+
+    Raises:
+        AttachError: when the forward fails, no router runs, a router runs without selecting, or a layer runs past its
+            router.
+    """
+    seen: dict[str, list[Selection]] = {}
+    given_tokens: list[nn.Module] = []
+    entered: set[str] = set()
+
+    def watch(site: RouterSite, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        with site.rule.mode(final=None) as mode:
+            result = forward(*args, **kwargs)
+        seen.setdefault(site.path, []).extend(mode.seen)
+        return result
+
+    with ExitStack() as stack:
+        for site in candidates:
+            stack.enter_context(overridden(*site.selecting, partial(watch, site)))
+        for module in _common_ancestors(model, candidates):
+            stack.enter_context(_noting_tokens(module, given_tokens))
+        for path in {site.layer_path for site in candidates}:
+            enter = partial(_note_entry, entered, path)
+            stack.callback(model.get_submodule(path).register_forward_pre_hook(enter).remove)
+        _forward_once(model)
+    for site in candidates:
+        if seen.get(site.path) == [] and not site.may_be_another_gate:
+            raise AttachError(
+                f"router {site.path} ({type(site.module).__name__}) made no top-k selection; how it selects is not "
+                "known, so replay would have no effect"
+            )
+    _refuse_bypassed(candidates, {path for path, selections in seen.items() if selections}, entered)
+    by_path = {site.path: site for site in candidates}
+    sites = [by_path[path] for path, selections in seen.items() if selections]
+    if not sites:
+        raise AttachError(f"no router of {type(model).__name__} selected anything in a forward on text")
+    return Probe(sites, [seen[site.path] for site in sites], _trunk(model, sites, given_tokens))
+
+
+def _refuse_bypassed(candidates: list[RouterSite], selected: set[str], entered: set[str]) -> None:
+    active = [site for site in candidates if site.path in selected]
+    routed_layers = {(site.layer_path, site.layer) for site in active}
+    router_classes = {type(site.module) for site in active}
+    for site in candidates:
+        bypassed = site.layer_path in entered and (site.layer_path, site.layer) not in routed_layers
+        if bypassed and (not site.may_be_another_gate or type(site.module) in router_classes):
+            raise AttachError(
+                f"router {site.path} ({type(site.module).__name__}) did not run, but its layer did: a fused kernel or "
+                "another branch bypassed it, and replay would have no effect there"
+            )
+
+
+def _note_entry(entered: set[str], path: str, *_: Any) -> None:
+    entered.add(path)
+
+
+def hidden(model: nn.Module) -> Tensor:
+    """The first output of a forward on the probe's tokens, with the same random numbers every time."""
+    torch.manual_seed(0)
+    takes = inspect.signature(model.forward).parameters
+    cacheless = "use_cache" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    result: Tensor = model(input_ids=probe_tokens(model), **({"use_cache": False} if cacheless else {}))[0]
+    return result
+
+
+def probe_tokens(model: nn.Module) -> Tensor:
+    """int64 [1, 8], on the device of the model's embedding; on the host where accelerate has offloaded that."""
+    embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+    weight: Tensor = embedding.weight  # type: ignore[assignment]
+    offloaded = weight.is_meta and hasattr(embedding, "_hf_hook")  # which takes tokens from anywhere
+    device = torch.device("cpu") if offloaded else weight.device
+    return torch.arange(PROBE_TOKENS, device=device)[None] % weight.shape[0]
+
+
+def _forward_once(model: nn.Module) -> None:
+    try:
+        hidden(model)
+    except AttachError:
+        raise
+    except Exception as error:
+        raise AttachError(
+            f"{type(model).__name__} does not run on input_ids alone ({type(error).__name__}: {error}); attach to the "
+            "part of it that does, such as the decoder of a speech model or one stack of an encoder-decoder"
+        ) from error
+
+
+def _common_ancestors(model: nn.Module, sites: list[RouterSite]) -> list[nn.Module]:
+    """Modules around at least one router, outermost first; those around all are found once it is known which run."""
+    paths = {"": model}
+    for site in sites:
+        parts = site.path.split(".")
+        for depth in range(1, len(parts)):
+            path = ".".join(parts[:depth])
+            paths[path] = model.get_submodule(path)
+    return list(paths.values())
+
+
+@contextmanager
+def _noting_tokens(module: nn.Module, into: list[nn.Module]) -> Iterator[None]:
+    signature = inspect.signature(module.forward)
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = signature.bind_partial(*args, **kwargs).arguments
+        given |= given.get("kwargs", {})
+        if isinstance(given.get("input_ids"), Tensor):
+            into.append(module)
+
+    handle = module.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _trunk(model: nn.Module, sites: list[RouterSite], given_tokens: list[nn.Module]) -> nn.Module:
+    for module in reversed(given_tokens):
+        inside = set(module.modules())
+        if all(site.selecting[0] in inside for site in sites):
+            return module
+    raise AttachError(
+        f"no module of {type(model).__name__} that contains its routers takes input_ids; "
+        "replay needs the tokens to check that routes and batch belong together"
+    )

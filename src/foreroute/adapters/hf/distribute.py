@@ -17,13 +17,13 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ExpertsInterface
 
 from foreroute.adapters.hf.recomputing import Recomputing
-from foreroute.adapters.overriding import is_hooked
 from foreroute.ep import Execution, ExpertLayer, ExpertParallelModel, ExpertShards
 from foreroute.ep.compute import require_grouped_mm
 from foreroute.ep.execution import Executions
 from foreroute.ep.transfer.consensus import Votes
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import AttachError, TopologyError
+from foreroute.replay.patching import is_hooked
 
 NAME = "foreroute"
 """Of our function in the registry of transformers."""

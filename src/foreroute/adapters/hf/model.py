@@ -1,145 +1,122 @@
-"""A Hugging Face model whose routing can be recorded and replayed."""
+"""A Hugging Face model whose routing can be recorded and replayed: where its batches take their routes from."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+import numpy as np
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from foreroute.adapters.hf.discover import RouterSite
-from foreroute.adapters.hf.intercept import Interceptor
-from foreroute.adapters.hf.plans.hash_lookup import require_looked_up
-from foreroute.adapters.hf.recording import Recording, refusing_beams
-from foreroute.adapters.hf.session import ReplaySession
-from foreroute.errors import TraceContentError
+from foreroute.adapters.hf.forward_args import Batch, BatchRoutes
+from foreroute.adapters.hf.hooks import TransformerHooks
+from foreroute.adapters.hf.selection_rules import require_looked_up
+from foreroute.errors import ReplayError, TraceContentError
+from foreroute.layout import Layout
 from foreroute.replay import (
-    Counts,
-    MissingRows,
-    as_version,
-    opened_once,
-    require_choice,
+    ForwardRows,
+    Policy,
+    RecordedPass,
+    RoutedModel,
+    overridden,
     require_kind,
-    require_switch,
-    require_version,
 )
-from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
+from foreroute.trace import RoutingSpec, RoutingTrace
 
 
-class RoutedModel:
-    """Recording and replaying sessions for one model. Made by `attach`.
-
-    The model is untouched outside a session, and other models never notice.
+class RoutedTransformer(RoutedModel):
+    """Recording and replaying sessions for one Hugging Face model. Made by `attach`.
 
     Attributes:
         model: the model that was attached.
-        spec: its experts, picks and routed layers.
-        router_paths: where its routers are, in layer order.
     """
 
-    def __init__(self, model: nn.Module, spec: RoutingSpec, sites: list[RouterSite], interceptor: Interceptor) -> None:
+    def __init__(self, model: nn.Module, spec: RoutingSpec, sites: list[RouterSite], hooks: TransformerHooks) -> None:
+        super().__init__(spec, [hooks], {"engine": "transformers", "engine_version": transformers.__version__})
         self.model = model
-        self.spec = spec
-        self.router_paths = tuple(site.path for site in sites)
         self._sites = sites
-        self._interceptor = interceptor
 
     def router_parameters(self) -> list[nn.Parameter]:
         """The parameters of all routers, in layer order: those that decide which experts a token is sent to."""
         return [parameter for site in self._sites for parameter in site.module.parameters()]
 
-    @opened_once
-    def record(
-        self, *, weight_version: int = NO_VERSION, margins: bool = False, gate_weights: bool = False
-    ) -> Iterator[Recording]:
-        """Record the routes of every forward of the model while the context is open.
-
-        May be opened inside a `replay` session: what is recorded is what was executed.
-
-        Args:
-            weight_version: stamped on every row.
-            margins: also keep the gap between the K-th and the (K+1)-th selection score.
-            gate_weights: also keep what the router hands on as the weight of each pick, in float32.
-
-        Yields:
-            The recording; call its `trace()` at any time.
-
-        Raises:
-            ConfigError: for a version that is no whole number, or a switch that is neither True nor False.
-            ReplayError: when another thread has a session open on the model; and, in a forward, for what cannot be
-                recorded.
-        """
-        stamped = as_version(weight_version)
-        require_switch("margins", margins)
-        require_switch("gate_weights", gate_weights)
-        provenance = {"engine": "transformers", "engine_version": transformers.__version__}
-        recording = Recording(self.spec, stamped, provenance, margins=margins, weights=gate_weights)
-        with self._interceptor.listening(recording), refusing_beams(self.model):
-            yield recording
-
-    @opened_once
-    def replay(
-        self,
-        trace: RoutingTrace,
-        *,
-        weight_version: int | Collection[int] | None = None,
-        missing: MissingRows = "error",
-        telemetry: bool = False,
-        counts: Counts = "native",
-        gate_weights: bool = False,
-    ) -> Iterator[ReplaySession]:
-        """Force the routes of `trace` in every forward of the model while the context is open.
-
-        Only the selection is forced; gate weights and their gradients come from live scores. Each forward must run on
-        the sequences of the trace, in order: one per row, padded on either side, or several per row where
-        `position_ids` start anew at 0 (or `cu_seq_lens_q` says so). The tokens are compared. Padding and the last token
-        of each sequence are routed by the model itself. With activation checkpointing, `backward()` may run inside or
-        outside the context.
-
-        Args:
-            trace: routes of the sequences of the batch, as `trace.select(...)` gives them for a micro-batch.
-            weight_version: when given, the version that every routed row must have been recorded under, or the
-                versions that are accepted, such as `range(3, 6)` where rollouts may be two versions old. A range
-                accepts no row whose version is not stated.
-            missing: what to do when any other row has no route: refuse the batch ("error"), let the model route it
-                ("native"), or that and take the tokens after it out of the loss by `session.loss_mask_BT` ("drop").
-            telemetry: also let each router select by itself, for `session.agreement()` and `expert_counts_LE()`.
-            counts: which selection the model's auxiliary load-balancing loss, and `expert_counts_LE()`, count.
-            gate_weights: force the gate weights of the trace too, as constants. No gradient reaches a router through
-                them.
-
-        Yields:
-            The session.
-
-        Raises:
-            SpecMismatchError: when the trace belongs to another model.
-            StaleTraceError: when it was recorded under another weight version.
-            TraceError: when `trace` is none.
-            ConfigError: for a policy or a count that does not exist, or an argument of the wrong type.
-            TraceContentError: when gate weights are asked for and the trace has none.
-            BatchMismatchError: when a layer that routes by a table of tokens says otherwise; in the forward, when batch
-                and trace hold different tokens, or rows are missing.
-            ReplayError: when a router bypassed replay, no forward ran in the session, or another thread has a session
-                open on the model or runs it.
-        """
-        require_kind(
-            "what is to be replayed", trace, RoutingTrace, "a RoutingTrace, from a recording, `load` or `decode`"
-        )
+    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> tuple[BatchRoutes, tuple[int, ...]]:
+        """The rows of a trace, found for each batch. See `RoutedModel`."""
+        wanted = "a RoutingTrace, from a recording, `load` or `decode`"
+        require_kind("what is to be replayed", routes, RoutingTrace, wanted)
+        trace: RoutingTrace = routes
         self.spec.require_same(trace.spec, what="the trace")
-        require_version(trace.versions, weight_version, "the trace")
-        require_choice("missing", missing, MissingRows)
-        require_choice("counts", counts, Counts)
-        require_switch("telemetry", telemetry)
-        require_switch("gate_weights", gate_weights)
-        for position, site in enumerate(self._sites):
-            if site.plan.is_lookup:
-                require_looked_up(trace, position, site.module)
-        if gate_weights and trace.gate_weights_NLK is None:
+        if policy.gate_weights and trace.gate_weights_NLK is None:
             raise TraceContentError(
                 "the trace has no gate weights to replay; record it with record(gate_weights=True), or leave "
                 "gate_weights out"
             )
-        session = ReplaySession(trace, missing, telemetry=telemetry, counts=counts, gate_weights=gate_weights)
-        with self._interceptor.listening(session):
-            yield session
-        session.close()
+        for position, site in enumerate(self._sites):
+            if site.rule.is_lookup:
+                require_looked_up(trace, position, site.module)
+        return BatchRoutes(trace, layout, policy), trace.versions
+
+    def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
+        """Of one chunk and one rank. See `RoutedModel`."""
+        return [_rows_of_pass(recorded, self.spec) for recorded in passes[0]]
+
+    def while_recording(self) -> AbstractContextManager[None]:
+        """Have `model.generate` refuse to sample in beams."""
+        return _refusing_beams(self.model)
+
+
+def _rows_of_pass(recorded: RecordedPass, spec: RoutingSpec) -> ForwardRows:
+    batch: Batch = recorded.args
+    observed = recorded.observed
+    assert observed is not None, "the one chunk has routers"
+    kept_BT, starts_BT = batch.kept_BT, batch.starts_BT
+    kept_R = kept_BT.reshape(-1)
+
+    def packed(of_slots: Tensor | None) -> Any:
+        return None if of_slots is None else of_slots.cpu().numpy().swapaxes(0, 1)[kept_R]
+
+    if starts_BT is None:
+        lengths_S = np.asarray(kept_BT.sum(axis=1))
+    else:
+        lengths_S = np.diff(np.flatnonzero(starts_BT[kept_BT]), append=kept_BT.sum())
+    return ForwardRows(
+        lengths_S,
+        batch.input_ids_BT[kept_BT],
+        packed(observed.ids_LRK),
+        packed(observed.own()[2]) if observed.own_values_LRK is not None else None,
+        packed(observed.weights_LRK),
+        batch.past,
+        batch.shape[1] if starts_BT is None else None,
+    )
+
+
+@contextmanager
+def _refusing_beams(model: nn.Module) -> Iterator[None]:
+    """Have `model.generate` refuse to sample in beams while the context is open."""
+    if not callable(getattr(model, "generate", None)):
+        yield
+        return
+
+    def generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        require_no_beams(model, args, kwargs)
+        return original(*args, **kwargs)
+
+    with overridden(model, "generate", generate):
+        yield
+
+
+def require_no_beams(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise `ReplayError` if a call of `model.generate` would have rows of a batch change places."""
+    given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    own = getattr(model, "generation_config", None)
+    stated = [kwargs.get("num_beams"), *(getattr(config, "num_beams", None) for config in (given, own))]
+    num_beams = next((number for number in stated if isinstance(number, int)), 1)
+    if num_beams > 1:
+        raise ReplayError(
+            f"generate() was asked for num_beams={num_beams}: beams change places from token to token, so that what a "
+            "router did for a row of the batch is not what it did for the sequence that is returned. Sample with "
+            "num_beams=1, or record one forward over what the beam search returned"
+        )

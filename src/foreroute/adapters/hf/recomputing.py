@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from foreroute.adapters.hf.checkpointing import CHECKPOINTS_IN, require_prepared, require_unchecked
-from foreroute.adapters.overriding import overridden
+from foreroute.adapters.hf.hooks import CHECKPOINTS_IN, require_prepared
 from foreroute.ep import ExpertLayer
-from foreroute.ep.execution import Executions
+from foreroute.ep.execution import Execution, Executions
+from foreroute.replay import overridden, told_apart
 
 
 class Recomputing:
@@ -45,25 +45,24 @@ class Recomputing:
     def _run(self, layer: ExpertLayer, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
         now = self._executions.now
         if now.orders is not None and not now.is_recomputing and not self._open:
-            require_prepared(layer.path, began_with_grad=False)
-            require_unchecked(layer.path)
+            require_prepared(layer.path)
         return layer(hidden_ND, ids_NK, weights_NK)
 
     def _checkpoint(
         self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        execution, ran_before = self._executions.now, False
+        again = partial(self._again, self._executions.now)
+        return checkpoint(told_apart(function, self._first, again), *args, **kwargs)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal ran_before
-            if ran_before:
-                with self._executions.on_top(execution), execution.recomputing():
-                    return function(*args, **kwargs)
-            ran_before = True
-            self._open += 1
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._open -= 1
+    @contextmanager
+    def _first(self) -> Iterator[None]:
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
 
-        return checkpoint(run, *args, **kwargs)
+    @contextmanager
+    def _again(self, execution: Execution) -> Iterator[None]:
+        with self._executions.on_top(execution), execution.recomputing():
+            yield

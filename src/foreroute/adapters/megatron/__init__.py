@@ -12,9 +12,7 @@ from foreroute.adapters.versions import require_peers
 require_peers("torch", "megatron-core")
 
 from foreroute.adapters.megatron.attach import attach
-from foreroute.adapters.megatron.model import RoutedModel
-from foreroute.adapters.megatron.placing import PaddingRows, PlacedRoutes
-from foreroute.adapters.megatron.recording import Recording
-from foreroute.adapters.megatron.session import ReplaySession
+from foreroute.adapters.megatron.model import RoutedMegatron
+from foreroute.adapters.megatron.route_shard import RouteShard
 
-__all__ = ["PaddingRows", "PlacedRoutes", "Recording", "ReplaySession", "RoutedModel", "attach"]
+__all__ = ["RouteShard", "RoutedMegatron", "attach"]

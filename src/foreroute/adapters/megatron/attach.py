@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from foreroute.adapters.megatron.discover import Chunk, RouterSite, find_chunks
-from foreroute.adapters.megatron.model import RoutedModel
-from foreroute.adapters.megatron.ranks import Share
-from foreroute.adapters.megatron.refusals import require_idle, require_replayable
-from foreroute.adapters.megatron.self_check import self_check
-from foreroute.adapters.overriding import is_hooked
-from foreroute.errors import AttachError, ForerouteError
+from foreroute.adapters.megatron.discover import Chunk, RouterSite, find_chunks, require_idle, require_replayable
+from foreroute.adapters.megatron.model import RoutedMegatron
+from foreroute.adapters.megatron.route_shard import Share
+from foreroute.adapters.megatron.router_hook import TopKRouterHook
+from foreroute.errors import AttachError, ForerouteError, ReplayError
+from foreroute.replay import LayerObservation, LayerPass, ReplayRows, RouterHook, is_hooked
 from foreroute.trace import RoutedLayer, RoutingSpec
 
+ROWS = 8
+"""Of random hidden states that a router is checked on."""
 
-def attach(model: nn.Module | Sequence[nn.Module]) -> RoutedModel:
+
+def attach(model: nn.Module | Sequence[nn.Module]) -> RoutedMegatron:
     """Make the routing of a Megatron-Core model recordable and replayable.
 
     Every pipeline rank must call it, since ranks tell each other which layers they route. Each router runs four times
@@ -47,7 +51,7 @@ def attach(model: nn.Module | Sequence[nn.Module]) -> RoutedModel:
         if stage.problem is not None:
             raise AttachError(f"pipeline rank {rank} cannot be attached: {stage.problem}")
     share = Share.of(chunks[0].trunk, [site.module for site in sites])
-    return RoutedModel(chunks, _spec_of(chunks[0].trunk, stages), share, max(stage.places for stage in stages))
+    return RoutedMegatron(chunks, _spec_of(chunks[0].trunk, stages), share, max(stage.places for stage in stages))
 
 
 @dataclass(frozen=True)
@@ -105,3 +109,103 @@ def _spec_of(trunk: Any, stages: list[Stage]) -> RoutingSpec:
         raise AttachError(f"the routers differ in (experts, top-k): {shapes}; one trace holds one shape")
     ((num_experts, top_k),) = shapes
     return RoutingSpec(num_experts, top_k, tuple(layers), model=type(trunk).__name__)
+
+
+def self_check(site: RouterSite) -> None:
+    """Run the router as it is, watched, on its own routes, and on other routes.
+
+    Replay must be invisible on its own routes and obeyed on others.
+
+    Raises:
+        AttachError: when replay changes what it should not, or does not change what it should.
+    """
+    router = site.module
+    with _untouched(site):
+        hidden = _moderate(torch.randn(ROWS, 1, router.config.hidden_size).to(router.weight), router.weight)
+        native = _route(site, hidden)
+        seen_RK = torch.zeros(ROWS, router.topk, dtype=torch.int64, device=hidden.device)
+        watched = _route(site, hidden, _work(router.topk, None, _into(seen_RK)))
+        own = _route(site, hidden, _work(router.topk, seen_RK))
+        other_RK = (seen_RK + 1) % router.num_experts
+        other = _route(site, hidden, _work(router.topk, other_RK))
+    for what, result in (("watching it", watched), ("replaying its own routes", own)):
+        if not all(torch.equal(a, b) for a, b in zip(native, result, strict=True)):
+            raise AttachError(
+                f"self-check failed: {what} changed what router {site.path} hands on; something replaced a part of it"
+            )
+    _require_obeyed(site, other, other_RK)
+
+
+def _require_obeyed(site: RouterSite, handed_on: tuple[Tensor, Tensor], wanted_RK: Tensor) -> None:
+    probs, routing_map = handed_on
+    wanted = torch.zeros_like(routing_map, dtype=torch.bool).scatter(1, wanted_RK, True)
+    if not torch.equal(routing_map.bool(), wanted):
+        raise AttachError(
+            f"self-check failed: router {site.path} was told to pick other experts and did not; a fused or replaced "
+            "selection bypasses replay"
+        )
+    if bool((probs[wanted] == 0).any()) or not bool(probs.isfinite().all()):
+        raise AttachError(
+            f"self-check failed: router {site.path} gave weight zero, or none that is finite, to an expert that it was "
+            "told to pick, as if its scores had been masked first"
+        )
+
+
+def _route(site: RouterSite, hidden: Tensor, now: LayerPass | None = None) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)  # input jitter draws numbers
+    hook = TopKRouterHook(site, _run_alone)
+    hook.now = now
+    try:
+        if now is not None:
+            hook.install()
+        try:
+            # its hooks are not for rows of ours: those of DDP would begin to gather parameters
+            probs, routing_map = site.module.forward(hidden)
+        finally:
+            hook.remove()
+    except ReplayError as error:
+        raise AttachError(f"self-check failed: {error}") from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise AttachError(
+            f"self-check failed: router {site.path} does not run by itself ({type(error).__name__}: {error}); attach "
+            "when its weights are in place, and before FSDP shards them"
+        ) from error
+    return probs, routing_map
+
+
+def _moderate(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Rows for which logits are of the order of one: the softmax of a confident router may underflow to zero."""
+    largest: float = weight.detach().float().norm(dim=-1).max().item()
+    return hidden / max(1.0, largest)
+
+
+def _run_alone(router: RouterHook, forward: Callable[..., Any], *args: Any) -> Any:
+    """Outside of any pass of its chunk."""
+    assert router.now is not None, "it was told what to do"
+    return router.select(router.now, forward, *args)
+
+
+def _into(ids_RK: Tensor) -> LayerObservation:
+    return LayerObservation(ids_RK, None, None, None, None)
+
+
+def _work(top_k: int, ids_RK: Tensor | None, observed: LayerObservation | None = None) -> LayerPass:
+    every, rows = np.ones(ROWS, np.bool_), None
+    if ids_RK is not None:
+        rows = ReplayRows.from_host(ids_RK[None], every, every, every, ids_RK.device)
+    return LayerPass(0, rows, observed, torch.zeros(1, dtype=torch.int32), ROWS, top_k)
+
+
+@contextmanager
+def _untouched(site: RouterSite) -> Iterator[None]:
+    """Eval mode, no gradients; random state and mode kept."""
+    router = site.module
+    training, jitter = router.training, router.input_jitter
+    router.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
+            torch.manual_seed(0)
+            yield
+    finally:
+        router.train(training)
+        router.input_jitter = jitter

@@ -3,6 +3,8 @@
 A router belongs to the model when it sits in the decoder of the module that is called. Routers of multi-token
 prediction, of a second decoder that was built and never called, or of another model are somewhere else, whatever
 number they carry and whenever they were made.
+
+Configurations under which replay would be bypassed, or would not be what is executed, are refused.
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.transformer.moe.router import Router
+import megatron.core
+from megatron.core.transformer.moe.router import Router, TopKRouter
 from torch import nn
 
-from foreroute.errors import AttachError
+from foreroute.errors import AttachError, ReplayError
 from foreroute.trace import RoutedLayer
+
+BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 
 
 @dataclass(frozen=True)
@@ -102,3 +107,87 @@ def _sites(trunk: Any) -> tuple[RouterSite, ...]:
                 raise AttachError(f"router {path}.router has no layer number; build the model from its layer specs")
             sites.append(RouterSite(f"{path}.router", router, block, RoutedLayer(router.layer_number - 1)))
     return tuple(sorted(sites, key=lambda site: site.layer))
+
+
+def require_replayable(sites: list[RouterSite]) -> None:
+    """Raise `AttachError` naming the first router, or setting, that cannot be replayed exactly."""
+    for site in sites:
+        _require_known_class(site)
+        reason = _refusal(site.module)
+        if reason:
+            raise AttachError(f"router {site.path} cannot be replayed: {reason}")
+
+
+def require_idle(sites: Sequence[RouterSite]) -> None:
+    """Raise `ReplayError` if Megatron's own router replay is switched on."""
+    for site in sites:
+        own: Any = getattr(site.module, "router_replay", None)
+        action = getattr(own, "router_replay_action", None)
+        if action is not None:
+            raise ReplayError(
+                f"Megatron's own router replay is active at {site.path} ({action}); clear it with "
+                "RouterReplay.clear_global_router_replay_action(), two replays cannot drive one router"
+            )
+
+
+def _require_known_class(site: RouterSite) -> None:
+    kind = type(site.module)
+    if not isinstance(site.module, TopKRouter):
+        raise AttachError(f"router {site.path} is a {kind.__name__}; expected megatron.core's TopKRouter")
+    if "router_replay" not in vars(site.module):
+        raise AttachError(
+            f"router {site.path} of megatron-core {megatron.core.__version__} hands its selection to nobody; install "
+            "megatron-core 0.16.1 or newer"
+        )
+    for name in ("forward", "routing"):
+        if getattr(kind, name) is not getattr(TopKRouter, name):
+            raise AttachError(
+                f"router {site.path} ({kind.__name__}) has a {name} of its own, and what that selects is not known; "
+                "use TopKRouter"
+            )
+        if name in vars(site.module):
+            raise AttachError(f"{name} of router {site.path} was replaced on the instance; attach before patching it")
+
+
+def _refusal(router: Any) -> str | None:
+    config = router.config
+    balancing = router.routing_type if isinstance(router.routing_type, list) else [router.routing_type]
+    unknown = [kind for kind in balancing if kind not in BALANCING]
+    if unknown:
+        return f"moe_router_load_balancing_type {unknown[0]!r} does not select by top-k of its scores"
+    if config.moe_router_fusion:
+        return "moe_router_fusion selects in a fused kernel, which replay cannot reach; set moe_router_fusion=False"
+    if config.moe_router_force_load_balancing or getattr(config, "moe_router_force_biased", None) is not None:
+        return "moe_router_force_load_balancing and moe_router_force_biased replace its logits; switch them off"
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        return "overlap_moe_expert_parallel_comm runs layers of two micro-batches by turns, outside of their forwards"
+    if getattr(config, "mlp_chunks_for_training", 1) > 1:
+        return "mlp_chunks_for_training has a router run several times in one forward; set it to 1"
+    return _graph_refusal(config) or _drop_refusal(router)
+
+
+def _graph_refusal(config: Any) -> str | None:
+    names = ("enable_cuda_graph", "external_cuda_graph")
+    if config.cuda_graph_impl != "none" or any(getattr(config, name, False) for name in names):
+        return (
+            f"cuda_graph_impl={config.cuda_graph_impl!r} captures routers in CUDA graphs, which repeat one batch's "
+            "routes for ever; train with cuda_graph_impl='none'"
+        )
+    return None
+
+
+def _drop_refusal(router: Any) -> str | None:
+    """Capacity: replayed picks over it would be dropped after the selection, by live weights or position."""
+    config = router.config
+    if getattr(config, "moe_expert_rank_capacity_factor", None) is not None:
+        return "moe_expert_rank_capacity_factor drops tokens after the selection; train dropless"
+    factor = config.moe_expert_capacity_factor
+    # the capacity is ceil(factor * rows * K / E), and no expert is picked more often than there are rows
+    holds_every_row = factor is not None and factor * router.topk >= config.num_moe_experts
+    if factor is not None and (config.moe_pad_expert_input_to_capacity or not holds_every_row):
+        return (
+            f"moe_expert_capacity_factor={factor} drops or adds picks after the selection, so that other experts run "
+            "than were replayed; train dropless, or with a factor of at least "
+            f"E/K = {config.num_moe_experts / router.topk:g} and without moe_pad_expert_input_to_capacity"
+        )
+    return None

@@ -8,53 +8,50 @@ from functools import update_wrapper
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from foreroute.adapters.megatron.call import Call
-from foreroute.adapters.megatron.passes import Listener, Orders
-from foreroute.adapters.megatron.placing import PlacedRoutes
-from foreroute.adapters.megatron.session import ReplaySession, Telemetry, noted
+from foreroute.adapters.megatron.forward_args import Call
+from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.mismatch import LiveAgreement
-from foreroute.replay import PassNotes, Watch
+from foreroute.replay import Listener, PassObservation, Policy, ReplayRows, ReplaySession, Telemetry, added_up
 from foreroute.trace import RoutingTrace
 
-Routes = RoutingTrace | PlacedRoutes
-RoutesOf = Callable[[Any], Routes | None]
-OpenSession = Callable[[Routes, dict[int, Telemetry]], ReplaySession]
+BatchRoutes = RoutingTrace | RouteShard
+RoutesIn = Callable[[Any], BatchRoutes | None]
+OpenSession = Callable[[BatchRoutes, dict[int, Telemetry]], ReplaySession]
 
 
-def routes_in(batch: Any) -> Routes | None:
+def routes_in(batch: Any) -> BatchRoutes | None:
     """What a batch has under "routes", as an item or as an attribute; None where it has nothing there."""
     return batch.get("routes") if isinstance(batch, Mapping) else getattr(batch, "routes", None)
 
 
 class ReplayingStep:
-    """A forward step as `get_forward_backward_func()` takes it. Made by `RoutedModel.replaying`.
+    """A forward step as `get_forward_backward_func()` takes it. Made by `RoutedMegatron.replaying`.
 
     Args:
         forward_step: `forward_step(data_iterator, model, ...)`.
         routes_of: finds the routes in a batch.
         open_session: a session on the routes of one micro-batch, adding to the given telemetry.
         listening: has the chunk of a model listened to, by the number of the chunk or its module.
-        watch: what its passes note.
+        policy: how to replay.
     """
 
     def __init__(
         self,
         forward_step: Callable[..., Any],
-        routes_of: RoutesOf,
+        routes_of: RoutesIn,
         open_session: OpenSession,
         listening: Callable[[nn.Module, StepListener], AbstractContextManager[None]],
-        watch: Watch,
+        policy: Policy,
     ) -> None:
         self._step = forward_step
         self._routes_of = routes_of
         self._open = open_session
         self._listening = listening
-        self._watch = watch
+        self._policy = policy
         self._telemetry: dict[int, Telemetry] = {}
         update_wrapper(self, forward_step, updated=())  # a callable object keeps its attributes to itself
 
@@ -71,7 +68,7 @@ class ReplayingStep:
                 "pipeline stage and every tensor-parallel rank, or call the forward step unwrapped to route natively"
             )
         batches = WatchedBatches(data_iterator, self._routes_of)
-        listener = StepListener(batches, lambda routes: self._open(routes, self._telemetry), self._watch)
+        listener = StepListener(batches, lambda routes: self._open(routes, self._telemetry), self._policy)
         with self._listening(model, listener):
             result = self._step(batches, model, *args, **kwargs)
         listener.close()
@@ -79,13 +76,11 @@ class ReplayingStep:
 
     def agreement(self, chunk: int = 0) -> LiveAgreement:
         """As `ReplaySession.agreement`, over all micro-batches so far. Raises `ReplayError` likewise."""
-        kept = self._telemetry.get(chunk)
-        return noted(None if kept is None else kept.agreement())
+        return added_up(self._telemetry, chunk, Telemetry.agreement)
 
     def expert_counts_LE(self, chunk: int = 0) -> NDArray[np.int64]:
         """As `ReplaySession.expert_counts_LE`, over all micro-batches so far. Raises `ReplayError` likewise."""
-        kept = self._telemetry.get(chunk)
-        return noted(None if kept is None else kept.counts_LE)
+        return added_up(self._telemetry, chunk, lambda telemetry: telemetry.counts_LE)
 
 
 class WatchedBatches:
@@ -100,11 +95,11 @@ class WatchedBatches:
         routes: of the last one.
     """
 
-    def __init__(self, batches: Iterator[Any], routes_of: RoutesOf) -> None:
+    def __init__(self, batches: Iterator[Any], routes_of: RoutesIn) -> None:
         self._batches = batches
         self._routes_of = routes_of
         self.taken = 0
-        self.routes: Routes | None = None
+        self.routes: BatchRoutes | None = None
 
     def __iter__(self) -> WatchedBatches:
         return self
@@ -113,10 +108,10 @@ class WatchedBatches:
         batch = next(self._batches)
         self.taken += 1
         self.routes = self._routes_of(batch)
-        if not (self.routes is None or isinstance(self.routes, RoutingTrace | PlacedRoutes)):
+        if not (self.routes is None or isinstance(self.routes, RoutingTrace | RouteShard)):
             raise BatchMismatchError(
                 f"the routes of a batch are a {type(self.routes).__name__}; expected a RoutingTrace, "
-                "routed.place(trace, layout), or None to route natively"
+                "routed.shard(trace, layout), or None to route natively"
             )
         return batch
 
@@ -130,19 +125,21 @@ class StepListener(Listener):
     Args:
         batches: of the step.
         open_session: a session on some routes.
-        watch: what its passes note.
+        policy: how to replay.
 
     Attributes:
         session: of the micro-batch; None before the model runs, and where it brought no routes.
     """
 
-    def __init__(self, batches: WatchedBatches, open_session: Callable[[Routes], ReplaySession], watch: Watch) -> None:
-        self.watch = watch
+    def __init__(
+        self, batches: WatchedBatches, open_session: Callable[[BatchRoutes], ReplaySession], policy: Policy
+    ) -> None:
+        self.watch = policy.watch
         self.session: ReplaySession | None = None
         self._batches = batches
         self._open = open_session
 
-    def begin(self, chunk: int, call: Call, device: torch.device) -> Orders | None:
+    def begin(self, chunk: int, call: Call) -> ReplayRows | None:
         """Replay the routes of the batch, if it has any."""
         if self._batches.taken != 1:
             raise ReplayError(
@@ -153,12 +150,12 @@ class StepListener(Listener):
             return None
         if self.session is None:
             self.session = self._open(self._batches.routes)
-        return self.session.begin(chunk, call, device)
+        return self.session.begin(chunk, call)
 
-    def end(self, chunk: int, call: Call, notes: PassNotes) -> None:
+    def end(self, chunk: int, call: Call, observed: PassObservation | None) -> None:
         """The session adds up."""
         if self.session is not None:
-            self.session.end(chunk, call, notes)
+            self.session.end(chunk, call, observed)
 
     def close(self) -> None:
         """Raise `ReplayError` if routes were brought and not replayed."""

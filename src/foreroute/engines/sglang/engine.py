@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.hf import RoutedModel
+from foreroute.adapters.hf import RoutedTransformer
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.endpoint import Answer, Endpoint
@@ -43,7 +43,7 @@ class ServerEngine(OutsideEngine):
             replay needs.
     """
 
-    def __init__(self, routed: RoutedModel, url: str, *, weights_folder: Path, timeout_s: float = 600.0) -> None:
+    def __init__(self, routed: RoutedTransformer, url: str, *, weights_folder: Path, timeout_s: float = 600.0) -> None:
         super().__init__(routed)
         self._server = Endpoint(url, timeout_s=timeout_s, what="the SGLang server")
         info = self._server.get("/server_info")

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import foreroute
 from foreroute.adapters.checkpoint import CheckpointWriter
-from foreroute.adapters.hf import RoutedModel
+from foreroute.adapters.hf import RoutedTransformer
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.sampled import OutsideEngine, Sampled, draw_seeds, require_finished, require_version
@@ -51,7 +51,7 @@ class ProcessEngine(OutsideEngine):
         EngineError: when there is no such interpreter. Every method raises it when the worker fails, dies, or is late.
     """
 
-    def __init__(self, routed: RoutedModel, settings: ProcessSettings) -> None:
+    def __init__(self, routed: RoutedTransformer, settings: ProcessSettings) -> None:
         super().__init__(routed)
         self._settings = settings
         text_config = routed.model.config.get_text_config()  # type: ignore[operator, union-attr]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.hf import RoutedModel
+from foreroute.adapters.hf import RoutedTransformer
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.endpoint import Answer, Endpoint
@@ -60,7 +60,7 @@ class ServerEngine(OutsideEngine):
 
     def __init__(
         self,
-        routed: RoutedModel,
+        routed: RoutedTransformer,
         url: str,
         *,
         weights_folder: Path,

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from foreroute.adapters.hf import RoutedModel
+from foreroute.adapters.hf import RoutedTransformer
 from foreroute.trace import RoutingTrace
 from foreroute.trainers.plausible import require_same_origin
 
 MAX_SEQUENCES = 16
 
 
-def require_plausible(trainer: Any, routed: RoutedModel, trace: RoutingTrace) -> None:
+def require_plausible(trainer: Any, routed: RoutedTransformer, trace: RoutingTrace) -> None:
     """One forward of the policy on its own routes, on up to 16 sequences.
 
     The weights are those of the rollout, so that its routes are the policy's own up to numerics. Routes that stand at

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from foreroute.adapters.hf import Recording, RoutedModel
-from foreroute.adapters.hf.recording import require_no_beams
-from foreroute.adapters.overriding import overridden
+from foreroute.adapters.hf import RoutedTransformer
+from foreroute.adapters.hf.model import require_no_beams
 from foreroute.errors import ReplayError
+from foreroute.replay import Recording
+from foreroute.replay.patching import overridden
 from foreroute.trace import RoutingTrace
 from foreroute.trainers.trl.rollout import joined_tokens
 
@@ -28,7 +29,7 @@ class GenerateTap:
         temperature: that TRL samples with, and divides the trainer's logits by.
     """
 
-    def __init__(self, routed: RoutedModel, temperature: float) -> None:
+    def __init__(self, routed: RoutedTransformer, temperature: float) -> None:
         self._routed = routed
         self._temperature = temperature
         self._seen: list[tuple[Recording, Tensor]] = []

@@ -16,9 +16,9 @@ import trl
 from numpy.typing import NDArray
 from trl.generation import vllm_generation
 
-from foreroute.adapters.overriding import overridden
 from foreroute.capture import ModelFacts, decode
 from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ForerouteError, ReplayError
+from foreroute.replay.patching import overridden
 from foreroute.trace import RoutingTrace
 from foreroute.trainers.trl.rollout import joined_tokens
 

@@ -1,34 +1,83 @@
-"""The routes of one micro-batch as this rank needs them: its rows, its layers, no wider than the trace."""
+"""The routes of one micro-batch as one rank needs them: its rows, its layers, no wider than the trace."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.adapters.megatron.ranks import Share
-from foreroute.errors import BatchMismatchError
+from foreroute.errors import BatchMismatchError, LayoutError, TraceContentError
 from foreroute.layout import Layout, RankRows, fill_padding, take
-from foreroute.replay import MissingRows, ReplayRows
-from foreroute.replay.rows import is_faithful, refuse_missing
+from foreroute.replay import Counts, MissingRows, PaddingRows, ReplayRows, is_faithful, refuse_missing
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
-
-PaddingRows = Literal["spread", "native"]
-"""Who picks for padding: replay, evenly over expert-parallel ranks and experts ("spread"), or the model ("native")."""
+from foreroute.trace.container import weights_of
 
 FORCED, REAL, COUNTED = 1, 2, 4
 """Flags of a slot: its picks are forced (it has a route, or is padding that is spread); it is no padding; it is a token
 that belongs in the loss under the policy for missing rows."""
 
 
+@dataclass(frozen=True)
+class Share:
+    """The place of this rank among those that share the rows of a micro-batch.
+
+    Attributes:
+        cp: context-parallel ranks; each sequence is dealt to them in zigzag chunks.
+        cp_rank: which of them this is.
+        sp: ranks that cut what is left along the sequence: tensor-parallel ranks under sequence parallelism, else 1.
+        sp_rank: which of them this is.
+        number: tells ranks with different rows apart, and not those with the same.
+    """
+
+    cp: int = 1
+    cp_rank: int = 0
+    sp: int = 1
+    sp_rank: int = 0
+    number: int = 0
+
+    @classmethod
+    def of(cls, trunk: Any, routers: list[Any]) -> Share:
+        """Read off the groups of the routers, or of the model where a stage has none."""
+        owner = routers[0] if routers else trunk
+        tp_group, cp_group = owner.tp_group, owner.cp_group
+        tp, cp = tp_group.size(), cp_group.size()
+        sequence_parallel = tp > 1 and bool(trunk.config.sequence_parallel)
+        rank = torch.distributed.get_rank()
+        return cls(
+            cp,
+            cp_group.rank(),
+            tp if sequence_parallel else 1,
+            tp_group.rank() if sequence_parallel else 0,
+            rank if sequence_parallel else rank // tp,
+        )
+
+    def of_context(self, layout: Layout, rank: int | None = None) -> Layout:
+        """The slots that the model is handed on this context-parallel rank, or on another one.
+
+        Raises:
+            LayoutError: when the layout was split already, has batch-first rows, or does not divide.
+        """
+        if layout.is_split or layout.order == "bshd":
+            raise LayoutError(
+                f"the layout is {'split already' if layout.is_split else 'batch first'}; give the whole one, packed "
+                'or sequence first (pad(..., order="sbhd")): Megatron itself says how ranks share it'
+            )
+        return layout.split_context(self.cp, self.cp_rank if rank is None else rank)
+
+    def of_routers(self, layout: Layout, context: int | None = None, sequence: int | None = None) -> Layout:
+        """The slots that routers see on this rank, or on another one. Raises as `of_context`."""
+        part = self.of_context(layout, context)
+        return part.split_sequence(self.sp, self.sp_rank if sequence is None else sequence)
+
+
 @dataclass(frozen=True, eq=False)
-class PlacedRoutes:
-    """Routes of one micro-batch, cut to the rows and layers of this rank, on the host. Made by `RoutedModel.place`.
+class RouteShard:
+    """Routes of one micro-batch, cut to the rows and layers of this rank, on the host. Made by `RoutedMegatron.shard`.
 
     What waits in a queue for its micro-batch waits in this form: per row L · K bytes (twice that above 256 experts),
     one for its flags and four for its token.
@@ -44,6 +93,7 @@ class PlacedRoutes:
         tokens_C: int32 [C], tokens of the slots that the model is handed on this rank, sequence parallelism not yet
             applied, in the order of the routers; -1 for padding.
         dropped_C: bool [C], tokens to take out of the loss; None where there are none.
+        weights_LRK: float32 [L, R, K], the gate weights of the trace; None where they are not replayed.
     """
 
     spec: RoutingSpec
@@ -55,15 +105,16 @@ class PlacedRoutes:
     is_padded: bool
     tokens_C: NDArray[np.int32]
     dropped_C: NDArray[np.bool_] | None
+    weights_LRK: NDArray[np.float32] | None = None
 
     def __repr__(self) -> str:
-        return f"PlacedRoutes({len(self.flags_R)} slots, {len(self.layers)} layers, {self.nbytes} bytes)"
+        return f"RouteShard({len(self.flags_R)} slots, {len(self.layers)} layers, {self.nbytes} bytes)"
 
     @property
     def nbytes(self) -> int:
         """Host memory that it holds, in bytes."""
-        dropped = 0 if self.dropped_C is None else self.dropped_C.nbytes
-        return self.ids_LRK.nbytes + self.flags_R.nbytes + self.tokens_C.nbytes + dropped
+        sometimes = sum(each.nbytes for each in (self.dropped_C, self.weights_LRK) if each is not None)
+        return self.ids_LRK.nbytes + self.flags_R.nbytes + self.tokens_C.nbytes + sometimes
 
     @property
     def real_R(self) -> NDArray[np.bool_]:
@@ -76,17 +127,40 @@ class PlacedRoutes:
         real_C = np.asarray(self.tokens_C >= 0)
         return real_C if self.dropped_C is None else real_C & ~self.dropped_C
 
-    def rows(self, layers: Sequence[RoutedLayer], device: torch.device) -> ReplayRows:
-        """The rows of some of the layers, on the device. They must follow each other in the order of `self.layers`."""
+    def rows(
+        self,
+        layers: Sequence[RoutedLayer],
+        device: torch.device,
+        *,
+        mask_padding: bool = False,
+        counts: Counts = "native",
+    ) -> ReplayRows:
+        """The rows of some of the layers, on the device. They must follow each other in the order of `self.layers`.
+
+        Args:
+            layers: to replay.
+            device: where the model is.
+            mask_padding: whether statistics leave padding out even where no rank has any.
+            counts: which selection is to be counted.
+        """
         first = self.layers.index(layers[0])
-        ids_LRK = self.ids_LRK[first : first + len(layers)]
-        return ReplayRows.from_host(ids_LRK, self._flagged(FORCED), self.real_R, self._flagged(COUNTED), device)
+        here = slice(first, first + len(layers))
+        return ReplayRows.from_host(
+            self.ids_LRK[here],
+            self._flagged(FORCED),
+            self.real_R,
+            self._flagged(COUNTED),
+            device,
+            weights_LRK=None if self.weights_LRK is None else self.weights_LRK[here],
+            mask_padding=mask_padding or self.is_padded,
+            counts=counts,
+        )
 
     def _flagged(self, flag: int) -> NDArray[np.bool_]:
         return np.asarray((self.flags_R & flag) != 0)
 
 
-def place(
+def shard(
     trace: RoutingTrace,
     layout: Layout,
     share: Share,
@@ -95,8 +169,9 @@ def place(
     *,
     missing: MissingRows = "error",
     padding: PaddingRows = "spread",
+    gate_weights: bool = False,
     pin: bool = False,
-) -> PlacedRoutes:
+) -> RouteShard:
     """Cut a trace to what one rank replays.
 
     Args:
@@ -107,12 +182,19 @@ def place(
         home_LE: integers [L, E], the expert-parallel rank that each expert of these layers lives on.
         missing: what to do with rows that have no route.
         padding: who picks for padding.
+        gate_weights: whether to cut the gate weights of the trace too.
         pin: hold the ids in pinned memory.
 
     Raises:
         BatchMismatchError: when the layout is for other rows, or a row is missing and that is an error.
         LayoutError: when ranks cannot share the layout.
+        TraceContentError: when gate weights are asked for and the trace has none.
     """
+    if gate_weights and trace.gate_weights_NLK is None:
+        raise TraceContentError(
+            "the trace has no gate weights to replay; record it with record(gate_weights=True), or leave "
+            "gate_weights out"
+        )
     if layout.num_rows != trace.num_rows:
         raise BatchMismatchError(
             f"the layout is for {layout.num_rows} packed rows and the trace has {trace.num_rows}; lay out trace.lengths"
@@ -125,7 +207,7 @@ def place(
     ids_LRK, forced_R = _picks(trace, router, spread_R, share, layers, home_LE)
     counted_R = _counted(trace, router.row_of_slot_R, missing)
     dropped_C = (context >= 0) & ~_counted(trace, context, missing)
-    return PlacedRoutes(
+    return RouteShard(
         trace.spec,
         tuple(layers),
         layout,
@@ -135,6 +217,7 @@ def place(
         bool((whole_rows < 0).any()),
         _tokens(trace, context),
         dropped_C if dropped_C.any() else None,
+        _weights(trace, router, layers) if gate_weights else None,
     )
 
 
@@ -157,6 +240,12 @@ def _picks(
     ids_RLK[~forced_R] = 0  # nobody gathers there, and E itself would not fit the width of 256 experts
     ids_LRK = np.ascontiguousarray(ids_RLK.transpose(1, 0, 2).astype(spec.id_dtype))
     return torch.from_numpy(ids_LRK), forced_R
+
+
+def _weights(trace: RoutingTrace, router: RankRows, layers: Sequence[RoutedLayer]) -> NDArray[np.float32]:
+    """Gate weights [L, R, K], arbitrary where there is no route."""
+    columns = [trace.spec.layers.index(layer) for layer in layers]
+    return np.ascontiguousarray(weights_of(trace)[:, columns][router.row_of_slot_R].transpose(1, 0, 2))
 
 
 def _tokens(trace: RoutingTrace, row_of_slot: NDArray[Any]) -> NDArray[np.int32]:

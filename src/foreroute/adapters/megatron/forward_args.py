@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.adapters.megatron.placing import PlacedRoutes
-from foreroute.adapters.megatron.ranks import Share
-from foreroute.errors import BatchMismatchError
+from foreroute.adapters.megatron.route_shard import RouteShard, Share
+from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.layout import Layout, pack, pad
+from foreroute.layout.slots import Side
 from foreroute.trace import RoutingTrace
 from foreroute.trace.checks import ascending
 
@@ -30,6 +30,9 @@ class Call:
         packed: Megatron's PackedSeqParams of a packed batch, or None.
         padding_mask: bool [B, T], True for padding, or None.
         inference: Megatron's inference context, or None in training.
+        stage_input: hidden states [T, B, H] that the stage before made, cut as routers see them; None on the first.
+        device: where the chunk is.
+        share: of the rows, on this rank.
     """
 
     input_ids: Tensor | None
@@ -37,10 +40,13 @@ class Call:
     packed: Any
     padding_mask: Tensor | None
     inference: Any
+    stage_input: Tensor | None
+    device: torch.device
+    share: Share
 
     @classmethod
-    def read(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Find them among the arguments of a call whose parameters have these names.
+    def read(cls, trunk: Any, share: Share, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Find them among the arguments of a call of the trunk, whose parameters have these names.
 
         Raises:
             BatchMismatchError: when tokens or padding are of a type that says something else.
@@ -55,7 +61,22 @@ class Call:
             None if getattr(packed, "qkv_format", None) in ("sbhd", "bshd") else packed,
             _tensor(given.get("padding_mask")),
             given.get("inference_params") if inference is None else inference,
+            None if getattr(trunk, "pre_process", True) else _tensor(trunk.decoder.input_tensor),
+            next(trunk.parameters()).device,
+            share,
         )
+
+    @property
+    def num_slots(self) -> int:
+        """R, the rows that routers see in this call."""
+        hidden = self.embedded if self.stage_input is None else self.stage_input
+        if hidden is not None:
+            return hidden.shape[0] * hidden.shape[1]
+        if self.input_ids is None:
+            raise ReplayError(
+                "a forward of the model was given neither tokens, nor embeddings, nor what the stage before made"
+            )
+        return self.input_ids.numel() // self.share.sp
 
     @property
     def tokens_C(self) -> NDArray[np.int64] | None:
@@ -63,6 +84,43 @@ class Call:
         if self.input_ids is None:
             return None
         return np.asarray(self.input_ids.detach().cpu().numpy()).T.reshape(-1).astype(np.int64, copy=False)
+
+    def kept(self) -> MicroBatch:
+        """Where the sequences are, and their tokens, to be looked at when the call is over.
+
+        Raises:
+            BatchMismatchError: when the batch does not say where they are.
+            ReplayError: when steps of several requests are mixed in it.
+        """
+        past = 0
+        if self.inference is not None:
+            if not self.inference.is_static_batching():
+                raise ReplayError(
+                    "a dynamic inference context mixes steps of several requests in one forward, and which is whose is "
+                    "not known here. Record static inference, or take the routes that the dynamic engine returns"
+                )
+            past = int(self.inference.sequence_len_offset)
+        lengths_S, layout, width = _sequences(self)
+        return MicroBatch(layout, lengths_S, past, width, self.tokens_C)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What is kept of a call.
+
+    Attributes:
+        layout: where its sequences are, before ranks share them.
+        lengths_S: int64 [S], of its sequences.
+        past: positions that a key-value cache held before.
+        width: positions of a sequence, padding included; None where they are packed.
+        tokens_C: the tokens that this rank was given, or None.
+    """
+
+    layout: Layout
+    lengths_S: NDArray[np.int64]
+    past: int
+    width: int | None
+    tokens_C: NDArray[np.int64] | None
 
 
 def _tensor(value: Any) -> Tensor | None:
@@ -100,25 +158,25 @@ def require_plain(call: Call) -> None:
         )
 
 
-def require_fits(call: Call, placed: PlacedRoutes) -> None:
+def require_fits(call: Call, shard: RouteShard) -> None:
     """Raise `BatchMismatchError` unless the call's tokens, where it has any, are those of the routes."""
     tokens = call.tokens_C
     if tokens is None:
         return
-    if len(tokens) != len(placed.tokens_C):
+    if len(tokens) != len(shard.tokens_C):
         raise BatchMismatchError(
-            f"the model is given {len(tokens)} slots on this rank and the layout has {len(placed.tokens_C)}; lay the "
+            f"the model is given {len(tokens)} slots on this rank and the layout has {len(shard.tokens_C)}; lay the "
             "routes out as the batch is padded or packed"
         )
-    differs = _differs(placed.tokens_C, tokens)
+    differs = _differs(shard.tokens_C, tokens)
     if differs.any():
         slot = int(differs.argmax())
         raise BatchMismatchError(
             f"slot {slot} of this rank (sequence first): token {int(tokens[slot])} in the batch, "
-            f"{int(placed.tokens_C[slot])} in the trace; {int(differs.sum())} of {len(tokens)} differ. Replay the "
+            f"{int(shard.tokens_C[slot])} in the trace; {int(differs.sum())} of {len(tokens)} differ. Replay the "
             "trace of this micro-batch, with its sequences in order and padded on the same side"
         )
-    _require_padding(call, placed.tokens_C < 0, tokens)
+    _require_padding(call, shard.tokens_C < 0, tokens)
 
 
 def _require_padding(call: Call, is_pad_C: NDArray[np.bool_], tokens: NDArray[np.int64]) -> None:
@@ -144,7 +202,13 @@ def _differs(wanted_C: NDArray[np.int32], tokens_C: NDArray[np.int64]) -> NDArra
     return np.asarray((wanted_C >= 0) & (wanted_C != tokens_C))
 
 
-def find_layout(trace: RoutingTrace, call: Call, share: Share) -> Layout:
+def in_batch_order(mask_C: NDArray[np.bool_], call: Call) -> Tensor:
+    """[B, T] of what is in the order of the routers, on the device; [1, C] where the stage is given no tokens."""
+    batch = 1 if call.input_ids is None else call.input_ids.shape[0]
+    return torch.from_numpy(mask_C).to(call.device).view(-1, batch).T
+
+
+def find_layout(trace: RoutingTrace, call: Call) -> Layout:
     """Where the sequences of the trace are in the batch of a call, when nobody said so.
 
     A packed batch says it itself. Of a padded one the tokens tell on which side it is padded.
@@ -153,12 +217,13 @@ def find_layout(trace: RoutingTrace, call: Call, share: Share) -> Layout:
         BatchMismatchError: when the batch has other sequences, or no tokens to tell by.
     """
     if call.packed is not None:
-        return _packed_layout(trace, call, share)
+        return _packed_layout(trace, call)
     if call.input_ids is None:
         raise BatchMismatchError(
             "this pipeline stage is given no tokens, so that it cannot be seen where the rows of the trace are; "
-            "place them on every stage: routed.place(trace, layout)"
+            "shard them on every stage: routed.shard(trace, layout)"
         )
+    share = call.share
     batch, width = call.input_ids.shape
     longest = int(trace.lengths.max(initial=0))
     if batch != len(trace) or longest > width * share.cp:
@@ -178,7 +243,7 @@ def _fits(trace: RoutingTrace, part: Layout, tokens: NDArray[np.int64]) -> bool:
     return bool((trace.token_ids_N[rows] == tokens)[rows >= 0].all())
 
 
-def _packed_layout(trace: RoutingTrace, call: Call, share: Share) -> Layout:
+def _packed_layout(trace: RoutingTrace, call: Call) -> Layout:
     slots_S = packed_slots(call.packed)
     if len(slots_S) != len(trace):
         raise BatchMismatchError(
@@ -186,7 +251,7 @@ def _packed_layout(trace: RoutingTrace, call: Call, share: Share) -> Layout:
             "of the micro-batch's sequences"
         )
     layout = pack(trace.lengths, slots=slots_S)
-    width = 0 if call.input_ids is None else call.input_ids.numel() * share.cp
+    width = 0 if call.input_ids is None else call.input_ids.numel() * call.share.cp
     return layout.align_total(width) if width > layout.num_slots else layout
 
 
@@ -209,3 +274,36 @@ def lengths_of(cumulative: Tensor) -> NDArray[np.int64]:
             f"{offsets.shape}; expected integers [sequences + 1] that ascend from 0"
         )
     return np.asarray(np.diff(offsets.astype(np.int64)), np.int64)
+
+
+def _sequences(call: Call) -> tuple[NDArray[np.int64], Layout, int | None]:
+    """Lengths of the sequences of a batch, where they are, and the width of one."""
+    share = call.share
+    if call.packed is not None:
+        lengths = lengths_of(call.packed.cu_seqlens_q)
+        layout = pack(lengths, slots=packed_slots(call.packed))
+        width = 0 if call.input_ids is None else call.input_ids.numel() * share.cp
+        return lengths, layout.align_total(width) if width > layout.num_slots else layout, None
+    if call.input_ids is None:
+        raise BatchMismatchError("this pipeline stage is given no tokens; pass input_ids on every stage to record")
+    batch, width = call.input_ids.shape
+    lengths = np.full(batch, width * share.cp)
+    if call.padding_mask is None:
+        return lengths, pad(lengths, side="right", order="sbhd"), width * share.cp
+    lengths, layout = _masked(call.padding_mask.cpu().numpy().astype(np.bool_), share)
+    return lengths, layout, width * share.cp
+
+
+def _masked(padding_BT: NDArray[np.bool_], share: Share) -> tuple[NDArray[np.int64], Layout]:
+    lengths = (~padding_BT).sum(axis=1)
+    sides: dict[Side, NDArray[np.bool_]] = {"right": padding_BT[:, ::-1], "left": padding_BT}
+    position = np.arange(padding_BT.shape[1])
+    for side, from_it in sides.items():
+        # padding on one side: after so many slots of it, seen from there, no more
+        if share.cp == 1 and (from_it == (position < padding_BT.sum(axis=1)[:, None])).all():
+            layout = pad(lengths, side=side, order="sbhd", to=padding_BT.shape[1])
+            return lengths, layout
+    raise BatchMismatchError(
+        "padding_mask marks slots on both sides or in between, or context parallelism cuts it; record such a batch "
+        "without the mask and cut the trace with trace.truncated(lengths)"
+    )

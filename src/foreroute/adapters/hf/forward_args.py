@@ -1,4 +1,4 @@
-"""What a forward call of a Hugging Face model says about its batch."""
+"""What a forward call of a Hugging Face model says about its batch, and which rows of a trace that takes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.errors import BatchMismatchError
-from foreroute.layout import starts_from_cumulative_lengths, starts_from_positions
+from foreroute.errors import BatchMismatchError, LayoutError
+from foreroute.layout import Layout, locate_rows, starts_from_cumulative_lengths, starts_from_positions
+from foreroute.replay import WANTED_MASK, PassRoutes, Policy, ReplayRows, is_faithful, kept_by, to_device
+from foreroute.trace import RoutingTrace
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,6 @@ class BatchTensors:
         if cumulative is not None:
             _require_offsets(cumulative)
         return cls(input_ids, mask, positions, cumulative, _cached(given.get("past_key_values")))
-
-
-WANTED_MASK = "expected [batch, tokens], 1 for tokens and 0 for padding"
 
 
 class Batch:
@@ -127,24 +126,112 @@ class Batch:
         others = (tensors.mask, tensors.position_ids, tensors.cumulative)
         return None if self.past or any(each is not None for each in others) else tensors.input_ids_BT
 
-    def keep(self) -> None:
-        """Make sure that what was given can be read later, when whoever gave it may have overwritten it."""
+    def kept(self) -> Batch:
+        """The batch, to be read later, when whoever gave it may have overwritten what it gave."""
         if "_on_host" in self.__dict__:
-            return
+            return self
         given, mask = self._tensors, self._tensors.mask
         positions, cumulative = (
             None if each is None else each.clone() for each in (given.position_ids, given.cumulative)
         )
         mask = None if mask is None else mask[:, mask.shape[1] - self.shape[1] :].clone()
         self._tensors = BatchTensors(given.input_ids_BT.clone(), mask, positions, cumulative, given.past)
+        return self
 
     @cached_property
     def _on_host(self) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None, NDArray[np.bool_] | None]:
         tensors = self._tensors
-        tokens = _to_host(tensors.input_ids_BT).astype(np.int64, copy=False)
-        mask = kept_of(tensors.mask, tokens.shape)
+        tokens = _to_host(tensors.input_ids_BT).astype(np.int64)  # a copy: what was given may be overwritten
+        mask = _kept(tensors.mask, tokens.shape)
         starts = None if tensors.past else _starts(tensors, np.ones(tokens.shape, np.bool_) if mask is None else mask)
         return tokens, mask, starts
+
+
+class BatchRoutes:
+    """The routes of a trace, found for each batch by its tokens.
+
+    Args:
+        trace: of the sequences of the batch, in order.
+        layout: where they are in it, or None to see it from the batch.
+        policy: how to replay.
+    """
+
+    def __init__(self, trace: RoutingTrace, layout: Layout | None, policy: Policy) -> None:
+        if layout is not None:
+            _require_whole(layout, trace)
+        self._trace = trace
+        self._layout = layout
+        self._policy = policy
+        self._compared: list[tuple[Batch, Tensor]] = []
+
+    def of_pass(self, chunk: int, batch: Batch) -> PassRoutes:
+        """See `foreroute.replay.Routes`."""
+        if batch.past:
+            raise BatchMismatchError(
+                f"the forward continues a key-value cache of {batch.past} positions; replay whole sequences, "
+                "without a cache"
+            )
+        row_of_slot = self._rows_known_by_shape(batch)
+        if row_of_slot is None:
+            row_of_slot = self._located(batch)
+        policy = self._policy
+        rows = ReplayRows.gather(
+            self._trace,
+            row_of_slot,
+            batch.device,
+            policy.missing,
+            weights=policy.gate_weights,
+            spread_padding=policy.padding == "spread",
+            counts=policy.counts,
+        )
+        drops = policy.missing == "drop" and bool((is_faithful(self._trace, row_of_slot) != (row_of_slot >= 0)).any())
+        return PassRoutes(rows, rows.counted_R.view(batch.shape), drops)
+
+    def close(self) -> None:
+        """Waits for the device where tokens were compared there. See `foreroute.replay.Routes`."""
+        if self._compared and bool(torch.stack([differs for _, differs in self._compared]).any()):
+            for batch, _ in self._compared:
+                self._located(batch)
+
+    def _located(self, batch: Batch) -> NDArray[np.int64]:
+        rows = locate_rows(self._trace, batch.input_ids_BT, batch.mask_BT, batch.starts_BT)
+        if self._layout is not None and not np.array_equal(rows, self._layout.rows().row_of_slot_R):
+            raise BatchMismatchError(
+                f"the layout has the sequences elsewhere than the batch of shape {list(batch.shape)}; lay them out as "
+                "the batch is padded or packed, or leave the layout out"
+            )
+        return rows
+
+    def _rows_known_by_shape(self, batch: Batch) -> NDArray[np.int64] | None:
+        """int64 [R], where the shape of a batch on a GPU says which slot is which row; else None.
+
+        So the host need not wait for the tokens. They are compared on the device, whose answer is looked at last.
+        """
+        ids_BT = batch.lone_tokens_BT
+        if ids_BT is None or batch.device.type == "cpu" or len(self._trace) != batch.shape[0]:
+            return None
+        if (self._trace.lengths != batch.shape[1]).any() or self._layout is not None:
+            return None
+        kept = batch.kept()
+        expected_R = to_device(self._trace.token_ids_N.astype(np.int64), batch.device)
+        self._compared.append((kept, (ids_BT.reshape(-1) != expected_R).any()))
+        return np.arange(batch.num_slots)
+
+
+def _require_whole(layout: object, trace: RoutingTrace) -> None:
+    if not isinstance(layout, Layout):
+        raise LayoutError(
+            f"layout is a {type(layout).__name__}; expected one of foreroute.layout, of pad(...) or pack(...)"
+        )
+    if layout.is_split or layout.order == "sbhd":
+        raise LayoutError(
+            f"the layout is {'split' if layout.is_split else 'sequence first'}; a Hugging Face model takes whole "
+            'batches, packed or batch first (pad(..., order="bshd"))'
+        )
+    if layout.num_rows != trace.num_rows:
+        raise BatchMismatchError(
+            f"the layout is for {layout.num_rows} packed rows and the trace has {trace.num_rows}; lay out trace.lengths"
+        )
 
 
 def parameter_names(forward: Callable[..., Any]) -> list[str]:
@@ -152,23 +239,12 @@ def parameter_names(forward: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(forward).parameters)
 
 
-def kept_of(mask: Tensor | None, shape: tuple[int, ...]) -> NDArray[np.bool_] | None:
-    """Bool [B, T], False where an attention mask says padding; None where nothing is.
-
-    Raises:
-        BatchMismatchError: when the mask is no such mask, or of another shape.
-    """
+def _kept(mask: Tensor | None, shape: tuple[int, ...]) -> NDArray[np.bool_] | None:
+    """Bool [B, T], False where an attention mask says padding; None where nothing is."""
     if mask is None:
         return None
     _require_shape(mask, shape)
-    values = _to_host(mask[:, mask.shape[1] - shape[1] :])
-    kept = np.asarray(values == 1)
-    strange = ~kept & (values != 0)
-    if strange.any():
-        raise BatchMismatchError(
-            f"attention_mask holds {values[strange][0]:g}; {WANTED_MASK}. Numbers of segments and weights of tokens do "
-            "not say which tokens are padding"
-        )
+    kept = kept_by(_to_host(mask[:, mask.shape[1] - shape[1] :]))
     return None if kept.all() else kept
 
 

@@ -1,41 +1,44 @@
-"""Sums over passes of how routers' own selections agree with the replayed ones, on the device until asked for."""
+"""What routers do by themselves beside what is replayed: sums over passes, on the device until asked for."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.replay.notes import PassNotes, required
+from foreroute.mismatch import LOG10_EDGES, LiveAgreement
 from foreroute.replay.rows import ReplayRows, to_device
+from foreroute.replay.selection import PassObservation
+from foreroute.trace import RoutingSpec
 
 
-class AgreementSums:
-    """Adds up passes.
+class Telemetry:
+    """Sums of one chunk of a model.
 
     Args:
-        log10_edges: edges [B + 1] of the margin histogram.
+        spec: of the chunk.
     """
 
-    def __init__(self, log10_edges: NDArray[np.float64]) -> None:
-        self._edges = log10_edges
-        self._edges_there: Tensor | None = None
+    def __init__(self, spec: RoutingSpec) -> None:
+        self._spec = spec
+        self._edges: Tensor | None = None
         self._sums: dict[str, Tensor] = {}
 
-    def add(self, notes: PassNotes, rows: ReplayRows) -> None:
-        """Add one pass: its rows that were replayed, and no others."""
-        own_LRK, routed_R = required(notes.own_ids_LRK), rows.routed_R
+    def add(self, observed: PassObservation, rows: ReplayRows) -> None:
+        """Add one pass. Rows that were replayed count, and no others; padding that replay picks for is no route."""
+        own_LRK, values_LRK, margin_LR, by_probability_L = observed.own()
+        routed_R = rows.routed_R & rows.real_R
         device, num_layers = routed_R.device, len(own_LRK)
         kept_LRK = is_in(own_LRK, rows.ids_LRK)
         shared_LR = kept_LRK.sum(-1)
         differs_LR = (shared_LR < own_LRK.shape[-1]) & routed_R
         per_row_R = differs_LR.sum(0)
-        mass_LRK = selection_mass(required(notes.own_values_LRK), required(notes.by_probability_L))
-        bins_LR = self._bins(notes.margin_LR)
-        histogram = torch.zeros(num_layers, len(self._edges) - 1, dtype=torch.int64, device=device)
+        mass_LRK = selection_mass(values_LRK, by_probability_L)
+        bins_LR = self._bins(margin_LR)
+        histogram = torch.zeros(num_layers, len(LOG10_EDGES) - 1, dtype=torch.int64, device=device)
+        counted_LRK = observed.ids_LRK if rows.counts == "replayed" else own_LRK
+        assert counted_LRK is not None, "who counts what is executed has watched for it"
         parts = {
             "rows": routed_R.sum(),
             "differing_L": differs_LR.sum(1),
@@ -45,19 +48,26 @@ class AgreementSums:
             "margins_LB": histogram.scatter_add(1, bins_LR, routed_R.long().expand_as(bins_LR)),
             "margins_differing_LB": histogram.scatter_add(1, bins_LR, differs_LR.long()),
             "replaced_mass_L": (mass_LRK * (~kept_LRK & routed_R[:, None])).sum((1, 2), dtype=torch.float64),
+            "counts_LE": count_experts(counted_LRK, rows.real_R, self._spec.num_experts),
         }
         for name, part in parts.items():
             self._sums[name] = self._sums[name] + part if name in self._sums else part
 
-    def to_host(self) -> dict[str, NDArray[Any]]:
-        """The sums so far, by name; empty before the first pass."""
-        return {name: value.cpu().numpy() for name, value in self._sums.items()}
+    def agreement(self) -> LiveAgreement | None:
+        """None before the first pass. Waits for the device, once."""
+        sums = {name: value.cpu().numpy() for name, value in self._sums.items()}
+        return LiveAgreement.from_sums(sums, self._spec.top_k) if sums else None
+
+    @property
+    def counts_LE(self) -> NDArray[np.int64] | None:
+        """int64 [L, E], tokens of each expert without padding; None before the first pass. Waits for the device."""
+        return np.asarray(self._sums["counts_LE"].cpu().numpy()) if self._sums else None
 
     def _bins(self, margin_LR: Tensor) -> Tensor:
-        if self._edges_there is None:
-            self._edges_there = to_device(self._edges, margin_LR.device)
-        bins_LR = torch.bucketize(margin_LR.double().log10(), self._edges_there, right=True) - 1
-        return bins_LR.clamp(0, len(self._edges) - 2)
+        if self._edges is None:
+            self._edges = to_device(LOG10_EDGES, margin_LR.device)
+        bins_LR = torch.bucketize(margin_LR.double().log10(), self._edges, right=True) - 1
+        return bins_LR.clamp(0, len(LOG10_EDGES) - 2)
 
 
 def is_in(ids_LRK: Tensor, others_LRK: Tensor) -> Tensor:

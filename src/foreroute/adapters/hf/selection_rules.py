@@ -1,0 +1,211 @@
+"""Routers that do not select by one top-k of their own forward: how each selects, or why it cannot be replayed.
+
+Everything else needs no entry here. Entries go by class name, so that no modelling file is imported; a class that
+upstream changes under the same name is caught by the self-check on attach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from foreroute.adapters.hf.selection import FILLING, Selection, SelectionMode, SelectionRule
+from foreroute.errors import BatchMismatchError, ReplayError
+from foreroute.trace import RoutingTrace
+
+ARG_MAX = frozenset({torch.argmax, Tensor.argmax})
+CLOSING_OUT = frozenset({torch.scatter, Tensor.scatter})
+GATHER = frozenset({torch.gather, Tensor.gather})
+MAX = frozenset({torch.max, Tensor.max})
+
+
+class ArgMaxMode(SelectionMode):
+    """Switch Transformers: one expert per token, by `argmax`, weighted by the maximum of the probabilities.
+
+    Forces the `argmax`, and lets the `max` that follows take its value there.
+
+    Tokens over the capacity of their expert are dropped by the router as ever: the capacity is counted on the replayed
+    experts.
+    """
+
+    _ids: Tensor | None = None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs every torch function of the router, and the two that select in our way."""
+        kwargs = kwargs or {}
+        if func in ARG_MAX:
+            return self._arg_max(func, args, kwargs)
+        if func in MAX and self._ids is not None:
+            values = args[0].gather(-1, self._ids[..., None])[..., 0]
+            return torch.return_types.max((values, self._ids))
+        return func(*args, **kwargs)
+
+    def _arg_max(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        scores: Tensor = args[0]
+        if self.rows is None:
+            ids: Tensor = func(*args, **kwargs)
+            ids_R1 = ids.reshape(-1, 1)
+            self.seen.append(Selection(scores.reshape(-1, scores.shape[-1]), ids_R1, ids_R1, by_probability=True))
+            return ids
+        self._squashed = True
+        _, ids = self.forced(scores, lambda own_scores: own_scores.argmax(dim=-1, keepdim=True))
+        self._ids = ids[..., 0]
+        return self._ids
+
+
+class HashLookupMode(SelectionMode):
+    """Hash layers of DeepSeek V4: the experts of a token are looked up in a fixed table.
+
+    There is nothing to replay: the model's own selection is a function of the token. It stays native, and the trace is
+    compared with the table instead (`require_looked_up`), which tells at no cost whether routes and tokens belong
+    together. The looked-up ids are seen where the router gathers its scores at them.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs every torch function of the router."""
+        result = func(*args, **(kwargs or {}))
+        if func in GATHER:
+            self.seen.append(Selection(args[0], args[2], args[2]))
+        return result
+
+
+class SparseMixerMode(SelectionMode):
+    """PhiMoE: `sparsemixer` picks its two experts one after the other, each within a band below the best score.
+
+    For each pick the router finds the best score, closes out every expert further below it than a jitter allows, picks
+    (the best one in eval mode, a random one in training), and takes a softmax over the band. Under replay the picks are
+    the given ones, and an expert that is replayed from outside the band joins it; otherwise it would have weight zero.
+    On the router's own picks, which lie in the band, nothing changes.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._scores: Tensor | None = None
+        self._picks: list[Tensor] = []  # int64 [R, 1], one for each pick so far
+        self._in_band = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs every torch function of the router; the picks and their bands in our way."""
+        kwargs = kwargs or {}
+        if func in FILLING and self._picks:
+            scores, outside, value = args
+            self._in_band = True
+            return func(scores, outside.scatter(-1, self._picks[-1], False), value)
+        if func in CLOSING_OUT:
+            self._in_band = False
+            return func(args[0], args[1], self._picks[-1], args[3])
+        result = func(*args, **kwargs)
+        if func not in MAX:
+            return result
+        if not self._in_band:  # the best score, and in eval mode the pick
+            if self._scores is None:
+                self._scores = args[0]
+            self._picks.append(self._forced(result.indices))
+            return torch.return_types.max((result.values, self._picks[-1]))
+        if not kwargs.get("keepdim"):  # the random pick of training
+            self._picks[-1] = self._forced(result.indices[:, None])
+            return torch.return_types.max((result.values, self._picks[-1][:, 0]))
+        return result
+
+    def __exit__(self, *exc: Any) -> None:
+        """Note the selection, complete only now."""
+        super().__exit__(*exc)
+        if self._scores is not None and len(self._picks) > 1:
+            ids_RK = torch.cat(self._picks, dim=-1)
+            own_ids_RK = ids_RK if self.rows is None else self._scores.detach().topk(2, dim=-1).indices
+            self.seen.append(Selection(self._scores, ids_RK, own_ids_RK))
+
+    def _forced(self, own_R1: Tensor) -> Tensor:
+        if self.rows is None:
+            return own_R1
+        if len(own_R1) != len(self.rows.routed_R):
+            raise ReplayError(
+                f"the router selects for {len(own_R1)} rows; the batch has {len(self.rows.routed_R)} slots"
+            )
+        pick = len(self._picks) - self._in_band
+        ids_R1 = self.rows.ids_LRK[0][:, pick : pick + 1].to(own_R1)
+        return torch.where(self.rows.routed_R.to(own_R1.device)[:, None], ids_R1, own_R1)
+
+
+def grouped_by_expert(output: Any) -> Tensor:
+    """JetMoE: picks sorted by expert, and how many each expert has, read back into the ids of each token.
+
+    Args:
+        output: (order of the picks, token of each pick, gates, number of picks of each expert, logits).
+
+    Returns:
+        int64 [R, K], the ids of each token in ascending order.
+    """
+    _, token_of_pick, _, picks_of_expert, logits_RE = output
+    experts = torch.arange(len(picks_of_expert)).repeat_interleave(torch.tensor(picks_of_expert))
+    by_token = experts[token_of_pick.cpu().sort(stable=True).indices]
+    return by_token.view(len(logits_RE), -1)
+
+
+TOP_K_RULE = SelectionRule()
+
+RULES = {
+    "DeepseekV4HashRouter": SelectionRule(mode=HashLookupMode, is_lookup=True),
+    "JetMoeTopKGating": SelectionRule(read_back=grouped_by_expert),
+    "PhimoeTopKRouter": SelectionRule(mode=SparseMixerMode),
+    "SwitchTransformersTop1Router": SelectionRule(mode=ArgMaxMode),
+    "ZayaRouter": SelectionRule(num_skip_classes=1),
+}
+
+REFUSED = {
+    "NllbMoeTop2Router": (
+        "transformers hands a 0/1 mask to its experts as if it held expert ids, so that only experts 0 and 1 ever "
+        "run, whatever was selected"
+    ),
+    "DogeCDMoE": (
+        "in a forward over a whole sequence it mixes the logits of different tokens (upstream keeps this for the sake "
+        "of its checkpoints), so that the picks of a rollout, made token by token, are not those of a trainer's rows"
+    ),
+    "VitPoseNaiveMoe": "its experts are chosen by the dataset of an image and not by a router",
+}
+
+
+def require_looked_up(trace: RoutingTrace, position: int, router: nn.Module) -> None:
+    """Raise `BatchMismatchError` unless a hash layer of the trace holds what its table says for each token.
+
+    Args:
+        trace: the routes to check.
+        position: of the layer on the layer axis.
+        router: with its table `tid2eid`, integers [vocabulary, K].
+    """
+    table_VK: Any = router.tid2eid
+    routed = trace.valid_N
+    tokens = torch.from_numpy(trace.token_ids_N[routed].astype(np.int64)).to(table_VK.device)
+    expected_NK = table_VK[tokens].cpu().numpy()
+    given_NK = trace.expert_ids_NLK[routed, position]
+    wrong = np.flatnonzero((np.sort(given_NK, axis=-1) != np.sort(expected_NK, axis=-1)).any(axis=-1))
+    if len(wrong):
+        row = int(np.flatnonzero(routed)[wrong[0]])
+        raise BatchMismatchError(
+            f"{trace.spec.layers[position]} routes by a table of tokens, and {len(wrong)} of {len(expected_NK)} rows "
+            f"of the trace disagree with it; the first is row {row}, token {int(trace.token_ids_N[row])}: experts "
+            f"{given_NK[wrong[0]].tolist()} instead of {expected_NK[wrong[0]].tolist()}. Routes and tokens are shifted "
+            "against each other, or the trace is of another model"
+        )

@@ -1,0 +1,159 @@
+"""A pass: one forward of a model, or of its pipeline chunk, over one batch, or the recomputation of a part of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from foreroute.errors import ReplayError
+from foreroute.replay.rows import ReplayRows
+from foreroute.replay.selection import LayerPass, PassObservation, Watch
+from foreroute.trace import RoutingSpec
+
+
+class ForwardArgs(Protocol):
+    """What the arguments of one forward say about its batch. Every framework has its own."""
+
+    @property
+    def num_slots(self) -> int:
+        """R, rows of the batch that routers see, padding included."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model takes them."""
+
+
+class Listener:
+    """What a session wants to know and to decide. The default does nothing.
+
+    Attributes:
+        watch: what its passes observe.
+        forces: whether `begin` gives routes.
+        counts_executed: whether losses after the routers are to count the executed selection.
+    """
+
+    watch = Watch()
+    forces = False
+    counts_executed = False
+
+    def begin(self, chunk: int, args: Any) -> ReplayRows | None:
+        """A pass of a chunk begins. Returns the routes to force on it, or None."""
+        return None
+
+    def end(self, chunk: int, args: Any, observed: PassObservation | None) -> None:
+        """The pass is over, and every router of the chunk selected once in it; None of a chunk without routers."""
+
+
+class RouterHook(ABC):
+    """One router of a chunk. A framework says how its selection is forced or watched.
+
+    Args:
+        path: dotted name inside the chunk.
+
+    Attributes:
+        now: what it does in the pass on top; None outside of any.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.now: LayerPass | None = None
+
+    @abstractmethod
+    def select(self, now: LayerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the router, its selection made by `now.force` and shown to `now.observe`."""
+
+
+@dataclass(frozen=True)
+class PassInput:
+    """What is fixed before a pass begins, and the same when a part of it is recomputed.
+
+    Attributes:
+        spec: of the chunk.
+        rows: the routes to force, or None.
+        num_slots: R.
+        device: where the model is.
+        watch: what to observe.
+    """
+
+    spec: RoutingSpec
+    rows: ReplayRows | None
+    num_slots: int
+    device: torch.device
+    watch: Watch
+
+    def open(self) -> Pass:
+        """A pass over this, with room for what is observed."""
+        num_layers = self.spec.num_layers
+        calls_L = torch.zeros(num_layers, dtype=torch.int32, device=self.device)
+        observed = PassObservation.empty(self.watch, self.num_slots, self.spec, self.device)
+        rows = [None] * num_layers if self.rows is None else self.rows.by_layer()
+        of_layers = [None] * num_layers if self.watch.nothing else observed.by_layer(num_layers)
+        layers = [
+            LayerPass(layer, rows[layer], of_layers[layer], calls_1, self.num_slots, self.spec.top_k, self.watch.own)
+            for layer, calls_1 in enumerate(calls_L.split(1))
+        ]
+        return Pass(self, layers, observed, [0] * num_layers, calls_L, torch.is_grad_enabled())
+
+    def open_again(self) -> Pass:
+        """The recomputation of a part of a pass over this. What it observes and counts is read by nobody."""
+        once = self._again
+        again = Pass(self, once.layers, once.observed, [0] * len(once.layers), once.calls_L, torch.is_grad_enabled())
+        again.is_recompute = True
+        return again
+
+    @cached_property
+    def _again(self) -> Pass:
+        """What is the same for every recomputed part, of which there may be one for each layer."""
+        return self.open()
+
+
+@dataclass(eq=False)
+class Pass:
+    """One forward over one batch, or the recomputation of a part of it.
+
+    Attributes:
+        input: what it runs on.
+        layers: what each router does.
+        observed: what they write down.
+        calls: how often each router has selected, outside compiled graphs.
+        calls_L: int32 [L], the same inside them, on the device.
+        with_grad: whether gradients were recorded when it began.
+        is_recompute: whether this is a recomputation in backward.
+        is_checkpointed: whether some router of it will run again in backward.
+    """
+
+    input: PassInput
+    layers: list[LayerPass]
+    observed: PassObservation
+    calls: list[int]
+    calls_L: Tensor
+    with_grad: bool
+    is_recompute: bool = False
+    is_checkpointed: bool = False
+
+
+def require_each_router_once(routers: Sequence[RouterHook], calls: Sequence[int], in_graph_L: Tensor) -> None:
+    """Raise `ReplayError` naming the first router that did not select exactly once.
+
+    The device is waited for only if a router ran in a compiled graph.
+    """
+    if all(count == 1 for count in calls):
+        return
+    for router, outside, inside in zip(routers, calls, in_graph_L.tolist(), strict=True):
+        count = outside + inside
+        if count != 1:
+            why = (
+                "its rows would be consumed twice"
+                if count
+                else "a fused kernel, a captured graph or another branch bypassed it"
+            )
+            raise ReplayError(
+                f"router {router.path} selected {count} times in one forward, expected once: {why}. "
+                "Its routes cannot be recorded or replayed in this configuration"
+            )

@@ -1,0 +1,281 @@
+"""Routes as a model takes them: whole batches, or a prefill and the decode steps that follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from foreroute.errors import BatchMismatchError, ReplayError
+from foreroute.replay.arguments import kept_by
+from foreroute.replay.passes import Listener
+from foreroute.replay.rows import ReplayRows
+from foreroute.replay.selection import PassObservation, Watch
+from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace, concatenate
+
+
+@dataclass(frozen=True)
+class ForwardRows:
+    """What one forward of the whole model recorded, on the host: its rows without padding, sequence after sequence.
+
+    Attributes:
+        lengths_S: int64 [S], rows of each sequence.
+        tokens_N: int64 [N].
+        ids_NLK: uint8 or uint16 [N, L, K].
+        margins_NL: float32 [N, L], or None where they were not asked for.
+        weights_NLK: float32 [N, L, K], or None where they were not asked for.
+        past: how many positions a key-value cache already held.
+        width: positions of a sequence in this forward, padding included; None where sequences share a row, so that
+            none of them can be continued.
+    """
+
+    lengths_S: NDArray[np.int64]
+    tokens_N: NDArray[np.int64]
+    ids_NLK: NDArray[Any]
+    margins_NL: NDArray[np.float32] | None
+    weights_NLK: NDArray[np.float32] | None
+    past: int
+    width: int | None
+
+
+class Recordable(Protocol):
+    """What the arguments of a forward say of its batch."""
+
+    def kept(self) -> Any:
+        """What `RowsOf` needs of it later, when whoever gave it may have overwritten it."""
+
+
+@dataclass(frozen=True)
+class RecordedPass:
+    """One forward of one chunk: what its arguments said, and what its routers did, still on the device."""
+
+    args: Any
+    observed: PassObservation | None
+
+
+RowsOf = Callable[[list[list[RecordedPass]]], list[ForwardRows]]
+"""The rows of every forward, from the passes of each chunk of this rank. Called on every rank of the model at once."""
+
+
+class Recording(Listener):
+    """Collects the routes of every forward in a `record()` session.
+
+    Forwards that start without a key-value cache begin new sequences; forwards with one continue the sequences of the
+    forward before them. Routes stay on the device until they are asked for.
+
+    Args:
+        spec: of the whole model.
+        num_chunks: that this rank runs of it.
+        rows_of: puts passes together, as the framework cut them.
+        weight_version: stamped on every row.
+        provenance: of the trace.
+        margins: whether to keep the gap between the K-th and the (K+1)-th selection score.
+        weights: whether to keep gate weights.
+    """
+
+    def __init__(
+        self,
+        spec: RoutingSpec,
+        num_chunks: int,
+        rows_of: RowsOf,
+        weight_version: int,
+        provenance: dict[str, str],
+        *,
+        margins: bool,
+        weights: bool,
+    ) -> None:
+        self.watch = Watch(ids=True, own=margins, weights=weights)
+        self._spec = spec
+        self._rows_of = rows_of
+        self._version = weight_version
+        self._provenance = provenance
+        self._passes: list[list[RecordedPass]] = [[] for _ in range(num_chunks)]
+        self._begun: list[Any] = [None] * num_chunks
+
+    def begin(self, chunk: int, args: Recordable) -> ReplayRows | None:
+        """Keep what says where the sequences are."""
+        self._begun[chunk] = args.kept()
+        return None
+
+    def end(self, chunk: int, args: Recordable, observed: PassObservation | None) -> None:
+        """Keep the pass; one that failed is forgotten."""
+        kept = None if observed is None else observed.only(self.watch)
+        self._passes[chunk].append(RecordedPass(self._begun[chunk], kept))
+
+    def trace(self) -> RoutingTrace:
+        """Everything recorded so far, in the order of the forwards, of their rows, and of the sequences in a row.
+
+        All layers and rows, on every rank: each rank of the model must call it, like a collective of torch.distributed.
+        Padding is left out where the batch says what is padding: by a mask, or between packed sequences. The last token
+        that `generate` sampled was no input, and what a finished sequence goes on with is not known to be padding:
+        `rollout` adds the one and leaves out the other. Rows carry the weight version given to `record()`.
+
+        Raises:
+            ReplayError: when no forward ran in the session, or the chunks of a rank ran different numbers of them.
+        """
+        traces = [self._trace_of(group) for group in self._groups()]
+        return concatenate(traces).with_weight_version(self._version).with_provenance(**self._provenance)
+
+    def rollout(self, sequences: Any, attention_mask: ArrayLike | None = None) -> RoutingTrace:
+        """The routes of sequences that were sampled in the session, such as `generate` returns them.
+
+        The last token of each was sampled and never an input, so that it is in the trace without a route. What was fed
+        to a sequence after its end is left out. The tokens are compared with those that were recorded. Called on every
+        rank of the model, as `trace`.
+
+        Args:
+            sequences: prompts and responses, integers [B, T], in the order in which they were recorded; or B integer
+                arrays [T] without padding.
+            attention_mask: of sequences [B, T], as a training step takes it: 0 for padding before the prompt and after
+                the end of the response, 1 elsewhere. Everything is a token by default.
+
+        Raises:
+            BatchMismatchError: when other tokens or fewer were recorded, or the mask is not that of the sequences.
+            ReplayError: when no forward ran in the session.
+        """
+        tokens = _tokens_of(sequences, attention_mask)
+        spec = self._spec
+        if any(self._passes) or any(len(each) > 1 for each in tokens):
+            inputs = _inputs_of(self.trace(), tokens)
+        else:  # of one token each, which nothing had to be computed from
+            inputs = RoutingTrace.unrouted(spec, [each[:0] for each in tokens])
+        return inputs.continued_by(RoutingTrace.unrouted(spec, [each[-1:] for each in tokens]))
+
+    def margins_NL(self) -> NDArray[np.float32]:
+        """float32 [N, L]: K-th minus (K+1)-th selection score of each row of `trace()`, in the router's own scale.
+
+        Raises:
+            ReplayError: when the session was not opened with `margins=True`.
+        """
+        if not self.watch.own or not any(self._passes):
+            raise ReplayError("no margins were recorded; open the session with record(margins=True) and run a forward")
+        return np.concatenate([_sorted(group)[2] for group in self._groups()])
+
+    def _groups(self) -> list[list[ForwardRows]]:
+        """Forwards that belong to the same sequences."""
+        counts = {len(passes) for passes in self._passes}
+        if counts == {0}:
+            raise ReplayError("nothing was recorded: no forward of the attached model ran in the record() session")
+        if len(counts) > 1:
+            raise ReplayError(
+                f"the chunks of this rank ran {[len(p) for p in self._passes]} forwards; expected one of each for "
+                "every micro-batch"
+            )
+        groups: list[list[ForwardRows]] = []
+        for rows in self._rows_of(self._passes):
+            if rows.past and groups:
+                _require_continues(rows, groups[-1])
+                groups[-1].append(rows)
+            else:
+                groups.append([rows])
+        return groups
+
+    def _trace_of(self, group: list[ForwardRows]) -> RoutingTrace:
+        """One batch of sequences, as they grew."""
+        tokens_N, ids_NLK, _, weights_NLK = _sorted(group)
+        ends = np.cumsum(sum(rows.lengths_S for rows in group))[:-1]
+        trace = RoutingTrace.from_sequences(
+            self._spec, np.split(tokens_N, ends), np.split(ids_NLK, ends), weight_version=NO_VERSION
+        )
+        return trace if weights_NLK is None else trace.with_gate_weights(weights_NLK)
+
+
+def _require_continues(rows: ForwardRows, group: list[ForwardRows]) -> None:
+    first = group[0]
+    if rows.width is None or any(each.width is None for each in group):
+        raise ReplayError(
+            "sequences packed into one row cannot be continued with a key-value cache: which of them a later token "
+            "belongs to is not known. Record such a batch in one forward"
+        )
+    reached = first.past + sum(each.width or 0 for each in group)
+    if (len(rows.lengths_S), rows.past) != (len(first.lengths_S), reached):
+        raise ReplayError(
+            f"a forward continues {len(rows.lengths_S)} sequences with {rows.past} cached positions; the batch "
+            f"before it has {len(first.lengths_S)} of {reached}. Record each batch of sequences, and what "
+            "follows a cache that was cut, in a session of its own"
+        )
+
+
+def _sorted(group: list[ForwardRows]) -> tuple[Any, Any, Any, Any]:
+    """Tokens, ids, margins and gate weights of all rows, sequence after sequence, each in the order of the forwards."""
+    sequence_N = np.concatenate([np.repeat(np.arange(len(rows.lengths_S)), rows.lengths_S) for rows in group])
+    order_N = np.argsort(sequence_N, kind="stable")
+
+    def joined(parts: list[Any]) -> Any:
+        return None if parts[0] is None else np.concatenate(parts)[order_N]
+
+    return (
+        joined([rows.tokens_N for rows in group]),
+        joined([rows.ids_NLK for rows in group]),
+        joined([rows.margins_NL for rows in group]),
+        joined([rows.weights_NLK for rows in group]),
+    )
+
+
+def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray[np.int64]]:
+    """B arrays [T], each with a token at least."""
+    if isinstance(sequences, list | tuple):
+        if attention_mask is not None:
+            raise BatchMismatchError("sequences in a list have no padding; give no attention_mask with them")
+        rows = [_on_host(row) for row in sequences]
+    else:
+        rows_BT = _on_host(sequences)
+        if rows_BT.ndim != 2:
+            raise BatchMismatchError(
+                f"sequences are a {type(sequences).__name__} of shape {rows_BT.shape}; expected integers [B, T], such "
+                "as generate() returns (or has in its `sequences`), or a list of B integer arrays [T]"
+            )
+        rows = list(rows_BT)
+        if attention_mask is not None:
+            rows = [row[kept] for row, kept in zip(rows, _kept(attention_mask, rows_BT.shape), strict=True)]
+    for s, row in enumerate(rows):
+        if row.ndim != 1 or row.dtype.kind not in "iu" or not len(row):
+            raise BatchMismatchError(
+                f"sequence {s} is {row.dtype} of shape {row.shape}; expected one token at least, integers [T]"
+            )
+    return [row.astype(np.int64) for row in rows]
+
+
+def _kept(attention_mask: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+    mask = _on_host(attention_mask)
+    if mask.shape != shape:
+        raise BatchMismatchError(
+            f"attention_mask is {mask.shape} and the sequences are {shape}; expected the mask of prompts and "
+            "responses: 0 for padding before a prompt, and for what follows the end of a response"
+        )
+    return kept_by(mask)
+
+
+def _on_host(values: Any) -> NDArray[Any]:
+    try:
+        return np.asarray(values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values)
+    except (TypeError, ValueError) as error:
+        raise BatchMismatchError(f"a {type(values).__name__} holds no tokens ({error}); expected integers") from error
+
+
+def _inputs_of(recorded: RoutingTrace, tokens: Sequence[NDArray[np.int64]]) -> RoutingTrace:
+    """The rows of all tokens but the last of each sequence."""
+    if len(recorded) != len(tokens):
+        raise BatchMismatchError(
+            f"{len(recorded)} sequences were recorded, and the rollout has {len(tokens)}; record each call of "
+            "generate() in a session of its own, with a key-value cache, and give all sequences that it returned"
+        )
+    for s, (row, length) in enumerate(zip(tokens, recorded.lengths.tolist(), strict=True)):
+        seen = recorded.tokens(s)[: len(row) - 1]
+        differs = seen != row[: len(seen)]
+        if differs.any():
+            position = int(differs.argmax())
+            raise BatchMismatchError(
+                f"sequence {s}, position {position}: token {int(row[position])} in the rollout, {int(seen[position])} "
+                "recorded. Give the sequences in the order of generate(), and an attention_mask if they are padded"
+            )
+        if len(seen) < len(row) - 1:
+            raise BatchMismatchError(
+                f"sequence {s} has {len(row)} tokens in the rollout and {length} were recorded; expected all but the "
+                "last. Give an attention_mask if the rest is padding"
+            )
+    return recorded.truncated([len(row) - 1 for row in tokens])
