@@ -56,7 +56,7 @@ def main():
         checkpoint = CheckpointWriter(routed.model).write(folder / "checkpoint")
         python = Path(os.environ["FOREROUTE_VLLM_PYTHON"]).absolute()
         with served(python, checkpoint, folder, "--enable-scale-out") as (url, process):
-            wait_for(url, process)
+            wait_for(url, process, folder)
             server = Endpoint(url, timeout_s=60, what="vLLM")
             server.post("/v1/completions", COMMON | {"prompt": OTHER})
             for name, (path, body) in REQUESTS.items():

@@ -40,7 +40,7 @@ def real(vllm_python, tmp_path_factory):
         )
 
         def server():
-            wait_for(url, process)
+            wait_for(url, process, folder)
             return vllm.ServerEngine(weights[0], url, weights_folder=folder / "weights", timeout_s=60)
 
         yield SimpleNamespace(weights=weights, full=full, half=half, server=server)
