@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.hf import RoutedModel
+from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Generation, ModelFacts, decode
-from foreroute.errors import EngineError
+from foreroute.errors import ConfigError, EngineError
 from foreroute.trace import NO_VERSION, RoutingTrace, concatenate
 
 
@@ -21,15 +21,20 @@ class OutsideEngine:
     """An engine that is sent weights, and stamps what it samples with their version.
 
     Args:
-        routed: the policy.
+        model: what it serves.
 
     Attributes:
         weight_version: the version last loaded; every row is stamped with it.
     """
 
-    def __init__(self, routed: RoutedModel) -> None:
+    def __init__(self, model: ServedModel) -> None:
+        if not isinstance(model, ServedModel):
+            raise ConfigError(
+                f"an engine outside the trainer serves a ServedModel, not a {type(model).__name__}; pass "
+                "ServedModel.of(hf.attach(model)) or ServedModel.at(folder), from foreroute.adapters.checkpoint"
+            )
         self.weight_version = NO_VERSION
-        self._facts = facts_of(routed)
+        self._facts = model.facts
         self._half_loaded = False
 
     @contextmanager
@@ -106,13 +111,6 @@ def generation_of(
         np.array([len(s.prompt) for s in sequences], np.int64),
         np.concatenate([s.logprobs for s in sequences]),
     )
-
-
-def facts_of(routed: RoutedModel) -> ModelFacts:
-    """Its spec, how many decoder layers an engine counts, and its vocabulary."""
-    config: Any = routed.model.config
-    text = config.get_text_config()
-    return ModelFacts(routed.spec, int(text.num_hidden_layers), int(text.vocab_size))
 
 
 def draw_seeds(generator: torch.Generator, count: int) -> NDArray[np.int64]:

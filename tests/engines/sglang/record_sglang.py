@@ -2,7 +2,7 @@
 
     PYTHONPATH=src:tests:tests/engines/vllm python tests/engines/sglang/record_sglang.py http://127.0.0.1:30000
 
-The server runs the model of `tests/small.py` (`CheckpointWriter(policy().model).write(folder)`) in float32.
+The server runs the model of `tests/small.py` (`ModelWriter(policy().model).write(folder)`) in float32.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.hf import RoutedModel
+from foreroute.adapters.checkpoint import ServedModel, Weights
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.endpoint import Answer, Endpoint
@@ -28,7 +28,7 @@ class ServerEngine(OutsideEngine):
     Weights go through a folder that both can read.
 
     Args:
-        routed: the policy.
+        model: the policy, as it is served.
         url: such as "http://127.0.0.1:30000".
         weights_folder: where checkpoints are put: new, empty, or used for nothing else before. The server must see it
             under the same path.
@@ -43,17 +43,17 @@ class ServerEngine(OutsideEngine):
             replay needs.
     """
 
-    def __init__(self, routed: RoutedModel, url: str, *, weights_folder: Path, timeout_s: float = 600.0) -> None:
-        super().__init__(routed)
+    def __init__(self, model: ServedModel, url: str, *, weights_folder: Path, timeout_s: float = 600.0) -> None:
+        super().__init__(model)
         self._server = Endpoint(url, timeout_s=timeout_s, what="the SGLang server")
         info = self._server.get("/server_info")
         self._engine_version = info.read(str, "version")
         require_engine("SGLang", self._engine_version)
         if not (info.has(ROUTES) and info.read(bool, ROUTES)):
             raise EngineError("the SGLang server must be started with --enable-return-routed-experts")
-        self._weights = WeightsFolder(weights_folder, routed.model)
+        self._weights = WeightsFolder(weights_folder, model.writer)
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def load_weights(self, weights: Weights, version: int) -> None:
         """Take over the trainer's weights, forget the prefix cache, and stamp what follows with `version`."""
         folder = self._weights.put(weights)
         request = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}

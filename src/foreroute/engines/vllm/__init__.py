@@ -1,10 +1,11 @@
 """vLLM as the trainer's rollout engine: in a process of its own, or behind its OpenAI-compatible server.
 
     from foreroute.adapters import hf
+    from foreroute.adapters.checkpoint import ServedModel
     from foreroute.engines import vllm
 
     settings = vllm.ProcessSettings(python=Path("venv-vllm/bin/python"), precision="bfloat16")
-    with vllm.ProcessEngine(hf.attach(model), settings) as engine:
+    with vllm.ProcessEngine(ServedModel.of(hf.attach(model)), settings) as engine:
         engine.load_weights(model.state_dict(), version=0)
         generation = engine.generate(prompts, Sampling(max_new_tokens=512, end_token=0, group_size=8), generator)
 

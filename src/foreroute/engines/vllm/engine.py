@@ -13,8 +13,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 import foreroute
-from foreroute.adapters.checkpoint import CheckpointWriter
-from foreroute.adapters.hf import RoutedModel
+from foreroute.adapters.checkpoint import ServedModel, Weights
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.sampled import OutsideEngine, Sampled, draw_seeds, require_finished, require_version
@@ -36,26 +35,28 @@ class ProcessEngine(OutsideEngine):
 
     Loading goes on in the background; the first request waits for it. A request that is interrupted ends the worker.
 
-        with ProcessEngine(routed, ProcessSettings(python=Path("venv-vllm/bin/python"))) as engine:
+        with ProcessEngine(ServedModel.of(routed), ProcessSettings(python=Path("venv-vllm/bin/python"))) as engine:
             engine.load_weights(model.state_dict(), version=0)
             generation = engine.generate(prompts, ...)
 
     Args:
-        routed: the policy.
+        model: the policy, as it is served.
         settings: how to run vLLM.
 
     Attributes:
         weight_version: the version last loaded; every row is stamped with the version that computed it.
 
     Raises:
+        ConfigError: when neither the model nor the settings say how long a sequence may be.
         EngineError: when there is no such interpreter. Every method raises it when the worker fails, dies, or is late.
     """
 
-    def __init__(self, routed: RoutedModel, settings: ProcessSettings) -> None:
-        super().__init__(routed)
+    def __init__(self, model: ServedModel, settings: ProcessSettings) -> None:
+        super().__init__(model)
         self._settings = settings
-        text_config = routed.model.config.get_text_config()  # type: ignore[operator, union-attr]
-        self._max_model_len = settings.max_model_len or int(text_config.max_position_embeddings)
+        self._max_model_len = settings.max_model_len or model.max_positions or 0
+        if not self._max_model_len:
+            raise ConfigError("the model's configuration does not say how long a sequence may be; set max_model_len")
         self._folder = tempfile.TemporaryDirectory(prefix="foreroute-vllm-")
         folder = Path(self._folder.name)
         (folder / MARKER).touch()
@@ -67,8 +68,8 @@ class ProcessEngine(OutsideEngine):
             settings.environment(folder / "path"),
             folder,
         )
-        self._weights = WeightsFolder(folder / "weights", routed.model)
-        checkpoint = str(CheckpointWriter(routed.model).write(folder / "initial"))
+        self._weights = WeightsFolder(folder / "weights", model.writer)
+        checkpoint = str(model.writer.write(folder / "initial"))
         self._load = self._worker.send(
             {"op": "load", "model": checkpoint, "options": settings.llm_options(self._max_model_len)},
             what="load the model",
@@ -88,7 +89,7 @@ class ProcessEngine(OutsideEngine):
         self._weights.close()
         self._folder.cleanup()
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def load_weights(self, weights: Weights, version: int) -> None:
         """Take over the trainer's weights, forget the prefix cache, and stamp what follows with `version`."""
         folder = self._weights.put(weights)
         with self._loading(version):

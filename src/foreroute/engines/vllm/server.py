@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.hf import RoutedModel
+from foreroute.adapters.checkpoint import ServedModel, Weights
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.endpoint import Answer, Endpoint
@@ -42,7 +42,7 @@ class ServerEngine(OutsideEngine):
     Weights go through a folder that both can read. Needs VLLM_SERVER_DEV_MODE=1 on the server.
 
     Args:
-        routed: the policy.
+        model: the policy, as it is served.
         url: such as "http://127.0.0.1:8000".
         weights_folder: where checkpoints are put: new, empty, or used for nothing else before. The server must see it
             under the same path.
@@ -60,23 +60,23 @@ class ServerEngine(OutsideEngine):
 
     def __init__(
         self,
-        routed: RoutedModel,
+        model: ServedModel,
         url: str,
         *,
         weights_folder: Path,
         timeout_s: float = 600.0,
         concurrency: int = 32,
     ) -> None:
-        super().__init__(routed)
+        super().__init__(model)
         self._concurrency = concurrency
         self._server = Endpoint(url, timeout_s=timeout_s, what="the vLLM server")
         self._engine_version = self._server.get("/version").read(str, "version")
         require_engine("vLLM", self._engine_version)
         self._model = self._server.get("/v1/models").read(str, "data", 0, "id")
         self._require_settings()
-        self._weights = WeightsFolder(weights_folder, routed.model)
+        self._weights = WeightsFolder(weights_folder, model.writer)
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def load_weights(self, weights: Weights, version: int) -> None:
         """Take over the trainer's weights, forget the prefix cache, and stamp what follows with `version`."""
         folder = str(self._weights.put(weights))
         with self._loading(version), self._paused():

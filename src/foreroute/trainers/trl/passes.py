@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters import hf
-from foreroute.engines.sampled import facts_of
+from foreroute.adapters.checkpoint import facts_of
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.mismatch_sums import MismatchSums

@@ -19,7 +19,7 @@ from torch import Tensor
 from verl.utils.device import get_device_id
 
 from foreroute.adapters import hf
-from foreroute.engines.sampled import facts_of
+from foreroute.adapters.checkpoint import facts_of
 from foreroute.errors import ReplayError
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.mismatch_sums import MismatchSums
