@@ -7,8 +7,8 @@ from pathlib import Path
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.engines import vllm
+from foreroute.engines.base import Engine
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.engines.protocol import Engine
 from foreroute.train.config import TrainConfig
 
 

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from foreroute.engines.endpoint import Endpoint
+from foreroute.engines.http import Endpoint
 from record_payloads import expected
 from small import END, policy, prompts
 

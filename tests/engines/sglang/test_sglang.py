@@ -9,8 +9,8 @@ from foreroute import capture
 from foreroute.adapters.checkpoint import ServedModel, facts_of
 from foreroute.capture import Sampling
 from foreroute.engines import sglang
-from foreroute.engines.sampled import generation_of
-from foreroute.engines.sglang import sampled_of
+from foreroute.engines.base import generation_of
+from foreroute.engines.sglang import sequence_of
 from foreroute.errors import CaptureError, EngineError
 from recorded import assert_routes, payload, serving
 from small import END, policy, seeded
@@ -122,7 +122,7 @@ def test_an_answer_is_taken_as_it_is_or_not_at_all(change, said):
     answer["meta_info"] |= {"prompt_tokens": 5} | change.pop("meta_info", {})
 
     def read():
-        sequence, _ = sampled_of(answer | change, prompt)
+        sequence, _ = sequence_of(answer | change, prompt)
         generation_of([sequence], facts, weight_version=0, engine="sglang", engine_version="0.5.23")
 
     with pytest.raises(EngineError, match=said):

@@ -14,7 +14,7 @@ import numpy as np
 
 from foreroute import RoutingTrace
 from foreroute.adapters.checkpoint import ModelWriter
-from foreroute.engines.endpoint import Endpoint
+from foreroute.engines.http import Endpoint
 from serving import served, wait_for
 from small import END, forward, policy, prompts
 

@@ -10,7 +10,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import foreroute
-from foreroute.engines.vllm.server import EXTENSION
+from foreroute.engines.vllm.server_engine import EXTENSION
 
 FLAGS = [
     *("--dtype", "float32", "--max-model-len", "256", "--block-size", "32", "--max-num-seqs", "8"),

@@ -18,8 +18,8 @@ import pytest
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Sampling
 from foreroute.engines import vllm
-from foreroute.engines.vllm.frames import MAGIC, Frame, receive_frame, send_frame
-from foreroute.engines.vllm.process import WorkerProcess
+from foreroute.engines.vllm.ipc import MAGIC, Frame, receive_frame, send_frame
+from foreroute.engines.vllm.worker_process import WorkerProcess
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from small import SAMPLING, policy, prompts, seeded
 
@@ -150,7 +150,7 @@ def test_a_request_that_is_interrupted_ends_the_worker(routed, fake_settings):
 @pytest.mark.parametrize("number", [7, None, True, 0, -1, "3"])
 def test_an_answer_with_another_number_is_damaged(tmp_path, number):
     reply = (
-        "import socket, sys; from foreroute.engines.vllm.frames import Frame, receive_frame, send_frame\n"
+        "import socket, sys; from foreroute.engines.vllm.ipc import Frame, receive_frame, send_frame\n"
         f"channel = socket.socket(fileno=int(sys.argv[-1])); receive_frame(channel)\n"
         f"send_frame(channel, Frame({{'request': {number!r}}}))"
     )

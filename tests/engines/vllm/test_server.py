@@ -10,7 +10,7 @@ from foreroute import capture
 from foreroute.adapters.checkpoint import ServedModel, facts_of
 from foreroute.capture import Sampling
 from foreroute.engines import vllm
-from foreroute.engines.vllm.server import EXTENSION, sampled_of
+from foreroute.engines.vllm.server_engine import EXTENSION, sequences_of
 from foreroute.errors import ConfigError, EngineError
 from recorded import assert_routes, payload, serving
 from small import END, policy, seeded
@@ -195,7 +195,7 @@ def test_a_completion_is_taken_as_it_is_or_not_at_all(change, said):
     record = payload(DATA / "completion.json")
     record["response"]["choices"][0] |= change
     with pytest.raises(EngineError, match=said):
-        sampled_of(record["response"], np.array(record["request"]["prompt"], np.int32))
+        sequences_of(record["response"], np.array(record["request"]["prompt"], np.int32))
 
 
 def test_a_response_that_the_server_aborted_is_no_whole_one(tmp_path):
@@ -240,12 +240,12 @@ def test_an_engine_with_another_tokenizer_is_refused():
     record = payload(DATA / "completion.json")
     prompt = np.array(record["request"]["prompt"], np.int32)
     facts = facts_of(policy())
-    [sampled] = sampled_of(record["response"], prompt)
+    [sampled] = sequences_of(record["response"], prompt)
     sampled.trace(facts, weight_version=0, engine="vllm", engine_version="0.30.0")
     for token in (facts.vocabulary_size, -1):
         answer = copy.deepcopy(record["response"])
         answer["choices"][0]["token_ids"][1] = token
-        [sampled] = sampled_of(answer, prompt)
+        [sampled] = sequences_of(answer, prompt)
         with pytest.raises(
             EngineError, match=rf"sampled token {token}, the policy knows those below 64.*another model"
         ):
@@ -253,13 +253,13 @@ def test_an_engine_with_another_tokenizer_is_refused():
     answer = copy.deepcopy(record["response"])
     answer["choices"][0]["prompt_token_ids"][0] += 1
     with pytest.raises(EngineError, match="a tokenizer or template of its own"):
-        sampled_of(answer, prompt)
+        sequences_of(answer, prompt)
 
 
 def test_log_probs_that_are_no_numbers_are_refused():
     record = payload(DATA / "completion.json")
     record["response"]["choices"][0]["logprobs"]["token_logprobs"][1] = None
-    (sampled,) = sampled_of(record["response"], np.array(record["request"]["prompt"], np.int32))
+    (sampled,) = sequences_of(record["response"], np.array(record["request"]["prompt"], np.int32))
     facts = capture.ModelFacts(record["spec"])
     with pytest.raises(EngineError, match="no finite number"):
         sampled.trace(facts, weight_version=0, engine="vllm", engine_version="0.30.0")

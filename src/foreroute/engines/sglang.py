@@ -1,4 +1,7 @@
-"""SGLang behind its HTTP server, started by someone else. `docs/engines.md` has the command line."""
+"""SGLang behind its HTTP server, started by someone else. `docs/engines.md` has the command line.
+
+SGLang itself is not imported.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ from numpy.typing import NDArray
 from foreroute.adapters.checkpoint import ServedModel, Weights
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
-from foreroute.engines.endpoint import Answer, Endpoint
-from foreroute.engines.sampled import OutsideEngine, Sampled, draw_seeds, generation_of, require_version
+from foreroute.engines.base import OutsideEngine, SampledSequence, draw_seeds, generation_of, require_version
+from foreroute.engines.http import Answer, Endpoint
 from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import EngineError
+
+__all__ = ["ServerEngine"]
 
 ROUTES = "enable_return_routed_experts"
 REASONS = ("stop", "length", "abort")
@@ -91,7 +96,7 @@ class ServerEngine(OutsideEngine):
             raise EngineError(f"the SGLang server did not return a list of {len(asked)} responses")
         sequences = []
         for prompt, answer in zip(asked, answers, strict=True):
-            sequence, versions = sampled_of(answer, prompt)
+            sequence, versions = sequence_of(answer, prompt)
             for stated in versions:
                 require_version(stated, self.weight_version)
             sequences.append(sequence)
@@ -108,7 +113,7 @@ class ServerEngine(OutsideEngine):
         self._weights.close()
 
 
-def sampled_of(answer: Any, prompt: NDArray[np.int32], *, start: int = 0) -> tuple[Sampled, list[str]]:
+def sequence_of(answer: Any, prompt: NDArray[np.int32], *, start: int = 0) -> tuple[SampledSequence, list[str]]:
     """The sequence of one answer of `/generate`, and the versions of the weights that sampled it.
 
     Args:
@@ -131,7 +136,7 @@ def sampled_of(answer: Any, prompt: NDArray[np.int32], *, start: int = 0) -> tup
         raise EngineError(f"the SGLang server ended a response for the reason {reason!r:.40}; expected {REASONS}")
     # each is a list of log-prob, token and text
     logprobs = [(entry.read(list) or [None])[0] for entry in meta.each("output_token_logprobs")]
-    sequence = Sampled(
+    sequence = SampledSequence(
         prompt=prompt,
         response=found.integers("output_ids"),
         logprobs=Answer(logprobs, "the SGLang server's answer.meta_info.output_token_logprobs").numbers(),

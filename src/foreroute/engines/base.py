@@ -1,20 +1,37 @@
-"""What every engine outside the trainer's process shares: the weights it has, and sequences as it returned them."""
+"""What every engine does, and what those outside the trainer's process share: their weights and sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.capture import Generation, ModelFacts, decode
+from foreroute.capture import Generation, ModelFacts, Sampling, decode
 from foreroute.errors import ConfigError, EngineError
 from foreroute.trace import NO_VERSION, RoutingTrace, concatenate
+
+
+class Engine(Protocol):
+    """What samples: `embedded.EmbeddedEngine`, and the engines of `engines.vllm` and `engines.sglang`."""
+
+    weight_version: int
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Take over the trainer's weights; what follows is stamped with `version`."""
+
+    def generate(
+        self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
+    ) -> Generation:
+        """Sample `sampling.group_size` responses to each prompt, grouped by prompt."""
+
+    def close(self) -> None:
+        """End what was started to sample. May be called again."""
 
 
 class OutsideEngine:
@@ -53,7 +70,7 @@ class OutsideEngine:
 
 
 @dataclass(frozen=True, eq=False)
-class Sampled:
+class SampledSequence:
     """One sequence of an engine.
 
     Attributes:
@@ -99,9 +116,9 @@ class Sampled:
 
 
 def generation_of(
-    sequences: Sequence[Sampled], facts: ModelFacts, *, weight_version: int, engine: str, engine_version: str
+    sequences: Sequence[SampledSequence], facts: ModelFacts, *, weight_version: int, engine: str, engine_version: str
 ) -> Generation:
-    """All sequences, in order, for training. Raises as `Sampled.trace`, and for one that was aborted."""
+    """All sequences, in order, for training. Raises as `SampledSequence.trace`, and for one that was aborted."""
     require_finished([s.finished for s in sequences])
     traces = [
         s.trace(facts, weight_version=weight_version, engine=engine, engine_version=engine_version) for s in sequences

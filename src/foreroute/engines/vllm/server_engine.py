@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 from foreroute.adapters.checkpoint import ServedModel, Weights
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
-from foreroute.engines.endpoint import Answer, Endpoint
-from foreroute.engines.sampled import (
+from foreroute.engines.base import (
     OutsideEngine,
-    Sampled,
+    SampledSequence,
     draw_seeds,
     generation_of,
     require_same_prompt,
     require_version,
 )
+from foreroute.engines.http import Answer, Endpoint
 from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import EngineError
 
 REASONS = ("stop", "length", "abort")
-EXTENSION = "foreroute.engines.vllm.extension.WorkerExtension"
+EXTENSION = "foreroute.engines.vllm.worker_plugin.WorkerExtension"
 REQUIRED = {
     # setting of the server: value, and the argument that sets it
     "enable_return_routed_experts": (True, "--enable-return-routed-experts"),
@@ -110,7 +110,7 @@ class ServerEngine(OutsideEngine):
         with ThreadPoolExecutor(self._concurrency) as pool:
             answers = list(pool.map(lambda one: self._server.post("/v1/completions", one), bodies))
         require_version(self._server.get("/weight_info").read(str, "weight_version"), self.weight_version)
-        sequences = [s for p, answer in zip(prompts, answers, strict=True) for s in sampled_of(answer.value, p)]
+        sequences = [s for p, answer in zip(prompts, answers, strict=True) for s in sequences_of(answer.value, p)]
         if len(sequences) != sampling.group_size * len(prompts):
             raise EngineError(
                 f"the server returned {len(sequences)} responses to {len(prompts)} x {sampling.group_size}"
@@ -160,20 +160,20 @@ class ServerEngine(OutsideEngine):
             raise EngineError(f"the vLLM server must be started with {' '.join(missing)}")
 
 
-def sampled_of(answer: Any, prompt: NDArray[np.int32]) -> list[Sampled]:
+def sequences_of(answer: Any, prompt: NDArray[np.int32]) -> list[SampledSequence]:
     """The choices of a completion response, in order.
 
     Raises:
         EngineError: when it lacks what was asked for, or is the answer to other tokens.
     """
     choices = Answer(answer, "the vLLM server's answer").each("choices")
-    found: dict[int, Sampled] = {}
+    found: dict[int, SampledSequence] = {}
     for choice in choices:
         if choice.has("prompt_token_ids"):
             require_same_prompt(prompt, choice.integers("prompt_token_ids"))
         if (reason := choice.read(str, "finish_reason")) not in REASONS:
             raise EngineError(f"the vLLM server ended a response for the reason {reason!r:.40}; expected {REASONS}")
-        found[choice.read(int, "index")] = Sampled(
+        found[choice.read(int, "index")] = SampledSequence(
             prompt=prompt,
             response=choice.integers("token_ids"),
             logprobs=choice.numbers("logprobs", "token_logprobs"),
