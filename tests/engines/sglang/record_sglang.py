@@ -41,9 +41,9 @@ def main():
     """Ask and write."""
     routed = policy()
     server = Endpoint(sys.argv[1], timeout_s=60, what="SGLang")
-    version = server.get("/server_info")["version"]
+    version = server.get("/server_info").read(str, "version")
     for name, (path, body) in REQUESTS.items():
-        answer = server.post(path, body)
+        answer = server.post(path, body).value
         answers = answer if isinstance(answer, list) else [answer]
         prompt = body.get("input_ids") or body["prompt"]
         responses = [{"token_ids": a["output_ids"]} for a in answers] if path == "/generate" else answer["choices"]
