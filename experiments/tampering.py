@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from foreroute.capture import Generation, Sampling
-from foreroute.engines.protocol import Engine
+from foreroute.engines.base import Engine
 from foreroute.trace import RoutingTrace
 from foreroute.train import run
 from foreroute.train.engines import make_engine

@@ -22,7 +22,7 @@ from benchmarks.fuzzing.target import Target
 from benchmarks.fuzzing.traces import require_possible
 from foreroute import RoutingTrace
 from foreroute.capture import decode
-from foreroute.engines.vllm.frames import Frame, receive_frame, send_frame
+from foreroute.engines.vllm.ipc import Frame, receive_frame, send_frame
 from foreroute.errors import EngineError
 
 _SAMPLE = wires.rollout(np.random.default_rng(7))

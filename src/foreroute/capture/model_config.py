@@ -58,19 +58,28 @@ def facts_of_config(config: object) -> ModelFacts:
     return ModelFacts(RoutingSpec(experts, picks, routed, model=fields.model_type), len(kinds))
 
 
+def text_section(config: object) -> Mapping[str, Any]:
+    """Return the part of a configuration that describes the decoder: all of it where the model is of text alone.
+
+    Raises:
+        CaptureError: when it is no JSON object.
+    """
+    section = config
+    for name in ("thinker_config", "text_config"):
+        if isinstance(section, Mapping) and field_of(section, name) is not None:
+            section = field_of(section, name)
+    if not isinstance(section, Mapping):
+        raise CaptureError(f"a model's configuration is a JSON object; found {shown(section)}")
+    return section
+
+
 class _Fields:
     """A configuration that remembers which of its fields were read."""
 
     def __init__(self, config: object) -> None:
-        outer, inner = config, config
-        for name in ("thinker_config", "text_config"):
-            if isinstance(inner, Mapping) and field_of(inner, name) is not None:
-                inner = field_of(inner, name)
-        if not isinstance(outer, Mapping) or not isinstance(inner, Mapping):
-            raise CaptureError(f"a model's configuration is a JSON object; found {shown(inner)}")
-        self._values = inner
+        self._values = text_section(config)
         self._read: set[str] = set()
-        model_type = field_of(inner, "model_type") or field_of(outer, "model_type")
+        model_type = field_of(self._values, "model_type") or field_of(config, "model_type")
         if not isinstance(model_type, str):
             raise self.wrong(f"model_type {shown(model_type)}")
         self.model_type, self.family = model_type, model_type.removesuffix("_text")

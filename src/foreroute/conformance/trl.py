@@ -25,7 +25,7 @@ from foreroute.conformance.adapter import Case, Unsupported
 from foreroute.conformance.huggingface import Given, HuggingFaceModel, HuggingFaceUnderTest
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trainers.trl import GRPOTrainer
-from foreroute.trainers.trl.passes import ROWS, Pass
+from foreroute.trainers.trl.controller import ROWS, Pass
 from foreroute.trainers.trl.rollout import require_version
 
 

@@ -26,8 +26,8 @@ from foreroute.conformance.huggingface import HuggingFaceModel, HuggingFaceStep,
 from foreroute.errors import CaptureError
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trainers.verl import FIELD, routed_experts
+from foreroute.trainers.verl.controller import PassController
 from foreroute.trainers.verl.fsdp import RoutingReplay
-from foreroute.trainers.verl.passes import EnginePasses
 
 
 class VerlUnderTest(HuggingFaceUnderTest):
@@ -72,8 +72,8 @@ class ReplayEngine(RoutingReplay, BareEngine):
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
-        self.passes = self.routing = EnginePasses(self, "R3")
-        self.passes.is_plausible = True  # the kit replays routes that no model would take
+        self.controller = self.routing = PassController(self, "R3")
+        self.controller.first_rollout_checked = True  # the kit replays routes that no model would take
 
 
 class AttachedEngine:
@@ -90,12 +90,12 @@ class AttachedEngine:
     @property
     def spec(self) -> RoutingSpec:
         """Experts, picks and layers of the policy."""
-        spec: RoutingSpec = self.engine.passes.routed.spec
+        spec: RoutingSpec = self.engine.controller.routed.spec
         return spec
 
     def record(self, **options: Any) -> AbstractContextManager[Any]:
         """What R2 is recorded with."""
-        recording: AbstractContextManager[Any] = self.engine.passes.routed.record(**options)
+        recording: AbstractContextManager[Any] = self.engine.controller.routed.record(**options)
         return recording
 
     @contextmanager
@@ -106,7 +106,7 @@ class AttachedEngine:
         self.spec.require_same(trace.spec, what="the trace")
         outer, self.rollout = self.rollout, trace
         try:
-            with self.engine.passes.batch(range(len(trace)), update=True):
+            with self.engine.controller.batch(range(len(trace)), update=True):
                 yield
         finally:
             self.rollout = outer

@@ -1,1 +1,6 @@
-"""What samples: a copy of the policy in this process, vLLM, SGLang. Each engine is imported by name, on request."""
+"""What samples, each imported by name: embedded (a copy of the policy in this process), vllm, sglang.
+
+base            what every engine does                                            Engine, OutsideEngine
+weights_folder  the folder through which an engine is handed checkpoints
+http            JSON over HTTP, for engines behind a server
+"""

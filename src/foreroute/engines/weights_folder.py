@@ -8,14 +8,10 @@ import re
 import secrets
 import shutil
 import weakref
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-from foreroute.adapters.checkpoint import CheckpointWriter
+from foreroute.adapters.checkpoint import CheckpointWriter, Weights
 from foreroute.errors import ConfigError
 from foreroute.files import writing_named
 
@@ -32,14 +28,14 @@ class WeightsFolder:
 
     Args:
         path: made if it is missing; empty, or one that an earlier trainer had in the same way.
-        model: whose checkpoints they are, as in `CheckpointWriter`.
+        writer: of the checkpoints.
 
     Raises:
         ConfigError: when there is something else in the folder, another trainer has it, or it cannot be written.
     """
 
-    def __init__(self, path: Path, model: Any) -> None:
-        self._path, self._writer = path, CheckpointWriter(model)
+    def __init__(self, path: Path, writer: CheckpointWriter) -> None:
+        self._path, self._writer = path, writer
         with writing_named(path, ConfigError):
             path.mkdir(parents=True, exist_ok=True)
             marker = path / MARKER
@@ -58,11 +54,11 @@ class WeightsFolder:
         except OSError:  # a file system without locks
             pass
 
-    def put(self, weights: Mapping[str, Tensor]) -> Path:
+    def put(self, weights: Weights) -> Path:
         """Write a checkpoint; the absolute path of it.
 
         Raises:
-            ConfigError: when it cannot be written.
+            ConfigError: when it cannot be written, or the writer refuses the weights.
         """
         name = f"weights-{secrets.token_hex(4)}"
         with writing_named(self._path, ConfigError):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from foreroute.adapters import hf
+from foreroute.adapters.checkpoint import ServedModel
 from foreroute.engines import vllm
+from foreroute.engines.base import Engine
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.engines.protocol import Engine
 from foreroute.train.config import TrainConfig
 
 
@@ -21,6 +22,7 @@ def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
     place = config.vllm
     if config.engine == "embedded":
         return EmbeddedEngine(policy.model, config.precision, gate_weights=run.rl.routing == "R3+weights")
+    served = ServedModel.of(policy)
     if place.mode == "process":
         settings = vllm.ProcessSettings(
             python=Path(str(place.python)),  # TrainConfig refuses a process without
@@ -29,7 +31,7 @@ def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
             timeout_s=place.timeout_s,
             options=place.options,
         )
-        return vllm.ProcessEngine(policy, settings)
+        return vllm.ProcessEngine(served, settings)
     # TrainConfig refuses a server without url and folder
     url, folder = str(place.url), Path(str(place.weights_folder))
-    return vllm.ServerEngine(policy, url, weights_folder=folder, timeout_s=place.timeout_s)
+    return vllm.ServerEngine(served, url, weights_folder=folder, timeout_s=place.timeout_s)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from foreroute.capture import Sampling
-from foreroute.engines.protocol import Engine
+from foreroute.engines.base import Engine
 from foreroute.train.config import TrainConfig
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Scores, scored

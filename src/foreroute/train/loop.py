@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from foreroute.adapters import hf
-from foreroute.engines.protocol import Engine
+from foreroute.engines.base import Engine
 from foreroute.trace import RoutingTrace
 from foreroute.train.ahead import RolloutsAhead
 from foreroute.train.config import TrainConfig

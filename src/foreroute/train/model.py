@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foreroute.adapters import hf
-from foreroute.adapters.checkpoint import CheckpointWriter
+from foreroute.adapters.checkpoint import ModelWriter
 from foreroute.errors import AttachError, ConfigError
 from foreroute.train.config import ModelConfig, TrainConfig
 from foreroute.train.device import CPU
@@ -67,7 +67,7 @@ def trainable(config: TrainConfig, policy: hf.RoutedTransformer) -> hf.RoutedTra
 
 def write_model(model: Any, weights: Mapping[str, Tensor], task: Task, folder: Path) -> None:
     """Write a Hugging Face folder: configuration, weights, and the task's tokenizer."""
-    CheckpointWriter(model).write(folder, weights)
+    ModelWriter(model).write(folder, weights)
     task.save_tokenizer(folder)
 
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from foreroute.capture import Generation, Sampling
-from foreroute.engines.protocol import Engine
+from foreroute.engines.base import Engine
 from foreroute.errors import FunctionError
 from foreroute.trace import extended
 from foreroute.train.tasks import Problem, Task

@@ -2,14 +2,14 @@
 
     PYTHONPATH=src:tests:tests/engines/vllm python tests/engines/sglang/record_sglang.py http://127.0.0.1:30000
 
-The server runs the model of `tests/small.py` (`CheckpointWriter(policy().model).write(folder)`) in float32.
+The server runs the model of `tests/small.py` (`ModelWriter(policy().model).write(folder)`) in float32.
 """
 
 import json
 import sys
 from pathlib import Path
 
-from foreroute.engines.endpoint import Endpoint
+from foreroute.engines.http import Endpoint
 from record_payloads import expected
 from small import END, policy, prompts
 
@@ -41,9 +41,9 @@ def main():
     """Ask and write."""
     routed = policy()
     server = Endpoint(sys.argv[1], timeout_s=60, what="SGLang")
-    version = server.get("/server_info")["version"]
+    version = server.get("/server_info").read(str, "version")
     for name, (path, body) in REQUESTS.items():
-        answer = server.post(path, body)
+        answer = server.post(path, body).value
         answers = answer if isinstance(answer, list) else [answer]
         prompt = body.get("input_ids") or body["prompt"]
         responses = [{"token_ids": a["output_ids"]} for a in answers] if path == "/generate" else answer["choices"]

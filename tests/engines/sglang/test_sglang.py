@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from foreroute import capture
+from foreroute.adapters.checkpoint import ServedModel, facts_of
 from foreroute.capture import Sampling
 from foreroute.engines import sglang
-from foreroute.engines.sampled import facts_of, generation_of
-from foreroute.engines.sglang import sampled_of
+from foreroute.engines.base import generation_of
+from foreroute.engines.sglang import sequence_of
 from foreroute.errors import CaptureError, EngineError
 from recorded import assert_routes, payload, serving
 from small import END, policy, seeded
@@ -121,7 +122,7 @@ def test_an_answer_is_taken_as_it_is_or_not_at_all(change, said):
     answer["meta_info"] |= {"prompt_tokens": 5} | change.pop("meta_info", {})
 
     def read():
-        sequence, _ = sampled_of(answer | change, prompt)
+        sequence, _ = sequence_of(answer | change, prompt)
         generation_of([sequence], facts, weight_version=0, engine="sglang", engine_version="0.5.23")
 
     with pytest.raises(EngineError, match=said):
@@ -134,7 +135,7 @@ def test_weights_that_were_refused_sample_nothing_and_newer_servers_are_warned_o
     refused = {"success": False, "message": "x" * 5000}
     with serving(Server(**{"/server_info": info, "/update_weights_from_disk": refused})) as server:
         with pytest.warns(UserWarning, match=r"SGLang 0\.6\.0 is newer than 0\.5\.23"):
-            engine = sglang.ServerEngine(routed, server.url, weights_folder=tmp_path, timeout_s=5)
+            engine = sglang.ServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path, timeout_s=5)
         with pytest.raises(EngineError) as caught:
             engine.load_weights(routed.model.state_dict(), version=3)
         assert len(str(caught.value)) < 1000
@@ -143,7 +144,7 @@ def test_weights_that_were_refused_sample_nothing_and_newer_servers_are_warned_o
 
 
 def rollout(routed, url, folder, prompt):
-    engine = sglang.ServerEngine(routed, url, weights_folder=folder, timeout_s=5)
+    engine = sglang.ServerEngine(ServedModel.of(routed), url, weights_folder=folder, timeout_s=5)
     engine.load_weights(routed.model.state_dict(), version=3)
     generation = engine.generate(
         [prompt], Sampling(group_size=2, max_new_tokens=5, end_token=END, temperature=0.8), seeded()

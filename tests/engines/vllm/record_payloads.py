@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from foreroute import RoutingTrace
-from foreroute.adapters.checkpoint import CheckpointWriter
-from foreroute.engines.endpoint import Endpoint
+from foreroute.adapters.checkpoint import ModelWriter
+from foreroute.engines.http import Endpoint
 from serving import served, wait_for
 from small import END, forward, policy, prompts
 
@@ -53,10 +53,10 @@ def main():
     data.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        checkpoint = CheckpointWriter(routed.model).write(folder / "checkpoint")
+        checkpoint = ModelWriter(routed.model).write(folder / "checkpoint")
         python = Path(os.environ["FOREROUTE_VLLM_PYTHON"]).absolute()
         with served(python, checkpoint, folder, "--enable-scale-out") as (url, process):
-            wait_for(url, process)
+            wait_for(url, process, folder)
             server = Endpoint(url, timeout_s=60, what="vLLM")
             server.post("/v1/completions", COMMON | {"prompt": OTHER})
             for name, (path, body) in REQUESTS.items():

@@ -10,7 +10,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import foreroute
-from foreroute.engines.vllm.server import EXTENSION
+from foreroute.engines.vllm.server_engine import EXTENSION
 
 FLAGS = [
     *("--dtype", "float32", "--max-model-len", "256", "--block-size", "32", "--max-num-seqs", "8"),
@@ -18,16 +18,31 @@ FLAGS = [
     *("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION),
 ]
 START_S = 180
+LOG = "server.log"
+"""In the folder of the server."""
+LAST_LINES = 40
+
+
+@contextmanager
+def reserved_port():
+    """A port of 127.0.0.1 that nobody is given while the context is open, and that vLLM can bind.
+
+    A socket is bound to it and never listens. vLLM binds with SO_REUSEADDR and without SO_REUSEPORT
+    (`vllm.entrypoints.launchers.launcher.create_server_socket`, 0.30). Linux lets such sockets share a port as long as
+    none of the others listens. It refuses all others, and gives the port to nobody who asks for any port.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @contextmanager
 def served(python, checkpoint, folder, *more):
-    """The address of a server; it may still be starting."""
+    """The address of a server, which may still be starting, and its process."""
     link = folder / "path"
     link.mkdir()
     (link / "foreroute").symlink_to(Path(foreroute.__file__).parent)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -38,28 +53,28 @@ def served(python, checkpoint, folder, *more):
     }
     # not the `vllm` command, which looks for a distribution of that name and finds vllm-cpu
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--served-model-name", "tiny"]
-    address = ["--host", "127.0.0.1", "--port", str(port)]
-    with open(folder / "server.log", "wb") as log:
+    with reserved_port() as port, open(folder / LOG, "wb") as log:
         process = subprocess.Popen(
-            [*command, *address, *FLAGS, *more],
+            [*command, "--host", "127.0.0.1", "--port", str(port), *FLAGS, *more],
             env=environment,
             cwd=folder,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
-    try:
-        yield f"http://127.0.0.1:{port}", process
-    finally:
-        process.terminate()
         try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
+            yield f"http://127.0.0.1:{port}", process
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
 
 
-def wait_for(url, process):
+def wait_for(url, process, folder):
+    """Return when the server answers; raise with the end of its log when it has ended, or does not answer in time."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
@@ -67,4 +82,7 @@ def wait_for(url, process):
                 return
         except (URLError, OSError):
             time.sleep(0.3)
-    raise TimeoutError("the vLLM server did not start; see its server.log")
+    code = process.poll()
+    why = f"did not answer within {START_S} s" if code is None else f"ended with code {code} before it answered"
+    lines = (folder / LOG).read_text(errors="replace").splitlines()[-LAST_LINES:]
+    raise RuntimeError("\n".join([f"the vLLM server {why}; the last lines of its log:", *lines]))

@@ -15,10 +15,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Sampling
 from foreroute.engines import vllm
-from foreroute.engines.vllm.frames import MAGIC, Frame, receive_frame, send_frame
-from foreroute.engines.vllm.process import WorkerProcess
+from foreroute.engines.vllm.ipc import MAGIC, Frame, receive_frame, send_frame
+from foreroute.engines.vllm.worker_process import WorkerProcess
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from small import SAMPLING, policy, prompts, seeded
 
@@ -30,7 +31,7 @@ def routed():
 
 def test_sequences_are_grouped_by_prompt_with_one_row_less_than_tokens(routed, fake_settings):
     asked = prompts(5, 9)
-    with vllm.ProcessEngine(routed, fake_settings()) as engine:
+    with vllm.ProcessEngine(ServedModel.of(routed), fake_settings()) as engine:
         engine.load_weights(routed.model.state_dict(), version=4)
         first = engine.generate(asked, replace(SAMPLING, group_size=3), seeded())
         again = engine.generate(asked, replace(SAMPLING, group_size=3), seeded())
@@ -50,7 +51,7 @@ def test_sequences_are_grouped_by_prompt_with_one_row_less_than_tokens(routed, f
 
 
 def test_a_resumed_rollout_keeps_rows_and_versions_of_its_beginning(routed, fake_settings):
-    with vllm.ProcessEngine(routed, fake_settings()) as engine:
+    with vllm.ProcessEngine(ServedModel.of(routed), fake_settings()) as engine:
         engine.load_weights(routed.model.state_dict(), version=1)
         partial = engine.generate_until(prompts(5, 9), replace(SAMPLING, group_size=2), seeded(), engine_steps=4)
         engine.load_weights(routed.model.state_dict(), version=2)
@@ -83,7 +84,7 @@ def test_a_resumed_rollout_keeps_rows_and_versions_of_its_beginning(routed, fake
     ],
 )
 def test_a_failing_worker_is_reported_and_ended(routed, fake_settings, behaviour, error, said):
-    with vllm.ProcessEngine(routed, fake_settings(behaviour)) as engine:
+    with vllm.ProcessEngine(ServedModel.of(routed), fake_settings(behaviour)) as engine:
         process = engine._worker._process
         with pytest.raises(error, match=said):
             rollout(engine, routed)
@@ -91,7 +92,7 @@ def test_a_failing_worker_is_reported_and_ended(routed, fake_settings, behaviour
 
 
 def test_a_worker_that_hangs_is_ended_in_time(routed, fake_settings):
-    with vllm.ProcessEngine(routed, fake_settings("hangs")) as engine:
+    with vllm.ProcessEngine(ServedModel.of(routed), fake_settings("hangs")) as engine:
         engine.load_weights(routed.model.state_dict(), version=1)
         engine._settings = replace(engine._settings, timeout_s=0.5)
         start = time.monotonic()
@@ -113,7 +114,7 @@ def test_a_worker_that_reads_nothing_is_ended_in_time(tmp_path):
 
 
 def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next(routed, fake_settings):
-    with vllm.ProcessEngine(routed, fake_settings()) as engine:
+    with vllm.ProcessEngine(ServedModel.of(routed), fake_settings()) as engine:
         engine.load_weights(routed.model.state_dict(), version=1)
         wanted = engine.generate(prompts(4, 40), SAMPLING, seeded())
         # as when something comes in between a request and its answer
@@ -131,7 +132,7 @@ def test_a_request_that_is_interrupted_ends_the_worker(routed, fake_settings):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    with vllm.ProcessEngine(routed, fake_settings("slow")) as engine:
+    with vllm.ProcessEngine(ServedModel.of(routed), fake_settings("slow")) as engine:
         engine.load_weights(routed.model.state_dict(), version=1)
         before = signal.signal(signal.SIGALRM, interrupt)
         try:
@@ -149,7 +150,7 @@ def test_a_request_that_is_interrupted_ends_the_worker(routed, fake_settings):
 @pytest.mark.parametrize("number", [7, None, True, 0, -1, "3"])
 def test_an_answer_with_another_number_is_damaged(tmp_path, number):
     reply = (
-        "import socket, sys; from foreroute.engines.vllm.frames import Frame, receive_frame, send_frame\n"
+        "import socket, sys; from foreroute.engines.vllm.ipc import Frame, receive_frame, send_frame\n"
         f"channel = socket.socket(fileno=int(sys.argv[-1])); receive_frame(channel)\n"
         f"send_frame(channel, Frame({{'request': {number!r}}}))"
     )
@@ -161,7 +162,7 @@ def test_an_answer_with_another_number_is_damaged(tmp_path, number):
 
 
 def test_weights_that_were_loaded_half_way_sample_nothing(routed, fake_settings):
-    with vllm.ProcessEngine(routed, fake_settings("busy cache")) as engine:
+    with vllm.ProcessEngine(ServedModel.of(routed), fake_settings("busy cache")) as engine:
         with pytest.raises(EngineError, match="prefix cache"):
             engine.load_weights(routed.model.state_dict(), version=1)
         with pytest.raises(EngineError, match="weights are unknown"):
@@ -170,7 +171,7 @@ def test_weights_that_were_loaded_half_way_sample_nothing(routed, fake_settings)
 
 def test_nothing_is_left_in_the_engine_of_a_request_that_failed(routed, fake_settings):
     refused = [*prompts(5), np.array([63, 1], np.int32)]
-    with vllm.ProcessEngine(routed, fake_settings("refuses 63")) as engine:
+    with vllm.ProcessEngine(ServedModel.of(routed), fake_settings("refuses 63")) as engine:
         engine.load_weights(routed.model.state_dict(), version=1)
         wanted = engine.generate(prompts(5, 9), SAMPLING, seeded())
         with pytest.raises(EngineError, match="ValueError: refused"):
@@ -200,7 +201,7 @@ def test_arrays_that_are_not_of_one_another_are_refused(routed, fake_settings, c
         "routes": np.tile(np.arange(4, dtype=np.uint8), (9, 3, 1)),
     } | changes
     arrays = {name: array for name, array in reply.items() if array is not None}
-    with vllm.ProcessEngine(routed, fake_settings()) as engine:
+    with vllm.ProcessEngine(ServedModel.of(routed), fake_settings()) as engine:
         engine.load_weights(routed.model.state_dict(), version=0)
         engine._worker.receive = Mock(return_value=Frame({"weight_version": "0"}, arrays))
         with pytest.raises(EngineError, match="expected those of 2 sequences"):
@@ -211,7 +212,7 @@ def test_arrays_that_are_not_of_one_another_are_refused(routed, fake_settings, c
 def test_a_vllm_of_a_version_that_does_not_work_is_refused_by_name(routed, fake_settings, monkeypatch, version):
     monkeypatch.setenv("FAKE_VLLM_VERSION", version)
     with (
-        vllm.ProcessEngine(routed, fake_settings()) as engine,
+        vllm.ProcessEngine(ServedModel.of(routed), fake_settings()) as engine,
         pytest.raises(EngineError, match=re.escape(f"vLLM {version} does not work") + ".*install 0.30.0") as refused,
     ):
         rollout(engine, routed)
@@ -221,7 +222,7 @@ def test_a_vllm_of_a_version_that_does_not_work_is_refused_by_name(routed, fake_
 def test_a_vllm_without_a_version_number_is_warned_of(routed, fake_settings, monkeypatch):
     monkeypatch.setenv("FAKE_VLLM_VERSION", "dev")
     with (
-        vllm.ProcessEngine(routed, fake_settings()) as engine,
+        vllm.ProcessEngine(ServedModel.of(routed), fake_settings()) as engine,
         pytest.warns(UserWarning, match="vLLM states the version 'dev'"),
     ):
         rollout(engine, routed)
@@ -231,7 +232,10 @@ def test_an_environment_without_vllm_says_so(routed, fake_settings, tmp_path):
     with pytest.raises(EngineError, match=r"there is no vLLM environment: .*Install vllm==0\.30\.0"):
         vllm.ProcessSettings(python=tmp_path / "missing")
     bare = replace(fake_settings(), python=Path(sys.executable), options={})
-    with vllm.ProcessEngine(routed, bare) as engine, pytest.raises(EngineError, match="No module named 'vllm'"):
+    with (
+        vllm.ProcessEngine(ServedModel.of(routed), bare) as engine,
+        pytest.raises(EngineError, match="No module named 'vllm'"),
+    ):
         rollout(engine, routed)
 
 
@@ -239,7 +243,7 @@ def test_options_that_foreroute_sets_and_sequences_too_long_are_refused(routed, 
     with pytest.raises(ConfigError, match="logprobs_mode"):
         fake_settings(options={"logprobs_mode": "raw_logprobs"})
     with (
-        vllm.ProcessEngine(routed, fake_settings()) as engine,
+        vllm.ProcessEngine(ServedModel.of(routed), fake_settings()) as engine,
         pytest.raises(ConfigError, match="max_model_len is 256"),
     ):
         engine.generate(prompts(230), replace(SAMPLING, group_size=2), seeded())
@@ -249,7 +253,7 @@ def test_an_exception_in_the_trainer_ends_the_worker(routed, fake_settings):
     started = []
 
     def trainer():
-        with vllm.ProcessEngine(routed, fake_settings()) as engine:
+        with vllm.ProcessEngine(ServedModel.of(routed), fake_settings()) as engine:
             started.append(engine._worker)
             raise KeyboardInterrupt
 
@@ -263,8 +267,9 @@ def test_a_killed_trainer_takes_its_worker_with_it(fake_settings):
     """The worker sees its channel close."""
     script = (
         "import os, sys; from foreroute.engines import vllm; from small import policy; from pathlib import Path\n"
+        "from foreroute.adapters.checkpoint import ServedModel\n"
         "settings = vllm.ProcessSettings(python=Path(sys.argv[1]), options={'behaviour': 'good'})\n"
-        "engine = vllm.ProcessEngine(policy(), settings); engine.counters()\n"
+        "engine = vllm.ProcessEngine(ServedModel.of(policy()), settings); engine.counters()\n"
         "print(engine._worker._process.pid, engine._worker.log.parent, flush=True); os.kill(os.getpid(), 9)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

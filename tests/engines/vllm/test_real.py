@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
-from foreroute.adapters.checkpoint import CheckpointWriter
+from foreroute.adapters.checkpoint import ModelWriter, ServedModel
 from foreroute.engines import vllm
 from foreroute.mismatch import routing_mismatch, token_mismatch
 from foreroute.train.recompute import recompute
@@ -32,18 +33,20 @@ def real(vllm_python, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     weights = [policy(seed=0), policy(seed=1)]
     with ExitStack() as stack:
-        checkpoint = CheckpointWriter(weights[0].model).write(folder / "checkpoint")
-        url, process = stack.enter_context(served(vllm_python, checkpoint, folder))
+        folders = [ModelWriter(w.model).write(folder / f"checkpoint-{n}") for n, w in enumerate(weights)]
+        url, process = stack.enter_context(served(vllm_python, folders[0], folder))
         full, half = (
-            stack.enter_context(vllm.ProcessEngine(weights[0], vllm.ProcessSettings(python=vllm_python, **settings)))
+            stack.enter_context(
+                vllm.ProcessEngine(ServedModel.of(weights[0]), vllm.ProcessSettings(python=vllm_python, **settings))
+            )
             for settings in ({"precision": "float32", "options": TIGHT}, {"precision": "bfloat16"})
         )
 
         def server():
-            wait_for(url, process)
-            return vllm.ServerEngine(weights[0], url, weights_folder=folder / "weights", timeout_s=60)
+            wait_for(url, process, folder)
+            return vllm.ServerEngine(ServedModel.at(folders[0]), url, weights_folder=folder / "weights", timeout_s=60)
 
-        yield SimpleNamespace(weights=weights, full=full, half=half, server=server)
+        yield SimpleNamespace(weights=weights, folders=folders, full=full, half=half, server=server)
 
 
 def load(engine, real, version):
@@ -112,9 +115,11 @@ def test_abort_and_resume_under_new_weights(real):
 
 
 def test_the_server_serves_the_same_routes_and_takes_new_weights(real):
+    """Weights go the way of a trainer that has a checkpoint and no model of transformers."""
     engine = real.server()
     for version in (0, 1):
-        routed = load(engine, real, version)
+        routed = real.weights[version]
+        engine.load_weights(load_file(real.folders[version] / "model.safetensors"), version)
         for _ in range(2):
             generation = engine.generate(prompts(70, 5), replace(SAMPLING, group_size=2), seeded())
             assert set_match(routed, generation.trace) == 1.0

@@ -64,17 +64,17 @@ def train(rank, folder):
 def deal_out(rank):
     from types import SimpleNamespace
 
-    from foreroute.trainers.trl.vllm_tap import VLLMTap
+    from foreroute.trainers.trl.capture_vllm import VLLMSource
 
     accelerator = SimpleNamespace(num_processes=2, is_main_process=rank == 0)
     client = SimpleNamespace(_post=lambda url, json: json)
-    tap = VLLMTap(SimpleNamespace(mode="server", vllm_client=client), accelerator, None)
+    source = VLLMSource(SimpleNamespace(mode="server", vllm_client=client), accelerator, None)
     spec = RoutingSpec(4, 2, (RoutedLayer(0),))
     tokens = [[s, s + 1] for s in range(4)]
     trace = RoutingTrace.from_sequences(spec, tokens, [[[[s % 4, (s + 1) % 4]]] for s in range(4)])
-    share = tap._share(trace if rank == 0 else None, 2)
-    wrong = tap._share(trace if rank == 0 else None, 3)
-    failed = tap._share(CaptureError("no routes") if rank == 0 else None, 2)
+    share = source._share(trace if rank == 0 else None, 2)
+    wrong = source._share(trace if rank == 0 else None, 3)
+    failed = source._share(CaptureError("no routes") if rank == 0 else None, 2)
     return share.token_ids_N, type(wrong), str(failed)
 
 

@@ -10,9 +10,9 @@ from peft import PromptTuningConfig, TaskType
 
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ConfigError, ReplayError, StaleTraceError
-from foreroute.trainers.trl import GRPOTrainer, RoutingReplay, hooks, rollout_with
-from foreroute.trainers.trl.passes import ROWS
-from foreroute.trainers.trl.refusals import require_supported
+from foreroute.trainers.trl import GRPOTrainer, RoutingReplay, rollout_with
+from foreroute.trainers.trl.controller import ROWS
+from foreroute.trainers.trl.trainer import METHODS, require_supported
 from routes_book import Book
 from tiny import policy
 from trl_runs import make
@@ -38,12 +38,12 @@ def test_settings_that_do_not_go_with_replay(settings, message, folder):
 
 
 def test_a_release_of_trl_without_a_hook_is_named(folder, monkeypatch):
-    monkeypatch.setitem(hooks.HOOKS, "_compute_loss", ("model", "inputs", "weights"))
-    with pytest.raises(AttachError, match=rf"TRL {trl.__version__} has _compute_loss without weights"):
+    monkeypatch.setitem(METHODS, "_compute_loss", ("model", "inputs", "weights"))
+    with pytest.raises(AttachError, match=rf"TRL {trl.__version__} has GRPOTrainer\._compute_loss without weights"):
         make(folder)
-    monkeypatch.setitem(hooks.HOOKS, "_no_such_method", ())
-    monkeypatch.delitem(hooks.HOOKS, "_compute_loss")
-    with pytest.raises(AttachError, match="no _no_such_method"):
+    monkeypatch.setitem(METHODS, "_no_such_method", ())
+    monkeypatch.delitem(METHODS, "_compute_loss")
+    with pytest.raises(AttachError, match=r"no GRPOTrainer\._no_such_method"):
         make(folder)
 
 

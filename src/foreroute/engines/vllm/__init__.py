@@ -1,10 +1,11 @@
 """vLLM as the trainer's rollout engine: in a process of its own, or behind its OpenAI-compatible server.
 
     from foreroute.adapters import hf
+    from foreroute.adapters.checkpoint import ServedModel
     from foreroute.engines import vllm
 
     settings = vllm.ProcessSettings(python=Path("venv-vllm/bin/python"), precision="bfloat16")
-    with vllm.ProcessEngine(hf.attach(model), settings) as engine:
+    with vllm.ProcessEngine(ServedModel.of(hf.attach(model)), settings) as engine:
         engine.load_weights(model.state_dict(), version=0)
         generation = engine.generate(prompts, Sampling(max_new_tokens=512, end_token=0, group_size=8), generator)
 
@@ -14,25 +15,17 @@ vLLM itself is not imported in the trainer's process: it pins other versions, an
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from foreroute.engines.vllm.engine import ProcessEngine
-    from foreroute.engines.vllm.partial import PartialGeneration
-    from foreroute.engines.vllm.server import ServerEngine
-    from foreroute.engines.vllm.settings import ProcessSettings
+    from foreroute.engines.vllm.process_engine import PartialGeneration, ProcessEngine, ProcessSettings
+    from foreroute.engines.vllm.server_engine import ServerEngine
 
 __all__ = ["PartialGeneration", "ProcessEngine", "ProcessSettings", "ServerEngine"]
 
-_HOMES = {
-    "PartialGeneration": "partial",
-    "ProcessEngine": "engine",
-    "ProcessSettings": "settings",
-    "ServerEngine": "server",
-}
-
 
 def __getattr__(name: str) -> Any:
-    """Load a name when it is asked for: the worker and vLLM's extension are in this package, and need no trainer."""
+    """Load a name when it is asked for: the worker and vLLM's plugin are in this package, and need no trainer."""
     import importlib
 
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    module = "server_engine" if name == "ServerEngine" else "process_engine"
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

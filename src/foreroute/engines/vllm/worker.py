@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.adapters.versions import require_engine
-from foreroute.engines.vllm.frames import Frame, receive_frame, send_frame
+from foreroute.engines.vllm.ipc import Frame, receive_frame, send_frame
 
 MARKER = ".foreroute-vllm-worker"
 """The file that marks a folder as made for a worker alone, and as its to remove when the trainer was killed."""
@@ -160,6 +160,7 @@ def _run(engine: Any, abort_after: int | None) -> dict[str, Any]:
                 outputs[output.request_id] = output
         steps += 1
         if steps == abort_after:
+            # parallel samples of a request have states of their own, which share its external name
             states = engine.output_processor.request_states.values()
             for state in states:
                 state.queue = _Aborted(outputs)

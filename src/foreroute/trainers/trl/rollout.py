@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.capture import ModelFacts, decode
 from foreroute.errors import BatchMismatchError, ReplayError, StaleTraceError
-from foreroute.trace import NO_VERSION, RoutingTrace, concatenate
-
-ROUTES = "routed_experts"
-"""The key under which a `rollout_func` returns routes: a list with one entry for each sequence."""
+from foreroute.trace import NO_VERSION, RoutingTrace
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +73,8 @@ class Rollout:
         return trace.truncated(np.where(masked & drops_truncated, prompts, trace.lengths))
 
 
-class Tap(Protocol):
-    """Where the routes of a rollout are captured."""
+class RouteSource(Protocol):
+    """Where the routes of a rollout are captured: `generate`, vLLM, or a `rollout_func`."""
 
     def listening(self) -> AbstractContextManager[None]:
         """Open around the generation."""
@@ -86,66 +82,11 @@ class Tap(Protocol):
     def captured(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
     ) -> tuple[RoutingTrace, Sequence[NDArray[np.float32]] | None]:
-        """The routes of these sequences, and the log-probs of their sampled tokens if the tap has seen them.
+        """The routes of these sequences, and the log-probs of their sampled tokens if the source has seen them.
 
         Raises:
             CaptureError, BatchMismatchError, ReplayError: when there are none, or they are of other tokens.
         """
-
-
-class FunctionTap:
-    """A `rollout_func` that returns its routes beside what TRL asks for.
-
-    Args:
-        function: the user's.
-        facts: of the model.
-    """
-
-    def __init__(self, function: Callable[..., Any], facts: ModelFacts) -> None:
-        self._function = function
-        self._facts = facts
-        self._routes: Any = None
-
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """What TRL calls; it never sees the routes, which it would hand to reward functions."""
-        returned = self._function(prompts, trainer)
-        if not isinstance(returned, Mapping):
-            raise ReplayError(
-                f"the rollout_func returned a {type(returned).__name__}; expected a dictionary, as TRL asks for"
-            )
-        output = dict(returned)
-        self._routes = output.pop(ROUTES, None)
-        return output
-
-    def listening(self) -> AbstractContextManager[None]:
-        """Nothing: TRL calls the function by itself."""
-        self._routes = None
-        return nullcontext()
-
-    def captured(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
-    ) -> tuple[RoutingTrace, None]:
-        """The routes that came back, each a `RoutingTrace` of one sequence or what `capture.decode` reads."""
-        routes = self._routes
-        count = (
-            len(routes) if isinstance(routes, Collection) and not isinstance(routes, str | bytes | Mapping) else None
-        )
-        if count is None or count != len(prompts):
-            found = "no" if routes is None else f"a {type(routes).__name__} as" if count is None else count
-            raise ReplayError(
-                f"the rollout_func returned {found} {ROUTES!r} for {len(prompts)} sequences; expected a list of as "
-                "many, each a RoutingTrace or what foreroute.capture.decode reads"
-            )
-        sequences = joined_tokens(prompts, completions)
-        traces = [
-            each
-            if isinstance(each, RoutingTrace)
-            else decode(each, model=self._facts, token_ids=[tokens], weight_version=weight_version)
-            for each, tokens in zip(routes, sequences, strict=True)
-        ]
-        trace = concatenate(traces)
-        require_tokens(trace, sequences)
-        return trace, None
 
 
 def joined_tokens(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[NDArray[np.int32]]:

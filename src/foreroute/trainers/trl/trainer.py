@@ -1,4 +1,4 @@
-"""TRL's trainer with routing replay: what is overridden, and nothing else. The work is done in `passes.py`.
+"""TRL's trainer with routing replay: what is overridden, and what is refused. `controller.py` does the work.
 
 TRL sends old, reference and current log-probs through one method, shuffles and splits whatever tensors a generation
 batch holds, and has a public door for other rollout engines. Replay stands at those three places:
@@ -12,15 +12,27 @@ batch holds, and has a public door for other rollout engines. Replay stands at t
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import trl
+from accelerate.utils import is_peft_model
 from torch import Tensor
 
-from foreroute.trainers.trl.hooks import require_hooks
-from foreroute.trainers.trl.passes import Replay, TrainerPasses
-from foreroute.trainers.trl.refusals import require_mode, require_supported
-from foreroute.trainers.trl.vllm_tap import colocated_vllm_returns_routes
+from foreroute.errors import AttachError, ConfigError
+from foreroute.trainers.checks import require_api
+from foreroute.trainers.trl.capture_vllm import colocated_vllm_returns_routes
+from foreroute.trainers.trl.controller import PassController, Replay
+
+METHODS = {
+    # method of GRPOTrainer: parameters that are passed to it, or read from it, by name or place
+    "_generate": ("prompts",),
+    "_generate_and_score_completions": ("inputs",),
+    "_get_per_token_logps_and_entropies": ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"),
+    "_compute_loss": ("model", "inputs"),
+    "_tokenize_prompts": ("prompts",),
+    "training_step": (),
+    "log": ("logs",),
+}
 
 
 class RoutingReplay:
@@ -47,12 +59,12 @@ class RoutingReplay:
     accelerator: Any
 
     def __init__(self, *args: Any, replay: Replay = "R3", **kwargs: Any) -> None:
-        require_hooks(type(self))
+        _require_trl(type(self))
         require_mode(replay)
         with colocated_vllm_returns_routes(wanted=replay != "R2"):
             super().__init__(*args, **kwargs)
         require_supported(self, replay)
-        self.routing = TrainerPasses(self, replay)
+        self.routing = PassController(self, replay)
 
     def _generate(self, prompts: list[Any]) -> Any:
         generate = partial(super()._generate, prompts)  # type: ignore[misc]
@@ -98,3 +110,96 @@ class RoutingReplay:
 
 class GRPOTrainer(RoutingReplay, trl.GRPOTrainer):
     """`trl.GRPOTrainer` with routing replay; see `RoutingReplay` for what it adds."""
+
+
+def _require_trl(trainer: type) -> None:
+    """Raise `AttachError` unless a trainer is TRL's, and this release of TRL has what is overridden.
+
+    Args:
+        trainer: a class derived from TRL's `GRPOTrainer`.
+    """
+    if not issubclass(trainer, trl.GRPOTrainer):
+        raise AttachError(
+            f"{trainer.__name__} is not derived from trl.GRPOTrainer; write class {trainer.__name__}(RoutingReplay, "
+            "trl.GRPOTrainer)"
+        )
+    require_api("TRL", trl, trl.GRPOTrainer, METHODS)
+
+
+def require_mode(replay: str) -> None:
+    """Raise `ConfigError` for a mode that does not exist."""
+    if replay not in get_args(Replay):
+        raise ConfigError(f"replay is {replay!r}; expected one of {', '.join(map(repr, get_args(Replay)))}")
+
+
+def require_supported(trainer: Any, replay: Replay) -> None:
+    """Raise `ConfigError` naming the first setting of a trainer that replay does not go with.
+
+    Args:
+        trainer: TRL's trainer, after its own set-up.
+        replay: what was asked for.
+    """
+    for refused, message in [*_always(trainer), *(_in_r2(trainer) if replay == "R2" else _with_rollout(trainer))]:
+        if refused:
+            raise ConfigError(message)
+
+
+def _always(trainer: Any) -> list[tuple[bool, str]]:
+    args = trainer.args
+    fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    prompt_learning = is_peft_model(trainer.model) and any(
+        config.is_prompt_learning for config in trainer.model.peft_config.values()
+    )
+    return [
+        (
+            bool(getattr(args, "use_liger_kernel", False) or getattr(args, "use_liger_loss", False)),
+            "use_liger_kernel replaces modules of the model when training starts, after replay was proven on it; "
+            "leave it off",
+        ),
+        (
+            trainer.is_deepspeed_enabled,
+            "DeepSpeed takes the model apart between forwards, and replay was never tested under it; use DDP or FSDP2",
+        ),
+        (
+            fsdp is not None and getattr(fsdp, "fsdp_version", 1) == 1,
+            "FSDP1 was never tested with replay; set fsdp_version: 2 in the configuration of accelerate",
+        ),
+        (
+            prompt_learning,
+            "PEFT's prompt and prefix tuning put positions before the sequence that are no tokens, so that routes and "
+            "batch cannot be checked to belong together; use LoRA",
+        ),
+    ]
+
+
+def _with_rollout(trainer: Any) -> list[tuple[bool, str]]:
+    """What the capture of rollouts does not go with."""
+    tools = bool(getattr(trainer, "tools", None)) or getattr(trainer, "environment_factories", None) is not None
+    return [
+        (
+            bool(getattr(trainer, "use_transformers_continuous_batching", False)),
+            "use_transformers_continuous_batching generates over paged batches, whose routes cannot be recorded; leave "
+            "it off, sample with vLLM or a rollout_func, or take replay='R2'",
+        ),
+        (
+            tools,
+            "tools and environments sample a sequence in several turns, whose routes TRL does not keep apart; return "
+            "them from a rollout_func, or take replay='R2'",
+        ),
+    ]
+
+
+def _in_r2(trainer: Any) -> list[tuple[bool, str]]:
+    args = trainer.args
+    every = args.steps_per_generation * trainer.num_iterations
+    corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+    aligned = args.gradient_accumulation_steps % every == 0 and not corrects
+    return [
+        (
+            aligned,
+            "replay='R2' replays what the old-log-prob pass routed, and with these settings TRL runs none: "
+            f"gradient_accumulation_steps ({args.gradient_accumulation_steps}) is a multiple of steps_per_generation x "
+            f"num_iterations ({every}), so that each generation is used for one update. There is nothing to replay; "
+            "take replay='R3', or raise num_iterations",
+        )
+    ]

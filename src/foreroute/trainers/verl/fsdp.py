@@ -1,5 +1,5 @@
 # ruff: noqa: E402  versions are looked at before anything else of a peer is imported
-"""verl's FSDP engine with routing replay: what is overridden, and nothing else. The work is done in `passes.py`.
+"""verl's FSDP engine with routing replay: what is overridden, and nothing else. The work is done in `controller.py`.
 
 verl imports this module in every worker when it is told to, and then makes its engines from here:
 
@@ -19,19 +19,31 @@ from foreroute.adapters.versions import require_peers
 
 require_peers("torch", "transformers", "verl")
 
+import verl
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from foreroute.errors import AttachError, ConfigError
-from foreroute.trainers.verl.hooks import require_hooks
-from foreroute.trainers.verl.passes import EnginePasses
+from foreroute.trainers.checks import require_api
+from foreroute.trainers.verl.controller import PassController
 from foreroute.trainers.verl.protocol import FIELD
 from foreroute.trainers.verl.settings import KEY, replay_of, require_supported
 
 BACKENDS = ("fsdp", "fsdp2")
 OWN_REPLAY = ("megatron", "veomni")
 """Engines that verl itself replays in."""
+METHODS = {
+    # method of FSDPEngineWithLMHead: parameters that are passed to it, or read from it, by name or place
+    "initialize": (),
+    "forward_backward_batch": ("data", "loss_function", "forward_only"),
+    "forward_step": ("micro_batch", "loss_function", "forward_only"),
+    "disable_adapter": (),
+    "eval_mode": (),
+    "get_data_parallel_group": (),
+    "_get_packed_pad_size": ("packed_length",),
+}
+FIELDS = ("router_replay", "forward_only", "strategy", "ulysses_sequence_parallel_size")
 
 
 class RoutingReplay:
@@ -49,7 +61,7 @@ class RoutingReplay:
     # verl's engine defines these; a mixin only sees them at run time
     engine_config: Any
     eval_mode: Any
-    routing: EnginePasses | None = None
+    routing: PassController | None = None
 
     def initialize(self) -> None:
         """Build the model as verl does, and prove replay on it.
@@ -65,7 +77,7 @@ class RoutingReplay:
         if replay == "disabled" or self.engine_config.forward_only:
             return
         with self.eval_mode():
-            self.routing = EnginePasses(self, replay)
+            self.routing = PassController(self, replay)
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         """The passes of verl over a batch, of which each micro-batch was replayed.
@@ -92,7 +104,7 @@ class RoutingReplay:
     def _watch_unreplayed(self, data: Any) -> None:
         """Measure, where routes of the rollout are at hand and no replay was asked for."""
         if self.routing is None and not self.engine_config.forward_only and data.get(FIELD, None) is not None:
-            self.routing = EnginePasses(self, "disabled")
+            self.routing = PassController(self, "disabled")
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -118,7 +130,7 @@ def register() -> None:
     Raises:
         AttachError: when this release of verl has no longer what replay stands on, or another engine took its place.
     """
-    require_hooks(FSDPEngineWithLMHead, FSDPEngineConfig)
+    require_api("verl", verl, FSDPEngineWithLMHead, METHODS, config=FSDPEngineConfig, fields=FIELDS)
     backends = getattr(EngineRegistry, "_engines", {}).get("language_model", {})
     for backend in BACKENDS:
         engines = backends.get(backend)

@@ -8,12 +8,13 @@ sequences that fill a batch up. The layer axis counts all decoder layers, dense 
     unpadded   input_ids [B, j1] and routed_experts int16 [B, j1, layers, K], jagged nested tensors of the same lengths
 
 Since the field rides in the batch, what verl does to a batch (reordering, chunks for ranks, mini and micro batches,
-removal of padding) is done to the routes as well.
+removal of padding) is done to the routes as well. Where the responses of a batch lie, and which of their tokens are
+trained on, is read here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from torch import Tensor
 from foreroute.capture import ModelFacts, decode
 from foreroute.capture.checks import routed_before_zeros
 from foreroute.capture.recognition import kept_by_mask, shown
-from foreroute.errors import BatchMismatchError, CaptureError
+from foreroute.errors import BatchMismatchError, CaptureError, ReplayError
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
 
 FIELD = "routed_experts"
@@ -100,6 +101,75 @@ def routed_experts(trace: RoutingTrace, batch: Any, *, num_hidden_layers: int | 
     return padded
 
 
+def sampled_mask(batch: Any) -> list[NDArray[np.bool_]]:
+    """S arrays bool [R], one for each token of each response: True where it was sampled and is trained on."""
+    mask = _require_zeros_and_ones(_field(batch, "response_mask"), "response_mask")
+    masks = parts_of(mask, response_lengths(batch))
+    return [mask.astype(np.bool_) for mask in masks]
+
+
+def response_lengths(batch: Any) -> NDArray[np.int64]:
+    """int64 [S], tokens of each response, those of tools included."""
+    responses: Any = _field(batch, "responses")
+    if responses.is_nested:
+        return np.asarray(responses.offsets().diff().cpu().numpy(), np.int64)
+    width = responses.shape[1]
+    if width == 0:
+        return np.zeros(len(responses), np.int64)
+    mask = _require_zeros_and_ones(_field(batch, "attention_mask"), "attention_mask")
+    if not mask.is_nested:
+        kept_by_mask(mask.cpu().numpy())
+    lengths = [int(row[-width:].sum()) for row in mask.unbind()] if mask.is_nested else mask[:, -width:].sum(1).tolist()
+    return np.array(lengths, np.int64)
+
+
+def parts_of(values: Tensor, lengths: NDArray[np.int64]) -> list[NDArray[Any]]:
+    """The first `lengths[s]` entries of each row, of a nested tensor or of one padded on the right."""
+    return [row[:length] for row, length in _rows(values, lengths, spare=0)]
+
+
+def of_responses(values: Tensor, lengths: NDArray[np.int64]) -> list[NDArray[np.float32]]:
+    """S arrays [R]: what an engine of verl says of each response token, it having one entry for each input position."""
+    return [row[len(row) - 1 - length : len(row) - 1] for row, length in _rows(values, lengths, spare=1)]
+
+
+def _rows(values: Tensor, lengths: NDArray[np.int64], *, spare: int) -> Iterator[tuple[NDArray[Any], int]]:
+    """Each row with the length of its response, which it must have room for, and `spare` entries more."""
+    rows = [row.detach().float().cpu().numpy() for row in values.unbind()]
+    if len(rows) != len(lengths):
+        raise CaptureError(f"a field of the batch has {len(rows)} rows for {len(lengths)} responses; expected as many")
+    for s, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True)):
+        if len(row) < length + spare:
+            raise CaptureError(
+                f"sequence {s} has {len(row)} entries for a response of {length} tokens; expected {length + spare} or "
+                "more"
+            )
+        yield row, length
+
+
+def require_routed(trace: RoutingTrace, batch: Any) -> None:
+    """Raise `ReplayError` when a row is absent that a trained token depends on.
+
+    A token depends on the rows before it. Rows after the last trained token may be absent: that of the last token,
+    those of an answer of a tool at the end, and all of a sequence that only fills the batch up.
+    """
+    masks = sampled_mask(batch)
+    if len(masks) != len(trace):
+        raise BatchMismatchError(f"the trace has {len(trace)} sequences, the batch {len(masks)}; expected the same")
+    for s, (mask, length) in enumerate(zip(masks, trace.lengths, strict=True)):
+        if len(mask) > length:
+            raise BatchMismatchError(f"sequence {s} has {length} tokens, and its response {len(mask)}")
+        if not mask.any():
+            continue
+        last = int(length) - len(mask) + int(np.flatnonzero(mask)[-1])
+        rows = trace.valid_N[trace.offsets[s] : trace.offsets[s] + last]
+        if not rows.all():
+            raise ReplayError(
+                f"sequence {s} of the micro-batch has no route at position {int(np.argmin(rows))}, and trains on "
+                f"tokens up to position {last}: the rollout engine did not return it (a row of zeros is an absent one)"
+            )
+
+
 def _fields(batch: Any) -> Any:
     """What maps names to tensors: a `DataProto` keeps it in its attribute `batch`."""
     fields = batch.batch if hasattr(batch, "non_tensor_batch") else batch
@@ -110,18 +180,18 @@ def _fields(batch: Any) -> Any:
 
 def _tokens_and_mask(fields: Any) -> tuple[Tensor, Tensor | None]:
     """`input_ids`, and their mask of 0 and 1 [B, T] where they are padded."""
-    ids = field_of(fields, "input_ids")
+    ids = _field(fields, "input_ids")
     if ids.is_nested:
         return ids, None
-    mask = field_of(fields, "attention_mask")
+    mask = _field(fields, "attention_mask")
     if mask.is_nested or ids.ndim != 2 or mask.shape != ids.shape:
         raise CaptureError(
             f"attention_mask is {tuple(mask.shape)} and input_ids {tuple(ids.shape)}; expected [B, T] both"
         )
-    return ids, require_zeros_and_ones(mask, "attention_mask")
+    return ids, _require_zeros_and_ones(mask, "attention_mask")
 
 
-def require_zeros_and_ones(mask: Tensor, name: str) -> Tensor:
+def _require_zeros_and_ones(mask: Tensor, name: str) -> Tensor:
     """The mask, if it is one. Raises `CaptureError` for other numbers."""
     values = mask.values() if mask.is_nested else mask
     if ((values != 0) & (values != 1)).any():
@@ -129,7 +199,7 @@ def require_zeros_and_ones(mask: Tensor, name: str) -> Tensor:
     return mask
 
 
-def field_of(fields: Any, name: str) -> Tensor:
+def _field(fields: Any, name: str) -> Tensor:
     """A tensor of a batch. Raises `CaptureError` when it is not there."""
     fields = _fields(fields)
     value = fields.get(name) if isinstance(fields, Mapping) else fields.get(name, None)
@@ -143,7 +213,7 @@ def field_of(fields: Any, name: str) -> Tensor:
 
 def _sequences(fields: Any) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
     """Tokens [T] and rows [T, layers, K] of each sequence."""
-    routes = field_of(fields, FIELD)
+    routes = _field(fields, FIELD)
     ids, mask = _tokens_and_mask(fields)
     if routes.is_nested != ids.is_nested:
         kinds = {True: "unpadded (nested)", False: "padded"}
@@ -175,7 +245,7 @@ def _trains(fields: Any) -> bool:
     """Whether a token of the batch is trained on, as far as the batch says."""
     if fields.get("response_mask", None) is None:
         return True
-    mask = field_of(fields, "response_mask")
+    mask = _field(fields, "response_mask")
     return bool((mask.values() if mask.is_nested else mask).any())
 
 

@@ -1,8 +1,11 @@
-"""SGLang behind its HTTP server, started by someone else. `docs/engines.md` has the command line."""
+"""SGLang behind its HTTP server, started by someone else. `docs/engines.md` has the command line.
+
+SGLang itself is not imported.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.hf import RoutedTransformer
+from foreroute.adapters.checkpoint import ServedModel, Weights
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
-from foreroute.engines.endpoint import Answer, Endpoint
-from foreroute.engines.sampled import OutsideEngine, Sampled, draw_seeds, generation_of, require_version
+from foreroute.engines.base import OutsideEngine, SampledSequence, draw_seeds, generation_of, require_version
+from foreroute.engines.http import Answer, Endpoint
 from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import EngineError
+
+__all__ = ["ServerEngine"]
 
 ROUTES = "enable_return_routed_experts"
 REASONS = ("stop", "length", "abort")
@@ -28,7 +33,7 @@ class ServerEngine(OutsideEngine):
     Weights go through a folder that both can read.
 
     Args:
-        routed: the policy.
+        model: the policy, as it is served.
         url: such as "http://127.0.0.1:30000".
         weights_folder: where checkpoints are put: new, empty, or used for nothing else before. The server must see it
             under the same path.
@@ -43,17 +48,17 @@ class ServerEngine(OutsideEngine):
             replay needs.
     """
 
-    def __init__(self, routed: RoutedTransformer, url: str, *, weights_folder: Path, timeout_s: float = 600.0) -> None:
-        super().__init__(routed)
+    def __init__(self, model: ServedModel, url: str, *, weights_folder: Path, timeout_s: float = 600.0) -> None:
+        super().__init__(model)
         self._server = Endpoint(url, timeout_s=timeout_s, what="the SGLang server")
         info = self._server.get("/server_info")
         self._engine_version = info.read(str, "version")
         require_engine("SGLang", self._engine_version)
         if not (info.has(ROUTES) and info.read(bool, ROUTES)):
             raise EngineError("the SGLang server must be started with --enable-return-routed-experts")
-        self._weights = WeightsFolder(weights_folder, routed.model)
+        self._weights = WeightsFolder(weights_folder, model.writer)
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def load_weights(self, weights: Weights, version: int) -> None:
         """Take over the trainer's weights, forget the prefix cache, and stamp what follows with `version`."""
         folder = self._weights.put(weights)
         request = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
@@ -91,7 +96,7 @@ class ServerEngine(OutsideEngine):
             raise EngineError(f"the SGLang server did not return a list of {len(asked)} responses")
         sequences = []
         for prompt, answer in zip(asked, answers, strict=True):
-            sequence, versions = sampled_of(answer, prompt)
+            sequence, versions = sequence_of(answer, prompt)
             for stated in versions:
                 require_version(stated, self.weight_version)
             sequences.append(sequence)
@@ -108,7 +113,7 @@ class ServerEngine(OutsideEngine):
         self._weights.close()
 
 
-def sampled_of(answer: Any, prompt: NDArray[np.int32], *, start: int = 0) -> tuple[Sampled, list[str]]:
+def sequence_of(answer: Any, prompt: NDArray[np.int32], *, start: int = 0) -> tuple[SampledSequence, list[str]]:
     """The sequence of one answer of `/generate`, and the versions of the weights that sampled it.
 
     Args:
@@ -131,7 +136,7 @@ def sampled_of(answer: Any, prompt: NDArray[np.int32], *, start: int = 0) -> tup
         raise EngineError(f"the SGLang server ended a response for the reason {reason!r:.40}; expected {REASONS}")
     # each is a list of log-prob, token and text
     logprobs = [(entry.read(list) or [None])[0] for entry in meta.each("output_token_logprobs")]
-    sequence = Sampled(
+    sequence = SampledSequence(
         prompt=prompt,
         response=found.integers("output_ids"),
         logprobs=Answer(logprobs, "the SGLang server's answer.meta_info.output_token_logprobs").numbers(),

@@ -15,24 +15,30 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from accelerate.utils import is_peft_model
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from foreroute.adapters import hf
-from foreroute.engines.sampled import facts_of
+from foreroute.adapters.checkpoint import facts_of
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import RoutingTrace, concatenate
+from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
-from foreroute.trainers.trl.first_rollout import require_plausible
-from foreroute.trainers.trl.generate_tap import GenerateTap
-from foreroute.trainers.trl.reference import is_reference
-from foreroute.trainers.trl.rollout import FunctionTap, Rollout, Tap, require_version
-from foreroute.trainers.trl.vllm_tap import VLLMTap
+from foreroute.trainers.trl.capture_generate import GenerateSource
+from foreroute.trainers.trl.capture_vllm import VLLMSource
+from foreroute.trainers.trl.rollout import Rollout, RouteSource, require_version
+from foreroute.trainers.trl.rollout_func import FunctionSource
 
 Replay = Literal["none", "R2", "R3"]
 
 ROWS = "foreroute_rows"
 """In TRL's batches: int64 [B, 2], the number of the rollout and that of the sequence in it."""
+
+
+CHECKED_SEQUENCES = 16
+"""Of the first rollout. A mix-up on the way concerns every sequence, so that a few show it."""
 
 
 @dataclass(eq=False)
@@ -52,7 +58,7 @@ class Pass:
     logprobs_BR: Tensor | None = None
 
 
-class TrainerPasses:
+class PassController:
     """The passes of one trainer.
 
     Args:
@@ -71,39 +77,57 @@ class TrainerPasses:
         self._trainer = trainer
         self._replay = replay
         self._policy = trainer.accelerator.unwrap_model(trainer.model)
-        self._is_reference = is_reference(self._policy)
+        self._is_reference = _is_reference(self._policy)
         self.routed = hf.attach(self._policy)
-        self._tap = self._make_tap()
+        self._source = self._make_source()
         self._now: Pass | None = None
         self._num_rollouts = 0
         self._num_updates = 0
         self._has_old_pass = False
 
-    def _make_tap(self) -> Tap:
+    def _make_source(self) -> RouteSource:
         trainer, facts = self._trainer, facts_of(self.routed)
         if trainer.rollout_func is not None:
-            trainer.rollout_func = tap = FunctionTap(trainer.rollout_func, facts)
-            return tap
+            trainer.rollout_func = source = FunctionSource(trainer.rollout_func, facts)
+            return source
         if trainer.use_vllm and self._replay != "R2":
-            return VLLMTap(trainer.vllm_generation, trainer.accelerator, facts)
-        return GenerateTap(self.routed, trainer.temperature)
+            return VLLMSource(trainer.vllm_generation, trainer.accelerator, facts)
+        return GenerateSource(self.routed, trainer.temperature)
 
     def capture(self, generate: Callable[[], Any]) -> Any:
         """TRL's `_generate`, whose prompts, completions and routes become the rollout. R2 needs none of it."""
         if self._replay == "R2":
             return generate()
-        with self._tap.listening():
+        with self._source.listening():
             result = generate()
         prompts, completions = result[0], result[1]
         version = int(self._trainer.state.global_step)
-        trace, logprobs = self._tap.captured(prompts, completions, version)
+        trace, logprobs = self._source.captured(prompts, completions, version)
         self.routed.spec.require_same(trace.spec, what="the rollout's trace")
         require_version(trace, version)
         if not self._num_rollouts:
             with self.passing(None):
-                require_plausible(self._trainer, self.routed, trace)
+                self._check_first(trace)
         self.take(trace, np.array([len(p) for p in prompts]), logprobs)
         return result
+
+    def _check_first(self, trace: RoutingTrace) -> None:
+        """Hold some sequences of the first rollout against the policy's own routes, by one forward of it."""
+        part = trace.select(np.arange(min(len(trace), CHECKED_SEQUENCES)))
+        tokens = [torch.from_numpy(part.tokens(s).astype(np.int64)) for s in range(len(part))]
+        mask = pad_sequence([torch.ones_like(t) for t in tokens], batch_first=True)
+        ids, device = pad_sequence(tokens, batch_first=True), self._trainer.accelerator.device
+
+        def forward() -> None:
+            self._trainer._get_per_token_logps_and_entropies(
+                self._trainer.model,
+                ids.to(device),
+                mask.to(device),
+                1,
+                batch_size=self._trainer.args.per_device_train_batch_size,
+            )
+
+        check_first_rollout(self.routed, part, forward)
 
     def take(self, trace: RoutingTrace, prompt_lengths: NDArray[np.int64], logprobs: Any = None) -> Rollout:
         """Begin to work on a rollout; see `Rollout`."""
@@ -261,3 +285,22 @@ def joined(parts: list[Any]) -> tuple[Any, ...]:
         None if values[0] is None else torch.cat(values) if values[0].ndim else torch.stack(values).mean()
         for values in zip(*parts, strict=True)
     )
+
+
+def _is_reference(policy: Any) -> Callable[[], bool]:
+    """A question that can be put at any time: whether the policy's adapters are off, or others than now.
+
+    TRL has no second model where PEFT is used: for the reference pass it disables the adapters, or, when an adapter is
+    trained on, activates a copy of it named "ref".
+    """
+    if not is_peft_model(policy):
+        return lambda: False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in policy.modules() if isinstance(module, BaseTunerLayer)]
+    trained = policy.active_adapter
+
+    def now() -> bool:
+        return policy.active_adapter != trained or any(layer.disable_adapters for layer in layers)
+
+    return now

@@ -1,6 +1,6 @@
 """What the engine's own workers are extended by: new weights, and a seed. Runs in the environment of vLLM.
 
-Named on the command line of a server:  --worker-extension-cls foreroute.engines.vllm.extension.WorkerExtension
+Named on the command line of a server:  --worker-extension-cls foreroute.engines.vllm.worker_plugin.WorkerExtension
 """
 
 from __future__ import annotations

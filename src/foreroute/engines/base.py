@@ -1,35 +1,57 @@
-"""What every engine outside the trainer's process shares: the weights it has, and sequences as it returned them."""
+"""What every engine does, and what those outside the trainer's process share: their weights and sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.hf import RoutedTransformer
-from foreroute.capture import Generation, ModelFacts, decode
-from foreroute.errors import EngineError
+from foreroute.adapters.checkpoint import ServedModel
+from foreroute.capture import Generation, ModelFacts, Sampling, decode
+from foreroute.errors import ConfigError, EngineError
 from foreroute.trace import NO_VERSION, RoutingTrace, concatenate
+
+
+class Engine(Protocol):
+    """What samples: `embedded.EmbeddedEngine`, and the engines of `engines.vllm` and `engines.sglang`."""
+
+    weight_version: int
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Take over the trainer's weights; what follows is stamped with `version`."""
+
+    def generate(
+        self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
+    ) -> Generation:
+        """Sample `sampling.group_size` responses to each prompt, grouped by prompt."""
+
+    def close(self) -> None:
+        """End what was started to sample. May be called again."""
 
 
 class OutsideEngine:
     """An engine that is sent weights, and stamps what it samples with their version.
 
     Args:
-        routed: the policy.
+        model: what it serves.
 
     Attributes:
         weight_version: the version last loaded; every row is stamped with it.
     """
 
-    def __init__(self, routed: RoutedTransformer) -> None:
+    def __init__(self, model: ServedModel) -> None:
+        if not isinstance(model, ServedModel):
+            raise ConfigError(
+                f"an engine outside the trainer serves a ServedModel, not a {type(model).__name__}; pass "
+                "ServedModel.of(hf.attach(model)) or ServedModel.at(folder), from foreroute.adapters.checkpoint"
+            )
         self.weight_version = NO_VERSION
-        self._facts = facts_of(routed)
+        self._facts = model.facts
         self._half_loaded = False
 
     @contextmanager
@@ -48,7 +70,7 @@ class OutsideEngine:
 
 
 @dataclass(frozen=True, eq=False)
-class Sampled:
+class SampledSequence:
     """One sequence of an engine.
 
     Attributes:
@@ -94,9 +116,9 @@ class Sampled:
 
 
 def generation_of(
-    sequences: Sequence[Sampled], facts: ModelFacts, *, weight_version: int, engine: str, engine_version: str
+    sequences: Sequence[SampledSequence], facts: ModelFacts, *, weight_version: int, engine: str, engine_version: str
 ) -> Generation:
-    """All sequences, in order, for training. Raises as `Sampled.trace`, and for one that was aborted."""
+    """All sequences, in order, for training. Raises as `SampledSequence.trace`, and for one that was aborted."""
     require_finished([s.finished for s in sequences])
     traces = [
         s.trace(facts, weight_version=weight_version, engine=engine, engine_version=engine_version) for s in sequences
@@ -106,13 +128,6 @@ def generation_of(
         np.array([len(s.prompt) for s in sequences], np.int64),
         np.concatenate([s.logprobs for s in sequences]),
     )
-
-
-def facts_of(routed: RoutedTransformer) -> ModelFacts:
-    """Its spec, how many decoder layers an engine counts, and its vocabulary."""
-    config: Any = routed.model.config
-    text = config.get_text_config()
-    return ModelFacts(routed.spec, int(text.num_hidden_layers), int(text.vocab_size))
 
 
 def draw_seeds(generator: torch.Generator, count: int) -> NDArray[np.int64]:

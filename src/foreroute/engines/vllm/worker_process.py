@@ -15,7 +15,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from foreroute.engines.vllm.frames import Frame, receive_frame, send_frame
+from foreroute.engines.vllm.ipc import Frame, receive_frame, send_frame
 from foreroute.errors import EngineError, InputError
 from foreroute.files import RegularFile
 
@@ -111,6 +111,7 @@ class WorkerProcess:
         answered: Any = 0
         with self._under_way(what, timeout_s):
             while answered != number:
+                # what was asked before and never waited for is answered first
                 reply = receive_frame(self._channel, timeout_s=max(deadline - time.monotonic(), 0.0))
                 answered = reply.header.pop("request", None)
                 if type(answered) is not int or not 0 < answered <= number:

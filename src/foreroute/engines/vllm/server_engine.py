@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,23 +12,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.hf import RoutedTransformer
+from foreroute.adapters.checkpoint import ServedModel, Weights
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
-from foreroute.engines.endpoint import Answer, Endpoint
-from foreroute.engines.sampled import (
+from foreroute.engines.base import (
     OutsideEngine,
-    Sampled,
+    SampledSequence,
     draw_seeds,
     generation_of,
     require_same_prompt,
     require_version,
 )
+from foreroute.engines.http import Answer, Endpoint
 from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import EngineError
 
 REASONS = ("stop", "length", "abort")
-EXTENSION = "foreroute.engines.vllm.extension.WorkerExtension"
+EXTENSION = "foreroute.engines.vllm.worker_plugin.WorkerExtension"
 REQUIRED = {
     # setting of the server: value, and the argument that sets it
     "enable_return_routed_experts": (True, "--enable-return-routed-experts"),
@@ -42,7 +42,7 @@ class ServerEngine(OutsideEngine):
     Weights go through a folder that both can read. Needs VLLM_SERVER_DEV_MODE=1 on the server.
 
     Args:
-        routed: the policy.
+        model: the policy, as it is served.
         url: such as "http://127.0.0.1:8000".
         weights_folder: where checkpoints are put: new, empty, or used for nothing else before. The server must see it
             under the same path.
@@ -60,23 +60,23 @@ class ServerEngine(OutsideEngine):
 
     def __init__(
         self,
-        routed: RoutedTransformer,
+        model: ServedModel,
         url: str,
         *,
         weights_folder: Path,
         timeout_s: float = 600.0,
         concurrency: int = 32,
     ) -> None:
-        super().__init__(routed)
+        super().__init__(model)
         self._concurrency = concurrency
         self._server = Endpoint(url, timeout_s=timeout_s, what="the vLLM server")
         self._engine_version = self._server.get("/version").read(str, "version")
         require_engine("vLLM", self._engine_version)
         self._model = self._server.get("/v1/models").read(str, "data", 0, "id")
         self._require_settings()
-        self._weights = WeightsFolder(weights_folder, routed.model)
+        self._weights = WeightsFolder(weights_folder, model.writer)
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def load_weights(self, weights: Weights, version: int) -> None:
         """Take over the trainer's weights, forget the prefix cache, and stamp what follows with `version`."""
         folder = str(self._weights.put(weights))
         with self._loading(version), self._paused():
@@ -110,7 +110,7 @@ class ServerEngine(OutsideEngine):
         with ThreadPoolExecutor(self._concurrency) as pool:
             answers = list(pool.map(lambda one: self._server.post("/v1/completions", one), bodies))
         require_version(self._server.get("/weight_info").read(str, "weight_version"), self.weight_version)
-        sequences = [s for p, answer in zip(prompts, answers, strict=True) for s in sampled_of(answer.value, p)]
+        sequences = [s for p, answer in zip(prompts, answers, strict=True) for s in sequences_of(answer.value, p)]
         if len(sequences) != sampling.group_size * len(prompts):
             raise EngineError(
                 f"the server returned {len(sequences)} responses to {len(prompts)} x {sampling.group_size}"
@@ -160,20 +160,20 @@ class ServerEngine(OutsideEngine):
             raise EngineError(f"the vLLM server must be started with {' '.join(missing)}")
 
 
-def sampled_of(answer: Any, prompt: NDArray[np.int32]) -> list[Sampled]:
+def sequences_of(answer: Any, prompt: NDArray[np.int32]) -> list[SampledSequence]:
     """The choices of a completion response, in order.
 
     Raises:
         EngineError: when it lacks what was asked for, or is the answer to other tokens.
     """
     choices = Answer(answer, "the vLLM server's answer").each("choices")
-    found: dict[int, Sampled] = {}
+    found: dict[int, SampledSequence] = {}
     for choice in choices:
         if choice.has("prompt_token_ids"):
             require_same_prompt(prompt, choice.integers("prompt_token_ids"))
         if (reason := choice.read(str, "finish_reason")) not in REASONS:
             raise EngineError(f"the vLLM server ended a response for the reason {reason!r:.40}; expected {REASONS}")
-        found[choice.read(int, "index")] = Sampled(
+        found[choice.read(int, "index")] = SampledSequence(
             prompt=prompt,
             response=choice.integers("token_ids"),
             logprobs=choice.numbers("logprobs", "token_logprobs"),

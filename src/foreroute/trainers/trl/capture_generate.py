@@ -21,7 +21,7 @@ from foreroute.trace import RoutingTrace
 from foreroute.trainers.trl.rollout import joined_tokens
 
 
-class GenerateTap:
+class GenerateSource:
     """Watches the generations of one model.
 
     Args:
@@ -53,7 +53,7 @@ class GenerateTap:
     def captured(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
     ) -> tuple[RoutingTrace, list[NDArray[np.float32]]]:
-        """See `Tap`. Log-probs are those at the temperature, before top-k, top-p and min-p."""
+        """See `RouteSource`. Log-probs are those at the temperature, before top-k, top-p and min-p."""
         if len(self._seen) != 1:
             raise ReplayError(
                 f"the model's generate() ran {len(self._seen)} times in one rollout, expected once; this way of "

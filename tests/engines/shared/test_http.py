@@ -7,8 +7,8 @@ from threading import Thread
 
 import pytest
 
-from foreroute.engines import endpoint
-from foreroute.engines.endpoint import Endpoint
+from foreroute.engines import http
+from foreroute.engines.http import Endpoint
 from foreroute.errors import ConfigError, EngineError
 from recorded import serving
 
@@ -74,7 +74,7 @@ def test_what_is_no_address_is_refused_before_anything_is_opened(url):
 
 
 def test_an_answer_that_is_too_long_is_refused(monkeypatch):
-    monkeypatch.setattr(endpoint, "MAX_RESPONSE_BYTES", 1000)
+    monkeypatch.setattr(http, "MAX_RESPONSE_BYTES", 1000)
     with (
         serving(lambda *_: (200, b'"' + b"x" * 2000 + b'"')) as server,
         pytest.raises(EngineError, match="more than 1000 bytes"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,21 @@ from torch import Tensor
 from verl.utils.device import get_device_id
 
 from foreroute.adapters import hf
-from foreroute.engines.sampled import facts_of
+from foreroute.adapters.checkpoint import facts_of
 from foreroute.errors import ReplayError
 from foreroute.trace import RoutingTrace, concatenate
+from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
-from foreroute.trainers.plausible import require_same_origin
-from foreroute.trainers.verl.protocol import FIELD, routed_experts, trace_of
-from foreroute.trainers.verl.responses import of_responses, parts_of, require_routed, response_lengths, sampled_mask
+from foreroute.trainers.verl.protocol import (
+    FIELD,
+    of_responses,
+    parts_of,
+    require_routed,
+    response_lengths,
+    routed_experts,
+    sampled_mask,
+    trace_of,
+)
 from foreroute.trainers.verl.settings import Replay
 
 Step = Callable[..., Any]
@@ -33,7 +42,7 @@ Step = Callable[..., Any]
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 
 
-class EnginePasses:
+class PassController:
     """The passes of one engine.
 
     Args:
@@ -43,13 +52,13 @@ class EnginePasses:
     Attributes:
         routed: its model.
         metrics: mismatch that is not logged yet.
-        is_plausible: whether the first routes of the rollout were held against the model's own.
+        first_rollout_checked: whether the first routes of the rollout were held against the model's own.
         is_reference: set while adapters are switched off for the reference pass.
     """
 
     def __init__(self, engine: Any, replay: Replay) -> None:
         self.metrics = MismatchSums()
-        self.is_plausible = False
+        self.first_rollout_checked = False
         self.is_reference = False
         self.routed = hf.attach(engine.module)
         self._engine = engine
@@ -89,8 +98,9 @@ class EnginePasses:
         session = recording = None
         with ExitStack() as stack:
             if routes is not None and self._replay != "disabled":
-                if not self.is_plausible and self._replay == "R3":
-                    self._require_plausible(step, micro_batch, routes)
+                if not self.first_rollout_checked and self._replay == "R3":
+                    check_first_rollout(self.routed, routes, partial(step, micro_batch, None, True))
+                    self.first_rollout_checked = True
                 replayed = self._with_padding(routes)
                 session = stack.enter_context(self.routed.replay(replayed, missing="native", telemetry=update))
             if measures:
@@ -130,18 +140,6 @@ class EnginePasses:
         if not padding:
             return routes
         return concatenate([routes, RoutingTrace.unrouted(routes.spec, [np.zeros(padding, np.int32)])])
-
-    def _require_plausible(self, step: Step, micro_batch: Any, routes: RoutingTrace) -> None:
-        """The first routes beside the model's own: once they are replayed, wrong routes look right."""
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(range(torch.cuda.device_count())),
-            self.routed.record() as recording,
-        ):
-            step(micro_batch, None, True)
-        own = recording.trace().select(np.arange(len(routes)))
-        require_same_origin(own, routes)
-        self.is_plausible = True
 
     def _measure(
         self, recorded: RoutingTrace, routes: RoutingTrace | None, micro_batch: Any, output: Any, *, update: bool

@@ -1,0 +1,198 @@
+"""Engines for trainers on any framework: a checkpoint folder is enough, and transformers is not imported."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from foreroute import RoutedLayer, RoutingSpec, load
+from foreroute.adapters import checkpoint as checkpoints
+from foreroute.adapters.checkpoint import FolderWriter, ModelWriter, ServedModel
+from foreroute.engines import vllm
+from foreroute.errors import CaptureError, ConfigError
+from small import SAMPLING, SIZES, policy, prompts, seeded
+
+WITHOUT_TRANSFORMERS = """
+import sys
+from pathlib import Path
+sys.modules["transformers"] = None  # importing it fails
+
+import numpy as np, torch
+from safetensors.torch import load_file
+import foreroute as fr
+from foreroute.adapters.checkpoint import ServedModel
+from foreroute.capture import Sampling
+from foreroute.engines import sglang, vllm
+
+python, checkpoint, out = map(Path, sys.argv[1:])
+settings = vllm.ProcessSettings(python=python, timeout_s=30.0, options={"behaviour": "good"})
+with vllm.ProcessEngine(ServedModel.at(checkpoint), settings) as engine:
+    engine.load_weights(iter(load_file(checkpoint / "model.safetensors").items()), version=4)
+    sampling = Sampling(max_new_tokens=30, end_token=3, temperature=0.8, group_size=2)
+    prompts = [np.arange(5, dtype=np.int32), np.arange(9, dtype=np.int32)]
+    generation = engine.generate(prompts, sampling, torch.Generator().manual_seed(1))
+fr.save(generation.trace, out)
+assert not any(name.startswith("foreroute.adapters.hf") for name in sys.modules)
+"""
+
+
+@pytest.fixture(scope="module")
+def routed():
+    return policy()
+
+
+@pytest.fixture
+def folder(routed, tmp_path):
+    """A checkpoint of the policy."""
+    return ModelWriter(routed.model).write(tmp_path / "checkpoint")
+
+
+def tensors(folder):
+    """All weights of a checkpoint."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def test_an_engine_samples_and_decodes_without_a_model_of_transformers(routed, folder, fake_settings, tmp_path):
+    arguments = [fake_settings().python, folder, tmp_path / "trace.safetensors"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", WITHOUT_TRANSFORMERS, *map(str, arguments)]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert child.returncode == 0, child.stderr
+    with vllm.ProcessEngine(ServedModel.of(routed), fake_settings()) as engine:
+        engine.load_weights(routed.model.state_dict(), version=4)
+        asked = [np.arange(5, dtype=np.int32), np.arange(9, dtype=np.int32)]
+        wanted = engine.generate(asked, replace(SAMPLING, group_size=2), seeded())
+    assert load(arguments[-1]).equals(wanted.trace)
+
+
+def test_a_folder_says_what_the_model_says(routed, folder):
+    here, there = ServedModel.of(routed), ServedModel.at(folder)
+    assert here.facts.num_hidden_layers == there.facts.num_hidden_layers == SIZES["num_hidden_layers"]
+    assert here.facts.vocabulary_size == there.facts.vocabulary_size == SIZES["vocab_size"]
+    assert here.max_positions == there.max_positions == SIZES["max_position_embeddings"]
+    there.facts.spec.require_same(here.facts.spec, what="the folder")
+
+
+def test_a_family_that_is_not_known_needs_a_spec(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))
+    with pytest.raises(CaptureError, match=r"config\.json.*'unheard_of', whose layers are not known"):
+        ServedModel.at(folder)
+    spec = RoutingSpec(16, 4, (RoutedLayer(1), RoutedLayer(2)))
+    model = ServedModel.at(folder, spec=spec)
+    assert (model.facts.spec, model.facts.num_hidden_layers, model.facts.vocabulary_size) == (spec, 3, 64)
+    with pytest.raises(CaptureError, match="but the spec routes decoder layer 3"):
+        ServedModel.at(folder, spec=RoutingSpec(16, 4, (RoutedLayer(3),)))
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        (None, ConfigError, "does not exist"),
+        ("{", ConfigError, "is not JSON"),
+        ("[]", CaptureError, "is a JSON object"),
+        ('{"model_type": "qwen3_moe", "vocab_size": "64"}', CaptureError, "vocab_size of the configuration is '64'"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_is_named(tmp_path, text, error, said):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(error, match=said) as caught:
+        ServedModel.at(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_a_length_that_nobody_states_is_asked_for(routed, folder, fake_settings):
+    config = json.loads((folder / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="set max_model_len"):
+        vllm.ProcessEngine(ServedModel.at(folder), fake_settings())
+    vllm.ProcessEngine(ServedModel.at(folder), fake_settings(max_model_len=64)).close()
+
+
+def test_an_attached_model_is_no_served_model(routed, fake_settings):
+    with pytest.raises(ConfigError, match=r"not a RoutedModel; pass ServedModel\.of\(hf\.attach\(model\)\)"):
+        vllm.ProcessEngine(routed, fake_settings())
+
+
+def test_weights_come_with_the_configuration_of_the_source_and_nothing_else_of_it(folder, tmp_path):
+    (folder / "modeling_mine.py").write_text("raise SystemExit")
+    new = {name: tensor + 1 for name, tensor in tensors(folder).items()}
+    written = FolderWriter(folder).write(tmp_path / "new", new)
+    assert sorted(path.name for path in written.iterdir()) == [
+        "config.json",
+        *(["generation_config.json"] if (folder / "generation_config.json").exists() else []),
+        "model.safetensors",
+    ]
+    assert (written / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    again = tensors(written)
+    assert again.keys() == new.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in new.items())
+
+
+def test_many_weights_are_split_into_shards_that_transformers_reads(routed, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "SHARD_BYTES", 1 << 16)
+    weights = tensors(folder)
+    written = FolderWriter(folder).write(tmp_path / "new", iter(weights.items()))
+    index = json.loads((written / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights.values())
+    assert index["weight_map"].keys() == weights.keys()
+    assert len(set(index["weight_map"].values())) == len(list(written.glob("*.safetensors"))) > 2
+    assert max(path.stat().st_size for path in written.glob("*.safetensors")) < 1 << 17
+    loaded = type(routed.model).from_pretrained(written)
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in routed.model.state_dict().items())
+
+
+def test_tied_and_strided_weights_are_written_whole(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    shared = torch.arange(6.0).reshape(2, 3)
+    FolderWriter(source).write(tmp_path / "new", {"a": shared, "b": shared, "c": shared.T})
+    written = tensors(tmp_path / "new")
+    assert torch.equal(written["a"], shared)
+    assert torch.equal(written["b"], shared)
+    assert torch.equal(written["c"], shared.T)
+
+
+def test_weights_that_an_engine_would_keep_or_take_twice_are_refused(routed, folder, tmp_path):
+    weights = tensors(folder)
+    first = min(weights)
+    # under the names that transformers 5 has in memory, experts of a layer are one tensor
+    with pytest.raises(ConfigError, match=r"were not handed over, such as .*an engine would keep their old values"):
+        FolderWriter(folder).write(tmp_path / "fused", routed.model.state_dict())
+    with pytest.raises(ConfigError, match=f"'{first}' was handed over twice"):
+        FolderWriter(folder).write(tmp_path / "twice", [(first, weights[first])] * 2)
+    used = iter(())
+    with pytest.raises(ConfigError, match="no weights were handed over"):
+        FolderWriter(folder).write(tmp_path / "none", used)
+
+
+def test_the_first_weights_are_those_of_the_source_and_are_not_copied(folder, tmp_path):
+    written = FolderWriter(folder).write(tmp_path / "first")
+    assert (written / "model.safetensors").is_symlink()
+    assert tensors(written).keys() == tensors(folder).keys()
+    (folder / "model.safetensors").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="has no weights in safetensors"):
+        FolderWriter(folder).write(tmp_path / "second")
+    save_file({}, folder / "model.safetensors")
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ConfigError, match="cannot be read as weights"):
+        FolderWriter(folder)
+
+
+def test_the_lengths_of_prompts_are_held_against_the_folder(folder, fake_settings):
+    with (
+        vllm.ProcessEngine(ServedModel.at(folder), fake_settings()) as engine,
+        pytest.raises(ConfigError, match="max_model_len is 256"),
+    ):
+        engine.generate(prompts(230), replace(SAMPLING, group_size=2), seeded())
