@@ -17,7 +17,7 @@ from foreroute.errors import InputError, RunFolderError
 from foreroute.files import check_writable, write_folder_atomically, writing_named
 from foreroute.report import (
     SimulationRow,
-    compared,
+    compared_methods,
     fit_rows,
     fit_summary,
     simulation_rows,
@@ -125,7 +125,7 @@ def _timelines(config: SimulateConfig, record: SimulationRecord, on_progress: On
     layers = config.described().costs.model.num_layers // config.cluster.pipeline
     first = max(0, (layers - TIMELINE_LAYERS) // 2)
     chosen = range(first, min(first + TIMELINE_LAYERS, layers))
-    names = list(dict.fromkeys(["static", *(method.name for method in compared(record)[:1])]))
+    names = list(dict.fromkeys(["static", *(method.name for method in compared_methods(record)[:1])]))
     micro_step = min(1, record.cells_per_group // config.described().costs.model.num_layers - 1)
     found = []
     for n, name in enumerate(names):
@@ -136,7 +136,7 @@ def _timelines(config: SimulateConfig, record: SimulationRecord, on_progress: On
 
 def _sweeps(config: SimulateConfig, record: SimulationRecord, console: Console) -> list[SweepRecord]:
     """Of static and the methods that plots compare with it; all methods would take many times as long."""
-    names = ("static", *(method.name for method in compared(record)))
+    names = ("static", *(method.name for method in compared_methods(record)))
     narrowed = config.model_copy(update={"methods": names})
     total = sum(len(getattr(config.sweep, key)) for key in SweepConfig.model_fields)
     found: list[SweepRecord] = []
