@@ -37,7 +37,7 @@ from foreroute.simulate import (
 )
 from foreroute.simulate.config import SweepConfig
 from foreroute.simulate.fit import FitRecord, fit
-from foreroute.simulate.measured import load_measured
+from foreroute.simulate.measurements import load_measurements
 from foreroute.simulate.simulation import OnProgress
 
 TIMELINE_LAYERS = 5
@@ -54,7 +54,7 @@ def run_simulation(
     Args:
         config_path: a TOML file, see `foreroute.simulate.config`.
         output: the folder, which must be empty or not there; runs/simulate/NAME by default.
-        measurements: a file of timed steps, see `foreroute.simulate.measured`, to fit rates to first.
+        measurements: a file of timed steps, see `foreroute.simulate.measurements`, to fit rates to first.
         rates: of `foreroute.simulate.fit.FITTABLE`, which to fit; by default `DEFAULT_RATES`.
 
     Raises:
@@ -105,7 +105,7 @@ def _fitted(
 ) -> tuple[SimulateConfig, Fitted]:
     """The configuration with fitted rates, what was fitted, and the rates before."""
     described = config.described()
-    measured = load_measured(measurements, described.topology)
+    measured = load_measurements(measurements, described.topology)
     with working(f"fitting to {len(measured)} measurements", console):
         found = fit(measured, config, rates)
     values, hardware = config.model_dump(), described.costs.hardware

@@ -178,7 +178,7 @@ def _forced_gain(record: SimulationRecord) -> float:
 
 
 def _said(key: str, configured: float, config: SimulateConfig) -> str:
-    from foreroute.simulate.reading import BANDWIDTHS
+    from foreroute.simulate.config import BANDWIDTHS
 
     if key in BANDWIDTHS:
         rate = getattr(config.described().topology.links, BANDWIDTHS[key])
@@ -190,7 +190,7 @@ def _said(key: str, configured: float, config: SimulateConfig) -> str:
 
 def _configured(key: str, record: SimulationRecord, config: SimulateConfig) -> float:
     """The value that the configuration has."""
-    from foreroute.simulate.reading import PLACES
+    from foreroute.simulate.config import PLACES
 
     if key not in PLACES:
         return 1.0
