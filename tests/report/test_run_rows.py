@@ -8,7 +8,7 @@ import pytest
 
 from foreroute.errors import RunFolderError
 from foreroute.mismatch import Kind
-from foreroute.mismatch.alarms import ADVICE
+from foreroute.mismatch.alarm_rules import ADVICE
 from foreroute.report import Sides, read_runs, summary_rows, write_report
 from foreroute.report.run_rows import alarm_rows
 from report_runs import config, step_line, write_run

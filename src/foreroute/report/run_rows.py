@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import get_args
 
 from foreroute.mismatch import Alarm, Kind
-from foreroute.mismatch.alarms import WORDS
+from foreroute.mismatch.alarm_rules import WORDS
 from foreroute.report.format import ABSENT, percentage, seconds
 from foreroute.report.records import Execution, Mismatch, Run, Side, Step
 

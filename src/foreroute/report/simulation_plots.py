@@ -15,7 +15,7 @@ from foreroute.report.simulation import compared_methods
 if TYPE_CHECKING:
     from foreroute.simulate import SimulationRecord, Timeline
     from foreroute.simulate.fit import FitRecord
-    from foreroute.simulate.timeline import Span
+    from foreroute.simulate.timelines import Span
 
 PALE, DARK = "#9aa5b1", "#333333"
 STAGE_COLOURS = (DARK, "#CC79A7", "#56B4E9", "#0072B2", "#009E73", "#E69F00")
@@ -169,7 +169,7 @@ def _stacked(
 
 
 def _timeline_card(found: Timeline, ranks: list[int], longest_s: float) -> Plot:
-    from foreroute.simulate.timeline import RESOURCES
+    from foreroute.simulate.timelines import RESOURCES
 
     layers, (begin_s, end_s) = _layers(found), _window(found)
     caption = Caption(

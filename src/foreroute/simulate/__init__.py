@@ -3,7 +3,7 @@
 from foreroute.simulate.config import SimulateConfig, load_config, parse_config
 from foreroute.simulate.records import MethodRecord, SimulationRecord
 from foreroute.simulate.simulation import SweepRecord, simulate, sweep
-from foreroute.simulate.timeline import Timeline, timeline
+from foreroute.simulate.timelines import Timeline, timeline
 
 __all__ = [
     "MethodRecord",
