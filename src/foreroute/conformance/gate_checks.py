@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from foreroute.conformance.adapter import Case, Unsupported
 from foreroute.conformance.check import Blocked, Broken, Check, Situation, misplaced, require
-from foreroute.conformance.checks.routes import missing_rows
+from foreroute.conformance.route_checks import missing_rows
 
 TOLERANCE = 1e-3
 """Relative difference from which a gate or a gradient is wrong and not just rounded."""
