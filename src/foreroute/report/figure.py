@@ -271,6 +271,7 @@ def _notes(runs: Sequence[Run], series: Sequence[Series]) -> tuple[str, ...]:
     silent = [run.label for position, run in enumerate(runs) if all(line.run != position for line in series)]
     if silent:
         notes.append(f"Not recorded by: {', '.join(silent)}.")
+    # matplotlib leaves these out without a word.
     lost = sum(int((~np.isfinite(line.y)).sum()) for line in series)
     if lost:
         notes.append(f"Not drawn: {lost} value{'s' if lost > 1 else ''} that are infinite or not a number.")

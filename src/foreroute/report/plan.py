@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # they load compiled code
     from foreroute.trace import RoutedLayer
 
 UNBALANCED = ("static", "by_length")
-"""Names of the records that serve every expert at its home."""
+"""Names of the records that serve every expert at its home, so that they plan nothing."""
 
 
 def write_plan_page(

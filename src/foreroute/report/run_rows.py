@@ -155,6 +155,7 @@ def _episodes(run: Run, kind: str) -> list[tuple[list[int], Alarm]]:
     episodes: list[tuple[list[int], Alarm]] = []
     going = False
     for step in run.steps:
+        # A step without alarms ends an episode, whatever comes after it.
         here = [alarm for alarm in step.alarms or () if alarm.kind == kind]
         if here and going:
             steps, worst = episodes[-1]

@@ -43,6 +43,7 @@ MARKERS = {"skew": ("o", "circles: skew"), "tokens_per_rank": ("s", "squares: to
 def sensitivities(record: SimulationRecord, config: SimulateConfig, sweeps: Sequence[SweepRecord]) -> list[Plot]:
     """One card for each key, in the order of `WORDS`. All but planning time share one scale of gains."""
     by_key = {key: list(points) for key, points in groupby(sorted(sweeps, key=_order), key=lambda one: one.key)}
+    # One scale for all cards, so that their slopes can be compared.
     gains = [
         gain
         for one in (record, *(point.simulation for point in sweeps if point.key != "planning_s"))

@@ -38,6 +38,7 @@ Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
 DRAWING = ("preset", "tokens_per_rank", "micro_steps", "layers", "groups", "skew", "seed")
 """Keys of a workload that is drawn."""
 PASSED_ON = ("hardware", "links", "model", "costs")
+"""Tables that are those of a topology file."""
 PLACES = {
     "redundant_slots": "cluster",
     "expert_parallel": "cluster",
@@ -46,11 +47,13 @@ PLACES = {
     "overlap": "execution",
     "planning_s": "execution",
 }
+"""The table of each key that a sweep replaces."""
 BANDWIDTHS = {
     "node_bandwidth": "node_bytes_per_s",
     "cluster_bandwidth": "cluster_bytes_per_s",
     "host_bandwidth": "host_bytes_per_s",
 }
+"""The links of each key that a sweep multiplies."""
 MOST_POINTS = 256
 """Of a sweep."""
 

@@ -59,7 +59,7 @@ class EPGroup:
         )
         hosts = Hosts.of(planned.assignments, (num_micro_steps, drawn), planned.home_LE, planned.slots)
         parts = layer_parts(len(layers), config.cluster.pipeline)
-        does = config.execution
+        execution = config.execution
 
         def transfers(orders: list[list[StagePass]], path: TransferPath) -> Transfers:
             return _joined(
@@ -71,8 +71,8 @@ class EPGroup:
                         path,
                         topology,
                         costs,
-                        prefetch=does.prefetch,
-                        every_micro_step=does.gradient_return == "micro-step",
+                        prefetch=execution.prefetch,
+                        every_micro_step=execution.gradient_return == "micro-step",
                     )
                     for order, part in zip(orders, parts, strict=True)
                 ]
@@ -80,8 +80,8 @@ class EPGroup:
 
         return cls(
             compute,
-            transfers([forward_only(num_micro_steps)] * len(parts), does.recompute_path),
-            transfers(update_orders(len(parts), num_micro_steps), does.update_path),
+            transfers([forward_only(num_micro_steps)] * len(parts), execution.recompute_path),
+            transfers(update_orders(len(parts), num_micro_steps), execution.update_path),
             rules_of(config, topology, planned.slots),
             parts,
         )

@@ -103,7 +103,7 @@ def all_at_home(problem: BalancerInput) -> PlannedStep:
 
 
 def forced_balance(problem: BalancerInput) -> PlannedStep:
-    """Forced balance: every source sends the same to every expert, give or take one; homes serve, nothing moves."""
+    """Let every source send the same to every expert, give or take one; homes serve, nothing moves."""
     num_experts = problem.num_experts
     expert_H, nothing_H = np.arange(num_experts, dtype=np.int32), np.zeros(num_experts, np.bool_)
     assignments = []

@@ -87,6 +87,7 @@ class SweepRecord:
 
 
 def _is_possible(name: str, step: GroupStep) -> bool:
+    """Whether all that a method plans from is known: counts from files may come without the step before."""
     from foreroute.planner.balancers import BALANCERS
 
     known_before = step.problem.previous_LE is not None
@@ -111,6 +112,7 @@ class _Sums:
     fetches: int = 0
 
     def add(self, runs: tuple[StageRun, StageRun]) -> None:
+        """Add the recompute and the update of one group."""
         self.runs.append(runs)
 
     @property
@@ -122,15 +124,16 @@ class _Sums:
 def _add(
     sums: _Sums, planned: PlannedStep, step: GroupStep, config: SimulateConfig, topology: Topology, costs: CostModel
 ) -> None:
-    does, (num_micro_steps, drawn) = config.execution, step.problem.counts_MLGE.shape[:2]
+    execution, (num_micro_steps, drawn) = config.execution, step.problem.counts_MLGE.shape[:2]
+    # Layers that were drawn stand for all, and planning takes as long for one as for another.
     scale = costs.model.num_layers / drawn
-    measured_s = planned.planning_s * scale / does.planner_speed
-    planning_s = measured_s if does.planning_s is None else does.planning_s
-    ready_M = plan_ready(num_micro_steps, planning_s, does.plan_lead_s)
+    measured_s = planned.planning_s * scale / execution.planner_speed
+    planning_s = measured_s if execution.planning_s is None else execution.planning_s
+    ready_M = plan_ready(num_micro_steps, planning_s, execution.plan_lead_s)
     sums.add(EPGroup.of(planned, step, config, topology, costs).run(ready_M))
     sums.planning_s.append(planning_s)
     moves_s = move_seconds(planned.home_moves, scale, topology, costs)
-    sums.home_moves_s.append(0.0 if does.home_moves_hidden else moves_s)
+    sums.home_moves_s.append(0.0 if execution.home_moves_hidden else moves_s)
     for one, (layer, counts_GE) in zip(planned.assignments, step.problem.cells(), strict=True):
         total = int(counts_GE.sum())
         sums.ratios.append(int(one.loads_G.max()) / total * topology.num_ranks if total else 1.0)
@@ -215,7 +218,7 @@ def _parts(run: StageRun) -> dict[str, float]:
 
 
 def _facts(config: SimulateConfig, costs: CostModel) -> dict[str, str]:
-    cluster, does = config.cluster, config.execution
+    cluster, execution = config.cluster, config.execution
     model, hardware = config.model.get("preset", "a model"), config.hardware.get("preset", "hardware")
     return {
         "cluster": f"{cluster.gpus} x {hardware}, expert parallel {cluster.expert_parallel}, pipeline stages "
@@ -223,7 +226,7 @@ def _facts(config: SimulateConfig, costs: CostModel) -> dict[str, str]:
         "model": f"{model}: {costs.model.num_layers} routed layers, top-{costs.model.top_k} of "
         f"{costs.model.num_experts} experts of {costs.model.expert_bytes / 1e6:.1f} MB",
         "dispatcher": costs.dispatcher,
-        "replicas": f"from {does.recompute_path} in the recompute, {does.update_path} in the update, {does.prefetch} "
-        "cells ahead",
-        "overlap": f"{does.overlap:g} of the computing time hides all-to-alls",
+        "replicas": f"from {execution.recompute_path} in the recompute, {execution.update_path} in the update, "
+        f"{execution.prefetch} cells ahead",
+        "overlap": f"{execution.overlap:g} of the computing time hides all-to-alls",
     }

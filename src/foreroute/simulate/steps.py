@@ -156,7 +156,7 @@ def drawn_workload(load: WorkloadConfig, num_ranks: int, model: ModelShape, grou
 
 
 def evenly(workload: Workload, tokens: int) -> Workload:
-    """Four or five sequences a rank, dealt so that ranks have about so many tokens each."""
+    """Draw four or five sequences a rank, dealt so that ranks have about so many tokens each."""
     return replace(
         workload,
         even_sources=True,
@@ -175,6 +175,7 @@ def squares_of(step: DrawnStep) -> NDArray[np.int64]:
 
 
 def _preset_for(num_ranks: int, num_experts: int) -> str:
+    """The workload of as many ranks, or of the next power of two from 8 to 64."""
     if num_experts >= 256 and num_ranks > 32:
         return "E256"
     return f"G{min(64, max(8, 1 << (num_ranks - 1).bit_length()))}"
