@@ -547,7 +547,7 @@ def _load_everything(light: bool) -> None:
         importlib.import_module(f"foreroute.cli.{name}")
     if not light:
         importlib.import_module("foreroute.doctor.examine")
-    for name in ("plan_heat", "plan_plots", "simulation_plots", "sweep_plots", "timeline_plots", "diagnosis_plots"):
+    for name in ("plan_plots", "simulation_plots", "sweep_plots", "mismatch_plots"):
         importlib.import_module(f"foreroute.report.{name}")
     importlib.import_module("jinja2")
     if not light:

@@ -19,7 +19,7 @@ from foreroute.errors import ForerouteError, RunFolderError
 from foreroute.files import TensorFile
 from foreroute.plan import load_counts, load_plan
 from foreroute.report import read_runs
-from foreroute.simulate.reading import load_config as load_simulation
+from foreroute.simulate.config import load_config as load_simulation
 from foreroute.trace import RoutingTrace, load
 from foreroute.train import RunFolder, TrainConfig, load_checkpoint, load_config, parse_config
 from foreroute.train.checkpoint import read_checkpoint

@@ -28,7 +28,7 @@ from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import PlanOptions, StepPlan, Topology
 from foreroute.simulate import SimulateConfig, parse_config
 from foreroute.simulate.fit import fit, fit_record, rank_correlation
-from foreroute.simulate.measured import Measured
+from foreroute.simulate.measurements import Measurement
 
 SKEWS = (0.0, 1.0)
 SEQUENCES = (1, 2, 4, 8)
@@ -65,7 +65,7 @@ def _figures(timed: list[Timed], num_ranks: int) -> dict[str, Any]:
     figures: dict[str, Any] = {"plans": len(timed)}
     for stage in STAGES:
         measured = [_measured(one, stage) for one in timed]
-        found: list[tuple[Measured, float]] = []
+        found: list[tuple[Measurement, float]] = []
         for fold in range(FOLDS):
             unseen = measured[fold::FOLDS]
             fitted = fit([one for one in measured if one not in unseen], config, FITTED)
@@ -127,10 +127,10 @@ def _config(num_ranks: int) -> SimulateConfig:
     )
 
 
-def _measured(one: Timed, stage: str) -> Measured:
+def _measured(one: Timed, stage: str) -> Measurement:
     num_ranks = one.counts.shape[2]
     topology = Topology(num_ranks, num_ranks, SLOTS, one.plan.topology.links)
-    return Measured.of(one.name, one.counts, one.plan, topology, stage, one.seconds[stage])
+    return Measurement.of(one.name, one.counts, one.plan, topology, stage, one.seconds[stage])
 
 
 def _timed(rank: int, num_ranks: int, rounds: int) -> list[Timed]:

@@ -16,7 +16,7 @@ from experiments.arms import Figure as Measure
 from experiments.grid import MINI_STEPS, REGIMES, ROUTINGS
 from experiments.intervals import Interval, mean_interval
 from experiments.series import WINDOW, moving_average
-from foreroute.report.canvas import COLOURS, STYLE
+from foreroute.report.figure import COLOURS, STYLE
 
 LOOKS = {"none": (COLOURS[0], "o"), "R2": (COLOURS[2], "^"), "R3": (COLOURS[1], "s"), "exact": (COLOURS[6], "D")}
 LABELS = {"none": "no replay", "R2": "R2", "R3": "R3", "exact": "no replay, float32 engine"}

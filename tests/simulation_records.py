@@ -6,7 +6,7 @@ from foreroute.simulate import MethodRecord, SimulationRecord, SweepRecord, Time
 from foreroute.simulate.engine import PARTS
 from foreroute.simulate.methods import METHODS, label_of
 from foreroute.simulate.records import StageSeconds
-from foreroute.simulate.timeline import Span
+from foreroute.simulate.timelines import Span
 
 TRAINING = {
     "static": 17.72,

@@ -19,8 +19,7 @@ from foreroute.cli.doctor_inputs import read_array
 from foreroute.costs.cluster_file import Cluster, load_cluster
 from foreroute.errors import CaptureError
 from foreroute.files import parse_json
-from foreroute.simulate.config import SimulateConfig
-from foreroute.simulate.reading import load_config
+from foreroute.simulate.config import SimulateConfig, load_config
 
 TOPOLOGY = {
     "topology": {"num_ranks": 8, "ranks_per_node": 4, "redundant_slots": 2},

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from foreroute.cli import progress
 from foreroute.cli.progress import watching
-from foreroute.mismatch.alarms import ADVICE
+from foreroute.mismatch.alarm_rules import ADVICE
 from foreroute.train import Rollback, parse_config
 
 CONFIG = parse_config({"name": "watched", "rl": {"steps": 41}}, source="test")

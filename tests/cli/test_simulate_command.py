@@ -12,7 +12,7 @@ import pytest
 from foreroute.cli.main import main
 from foreroute.simulate import load_config, parse_config
 from foreroute.simulate.fit import fit
-from foreroute.simulate.measured import load_measured
+from foreroute.simulate.measurements import load_measurements
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "simulate"
 TOML = """
@@ -115,7 +115,7 @@ def test_rates_are_fitted_first(run, tmp_path):
     code, printed = run("config.toml", "--fit", "measured.jsonl", "--rate", "gemm_flops_per_s", "--output", "out")
     assert code == 0, printed.err
     config = load_config(tmp_path / "config.toml")
-    measured = load_measured(tmp_path / "measured.jsonl", config.described().topology)
+    measured = load_measurements(tmp_path / "measured.jsonl", config.described().topology)
     found = fit(measured, config, ["gemm_flops_per_s"])
     resolved = json.loads((tmp_path / "out" / "config.json").read_text())
     assert resolved["hardware"] == {"preset": "h100", **found.parameters}

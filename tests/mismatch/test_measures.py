@@ -8,7 +8,7 @@ import pytest
 import foreroute as fr
 from foreroute.errors import InputError
 from foreroute.mismatch import margin_histogram, routing_mismatch, token_mismatch
-from foreroute.mismatch.agreement import LOG10_EDGES
+from foreroute.mismatch.measures import LOG10_EDGES
 from traces import random_trace, spec_of
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from foreroute.doctor import Diagnosis, Evidence, Finding, Measures, Severity, TrainerPass, diagnose
 from foreroute.errors import InputError
 from foreroute.report import measure_rows, write_diagnosis
-from foreroute.report.canvas import layer_label, number_layers
+from foreroute.report.figure import layer_label, number_layers
 from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec
 from traces import random_trace
 

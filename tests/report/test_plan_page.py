@@ -13,9 +13,8 @@ from foreroute.plan import Topology
 from foreroute.planner.balancers import BalancerInput
 from foreroute.planner.compare import compare, record_of
 from foreroute.report import method_rows, plan_summary, write_plan_page
-from foreroute.report.canvas import ticks_above_one, whole_ticks
-from foreroute.report.plan_rows import over_mean, step_seconds, step_time
-from foreroute.report.wording import duration
+from foreroute.report.figure import integer_ticks, ticks_above_one
+from foreroute.report.format import duration, over_mean, step_seconds, step_time
 from foreroute.trace import RoutedLayer
 from random_plans import LINKS, random_counts, random_plan
 
@@ -150,6 +149,6 @@ def test_no_label_of_a_colour_bar_runs_into_that_of_one():
 
 
 def test_one_micro_step_has_one_tick():
-    ticks = whole_ticks(8).tick_values(-0.5, 0.5)
+    ticks = integer_ticks(8).tick_values(-0.5, 0.5)
     assert [tick for tick in ticks if -0.5 < tick < 0.5] == [0]
-    assert len(whole_ticks(8).tick_values(0, 100)) > 4
+    assert len(integer_ticks(8).tick_values(0, 100)) > 4

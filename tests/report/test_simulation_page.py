@@ -7,7 +7,7 @@ import pytest
 
 from foreroute.costs.presets import hardware_preset
 from foreroute.errors import InputError
-from foreroute.report import compared, simulation_rows, simulation_summary, write_simulation_page
+from foreroute.report import compared_methods, simulation_rows, simulation_summary, write_simulation_page
 from foreroute.report.sweep_plots import WORDS
 from foreroute.simulate.config import SweepConfig
 from foreroute.simulate.fit import FitRecord
@@ -149,7 +149,7 @@ def test_what_is_missing_is_said(tmp_path):
 )
 def test_some_methods_alone(tmp_path, names, shown, headline):
     found = record(names)
-    assert [method.name for method in compared(found)] == shown
+    assert [method.name for method in compared_methods(found)] == shown
     assert headline in text_of(page(tmp_path, found, sweeps=sweeps(names)[:1]))
     assert [row.label for row in simulation_rows(found)][:-2] == [method.label for method in found.methods]
 

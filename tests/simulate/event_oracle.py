@@ -41,7 +41,7 @@ class Player:
             if kind == 1:
                 program.append(("meet", 2 * head))
             for layer in self.layers if kind == 0 else list(reversed(self.layers)):
-                cell, leg = next(place), work.leg_ML[m, layer]
+                cell, leg = next(place), work.all_to_all_ML[m, layer]
                 forwards, backwards = groups[kind]
                 for i in range(forwards + backwards):
                     side = int(i >= forwards)

@@ -3,8 +3,8 @@
 import numpy as np
 
 from foreroute.simulate import parse_config
+from foreroute.simulate.cell_costs import Compute, Transfers
 from foreroute.simulate.engine import Rules
-from foreroute.simulate.work import Compute, Transfers
 
 
 def random_work(seed, *, micro_steps=3, layers=4, ranks=2, transfers=1.0):
@@ -14,7 +14,7 @@ def random_work(seed, *, micro_steps=3, layers=4, ranks=2, transfers=1.0):
     compute = Compute(
         attention_MG2=rng.random((micro_steps, ranks, 2)),
         head_MG=rng.random((micro_steps, ranks)),
-        leg_ML=rng.random(cells) / 2,
+        all_to_all_ML=rng.random(cells) / 2,
         experts_MLG2=rng.random((*cells, ranks, 2)),
         layer_s=0.05,
         send_M=rng.random(micro_steps) / 4,

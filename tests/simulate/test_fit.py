@@ -12,7 +12,7 @@ from foreroute.errors import ConfigError, CountsError, PlanError
 from foreroute.plan import PlanOptions, save_plan
 from foreroute.planner import plan
 from foreroute.simulate.fit import fit, fit_record, predict, rank_correlation
-from foreroute.simulate.measured import Measured, load_measured
+from foreroute.simulate.measurements import Measurement, load_measurements
 from simulate_cases import small_config
 
 RATES = {"gemm_flops_per_s": 3e14, "layer_s": 90e-6, "node_bytes_per_s": 1e11}
@@ -34,7 +34,7 @@ def steps(config, noise=0.0):
         counts = rng.multinomial(400 * (1 + number % 4), rng.dirichlet(np.full(8, 0.5 + number % 3)), (2, 4, 4))
         found = plan(counts.astype(np.int32), topology, PlanOptions(slots="shared")) if number % 2 else None
         stage = "update" if number % 3 else "recompute"
-        measured.append(Measured.of(f"step {number}", counts.astype(np.int32), found, topology, stage, 1.0))
+        measured.append(Measurement.of(f"step {number}", counts.astype(np.int32), found, topology, stage, 1.0))
     seconds = predict(measured, config, costs) * np.exp(noise * rng.standard_normal(12))
     return [replace(one, seconds=float(s)) for one, s in zip(measured, seconds, strict=True)]
 
@@ -106,10 +106,10 @@ def line(**changes):
 @pytest.mark.parametrize("form", ["{0}\n{1}\n", "[{0},\n {1}]"])
 def test_measurements_are_read_from_lines_and_from_arrays(folder, form):
     (folder / "m.json").write_text(form.format(line(), line(plan=None, stage="recompute", seconds=0.25)))
-    planned, at_home = load_measured(folder / "m.json", small_config().described().topology)
+    planned, at_home = load_measurements(folder / "m.json", small_config().described().topology)
     assert (planned.stage, planned.seconds) == (1, 0.5)
     assert (at_home.stage, at_home.seconds, at_home.name) == (0, 0.25, "counts.npz, recompute")
-    assert len(at_home.served.assignments[0].expert_H) == 8 < len(planned.served.assignments[0].expert_H)
+    assert len(at_home.planned.assignments[0].expert_H) == 8 < len(planned.planned.assignments[0].expert_H)
 
 
 @pytest.mark.parametrize(
@@ -133,14 +133,14 @@ def test_measurements_are_read_from_lines_and_from_arrays(folder, form):
 def test_bad_measurements_are_refused_with_their_number(folder, text, error, message):
     (folder / "m.jsonl").write_text(text)
     with pytest.raises(error, match=message):
-        load_measured(folder / "m.jsonl", small_config().described().topology)
+        load_measurements(folder / "m.jsonl", small_config().described().topology)
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"m.jsonl does not exist"):
-        load_measured(tmp_path / "m.jsonl", small_config().described().topology)
+        load_measurements(tmp_path / "m.jsonl", small_config().described().topology)
     (tmp_path / "bytes").write_bytes(b"\xff")
     os.mkfifo(tmp_path / "fifo")
     for name, message in (("bytes", "not text in UTF-8"), ("fifo", "is a FIFO; expected a file"), ("", "is a folder")):
         with pytest.raises(ConfigError, match=message):
-            load_measured(tmp_path / name, small_config().described().topology)
+            load_measurements(tmp_path / name, small_config().described().topology)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from event_oracle import play
 from foreroute.costs.model import STAGES
+from foreroute.simulate.cell_costs import without_cost
 from foreroute.simulate.engine import PARTS, run
-from foreroute.simulate.schedule import forward_only, layer_parts, one_forward_one_backward
-from foreroute.simulate.work import free
+from foreroute.simulate.ep_group import forward_only, layer_parts, one_forward_one_backward
 from simulate_cases import random_work, rules
 
 
@@ -84,16 +84,16 @@ def test_equals_a_play_of_events_of_any_shape(seed, stage, shape, stages, transf
 
 
 def plain(compute, moved, **rule):
-    micro_steps, layers = compute.leg_ML.shape
+    micro_steps, layers = compute.all_to_all_ML.shape
     return run([forward_only(micro_steps)], [range(layers)], compute, moved, rules(**rule), stage=0)
 
 
 def test_without_transfers_a_stage_is_the_sum_of_its_slowest_ranks():
     compute, moved = random_work(1)
-    found = plain(compute, free(moved))
+    found = plain(compute, without_cost(moved))
     attention_s = compute.attention_MG2[..., 0].max(axis=1)
     experts_s = compute.experts_MLG2[..., 0].max(axis=2)
-    expected = 4 * attention_s + experts_s.sum(axis=1) + 2 * compute.leg_ML.sum(axis=1) + 4 * 0.05
+    expected = 4 * attention_s + experts_s.sum(axis=1) + 2 * compute.all_to_all_ML.sum(axis=1) + 4 * 0.05
     assert found.end_P == pytest.approx([(expected + compute.head_MG.max(axis=1)).sum()])
 
 
@@ -105,13 +105,13 @@ def test_one_forward_one_backward_of_even_stages_takes_the_textbook_time():
         compute,
         attention_MG2=np.ones_like(compute.attention_MG2),
         experts_MLG2=np.ones_like(compute.experts_MLG2),
-        leg_ML=np.full_like(compute.leg_ML, 0.25),
+        all_to_all_ML=np.full_like(compute.all_to_all_ML, 0.25),
         head_MG=np.zeros_like(compute.head_MG),
         layer_s=0.5,
         send_M=np.zeros(micro_steps),
     )
     orders = orders_of(1, stages, micro_steps)
-    found = run(orders, layer_parts(stages, stages), compute, free(moved), rules(), stage=1)
+    found = run(orders, layer_parts(stages, stages), compute, without_cost(moved), rules(), stage=1)
     forward, backward = 3.0, 6.0
     assert found.end_P[0] == pytest.approx((micro_steps + stages - 1) * (forward + backward))
     assert found.parts_PX[0, PARTS.index("pipeline bubbles")] == pytest.approx((stages - 1) * (forward + backward))
@@ -125,19 +125,23 @@ def test_one_forward_one_backward_of_even_stages_takes_the_textbook_time():
 def test_overlap_hides_all_to_alls_behind_its_share_of_computing(overlap, expected):
     compute, moved = random_work(0, micro_steps=1, layers=1)
     ones = {name: np.ones_like(getattr(compute, name)) for name in ("attention_MG2", "experts_MLG2")}
-    compute = replace(compute, **ones, leg_ML=np.array([[0.75]]), head_MG=np.zeros_like(compute.head_MG), layer_s=0.0)
-    assert plain(compute, free(moved), overlap=overlap).end_P == pytest.approx([expected])
+    compute = replace(
+        compute, **ones, all_to_all_ML=np.array([[0.75]]), head_MG=np.zeros_like(compute.head_MG), layer_s=0.0
+    )
+    assert plain(compute, without_cost(moved), overlap=overlap).end_P == pytest.approx([expected])
 
 
 def test_fetches_share_the_links_with_all_to_alls_that_are_hidden():
     """Computing of 1 + 1 hides 0.75 of all-to-alls, so links have 5/8 of it left: 0.5 takes 0.8 of the experts."""
     compute, moved = random_work(0, micro_steps=1, layers=1)
     ones = {name: np.ones_like(getattr(compute, name)) for name in ("attention_MG2", "experts_MLG2")}
-    compute = replace(compute, **ones, leg_ML=np.array([[0.375]]), head_MG=np.zeros_like(compute.head_MG), layer_s=0.0)
-    moved = free(moved)
+    compute = replace(
+        compute, **ones, all_to_all_ML=np.array([[0.375]]), head_MG=np.zeros_like(compute.head_MG), layer_s=0.0
+    )
+    moved = without_cost(moved)
     moved.direct_KMLG4[0, 0, 0, 1, 2] = 0.5
     found = plain(compute, moved, overlap=1.0)
-    assert found.bursts_PN[0, 0] == pytest.approx(1 + 0.8)
+    assert found.direct_end_PN[0, 0] == pytest.approx(1 + 0.8)
     assert found.end_P == pytest.approx([1 + 0.8 + 1])
 
 
@@ -149,14 +153,14 @@ def test_ranks_that_share_processors_take_turns():
         attention_MG2=np.broadcast_to(np.array([2.0, 3.0, 1.0])[:, None], (1, 3, 2)),
         experts_MLG2=np.zeros_like(compute.experts_MLG2),
         head_MG=np.zeros_like(compute.head_MG),
-        leg_ML=np.zeros((1, 1)),
+        all_to_all_ML=np.zeros((1, 1)),
         layer_s=0.0,
     )
-    found = plain(compute, free(moved), ranks_per_node=3, processors_per_node=2)
+    found = plain(compute, without_cost(moved), ranks_per_node=3, processors_per_node=2)
     assert found.end_P == pytest.approx([3.5])
 
 
-FASTER = ("leg_ML", "experts_MLG2", "attention_MG2", "host_KMLG", "direct_KMLG4", "gradient_MLG4", "send_M")
+FASTER = ("all_to_all_ML", "experts_MLG2", "attention_MG2", "host_KMLG", "direct_KMLG4", "gradient_MLG4", "send_M")
 
 
 @settings(max_examples=60, deadline=None)
@@ -194,7 +198,7 @@ def test_every_resource_does_exactly_its_work(seed, stages, keeps, prefetch):
         busy_s["attention"] += 2 * compute.attention_MG2[m, :, 0].max() + compute.attention_MG2[m, :, 1].max()
     for name, seconds in busy_s.items():
         assert found.parts_PX[:, PARTS.index(name)].sum() == pytest.approx(seconds)
-    assert found.parts_PX[:, PARTS.index("all-to-all")].sum() == pytest.approx(6 * compute.leg_ML.sum())
+    assert found.parts_PX[:, PARTS.index("all-to-all")].sum() == pytest.approx(6 * compute.all_to_all_ML.sum())
     gaps_G = found.fetched_PNG2[:, :, :, 0]  # copies of a rank never overlap
     for p, g in np.ndindex(stages, 2):
         used = found.fetched_PNG2[p, :, g][found.fetched_PNG2[p, :, g, 1] > 0]

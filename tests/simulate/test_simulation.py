@@ -10,20 +10,20 @@ from foreroute.costs.model import BACKWARD, FORWARD
 from foreroute.errors import ConfigError
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.engine import PARTS
-from foreroute.simulate.group import Group, plan_ready
-from foreroute.simulate.methods import Served, balanced, serve, serve_at_home
+from foreroute.simulate.ep_group import EPGroup, plan_ready
+from foreroute.simulate.methods import PlannedStep, all_at_home, forced_balance, plan_with
 from foreroute.simulate.steps import GroupStep, group_steps
 from simulate_cases import small_config
 
 
-def group_of(config, counts, served=None, *, squares=None):
+def group_of(config, counts, planned=None, *, squares=None):
     """A group that serves these counts at home, or as it is told."""
     cluster = config.described()
     step = next(iter(group_steps(config, cluster.topology, cluster.costs.model)))
     step = GroupStep(
         replace(step.problem, counts_MLGE=counts, home_LE=step.problem.home_LE[: counts.shape[1]]), squares
     )
-    return Group.of(served or serve_at_home(step.problem), step, config, cluster.topology, cluster.costs), cluster
+    return EPGroup.of(planned or all_at_home(step.problem), step, config, cluster.topology, cluster.costs), cluster
 
 
 def by_hand(cluster, tokens, load, leg_s, one=FORWARD):
@@ -79,7 +79,7 @@ def test_bound_by_transfers_a_recompute_takes_what_its_copies_take():
     config = small_config(links={"host_bytes_per_s": 1e6}, methods=["ours"])
     cluster = config.described()
     step = next(iter(group_steps(config, cluster.topology, cluster.costs.model)))
-    served = serve_at_home(step.problem)
+    planned = all_at_home(step.problem)
     replicas = [
         replace(
             one,
@@ -88,19 +88,19 @@ def test_bound_by_transfers_a_recompute_takes_what_its_copies_take():
             tokens_HG=np.vstack([one.tokens_HG, np.zeros((1, 4), np.int64)]),
             fetched_H=np.append(one.fetched_H, True),
         )
-        for one in served.assignments
+        for one in planned.assignments
     ]
-    group = Group.of(
-        Served(replicas, served.home_LE, served.home_moves, "shared", 0.0), step, config, *vars(cluster).values()
+    group = EPGroup.of(
+        PlannedStep(replicas, planned.home_LE, planned.home_moves, "shared", 0.0), step, config, *vars(cluster).values()
     )
     recompute, _ = group.run()
-    cells = group.compute.leg_ML.size
+    cells = group.compute.all_to_all_ML.size
     copy_s = cluster.costs.model.expert_bytes / 1e6
     assert np.diff(recompute.fetched_PNG2, axis=3).sum() == pytest.approx(cells * copy_s)
     # from the first fetch, which begins with the first dispatch, to the last experts there is no pause
     compute = group.compute
     first_s = compute.attention_MG2[0, :, 0].max() + compute.layer_s
-    last_s = compute.experts_MLG2[-1, -1, 0, 0] + compute.leg_ML[-1, -1] + compute.head_MG[-1].max()
+    last_s = compute.experts_MLG2[-1, -1, 0, 0] + compute.all_to_all_ML[-1, -1] + compute.head_MG[-1].max()
     assert recompute.end_P == pytest.approx([first_s + cells * copy_s + last_s])
 
 
@@ -112,11 +112,11 @@ def test_without_transfers_and_overlap_it_is_the_planners_cost_model(method, dis
     )
     cluster = config.described()
     step = GroupStep(next(iter(group_steps(config, cluster.topology, cluster.costs.model))).problem, None)
-    served = serve(method, step.problem, cluster.costs)
-    group = Group.of(served, step, config, cluster.topology, cluster.costs).freed()
+    planned = plan_with(method, step.problem, cluster.costs)
+    group = EPGroup.of(planned, step, config, cluster.topology, cluster.costs).with_free_transfers()
     parts = np.zeros((2, 4))
-    for one, (layer, _) in zip(served.assignments, step.problem.cells(), strict=True):
-        figures = price_cell(one, served.home_LE[layer], cluster.topology, cluster.costs)
+    for one, (layer, _) in zip(planned.assignments, step.problem.cells(), strict=True):
+        figures = price_cell(one, planned.home_LE[layer], cluster.topology, cluster.costs)
         parts += [list(figures.recompute)[:4], list(figures.update)[:4]]
     for run, expected in zip(group.run(), parts, strict=True):
         assert run.parts_PX[0, :4] == pytest.approx(2 * expected)  # two layers stand for four
@@ -167,7 +167,7 @@ def test_forced_balance_keeps_what_every_source_sends_and_levels_every_expert():
     config = small_config(gpus=16, expert_parallel=16, experts=32)
     cluster = config.described()
     problem = next(iter(group_steps(config, cluster.topology, cluster.costs.model))).problem
-    for one, (_, counts_GE) in zip(balanced(problem).assignments, problem.cells(), strict=True):
+    for one, (_, counts_GE) in zip(forced_balance(problem).assignments, problem.cells(), strict=True):
         assert np.array_equal(one.tokens_HG.sum(axis=0), counts_GE.sum(axis=1))
         assert np.ptp(one.tokens_HG.sum(axis=1)) <= 1
         assert np.ptp(one.tokens_HG, axis=0).max() <= 1

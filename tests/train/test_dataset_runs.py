@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from foreroute.adapters import hf
 from foreroute.errors import ConfigError, DatasetError, FunctionError, RunFolderError
 from foreroute.report import read_runs
-from foreroute.report.page import _reading_notes
+from foreroute.report.run import _reading_notes
 from foreroute.train import Watcher, load_checkpoint, parse_config, train
 from foreroute.train.engines import make_engine
 from foreroute.train.model import make_policy

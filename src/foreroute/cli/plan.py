@@ -24,7 +24,7 @@ from foreroute.planner import plan
 from foreroute.planner.balancers import BALANCERS, BalancerInput
 from foreroute.planner.compare import BalancerRecord, compare, record_of
 from foreroute.report import MethodRow, check_page, method_rows, plan_summary, write_plan_page
-from foreroute.report.wording import duration
+from foreroute.report.format import duration
 
 
 def run_plan(

@@ -17,7 +17,7 @@ from foreroute.errors import InputError, RunFolderError
 from foreroute.files import check_writable, write_folder_atomically, writing_named
 from foreroute.report import (
     SimulationRow,
-    compared,
+    compared_methods,
     fit_rows,
     fit_summary,
     simulation_rows,
@@ -37,7 +37,7 @@ from foreroute.simulate import (
 )
 from foreroute.simulate.config import SweepConfig
 from foreroute.simulate.fit import FitRecord, fit
-from foreroute.simulate.measured import load_measured
+from foreroute.simulate.measurements import load_measurements
 from foreroute.simulate.simulation import OnProgress
 
 TIMELINE_LAYERS = 5
@@ -54,7 +54,7 @@ def run_simulation(
     Args:
         config_path: a TOML file, see `foreroute.simulate.config`.
         output: the folder, which must be empty or not there; runs/simulate/NAME by default.
-        measurements: a file of timed steps, see `foreroute.simulate.measured`, to fit rates to first.
+        measurements: a file of timed steps, see `foreroute.simulate.measurements`, to fit rates to first.
         rates: of `foreroute.simulate.fit.FITTABLE`, which to fit; by default `DEFAULT_RATES`.
 
     Raises:
@@ -105,7 +105,7 @@ def _fitted(
 ) -> tuple[SimulateConfig, Fitted]:
     """The configuration with fitted rates, what was fitted, and the rates before."""
     described = config.described()
-    measured = load_measured(measurements, described.topology)
+    measured = load_measurements(measurements, described.topology)
     with working(f"fitting to {len(measured)} measurements", console):
         found = fit(measured, config, rates)
     values, hardware = config.model_dump(), described.costs.hardware
@@ -125,7 +125,7 @@ def _timelines(config: SimulateConfig, record: SimulationRecord, on_progress: On
     layers = config.described().costs.model.num_layers // config.cluster.pipeline
     first = max(0, (layers - TIMELINE_LAYERS) // 2)
     chosen = range(first, min(first + TIMELINE_LAYERS, layers))
-    names = list(dict.fromkeys(["static", *(method.name for method in compared(record)[:1])]))
+    names = list(dict.fromkeys(["static", *(method.name for method in compared_methods(record)[:1])]))
     micro_step = min(1, record.cells_per_group // config.described().costs.model.num_layers - 1)
     found = []
     for n, name in enumerate(names):
@@ -136,7 +136,7 @@ def _timelines(config: SimulateConfig, record: SimulationRecord, on_progress: On
 
 def _sweeps(config: SimulateConfig, record: SimulationRecord, console: Console) -> list[SweepRecord]:
     """Of static and the methods that plots compare with it; all methods would take many times as long."""
-    names = ("static", *(method.name for method in compared(record)))
+    names = ("static", *(method.name for method in compared_methods(record)))
     narrowed = config.model_copy(update={"methods": names})
     total = sum(len(getattr(config.sweep, key)) for key in SweepConfig.model_fields)
     found: list[SweepRecord] = []

@@ -14,11 +14,17 @@ from foreroute.conformance.adapter import (
     Step,
     Unsupported,
 )
-from foreroute.conformance.canary import Canary, canary_capacity, canary_trace
 from foreroute.conformance.check import Check, CheckResult, Outcome
-from foreroute.conformance.checks import ALL_CHECKS
-from foreroute.conformance.kit import ConformanceReport, conformance_tests, run_conformance
-from foreroute.conformance.known_bugs import KNOWN_BUGS, KnownBug, bugs_of
+from foreroute.conformance.kit import (
+    ALL_CHECKS,
+    KNOWN_BUGS,
+    ConformanceReport,
+    KnownBug,
+    bugs_of,
+    conformance_tests,
+    run_conformance,
+)
+from foreroute.conformance.oracle import Canary, canary_capacity, canary_trace
 
 __all__ = [
     "ALL_CHECKS",

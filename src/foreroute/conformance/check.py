@@ -30,7 +30,9 @@ from foreroute.mismatch import Defect, explain
 from foreroute.trace import RoutingSpec, RoutingTrace
 
 FOREIGN_VERSION = 3
+"""Weight version of the routes that the kit makes: not 0, which a field that was never set would have."""
 LONGEST_REASON = 300
+"""Characters of an error message that a reason quotes."""
 _NAMES = ("the trace", "what the experts were given")
 _CHECK_OF = {
     Defect.SHIFT: "token-shift",
@@ -254,6 +256,7 @@ def misplaced(wanted: RoutingTrace, seen_NLK: NDArray[Any], native_NLK: NDArray[
         return None
     if (seen == np.sort(native_NLK, -1)).all():
         return Misplaced("silent-no-op", "no layer followed the trace, and nothing was raised")
+    # A layer that ignores the trace differs in nearly all rows, one with single misplaced rows in few.
     whole = wrong_RL.mean(axis=0) > 0.6
     with np.errstate(invalid="ignore"):  # what was executed may hold an expert twice, which no trace does
         named = explain(wanted, replace(wanted, expert_ids_NLK=seen_NLK.astype(wanted.spec.id_dtype)), names=_NAMES)
@@ -266,6 +269,7 @@ def misplaced(wanted: RoutingTrace, seen_NLK: NDArray[Any], native_NLK: NDArray[
 
 
 def _first(wanted: RoutingTrace, seen_NLK: NDArray[Any], wrong_RL: NDArray[np.bool_]) -> str:
+    """How much was not followed, and the first decision that was not."""
     routed = np.flatnonzero(wanted.valid_N)
     at, layer = (int(i) for i in np.argwhere(wrong_RL)[0])
     row = int(routed[at])

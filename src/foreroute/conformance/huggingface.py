@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from foreroute.adapters import hf
 from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Fault, Groups, Seen, Unsupported
+from foreroute.conformance.torch_model import TorchModel, TorchStep, padded, raise_once
 
 Given = dict[str, tuple[NDArray[Any], NDArray[Any]]]
 """Expert ids [rows, K] and gate weights [rows, K], by the path of the experts module that was given them."""
@@ -64,7 +64,7 @@ class HuggingFaceUnderTest(AdapterUnderTest):
         return hf.attach(model.model)
 
 
-class HuggingFaceModel:
+class HuggingFaceModel(TorchModel):
     """A causal language model of transformers with a probe at its experts.
 
     Args:
@@ -72,7 +72,7 @@ class HuggingFaceModel:
     """
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        super().__init__(model)
         experts = [path for path, module in model.named_modules() if type(module).__name__.endswith("Experts")]
         if not experts:
             raise Unsupported(f"{type(model).__name__} has no module whose class name ends in Experts to look into")
@@ -88,25 +88,26 @@ class HuggingFaceModel:
             n for n in names if n.endswith((".gate.weight", ".router.weight")) and n.rsplit(".", 2)[0] in blocks
         )
 
-    def forward(self, batch: Batch, *, grad: bool = True) -> HuggingFaceStep:
+    def forward(self, batch: Batch, *, grad: bool = True) -> TorchStep:
         """One forward over the padded batch."""
-        input_ids, mask = _padded(batch)
+        input_ids, real_BT = padded(batch)
+        mask = real_BT.long()
         with torch.set_grad_enabled(grad), self._probed() as given:
             logprobs = self.next_logprobs(input_ids, mask, given)
-            real = (mask[:, 1:] * mask[:, :-1]).bool()
-            loss = -logprobs[real].mean()
-        kept = mask.bool().reshape(-1).numpy()
+            wanted = real_BT[:, 1:] & real_BT[:, :-1]
+            loss = -logprobs[wanted].mean()
+        kept = real_BT.reshape(-1).numpy()
         ids = np.stack([given[path][0] for path in self._experts], axis=1)
         gates = np.stack([given[path][1] for path in self._experts], axis=1)
         seen = Seen(
             ids[kept],
-            logprobs.detach()[real].numpy(),
+            logprobs.detach()[wanted].numpy(),
             float(loss.detach()),
             gates[kept],
             ids[~kept] if not kept.all() else None,
             {path: given[path][0] for path in given if path not in self._experts},
         )
-        return HuggingFaceStep(seen, loss)
+        return TorchStep(seen, loss)
 
     def next_logprobs(self, input_ids: Tensor, mask: Tensor, given: Given) -> Tensor:
         """[B, T - 1], log-probability of each next token. `given` fills up meanwhile, in the order of the rows."""
@@ -114,24 +115,11 @@ class HuggingFaceModel:
         logprobs: Tensor = logits[:, :-1].log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
         return logprobs
 
-    def gradients(self) -> dict[str, NDArray[Any]]:
-        """Of every parameter that has one."""
-        return {n: p.grad.numpy().copy() for n, p in self.model.named_parameters() if p.grad is not None}
-
-    def forget_gradients(self) -> None:
-        """Drop them."""
-        self.model.zero_grad()
-
-    @torch.no_grad()
-    def add_to(self, name: str, delta: NDArray[Any]) -> None:
-        """Change a parameter in place."""
-        self.model.get_parameter(name).add_(torch.from_numpy(delta))
-
     def plant(self, fault: Fault) -> None:
         """Build a trap in."""
         block = self.model.get_submodule(self._experts[-1].rpartition(".")[0])
         if fault is Fault.BURST:
-            _burst_once(block)
+            raise_once(block)
         elif fault is Fault.FUSED_ROUTER:
             block.forward = _fused(block)
         elif fault is Fault.ORPHAN_ROUTERS:
@@ -164,37 +152,6 @@ class HuggingFaceModel:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-@dataclass(frozen=True, eq=False)
-class HuggingFaceStep:
-    """A forward that has run."""
-
-    seen: Seen
-    loss: Tensor
-
-    def backward(self) -> None:
-        """Differentiate the loss."""
-        self.loss.backward()
-
-
-def _padded(batch: Batch) -> tuple[Tensor, Tensor]:
-    """int64 [B, T] twice: tokens, and 1 where they are real."""
-    input_ids = torch.zeros(len(batch.sequences), batch.width, dtype=torch.long)
-    mask = torch.zeros_like(input_ids)
-    for row, tokens in enumerate(batch.sequences):
-        columns = slice(batch.width - len(tokens), None) if batch.padding == "left" else slice(0, len(tokens))
-        input_ids[row, columns] = torch.from_numpy(tokens.astype(np.int64))
-        mask[row, columns] = 1
-    return input_ids, mask
-
-
-def _burst_once(block: nn.Module) -> None:
-    def burst(*_: Any) -> None:
-        handle.remove()
-        raise ArithmeticError("planted")
-
-    handle = block.register_forward_pre_hook(burst)
 
 
 def _fused(block: Any) -> Any:

@@ -1,18 +1,27 @@
-"""Running the kit: its report, and the kit as tests."""
+"""Running the kit: its checks, its report with the known bugs that each check looks for, and the kit as tests."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass
+from importlib.resources import files
 from textwrap import wrap
 from typing import Any
 
+from foreroute.conformance import gate_checks, refusal_checks, route_checks, session_checks
 from foreroute.conformance.adapter import AdapterUnderTest
-from foreroute.conformance.check import CheckResult, Outcome, Situation, run_check
-from foreroute.conformance.checks import ALL_CHECKS
-from foreroute.conformance.known_bugs import bugs_of
+from foreroute.conformance.check import Check, CheckResult, Outcome, Situation, run_check
 from foreroute.errors import ConfigError
 
+GITHUB = "https://github.com/"
+ALL_CHECKS: tuple[Check, ...] = (
+    *route_checks.CHECKS,
+    *gate_checks.CHECKS,
+    *session_checks.CHECKS,
+    *refusal_checks.CHECKS,
+)
+"""Every check, in the order in which they run and are reported."""
 _MARKS = {Outcome.PASSED: "ok", Outcome.FAILED: "FAIL", Outcome.NOT_APPLICABLE: "-", Outcome.BLOCKED: "blocked"}
 
 
@@ -104,3 +113,40 @@ def conformance_tests(*adapters: AdapterUnderTest, only: Collection[str] | None 
         assert result.outcome is Outcome.PASSED, f"{check.title}: {result.reason}"
 
     return test
+
+
+@dataclass(frozen=True)
+class KnownBug:
+    """A bug that was met in public.
+
+    Attributes:
+        id: stable name, its number in the list.
+        title: what went wrong.
+        seen: where, as an address, or the project when it was read in its code.
+        checks: ids of the checks that look for it.
+        outside: why no check can, when `checks` is empty.
+    """
+
+    id: str
+    title: str
+    seen: str
+    checks: tuple[str, ...] = ()
+    outside: str = ""
+
+
+def bugs_of(check: str) -> tuple[KnownBug, ...]:
+    """The known bugs that a check looks for."""
+    return tuple(bug for bug in KNOWN_BUGS if check in bug.checks)
+
+
+def _known_bugs() -> tuple[KnownBug, ...]:
+    text = files(__package__).joinpath("known_bugs.toml").read_text(encoding="utf-8")
+    bugs = tomllib.loads(text)["bugs"]
+    for bug in bugs:
+        bug["seen"] = GITHUB + bug["seen"] if "/" in bug["seen"] else bug["seen"]
+        bug["checks"] = tuple(bug.get("checks", ()))
+    return tuple(KnownBug(**bug) for bug in bugs)
+
+
+KNOWN_BUGS = _known_bugs()
+"""The publicly known bugs of routing replay, each with the check that finds it or what avoids it outside an adapter."""

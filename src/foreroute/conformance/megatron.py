@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from foreroute.adapters import megatron
 from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Fault, Groups, Seen
+from foreroute.conformance.torch_model import TorchModel, TorchStep, padded, raise_once
 
 HEAD = "mtp_head"
 
@@ -62,7 +62,7 @@ class MegatronUnderTest(AdapterUnderTest):
         return megatron.attach(model.model)
 
 
-class MegatronModel:
+class MegatronModel(TorchModel):
     """A model of Megatron-Core with a probe at its token dispatchers.
 
     Args:
@@ -70,7 +70,7 @@ class MegatronModel:
     """
 
     def __init__(self, build: Callable[[], Any]) -> None:
-        self.model = build()
+        super().__init__(build())
         self._build = build
 
     @property
@@ -78,9 +78,9 @@ class MegatronModel:
         """In layer order."""
         return tuple(f"{path}.router.weight" for path in _blocks(self.model) if path != HEAD)
 
-    def forward(self, batch: Batch, *, grad: bool = True) -> MegatronStep:
+    def forward(self, batch: Batch, *, grad: bool = True) -> TorchStep:
         """One forward over the padded batch."""
-        input_ids, real_BT = _padded(batch, next(self.model.parameters()).device)
+        input_ids, real_BT = padded(batch, next(self.model.parameters()).device)
         positions = torch.arange(batch.width, device=input_ids.device).expand_as(input_ids)
         with torch.set_grad_enabled(grad), self._probed() as given:
             losses_BT = self.model(input_ids, positions, _unseen(real_BT), labels=input_ids.roll(-1, 1))
@@ -98,28 +98,13 @@ class MegatronModel:
             ids[~kept] if not kept.all() else None,
             {HEAD: given[HEAD][0].reshape(-1, ids.shape[-1])} if HEAD in given else {},
         )
-        return MegatronStep(seen, loss)
-
-    def gradients(self) -> dict[str, NDArray[Any]]:
-        """Of every parameter that has one."""
-        named = self.model.named_parameters()
-        return {n: p.grad.float().cpu().numpy().copy() for n, p in named if p.grad is not None}
-
-    def forget_gradients(self) -> None:
-        """Drop them."""
-        self.model.zero_grad()
-
-    @torch.no_grad()
-    def add_to(self, name: str, delta: NDArray[Any]) -> None:
-        """Change a parameter in place."""
-        parameter = self.model.get_parameter(name)
-        parameter.add_(torch.from_numpy(delta).to(parameter))
+        return TorchStep(seen, loss)
 
     def plant(self, fault: Fault) -> None:
         """Build a trap in."""
         *_, block = _blocks(self.model).values()
         if fault is Fault.BURST:
-            _burst_once(block)
+            raise_once(block)
         elif fault is Fault.FUSED_ROUTER:
             block.route = _fused(block.router)
         elif fault is Fault.ORPHAN_ROUTERS:
@@ -159,33 +144,10 @@ class MegatronModel:
                 del block.token_dispatcher.dispatch_preprocess
 
 
-@dataclass(frozen=True, eq=False)
-class MegatronStep:
-    """A forward that has run."""
-
-    seen: Seen
-    loss: Tensor
-
-    def backward(self) -> None:
-        """Differentiate the loss."""
-        self.loss.backward()
-
-
 def _blocks(model: nn.Module) -> dict[str, Any]:
     """The MoE layers of the decoder in order, and of the planted head, by path."""
     named = model.named_modules()
     return {n: part for n, part in named if hasattr(part, "token_dispatcher") and n.startswith(("decoder.", HEAD))}
-
-
-def _padded(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [B, T], and bool [B, T], True where they are real."""
-    input_ids = torch.zeros(len(batch.sequences), batch.width, dtype=torch.long, device=device)
-    real_BT = torch.zeros_like(input_ids, dtype=torch.bool)
-    for row, tokens in enumerate(batch.sequences):
-        columns = slice(batch.width - len(tokens), None) if batch.padding == "left" else slice(0, len(tokens))
-        input_ids[row, columns] = torch.from_numpy(tokens.astype(np.int64)).to(device)
-        real_BT[row, columns] = True
-    return input_ids, real_BT
 
 
 def _unseen(real_BT: Tensor) -> Tensor:
@@ -206,14 +168,6 @@ def _picks(hidden: Tensor, routing_map: Tensor, probs: Tensor, top_k: int) -> tu
     shape = (*hidden.shape[:2], top_k)
     weights_RK = np.take_along_axis(probs_RE, order_RK, 1)
     return ids_RK.reshape(shape).swapaxes(0, 1), weights_RK.reshape(shape).swapaxes(0, 1)
-
-
-def _burst_once(block: nn.Module) -> None:
-    def burst(*_: Any) -> None:
-        handle.remove()
-        raise ArithmeticError("planted")
-
-    handle = block.register_forward_pre_hook(burst)
 
 
 def _fused(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -22,7 +22,8 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from foreroute.conformance.adapter import Batch, Case, Seen, Unsupported
-from foreroute.conformance.huggingface import HuggingFaceModel, HuggingFaceStep, HuggingFaceUnderTest
+from foreroute.conformance.huggingface import HuggingFaceModel, HuggingFaceUnderTest
+from foreroute.conformance.torch_model import TorchStep
 from foreroute.errors import CaptureError
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trainers.verl import FIELD, routed_experts
@@ -127,7 +128,7 @@ class VerlModel(HuggingFaceModel):
         self._bare = BareEngine(model)
         self.attached: AttachedEngine | None = None
 
-    def forward(self, batch: Batch, *, grad: bool = True) -> HuggingFaceStep:
+    def forward(self, batch: Batch, *, grad: bool = True) -> TorchStep:
         """One pass of verl over a micro-batch."""
         rollout = None if self.attached is None else self.attached.rollout
         engine = self._bare if self.attached is None or rollout is None else self.attached.engine
@@ -148,7 +149,7 @@ class VerlModel(HuggingFaceModel):
             ids[~real] if not real.all() else None,
             others,
         )
-        return HuggingFaceStep(seen, loss)
+        return TorchStep(seen, loss)
 
 
 @contextmanager

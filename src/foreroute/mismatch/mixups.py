@@ -23,6 +23,7 @@ MAX_RENAMED = 1024
 """Experts of a layer whose names may be mixed up; a table of pairs of them is made. Ids are compared modulo this where
 a first look is enough."""
 _QUICK_ROWS, _QUICK_LAYERS = 160, 4
+"""What a first look at all shifts takes; the best three are then looked at in full."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,7 @@ def _matched_ids(ids_a: NDArray[Any], ids_b: NDArray[Any], num_experts: int) -> 
     seen_b = np.bincount(ids_b.reshape(-1), minlength=num_experts)[:, None]
     seen_a = np.bincount(ids_a.reshape(-1), minlength=num_experts)[None, :]
     rows = len(ids_a)
+    # Correlation instead of counts: an expert that is picked often goes together with every id.
     covariance = together - seen_b * seen_a / rows
     spread = np.sqrt((seen_b * (1 - seen_b / rows) + 0.5) * (seen_a * (1 - seen_a / rows) + 0.5))
     return np.where(seen_b[:, 0] > 0, np.argmax(covariance / spread, axis=1), -1)
@@ -301,6 +303,7 @@ class TracePair:
 
 def common_picks(ids_a: NDArray[Any], ids_b: NDArray[Any]) -> NDArray[np.int64]:
     """[...], picks of `ids_a` [..., K] that are also in `ids_b` [..., K]."""
+    # One pick after the other: K comparisons of [..., K] take less memory than one of [..., K, K].
     shared = np.zeros(ids_a.shape[:-1], np.int64)
     for k in range(ids_a.shape[-1]):
         shared += (ids_b == ids_a[..., k : k + 1]).any(axis=-1)

@@ -4,16 +4,20 @@ Importing this room loads neither matplotlib nor jinja2; `write_report` does, an
 """
 
 from foreroute.report.diagnosis import MeasureRow, measure_rows, write_diagnosis
-from foreroute.report.fit_rows import fit_rows, fit_summary
-from foreroute.report.load_rows import LoadRow, load_rows
-from foreroute.report.page import write_report
-from foreroute.report.plan import write_plan_page
-from foreroute.report.plan_rows import MethodRow, method_rows, plan_summary
+from foreroute.report.plan import MethodRow, method_rows, plan_summary, write_plan_page
 from foreroute.report.reading import read_run, read_runs
 from foreroute.report.records import Run
-from foreroute.report.simulation import write_simulation_page
-from foreroute.report.simulation_rows import SimulationRow, compared, simulation_rows, simulation_summary
-from foreroute.report.table import Sides, SummaryRow, summary_rows
+from foreroute.report.run import write_report
+from foreroute.report.run_rows import LoadRow, Sides, SummaryRow, load_rows, summary_rows
+from foreroute.report.simulation import (
+    SimulationRow,
+    compared_methods,
+    fit_rows,
+    fit_summary,
+    simulation_rows,
+    simulation_summary,
+    write_simulation_page,
+)
 from foreroute.report.template import check_page
 
 __all__ = [
@@ -25,7 +29,7 @@ __all__ = [
     "SimulationRow",
     "SummaryRow",
     "check_page",
-    "compared",
+    "compared_methods",
     "fit_rows",
     "fit_summary",
     "load_rows",

@@ -8,8 +8,8 @@ from typing import Any
 
 from foreroute.doctor import Diagnosis, Measures, Severity
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
+from foreroute.report.format import percentage, scientific
 from foreroute.report.template import write_html
-from foreroute.report.wording import percentage, scientific
 
 WORDS = {Severity.FINE: "fine", Severity.NOTE: "note", Severity.WARNING: "warning", Severity.PROBLEM: "problem"}
 
@@ -46,7 +46,7 @@ def write_diagnosis(diagnosis: Diagnosis, target: Path) -> Path:
 
 
 def _values(diagnosis: Diagnosis) -> dict[str, Any]:
-    from foreroute.report.diagnosis_plots import diagnosis_plots
+    from foreroute.report.mismatch_plots import diagnosis_plots
 
     findings = sorted(diagnosis.findings, key=lambda finding: -finding.severity)
     return {

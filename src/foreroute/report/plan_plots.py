@@ -1,27 +1,33 @@
-"""The plots of a plan over layers, micro-steps, cells and methods."""
+"""The plots of a plan: heat maps of its loads, and figures over layers, micro-steps, cells and methods."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import matplotlib
 import numpy as np
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from foreroute.report.canvas import (
+from foreroute.report.figure import (
     COLOURS,
     INCHES,
+    INK,
     Caption,
     Key,
     Plot,
+    draw_axes,
+    draw_figure,
+    integer_ticks,
     layer_label,
     number_layers,
-    panel,
+    ticks_above_one,
     top_down,
-    whole_ticks,
 )
-from foreroute.report.plan_rows import over_mean, step_seconds, step_time
+from foreroute.report.format import over_mean, step_seconds, step_time
 
 if TYPE_CHECKING:
     from foreroute.costs.figures import StepSummary
@@ -32,11 +38,13 @@ if TYPE_CHECKING:
 BEFORE, AFTER, STEP = COLOURS[1], COLOURS[0], COLOURS[6]
 MICRO_STEP = "micro-step"
 BAR_INCHES = 0.27
+HEAT_INCHES = (5.0, 4.2)
+TITLES = ("without balancing", "under the plan")
 
 
-def stability(survey: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
+def stability(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
     """How far micro-steps are from their step, and the step from the one before."""
-    fluctuation_ML, drift_L = survey.fluctuation_ML, survey.drift_L
+    fluctuation_ML, drift_L = summary.fluctuation_ML, summary.drift_L
     caption = Caption(
         title="How stable the step is",
         sentence="Share of assignments that go to other experts: of each micro-step against the whole step (line: "
@@ -56,18 +64,18 @@ def stability(survey: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
     def draw(axes: Any) -> None:
         places = np.arange(shares_ML.shape[1])
         axes.fill_between(places, shares_ML.min(axis=0), shares_ML.max(axis=0), color=AFTER, alpha=0.15, linewidth=0)
-        axes.plot(places, shares_ML.mean(axis=0), color=AFTER, **_marks(places))
+        axes.plot(places, shares_ML.mean(axis=0), color=AFTER, **_marker(places))
         if drift_L is not None:
-            axes.plot(places, drift_L, color=STEP, **_marks(places))
+            axes.plot(places, drift_L, color=STEP, **_marker(places))
         axes.set_ylim(bottom=0)
         number_layers(axes.xaxis, layers)
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %"))
 
     alt = f"{caption.title}. Micro-steps differ from their step by {shares_ML.min():.1%} to {shares_ML.max():.1%}."
-    return panel(caption, draw, alt, keys)
+    return draw_axes(caption, draw, alt, keys)
 
 
-def by_layer(survey: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
+def by_layer(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
     """What a balancer sees that plans once for the step, and what the micro-steps are like."""
     caption = Caption(
         title="The step hides its micro-steps",
@@ -78,25 +86,56 @@ def by_layer(survey: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
         absent="",
     )
     lines = (
-        ("whole step at once", STEP, survey.step_imbalance_L),
-        ("micro-steps, without balancing", BEFORE, survey.before.imbalance_ML.mean(axis=0)),
-        ("micro-steps, under the plan", AFTER, survey.after.imbalance_ML.mean(axis=0)),
+        ("whole step at once", STEP, summary.step_imbalance_L),
+        ("micro-steps, without balancing", BEFORE, summary.before.imbalance_ML.mean(axis=0)),
+        ("micro-steps, under the plan", AFTER, summary.after.imbalance_ML.mean(axis=0)),
     )
 
     def draw(axes: Any) -> None:
         for _, colour, values_L in lines:
-            axes.plot(np.arange(len(values_L)), values_L, color=colour, **_marks(values_L))
+            axes.plot(np.arange(len(values_L)), values_L, color=colour, **_marker(values_L))
         axes.set_ylim(bottom=0.95)
         number_layers(axes.xaxis, layers)
 
     spans = "; ".join(f"{name} {over_mean(v.min())} to {over_mean(v.max())}" for name, _, v in lines)
-    return panel(caption, draw, f"{caption.title}. {spans}.", [Key(name, colour) for name, colour, _ in lines])
+    return draw_axes(caption, draw, f"{caption.title}. {spans}.", [Key(name, colour) for name, colour, _ in lines])
 
 
-def gap_to_bound(survey: StepSummary) -> Plot:
+def load_of_ranks(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
+    """Load of every rank in every micro-step, in the layer that is the most uneven."""
+    layer = summary.most_uneven_layer
+    named = str(layers[layer]) if layers else f"routed layer {layer}, counted from 0"
+    caption = Caption(
+        title="Load of every rank",
+        sentence=f"Assignments of each rank over the mean of its cell in {named}, the most uneven layer. "
+        "Each column is a cell, which lasts as long as its slowest rank.",
+        x_label="micro-step",
+        y_label="rank",
+        absent="",
+    )
+    sides = (summary.before.over_mean_MLG[:, layer].T, summary.after.over_mean_MLG[:, layer].T)
+    return _heat_maps(caption, sides, least=0.0)
+
+
+def load_of_cells(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
+    """The slowest rank of every cell."""
+    caption = Caption(
+        title="The slowest rank of every cell",
+        sentence="Its load over the mean of the cell, in all layers and micro-steps.",
+        x_label="micro-step",
+        y_label=layer_label(layers),
+        absent="",
+    )
+    sides = (summary.before.imbalance_ML.T, summary.after.imbalance_ML.T)
+    return _heat_maps(caption, sides, least=None, layers=layers)
+
+
+def gap_to_bound(summary: StepSummary) -> Plot:
     """All cells, from the best to the worst."""
-    bound_ML = survey.bound_ML
-    before_C, after_C = (np.sort((side.imbalance_ML / bound_ML).ravel()) - 1 for side in (survey.before, survey.after))
+    bound_ML = summary.bound_ML
+    before_C, after_C = (
+        np.sort((side.imbalance_ML / bound_ML).ravel()) - 1 for side in (summary.before, summary.after)
+    )
     caption = Caption(
         title="Gap to the bound",
         sentence="By how much the slowest rank's load exceeds the least that any plan of these homes and slots can "
@@ -105,12 +144,12 @@ def gap_to_bound(survey: StepSummary) -> Plot:
         y_label="above the bound (logarithmic)",
         absent="",
     )
-    least = 1e-4
+    least = 1e-4  # the axis is linear below it, so that a gap of exactly 0 can be shown
 
     def draw(axes: Any) -> None:
         share_C = (np.arange(len(before_C)) + 1) / len(before_C)
         for values_C, colour in ((before_C, BEFORE), (after_C, AFTER)):
-            axes.plot(share_C, values_C, color=colour, drawstyle="steps-post", **_marks(values_C))
+            axes.plot(share_C, values_C, color=colour, drawstyle="steps-post", **_marker(values_C))
         axes.set_yscale("symlog", linthresh=least, linscale=0.5)
         axes.set_ylim(bottom=-least / 4)
         axes.set_xlim(0, 1)
@@ -119,12 +158,12 @@ def gap_to_bound(survey: StepSummary) -> Plot:
         axes.yaxis.set_minor_locator(MaxNLocator(1))
 
     alt = f"{caption.title}. Half of the cells are within {np.median(after_C):.2%}, all within {after_C[-1]:.2%}."
-    return panel(caption, draw, alt, [Key("without balancing", BEFORE), Key("under the plan", AFTER)])
+    return draw_axes(caption, draw, alt, [Key("without balancing", BEFORE), Key("under the plan", AFTER)])
 
 
-def replicas(plan: StepPlan, survey: StepSummary) -> Plot:
+def replicas(plan: StepPlan, summary: StepSummary) -> Plot:
     """What is held and what is fetched, over the micro-steps."""
-    fetched_M, all_M = survey.fetched_ML.mean(axis=1), plan.num_replicas_ML.mean(axis=1)
+    fetched_M, all_M = summary.fetched_ML.mean(axis=1), plan.num_replicas_ML.mean(axis=1)
     caption = Caption(
         title="Replicas and transfers",
         sentence="Replicas of a cell, on average over layers: those whose weights are fetched for it, and those that "
@@ -140,13 +179,13 @@ def replicas(plan: StepPlan, survey: StepSummary) -> Plot:
         steps = np.arange(len(all_M))
         axes.bar(steps, fetched_M, color=COLOURS[0], width=0.8)
         axes.bar(steps, all_M - fetched_M, bottom=fetched_M, color=COLOURS[5], width=0.8)
-        _whole(axes)
+        _number_micro_steps(axes)
 
     alt = f"{caption.title}. {all_M.mean():.1f} replicas per cell, {fetched_M.mean():.1f} of them fetched."
-    return panel(caption, draw, alt, [Key("fetched", COLOURS[0]), Key("held", COLOURS[5])])
+    return draw_axes(caption, draw, alt, [Key("fetched", COLOURS[0]), Key("held", COLOURS[5])])
 
 
-def crossing(survey: StepSummary) -> Plot:
+def cross_node_traffic(summary: StepSummary) -> Plot:
     """Traffic between nodes, over the micro-steps."""
     caption = Caption(
         title="Traffic between nodes",
@@ -155,24 +194,23 @@ def crossing(survey: StepSummary) -> Plot:
         y_label="share of assignments",
         absent="All ranks are in one node: no traffic leaves it.",
     )
-    sides = ((survey.before.crossing_ML.mean(axis=1), BEFORE), (survey.after.crossing_ML.mean(axis=1), AFTER))
+    sides = ((summary.before.crossing_ML.mean(axis=1), BEFORE), (summary.after.crossing_ML.mean(axis=1), AFTER))
     if not any(share_M.any() for share_M, _ in sides):
         return Plot(caption=caption)
 
     def draw(axes: Any) -> None:
         for share_M, colour in sides:
-            axes.plot(np.arange(len(share_M)), share_M, color=colour, **_marks(share_M))
+            axes.plot(np.arange(len(share_M)), share_M, color=colour, **_marker(share_M))
         axes.set_ylim(bottom=0)
-        _whole(axes)
+        _number_micro_steps(axes)
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %"))
 
-    alt = (
-        f"{caption.title}. {survey.before.crossing:.1%} without balancing, {survey.after.crossing:.1%} under the plan."
-    )
-    return panel(caption, draw, alt, [Key("without balancing", BEFORE), Key("under the plan", AFTER)])
+    before, after = summary.before.crossing, summary.after.crossing
+    alt = f"{caption.title}. {before:.1%} without balancing, {after:.1%} under the plan."
+    return draw_axes(caption, draw, alt, [Key("without balancing", BEFORE), Key("under the plan", AFTER)])
 
 
-def parts(survey: StepSummary) -> Plot:
+def time_by_part(summary: StepSummary) -> Plot:
     """Where the modelled time goes."""
     from foreroute.costs.figures import PART_NAMES, STAGE_NAMES
 
@@ -183,7 +221,7 @@ def parts(survey: StepSummary) -> Plot:
         y_label="",
         absent="",
     )
-    sides = (("without", survey.before), ("plan", survey.after))
+    sides = (("without", summary.before), ("plan", summary.after))
     bars = [
         (f"{stage}, {name}", side.parts_MLSP.sum(axis=(0, 1))[s])
         for s, stage in enumerate(STAGE_NAMES)
@@ -200,10 +238,10 @@ def parts(survey: StepSummary) -> Plot:
         top_down(axes)
 
     alt = f"{caption.title}. " + ", ".join(f"{name} {step_time(float(v.sum()))}" for name, v in bars) + "."
-    return panel(caption, draw, alt, [Key(name, COLOURS[p]) for p, name in enumerate(PART_NAMES)])
+    return draw_axes(caption, draw, alt, [Key(name, COLOURS[p]) for p, name in enumerate(PART_NAMES)])
 
 
-def by_method(records: Sequence[BalancerRecord], survey: StepSummary) -> Plot:
+def by_method(records: Sequence[BalancerRecord], summary: StepSummary) -> Plot:
     """Modelled time of all methods; the last record is ours."""
     caption = Caption(
         title="Time of the step by method (modelled)",
@@ -219,22 +257,56 @@ def by_method(records: Sequence[BalancerRecord], survey: StepSummary) -> Plot:
         colours = [*["#9aa5b1"] * (len(records) - 1), AFTER]
         axes.barh(places, [record.seconds for record in records], color=colours, height=0.7)
         for place, record in zip(places, records, strict=True):
-            axes.text(
-                record.seconds, place, f" {step_seconds(record.seconds)}", va="center", fontsize=9.5, color="#3b4550"
-            )
-        axes.axvline(survey.least_seconds, color=STEP, linewidth=1.2, linestyle=(0, (4, 2)))
+            axes.text(record.seconds, place, f" {step_seconds(record.seconds)}", va="center", fontsize=9.5, color=INK)
+        axes.axvline(summary.least_seconds, color=STEP, linewidth=1.2, linestyle=(0, (4, 2)))
         axes.set_yticks(places, [record.label for record in records])
         axes.set_xlim(0, 1.12 * max(record.seconds for record in records))
         top_down(axes)
 
     alt = f"{caption.title}. " + ", ".join(f"{r.label} {step_time(r.seconds)}" for r in records) + "."
-    return panel(caption, draw, alt, [], (INCHES[0], 1.0 + BAR_INCHES * len(records)))
+    return draw_axes(caption, draw, alt, [], (INCHES[0], 1.0 + BAR_INCHES * len(records)))
 
 
-def _marks(values_X: NDArray[Any]) -> dict[str, Any]:
-    """A single point is no line."""
+def _heat_maps(
+    caption: Caption,
+    sides: tuple[NDArray[np.float64], ...],
+    *,
+    least: float | None,
+    layers: Sequence[RoutedLayer] = (),
+) -> Plot:
+    """Colours leave white at 1, perfect balance; blue is below it, red above."""
+    most = max(*(float(side.max()) for side in sides), 1.05)
+    norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=most)
+    colours = matplotlib.colormaps["RdBu_r"]
+
+    def fill(figure: Figure) -> None:
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, side, title in zip(panels, sides, TITLES, strict=True):
+            image = axes.imshow(side, norm=norm, cmap=colours, aspect="auto", interpolation="nearest")
+            axes.set_title(title, loc="left", fontsize=10.5, color=INK, pad=4)
+            axes.set_xlabel(caption.x_label)
+            axes.grid(visible=False)
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_locator(integer_ticks(5))
+            if layers:
+                number_layers(axes.yaxis, layers)
+        panels[0].set_ylabel(caption.y_label)
+        bar = figure.colorbar(image, ax=panels, location="bottom", fraction=0.05, pad=0.02, aspect=40)
+        bar.set_label("over mean")
+        bar.outline.set_visible(False)
+        low = [] if least is None else [0.0, 0.5]
+        bar.set_ticks([*low, 1.0, *ticks_above_one(most)])
+        if least is None:
+            bar.ax.set_xlim(1.0, most)
+
+    spans = "; ".join(f"{t} {over_mean(s.min())} to {over_mean(s.max())}" for t, s in zip(TITLES, sides, strict=True))
+    return draw_figure(caption, fill, f"{caption.title}. {spans}.", HEAT_INCHES)
+
+
+def _marker(values_X: NDArray[Any]) -> dict[str, Any]:
+    """Points are marked where one or two of them make no line."""
     return {"marker": "o", "markersize": 4} if len(values_X) < 3 else {}
 
 
-def _whole(axes: Any) -> None:
-    axes.xaxis.set_major_locator(whole_ticks(8))
+def _number_micro_steps(axes: Any) -> None:
+    axes.xaxis.set_major_locator(integer_ticks(8))

@@ -1,20 +1,21 @@
-"""A simulated step and what it depends on -> one self-contained HTML page. It computes nothing."""
+"""A simulated step and what it depends on -> a table for a terminal, sentences, one HTML page. It computes nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foreroute.report.fit_rows import fit_rows, fit_summary
-from foreroute.report.plan_rows import over_mean, step_seconds, step_time
-from foreroute.report.simulation_rows import headline, simulation_rows, simulation_summary, strongest_rival
+from foreroute.report.format import duration, flattened, over_mean, percentage, step_seconds, step_time
 from foreroute.report.template import write_html
-from foreroute.report.wording import flattened, percentage
 
-if TYPE_CHECKING:
-    from foreroute.simulate import SimulateConfig, SimulationRecord, SweepRecord, Timeline
+if TYPE_CHECKING:  # they load compiled code
+    from foreroute.simulate import MethodRecord, SimulateConfig, SimulationRecord, SweepRecord, Timeline
     from foreroute.simulate.fit import FitRecord
+
+AS_FAST = 1.005
+"""Methods that take no longer than this times ours are called as fast."""
 
 
 def write_simulation_page(
@@ -42,6 +43,140 @@ def write_simulation_page(
     return write_html(target, "simulation.html.j2", lambda: _values(record, config, sweeps, timelines, fit))
 
 
+@dataclass(frozen=True, kw_only=True)
+class SimulationRow:
+    """One method, or a limit. Cells are text, empty where there is nothing to say; `MethodRecord` explains them.
+
+    Attributes:
+        label: its name.
+        training: recompute and update, seconds.
+        gain: static over this one.
+        of_forced_balance, of_bound: shares of the two limits.
+        imbalance: load of the slowest rank over the mean.
+        recompute, update, plan_wait, home_moves: of the step, seconds.
+        exposed, waiting: shares of recompute and update that wait for transfers and for the slowest group.
+        fetches: experts moved per cell.
+        planning: time of planning.
+        hours, saved: GPU-hours of a step, and how many fewer they are than without balancing.
+        ours: whether it is a plan of ours.
+    """
+
+    label: str
+    training: str
+    gain: str
+    of_forced_balance: str
+    of_bound: str
+    imbalance: str = ""
+    recompute: str = ""
+    update: str = ""
+    plan_wait: str = ""
+    home_moves: str = ""
+    exposed: str = ""
+    waiting: str = ""
+    fetches: str = ""
+    planning: str = ""
+    hours: str = ""
+    saved: str = ""
+    ours: bool = False
+
+
+def simulation_rows(record: SimulationRecord) -> list[SimulationRow]:
+    """One row per method in the order of the record, then the two limits."""
+    static_s, forced_balance_s, bound_s = record["static"].training_s, record.forced_balance_s, record.bound_s
+    limits = [
+        SimulationRow(
+            label=label,
+            training=step_seconds(seconds),
+            gain=f"{static_s / seconds:.2f}",
+            of_forced_balance=percentage(forced_balance_s / seconds),
+            of_bound=percentage(bound_s / seconds),
+        )
+        for label, seconds in (("forced balance", forced_balance_s), ("no plan beats", bound_s))
+    ]
+    return [*(_row(method) for method in record.methods), *limits]
+
+
+def simulation_summary(record: SimulationRecord) -> list[str]:
+    """What the methods are worth on this step, in sentences."""
+    static, main = record["static"], headline(record)
+    limits = (
+        f"Forced balance would take {step_time(record.forced_balance_s)}; no plan takes less than "
+        f"{step_time(record.bound_s)}."
+    )
+    if main.name == "static":
+        return [
+            f"Recompute and update take {step_time(static.training_s)} without balancing, and no other method "
+            f"was simulated. {limits}"
+        ]
+    return [
+        f"Recompute and update take {step_time(static.training_s)} without balancing and "
+        f"{step_time(main.training_s)} with {main.label}, {_times(static, main)}. {limits}",
+        f"The slowest rank of a cell has {over_mean(static.imbalance)} times the mean load without balancing and "
+        f"{over_mean(main.imbalance)} times with {main.label}.",
+        *_rivals(record, main),
+        f"Planning takes {duration(main.planning_s)} with {main.label}, and the recompute waits "
+        f"{duration(main.stages.planning)} for it.",
+    ]
+
+
+def headline(record: SimulationRecord) -> MethodRecord:
+    """The method that the page is about: the first of ours, else the fastest."""
+    ours = [method for method in record.methods if is_ours(method.name)]
+    return ours[0] if ours else _fastest(record.methods)
+
+
+def compared_methods(record: SimulationRecord) -> list[MethodRecord]:
+    """The few methods that plots compare with static: the headline, the fastest of ours, the fastest of the others."""
+    balanced = [method for method in record.methods if method.name != "static"]
+    ours = [method for method in balanced if is_ours(method.name)]
+    others = [method for method in balanced if not is_ours(method.name)]
+    chosen = [*ours[:1], *(_fastest(group) for group in (ours, others) if group)]
+    return [method for n, method in enumerate(chosen) if method not in chosen[:n]]
+
+
+def strongest_rival(record: SimulationRecord) -> MethodRecord | None:
+    """The fastest of the methods that are neither static nor plans of ours; None where that is the headline itself."""
+    others = [method for method in record.methods if method.name != "static" and not is_ours(method.name)]
+    fastest = _fastest(others) if others else None
+    return None if fastest is headline(record) else fastest
+
+
+def is_ours(name: str) -> bool:
+    """Whether the method of this short name is a plan of ours."""
+    from foreroute.simulate.methods import OURS
+
+    return name in OURS
+
+
+@dataclass(frozen=True)
+class FitRow:
+    """A fitted parameter. Cells are text with units."""
+
+    name: str
+    before: str
+    after: str
+
+
+def fit_rows(found: FitRecord, before: Mapping[str, float]) -> list[FitRow]:
+    """One row per fitted parameter.
+
+    Args:
+        found: what was fitted.
+        before: the configured values by name.
+    """
+    return [FitRow(name, _value(name, before[name]), _value(name, value)) for name, value in found.parameters.items()]
+
+
+def fit_summary(found: FitRecord) -> str:
+    """How near the predictions are, in a sentence."""
+    correlation = "not defined" if found.rank_correlation is None else f"{found.rank_correlation:.2f}"
+    return (
+        f"{len(found.names)} measured stages are predicted with a median error of {percentage(found.median_error)} and "
+        f"a worst of {percentage(found.worst_error)}; the rank correlation is {correlation}. The rates "
+        "were fitted to these very measurements."
+    )
+
+
 def _values(
     record: SimulationRecord,
     config: SimulateConfig,
@@ -49,7 +184,7 @@ def _values(
     timelines: Sequence[Timeline],
     fit: tuple[FitRecord, Mapping[str, float]] | None,
 ) -> dict[str, Any]:
-    from foreroute.report import fit_plot, simulation_plots, sweep_plots, timeline_plots
+    from foreroute.report import simulation_plots, sweep_plots
 
     return {
         "gpus": f"{record.gpus:,}",
@@ -57,12 +192,12 @@ def _values(
         "sentences": simulation_summary(record),
         "facts": record.facts | {"step": _step(record)},
         "stages": (simulation_plots.by_stage(record), simulation_plots.by_part(record)),
-        "timelines": timeline_plots.timelines(timelines),
+        "timelines": simulation_plots.timelines(timelines),
         "imbalance": sweep_plots.against_imbalance(record, sweeps),
-        "sensitivity_keys": sweep_plots.keys(record),
+        "sensitivity_keys": sweep_plots.legend(record),
         "sensitivities": sweep_plots.sensitivities(record, config, sweeps),
         "rows": simulation_rows(record),
-        "fit": None if fit is None else (fit_summary(fit[0]), fit_rows(*fit), fit_plot.predictions(fit[0])),
+        "fit": None if fit is None else (fit_summary(fit[0]), fit_rows(*fit), simulation_plots.predictions(fit[0])),
         "publish": step_seconds(record.publish_s),
         "rollout": step_seconds(record.rollout_s) if record.rollout_s else "",
         "planning": "configured" if config.execution.planning_s is not None else "measured",
@@ -105,3 +240,63 @@ def _step(record: SimulationRecord) -> str:
         f"about {record.tokens_per_rank:,.0f} tokens per GPU and micro-step, {record.cells_per_group:,} cells per "
         f"group, {record.groups_simulated} of {record.groups} groups simulated"
     )
+
+
+def _rivals(record: SimulationRecord, main: MethodRecord) -> list[str]:
+    """What else is as fast, or the fastest."""
+    sentences = []
+    for method in compared_methods(record)[1:]:
+        ratio = method.training_s / main.training_s
+        words = (
+            f"takes {step_time(method.training_s)}, {1 / ratio:.2f} times as fast as {main.label}"
+            if ratio < 1 / AS_FAST
+            else f"is as fast as {main.label}, with {step_time(method.training_s)}"
+            if ratio <= AS_FAST
+            else f"takes {step_time(method.training_s)}, {ratio:.2f} times as long as {main.label}"
+        )
+        which = "The fastest plan of ours" if is_ours(method.name) else "The fastest of the other methods"
+        sentences.append(
+            f"{which} ({method.label}) {words}; it moves {method.fetches_per_cell:.1f} experts for a cell, "
+            f"{main.label} {main.fetches_per_cell:.1f}. The whole step, with what planning and home moves delay it by, "
+            f"takes {step_time(method.step_s)}, with {main.label} {step_time(main.step_s)}."
+        )
+    return sentences
+
+
+def _times(static: MethodRecord, method: MethodRecord) -> str:
+    return f"{static.training_s / method.training_s:.2f} times as fast"
+
+
+def _fastest(methods: tuple[MethodRecord, ...] | list[MethodRecord]) -> MethodRecord:
+    return min(methods, key=lambda method: method.training_s)
+
+
+def _row(method: MethodRecord) -> SimulationRow:
+    plans = method.name != "static"
+    return SimulationRow(
+        label=method.label,
+        training=step_seconds(method.training_s),
+        gain=f"{method.speedup_over_static:.2f}",
+        of_forced_balance=percentage(method.share_of_forced_balance),
+        of_bound=percentage(method.share_of_bound),
+        imbalance=over_mean(method.imbalance),
+        recompute=step_seconds(method.stages.recompute),
+        update=step_seconds(method.stages.update),
+        plan_wait=duration(method.stages.planning) if plans else "",
+        home_moves=duration(method.stages.home_moves) if method.stages.home_moves else "",
+        exposed=percentage(method.exposed_share),
+        waiting=percentage(method.groups_waiting),
+        fetches=f"{method.fetches_per_cell:.1f}",
+        planning=duration(method.planning_s) if plans else "",
+        hours=step_seconds(method.gpu_hours),
+        saved=step_seconds(method.gpu_hours_saved) if plans else "",
+        ours=is_ours(method.name),
+    )
+
+
+def _value(name: str, value: float) -> str:
+    if name.endswith("_flops_per_s"):
+        return f"{value / 1e12:,.4g} TFLOP/s"
+    if name.endswith("_bytes_per_s"):
+        return f"{value / 1e9:,.4g} GB/s"
+    return duration(value)

@@ -1,4 +1,4 @@
-"""The plots of a simulated step: its stages, where its time goes, and a few layers of it rank by rank."""
+"""The plots of a simulated step: its stages, where its time goes, a few layers rank by rank, and what was fitted."""
 
 from __future__ import annotations
 
@@ -8,18 +8,31 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foreroute.report.canvas import INCHES, Caption, Key, Plot, panel, top_down
-from foreroute.report.plan_rows import step_seconds, step_time
-from foreroute.report.simulation_rows import compared
+from foreroute.report.figure import COLOURS, GREY, INCHES, INK, Caption, Key, Plot, draw_axes, top_down
+from foreroute.report.format import step_seconds, step_time
+from foreroute.report.simulation import compared_methods
 
 if TYPE_CHECKING:
-    from foreroute.simulate import SimulationRecord
+    from foreroute.simulate import SimulationRecord, Timeline
+    from foreroute.simulate.fit import FitRecord
+    from foreroute.simulate.timelines import Span
 
-PALE, DARK, INK = "#9aa5b1", "#333333", "#3b4550"
+PALE, DARK = "#9aa5b1", "#333333"
 STAGE_COLOURS = (DARK, "#CC79A7", "#56B4E9", "#0072B2", "#009E73", "#E69F00")
 PART_COLOURS = ("#0072B2", "#D55E00", "#009E73", PALE, "#CC79A7", "#E69F00", DARK, "#56B4E9")
+SPAN_COLOURS = {
+    "attention": "#0072B2",
+    "dispatch": "#D55E00",
+    "experts": "#009E73",
+    "combine": "#E69F00",
+    "fetch": "#56B4E9",
+    "waits for weights": "#CC79A7",
+}
 BAR_INCHES = 0.34
 LABEL_WIDTH = 21
+NUM_RANKS = 4
+"""Of a timeline; more lanes than that are too thin to read."""
+LANE_INCHES = 0.225
 
 
 def by_stage(record: SimulationRecord) -> Plot:
@@ -53,7 +66,7 @@ def by_part(record: SimulationRecord) -> Plot:
         y_label="",
         absent="",
     )
-    methods = (record["static"], *compared(record))
+    methods = (record["static"], *compared_methods(record))
     bars = [
         (method.label, [parts[part] for part in PARTS])
         for stage in ("recompute", "update")
@@ -62,6 +75,41 @@ def by_part(record: SimulationRecord) -> Plot:
     ]
     groups = {0: "recompute", len(methods): "update"}
     return _stacked(caption, bars, PARTS, PART_COLOURS, groups=groups, height=_height(len(record.methods)))
+
+
+def timelines(found: Sequence[Timeline]) -> list[Plot]:
+    """Cards that can be laid side by side: the same ranks, the same layers, the same scale of time.
+
+    The first and the last layer of a timeline are left out where there are more than three: what is fetched for the
+    layers around them would be missing there.
+    """
+    if not found:
+        return []
+    ranks = _ranks(found[0])
+    longest_s = max(end - begin for begin, end in map(_window, found))
+    return [_timeline_card(one, ranks, longest_s) for one in found]
+
+
+def predictions(found: FitRecord) -> Plot:
+    """Predicted against measured seconds."""
+    caption = Caption(
+        title="Predicted and measured",
+        sentence="Seconds of every measured stage, with the fitted rates. On the line both are the same.",
+        x_label="seconds, measured",
+        y_label="seconds, predicted",
+        absent="",
+    )
+    most = 1.05 * max(*found.measured_s, *found.predicted_s)
+
+    def draw(axes: Any) -> None:
+        axes.plot([0, most], [0, most], color=GREY, linewidth=0.9)
+        axes.plot(found.measured_s, found.predicted_s, color=COLOURS[0], marker="o", markersize=5, linestyle="")
+        axes.set_xlim(0, most)
+        axes.set_ylim(0, most)
+
+    points = zip(found.names, found.measured_s, found.predicted_s, strict=True)
+    said = "; ".join(f"{name}: {step_time(a)} measured, {step_time(b)} predicted" for name, a, b in points)
+    return draw_axes(caption, draw, f"{caption.title}. {said}.")
 
 
 def _height(num_bars: int) -> float:
@@ -91,6 +139,7 @@ def _stacked(
     """
     widths_BX = np.array([seconds for _, seconds in bars], np.float64)
     totals_B, headings = widths_BX.sum(axis=1), groups or {}
+    # A part below a thousandth of the longest bar would be thinner than a line.
     shown = [x for x in range(len(names)) if widths_BX[:, x].max() > 1e-3 * totals_B.max()]
     places_B = np.array([place + sum(first <= place for first in headings) for place in range(len(bars))], np.float64)
 
@@ -116,4 +165,92 @@ def _stacked(
     said = ", ".join(f"{label} {step_time(total)}" for (label, _), total in zip(bars, totals_B, strict=True))
     keys = [Key(names[x], colours[x]) for x in shown]
     inches = (INCHES[0], max(height, _height(len(bars) + len(headings))))
-    return panel(caption, draw, f"{caption.title}. {said}.", keys, inches)
+    return draw_axes(caption, draw, f"{caption.title}. {said}.", keys, inches)
+
+
+def _timeline_card(found: Timeline, ranks: list[int], longest_s: float) -> Plot:
+    from foreroute.simulate.timelines import RESOURCES
+
+    layers, (begin_s, end_s) = _layers(found), _window(found)
+    caption = Caption(
+        title=f"Timeline: {found.label}",
+        sentence=f"Layers {layers[0]} to {layers[-1]} in micro-step {found.micro_step} of the {found.stage}, on "
+        f"{_which(found, ranks)}. All ranks meet at every dispatch and combine, so white in a compute lane is a rank "
+        "that waits for a slower one.",
+        x_label="milliseconds, modelled",
+        y_label="",
+        absent="",
+    )
+    spans = [span for span in found.spans if span.rank in ranks and span.end_s > begin_s and span.begin_s < end_s]
+    places = {rank: n * (len(RESOURCES) + 0.6) for n, rank in enumerate(ranks)}
+
+    def draw(axes: Any) -> None:
+        for span in spans:
+            place = places[span.rank] + RESOURCES.index(span.resource)
+            left, right = max(span.begin_s, begin_s) - begin_s, min(span.end_s, end_s) - begin_s
+            axes.barh(place, 1e3 * (right - left), left=1e3 * left, color=SPAN_COLOURS[span.what], height=0.82)
+        for layer in layers:
+            start = 1e3 * (_begin(found, layer) - begin_s)
+            axes.axvline(start, color=GREY, linewidth=0.8)
+            axes.annotate(
+                f"layer {layer}", (start, 1), xycoords=("data", "axes fraction"), xytext=(3, 2),
+                textcoords="offset points", fontsize=9.5, color=INK,
+            )  # fmt: skip
+        lanes = [(place + n, name) for place in places.values() for n, name in enumerate(RESOURCES)]
+        axes.set_yticks([y for y, _ in lanes], [_lane(y, name, places) for y, name in lanes], fontsize=9)
+        axes.set_xlim(0, 1e3 * longest_s)
+        axes.set_ylim(lanes[-1][0] + 0.6, -0.6)
+        axes.grid(visible=False, axis="y")
+        axes.tick_params(axis="y", length=0)
+
+    seen = {span.what for span in spans}
+    alt = f"{caption.title}. {len(layers)} layers take {1e3 * (end_s - begin_s):.3g} ms."
+    keys = [Key(what, colour) for what, colour in SPAN_COLOURS.items() if what in seen]
+    inches = (5.0, 0.9 + LANE_INCHES * len(ranks) * (len(RESOURCES) + 0.6))
+    return draw_axes(caption, draw, alt, keys, inches)
+
+
+def _which(found: Timeline, ranks: list[int]) -> str:
+    if len(ranks) == found.num_ranks:
+        return "all ranks of a group"
+    return (
+        f"{len(ranks)} of {found.num_ranks} ranks of a group: those with the most and the least work for their experts "
+        "without balancing, and two between"
+    )
+
+
+def _lane(place: float, name: str, places: dict[int, float]) -> str:
+    rank = next((rank for rank, first in places.items() if first == place), None)
+    return name if rank is None else f"rank {rank}   {name}"
+
+
+def _ranks(found: Timeline) -> list[int]:
+    """From the most to the least work for the experts."""
+    work_G = np.zeros(found.num_ranks)
+    for span in found.spans:
+        if span.what == "experts" and span.layer in _layers(found):
+            work_G[span.rank] += span.end_s - span.begin_s
+    order = np.argsort(-work_G, kind="stable")
+    chosen = np.unique(np.linspace(0, found.num_ranks - 1, min(NUM_RANKS, found.num_ranks)).round().astype(int))
+    ranks: list[int] = order[chosen].tolist()
+    return ranks
+
+
+def _layers(found: Timeline) -> list[int]:
+    layers = sorted({span.layer for span in found.spans})
+    return layers[1:-1] if len(layers) > 3 else layers
+
+
+def _window(found: Timeline) -> tuple[float, float]:
+    """Seconds from the first layer's begin to the last one's end."""
+    layers = _layers(found)
+    ends = [span.end_s for span in found.spans if span.layer == layers[-1]]
+    return _begin(found, layers[0]), max(ends)
+
+
+def _begin(found: Timeline, layer: int) -> float:
+    return min(span.begin_s for span in _computing(found, layer))
+
+
+def _computing(found: Timeline, layer: int) -> list[Span]:
+    return [span for span in found.spans if span.layer == layer and span.resource == "compute"]

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.ticker import PercentFormatter
 
-from foreroute.report.canvas import Caption, Key, Plot, panel
-from foreroute.report.plan_rows import over_mean
-from foreroute.report.simulation_rows import compared, headline
-from foreroute.report.wording import duration
+from foreroute.report.figure import GREY, Caption, Key, Plot, draw_axes
+from foreroute.report.format import duration, over_mean
+from foreroute.report.simulation import compared_methods, headline
 
 if TYPE_CHECKING:
     from foreroute.simulate import SimulateConfig, SimulationRecord, SweepRecord
@@ -44,6 +43,7 @@ MARKERS = {"skew": ("o", "circles: skew"), "tokens_per_rank": ("s", "squares: to
 def sensitivities(record: SimulationRecord, config: SimulateConfig, sweeps: Sequence[SweepRecord]) -> list[Plot]:
     """One card for each key, in the order of `WORDS`. All but planning time share one scale of gains."""
     by_key = {key: list(points) for key, points in groupby(sorted(sweeps, key=_order), key=lambda one: one.key)}
+    # One scale for all cards, so that their slopes can be compared.
     gains = [
         gain
         for one in (record, *(point.simulation for point in sweeps if point.key != "planning_s"))
@@ -86,7 +86,7 @@ def _scatter(
     *,
     shares: bool,
 ) -> Plot:
-    names = [method.name for method in compared(record)]
+    names = [method.name for method in compared_methods(record)]
 
     def draw(axes: Any) -> None:
         for marker, one in points:
@@ -96,7 +96,7 @@ def _scatter(
             for method in _drawn(record, one):
                 y = method.share_of_forced_balance if shares else method.speedup_over_static
                 axes.plot(x, y, marker=marker, color=COLOURS[names.index(method.name)], markersize=size, alpha=0.8)
-        axes.axhline(1.0, color="#8a94a0", linewidth=0.8)
+        axes.axhline(1.0, color=GREY, linewidth=0.8)
         if shares:
             axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %", decimals=0))
 
@@ -106,8 +106,8 @@ def _scatter(
         f"{one[main].share_of_forced_balance if shares else one[main].speedup_over_static:.3g}"
         for _, one in points
     )
-    drawn = [key for key in keys(record) if not (shares and key.dashed)]
-    return replace(panel(caption, draw, f"{caption.title}. {said}.", drawn), notes=(note,))
+    drawn = [key for key in legend(record) if not (shares and key.dashed)]
+    return replace(draw_axes(caption, draw, f"{caption.title}. {said}.", drawn), notes=(note,))
 
 
 def _order(point: SweepRecord) -> tuple[int, float]:
@@ -128,7 +128,7 @@ def _card(
     )
     known = {point.value: point.simulation for point in points}
     places = sorted(({configured: record} | known).items())
-    methods = compared(record)
+    methods = compared_methods(record)
 
     def draw(axes: Any) -> None:
         x = [value for value, _ in places]
@@ -138,7 +138,7 @@ def _card(
             same = [one[method.name] for _, one in places]
             y = [one.stages.planning if waits else one.speedup_over_static for one in same]
             axes.plot(x, y, color=COLOURS[n], marker="o", markersize=4.2)
-        axes.axvline(configured, color="#8a94a0", linewidth=0.9, linestyle=(0, (1, 2)))
+        axes.axvline(configured, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)))
         _x_axis(axes, list(known) if waits else x)
         low, high = (0.0, None) if waits else (min(1.0, span[0]) - 0.03, span[1] + 0.05 * (span[1] - 0.95))
         axes.set_ylim(low, high)
@@ -148,7 +148,7 @@ def _card(
         f"{value:,.4g}: {one[main].stages.planning if waits else one[main].speedup_over_static:.3g}"
         for value, one in places
     )
-    return panel(caption, draw, f"{title}. {said}.", (), SMALL_INCHES)
+    return draw_axes(caption, draw, f"{title}. {said}.", (), SMALL_INCHES)
 
 
 def _x_axis(axes: Any, values: list[float]) -> None:
@@ -163,14 +163,14 @@ def _short(value: float) -> str:
     return f"{value / 1024:g}k" if value >= 1024 and value % 512 == 0 else f"{value:g}"
 
 
-def keys(record: SimulationRecord) -> list[Key]:
+def legend(record: SimulationRecord) -> list[Key]:
     """What the lines and points of all cards are."""
-    named = [Key(method.label, colour) for method, colour in zip(compared(record), COLOURS, strict=False)]
+    named = [Key(method.label, colour) for method, colour in zip(compared_methods(record), COLOURS, strict=False)]
     return [*named, Key("forced balance", FORCED, dashed=True)]
 
 
 def _drawn(record: SimulationRecord, one: SimulationRecord) -> list[Any]:
-    names = [method.name for method in compared(record)]
+    names = [method.name for method in compared_methods(record)]
     return [method for method in one.methods if method.name in names]
 
 
@@ -179,7 +179,7 @@ def _forced_gain(record: SimulationRecord) -> float:
 
 
 def _said(key: str, configured: float, config: SimulateConfig) -> str:
-    from foreroute.simulate.reading import BANDWIDTHS
+    from foreroute.simulate.config import BANDWIDTHS
 
     if key in BANDWIDTHS:
         rate = getattr(config.described().topology.links, BANDWIDTHS[key])
@@ -191,7 +191,7 @@ def _said(key: str, configured: float, config: SimulateConfig) -> str:
 
 def _configured(key: str, record: SimulationRecord, config: SimulateConfig) -> float:
     """The value that the configuration has."""
-    from foreroute.simulate.reading import PLACES
+    from foreroute.simulate.config import PLACES
 
     if key not in PLACES:
         return 1.0

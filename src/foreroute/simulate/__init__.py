@@ -1,11 +1,9 @@
 """What a plan is worth on a cluster that is described, not there: a model of one RL step, in seconds. No torch."""
 
-from foreroute.simulate.config import SimulateConfig
-from foreroute.simulate.reading import load_config, parse_config
+from foreroute.simulate.config import SimulateConfig, load_config, parse_config
 from foreroute.simulate.records import MethodRecord, SimulationRecord
-from foreroute.simulate.simulation import simulate
-from foreroute.simulate.sweep import SweepRecord, sweep
-from foreroute.simulate.timeline import Timeline, timeline
+from foreroute.simulate.simulation import SweepRecord, simulate, sweep
+from foreroute.simulate.timelines import Timeline, timeline
 
 __all__ = [
     "MethodRecord",

@@ -1,15 +1,15 @@
 """When everything happens in one stage of the step, for one expert-parallel group: the recurrence over its cells.
 
-The ranks of a group meet in every all-to-all, so between two of them one clock is enough for all; what has a life of
-its own are the copy engines, the links and the pipeline stages. Events are taken in the order of their causes, so each
-is computed once and exactly. Times are seconds from the start of the stage.
+The ranks of a group meet in every all-to-all, so between two of them one clock is enough for all; the copy
+engines, the links and the pipeline stages have clocks of their own. Events are taken in the order of their causes, so
+each is computed once and exactly. Times are seconds from the start of the stage.
 
 - A pass over a cell: attention and router | dispatch | experts | combine; the reverse in a backward pass. Each part
   begins when the one before has ended on all ranks of the group.
 - The copy engine of a rank serves its fetches one after the other. A fetch begins when its slots are free and the cell
   `prefetch` places before it has ended its attention. Experts of a rank begin when its own fetches are there.
 - A link that all-to-alls use carries direct fetches and gradients while no all-to-all runs, fetches first, in the order
-  of cells. The direct fetches of a cell are one burst, which all ranks wait for.
+  of cells. All ranks wait for all direct fetches of a cell.
 - Gradients return in the background; what is left of them at the end of the stage is waited for.
 - `overlap` times its computing time, a pass hides its all-to-alls behind; for so long the links are taken.
 """
@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.model import STAGES
-from foreroute.simulate.residence import Visit
-from foreroute.simulate.work import Compute, Transfers
+from foreroute.simulate.cell_costs import Compute, StagePass, Transfers
 
 Floats = NDArray[np.float64]
 
@@ -62,7 +61,7 @@ class Rules(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class StageRun:
     """One stage of the step on one group.
 
     Attributes:
@@ -71,18 +70,18 @@ class Run:
         times_PNX: [pipeline stages, cells in their order, 10], seconds: begin and end of each part, of both passes;
             the second is NaN where there is none.
         fetched_PNG2: [pipeline stages, cells in their order, G, 2], begin and end of each rank's copies from the host.
-        bursts_PN: [pipeline stages, cells in their order], when the cell's direct fetches were there.
+        direct_end_PN: [pipeline stages, cells in their order], when the cell's direct fetches had all arrived.
     """
 
     parts_PX: Floats
     end_P: Floats
     times_PNX: Floats
     fetched_PNG2: Floats
-    bursts_PN: Floats
+    direct_end_PN: Floats
 
 
 def run(
-    orders: Sequence[Sequence[Visit]],
+    orders: Sequence[Sequence[StagePass]],
     layer_parts: Sequence[range],
     compute: Compute,
     transfers: Transfers,
@@ -90,11 +89,11 @@ def run(
     *,
     stage: int,
     ready_M: Floats | None = None,
-) -> Run:
+) -> StageRun:
     """Run one stage.
 
     Args:
-        orders: of visits, for each pipeline stage.
+        orders: of stage passes, for each pipeline stage.
         layer_parts: layers of each pipeline stage.
         compute: of all cells.
         transfers: of all cells, each pipeline stage's by its own order.
@@ -104,16 +103,18 @@ def run(
     """
     from foreroute.simulate import engine_kernels
 
-    num_micro_steps = len(compute.leg_ML)
-    visits_PVK = np.array([[(int(visit.backward), visit.micro_step) for visit in order] for order in orders], np.int64)
+    num_micro_steps = len(compute.all_to_all_ML)
+    passes_PVK = np.array(
+        [[(int(stage_pass.backward), stage_pass.micro_step) for stage_pass in order] for order in orders], np.int64
+    )
     bounds = np.array([layer_parts[0].start, *(part.stop for part in layer_parts)], np.int64)
     groups_KF = np.zeros((2, 2), np.int64)
     groups_KF[: len(STAGES[stage].groups)] = STAGES[stage].groups
     ready = np.zeros(num_micro_steps) if ready_M is None else ready_M
     arrays = (*vars(compute).values(), *vars(transfers).values())
     work = Work(*(np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for one in arrays))
-    found = engine_kernels.run(visits_PVK, bounds, groups_KF, ready, work, rules)
-    return Run(*found)
+    found = engine_kernels.run(passes_PVK, bounds, groups_KF, ready, work, rules)
+    return StageRun(*found)
 
 
 class Work(NamedTuple):
@@ -121,7 +122,7 @@ class Work(NamedTuple):
 
     attention_MG2: Any
     head_MG: Any
-    leg_ML: Any
+    all_to_all_ML: Any
     experts_MLG2: Any
     layer_s: Any
     send_M: Any

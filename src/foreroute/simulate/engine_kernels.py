@@ -1,7 +1,7 @@
 """The recurrence of `engine.py`, compiled.
 
-A *place* is a cell in the order of a pipeline stage: visit * layers of the stage + position in the visit, where
-backward visits take the layers from last to first.
+A *place* is a cell in the order of a pipeline stage: stage pass * layers of the stage + position in the pass, where
+backward passes take the layers from last to first.
 """
 
 from __future__ import annotations
@@ -12,66 +12,64 @@ from typing import Any
 import numpy as np
 
 from foreroute.kernels import kernel
-from foreroute.simulate.clock_kernels import (
-    ALL_TO_ALL,
-    BUBBLE,
-    EXPERTS,
-    EXPOSED,
-    HEAD,
-    PLAN,
-    Lane,
-    attend,
-    elapse,
-    phase_seconds,
-    until,
-    wait,
+
+ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED, HEAD, PLAN, BUBBLE = range(8)
+
+# One pipeline stage at a moment. `clock` holds its seconds; `progress` three counts or places: the next place to begin
+# fetches for, the last that has ended its attention, the last that has ended. `queued_G4` and `owed_G4` are seconds of
+# direct fetches and of gradients that the links have not carried yet; `host_G` is when each copy engine is free.
+StageState = namedtuple(
+    "StageState", "clock progress queued_G4 owed_G4 host_G parts_X times_NX fetched_NG2 direct_end_N"
 )
 
-# What a pipeline stage does: its visits, as kind and micro-step, to its layers from `first` to before `end`.
-Duty = namedtuple("Duty", "visits_VK first end is_last")
+# What a pipeline stage does: its stage passes, as kind and micro-step, to its layers from `first` to before `end`.
+StageOrder = namedtuple("StageOrder", "passes_VK first end is_last")
 
 
 @kernel
-def run(visits_PVK: Any, bounds: Any, groups_KF: Any, ready_M: Any, work: Any, rules: Any) -> Any:
-    """All visits of all pipeline stages, each as soon as its causes are known."""
-    num_stages, num_visits = visits_PVK.shape[:2]
-    state = _at_rest(num_stages, num_visits * (bounds[1:] - bounds[:-1]).max(), work.head_MG.shape[1])
+def run(passes_PVK: Any, bounds: Any, groups_KF: Any, ready_M: Any, work: Any, rules: Any) -> Any:
+    """All stage passes of all pipeline stages, each as soon as its causes are known."""
+    num_stages, num_passes = passes_PVK.shape[:2]
+    states = _initial_states(num_stages, num_passes * (bounds[1:] - bounds[:-1]).max(), work.head_MG.shape[1])
     done_KPM = np.full((2, num_stages, len(work.head_MG)), np.inf)
     next_P = np.zeros(num_stages, np.int64)
-    left = num_stages * num_visits
+    left = num_stages * num_passes
     while left > 0:
         before = left
         for p in range(num_stages):
-            lane, duty = _lane(state, p), Duty(visits_PVK[p], bounds[p], bounds[p + 1], p == num_stages - 1)
-            while next_P[p] < num_visits:
-                kind, m = visits_PVK[p, next_P[p]]
+            state = _state_of(states, p)
+            order = StageOrder(passes_PVK[p], bounds[p], bounds[p + 1], p == num_stages - 1)
+            # A stage runs ahead as far as the others let it: every time that a pass reads is already final.
+            while next_P[p] < num_passes:
+                kind, m = passes_PVK[p, next_P[p]]
                 cause = _cause(kind, p, m, done_KPM, work.send_M)
                 if cause == np.inf:
                     break
-                wait(lane, BUBBLE, cause)
+                _wait(state, BUBBLE, cause)
                 if p == 0:
-                    wait(lane, PLAN, ready_M[m])
-                _visit(lane, next_P[p], duty, groups_KF, work, rules)
-                done_KPM[kind, p, m] = lane.clock[0]
+                    _wait(state, PLAN, ready_M[m])
+                _run_pass(state, next_P[p], order, groups_KF, work, rules)
+                done_KPM[kind, p, m] = state.clock[0]
                 next_P[p] += 1
                 left -= 1
+        # Each round runs one pass at least, unless every stage waits for another.
         if left == before:
             raise ValueError("the pipeline schedule waits for itself")
     for p in range(num_stages):
-        tail = max(0.0, (state.queued_G4[p] + state.owed_G4[p]).max())
-        state.parts_X[p, EXPOSED] += tail
-        state.clock[p, 0] += tail
-    return state.parts_X, state.clock[:, 0].copy(), state.times_NX, state.fetched_NG2, state.bursts_N
+        tail = max(0.0, (states.queued_G4[p] + states.owed_G4[p]).max())
+        states.parts_X[p, EXPOSED] += tail
+        states.clock[p, 0] += tail
+    return states.parts_X, states.clock[:, 0].copy(), states.times_NX, states.fetched_NG2, states.direct_end_N
 
 
 @kernel
-def _at_rest(num_stages: int, num_places: int, ranks: int) -> Any:
-    """A lane whose arrays have one more axis in front, for the pipeline stages."""
-    marks_P3 = np.full((num_stages, 3), -1, np.int64)
-    marks_P3[:, 0] = 0
-    return Lane(
+def _initial_states(num_stages: int, num_places: int, ranks: int) -> Any:
+    """A state whose arrays have one more axis in front, for the pipeline stages."""
+    progress_P3 = np.full((num_stages, 3), -1, np.int64)
+    progress_P3[:, 0] = 0
+    return StageState(
         np.zeros((num_stages, 1)),
-        marks_P3,
+        progress_P3,
         np.zeros((num_stages, ranks, 4)),
         np.zeros((num_stages, ranks, 4)),
         np.zeros((num_stages, ranks)),
@@ -83,24 +81,24 @@ def _at_rest(num_stages: int, num_places: int, ranks: int) -> Any:
 
 
 @kernel
-def _lane(state: Any, p: int) -> Any:
+def _state_of(states: Any, p: int) -> Any:
     """That of one pipeline stage."""
-    return Lane(
-        state.clock[p],
-        state.marks[p],
-        state.queued_G4[p],
-        state.owed_G4[p],
-        state.host_G[p],
-        state.parts_X[p],
-        state.times_NX[p],
-        state.fetched_NG2[p],
-        state.bursts_N[p],
+    return StageState(
+        states.clock[p],
+        states.progress[p],
+        states.queued_G4[p],
+        states.owed_G4[p],
+        states.host_G[p],
+        states.parts_X[p],
+        states.times_NX[p],
+        states.fetched_NG2[p],
+        states.direct_end_N[p],
     )
 
 
 @kernel
 def _cause(kind: int, p: int, m: int, done_KPM: Any, send_M: Any) -> float:
-    """When what a visit builds on has arrived; infinite while that is not known."""
+    """When what a stage pass builds on has arrived; infinite while that is not known."""
     num_stages = done_KPM.shape[1]
     if kind == 0:
         return 0.0 if p == 0 else done_KPM[0, p - 1, m] + send_M[m]
@@ -108,121 +106,187 @@ def _cause(kind: int, p: int, m: int, done_KPM: Any, send_M: Any) -> float:
 
 
 @kernel
-def _visit(lane: Any, v: int, duty: Any, groups_KF: Any, work: Any, rules: Any) -> None:
-    kind, m = duty.visits_VK[v]
+def _run_pass(state: Any, v: int, order: Any, groups_KF: Any, work: Any, rules: Any) -> None:
+    """One stage pass. `groups_KF` says how many forward and backward passes over each cell it consists of."""
+    kind, m = order.passes_VK[v]
     forwards, backwards = groups_KF[kind]
-    layers = duty.end - duty.first
-    head_s = phase_seconds(work.head_MG[m], rules) if duty.is_last else 0.0
-    if kind == 1 and duty.is_last:
-        elapse(lane, HEAD, 2 * head_s, 2 * head_s)
+    layers = order.end - order.first
+    head_s = _phase_seconds(work.head_MG[m], rules) if order.is_last else 0.0
+    if kind == 1 and order.is_last:
+        _elapse(state, HEAD, 2 * head_s, 2 * head_s)
     for place in range(v * layers, (v + 1) * layers):
         for i in range(forwards + backwards):
-            _pass(lane, place, i, i >= forwards, duty, work, rules)
-        lane.marks[2] = place
-        _release(lane, duty, work, rules)
-    if kind == 0 and duty.is_last:
-        elapse(lane, HEAD, head_s, head_s)
+            _pass_cell(state, place, i, i >= forwards, order, work, rules)
+        state.progress[2] = place
+        _release(state, order, work, rules)
+    if kind == 0 and order.is_last:
+        _elapse(state, HEAD, head_s, head_s)
 
 
 @kernel
-def _pass(lane: Any, place: int, i: int, backward: bool, duty: Any, work: Any, rules: Any) -> None:
+def _pass_cell(state: Any, place: int, i: int, backward: bool, order: Any, work: Any, rules: Any) -> None:
     """One pass over one cell."""
     side = 1 if backward else 0
-    _, m, layer = _cell(place, duty)
-    attention_s = phase_seconds(work.attention_MG2[m, :, side], rules)
-    experts_s = phase_seconds(work.experts_MLG2[m, layer, :, side], rules)
-    hidden = min(2 * work.leg_ML[m, layer], rules.overlap * (attention_s + experts_s))
-    leg_s = work.leg_ML[m, layer] - hidden / 2
+    _, m, layer = _cell(place, order)
+    attention_s = _phase_seconds(work.attention_MG2[m, :, side], rules)
+    experts_s = _phase_seconds(work.experts_MLG2[m, layer, :, side], rules)
+    # What is hidden shortens both all-to-alls alike, and takes the links from fetches while the ranks compute.
+    hidden = min(2 * work.all_to_all_ML[m, layer], rules.overlap * (attention_s + experts_s))
+    all_to_all_s = work.all_to_all_ML[m, layer] - hidden / 2
     computing = attention_s + experts_s + work.layer_s
     rate = 1 - hidden / computing if computing > 0 else 1.0
-    span = lane.times_NX[place, 5 * i : 5 * i + 5]
-    span[0] = lane.clock[0]
+    span = state.times_NX[place, 5 * i : 5 * i + 5]
+    span[0] = state.clock[0]
     if backward:
-        elapse(lane, ALL_TO_ALL, leg_s, 0.0)
-        span[1] = lane.clock[0]
-        elapse(lane, EXPERTS, experts_s, rate * experts_s)
-        lane.owed_G4[:] += work.gradient_MLG4[m, layer]
-        span[2] = lane.clock[0]
-        elapse(lane, ALL_TO_ALL, leg_s, 0.0)
-        span[3] = lane.clock[0]
-        attend(lane, attention_s, work.layer_s, rate)
+        _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
+        span[1] = state.clock[0]
+        _elapse(state, EXPERTS, experts_s, rate * experts_s)
+        state.owed_G4[:] += work.gradient_MLG4[m, layer]
+        span[2] = state.clock[0]
+        _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
+        span[3] = state.clock[0]
+        _attend(state, attention_s, work.layer_s, rate)
     else:
-        attend(lane, attention_s, work.layer_s, rate)
-        span[1] = lane.clock[0]
+        _attend(state, attention_s, work.layer_s, rate)
+        span[1] = state.clock[0]
         if i == 0:
-            lane.marks[1] = place
-            _release(lane, duty, work, rules)
-        elapse(lane, ALL_TO_ALL, leg_s, 0.0)
-        span[2] = lane.clock[0]
-        exposed_s = _exposed(lane, place, duty, experts_s, rate, work, rules) if i == 0 else 0.0
-        elapse(lane, EXPERTS, experts_s, rate * experts_s)
-        elapse(lane, EXPOSED, exposed_s, exposed_s)
-        span[3] = lane.clock[0]
-        elapse(lane, ALL_TO_ALL, leg_s, 0.0)
-    span[4] = lane.clock[0]
+            state.progress[1] = place
+            _release(state, order, work, rules)
+        _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
+        span[2] = state.clock[0]
+        exposed_s = _exposed(state, place, order, experts_s, rate, work, rules) if i == 0 else 0.0
+        _elapse(state, EXPERTS, experts_s, rate * experts_s)
+        _elapse(state, EXPOSED, exposed_s, exposed_s)
+        span[3] = state.clock[0]
+        _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
+    span[4] = state.clock[0]
 
 
 @kernel
-def _exposed(lane: Any, place: int, duty: Any, experts_s: float, rate: float, work: Any, rules: Any) -> float:
+def _exposed(state: Any, place: int, order: Any, experts_s: float, rate: float, work: Any, rules: Any) -> float:
     """Seconds that the experts of the first pass take longer, since they wait for what is fetched for them."""
-    _, m, layer = _cell(place, duty)
-    now = lane.clock[0]
-    burst_s = _burst(lane, place, duty, experts_s, rate, work)
-    lane.bursts_N[place] = now + burst_s
-    longest, waited = 0.0, burst_s
-    for g in range(lane.host_G.shape[0]):
-        wait_s = max(burst_s, lane.fetched_NG2[place, g, 1] - now)
+    _, m, layer = _cell(place, order)
+    now = state.clock[0]
+    direct_s = _direct_wait(state, place, order, experts_s, rate, work)
+    state.direct_end_N[place] = now + direct_s
+    longest, waited = 0.0, direct_s
+    for g in range(state.host_G.shape[0]):
+        wait_s = max(direct_s, state.fetched_NG2[place, g, 1] - now)
         waited = max(waited, wait_s)
         longest = max(longest, wait_s + work.experts_MLG2[m, layer, g, 0])
     if rules.processors_per_node < rules.ranks_per_node:
+        # Ranks that share processors are slowed by each other, so all are taken to begin with the last.
         longest = waited + experts_s
     return longest - experts_s
 
 
 @kernel
-def _burst(lane: Any, place: int, duty: Any, experts_s: float, rate: float, work: Any) -> float:
-    """Seconds until the direct fetches of a place, and of those before it, have all arrived."""
-    burst_s = 0.0
-    for g in range(lane.host_G.shape[0]):
+def _direct_wait(state: Any, place: int, order: Any, experts_s: float, rate: float, work: Any) -> float:
+    """Seconds until the direct fetches of a place, and of those before it, have all arrived.
+
+    Links serve places in order, so what is queued less what was queued for later places is in front of them.
+    """
+    direct_s = 0.0
+    for g in range(state.host_G.shape[0]):
         for k in range(4):
-            left = lane.queued_G4[g, k]
-            for later in range(place + 1, lane.marks[0]):
-                c, n, la = _cell(later, duty)
+            left = state.queued_G4[g, k]
+            for later in range(place + 1, state.progress[0]):
+                c, n, la = _cell(later, order)
                 left -= work.direct_KMLG4[c, n, la, g, k]
-            # A sum of the others less themselves leaves crumbs of rounding.
+            # Adding the same seconds and taking them off again leaves a rounding error of this size.
             if left > 1e-15:
-                burst_s = max(burst_s, until(left, experts_s, rate))
-    return burst_s
+                direct_s = max(direct_s, _until(left, experts_s, rate))
+    return direct_s
 
 
 @kernel
-def _release(lane: Any, duty: Any, work: Any, rules: Any) -> None:
+def _release(state: Any, order: Any, work: Any, rules: Any) -> None:
     """Begin all fetches whose time has come."""
-    layers = duty.end - duty.first
-    while lane.marks[0] < len(duty.visits_VK) * layers:
-        place = lane.marks[0]
-        if lane.marks[1] < max(place - rules.prefetch, 0):
+    layers = order.end - order.first
+    while state.progress[0] < len(order.passes_VK) * layers:
+        place = state.progress[0]
+        # Fetches begin in order: where one must wait, so do all after it.
+        if state.progress[1] < max(place - rules.prefetch, 0):
             return
-        kind, m, layer = _cell(place, duty)
+        kind, m, layer = _cell(place, order)
         if rules.keeps_slots and place >= layers:
+            # The slots of this layer are in use until its cell of the pass before has ended.
             before = place // layers - 1
-            k = duty.end - 1 - layer if duty.visits_VK[before, 0] == 1 else layer - duty.first
-            if lane.marks[2] < before * layers + k:
+            k = order.end - 1 - layer if order.passes_VK[before, 0] == 1 else layer - order.first
+            if state.progress[2] < before * layers + k:
                 return
-        for g in range(lane.host_G.shape[0]):
+        for g in range(state.host_G.shape[0]):
             seconds = work.host_KMLG[kind, m, layer, g]
             if seconds > 0:
-                begin = max(lane.host_G[g], lane.clock[0])
-                lane.host_G[g] = begin + seconds
-                lane.fetched_NG2[place, g, 0] = begin
-                lane.fetched_NG2[place, g, 1] = begin + seconds
-        lane.queued_G4[:] += work.direct_KMLG4[kind, m, layer]
-        lane.marks[0] += 1
+                begin = max(state.host_G[g], state.clock[0])
+                state.host_G[g] = begin + seconds
+                state.fetched_NG2[place, g, 0] = begin
+                state.fetched_NG2[place, g, 1] = begin + seconds
+        state.queued_G4[:] += work.direct_KMLG4[kind, m, layer]
+        state.progress[0] += 1
 
 
 @kernel
-def _cell(place: int, duty: Any) -> Any:
+def _cell(place: int, order: Any) -> Any:
     """Kind, micro-step and layer of a place."""
-    v, k = divmod(place, duty.end - duty.first)
-    kind, m = duty.visits_VK[v]
-    return kind, m, (duty.end - 1 - k if kind == 1 else duty.first + k)
+    v, k = divmod(place, order.end - order.first)
+    kind, m = order.passes_VK[v]
+    return kind, m, (order.end - 1 - k if kind == 1 else order.first + k)
+
+
+@kernel
+def _wait(state: Any, part: int, until: float) -> None:
+    """Let time pass until this moment, in which the links are free."""
+    seconds = until - state.clock[0]
+    if seconds > 0:
+        _elapse(state, part, seconds, seconds)
+
+
+@kernel
+def _elapse(state: Any, part: int, seconds: float, capacity: float) -> None:
+    """Let time pass in which the links have `capacity` seconds for fetches, and what is left of it for gradients."""
+    state.clock[0] += seconds
+    state.parts_X[part] += seconds
+    if capacity <= 0:
+        return
+    for g in range(state.queued_G4.shape[0]):
+        for k in range(4):
+            used = min(capacity, state.queued_G4[g, k])
+            state.queued_G4[g, k] -= used
+            state.owed_G4[g, k] = max(0.0, state.owed_G4[g, k] - (capacity - used))
+
+
+@kernel
+def _attend(state: Any, attention_s: float, layer_s: float, rate: float) -> None:
+    """Attention and the fixed cost of a pass over a layer; the links are free for a share `rate` of them."""
+    _elapse(state, ATTENTION, attention_s, rate * attention_s)
+    _elapse(state, FIXED, layer_s, rate * layer_s)
+
+
+@kernel
+def _until(seconds: float, phase_s: float, rate: float) -> float:
+    """When a link has done so many seconds of work, free for a share `rate` of the phase and for all time after."""
+    if seconds <= rate * phase_s:
+        return seconds / rate
+    return phase_s + seconds - rate * phase_s
+
+
+@kernel
+def _phase_seconds(work_G: Any, rules: Any) -> float:
+    """When the last rank ends that begins with the others.
+
+    With fewer processors than ranks in a node they take turns, as an operating system lets them.
+    """
+    per_node, processors = rules.ranks_per_node, rules.processors_per_node
+    slowest: float = work_G.max()
+    if processors >= per_node:
+        return slowest
+    for first in range(0, len(work_G), per_node):
+        ordered = np.sort(work_G[first : first + per_node])
+        # Shortest first: while n ranks are left, each gets processors / n of the time, at most all of it.
+        now, done = 0.0, 0.0
+        for i in range(len(ordered)):
+            now += (ordered[i] - done) * max(1.0, (len(ordered) - i) / processors)
+            done = ordered[i]
+        slowest = max(slowest, now)
+    return slowest

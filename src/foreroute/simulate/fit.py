@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from foreroute.costs.model import CostModel, Hardware
 from foreroute.errors import ConfigError
 from foreroute.simulate.config import SimulateConfig
-from foreroute.simulate.group import Group
-from foreroute.simulate.measured import Measured
+from foreroute.simulate.ep_group import EPGroup
+from foreroute.simulate.measurements import Measurement
 
 Floats = NDArray[np.float64]
 
@@ -37,9 +37,13 @@ FITTABLE = (
     "cluster_latency_s",
 )
 FARTHEST = 1e3
+"""A fitted rate is at most so many times what it was, or one over it."""
 ROUNDS = 30
+"""At most, of solving the pieces of a point. Exact measurements need two; noisy ones improve a little in each."""
 STEP = 1e-4
+"""Relative change of a rate by which slopes are taken: far above rounding, and within one linear piece mostly."""
 ALIKE = 1e6
+"""Singular values of the slopes, largest over smallest, from which rates cannot be told apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +75,7 @@ class FitRecord:
 
 
 def fit(
-    measured: Sequence[Measured], config: SimulateConfig, parameters: Sequence[str] = ("gemm_flops_per_s", "layer_s")
+    measured: Sequence[Measurement], config: SimulateConfig, parameters: Sequence[str] = ("gemm_flops_per_s", "layer_s")
 ) -> FitRecord:
     """Fit rates of the configured hardware to measurements.
 
@@ -103,7 +107,7 @@ def fit(
 
 
 def fit_record(
-    measured: Sequence[Measured], config: SimulateConfig, costs: CostModel, parameters: Sequence[str]
+    measured: Sequence[Measurement], config: SimulateConfig, costs: CostModel, parameters: Sequence[str]
 ) -> FitRecord:
     """How well a cost model predicts measurements, of which none need have been fitted."""
     seconds_V, predicted_V = np.array([one.seconds for one in measured]), predict(measured, config, costs)
@@ -140,12 +144,12 @@ def _ranks(values_V: Floats) -> Floats:
     return mean_G[group_V]
 
 
-def predict(measured: Sequence[Measured], config: SimulateConfig, costs: CostModel) -> Floats:
+def predict(measured: Sequence[Measurement], config: SimulateConfig, costs: CostModel) -> Floats:
     """float64 [measurements], simulated seconds."""
     seconds = []
     for one in measured:
         topology = replace(one.step.problem.topology, links=costs.hardware.links)
-        runs = Group.of(one.served, one.step, config, topology, costs).run()
+        runs = EPGroup.of(one.planned, one.step, config, topology, costs).run()
         seconds.append(float(runs[one.stage].end_P.max()))
     return np.array(seconds)
 
@@ -171,7 +175,11 @@ def _scaled(costs: CostModel, parameters: Sequence[str], cost_K: Floats) -> Cost
 
 
 def _least_squares(predicted: Callable[[Floats], Floats], seconds_V: Floats, names: list[str]) -> Floats:
-    """Factors of the costs that it began from."""
+    """Find the factors of the costs that it began from.
+
+    Every round solves the linear pieces of this point, then halves the way to their solution until the error falls: the
+    pieces there may be others.
+    """
     scale_K = np.ones(len(names))
     found_V = predicted(scale_K)
     error = _error(found_V, seconds_V)
@@ -206,7 +214,10 @@ def _error(found_V: Floats, seconds_V: Floats) -> float:
 
 
 def _bounded(matrix_VK: Floats, right_V: Floats, begin_K: Floats) -> Floats:
-    """Least squares with every unknown between its bounds, one unknown at a time."""
+    """Solve least squares with every unknown between its bounds, one unknown at a time.
+
+    The problem is convex and its bounds are of one unknown each, so the sweeps end at its only solution.
+    """
     values_K = begin_K.copy()
     square_KK, linear_K = matrix_VK.T @ matrix_VK, matrix_VK.T @ right_V
     for _ in range(20_000):

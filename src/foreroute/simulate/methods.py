@@ -47,7 +47,7 @@ METHODS = (*BALANCERS, *OURS)
 
 
 @dataclass(frozen=True, eq=False)
-class Served:
+class PlannedStep:
     """A step, served by one method.
 
     Attributes:
@@ -80,7 +80,7 @@ def check_methods(methods: Sequence[str]) -> None:
         raise ConfigError(f"there is no method called {', '.join(unknown)}; expected some of {', '.join(METHODS)}")
 
 
-def serve(method: str, problem: BalancerInput, costs: CostModel) -> Served:
+def plan_with(method: str, problem: BalancerInput, costs: CostModel) -> PlannedStep:
     """Plan a step by one method.
 
     Args:
@@ -96,14 +96,14 @@ def serve(method: str, problem: BalancerInput, costs: CostModel) -> Served:
     return _ours(OURS[method], problem, costs) if method in OURS else _baseline(method, priced(problem, costs))
 
 
-def serve_at_home(problem: BalancerInput) -> Served:
+def all_at_home(problem: BalancerInput) -> PlannedStep:
     """Every expert at its home."""
     none = np.empty((0, 4), np.int64)
-    return Served(list(BALANCERS["static"].method(problem)), problem.home_LE.astype(np.int64), none, "layer", 0.0)
+    return PlannedStep(list(BALANCERS["static"].method(problem)), problem.home_LE.astype(np.int64), none, "layer", 0.0)
 
 
-def balanced(problem: BalancerInput) -> Served:
-    """Forced balance: every source sends the same to every expert, give or take one; homes serve, nothing moves."""
+def forced_balance(problem: BalancerInput) -> PlannedStep:
+    """Let every source send the same to every expert, give or take one; homes serve, nothing moves."""
     num_experts = problem.num_experts
     expert_H, nothing_H = np.arange(num_experts, dtype=np.int32), np.zeros(num_experts, np.bool_)
     assignments = []
@@ -115,10 +115,10 @@ def balanced(problem: BalancerInput) -> Served:
         tokens_HG = np.ascontiguousarray((share_G[:, None] + extra_GE).T, np.int64)
         assignments.append(CellHosts(expert_H, problem.home_LE[layer].astype(np.int32), tokens_HG, nothing_H))
     none = np.empty((0, 4), np.int64)
-    return Served(assignments, problem.home_LE.astype(np.int64), none, "layer", 0.0)
+    return PlannedStep(assignments, problem.home_LE.astype(np.int64), none, "layer", 0.0)
 
 
-def _ours(how: Ours, problem: BalancerInput, costs: CostModel) -> Served:
+def _ours(how: Ours, problem: BalancerInput, costs: CostModel) -> PlannedStep:
     topology = problem.topology
     if how.redundant_slots is not None:
         topology = replace(topology, redundant_slots=how.redundant_slots)
@@ -132,10 +132,10 @@ def _ours(how: Ours, problem: BalancerInput, costs: CostModel) -> Served:
         CellHosts.of(found.cell(m, layer), problem.counts_MLGE[m, layer])
         for m, layer in np.ndindex(num_micro_steps, num_layers)
     ]
-    return Served(assignments, found.home_LE.astype(np.int64), found.home_moves, how.options.slots, planning_s)
+    return PlannedStep(assignments, found.home_LE.astype(np.int64), found.home_moves, how.options.slots, planning_s)
 
 
-def _baseline(name: str, problem: BalancerInput) -> Served:
+def _baseline(name: str, problem: BalancerInput) -> PlannedStep:
     baseline = BALANCERS[name]
     previous = None if problem.previous_LE is None else problem.previous_LE[:1]
     small = replace(problem, counts_MLGE=problem.counts_MLGE[:1, :1], home_LE=problem.home_LE[:1], previous_LE=previous)
@@ -148,7 +148,7 @@ def _baseline(name: str, problem: BalancerInput) -> Served:
         home_LE = np.stack([_first_hosts(one) for one in assignments[: len(home_LE)]])
     layer, expert = np.nonzero(home_LE != problem.home_LE)
     moves = np.stack([layer, expert, problem.home_LE[layer, expert], home_LE[layer, expert]], axis=1)
-    return Served(assignments, home_LE, moves.astype(np.int64), baseline.slots, planning_s)
+    return PlannedStep(assignments, home_LE, moves.astype(np.int64), baseline.slots, planning_s)
 
 
 def _first_hosts(assignment: CellHosts) -> NDArray[np.int64]:

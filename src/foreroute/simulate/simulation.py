@@ -1,20 +1,21 @@
-"""A configuration in, the record of one step under every method out."""
+"""A configuration in, the record of one step under every method out; and the same with one thing changed at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
 from foreroute.plan.topology import Topology
-from foreroute.simulate.closing import move_seconds, optimizer_seconds, publish_seconds, reduction_seconds
-from foreroute.simulate.config import SimulateConfig
-from foreroute.simulate.engine import PARTS, Floats, Run
-from foreroute.simulate.group import Group, plan_ready
-from foreroute.simulate.methods import Served, balanced, label_of, serve
+from foreroute.simulate.config import SimulateConfig, SweepConfig, varied
+from foreroute.simulate.engine import PARTS, Floats, StageRun
+from foreroute.simulate.ep_group import EPGroup, plan_ready
+from foreroute.simulate.methods import PlannedStep, forced_balance, label_of, plan_with
+from foreroute.simulate.optimizer_step import move_seconds, optimizer_seconds, publish_seconds, reduction_seconds
 from foreroute.simulate.records import MethodRecord, SimulationRecord, StageSeconds
 from foreroute.simulate.steps import GroupStep, group_steps
 
@@ -42,20 +43,51 @@ def simulate(config: SimulateConfig, *, on_progress: OnProgress | None = None) -
     known = [name for name in config.methods if _is_possible(name, steps[0])]
     done, total = 0, len(steps) * len(known)
     for step in steps:
-        forced = Group.of(balanced(step.problem), step, config, topology, costs)
+        forced = EPGroup.of(forced_balance(step.problem), step, config, topology, costs)
         sums["forced_balance"].add(forced.run())
         sums["bound"].add(forced.bound(step, topology, costs).run())
         for name in known:
             if on_progress is not None:
                 on_progress(label_of(name), done, total)
-            _add(sums[name], serve(name, step.problem, costs), step, config, topology, costs)
+            _add(sums[name], plan_with(name, step.problem, costs), step, config, topology, costs)
             done += 1
     if on_progress is not None:
         on_progress("done", total, total)
     return _record(config, known, sums, steps, topology, costs)
 
 
+def sweep(config: SimulateConfig, *, on_progress: OnProgress | None = None) -> Iterator[SweepRecord]:
+    """Simulate every value of every key of `config.sweep`, one at a time; all else as configured.
+
+    Raises:
+        ConfigError, TopologyError, CountsError: when a value makes a configuration of what cannot be.
+    """
+    for key in SweepConfig.model_fields:
+        for value in getattr(config.sweep, key):
+            yield SweepRecord(key, value, simulate(varied(config, key, value), on_progress=on_progress))
+
+
+@dataclass(frozen=True)
+class SweepRecord:
+    """One point of a sweep.
+
+    Attributes:
+        key: what was changed, a field of `SweepConfig`.
+        value: to what; bandwidths are factors.
+        simulation: the record.
+    """
+
+    key: str
+    value: float
+    simulation: SimulationRecord
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"simulation": self.simulation.as_dict()}
+
+
 def _is_possible(name: str, step: GroupStep) -> bool:
+    """Whether all that a method plans from is known: counts from files may come without the step before."""
     from foreroute.planner.balancers import BALANCERS
 
     known_before = step.problem.previous_LE is not None
@@ -73,13 +105,14 @@ class _Sums:
         fetches: experts fetched.
     """
 
-    runs: list[tuple[Run, Run]] = field(default_factory=list)
+    runs: list[tuple[StageRun, StageRun]] = field(default_factory=list)
     planning_s: list[float] = field(default_factory=list)
     home_moves_s: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     fetches: int = 0
 
-    def add(self, runs: tuple[Run, Run]) -> None:
+    def add(self, runs: tuple[StageRun, StageRun]) -> None:
+        """Add the recompute and the update of one group."""
         self.runs.append(runs)
 
     @property
@@ -89,21 +122,22 @@ class _Sums:
 
 
 def _add(
-    sums: _Sums, served: Served, step: GroupStep, config: SimulateConfig, topology: Topology, costs: CostModel
+    sums: _Sums, planned: PlannedStep, step: GroupStep, config: SimulateConfig, topology: Topology, costs: CostModel
 ) -> None:
-    does, (num_micro_steps, drawn) = config.execution, step.problem.counts_MLGE.shape[:2]
+    execution, (num_micro_steps, drawn) = config.execution, step.problem.counts_MLGE.shape[:2]
+    # Layers that were drawn stand for all, and planning takes as long for one as for another.
     scale = costs.model.num_layers / drawn
-    measured_s = served.planning_s * scale / does.planner_speed
-    planning_s = measured_s if does.planning_s is None else does.planning_s
-    ready_M = plan_ready(num_micro_steps, planning_s, does.plan_lead_s)
-    sums.add(Group.of(served, step, config, topology, costs).run(ready_M))
+    measured_s = planned.planning_s * scale / execution.planner_speed
+    planning_s = measured_s if execution.planning_s is None else execution.planning_s
+    ready_M = plan_ready(num_micro_steps, planning_s, execution.plan_lead_s)
+    sums.add(EPGroup.of(planned, step, config, topology, costs).run(ready_M))
     sums.planning_s.append(planning_s)
-    moves_s = move_seconds(served.home_moves, scale, topology, costs)
-    sums.home_moves_s.append(0.0 if does.home_moves_hidden else moves_s)
-    for one, (layer, counts_GE) in zip(served.assignments, step.problem.cells(), strict=True):
+    moves_s = move_seconds(planned.home_moves, scale, topology, costs)
+    sums.home_moves_s.append(0.0 if execution.home_moves_hidden else moves_s)
+    for one, (layer, counts_GE) in zip(planned.assignments, step.problem.cells(), strict=True):
         total = int(counts_GE.sum())
         sums.ratios.append(int(one.loads_G.max()) / total * topology.num_ranks if total else 1.0)
-        sums.fetches += int((one.fetched_H & (served.home_LE[layer, one.expert_H] != one.rank_H)).sum())
+        sums.fetches += int((one.fetched_H & (planned.home_LE[layer, one.expert_H] != one.rank_H)).sum())
 
 
 def _record(
@@ -172,19 +206,19 @@ def _method(
     )
 
 
-def _seconds(run: Run) -> float:
+def _seconds(run: StageRun) -> float:
     """To the last event, waiting for the plan aside."""
     p = int(run.end_P.argmax())
     return float(run.end_P[p] - run.parts_PX[0, PARTS.index("waiting for the plan")])
 
 
-def _parts(run: Run) -> dict[str, float]:
+def _parts(run: StageRun) -> dict[str, float]:
     parts_X: Floats = run.parts_PX[int(run.end_P.argmax())]
     return dict(zip(PARTS, parts_X.tolist(), strict=True))
 
 
 def _facts(config: SimulateConfig, costs: CostModel) -> dict[str, str]:
-    cluster, does = config.cluster, config.execution
+    cluster, execution = config.cluster, config.execution
     model, hardware = config.model.get("preset", "a model"), config.hardware.get("preset", "hardware")
     return {
         "cluster": f"{cluster.gpus} x {hardware}, expert parallel {cluster.expert_parallel}, pipeline stages "
@@ -192,7 +226,7 @@ def _facts(config: SimulateConfig, costs: CostModel) -> dict[str, str]:
         "model": f"{model}: {costs.model.num_layers} routed layers, top-{costs.model.top_k} of "
         f"{costs.model.num_experts} experts of {costs.model.expert_bytes / 1e6:.1f} MB",
         "dispatcher": costs.dispatcher,
-        "replicas": f"from {does.recompute_path} in the recompute, {does.update_path} in the update, {does.prefetch} "
-        "cells ahead",
-        "overlap": f"{does.overlap:g} of the computing time hides all-to-alls",
+        "replicas": f"from {execution.recompute_path} in the recompute, {execution.update_path} in the update, "
+        f"{execution.prefetch} cells ahead",
+        "overlap": f"{execution.overlap:g} of the computing time hides all-to-alls",
     }

@@ -1,10 +1,11 @@
-"""The steps that are simulated: drawn, or read from files, one for each expert-parallel group."""
+"""The steps that are simulated, one for each expert-parallel group: drawn or read from files; and their size."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,16 @@ from foreroute.plan.counts import check_counts, load_counts
 from foreroute.plan.topology import Topology
 from foreroute.planner.balancers import BalancerInput
 from foreroute.planner.workload import WORKLOADS, DrawnStep, Workload
-from foreroute.simulate.config import SimulateConfig, WorkloadConfig
-from foreroute.simulate.size import Size
+
+if TYPE_CHECKING:
+    from foreroute.simulate.config import SimulateConfig, WorkloadConfig
+
+MOST_MEMORY = 2 << 30
+"""Bytes. 32 micro-steps of all layers of DeepSeek-V3 on 64 ranks take half of it."""
+MOST_WORK = 100e9
+"""Entries of assignments that are planned and priced, by all methods, at all points of a sweep: hours of one thread."""
+CELL_WORK = 10_000
+"""What a cell costs beside its entries, in as many of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +75,69 @@ def drawn_size(config: SimulateConfig, topology: Topology, model: ModelShape) ->
     return _size(config, topology, model, groups, config.workload.micro_steps, workload.num_layers)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """What is simulated.
+
+    Attributes:
+        groups: expert-parallel groups that are looked at.
+        micro_steps: M of a group.
+        layers: L that are planned.
+        ranks: G.
+        experts: E.
+        slots: redundant ones of a rank.
+        stages: of the pipeline.
+        model_layers: that those planned stand for.
+    """
+
+    groups: int
+    micro_steps: int
+    layers: int
+    ranks: int
+    experts: int
+    slots: int
+    stages: int
+    model_layers: int
+
+    @property
+    def cells(self) -> int:
+        """Of a group."""
+        return self.micro_steps * self.layers
+
+    @property
+    def memory(self) -> int:
+        """Bytes: counts and shares of all groups, the assignments of one by one method, and its times."""
+        drawn = self.groups * self.cells * self.experts * (24 + 12 * self.ranks)
+        served = 16 * self.cells * self._entries
+        times = 500 * self.micro_steps * self.model_layers * self.ranks
+        return drawn + served + times
+
+    @property
+    def work(self) -> int:
+        """Of one method."""
+        of_cells = self.cells * (max(self._entries, CELL_WORK) + self.stages * CELL_WORK // 10)
+        return self.groups * (of_cells + self.micro_steps * self.model_layers * self.ranks)
+
+    @property
+    def _entries(self) -> int:
+        """Of a cell's assignments: tokens by host and source, every slot filled."""
+        return self.ranks * (self.experts + self.slots * self.ranks)
+
+    def require(self, source: str) -> None:
+        """Refuse what takes too much memory.
+
+        Raises:
+            ConfigError: with the size and the bound.
+        """
+        if self.memory > MOST_MEMORY:
+            raise ConfigError(
+                f"{source}: {self.groups} groups x {self.micro_steps} micro-steps x {self.layers} of "
+                f"{self.model_layers} layers x {self.ranks} ranks with {self.slots} slots x {self.experts} experts "
+                f"would take about {self.memory / (1 << 30):,.0f} GB of memory; expected at most {MOST_MEMORY >> 30} "
+                "GB. Draw fewer groups, layers or micro-steps, which stand for the others"
+            )
+
+
 def drawn_workload(load: WorkloadConfig, num_ranks: int, model: ModelShape, groups: int) -> Workload:
     """What is drawn: the micro-steps of all groups, one group after the other."""
     name = load.preset or _preset_for(num_ranks, model.num_experts)
@@ -84,7 +156,7 @@ def drawn_workload(load: WorkloadConfig, num_ranks: int, model: ModelShape, grou
 
 
 def evenly(workload: Workload, tokens: int) -> Workload:
-    """Four or five sequences a rank, dealt so that ranks have about so many tokens each."""
+    """Draw four or five sequences a rank, dealt so that ranks have about so many tokens each."""
     return replace(
         workload,
         even_sources=True,
@@ -103,6 +175,7 @@ def squares_of(step: DrawnStep) -> NDArray[np.int64]:
 
 
 def _preset_for(num_ranks: int, num_experts: int) -> str:
+    """The workload of as many ranks, or of the next power of two from 8 to 64."""
     if num_experts >= 256 and num_ranks > 32:
         return "E256"
     return f"G{min(64, max(8, 1 << (num_ranks - 1).bit_length()))}"

@@ -1,4 +1,4 @@
-"""Who watches a run's alarms, and acts on them. What sets them off is in `mismatch/alarms.py`."""
+"""Who watches a run's alarms, and acts on them. What sets them off is in `mismatch/alarm_rules.py`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from foreroute.mismatch import (
     routing_mismatch,
     token_mismatch,
 )
-from foreroute.mismatch.agreement import LOG10_EDGES
+from foreroute.mismatch.measures import LOG10_EDGES
 from foreroute.plan import contiguous_imbalance
 from foreroute.trace import concatenate, count_assignments
 from foreroute.train.recompute import Recomputed

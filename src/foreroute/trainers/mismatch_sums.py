@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.mismatch import RoutingMismatch, routing_mismatch, token_mismatch
-from foreroute.mismatch.tokens import THRESHOLDS
+from foreroute.mismatch.measures import THRESHOLDS
 from foreroute.trace import RoutingTrace
 
 METRICS = {

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from foreroute.conformance.adapter import AttachedModel, Batch, Case, Fault, ModelUnderTest, Unsupported
 from foreroute.conformance.check import Check, Situation, misplaced, refused, require, same_sets
-from foreroute.conformance.checks.routes import WIDE
+from foreroute.conformance.route_checks import WIDE
 from foreroute.trace import RoutingTrace
 
 RECOMPUTE = Case(checkpointing=True)

@@ -3,8 +3,8 @@
 from matplotlib.figure import Figure
 
 from foreroute.report import read_runs, write_report
-from foreroute.report.objective import _up_to_all, objective_plots
-from foreroute.report.wording import describe
+from foreroute.report.run import describe
+from foreroute.report.training_plots import _up_to_all, update_plots
 from report_runs import config, step_line, write_run
 
 FIGURES = {"clip_share": 0.0, "importance": {"effective_share": 0.9, "cut_share": 0.0, "rejected_sequences": 0}}
@@ -18,7 +18,7 @@ def runs_of(tmp_path, figures, rl=()):
 
 
 def titles(folders):
-    return [plot.caption.title for plot in objective_plots(read_runs(folders))]
+    return [plot.caption.title for plot in update_plots(read_runs(folders))]
 
 
 def test_a_bound_that_nothing_reached_is_no_plot(tmp_path):
@@ -47,7 +47,7 @@ def test_runs_without_a_correction_are_named_and_not_drawn(tmp_path):
         values["rl"]["correction"] = {"kind": kind, "high": 2.0}
         figures = {} if name == "silent" else {"importance": importance | {"cut_share": 0.2 * (kind == "tis")}}
         folders.append(write_run(tmp_path / name, values, [step_line(step) | figures for step in range(4)]))
-    plots = {plot.caption.title: plot for plot in objective_plots(read_runs(folders))}
+    plots = {plot.caption.title: plot for plot in update_plots(read_runs(folders))}
     assert [key.label for key in plots["Corrected tokens"].keys] == ["truncated"]
     assert plots["Corrected tokens"].notes == ("Without correction: plain.", "Not recorded by: silent.")
     assert len(plots["Effective sample size"].keys) == 2

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from foreroute.simulate import parse_config
-from foreroute.simulate.closing import move_seconds, optimizer_seconds, publish_seconds, reduction_seconds
+from foreroute.simulate.optimizer_step import move_seconds, optimizer_seconds, publish_seconds, reduction_seconds
 
 EXPERT = 3 * 2048 * 768
 DENSE = 48 * 2 * 2048 * 128 * 36 + 151_936 * 2048

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from foreroute.report.records import SIDES, Run, Side
+from foreroute.report.records import SIDES, Mismatch, Run, Side, Step
 from foreroute.trace import RoutedLayer
 
 # Okabe and Ito's colours stay apart under the common colour deficiencies; their yellow is too pale on white.
@@ -23,13 +23,18 @@ MARKERS = ("o", "s", "^", "D")
 DASHES = {None: "-", "native": "-", "replayed": (0, (3.2, 1.6))}
 SIDE_WORDS: dict[Side, str] = {"native": "without replay", "replayed": "with replay"}
 
+INK, GREY = "#3b4550", "#8a94a0"
+"""Of words in a picture, and of lines that only guide the eye."""
+
+STEP = "training step"
+"""What the axis of most plots of a run is called."""
 INCHES = (5.0, 3.1)
 TALL_INCHES = (5.0, 4.0)
 STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
-    "axes.edgecolor": "#8a94a0",
+    "axes.edgecolor": GREY,
     "axes.grid": True,
-    "axes.labelcolor": "#3b4550",
+    "axes.labelcolor": INK,
     "axes.labelsize": 11,
     "axes.linewidth": 0.8,
     "axes.spines.right": False,
@@ -43,11 +48,11 @@ STYLE: dict[str, Any] = {
     "lines.solid_capstyle": "round",
     "svg.fonttype": "path",
     "svg.hashsalt": "foreroute",  # the same records give the same page
-    "xtick.color": "#8a94a0",
-    "xtick.labelcolor": "#3b4550",
+    "xtick.color": GREY,
+    "xtick.labelcolor": INK,
     "xtick.labelsize": 10.5,
-    "ytick.color": "#8a94a0",
-    "ytick.labelcolor": "#3b4550",
+    "ytick.color": GREY,
+    "ytick.labelcolor": INK,
     "ytick.labelsize": 10.5,
 }
 
@@ -73,7 +78,8 @@ class Series:
     y: NDArray[np.float64]
 
     @property
-    def look(self) -> dict[str, Any]:
+    def style(self) -> dict[str, Any]:
+        """Colour by run and dashes by side. Points are marked where they are few, or where colours repeat."""
         sparse = len(self.x) < 30 or self.run >= len(COLOURS)
         return {
             "color": COLOURS[self.run % len(COLOURS)],
@@ -104,7 +110,7 @@ class Plot:
     notes: tuple[str, ...] = ()
 
 
-def plot(
+def plot_series(
     caption: Caption,
     runs: Sequence[Run],
     series: Sequence[Series],
@@ -112,10 +118,10 @@ def plot(
     inches: tuple[float, float] = INCHES,
 ) -> Plot:
     """Let `draw` fill one pair of axes, unless there is nothing to draw."""
-    return plot_figure(caption, runs, series, _labelled(caption, draw), inches)
+    return plot_panels(caption, runs, series, _labelled(caption, draw), inches)
 
 
-def plot_figure(
+def plot_panels(
     caption: Caption,
     runs: Sequence[Run],
     series: Sequence[Series],
@@ -125,18 +131,52 @@ def plot_figure(
     """Let `fill` draw a whole figure, unless there is nothing to draw."""
     if not any(np.isfinite(line.y).any() for line in series):
         return Plot(caption=caption)
-    drawn = picture(caption, fill, _alt(caption, runs, series), inches)
+    drawn = draw_figure(caption, fill, _alt(caption, runs, series), inches)
     return replace(drawn, keys=_keys(runs, series), notes=_notes(runs, series))
 
 
-def picture(
+def plot_lines(
+    caption: Caption, runs: Sequence[Run], series: Sequence[Series], finish: Callable[[Any], None] = lambda axes: None
+) -> Plot:
+    """Draw one line per series over the steps; `finish` sets limits and formats afterwards."""
+
+    def draw(axes: Any) -> None:
+        for line in series:
+            axes.plot(line.x, line.y, **line.style)
+        axes.xaxis.set_major_locator(integer_ticks(6))
+        finish(axes)
+
+    return plot_series(caption, runs, series, draw)
+
+
+def series_by_run(runs: Sequence[Run], value: Callable[[Step], float | None]) -> list[Series]:
+    """One line of each run over its steps; a run that never recorded the value has none."""
+    found = [[(step.step, value(step)) for step in run.steps] for run in runs]
+    return [
+        Series(position, None, *_columns([(x, y) for x, y in points if y is not None]))
+        for position, points in enumerate(found)
+        if any(y is not None for _, y in points)
+    ]
+
+
+def series_by_side(runs: Sequence[Run], value: Callable[[Mismatch], float]) -> list[Series]:
+    """One line of each run and side, over the steps at which that side was measured."""
+    return [
+        Series(position, side, *_columns(points))
+        for position, run in enumerate(runs)
+        for side in SIDES
+        if (points := [(step.step, value(step.mismatch[side])) for step in run.steps if side in step.mismatch])
+    ]
+
+
+def draw_figure(
     caption: Caption,
     fill: Callable[[Figure], None],
     alt: str,
     inches: tuple[float, float] = INCHES,
     keys: tuple[Key, ...] = (),
 ) -> Plot:
-    """A card with what `fill` draws."""
+    """Make a card with the figure that `fill` draws."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=inches)
         fill(figure)
@@ -146,19 +186,19 @@ def picture(
     return Plot(caption=caption, image=image, alt=alt, keys=keys)
 
 
-def panel(
+def draw_axes(
     caption: Caption,
     draw: Callable[[Any], None],
     alt: str,
     keys: Sequence[Key] = (),
     inches: tuple[float, float] = INCHES,
 ) -> Plot:
-    """A card with one pair of axes, labelled as the caption says."""
-    return picture(caption, _labelled(caption, draw), alt, inches, tuple(keys))
+    """Make a card with one pair of axes that `draw` fills, labelled as the caption says."""
+    return draw_figure(caption, _labelled(caption, draw), alt, inches, tuple(keys))
 
 
 def colour_of(position: int) -> str:
-    """The colour of the run at this position of the report."""
+    """Colours repeat after the seventh run; markers then tell the runs apart."""
     return COLOURS[position % len(COLOURS)]
 
 
@@ -169,7 +209,7 @@ def percent_axis(axes: Any) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None, symbol=" %"))
 
 
-def whole_ticks(most: int) -> MaxNLocator:
+def integer_ticks(most: int) -> MaxNLocator:
     """Ticks at whole numbers, also where there is one point; matplotlib alone would put fractions beside it."""
     return MaxNLocator(integer=True, nbins=most, min_n_ticks=1)
 
@@ -182,7 +222,7 @@ def layer_label(layers: Sequence[RoutedLayer]) -> str:
 
 def number_layers(axis: Any, layers: Sequence[RoutedLayer]) -> None:
     """Ticks of an axis on which the n-th routed layer is at n."""
-    axis.set_major_locator(whole_ticks(8))
+    axis.set_major_locator(integer_ticks(8))
     if layers:
         names = [str(layer.index) for layer in layers]
         if len({layer.kind for layer in layers}) > 1:
@@ -202,6 +242,11 @@ def top_down(axes: Any) -> None:
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+
+
+def _columns(points: Sequence[tuple[int, float]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    array = np.array(points, np.float64)
+    return array[:, 0], array[:, 1]
 
 
 def _labelled(caption: Caption, draw: Callable[[Any], None]) -> Callable[[Figure], None]:
@@ -226,6 +271,7 @@ def _notes(runs: Sequence[Run], series: Sequence[Series]) -> tuple[str, ...]:
     silent = [run.label for position, run in enumerate(runs) if all(line.run != position for line in series)]
     if silent:
         notes.append(f"Not recorded by: {', '.join(silent)}.")
+    # matplotlib leaves these out without a word.
     lost = sum(int((~np.isfinite(line.y)).sum()) for line in series)
     if lost:
         notes.append(f"Not drawn: {lost} value{'s' if lost > 1 else ''} that are infinite or not a number.")

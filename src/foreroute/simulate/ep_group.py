@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,20 +12,25 @@ from numpy.typing import NDArray
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
 from foreroute.plan.options import SlotUse
 from foreroute.plan.topology import Topology
+from foreroute.planner.plan_step import LONGEST_BLOCK
+from foreroute.simulate.cell_costs import (
+    Compute,
+    Hosts,
+    StagePass,
+    TransferPath,
+    Transfers,
+    compute_of,
+    transfers_of,
+    without_cost,
+)
 from foreroute.simulate.config import SimulateConfig
-from foreroute.simulate.engine import Floats, Rules, Run, run
-from foreroute.simulate.methods import Served
-from foreroute.simulate.residence import Hosts, Visit
-from foreroute.simulate.schedule import forward_only, layer_parts, one_forward_one_backward
+from foreroute.simulate.engine import Floats, Rules, StageRun, run
+from foreroute.simulate.methods import PlannedStep
 from foreroute.simulate.steps import GroupStep
-from foreroute.simulate.work import Compute, Path, Transfers, compute_of, free, transfers_of
-
-FIRST_BLOCK, LONGEST_BLOCK = 1, 8
-"""Micro-steps that the planner hands over at once: the first alone, then twice as many, up to the longest block."""
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class EPGroup:
     """What a group is to do, by one method, with all layers of the model.
 
     Attributes:
@@ -41,17 +47,21 @@ class Group:
     parts: list[range]
 
     @classmethod
-    def of(cls, served: Served, step: GroupStep, config: SimulateConfig, topology: Topology, costs: CostModel) -> Group:
+    def of(
+        cls, planned: PlannedStep, step: GroupStep, config: SimulateConfig, topology: Topology, costs: CostModel
+    ) -> EPGroup:
         """Price a served step. Layers that were drawn stand in turn for those of the model."""
         num_micro_steps, drawn = step.problem.counts_MLGE.shape[:2]
         layers = np.arange(costs.model.num_layers) % drawn
-        compute = compute_of(served.assignments, (num_micro_steps, drawn), step.squares_MG, topology, costs)
-        compute = replace(compute, leg_ML=compute.leg_ML[:, layers], experts_MLG2=compute.experts_MLG2[:, layers])
-        hosts = Hosts.of(served.assignments, (num_micro_steps, drawn), served.home_LE, served.slots)
+        compute = compute_of(planned.assignments, (num_micro_steps, drawn), step.squares_MG, topology, costs)
+        compute = replace(
+            compute, all_to_all_ML=compute.all_to_all_ML[:, layers], experts_MLG2=compute.experts_MLG2[:, layers]
+        )
+        hosts = Hosts.of(planned.assignments, (num_micro_steps, drawn), planned.home_LE, planned.slots)
         parts = layer_parts(len(layers), config.cluster.pipeline)
-        does = config.execution
+        execution = config.execution
 
-        def transfers(orders: list[list[Visit]], path: Path) -> Transfers:
+        def transfers(orders: list[list[StagePass]], path: TransferPath) -> Transfers:
             return _joined(
                 [
                     transfers_of(
@@ -61,8 +71,8 @@ class Group:
                         path,
                         topology,
                         costs,
-                        prefetch=does.prefetch,
-                        every_micro_step=does.gradient_return == "micro-step",
+                        prefetch=execution.prefetch,
+                        every_micro_step=execution.gradient_return == "micro-step",
                     )
                     for order, part in zip(orders, parts, strict=True)
                 ]
@@ -70,39 +80,42 @@ class Group:
 
         return cls(
             compute,
-            transfers([forward_only(num_micro_steps)] * len(parts), does.recompute_path),
-            transfers(update_orders(len(parts), num_micro_steps), does.update_path),
-            rules_of(config, topology, served.slots),
+            transfers([forward_only(num_micro_steps)] * len(parts), execution.recompute_path),
+            transfers(update_orders(len(parts), num_micro_steps), execution.update_path),
+            rules_of(config, topology, planned.slots),
             parts,
         )
 
-    def freed(self) -> Group:
+    def with_free_transfers(self) -> EPGroup:
         """The same with transfers that cost nothing."""
-        return replace(self, recompute=free(self.recompute), update=free(self.update))
+        return replace(self, recompute=without_cost(self.recompute), update=without_cost(self.update))
 
-    def bound(self, step: GroupStep, topology: Topology, costs: CostModel) -> Group:
+    def bound(self, step: GroupStep, topology: Topology, costs: CostModel) -> EPGroup:
         """The same at the least cost that any plan could have.
 
         The experts' whole work in one piece, spread evenly over all ranks; all-to-alls that take their latency alone;
         free transfers. It is `costs.figures.least_seconds`, cell by cell.
         """
         loads_MLE = step.problem.counts_MLGE.sum(axis=2, dtype=np.int64)
-        layers = np.arange(self.compute.leg_ML.shape[1]) % loads_MLE.shape[1]
+        layers = np.arange(self.compute.all_to_all_ML.shape[1]) % loads_MLE.shape[1]
         experts = [
             costs.expert_seconds(loads_MLE, one).sum(axis=2)[:, layers] / topology.num_ranks
             for one in (FORWARD, BACKWARD)
         ]
         even_MLG2 = np.broadcast_to(np.stack(experts, -1)[:, :, None], self.compute.experts_MLG2.shape)
-        leg_ML = np.full(self.compute.leg_ML.shape, costs.prices(topology).latency_s)
-        return replace(self.freed(), compute=replace(self.compute, leg_ML=leg_ML, experts_MLG2=even_MLG2))
+        all_to_all_ML = np.full(self.compute.all_to_all_ML.shape, costs.prices(topology).latency_s)
+        return replace(
+            self.with_free_transfers(),
+            compute=replace(self.compute, all_to_all_ML=all_to_all_ML, experts_MLG2=even_MLG2),
+        )
 
-    def run(self, ready_M: Floats | None = None) -> tuple[Run, Run]:
+    def run(self, ready_M: Floats | None = None) -> tuple[StageRun, StageRun]:
         """Recompute and update.
 
         Args:
             ready_M: seconds from the start of the recompute when the plan of each micro-step is there.
         """
-        num_micro_steps = len(self.compute.leg_ML)
+        num_micro_steps = len(self.compute.all_to_all_ML)
         orders = [forward_only(num_micro_steps)] * len(self.parts)
         first = run(orders, self.parts, self.compute, self.recompute, self.rules, stage=0, ready_M=ready_M)
         orders = update_orders(len(self.parts), num_micro_steps)
@@ -123,7 +136,8 @@ def rules_of(config: SimulateConfig, topology: Topology, slots: SlotUse) -> Rule
 def plan_ready(num_micro_steps: int, planning_s: float, lead_s: float) -> NDArray[np.float64]:
     """float64 [M], seconds from the start of the recompute until the plan of each micro-step is there.
 
-    The planner hands over whole blocks of micro-steps, and takes as long for one as for another.
+    The planner hands over whole blocks of micro-steps: the first alone, then as many as before them, up to the longest
+    block. It takes as long for one micro-step as for another.
 
     Args:
         num_micro_steps: M.
@@ -132,15 +146,41 @@ def plan_ready(num_micro_steps: int, planning_s: float, lead_s: float) -> NDArra
     """
     ready_M, begin = np.empty(num_micro_steps), 0
     while begin < num_micro_steps:
-        end = min(max(2 * begin, FIRST_BLOCK), begin + LONGEST_BLOCK, num_micro_steps)
+        end = min(max(2 * begin, 1), begin + LONGEST_BLOCK, num_micro_steps)
         ready_M[begin:end] = end / num_micro_steps * planning_s
         begin = end
     return np.maximum(ready_M - lead_s, 0.0)
 
 
-def update_orders(num_stages: int, num_micro_steps: int) -> list[list[Visit]]:
+def forward_only(num_micro_steps: int) -> list[StagePass]:
+    """The recompute: every micro-step once."""
+    return [StagePass(False, m) for m in range(num_micro_steps)]
+
+
+def update_orders(num_stages: int, num_micro_steps: int) -> list[list[StagePass]]:
     """1F1B, for each pipeline stage."""
     return [one_forward_one_backward(p, num_stages, num_micro_steps) for p in range(num_stages)]
+
+
+def one_forward_one_backward(stage: int, num_stages: int, num_micro_steps: int) -> list[StagePass]:
+    """1F1B (PipeDream-Flush, as in Megatron-LM without interleaving).
+
+    A stage goes ahead by as many forward passes as stages follow it, then takes one backward and one forward pass in
+    turn, and ends with the backward passes that are left.
+    """
+    ahead = min(num_stages - 1 - stage, num_micro_steps)
+    order = [StagePass(False, m) for m in range(ahead)]
+    for m in range(num_micro_steps):
+        if m + ahead < num_micro_steps:
+            order.append(StagePass(False, m + ahead))
+        order.append(StagePass(True, m))
+    return order
+
+
+def layer_parts(num_layers: int, num_stages: int) -> list[range]:
+    """Which layers each stage has: neighbours, as evenly as possible."""
+    bounds = [num_layers * p // num_stages for p in range(num_stages + 1)]
+    return [range(first, end) for first, end in pairwise(bounds)]
 
 
 def _joined(parts: Sequence[Transfers]) -> Transfers:

@@ -1,4 +1,4 @@
-"""The plots of the update: effective sample size, stale routes, what clipping holds back, distance to a reference."""
+"""The plots of training over the steps of a run: reward, entropy, gradient norm, and what the update did."""
 
 from __future__ import annotations
 
@@ -6,33 +6,111 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from matplotlib.ticker import PercentFormatter
+from numpy.typing import NDArray
 
-from foreroute.report.canvas import Caption, Plot, percent_axis
-from foreroute.report.curves import STEP, lines, per_run
+from foreroute.report.figure import (
+    STEP,
+    Caption,
+    Plot,
+    integer_ticks,
+    percent_axis,
+    plot_lines,
+    plot_series,
+    series_by_run,
+)
 from foreroute.report.records import Run, Step
+from foreroute.report.run_rows import WINDOW
 
 NEVER = "This was not recorded."
 
 
-def objective_plots(runs: Sequence[Run]) -> list[Plot]:
+def reward_plots(runs: Sequence[Run]) -> list[Plot]:
+    """Reward, entropy and gradient norm; reward on held-out problems where some were evaluated."""
+    return [_reward(runs), *held_out_reward(runs), _entropy(runs), _gradient_norm(runs)]
+
+
+def update_plots(runs: Sequence[Run]) -> list[Plot]:
     """Those that some run has something to show in; a bound that nothing ever reached is no plot."""
     plots = []
-    effective = per_run(runs, _effective)
+    effective = series_by_run(runs, _effective)
     if effective:
-        plots.append(lines(_EFFECTIVE, runs, effective, _up_to_all))
-    live = per_run(runs, _live_agreement)
+        plots.append(plot_lines(_EFFECTIVE, runs, effective, _up_to_all))
+    live = series_by_run(runs, _live_agreement)
     if live:
-        plots.append(lines(_LIVE, runs, live, percent_axis))
-    clipped = per_run(runs, _clipped)
+        plots.append(plot_lines(_LIVE, runs, live, percent_axis))
+    clipped = series_by_run(runs, _clipped)
     if any(line.y.any() for line in clipped):
-        plots.append(lines(_CLIPPED, runs, clipped, percent_axis))
+        plots.append(plot_lines(_CLIPPED, runs, clipped, percent_axis))
     plots += _of_those_that("correction", runs, _CUT, _cut, percent_axis)
     plots += _of_those_that("rejection", runs, _REJECTED, _rejected, _from_zero)
-    divergence = per_run(runs, _divergence)
+    divergence = series_by_run(runs, _divergence)
     if any(line.y.any() for line in divergence):
-        plots.append(lines(_DIVERGENCE, runs, divergence))
+        plots.append(plot_lines(_DIVERGENCE, runs, divergence))
     return plots
+
+
+def _reward(runs: Sequence[Run]) -> Plot:
+    caption = Caption(
+        title="Reward",
+        sentence=f"Mean reward of the responses of each step (thin) and its mean over the last {WINDOW} steps (thick).",
+        x_label=STEP,
+        y_label="mean reward",
+        absent="No reward was recorded (reward_mean).",
+    )
+    series = series_by_run(runs, lambda step: step.reward_mean)
+
+    def draw(axes: Any) -> None:
+        for line in series:
+            axes.plot(line.x, line.y, **line.style | {"marker": None, "linewidth": 0.8, "alpha": 0.4})
+            axes.plot(line.x, _trailing_mean(line.y), **line.style | {"linewidth": 2.2})
+        axes.xaxis.set_major_locator(integer_ticks(6))
+
+    return plot_series(caption, runs, series, draw)
+
+
+def held_out_reward(runs: Sequence[Run]) -> list[Plot]:
+    """One plot, or none where nothing was evaluated."""
+    series = series_by_run(runs, lambda step: step.evaluation.reward_mean if step.evaluation else None)
+    if not series:
+        return []
+    caption = Caption(
+        title="Reward on held-out problems",
+        sentence="Mean reward on problems that are not trained on, with the weights that the step began with.",
+        x_label=STEP,
+        y_label="mean reward",
+        absent="Nothing was evaluated.",
+    )
+
+    def draw(axes: Any) -> None:
+        for line in series:
+            axes.plot(line.x, line.y, **line.style | {"marker": "o", "markersize": 4})
+        axes.xaxis.set_major_locator(integer_ticks(6))
+
+    return [plot_series(caption, runs, series, draw)]
+
+
+def _entropy(runs: Sequence[Run]) -> Plot:
+    caption = Caption(
+        title="Entropy",
+        sentence="Mean entropy of the trainer's next-token distribution; near zero, exploration has ended.",
+        x_label=STEP,
+        y_label="nats per response token",
+        absent="No entropy was recorded.",
+    )
+    return plot_lines(caption, runs, series_by_run(runs, lambda step: step.entropy))
+
+
+def _gradient_norm(runs: Sequence[Run]) -> Plot:
+    caption = Caption(
+        title="Gradient norm",
+        sentence="Norm of the gradient, averaged over the mini-steps of a step; spikes are unstable updates.",
+        x_label=STEP,
+        y_label="norm, before clipping",
+        absent="No gradient norm was recorded (grad_norm).",
+    )
+    return plot_lines(caption, runs, series_by_run(runs, lambda step: step.grad_norm))
 
 
 def _of_those_that(
@@ -44,10 +122,10 @@ def _of_those_that(
 ) -> list[Plot]:
     """A plot of the runs that have this part in their loss; lines of zeros of the others would say nothing."""
     without = {place for place, run in enumerate(runs) if run.config["rl"].get(part, {}).get("kind") == "none"}
-    series = [line for line in per_run(runs, value) if line.run not in without]
+    series = [line for line in series_by_run(runs, value) if line.run not in without]
     if not any(line.y.any() for line in series):
         return []
-    drawn = lines(caption, runs, series, finish)
+    drawn = plot_lines(caption, runs, series, finish)
     silent = set(range(len(runs))) - without - {line.run for line in series}
     named = {f"Without {part}": without, "Not recorded by": silent}
     notes = [f"{words}: {', '.join(runs[n].label for n in sorted(those))}." for words, those in named.items() if those]
@@ -88,6 +166,10 @@ def _rejected(step: Step) -> float | None:
 
 def _divergence(step: Step) -> float | None:
     return step.kl
+
+
+def _trailing_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.array([values[max(0, end - WINDOW) : end].mean() for end in range(1, len(values) + 1)])
 
 
 _EFFECTIVE = Caption(

@@ -19,7 +19,11 @@ NAMES = ("the reference", "the other trace")
 _MIN_EVIDENCE = 12.0
 """Routers' worth of agreement that a supposed mix-up must win before it is believed."""
 _MIN_GAIN, _MIN_COVERED = 0.02, 0.5
+"""Agreement that it must win on average over all routers, and reach over those that it restores: a mix-up of a few
+sequences wins little, a wrong guess restores nothing."""
 _REPLACED, _BROKEN = 0.7, 0.6
+"""Shares of differing decisions from which a layer counts as unrelated, and a prefix: well above `NATURAL`, and below
+the share of unrelated routes, which is nearly 1."""
 
 
 class Defect(StrEnum):
@@ -190,7 +194,10 @@ def _prefix_absent(pair: TracePair, differs_RL: NDArray[np.bool_], names: tuple[
 
 
 def _prefix_garbage(positions: NDArray[np.int64], share_RL: NDArray[np.float64]) -> _Finding | None:
-    """A change point: below some position nearly everything differs, above it next to nothing."""
+    """A change point: below some position nearly everything differs, above it next to nothing.
+
+    Of all positions, the one at which two shares instead of one explain the differences best.
+    """
     longest, differs_RL = int(positions.max()) + 1, share_RL < 1
     routers = np.cumsum(np.bincount(positions, minlength=longest)) * differs_RL.shape[1]
     differing = np.cumsum(np.bincount(positions, differs_RL.sum(axis=1), longest))
@@ -211,6 +218,7 @@ def _prefix_garbage(positions: NDArray[np.int64], share_RL: NDArray[np.float64])
 
 
 def _log_likelihood(hits: NDArray[Any], trials: NDArray[Any]) -> NDArray[np.float64]:
+    """Of so many hits, if each trial is one with the share that was found."""
     share = hits / np.maximum(trials, 1)
     logs = [np.log(np.maximum(q, 1e-12)) for q in (share, 1 - share)]
     return np.asarray(hits * logs[0] + (trials - hits) * logs[1], np.float64)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from foreroute.conformance.adapter import Case, Unsupported
 from foreroute.conformance.check import Blocked, Broken, Check, Situation, misplaced, require
-from foreroute.conformance.checks.routes import missing_rows
+from foreroute.conformance.route_checks import missing_rows
 
 TOLERANCE = 1e-3
 """Relative difference from which a gate or a gradient is wrong and not just rounded."""
@@ -19,6 +19,7 @@ STEP = 0.005
 
 
 def _gate_rule(situation: Situation) -> None:
+    """With the model's own experts replayed, gate weights are those of the untouched model."""
     seen, native = situation.native_replay.gates_NLK, situation.native.gates_NLK
     if seen is None or native is None:
         raise Unsupported("the probe does not see gate weights")
@@ -47,6 +48,7 @@ def _dense_scores(situation: Situation) -> None:
         gates = model.forward(situation.base, grad=False).seen.gates_NLK
     if gates is None:
         raise Unsupported("the probe does not see gate weights")
+    # Foreign experts are mostly not the router's own, so scores that it zeroed show up as gates of 0.
     dead = (gates == 0).mean(axis=(0, 2))
     layer = int(dead.argmax())
     require(
@@ -110,6 +112,7 @@ def _finite_differences(situation: Situation) -> None:
         below = loss()
         model.add_to(name, step)
         slope = (above - below) / (2 * STEP)
+        # A tenth for the curvature of the loss, and 2e-4 for the rounding of a float32 loss over twice the step.
         require(
             abs(slope - size) <= 0.1 * size + 2e-4,
             f"the gradient of {name} has size {size:.3g}, finite differences of the loss say {slope:.3g}",

@@ -1,4 +1,4 @@
-"""The plots of expert-parallel runs: the load of every rank with experts at their homes, and as it was executed."""
+"""The plots of expert load over ranks: of every run, and of expert-parallel runs as planned and as executed."""
 
 from __future__ import annotations
 
@@ -9,26 +9,67 @@ from typing import Any
 import numpy as np
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from foreroute.report.canvas import TALL_INCHES, Caption, Key, Plot, Series, picture, plot, ticks_above_one, whole_ticks
-from foreroute.report.load_rows import planned_steps
+from foreroute.report.figure import (
+    INK,
+    STEP,
+    TALL_INCHES,
+    Caption,
+    Key,
+    Plot,
+    Series,
+    draw_figure,
+    integer_ticks,
+    plot_panels,
+    plot_series,
+    series_by_run,
+    ticks_above_one,
+)
 from foreroute.report.records import Execution, Load, Run, StageLoads
+from foreroute.report.run_rows import planned_steps
 
 WORDS: dict[Load, str] = {"at_home": "every expert at its home", "executed": "executed under the plan"}
 STYLES: dict[Load, Any] = {"at_home": (0, (3.2, 1.6)), "executed": "-"}
-SOFT, LINE = "#3b4550", "#1b232c"
+LINE = "#1b232c"
 MOST_LABELS = 12
 """Micro-steps that are numbered below the heat map; of more, every second one, and so on."""
+
+
+def expert_load(runs: Sequence[Run]) -> Plot:
+    ranks = sorted({rank for run in runs for step in run.steps for rank in step.expert_load})
+    rows = {rank: series_by_run(runs, lambda step, rank=rank: step.expert_load.get(rank)) for rank in ranks}  # type: ignore[misc]
+    caption = Caption(
+        title="Expert load",
+        sentence="Tokens of the busiest rank over the mean of all ranks if experts lay contiguously on that many ranks "
+        "(1 is perfect balance), averaged over micro-steps and layers.",
+        x_label=STEP,
+        y_label="busiest rank over mean",
+        absent="No expert load was recorded (expert_load).",
+    )
+
+    def fill(figure: Figure) -> None:
+        panels = figure.subplots(len(ranks), sharex=True, squeeze=False)[:, 0]
+        for axes, rank in zip(panels, ranks, strict=True):
+            for line in rows[rank]:
+                axes.plot(line.x, line.y, **line.style)
+            axes.set_title(f"{rank} ranks", loc="left", fontsize=10.5, color=INK, pad=3)
+            axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
+        panels[-1].xaxis.set_major_locator(integer_ticks(6))
+        panels[-1].set_xlabel(caption.x_label)
+        figure.supylabel(caption.y_label, fontsize=11, color=INK)
+
+    return plot_panels(caption, runs, [line for lines in rows.values() for line in lines], fill, TALL_INCHES)
 
 
 def rank_load_plots(runs: Sequence[Run]) -> list[Plot]:
     """The plots, when any run was expert-parallel under a plan; else none."""
     planned = [position for position, run in enumerate(runs) if planned_steps(run)]
-    return [over_steps(runs), *(by_cell(runs, position) for position in planned)] if planned else []
+    return [_over_steps(runs), *(_by_cell(runs, position) for position in planned)] if planned else []
 
 
-def over_steps(runs: Sequence[Run]) -> Plot:
+def _over_steps(runs: Sequence[Run]) -> Plot:
     """The busiest rank of the cells, over the run."""
     caption = Caption(
         title="Load of the busiest rank",
@@ -48,15 +89,16 @@ def over_steps(runs: Sequence[Run]) -> Plot:
 
     def draw(axes: Any) -> None:
         for kind, line in found:
-            axes.plot(line.x, line.y, **line.look | {"linestyle": STYLES[kind]})
+            axes.plot(line.x, line.y, **line.style | {"linestyle": STYLES[kind]})
+        # A line at exactly 1, perfect balance, stays clear of the axis.
         axes.set_ylim(bottom=1 - 0.03 * (axes.get_ylim()[1] - 1))
-        axes.xaxis.set_major_locator(whole_ticks(6))
+        axes.xaxis.set_major_locator(integer_ticks(6))
 
-    drawn = plot(caption, runs, [line for _, line in found], draw, TALL_INCHES)
+    drawn = plot_series(caption, runs, [line for _, line in found], draw, TALL_INCHES)
     return replace(drawn, keys=(*drawn.keys, *(Key(WORDS[kind], None, dashed=kind == "at_home") for kind in WORDS)))
 
 
-def by_cell(runs: Sequence[Run], position: int) -> Plot:
+def _by_cell(runs: Sequence[Run], position: int) -> Plot:
     """Every rank in every cell of the last step."""
     run = runs[position]
     step, execution = planned_steps(run)[-1]
@@ -79,20 +121,20 @@ def by_cell(runs: Sequence[Run], position: int) -> Plot:
             shown = axes.imshow(over_GC, aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest")
             busiest = execution.max_over_mean[kind]
             title = f"{WORDS[kind]}: busiest {busiest:.2f} times the mean"
-            axes.set_title(title, loc="left", fontsize=10.5, color=SOFT, pad=4)
+            axes.set_title(title, loc="left", fontsize=10.5, color=INK, pad=4)
             axes.set_yticks(range(len(over_GC)) if len(over_GC) <= 16 else [0, len(over_GC) - 1])
             axes.grid(visible=False)
             _part_cells(axes, execution)
         _number_micro_steps(panels[-1], execution)
         panels[-1].set_xlabel(caption.x_label, labelpad=22)
-        figure.supylabel(caption.y_label, fontsize=11, color=SOFT)
+        figure.supylabel(caption.y_label, fontsize=11, color=INK)
         bar = figure.colorbar(shown, ax=panels, location="bottom", fraction=0.05, pad=0.02, aspect=40)
         bar.set_label("load over mean")
         bar.set_ticks([0.0, 0.5, 1.0, *ticks_above_one(most)])
         bar.outline.set_visible(False)
 
     spans = "; ".join(f"{WORDS[kind]} {over.min():.2f} to {over.max():.2f}" for kind, over in loads.items())
-    return picture(caption, fill, f"{caption.title}. {spans}.", (TALL_INCHES[0], 4.6))
+    return draw_figure(caption, fill, f"{caption.title}. {spans}.", (TALL_INCHES[0], 4.6))
 
 
 def _part_cells(axes: Any, execution: Execution) -> None:
@@ -117,7 +159,7 @@ def _number_micro_steps(axes: Any, execution: Execution) -> None:
         numbers += range(0, stage.num_micro_steps, every)
         centres += [start + (m + 0.5) * layers - 0.5 for m in range(0, stage.num_micro_steps, every)]
         place = {"xy": (start - 0.5, 0), "xycoords": ("data", "axes fraction")}
-        axes.annotate(name, **place, xytext=(1, -19), textcoords="offset points", va="top", fontsize=10.5, color=SOFT)
+        axes.annotate(name, **place, xytext=(1, -19), textcoords="offset points", va="top", fontsize=10.5, color=INK)
         start += stage.num_cells
     axes.set_xticks(centres, [str(number) for number in numbers])
     axes.tick_params(axis="x", length=0)

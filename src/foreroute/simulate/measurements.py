@@ -25,7 +25,7 @@ from foreroute.plan.counts import check_counts
 from foreroute.plan.step_plan import CellHosts, StepPlan
 from foreroute.plan.topology import Topology
 from foreroute.planner.balancers import BalancerInput
-from foreroute.simulate.methods import Served, serve_at_home
+from foreroute.simulate.methods import PlannedStep, all_at_home
 from foreroute.simulate.steps import GroupStep
 
 MOST_BYTES = 1 << 20
@@ -33,27 +33,27 @@ MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class Measurement:
     """One timed stage of one step.
 
     Attributes:
         name: for people.
         step: what was run.
-        served: how.
+        planned: how it was served.
         stage: position in `costs.STAGES`: 0 recompute, 1 update.
         seconds: wall time of the slowest rank.
     """
 
     name: str
     step: GroupStep
-    served: Served
+    planned: PlannedStep
     stage: int
     seconds: float
 
     @classmethod
     def of(
         cls, name: str, counts: Any, plan: StepPlan | None, topology: Topology, stage: str, seconds: float
-    ) -> Measured:
+    ) -> Measurement:
         """From arrays.
 
         Args:
@@ -71,11 +71,11 @@ class Measured:
         home_LE = np.tile(topology.contiguous_home_E(counts_MLGE.shape[3]), (counts_MLGE.shape[1], 1))
         problem = BalancerInput(counts_MLGE, topology, home_LE)
         if plan is None:
-            served = serve_at_home(problem)
+            planned = all_at_home(problem)
         else:
             verify(plan, counts_MLGE)
-            served = _planned(plan, counts_MLGE)
-        return cls(name, GroupStep(problem, None), served, ("recompute", "update").index(stage), seconds)
+            planned = _planned(plan, counts_MLGE)
+        return cls(name, GroupStep(problem, None), planned, ("recompute", "update").index(stage), seconds)
 
 
 class _Line(BaseModel):
@@ -87,7 +87,7 @@ class _Line(BaseModel):
     seconds: Annotated[float, Field(gt=0)]
 
 
-def load_measured(path: Path, topology: Topology) -> list[Measured]:
+def load_measurements(path: Path, topology: Topology) -> list[Measurement]:
     """Read a file of measurements.
 
     Raises:
@@ -109,7 +109,7 @@ def load_measured(path: Path, topology: Topology) -> list[Measured]:
         plan = None if line.plan is None else load_plan(path.parent / line.plan)
         name = f"{line.plan or line.counts}, {line.stage}"
         try:
-            measured.append(Measured.of(name, counts, plan, topology, line.stage, line.seconds))
+            measured.append(Measurement.of(name, counts, plan, topology, line.stage, line.seconds))
         except InputError as error:
             raise type(error)(f"{path}: measurement {number}: {error}") from error
     return measured
@@ -128,7 +128,7 @@ def _values(path: Path) -> list[Any]:
         raise ConfigError(f"{error}; expected JSON Lines or a JSON array") from error
 
 
-def _planned(plan: StepPlan, counts_MLGE: Any) -> Served:
+def _planned(plan: StepPlan, counts_MLGE: Any) -> PlannedStep:
     assignments = [CellHosts.of(plan.cell(m, layer), counts_MLGE[m, layer]) for m, layer in np.ndindex(*plan.shape[:2])]
     slots: Any = "shared" if plan.fetched_R.all() else "layer"
-    return Served(assignments, plan.home_LE.astype(np.int64), plan.home_moves, slots, 0.0)
+    return PlannedStep(assignments, plan.home_LE.astype(np.int64), plan.home_moves, slots, 0.0)

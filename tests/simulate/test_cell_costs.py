@@ -1,4 +1,4 @@
-"""What a visit fetches, by which path, and what returns: by hand on a tiny step of two nodes."""
+"""What a stage pass fetches, by which path, and what returns: by hand on a tiny step of two nodes."""
 
 import numpy as np
 import pytest
@@ -7,9 +7,8 @@ from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.plan import Links, Topology
 from foreroute.plan.step_plan import CellHosts
-from foreroute.simulate.residence import Hosts, Visit, fetched_hosts
-from foreroute.simulate.schedule import forward_only, layer_parts, one_forward_one_backward
-from foreroute.simulate.work import transfers_of
+from foreroute.simulate.cell_costs import Hosts, StagePass, fetched_hosts, transfers_of
+from foreroute.simulate.ep_group import forward_only, layer_parts, one_forward_one_backward
 
 TOPOLOGY = Topology(4, 2, 1, Links(340e9, 45e9, 50e9, 20e-6, 50e-6))
 COSTS = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
@@ -36,9 +35,9 @@ def hosts(slots):
 
 def fetched(slots, order):
     found = {}
-    for visit, layer, expert_H, rank_H in fetched_hosts(hosts(slots), order):
+    for stage_pass, layer, expert_H, rank_H in fetched_hosts(hosts(slots), order):
         assert rank_H.tolist() == [0] * len(expert_H)
-        found.setdefault((visit.backward, visit.micro_step), []).append((layer, expert_H.tolist()))
+        found.setdefault((stage_pass.backward, stage_pass.micro_step), []).append((layer, expert_H.tolist()))
     return found
 
 
@@ -106,6 +105,6 @@ def test_gradients_return_in_every_micro_step_or_once_for_each_fetch():
 
 
 def test_schedules():
-    assert one_forward_one_backward(1, 2, 2) == [Visit(b, m) for m in range(2) for b in (False, True)]
-    assert [visit.micro_step for visit in one_forward_one_backward(0, 4, 2)] == [0, 1, 0, 1]
+    assert one_forward_one_backward(1, 2, 2) == [StagePass(b, m) for m in range(2) for b in (False, True)]
+    assert [stage_pass.micro_step for stage_pass in one_forward_one_backward(0, 4, 2)] == [0, 1, 0, 1]
     assert layer_parts(7, 3) == [range(2), range(2, 4), range(4, 7)]

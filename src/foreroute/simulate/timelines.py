@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from foreroute.errors import ConfigError
+from foreroute.simulate.cell_costs import StagePass
 from foreroute.simulate.config import SimulateConfig
-from foreroute.simulate.engine import Run
-from foreroute.simulate.group import Group, update_orders
-from foreroute.simulate.methods import check_methods, label_of, serve
-from foreroute.simulate.residence import Visit
-from foreroute.simulate.schedule import forward_only
+from foreroute.simulate.engine import StageRun
+from foreroute.simulate.ep_group import EPGroup, forward_only, update_orders
+from foreroute.simulate.methods import check_methods, label_of, plan_with
 from foreroute.simulate.steps import group_steps
 
 RESOURCES = ("compute", "links", "copy engine")
@@ -87,9 +86,9 @@ def timeline(
         raise ConfigError(f"stage is {stage!r}; expected 'recompute' or 'update'")
     cluster = config.described()
     step = next(iter(group_steps(config, cluster.topology, cluster.costs.model)))
-    served = serve(method, step.problem, cluster.costs)
-    group = Group.of(served, step, config, cluster.topology, cluster.costs)
-    num_micro_steps = len(group.compute.leg_ML)
+    planned = plan_with(method, step.problem, cluster.costs)
+    group = EPGroup.of(planned, step, config, cluster.topology, cluster.costs)
+    num_micro_steps = len(group.compute.all_to_all_ML)
     chosen = group.parts[0] if layers is None else layers
     if not 0 <= micro_step < num_micro_steps or not set(chosen) <= set(group.parts[0]):
         raise ConfigError(
@@ -99,8 +98,13 @@ def timeline(
     runs = group.run()
     updating = stage == "update"
     order = update_orders(len(group.parts), num_micro_steps)[0] if updating else forward_only(num_micro_steps)
-    visits = [(v, visit) for v, visit in enumerate(order) if visit.micro_step == micro_step]
-    spans = [span for v, visit in visits for span in _spans(group, runs[updating], v, visit) if span.layer in chosen]
+    passes = [(v, stage_pass) for v, stage_pass in enumerate(order) if stage_pass.micro_step == micro_step]
+    spans = [
+        span
+        for v, stage_pass in passes
+        for span in _spans(group, runs[updating], v, stage_pass)
+        if span.layer in chosen
+    ]
     return Timeline(
         method=method,
         label=label_of(method),
@@ -111,22 +115,22 @@ def timeline(
     )
 
 
-def _spans(group: Group, run: Run, v: int, visit: Visit) -> Iterator[Span]:
+def _spans(group: EPGroup, run: StageRun, v: int, stage_pass: StagePass) -> Iterator[Span]:
     part = group.parts[0]
     for k in range(len(part)):
-        place, layer = v * len(part) + k, part.stop - 1 - k if visit.backward else part.start + k
+        place, layer = v * len(part) + k, part.stop - 1 - k if stage_pass.backward else part.start + k
         times_X = run.times_PNX[0, place]
         for rank in range(group.compute.head_MG.shape[1]):
             begin, end = run.fetched_PNG2[0, place, rank].tolist()
             if end > begin:
                 yield Span(rank, "copy engine", "fetch", layer, False, begin, end)
-            there = max(end, float(run.bursts_PN[0, place]))
-            yield from _forward(group, rank, visit.micro_step, layer, times_X[:5].tolist(), there)
+            there = max(end, float(run.direct_end_PN[0, place]))
+            yield from _forward(group, rank, stage_pass.micro_step, layer, times_X[:5].tolist(), there)
             if np.isfinite(times_X[5]):
-                yield from _backward(group, rank, visit.micro_step, layer, times_X[5:].tolist())
+                yield from _backward(group, rank, stage_pass.micro_step, layer, times_X[5:].tolist())
 
 
-def _forward(group: Group, rank: int, m: int, layer: int, at: list[float], there: float) -> Iterator[Span]:
+def _forward(group: EPGroup, rank: int, m: int, layer: int, at: list[float], there: float) -> Iterator[Span]:
     attention_s = group.compute.attention_MG2[m, rank, 0] + group.compute.layer_s
     experts_s = group.compute.experts_MLG2[m, layer, rank, 0]
     begin, attended, dispatched, computed, end = at
@@ -139,7 +143,7 @@ def _forward(group: Group, rank: int, m: int, layer: int, at: list[float], there
     yield Span(rank, "links", "combine", layer, False, computed, end)
 
 
-def _backward(group: Group, rank: int, m: int, layer: int, at: list[float]) -> Iterator[Span]:
+def _backward(group: EPGroup, rank: int, m: int, layer: int, at: list[float]) -> Iterator[Span]:
     attention_s = group.compute.attention_MG2[m, rank, 1] + group.compute.layer_s
     experts_s = group.compute.experts_MLG2[m, layer, rank, 1]
     begin, combined, computed, dispatched, _ = at

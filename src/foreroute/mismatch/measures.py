@@ -1,0 +1,242 @@
+"""Measures of how far trainer and engine are apart, kept as sums and counts so that batches and ranks can be added.
+
+Of token probabilities (`TokenMismatch`), of routes (`RoutingMismatch`), and of a model's own selection under replay
+(`LiveAgreement`), with how close its decisions were: a margin is the gap between the last expert that is in and the
+first that is out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.errors import InputError
+from foreroute.trace import RoutingTrace, overlap
+
+THRESHOLDS = (1.5, 2.0)
+"""Of F(tau), share of tokens whose probabilities differ more than tau-fold; arXiv 2510.11370 reports tau 2."""
+LOG10_EDGES = np.linspace(-8.0, 1.0, 37)
+"""Bin edges of log10(margin), a quarter of a decade wide. Outliers fall into the outermost bins."""
+
+
+def token_mismatch(train_logprobs_R: NDArray[Any], infer_logprobs_R: NDArray[Any]) -> TokenMismatch:
+    """Compare log-probabilities of the same R sampled response tokens, computed in float64.
+
+    Raises:
+        InputError: when the shapes differ or a value is not finite.
+    """
+    train, infer = np.asarray(train_logprobs_R, np.float64), np.asarray(infer_logprobs_R, np.float64)
+    if train.shape != infer.shape or train.ndim != 1:
+        raise InputError(
+            f"log-probs of the trainer have shape {train.shape}, of the engine {infer.shape}; expected [R]"
+        )
+    if not (np.isfinite(train).all() and np.isfinite(infer).all()):
+        raise InputError("log-probs hold NaN or infinity; a sampled token has a finite log-probability in both engines")
+    log_r = train - infer
+    return TokenMismatch(
+        count=len(log_r),
+        k3_sum=float((np.expm1(log_r) - log_r).sum()),
+        above=tuple(int((np.abs(log_r) > math.log(tau)).sum()) for tau in THRESHOLDS),
+        max_abs_log=float(np.abs(log_r).max(initial=0.0)),
+    )
+
+
+def routing_mismatch(rollout: RoutingTrace, trainer: RoutingTrace) -> RoutingMismatch:
+    """Compare two traces of the same tokens.
+
+    Raises:
+        SpecMismatchError, BatchMismatchError: when they are of other models or other tokens.
+    """
+    shared_RL = overlap(rollout, trainer).shared_RL
+    differs_RL: NDArray[Any] = shared_RL < rollout.spec.top_k
+    num_layers = rollout.spec.num_layers
+    per_row = differs_RL.sum(axis=1)
+    first = differs_RL.argmax(axis=1)[per_row > 0]
+    return RoutingMismatch(
+        rows=len(shared_RL),
+        top_k=rollout.spec.top_k,
+        differing_L=differs_RL.sum(axis=0, dtype=np.int64),
+        shared_L=shared_RL.sum(axis=0, dtype=np.int64),
+        by_differing_layers=np.bincount(per_row, minlength=num_layers + 1),
+        first_differing_L=np.bincount(first, minlength=num_layers),
+    )
+
+
+def margin_histogram(margins_NL: NDArray[Any]) -> MarginHistogram:
+    """Count margins (K-th minus (K+1)-th selection score, [N, L], in the router's own scale) into bins."""
+    smallest, largest = 10 ** LOG10_EDGES[0], 10 ** LOG10_EDGES[-1]
+    logs = np.log10(np.clip(margins_NL.astype(np.float64), smallest, largest * (1 - 1e-9)))
+    counts = [np.histogram(logs[:, layer], bins=LOG10_EDGES)[0] for layer in range(logs.shape[1])]
+    return MarginHistogram(np.array(counts, dtype=np.int64).reshape(logs.shape[1], len(LOG10_EDGES) - 1))
+
+
+@dataclass(frozen=True)
+class TokenMismatch:
+    """Sums over response tokens of r = pi_train / pi_infer, the ratio at the sampled token.
+
+    Attributes:
+        count: number of tokens.
+        k3_sum: sum of r - 1 - log r.
+        above: for each threshold tau of `THRESHOLDS`, how many tokens have max(r, 1 / r) > tau.
+        max_abs_log: largest |log r|, in nats.
+    """
+
+    count: int
+    k3_sum: float
+    above: tuple[int, ...]
+    max_abs_log: float
+
+    @property
+    def k3(self) -> float:
+        """Mean of r - 1 - log r: an estimate of KL(pi_infer || pi_train) from tokens of pi_infer, in nats.
+
+        Source: arXiv 2510.11370, equation 2 (Schulman's k3).
+        """
+        return self.k3_sum / self.count if self.count else math.nan
+
+    def f(self, tau: float) -> float:
+        """F(tau), the share of tokens with max(r, 1 / r) > tau. Source: arXiv 2510.11370, equation 3.
+
+        Args:
+            tau: one of `THRESHOLDS`; for others nothing was counted.
+
+        Raises:
+            InputError: for another one.
+        """
+        if tau not in THRESHOLDS:
+            raise InputError(f"F({tau}) was not counted; expected tau to be one of {', '.join(map(str, THRESHOLDS))}")
+        return self.above[THRESHOLDS.index(tau)] / self.count if self.count else math.nan
+
+    def __add__(self, other: TokenMismatch) -> TokenMismatch:
+        """The mismatch over the tokens of both."""
+        return TokenMismatch(
+            self.count + other.count,
+            self.k3_sum + other.k3_sum,
+            tuple(a + b for a, b in zip(self.above, other.above, strict=True)),
+            max(self.max_abs_log, other.max_abs_log),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingMismatch:
+    """Counts over the rows that both sides routed, prompt included. Experts are compared as sets.
+
+    Attributes:
+        rows: number of token rows compared.
+        top_k: K.
+        differing_L: int64 [L], rows whose expert set differs, per layer.
+        shared_L: int64 [L], experts picked by both, summed over rows.
+        by_differing_layers: int64 [L + 1], rows by their number of differing layers.
+        first_differing_L: int64 [L], rows by the first layer that differs.
+    """
+
+    rows: int
+    top_k: int
+    differing_L: NDArray[np.int64]
+    shared_L: NDArray[np.int64]
+    by_differing_layers: NDArray[np.int64]
+    first_differing_L: NDArray[np.int64]
+
+    @property
+    def differing_share(self) -> float:
+        """Share of (token, layer) whose expert sets differ. Source: arXiv 2510.11370, section 3.2, router level."""
+        return float(self.differing_L.sum() / max(self.rows * len(self.differing_L), 1))
+
+    @property
+    def differing_tokens_share(self) -> float:
+        """Share of tokens with at least one differing layer. Source: arXiv 2510.11370, section 3.2, token level."""
+        return float(self.by_differing_layers[1:].sum() / max(self.rows, 1))
+
+    @property
+    def differing_share_L(self) -> NDArray[np.float64]:
+        """float64 [L], share of tokens whose expert set differs, per layer."""
+        return np.asarray(self.differing_L / max(self.rows, 1), np.float64)
+
+    @property
+    def overlap_L(self) -> NDArray[np.float64]:
+        """float64 [L], mean share of a token's K experts that both sides picked, per layer."""
+        return np.asarray(self.shared_L / max(self.rows * self.top_k, 1), np.float64)
+
+    def __add__(self, other: RoutingMismatch) -> RoutingMismatch:
+        """The mismatch over the rows of both."""
+        return RoutingMismatch(
+            self.rows + other.rows,
+            self.top_k,
+            self.differing_L + other.differing_L,
+            self.shared_L + other.shared_L,
+            self.by_differing_layers + other.by_differing_layers,
+            self.first_differing_L + other.first_differing_L,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class MarginHistogram:
+    """Rows by the decimal logarithm of their top-k margin, per layer.
+
+    Attributes:
+        counts_LB: int64 [L, B], for the B bins between `LOG10_EDGES`.
+    """
+
+    counts_LB: NDArray[np.int64]
+
+    def __add__(self, other: MarginHistogram) -> MarginHistogram:
+        """The histogram over the rows of both."""
+        return MarginHistogram(self.counts_LB + other.counts_LB)
+
+
+@dataclass(frozen=True, eq=False)
+class LiveAgreement:
+    """Sums and counts over replayed rows. Parts of a batch, micro-batches and ranks are joined with `+`.
+
+    The model's own selection is the one its routers would have made on the very hidden states of the replayed pass, so
+    that a difference in one layer does not show up again in the next unless it changes a choice there.
+
+    Attributes:
+        routing: rows, differing sets, overlap, first differing layer.
+        margins: rows by the gap between the K-th and the (K+1)-th selection score.
+        margins_differing: the same, of rows whose set differs.
+        replaced_mass_L: float64 [L], summed over rows: the share of a router's own selection mass that lay on experts
+            which replay replaced. Mass is the score of a pick over that of all K picks; its exponential where the
+            router selects by logits.
+    """
+
+    routing: RoutingMismatch
+    margins: MarginHistogram
+    margins_differing: MarginHistogram
+    replaced_mass_L: NDArray[np.float64]
+
+    @classmethod
+    def from_sums(cls, sums: Mapping[str, NDArray[Any]], top_k: int) -> LiveAgreement:
+        """From arrays named as in `LiveAgreement` and `RoutingMismatch`."""
+        return cls(
+            RoutingMismatch(
+                int(sums["rows"]),
+                top_k,
+                sums["differing_L"],
+                sums["shared_L"],
+                sums["by_differing_layers"],
+                sums["first_differing_L"],
+            ),
+            MarginHistogram(sums["margins_LB"]),
+            MarginHistogram(sums["margins_differing_LB"]),
+            sums["replaced_mass_L"],
+        )
+
+    @property
+    def replaced_mass_share_L(self) -> NDArray[np.float64]:
+        """float64 [L], mean over rows of the replaced share of selection mass, per layer."""
+        return np.asarray(self.replaced_mass_L / max(self.routing.rows, 1), np.float64)
+
+    def __add__(self, other: LiveAgreement) -> LiveAgreement:
+        """The agreement over the rows of both."""
+        return LiveAgreement(
+            self.routing + other.routing,
+            self.margins + other.margins,
+            self.margins_differing + other.margins_differing,
+            self.replaced_mass_L + other.replaced_mass_L,
+        )

@@ -1,0 +1,256 @@
+"""The plots of how far trainer and rollout engine are apart: over a run, summed over it, and in a diagnosis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+from numpy.typing import NDArray
+
+from foreroute.report.figure import (
+    COLOURS,
+    STEP,
+    TALL_INCHES,
+    Caption,
+    Plot,
+    Series,
+    draw_figure,
+    integer_ticks,
+    layer_label,
+    number_layers,
+    percent_axis,
+    plot_lines,
+    plot_series,
+    series_by_side,
+)
+from foreroute.report.records import SIDES, Margins, Mismatch, Run
+
+if TYPE_CHECKING:
+    from foreroute.doctor import Measures
+
+
+def mismatch_plots(runs: Sequence[Run]) -> list[Plot]:
+    """Over the steps of the runs, then summed over them."""
+    draws = (_k3, _f2, _disagreement, _disagreement_by_layer, _differing_layers, _margins)
+    return [draw(runs) for draw in draws]
+
+
+def diagnosis_plots(measures: Measures) -> list[Plot]:
+    """Where in depth, and where in the sequence; a card without data says why."""
+    return [_by_layer(measures), _by_position(measures)]
+
+
+def _k3(runs: Sequence[Run]) -> Plot:
+    series = series_by_side(runs, lambda mismatch: mismatch.k3)
+    values = np.concatenate([line.y for line in series]) if series else np.zeros(0)
+    positive = values[np.isfinite(values) & (values > 0)]
+    # The power of ten below the smallest value: the axis is logarithmic down to there.
+    floor = 10.0 ** np.floor(np.log10(positive.min())) if positive.size else None
+    floor_text = f"1e{np.log10(floor):.0f}" if floor else ""
+    zeros = bool((values <= 0).any())
+    caption = Caption(
+        title="Mismatch of trainer and rollout engine (k3)",
+        sentence="k3 estimates KL(rollout engine || trainer) on the sampled response tokens"
+        + (
+            f" (logarithmic above {floor_text}, linear below it so that zero can be shown)." if floor and zeros else "."
+        ),
+        x_label=STEP,
+        y_label="k3, nats per response token",
+        absent="No mismatch was recorded.",
+    )
+
+    def finish(axes: Any) -> None:
+        if floor and zeros:
+            axes.set_yscale("symlog", linthresh=floor, linscale=0.4)
+        elif floor:
+            axes.set_yscale("log")
+        if zeros:  # a line of exact zeros would vanish in the axis
+            axes.set_ylim(bottom=-(floor or 1.0) * 0.25)
+
+    return plot_lines(caption, runs, series, finish)
+
+
+def _f2(runs: Sequence[Run]) -> Plot:
+    caption = Caption(
+        title="Tokens far apart, F(2)",
+        sentence="Share of response tokens whose probabilities in trainer and rollout engine differ more than twofold.",
+        x_label=STEP,
+        y_label="share of response tokens",
+        absent="No mismatch was recorded.",
+    )
+    return plot_lines(caption, runs, series_by_side(runs, lambda mismatch: mismatch.f2), percent_axis)
+
+
+def _disagreement(runs: Sequence[Run]) -> Plot:
+    caption = Caption(
+        title="Routing disagreement",
+        sentence="Share of routing decisions in which trainer and rollout engine use different sets of experts.",
+        x_label=STEP,
+        y_label="share of routing decisions",
+        absent="No mismatch was recorded.",
+    )
+    return plot_lines(caption, runs, series_by_side(runs, lambda mismatch: mismatch.differing_share), percent_axis)
+
+
+def _disagreement_by_layer(runs: Sequence[Run]) -> Plot:
+    caption = Caption(
+        title="Routing disagreement by layer",
+        sentence="Share of tokens whose expert set differs in a layer, averaged over the measured steps.",
+        x_label=layer_label(()),
+        y_label="share of tokens",
+        absent="No routing disagreement by layer was recorded (differing_share_by_layer).",
+    )
+    series = []
+    for position, side, found in _sides(runs, "differing_share_by_layer"):
+        shares_L = np.asarray(np.mean(found, axis=0), np.float64)
+        series.append(Series(position, side, np.arange(len(shares_L), dtype=np.float64), shares_L))
+
+    def draw(axes: Any) -> None:
+        for line in series:
+            axes.plot(line.x, line.y, **line.style)
+        axes.xaxis.set_major_locator(integer_ticks(8))
+        percent_axis(axes)
+
+    return plot_series(caption, runs, series, draw)
+
+
+def _differing_layers(runs: Sequence[Run]) -> Plot:
+    caption = Caption(
+        title="Differing layers per token",
+        sentence="Share of tokens by the number of layers in which their expert sets differ; at 0 all layers agree.",
+        x_label="layers that differ",
+        y_label="share of tokens",
+        absent="No histogram of differing layers was recorded (differing_layers_histogram).",
+    )
+    series = []
+    for position, side, found in _sides(runs, "differing_layers_histogram"):
+        shares = _normalised(np.sum(found, axis=0))
+        series.append(Series(position, side, np.arange(len(shares) + 1, dtype=np.float64) - 0.5, shares))
+
+    def draw(axes: Any) -> None:
+        _stairs(axes, series)
+        axes.xaxis.set_major_locator(integer_ticks(8))
+        percent_axis(axes)
+
+    return plot_series(caption, runs, series, draw)
+
+
+def _margins(runs: Sequence[Run]) -> Plot:
+    caption = Caption(
+        title="Top-k margins",
+        sentence="Gap between the last selected and the first rejected expert's score; the further left, "
+        "the smaller the numerical difference that changes the selection.",
+        x_label="score gap (logarithmic)",
+        y_label="share of routing decisions",
+        absent="No top-k margins were recorded (margins).",
+    )
+    series = []
+    for position, run in enumerate(runs):
+        found = [step.margins for step in run.steps if step.margins and step.margins.counts_LB]
+        if found:
+            series.append(Series(position, None, 10 ** np.array(found[0].log10_edges), _share_by_bin(found)))
+
+    def draw(axes: Any) -> None:
+        _stairs(axes, series)
+        axes.set_xscale("log")
+        percent_axis(axes)
+
+    return plot_series(caption, runs, series, draw, TALL_INCHES)
+
+
+def _by_layer(measures: Measures) -> Plot:
+    caption = Caption(
+        title="Where in depth",
+        sentence="Share of tokens whose expert set differs in a layer (bars), and of those whose first differing layer "
+        "it is (line). Without replay.",
+        x_label=layer_label(measures.layers),
+        y_label="share of tokens",
+        absent="Routes of the trainer and of the engine are needed for this; one of them was not given.",
+    )
+    routes = measures.routes
+    if routes is None or not routes.rows:
+        return Plot(caption=caption)
+    shares_L, first_L = routes.differing_share_L, routes.first_differing_L / routes.rows
+
+    def draw(axes: Any) -> None:
+        layers = np.arange(len(shares_L))
+        axes.bar(layers, shares_L, color=COLOURS[0], alpha=0.75, width=0.7, label="differs")
+        axes.plot(layers, first_L, color=COLOURS[1], marker="o", markersize=3.5, label="differs first")
+        axes.set_ylim(0, max(1.25 * float(shares_L.max()), 1e-3))
+        axes.legend(frameon=False, fontsize=10, loc="upper left", ncols=2)
+        number_layers(axes.xaxis, measures.layers)
+
+    by_layer = zip(measures.layers, shares_L, strict=True)
+    text = f"{caption.title}. Tokens that differ: {', '.join(f'{layer} {share:.1%}' for layer, share in by_layer)}."
+    return _share_axes(caption, draw, text)
+
+
+def _by_position(measures: Measures) -> Plot:
+    caption = Caption(
+        title="Where in the sequence",
+        sentence="Mean share of a token's experts that engine and trainer both picked, by position. A step "
+        "points to a defect; noise is natural.",
+        x_label="position in the sequence",
+        y_label="common experts",
+        absent="Routes of the trainer and of the engine are needed for this; one of them was not given.",
+    )
+    explained = measures.explanation
+    if explained is None or not np.isfinite(explained.overlap_by_position_T).any():
+        return Plot(caption=caption)
+    overlap_T = explained.overlap_by_position_T
+
+    def draw(axes: Any) -> None:
+        axes.plot(np.arange(len(overlap_T)), overlap_T, color=COLOURS[0])
+        lowest = float(np.nanmin(overlap_T))
+        room = 0.06 * max(1 - lowest, 0.05)
+        axes.set_ylim(max(0.0, lowest - room), 1 + room)
+        axes.set_yticks([tick for tick in axes.get_yticks() if max(0.0, lowest - room) <= tick <= 1])
+        axes.xaxis.set_major_locator(integer_ticks(8))
+
+    text = f"{caption.title}. Common experts from {np.nanmin(overlap_T):.1%} to {np.nanmax(overlap_T):.1%}."
+    return _share_axes(caption, draw, text)
+
+
+def _share_axes(caption: Caption, draw: Callable[[Any], None], text: str) -> Plot:
+    def fill(figure: Figure) -> None:
+        axes = figure.subplots()
+        draw(axes)
+        axes.set_xlabel(caption.x_label)
+        axes.set_ylabel(caption.y_label)
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None, symbol=" %"))
+
+    return draw_figure(caption, fill, text)
+
+
+def _sides(runs: Sequence[Run], measure: str) -> list[tuple[int, Any, list[tuple[float, ...]]]]:
+    """(run, side, one tuple per step) for every run and side that recorded `measure`."""
+
+    def values(mismatch: Mismatch) -> tuple[float, ...]:
+        return tuple(getattr(mismatch, measure))
+
+    rows = [
+        (position, side, [values(step.mismatch[side]) for step in run.steps_to_compare(side)])
+        for position, run in enumerate(runs)
+        for side in SIDES
+    ]
+    return [(position, side, [row for row in found if row]) for position, side, found in rows if any(found)]
+
+
+def _share_by_bin(found: Sequence[Margins]) -> NDArray[np.float64]:
+    return _normalised(np.sum([np.sum(margins.counts_LB, axis=0) for margins in found], axis=0))
+
+
+def _normalised(counts: NDArray[Any]) -> NDArray[np.float64]:
+    return np.asarray(counts / max(counts.sum(), 1), np.float64)
+
+
+def _stairs(axes: Any, series: Sequence[Series]) -> None:
+    alone = len({line.run for line in series}) == 1  # the fills of several runs mix into a colour of none
+    for line in series:
+        style = {"color": line.style["color"], "linestyle": line.style["linestyle"], "linewidth": 1.7}
+        if alone and line.side != "replayed":
+            axes.stairs(line.y, line.x, fill=True, color=style["color"], alpha=0.12)
+        axes.stairs(line.y, line.x, baseline=None, **style)

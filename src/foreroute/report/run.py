@@ -1,0 +1,160 @@
+"""Run folders -> one self-contained HTML page: nothing in it is loaded from elsewhere, and nothing in it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foreroute.report.format import flattened, percentage, reward, scientific, seconds
+from foreroute.report.reading import read_runs
+from foreroute.report.records import Run
+from foreroute.report.run_rows import WINDOW, SummaryRow, alarm_rows, load_rows, runs_with_alarms, summary_rows
+from foreroute.report.template import write_html
+
+ROUTING = {
+    "none": "No routing replay: the trainer routes every token itself",
+    "R2": "R2: the update replays the experts that the trainer's own recompute pass selected",
+    "R3": "R3, rollout routing replay: recompute and update replay the experts that the rollout engine selected",
+    "R3+weights": "R3 with gate weights: recompute and update replay the engine's experts, and the weight of each",
+}
+
+
+def write_report(run_folders: Sequence[Path], target: Path) -> Path:
+    """Write the report of one run, or the comparison of several, to `target`; a report that is there is replaced.
+
+    Raises:
+        InputError: when no folder is given, `target` cannot be written or is no page of ours, or the `report` extra is
+            not installed.
+        RunFolderError: when a run folder is missing or damaged.
+    """
+    wording = {"percentage": percentage, "reward": reward, "scientific": scientific, "seconds": seconds}
+    return write_html(target, "run.html.j2", lambda: _values(read_runs(run_folders)), wording)
+
+
+@dataclass(frozen=True)
+class _ConfigLine:
+    """One key of the configuration, with its value in each run."""
+
+    key: str
+    values: tuple[str, ...]
+
+    @property
+    def differs(self) -> bool:
+        return len(set(self.values)) > 1
+
+
+def _values(runs: Sequence[Run]) -> dict[str, Any]:
+    from foreroute.report import load_plots, mismatch_plots, training_plots
+    from foreroute.report.figure import colour_of
+
+    rows = summary_rows(runs)
+    plots = [
+        *training_plots.reward_plots(runs),
+        *mismatch_plots.mismatch_plots(runs),
+        *training_plots.update_plots(runs),
+        load_plots.expert_load(runs),
+    ]
+    return {
+        "title": f"Run {runs[0].label}" if len(runs) == 1 else f"Comparison of {len(runs)} runs",
+        "runs": [
+            {"run": run, "colour": colour_of(position), "facts": describe(run), "pace": pace(row)}
+            for position, (run, row) in enumerate(zip(runs, rows, strict=True))
+        ],
+        "rows": rows,
+        "colours": [colour_of(position) for position in range(len(runs))],
+        "window": WINDOW,
+        "notes": [*_reading_notes(runs), *_table_notes(rows)],
+        "plots": plots,
+        "alarm_rows": alarm_rows(runs),
+        "runs_with_alarms": runs_with_alarms(runs),
+        "load_rows": load_rows(runs),
+        "load_plots": load_plots.rank_load_plots(runs),
+        "config": _config_lines(runs),
+    }
+
+
+def describe(run: Run) -> list[str]:
+    """What a run is, in short phrases: routing, precision, the settings that change its mismatch, its length."""
+    rl = run.config["rl"]
+    first, last = run.steps[0].step, run.steps[-1].step
+    facts = [ROUTING.get(run.routing, f"Routing {run.routing}"), f"rollout in {run.precision}"]
+    facts += _method(rl)
+    if "mini_steps" in rl:
+        facts.append(f"{rl['mini_steps']} mini-step{'' if rl['mini_steps'] == 1 else 's'} per step")
+    if "learning_rate" in rl:
+        facts.append(f"learning rate {rl['learning_rate']}")
+    facts += _devices(run)
+    facts += [f"seed {run.seed}", f"steps {first} to {last}" if last > first else f"step {first} only"]
+    return [*facts, f"measured both ways at {len(run.paired_steps())} of {len(run.steps)} steps"]
+
+
+def _method(rl: Mapping[str, Any]) -> list[str]:
+    """The loss, and what is added to it, where it was recorded."""
+    correction, rejection = rl.get("correction", {}), rl.get("rejection", {})
+    facts = [f"method {rl['method']}"] if "method" in rl else []
+    if correction.get("kind", "none") != "none":
+        low, high = correction.get("low"), f"{correction['high']:g}"
+        facts.append(f"correction {correction['kind']} {f'at {high}' if low is None else f'outside {low:g} to {high}'}")
+    if rejection.get("kind", "none") != "none":
+        facts.append(f"rejection outside {rejection['low']:g} to {rejection['high']:g}")
+    if rl.get("kl_coefficient"):
+        facts.append(f"KL coefficient {rl['kl_coefficient']:g}")
+    if rl.get("router") == "frozen":
+        facts.append("frozen routers")
+    return facts
+
+
+def _devices(run: Run) -> list[str]:
+    """Every device that steps ran on, in the order of the steps, with the most memory that one of them took."""
+    most: dict[str, int] = {}
+    for step in run.steps:
+        if step.device is not None:
+            name = f"CPU, {step.device.name}" if step.device.kind == "cpu" else step.device.name
+            most[name] = max(most.get(name, 0), step.device.peak_memory_bytes or 0)
+    return [f"on {name}{f', up to {peak / 1e9:.2f} GB' if peak else ''}" for name, peak in most.items()]
+
+
+def pace(row: SummaryRow) -> str:
+    """Where the time of a step goes, on average."""
+    if row.seconds_per_step is None:
+        return ""
+    phases = ", ".join(f"{phase} {seconds(value)}" for phase, value in row.seconds_by_phase.items())
+    return f"{seconds(row.seconds_per_step)} per step: {phases}"
+
+
+def _reading_notes(runs: Sequence[Run]) -> list[str]:
+    notes = [f"{run.label}: {note}" for run in runs for note in run.notes]
+    for run in runs:
+        failures = sum(step.reward_failures for step in run.steps)
+        if failures:
+            notes.append(
+                f"{run.label}: {failures} responses got no reward because a function failed; their groups are left out."
+            )
+    return notes
+
+
+def _table_notes(rows: Sequence[SummaryRow]) -> list[str]:
+    notes = []
+    for row in rows:
+        if row.routing == "R3+weights":
+            notes.append(f"{row.run}: replays the engine's gate weights too, where it says with replay.")
+        if not row.paired_steps and row.k3.native is None and row.k3.replayed is None:
+            notes.append(f"{row.run}: the mismatch of trainer and rollout engine was not recorded.")
+        elif not row.paired_steps:
+            notes.append(
+                f"{row.run}: at no step was the mismatch measured both without and with replay, "
+                "so what it shows is the average over the steps that were measured one way."
+            )
+        if row.steps < 2 * WINDOW:
+            notes.append(f"{row.run}: has {row.steps} steps, so its first and last {WINDOW} steps overlap.")
+    return notes
+
+
+def _config_lines(runs: Sequence[Run]) -> list[_ConfigLine]:
+    """Every key of every configuration, those that differ between runs first."""
+    flat = [flattened(run.config) for run in runs]
+    keys = dict.fromkeys(key for values in flat for key in values)
+    lines = [_ConfigLine(key, tuple(values.get(key, "not set") for values in flat)) for key in keys]
+    return sorted(lines, key=lambda line: not line.differs)
