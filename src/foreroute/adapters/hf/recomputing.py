@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foreroute.adapters.hf.checkpointing import CHECKPOINTS_IN, require_prepared, require_unchecked
 from foreroute.adapters.overriding import overridden
 from foreroute.ep import ExpertLayer
-from foreroute.ep.execution import Executions
+from foreroute.ep.execution import ExecutionStack
 
 
 class Recomputing:
@@ -23,7 +23,7 @@ class Recomputing:
         executions: of the model.
     """
 
-    def __init__(self, model: nn.Module, executions: Executions) -> None:
+    def __init__(self, model: nn.Module, executions: ExecutionStack) -> None:
         self._model = model
         self._executions = executions
         self._open = 0
@@ -43,8 +43,8 @@ class Recomputing:
         return partial(self._run, layer)
 
     def _run(self, layer: ExpertLayer, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        now = self._executions.now
-        if now.orders is not None and not now.is_recomputing and not self._open:
+        now = self._executions.top
+        if now.active_plan is not None and not now.is_recomputing and not self._open:
             require_prepared(layer.path, began_with_grad=False)
             require_unchecked(layer.path)
         return layer(hidden_ND, ids_NK, weights_NK)
@@ -52,7 +52,7 @@ class Recomputing:
     def _checkpoint(
         self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        execution, ran_before = self._executions.now, False
+        execution, ran_before = self._executions.top, False
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal ran_before

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from foreroute.adapters.megatron.discover import Chunk
-from foreroute.adapters.megatron.homes import Homes
+from foreroute.adapters.megatron.expert_placement import HomePlacement
 from foreroute.adapters.megatron.intercept import Interceptor
 from foreroute.adapters.megatron.passes import Listener
 from foreroute.adapters.megatron.placing import PaddingRows, PlacedRoutes, place
@@ -56,7 +56,7 @@ class RoutedModel:
         self._chunk_specs = [_part(spec, tuple(site.layer for site in chunk.sites)) for chunk in chunks]
         sites = [site for chunk in chunks for site in chunk.sites]
         self.layers = tuple(site.layer for site in sites)
-        self._homes = Homes(spec, sites, num_places, chunks[0].trunk.pg_collection)
+        self._homes = HomePlacement(spec, sites, num_places, chunks[0].trunk.pg_collection)
         self._interceptors = [
             Interceptor(chunk, number, self._chunk_specs[number], share.sp) for number, chunk in enumerate(chunks)
         ]
