@@ -11,7 +11,7 @@ from foreroute.plan import Topology
 from foreroute.planner.balancers import BALANCERS, BalancerInput
 from foreroute.planner.balancers.lending import lend
 from foreroute.planner.balancers.lplb import neighbours
-from foreroute.planner.balancers.relibra import anneal, replicate_in_nodes
+from foreroute.planner.balancers.relibra import anneal_layer, replicate_in_nodes
 from random_plans import LINKS
 
 REFILLED = ("feplb", "relibra")
@@ -199,7 +199,7 @@ def test_annealing_keeps_cardinality_and_lowers_its_objective(seed):
     rng = np.random.default_rng(seed)
     loads_ME = (rng.pareto(1.0, (5, 32)) * 100).astype(np.int64)
     home_E, node_G = np.repeat(np.arange(8), 4).astype(np.int32), np.repeat([0, 1], 4).astype(np.int16)
-    found_E = anneal(loads_ME, home_E, node_G, rng.integers(32, size=(3000, 2)), rng.random(3000))
+    found_E = anneal_layer(loads_ME, home_E, node_G, rng.integers(32, size=(3000, 2)), rng.random(3000))
     assert np.bincount(found_E, minlength=8).tolist() == [4] * 8
 
     def objective(placed_E):

@@ -186,7 +186,7 @@ def _require_same_models(model: nn.Module, home_LE: NDArray[np.int16], consensus
         hashes.append(xxhash.xxh3_64_intdigest(repr(facts).encode()))
     if len(set(consensus.texts(str(len(names)), what))) > 1:
         raise AttachError("ranks hand in models with different numbers of parameters; expected the same model")
-    mine = torch.tensor([number >> 1 for number in hashes])  # a bit less, so that it has a negative
+    mine = torch.tensor([number >> 1 for number in hashes])  # 63 bits, so that its negative is an int64 too
     most, minus_least = consensus.most(torch.stack([mine, -mine]), what)
     for name, differs in zip(names, (most != -minus_least).tolist(), strict=True):
         if differs:

@@ -103,12 +103,12 @@ def eplb_placement(
             f"{num_experts} experts in {num_groups} groups and {num_copies} copies do not divide over {num_ranks} "
             f"ranks in {num_nodes} nodes; EPLB needs equal groups, and as many copies on every rank"
         )
-    placement: NDArray[np.int64] = place(loads_E.astype(np.float32), num_copies, num_groups, num_nodes, num_ranks)
+    placement: NDArray[np.int64] = _place(loads_E.astype(np.float32), num_copies, num_groups, num_nodes, num_ranks)
     return placement
 
 
 @kernel
-def place(loads_E: Any, num_copies: int, num_groups: int, num_nodes: int, num_ranks: int) -> Any:
+def _place(loads_E: Any, num_copies: int, num_groups: int, num_nodes: int, num_ranks: int) -> Any:
     """As `eplb_placement`, on float32 loads and unchecked."""
     num_experts = len(loads_E)
     group_size = num_experts // num_groups
@@ -121,6 +121,7 @@ def place(loads_E: Any, num_copies: int, num_groups: int, num_nodes: int, num_ra
     node_copies = num_copies // num_nodes
     members = np.empty(num_experts, np.int64)
     for group in range(num_groups):
+        # groups in the order of their nodes, and within a node in the order in which they were packed
         for i in range(group_size):
             members[group_slots[group] * group_size + i] = group * group_size + i
     for node in range(num_nodes):
@@ -148,6 +149,7 @@ def _replicate(loads_E: Any, num_copies: int) -> Any:
         e = heap[0]
         expert_C[c] = e
         copies_E[e] += 1
+        # only the top's key has changed, and upwards, so that it can only sink
         key[e] = -(loads_E[e] / np.float32(copies_E[e]))
         _sink(heap, key, 0, num_experts)
     return expert_C, copies_E
@@ -168,6 +170,7 @@ def _pack(loads_I: Any, num_bins: int) -> Any:
         filled[b] += 1
         key[b] += loads_I[i]
         if filled[b] == room:
+            # a full bin leaves the heap
             size -= 1
             heap[0] = heap[size]
         _sink(heap, key, 0, size)

@@ -1,5 +1,7 @@
 """What one layer's experts hold on this rank, and which part of it goes where when experts change their slots.
 
+A *slot* is a position among the local experts of a rank, as Megatron calls them.
+
 An expert has several tensors: its weights, and for each of them what the optimizer keeps. Expert-data-parallel ranks
 hold the same experts: each has all weights, and all of the state or, under a distributed optimizer, a part of it that
 need not be the same from slot to slot. So what moves is a *segment*: a range of elements of one tensor of one expert.
