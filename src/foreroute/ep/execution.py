@@ -27,7 +27,7 @@ class BatchRows:
     Attributes:
         planned_N: bool [N], rows whose assignments are among the planned counts; None for all that are sent.
         sent_N: bool [N], rows that experts compute; None for all. A row that is not sent gets zeros from the routed
-            experts, and costs nothing; right for padding, which nobody looks at.
+            experts, and costs nothing; right for padding, whose results are not used.
         routed_LE: int64 [L, E], assignments of the planned rows, where they are known before the forward, as under
             replay. None when routers are free: counts are then exchanged in every cell.
     """

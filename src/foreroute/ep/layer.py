@@ -13,8 +13,8 @@ from foreroute.ep.compute import ComputeReplicas, Replicas, ReplicaWork, least_r
 from foreroute.ep.dispatch import Combine, Dispatch, DispatchHandle, DispatchPlan, expand
 from foreroute.ep.execution import Execution
 from foreroute.ep.shards import ExpertShards
-from foreroute.ep.transfer.moves import homes_only
 from foreroute.errors import CountsError
+from foreroute.plan import CellPlan
 
 
 class ExpertLayer:
@@ -61,7 +61,7 @@ class ExpertLayer:
         # on all ranks before any row is sent, because it decides which plan the rows follow
         replicas = self._fetch(execution)
         counts_GE = execution.counts_GE(self.number, ids_NK, len(home_E))
-        plan = homes_only(home_E) if replicas is None else replicas.plan
+        plan = CellPlan.homes_only(home_E, len(counts_GE)) if replicas is None else replicas.plan
         rows = DispatchPlan.of(plan, counts_GE, rank, least_rows(self.shards.tensors))
         handle = DispatchHandle.of(
             self._group, f"tokens of {execution.what(self.number)}", rows, ids_NK, execution.sent_rows(ids_NK.device)

@@ -3,7 +3,7 @@
     fetch(cell):  in the slots? ── no ─▶ host memory │ peers, begun a cell earlier ─▶ here and whole on all ranks?
                        └── yes ─▶ weights ◀── yes ──────────────────────────────────────┴─ no ─▶ served at home
 
-Ranks hold the same books and take the same decisions without asking each other, with one exception: whether a cell's
+Ranks hold the same records and take the same decisions without asking each other, with one exception: whether a cell's
 replicas arrived is put to the vote where a deadline or checksums are in force (docs/decisions, "Votes at the cell").
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan
 from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory
-from foreroute.ep.transfer.moves import PathChoice, choose_host_V, homes_only, replica_moves
+from foreroute.ep.transfer.moves import PathChoice, choose_host_V, replica_moves
 from foreroute.ep.transfer.peers import ATTEMPTS, PeerGroup
 from foreroute.ep.transfer.replica_weights import Cell, GradientReturn, RetriedReturn, cell_of, next_cell
 from foreroute.ep.transfer.slots import Channels, SlotSet, SlotSets, TransferBatch
@@ -141,7 +141,7 @@ class TransferEngine:
         """As in `ReplicaWeights`; peer to peer."""
         plan = self._cell_plan(cell)
         if cell in self._at_home:
-            plan = homes_only(plan.home_E)
+            plan = CellPlan.homes_only(plan.home_E, self._topology.num_ranks)
         what, checksums = f"returning the gradients of {cell}", self._options.checksums
 
         def begin() -> GradientReturn:
@@ -321,7 +321,7 @@ class TransferRecord:
         cell: that it was for.
         kind: "fetch" of weights, or "return" of gradients.
         host_bytes: that came here through host memory and were waited for in this call, those of vain attempts and
-            of prefetches that nobody asked for among them; 0 when slots held everything.
+            of prefetches that were not asked for among them; 0 when slots held everything.
         direct_bytes: the same from peers.
         exposed_s: seconds that the caller waited.
         prefetched: the transfer had begun before it was asked for.

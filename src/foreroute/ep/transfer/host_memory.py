@@ -72,7 +72,7 @@ class HostMemory:
         if device.type == "cuda":
             objection = _page_lock(bytes_, device)
             if objection is None:
-                # it holds the memory, so that what is given back was unlocked, also when nobody calls `close`
+                # it holds the memory, so that it is unlocked before it is given back, even without `close`
                 self._unlock = weakref.finalize(self, _page_unlock, bytes_, device)
                 self._unlock.atexit = False  # the end of the process unlocks too
             try:

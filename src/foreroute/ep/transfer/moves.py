@@ -120,13 +120,6 @@ def shard_moves(before_E: NDArray[np.integer], after_E: NDArray[np.integer]) -> 
     return Moves(expert_V, before_V, before_row_E[expert_V], after_V, after_row_E[expert_V])
 
 
-def homes_only(home_E: NDArray[np.int16]) -> CellPlan:
-    """The plan of a cell in which the homes serve all tokens."""
-    none = np.zeros(0, np.int16)
-    no_tokens = np.zeros((0, int(home_E.max()) + 1), np.int32)
-    return CellPlan(home_E, none, none, none, np.zeros(0, np.bool_), no_tokens)
-
-
 def home_row_E(home_E: NDArray[np.integer]) -> NDArray[np.int64]:
     """int64 [E], the row of every expert in the shard of its home rank."""
     order = np.argsort(home_E, kind="stable")

@@ -67,7 +67,7 @@ class PeerGroup:
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self._begun = 0
-        # gloo forgets what was posted, and has not left yet, with the handle of it: the peer would wait for ever
+        # gloo forgets what was posted and has not left yet with the handle of it: the peer would wait for its timeout
         self._under_way: list[Exchange] = []
 
     def begin(self, sends: Iterable[Message], receives: Iterable[Message], what: str) -> Exchange:

@@ -161,7 +161,7 @@ def cell_of(plan: StepPlan | None, step: int, cell: Cell) -> CellPlan:
 
 
 class GradientReturn:
-    """One attempt; implements `PendingGradients`. Making one is a collective call that waits for nobody, and sends.
+    """One attempt; implements `PendingGradients`. Making one is a collective call, which sends and does not wait.
 
     Args:
         peers: all ranks of the plan.

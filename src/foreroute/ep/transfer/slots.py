@@ -36,7 +36,7 @@ class SlotSet:
         tensors: name -> [P, ...], this rank's slots.
         held_GP: int64 [G, P], the expert of `cell.layer` that every slot holds or is being sent; or `EMPTY`.
         cell: that the set was last given to.
-        batch: transfers into the slots that nobody has waited for yet.
+        batch: transfers into the slots that have not been waited for yet.
     """
 
     def __init__(self, home: Mapping[str, Tensor], topology: Topology) -> None:
