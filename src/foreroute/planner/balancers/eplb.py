@@ -1,8 +1,8 @@
 """EPLB, and LPLB-style on it: replicas and homes placed anew by total loads.
 
 Under EPLB every source splits its tokens evenly over the copies of an expert. Whoever runs it decides which loads it
-sees: those of the step before, as in practice; those of this step, which a trace tells; or those of the very micro-step,
-with all weights moving in every cell. It knows no cost of moving, and one group without nodes is its usual form for
+sees: those of the step before, as in practice; those of this step, which a trace tells; or those of the very
+micro-step, with all weights moving in every cell. It knows no cost of moving, and one group without nodes is its usual form for
 models without grouped routing.
 
 The placement is that of github.com/deepseek-ai/EPLB, with heaps instead of scans: pack expert groups into nodes,
@@ -105,7 +105,7 @@ def linked_ranks(num_ranks: int, degree: int) -> NDArray[np.int64]:
     steps: list[int] = []
     for k in range(min(degree, num_ranks - 1)):
         step = max(1, round(num_ranks ** (k / degree)))
-        # a step that is taken, as small tori have, makes room for the next one that is free
+        # where rounding gives a step twice, the next free one is taken
         while step in steps:
             step = step % (num_ranks - 1) + 1
         steps.append(step)
