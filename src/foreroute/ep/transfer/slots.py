@@ -216,6 +216,7 @@ class TransferBatch:
         if memory is None or not len(self._host):
             return None
         sources = np.unique(self._host.source_V).tolist()
+        # asked before and after the copy: what was read is of one version only if the stamps held all the while
         before = [memory.objection(source) for source in sources]
         for source, row, slot in _rows(self._host):
             for name, slots in self._slots.items():

@@ -2,8 +2,8 @@
 
 Under EPLB every source splits its tokens evenly over the copies of an expert. Whoever runs it decides which loads it
 sees: those of the step before, as in practice; those of this step, which a trace tells; or those of the very
-micro-step, with all weights moving in every cell. It knows no cost of moving, and one group without nodes is its usual form for
-models without grouped routing.
+micro-step, with all weights moving in every cell. It knows no cost of moving, and one group without nodes is its usual
+form for models without grouped routing.
 
 The placement is that of github.com/deepseek-ai/EPLB, with heaps instead of scans: pack expert groups into nodes,
 replicate inside each node whatever has the largest load per copy, pack the copies into ranks. Both packings take items
