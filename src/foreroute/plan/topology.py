@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import TopologyError
+from foreroute.layout import block_homes
 
 MOST_RANKS = 32_767
 """Plans name ranks and slots in int16."""
@@ -102,4 +103,4 @@ class Topology:
                 f"{num_experts} experts cannot be placed evenly on {self.num_ranks} ranks; "
                 "use a number of expert-parallel ranks that divides the number of experts"
             )
-        return np.repeat(np.arange(self.num_ranks, dtype=np.int16), num_experts // self.num_ranks)
+        return block_homes(num_experts, self.num_ranks).astype(np.int16)

@@ -24,6 +24,7 @@ from foreroute.ep.execution import ExecutionStack
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import AttachError, TopologyError
+from foreroute.layout import block_homes
 
 NAME = "foreroute"
 """Of our function in the registry of transformers."""
@@ -165,7 +166,7 @@ def _checked_homes(
         )
     each = num_experts // num_ranks
     if home_LE is None:
-        return np.tile(np.repeat(np.arange(num_ranks, dtype=np.int16), each), (len(sites), 1))
+        return np.tile(block_homes(num_experts, num_ranks).astype(np.int16), (len(sites), 1))
     if home_LE.shape != (len(sites), num_experts) or any(
         home_E.min() < 0 or not np.array_equal(np.bincount(home_E), np.full(num_ranks, each)) for home_E in home_LE
     ):
