@@ -17,8 +17,7 @@ from torch.multiprocessing.spawn import start_processes
 from foreroute import planner
 from foreroute.adapters import hf
 from foreroute.ep import BatchRows, ExpertParallelModel
-from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.ep.transfer.options import TransferOptions
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.trace import RoutingSpec, RoutingTrace

@@ -30,8 +30,7 @@ from benchmarks.gpu.part import Part, Skipped
 from benchmarks.pairs import compare
 from foreroute.adapters import hf
 from foreroute.ep import BatchRows
-from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.ep.transfer.options import TransferOptions
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import StepPlan, Topology
 from foreroute.plan.checker import verify

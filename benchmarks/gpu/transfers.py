@@ -27,10 +27,10 @@ from benchmarks.gpu import expert_parallel
 from benchmarks.gpu.part import Part, Skipped
 from benchmarks.pairs import compare
 from foreroute.ep.transfer import Moves
-from foreroute.ep.transfer.burst import Burst, Channels
-from foreroute.ep.transfer.consensus import Votes
+from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.transfer.slots import Channels, TransferBatch
 from foreroute.plan import Topology
 
 WIDTH, INNER = 2048, 768
@@ -135,7 +135,7 @@ class HostPath:
             name: torch.randn(num_experts, *shape, dtype=torch.bfloat16, device=part.device, generator=generator)
             for name, shape in shapes.items()
         }
-        votes, peers = Votes(timeout_s=60), PeerGroup(timeout_s=60)
+        votes, peers = RankConsensus(timeout_s=60), PeerGroup(timeout_s=60)
         with closing(HostMemory(votes, Topology(1, 1, num_experts, LINKS), [home])) as memory:
             memory.publish([home], 60)
             slots = {name: torch.zeros_like(shard) for name, shard in home.items()}
@@ -151,12 +151,12 @@ class HostPath:
         """Of one expert."""
         return sum(shard[0].nbytes for shard in self.home.values())
 
-    def begin(self, size: int) -> Burst:
+    def begin(self, size: int) -> TransferBatch:
         """Start to copy so many experts, in another order than they are published in."""
         slot_V, none_V = np.arange(size), np.zeros(size, np.int64)
         row_V = slot_V[::-1].copy()
         moves = Moves(row_V, none_V, row_V, none_V, slot_V)
-        return Burst(self.channels, moves, np.ones(size, np.bool_), 0, self.home, self.slots, "copying")
+        return TransferBatch(self.channels, moves, np.ones(size, np.bool_), 0, self.home, self.slots, "copying")
 
     def copy(self, size: int) -> None:
         """Copy so many experts, and wait for them."""
@@ -185,7 +185,7 @@ class HostPath:
                 )
 
 
-def end(burst: Burst) -> None:
+def end(burst: TransferBatch) -> None:
     """Wait for a burst, which must have arrived.
 
     Raises:
@@ -264,7 +264,7 @@ def _record_quartiles(part: Part, name: str, values: list[float]) -> tuple[float
 
 
 def _beside(
-    part: Part, before: Callable[[], None], gemms: Callable[[], None], begin: Callable[[], Burst] | None
+    part: Part, before: Callable[[], None], gemms: Callable[[], None], begin: Callable[[], TransferBatch] | None
 ) -> tuple[float, float]:
     """Seconds of the GEMMs, and of them and the burst together, where the device has work while the host launches."""
     part.synchronize()

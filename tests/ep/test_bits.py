@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import working
+import training_worker
 from foreroute.ep import compute
 from training import MICRO_STEPS, Case
 
@@ -29,7 +29,9 @@ def static(workers):
 
     def of(family, ranks, dtype):
         if (family, dtype) not in found:
-            found[family, dtype] = workers(ranks).run(working.train, Case(family, ranks, plan="static", dtype=dtype))
+            found[family, dtype] = workers(ranks).run(
+                training_worker.train, Case(family, ranks, plan="static", dtype=dtype)
+            )
         return found[family, dtype]
 
     return of
@@ -38,7 +40,7 @@ def static(workers):
 @pytest.mark.parametrize("case", UNSPLIT, ids=lambda case: case.id)
 @pytest.mark.parametrize(("family", "ranks"), MODELS)
 def test_where_no_expert_is_split_losses_gradients_and_weights_are_equal(workers, static, family, ranks, case):
-    outcomes = workers(ranks).run(working.train, replace(case, family=family, ranks=ranks))
+    outcomes = workers(ranks).run(training_worker.train, replace(case, family=family, ranks=ranks))
     for outcome, expected in zip(outcomes, static(family, ranks, torch.float32), strict=True):
         assert outcome["losses"] == expected["losses"]
         for kind in ("grads", "state"):
@@ -49,7 +51,7 @@ def test_where_no_expert_is_split_losses_gradients_and_weights_are_equal(workers
 @pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.id)
 @pytest.mark.parametrize(("family", "ranks"), MODELS)
 def test_where_experts_are_split_all_is_equal_but_their_gradients(workers, static, family, ranks, case, dtype):
-    outcomes = workers(ranks).run(working.train, replace(case, family=family, ranks=ranks, dtype=dtype))
+    outcomes = workers(ranks).run(training_worker.train, replace(case, family=family, ranks=ranks, dtype=dtype))
     differing = 0
     for outcome, expected in zip(outcomes, static(family, ranks, dtype), strict=True):
         # the first optimizer step takes up the gradients of split experts
@@ -94,4 +96,4 @@ def test_without_whole_vectors_bits_do_differ(monkeypatch):
 def without_rule(rank, rule, value, cases):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compute, rule, value)
-        return [working.train(rank, case) for case in cases]
+        return [training_worker.train(rank, case) for case in cases]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import dying
-import refusing
+import rank_death_worker
+import refusal_worker
 from foreroute.ep.compute import LEAST_TORCH
 from processes import Workers
 
@@ -41,7 +41,7 @@ LATE = {
 
 @pytest.fixture(scope="module")
 def executions(workers):
-    return workers(2).run(refusing.executions)
+    return workers(2).run(refusal_worker.executions)
 
 
 @pytest.mark.parametrize("name", [*EARLY, *LATE])
@@ -78,7 +78,7 @@ ATTACHED = {
 
 @pytest.fixture(scope="module")
 def attached(workers):
-    return workers(2).run(refusing.attaching)
+    return workers(2).run(refusal_worker.attaching)
 
 
 @pytest.mark.parametrize("name", ATTACHED)
@@ -101,7 +101,7 @@ def test_what_is_installed_is_what_experts_are_computed_with():
 def test_a_process_that_dies_ends_the_others_with_the_cell_they_waited_in():
     group = Workers(2, timeout_s=120)
     try:
-        left, gone = group.outcomes(dying.forward_without_a_rank, 1)
+        left, gone = group.outcomes(rank_death_worker.forward_without_a_rank, 1)
     finally:
         group.close()
     assert gone is None

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import working
+import training_worker
 from training import MICRO_STEPS, STEPS, Case, train_alone
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -67,7 +67,7 @@ def of_all_ranks(outcomes):
 
 @pytest.mark.parametrize("case", SAMPLED, ids=lambda case: case.id)
 def test_training_is_that_of_one_process(workers, case):
-    outcomes = workers(case.ranks).run(working.train, case)
+    outcomes = workers(case.ranks).run(training_worker.train, case)
     truth = train_alone(replace(case.alone, dtype=torch.float64))
     if case.dtype == torch.float64:
         allowed = dict.fromkeys(("losses", "grads", "state"), 1e-13)
@@ -93,6 +93,6 @@ def test_the_comparison_sees_gradients_lost_or_doubled_on_their_way_home(workers
     case = Case(family, 4, plan=5, weights=weights)
     truth = train_alone(replace(case.alone, dtype=torch.float64))
     allowed = errors(train_alone(case.alone), truth)
-    found = errors(of_all_ranks(workers(4).run(working.train, case)), truth)
+    found = errors(of_all_ranks(workers(4).run(training_worker.train, case)), truth)
     assert found["grads"] > 1000 * allowed["grads"]
     assert found["state"] > 100 * allowed["state"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from foreroute.errors import CountsError, SpecMismatchError, TraceContentError
 from foreroute.plan.counts import Packing, check_counts, packed_counts
 from foreroute.planner.workload import WORKLOADS
-from foreroute.trace.counts import add_assignments
+from foreroute.trace.operations import add_assignments
 from traces import mixed_trace, random_trace
 
 

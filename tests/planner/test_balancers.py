@@ -9,9 +9,9 @@ import pytest
 from foreroute.errors import CountsError
 from foreroute.plan import Topology
 from foreroute.planner.balancers import BALANCERS, BalancerInput
+from foreroute.planner.balancers.eplb import linked_ranks
 from foreroute.planner.balancers.lending import lend
-from foreroute.planner.balancers.lplb import neighbours
-from foreroute.planner.balancers.relibra import anneal, replicate_in_nodes
+from foreroute.planner.balancers.relibra import anneal_layer, replicate_in_nodes
 from random_plans import LINKS
 
 REFILLED = ("feplb", "relibra")
@@ -148,7 +148,7 @@ def test_eplb_per_micro_step_balances_and_moves_nearly_everything():
     ("ranks", "degree"), [(8, 3), (16, 4), (8, 2), (64, 2), (64, 3), (2, 1), (4, 2), (6, 4), (3, 2)]
 )
 def test_neighbours_are_others_and_distinct(ranks, degree):
-    helpers = neighbours(ranks, degree)
+    helpers = linked_ranks(ranks, degree)
     assert helpers.shape == (degree, ranks)
     for rank, mine in enumerate(helpers.T.tolist()):
         assert rank not in mine
@@ -157,9 +157,9 @@ def test_neighbours_are_others_and_distinct(ranks, degree):
 
 
 def test_neighbours_are_cubes_and_tori():
-    assert neighbours(8, 3)[:, 5].tolist() == [4, 7, 1]
-    assert neighbours(64, 2)[:, 60].tolist() == [61, 4]
-    assert neighbours(4, 9).shape == (3, 4)
+    assert linked_ranks(8, 3)[:, 5].tolist() == [4, 7, 1]
+    assert linked_ranks(64, 2)[:, 60].tolist() == [61, 4]
+    assert linked_ranks(4, 9).shape == (3, 4)
 
 
 def test_shadows_are_served_where_they_come_from_and_priced():
@@ -199,7 +199,7 @@ def test_annealing_keeps_cardinality_and_lowers_its_objective(seed):
     rng = np.random.default_rng(seed)
     loads_ME = (rng.pareto(1.0, (5, 32)) * 100).astype(np.int64)
     home_E, node_G = np.repeat(np.arange(8), 4).astype(np.int32), np.repeat([0, 1], 4).astype(np.int16)
-    found_E = anneal(loads_ME, home_E, node_G, rng.integers(32, size=(3000, 2)), rng.random(3000))
+    found_E = anneal_layer(loads_ME, home_E, node_G, rng.integers(32, size=(3000, 2)), rng.random(3000))
     assert np.bincount(found_E, minlength=8).tolist() == [4] * 8
 
     def objective(placed_E):

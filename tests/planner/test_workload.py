@@ -7,7 +7,7 @@ import pytest
 
 from foreroute.errors import ConfigError
 from foreroute.planner.workload import WORKLOADS, Workload
-from foreroute.trace.counts import count_assignments
+from foreroute.trace.operations import count_assignments
 
 SMALL = Workload(
     num_ranks=4,

@@ -10,7 +10,7 @@ from safetensors.numpy import save as to_bytes
 import foreroute as fr
 from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.trace import synthetic_trace
-from foreroute.trace.checks import as_offsets, ascending, segment_rows
+from foreroute.trace.checks import as_offsets, ascending, join_ranges
 from forging import STAIRCASE, forged, setting
 from traces import random_trace, spec_of
 
@@ -40,7 +40,7 @@ def test_lengths_whose_sum_wraps_are_refused():
         with pytest.raises(TraceContentError, match="lengths"):
             as_offsets(np.array(lengths, np.int64))
         with pytest.raises(TraceContentError, match="lengths"):
-            segment_rows(np.zeros(len(lengths), np.int64), np.array(lengths, np.int64))
+            join_ranges(np.zeros(len(lengths), np.int64), np.array(lengths, np.int64))
 
 
 def metadata(**values):

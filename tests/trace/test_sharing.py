@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import foreroute as fr
 from foreroute.trace import synthetic_trace
-from foreroute.trace.checks import segment_rows
+from foreroute.trace.checks import join_ranges
 from foreroute.trace.file.writing import MAX_EXPANSION, cut_blocks, share_prefixes
 from traces import mixed_trace, spec_of
 
@@ -74,7 +74,7 @@ def test_runs_rebuild_every_sequence(seed):
     assert len(rows) == stored_S.sum()
     for s in range(len(trace)):
         chain = slice(runs.offsets[s], runs.offsets[s + 1])
-        found = rows[segment_rows(runs.starts[chain], runs.lengths[chain])]
+        found = rows[join_ranges(runs.starts[chain], runs.lengths[chain])]
         own = np.arange(trace.offsets[s], trace.offsets[s + 1])
         assert np.array_equal(trace.expert_ids_NLK[found], trace.expert_ids_NLK[own])
         assert np.array_equal(trace.token_ids_N[found], trace.token_ids_N[own])

@@ -193,7 +193,7 @@ def read_trainer(inputs: DoctorInputs, trace: RoutingTrace | None) -> Trainer:
     if path.name == "config.json" and _is_of_a_run(path.parent):
         path = path.parent
     if not _is_of_a_run(path):
-        from foreroute.adapters.hf.local import load_local
+        from foreroute.adapters.hf.local_models import load_local
 
         model, has_weights = load_local(path)
         return Trainer(model=model, has_weights=has_weights)

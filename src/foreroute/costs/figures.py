@@ -302,16 +302,11 @@ def _side(plan: StepPlan, counts_MLGE: NDArray[np.integer], costs: CostModel, *,
     crossing_ML = np.empty((num_micro_steps, num_layers))
     parts_MLSP = np.empty((num_micro_steps, num_layers, len(STAGE_NAMES), len(PART_NAMES)))
     for m, layer in np.ndindex(num_micro_steps, num_layers):
-        cell = plan.cell(m, layer) if planned else _without_replicas(plan.previous_home_LE[layer], num_ranks)
+        cell = plan.cell(m, layer) if planned else CellPlan.homes_only(plan.previous_home_LE[layer], num_ranks)
         figures = price_cell(CellHosts.of(cell, counts_MLGE[m, layer]), cell.home_E, plan.topology, costs)
         loads_MLG[m, layer], crossing_ML[m, layer] = figures.loads_G, figures.cross_node_share
         parts_MLSP[m, layer] = figures.recompute, figures.update
     return StepFigures(loads_MLG=loads_MLG, crossing_ML=crossing_ML, parts_MLSP=parts_MLSP)
-
-
-def _without_replicas(home_E: NDArray[np.int16], num_ranks: int) -> CellPlan:
-    none = np.empty(0, np.int16)
-    return CellPlan(home_E, none, none, none, np.empty(0, np.bool_), np.empty((0, num_ranks), np.int32))
 
 
 def _distance(loads_XE: NDArray[np.integer], reference_XE: NDArray[np.integer]) -> Floats:

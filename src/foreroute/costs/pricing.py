@@ -85,7 +85,9 @@ def rows_of_reach(reach_GN: Any, reach_GG: Any, ranks_per_node: int) -> Any:
     rows_G4 = np.zeros((num_ranks, 4))
     for g in range(num_ranks):
         for node in range(num_nodes):
-            relay = node * ranks_per_node + g % ranks_per_node  # the source itself, on its own node
+            # as DeepEP sends them: a row crosses to a node once, to the rank with the source's number there, and that
+            # rank passes it on; on the source's own node it is the source itself
+            relay = node * ranks_per_node + g % ranks_per_node
             if relay != g:
                 rows_G4[g, CLUSTER_OUT] += reach_GN[g, node]
                 rows_G4[relay, CLUSTER_IN] += reach_GN[g, node]
@@ -197,6 +199,7 @@ def cell_seconds(
         else:
             parts[EXPOSED] = max(0.0, fetch_s - parts.sum())
         parts_SP[stage] += parts
+    # an update's links are free while nothing is exchanged between ranks
     left_s = parts_SP[1].sum() - parts_SP[1, ALL_TO_ALL]
     parts_SP[1, EXPOSED] += max(0.0, shared_G4.max() - left_s)
     return parts_SP

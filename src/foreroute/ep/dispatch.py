@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.ep.transfer import home_row_E
-from foreroute.ep.transfer.peers import answered
+from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import PlanError
 from foreroute.plan import CellHosts, CellPlan
 
@@ -106,13 +106,6 @@ class DispatchPlan:
         )
 
 
-def home_alone(home_E: NDArray[np.int16]) -> CellPlan:
-    """A cell in which every expert is served at its home alone."""
-    none = np.zeros(0, np.int16)
-    no_tokens = np.zeros((0, int(home_E.max()) + 1), np.int32)
-    return CellPlan(home_E, none, none, none, np.zeros(0, np.bool_), no_tokens)
-
-
 def _groups(cell: CellPlan) -> NDArray[np.int64]:
     """int64 [H], the group of every host on its rank."""
     num_home = len(cell.home_E) // (int(cell.home_E.max()) + 1)
@@ -124,8 +117,13 @@ def _groups(cell: CellPlan) -> NDArray[np.int64]:
 
 
 def _taken(hosts: CellHosts, group_H: NDArray[np.int64], rank: int) -> Blocks:
-    """Each host's share of this rank's assignments, by (target, group)."""
+    """Each host's share of this rank's assignments, by (target, group).
+
+    Assignments sorted by expert are cut into one run per host, in the order of `by_expert`; sending takes the runs in
+    the order of `by_target`.
+    """
     mine_H = hosts.tokens_HG[:, rank]
+    # `CellHosts` lists the home of every expert first, expert 0 to E - 1, and then the replicas
     is_replica_H = np.arange(len(mine_H)) > hosts.expert_H.max()
     by_expert = np.lexsort((hosts.rank_H, is_replica_H, hosts.expert_H))
     start_H = np.empty(len(mine_H), np.int64)
@@ -135,6 +133,7 @@ def _taken(hosts: CellHosts, group_H: NDArray[np.int64], rank: int) -> Blocks:
 
 
 def _padding(rows_S: NDArray[np.int64], num_home: int, least_rows: int) -> NDArray[np.int64]:
+    """int64 [S], rows of zeros that each group is given beside its own."""
     padding_S = np.where(rows_S > 0, np.maximum(least_rows - rows_S, 0), 0)
     for part in (slice(0, num_home), slice(num_home, None)):
         # a grouped GEMM is never given an empty input
@@ -144,6 +143,10 @@ def _padding(rows_S: NDArray[np.int64], num_home: int, least_rows: int) -> NDArr
 
 
 def _computed(tokens_SG: NDArray[np.int64], padding_S: NDArray[np.int64]) -> tuple[Blocks, Blocks]:
+    """From received to computed order, and back: the transpose of a (source rank, group) table of runs.
+
+    Every group ends with its padding, which is taken from beyond the rows received and is not sent back.
+    """
     num_groups, num_ranks = tokens_SG.shape
     arrived_GS = _starts(tokens_SG.T.reshape(-1)).reshape(num_ranks, num_groups)
     beyond_S = np.full(num_groups, tokens_SG.sum())
@@ -166,8 +169,8 @@ class DispatchHandle:
         what: the call in words, for errors.
         send_G, receive_G: rows to and from every rank.
         token_R: int64 [rows sent], the token of each.
-        assignment_R: int64 [rows sent], its place among the N x K assignments.
-        place_A: int64 [N x K], the row that each assignment is sent as; one past the last for those that are not sent.
+        assignment_R: int64 [rows sent], its number among the N x K assignments.
+        sent_row_A: int64 [N x K], the row that each assignment is sent as; one past the last where it is not sent.
         top_k: K.
     """
 
@@ -177,7 +180,7 @@ class DispatchHandle:
     receive_G: list[int]
     token_R: Tensor
     assignment_R: Tensor
-    place_A: Tensor
+    sent_row_A: Tensor
     top_k: int
 
     @classmethod
@@ -199,23 +202,23 @@ class DispatchHandle:
         sent_R = by_expert.index_select(0, expand(rows.taken, ids_NK.device))
         token_R = sent_R // top_k if sent_N is None else sent_N.index_select(0, sent_R // top_k)
         assignment_R = token_R * top_k + sent_R % top_k
-        place_A = torch.full((ids_NK.numel(),), len(sent_R), dtype=torch.int64, device=ids_NK.device)
-        place_A[assignment_R] = torch.arange(len(sent_R), device=ids_NK.device)
-        return cls(group, what, rows.send_G, rows.receive_G, token_R, assignment_R, place_A, top_k)
+        sent_row_A = torch.full((ids_NK.numel(),), len(sent_R), dtype=torch.int64, device=ids_NK.device)
+        sent_row_A[assignment_R] = torch.arange(len(sent_R), device=ids_NK.device)
+        return cls(group, what, rows.send_G, rows.receive_G, token_R, assignment_R, sent_row_A, top_k)
 
     def out(self, sent: Tensor) -> Tensor:
         """[rows sent, D] to [rows received + 1, D], the last row of zeros."""
-        return self._carry(sent, self.send_G, self.receive_G)
+        return self._exchange(sent, self.send_G, self.receive_G)
 
     def back(self, received: Tensor) -> Tensor:
         """[rows received, D] to [rows sent + 1, D], the last row of zeros."""
-        return self._carry(received, self.receive_G, self.send_G)
+        return self._exchange(received, self.receive_G, self.send_G)
 
-    def _carry(self, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
+    def _exchange(self, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
         total = sum(receive_G)
         arrived = rows.new_empty(total + 1, rows.shape[1])
         arrived[total] = 0
-        with answered(self.what, self.group):
+        with collective_errors(self.what, self.group):
             dist.all_to_all_single(arrived[:total], rows.contiguous(), receive_G, send_G, group=self.group)
         return arrived
 
@@ -234,7 +237,7 @@ class Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         handle: DispatchHandle = ctx.handle
-        picks = handle.back(grads[0][:-1]).index_select(0, handle.place_A)
+        picks = handle.back(grads[0][:-1]).index_select(0, handle.sent_row_A)
         return picks.view(-1, handle.top_k, picks.shape[1]).sum(dim=1), None
 
 
@@ -244,7 +247,7 @@ class Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, computed: Tensor, handle: DispatchHandle) -> Tensor:
         ctx.handle = handle
-        return handle.back(computed).index_select(0, handle.place_A)
+        return handle.back(computed).index_select(0, handle.sent_row_A)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

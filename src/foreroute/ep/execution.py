@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from foreroute.ep.transfer import Cell, ReplicaWeights
-from foreroute.ep.transfer.peers import answered
+from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import CountsError, ReplayError
 from foreroute.layout import locate_rows
 from foreroute.plan import CellPlan, StepPlan
@@ -27,7 +27,7 @@ class BatchRows:
     Attributes:
         planned_N: bool [N], rows whose assignments are among the planned counts; None for all that are sent.
         sent_N: bool [N], rows that experts compute; None for all. A row that is not sent gets zeros from the routed
-            experts, and costs nothing; right for padding, which nobody looks at.
+            experts, and costs nothing; right for padding, whose results are not used.
         routed_LE: int64 [L, E], assignments of the planned rows, where they are known before the forward, as under
             replay. None when routers are free: counts are then exchanged in every cell.
     """
@@ -86,7 +86,7 @@ class BatchRows:
 
 
 @dataclass(frozen=True, eq=False)
-class StepOrders:
+class ActivePlan:
     """A plan in force.
 
     Attributes:
@@ -110,7 +110,7 @@ class Execution:
         group: the ranks.
         num_layers: L.
         rows: of this rank's micro-batch.
-        orders: the plan; None for live routing with every expert at its home.
+        active_plan: the plan in force; None for live routing with every expert at its home.
         micro_step: of the plan.
         exchanges: whether counts are exchanged in every cell.
         executed_L: int64 [L], assignments that this rank has computed in each layer; recomputation does not count.
@@ -119,7 +119,7 @@ class Execution:
     group: dist.ProcessGroup
     num_layers: int
     rows: BatchRows = field(default_factory=BatchRows)
-    orders: StepOrders | None = None
+    active_plan: ActivePlan | None = None
     micro_step: int = 0
     exchanges: bool = True
 
@@ -148,12 +148,12 @@ class Execution:
         """A layer runs.
 
         Raises:
-            ReplayError: when it has run under these orders already.
+            ReplayError: when it has run in this execution already.
         """
         if self.is_recomputing:
             return
         self._runs_L[layer] += 1
-        if self.orders is not None and self._runs_L[layer] > 1:
+        if self.active_plan is not None and self._runs_L[layer] > 1:
             raise ReplayError(
                 f"{path} runs a second time in {self.what(layer)}; a plan has one cell for each layer and micro-step: "
                 "open executing() anew for every forward"
@@ -166,18 +166,18 @@ class Execution:
 
     def cell(self, layer: int) -> tuple[Cell, CellPlan, ReplicaWeights] | None:
         """A cell with its plan, and where its replicas come from; None where it has none on any rank."""
-        if self.orders is None:
+        if self.active_plan is None:
             return None
-        plan = self.orders.plan.cell(self.micro_step, layer)
+        plan = self.active_plan.plan.cell(self.micro_step, layer)
         if not len(plan.expert_R):
             return None
-        return Cell(self.orders.step, self.micro_step, layer), plan, self.orders.weights
+        return Cell(self.active_plan.step, self.micro_step, layer), plan, self.active_plan.weights
 
     def what(self, layer: int) -> str:
         """The cell in words."""
-        if self.orders is None:
+        if self.active_plan is None:
             return f"routed layer {layer}"
-        return str(Cell(self.orders.step, self.micro_step, layer))
+        return str(Cell(self.active_plan.step, self.micro_step, layer))
 
     def sent_rows(self, device: torch.device) -> Tensor | None:
         """int64, the rows that experts compute; None for all."""
@@ -198,7 +198,7 @@ class Execution:
             planned = self._rows_in("planned", self.rows.planned_N, ids_NK.device)
         mine = torch.stack([_count(ids_NK, planned, num_experts), sent_E])
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        with answered(f"the counts of {self.what(layer)}", self.group):
+        with collective_errors(f"the counts of {self.what(layer)}", self.group):
             dist.all_gather(parts, mine, group=self.group)
         planned_GE, sent_GE = torch.stack(parts, dim=1).cpu().numpy()
         self._require_planned(layer, planned_GE)
@@ -227,7 +227,7 @@ class Execution:
         return self._indices[name]
 
     def _known_counts_GE(self, layer: int, sent_E: Tensor) -> NDArray[np.int64]:
-        counts_MLGE = None if self.orders is None else self.orders.counts_MLGE
+        counts_MLGE = None if self.active_plan is None else self.active_plan.counts_MLGE
         assert counts_MLGE is not None, "counts that are known ahead are those of a plan"
         counts_GE: NDArray[np.int64] = counts_MLGE[self.micro_step, layer].astype(np.int64)
         announced_E = torch.from_numpy(counts_GE[dist.get_rank(self.group)])
@@ -236,10 +236,10 @@ class Execution:
         return counts_GE
 
     def _require_planned(self, layer: int, found_GE: NDArray[np.int64]) -> None:
-        if self.orders is None:
+        if self.active_plan is None:
             return
-        if self.orders.counts_MLGE is not None:
-            planned_GE = self.orders.counts_MLGE[self.micro_step, layer]
+        if self.active_plan.counts_MLGE is not None:
+            planned_GE = self.active_plan.counts_MLGE[self.micro_step, layer]
             if (found_GE != planned_GE).any():
                 rank, expert = np.argwhere(found_GE != planned_GE)[0].tolist()
                 raise CountsError(
@@ -247,8 +247,8 @@ class Execution:
                     f"the plan was made for {planned_GE[rank, expert]}. Execute the micro-batches that were planned"
                 )
             return
-        found = int(self.orders.plan.cell(self.micro_step, layer).loads_G(found_GE).max())
-        planned = int(self.orders.plan.max_load_ML[self.micro_step, layer])
+        found = int(self.active_plan.plan.cell(self.micro_step, layer).loads_G(found_GE).max())
+        planned = int(self.active_plan.plan.max_load_ML[self.micro_step, layer])
         if found != planned:
             raise CountsError(
                 f"{self.what(layer)}: the slowest rank has {found} assignments, {planned} by the plan, which was made "
@@ -256,8 +256,8 @@ class Execution:
             )
 
 
-class Executions:
-    """What is in force, in one model: a stack, because backward may run parts of other forwards again.
+class ExecutionStack:
+    """The executions of one model, the one in force on top: backward may run parts of other forwards again.
 
     Args:
         outside: in force where nothing else is.
@@ -267,8 +267,8 @@ class Executions:
         self._stack = [outside]
 
     @property
-    def now(self) -> Execution:
-        """What is in force now."""
+    def top(self) -> Execution:
+        """The execution in force."""
         return self._stack[-1]
 
     @contextmanager

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foreroute.ep.compute import least_rows, run_experts
-from foreroute.ep.dispatch import Combine, Dispatch, DispatchHandle, DispatchPlan, expand, home_alone
+from foreroute.ep.compute import ComputeReplicas, Replicas, ReplicaWork, least_rows, run_experts
+from foreroute.ep.dispatch import Combine, Dispatch, DispatchHandle, DispatchPlan, expand
 from foreroute.ep.execution import Execution
-from foreroute.ep.replicas import ComputeReplicas, Replicas, ReplicaWork
 from foreroute.ep.shards import ExpertShards
 from foreroute.errors import CountsError
+from foreroute.plan import CellPlan
 
 
 class ExpertLayer:
@@ -25,17 +25,17 @@ class ExpertLayer:
         path: of the module in the model, for errors.
         shards: this rank's experts.
         group: the ranks.
-        now: gives the execution in force when the layer is called.
+        in_force: gives the execution in force when the layer is called.
     """
 
     def __init__(
-        self, number: int, path: str, shards: ExpertShards, group: dist.ProcessGroup, now: Callable[[], Execution]
+        self, number: int, path: str, shards: ExpertShards, group: dist.ProcessGroup, in_force: Callable[[], Execution]
     ) -> None:
         self.number = number
         self.path = path
         self.shards = shards
         self._group = group
-        self._now = now
+        self._in_force = in_force
 
     def __call__(self, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Send every row to its experts, wherever they are served, and add up what comes back.
@@ -53,27 +53,28 @@ class ExpertLayer:
             PlanError: when a plan gives replicas more than there is; on every rank alike.
             TransferError: when a rank or its weights cannot be reached.
         """
-        now = self._now()
-        now.begin_layer(self.number, self.path)
-        self._require_rows(now, len(ids_NK))
+        execution = self._in_force()
+        execution.begin_layer(self.number, self.path)
+        self._require_rows(execution, len(ids_NK))
         ids_NK = ids_NK.to(torch.int64)
         home_E, rank = self.shards.home_E, dist.get_rank(self._group)
-        replicas = self._fetch(now)
-        counts_GE = now.counts_GE(self.number, ids_NK, len(home_E))
-        plan = home_alone(home_E) if replicas is None else replicas.plan
+        # on all ranks before any row is sent, because it decides which plan the rows follow
+        replicas = self._fetch(execution)
+        counts_GE = execution.counts_GE(self.number, ids_NK, len(home_E))
+        plan = CellPlan.homes_only(home_E, len(counts_GE)) if replicas is None else replicas.plan
         rows = DispatchPlan.of(plan, counts_GE, rank, least_rows(self.shards.tensors))
         handle = DispatchHandle.of(
-            self._group, f"tokens of {now.what(self.number)}", rows, ids_NK, now.sent_rows(ids_NK.device)
+            self._group, f"tokens of {execution.what(self.number)}", rows, ids_NK, execution.sent_rows(ids_NK.device)
         )
         received = Dispatch.apply(hidden_ND, handle)
-        now.end_layer(self.number, len(received) - 1)
+        execution.end_layer(self.number, len(received) - 1)
         picked = Combine.apply(self._compute(received, rows, replicas), handle).view(*ids_NK.shape, -1)
         summed: Tensor = (picked * weights_NK.unsqueeze(-1)).sum(dim=1)
         return summed.to(hidden_ND.dtype)
 
-    def _fetch(self, now: Execution) -> Replicas | None:
+    def _fetch(self, execution: Execution) -> Replicas | None:
         """The replicas of the cell, on any rank; None where homes serve all: it has none, or they cannot be had."""
-        planned = now.cell(self.number)
+        planned = execution.cell(self.number)
         if planned is None:
             return None
         return Replicas.fetched(*planned, self.shards.parameters)
@@ -96,8 +97,8 @@ class ExpertLayer:
             computed = module.post_expert_norm(computed)
         return computed.index_select(0, expand(rows.returned, received.device))
 
-    def _require_rows(self, now: Execution, num_rows: int) -> None:
-        for mask_N in (now.rows.planned_N, now.rows.sent_N):
+    def _require_rows(self, execution: Execution, num_rows: int) -> None:
+        for mask_N in (execution.rows.planned_N, execution.rows.sent_N):
             if mask_N is not None and len(mask_N) != num_rows:
                 raise CountsError(
                     f"{self.path} is given {num_rows} rows, BatchRows tells of {len(mask_N)}; make it from the batch "

@@ -13,18 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from foreroute.ep.agreement import agree_on_rows, agree_on_step
-from foreroute.ep.execution import BatchRows, Execution, Executions, StepOrders
-from foreroute.ep.gradients import clip_gradients, sum_gradients
+from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionStack
 from foreroute.ep.layer import ExpertLayer
-from foreroute.ep.shards import ExpertShards, cut_alike, shard_dense
+from foreroute.ep.shards import ExpertShards, clip_gradients, cut_alike, shard_dense, sum_gradients
 from foreroute.ep.transfer import ReplicaWeights
-from foreroute.ep.transfer.consensus import Votes
-from foreroute.ep.transfer.direct import DirectWeights
+from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan
 from foreroute.ep.transfer.home_moves import move_homes
 from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.transfer.replica_weights import DirectWeights
 from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError
 from foreroute.plan import StepPlan
+from foreroute.plan.counts import counts_digest
 
 
 class StepWeights(ReplicaWeights, Protocol):
@@ -48,31 +47,31 @@ class ExpertParallelModel:
     Attributes:
         model: the model, with this rank's home experts as parameters.
         layers: its routed layers.
-        votes: of the ranks.
+        consensus: of the ranks.
     """
 
     def __init__(
         self,
         model: nn.Module,
         layers: list[ExpertLayer],
-        executions: Executions,
-        votes: Votes,
+        executions: ExecutionStack,
+        consensus: RankConsensus,
         peers: PeerGroup,
         capture: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.model = model
         self.layers = layers
-        self.votes = votes
+        self.consensus = consensus
         self._executions = executions
         self._peers = peers
         self._weights: StepWeights = DirectWeights(peers)
         self._capture = capture
-        self._orders: StepOrders | None = None
+        self._active: ActivePlan | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks."""
-        return self._executions.now.group
+        return self._executions.top.group
 
     @property
     def home_LE(self) -> NDArray[np.int16]:
@@ -104,7 +103,7 @@ class ExpertParallelModel:
     def use(self, weights: StepWeights) -> None:
         """Take replica weights from here, from the next `begin_step` on; by default they are sent when needed."""
         self._weights = weights
-        self._orders = None
+        self._active = None
 
     def begin_step(
         self, step: int, plan: StepPlan, counts_MLGE: NDArray[np.integer] | None = None, *, updating: bool = True
@@ -122,11 +121,11 @@ class ExpertParallelModel:
             CountsError: on every rank alike, when the plan was made for other counts.
             TransferError: when a rank does not answer.
         """
-        self._orders = None
-        orders = StepOrders(step, plan, counts_MLGE, self._weights)
-        digest = agree_on_step(self.votes, orders, self.home_LE)
+        self._active = None
+        active = ActivePlan(step, plan, counts_MLGE, self._weights)
+        digest = _agree_on_step(self.consensus, active, self.home_LE)
         self._weights.begin_step(step, plan, updating=updating, digest=digest)
-        self._orders = orders
+        self._active = active
 
     @contextmanager
     def executing(self, micro_step: int, rows: BatchRows | None = None) -> Iterator[Execution]:
@@ -148,16 +147,16 @@ class ExpertParallelModel:
                 forward, or on leaving, when what routers did differs.
             ReplayError: on every rank alike, when a layer of the model did not run.
         """
-        if self._orders is None:
+        if self._active is None:
             raise PlanError("no plan is in force: call begin_step(step, plan, ...) first")
         rows = BatchRows() if rows is None else rows
-        exchanges = agree_on_rows(self.votes, self._orders, micro_step, rows)
-        execution = Execution(self.group, len(self.layers), rows, self._orders, micro_step, exchanges)
+        exchanges = _agree_on_rows(self.consensus, self._active, micro_step, rows)
+        execution = Execution(self.group, len(self.layers), rows, self._active, micro_step, exchanges)
         with self._capture(), self._executions.on_top(execution):
             yield execution
-        if objections := self.votes.objections(execution.unexecuted(), "ending a micro-step"):
+        if objections := self.consensus.objections(execution.unexecuted(), "ending a micro-step"):
             raise ReplayError("; ".join(objections))
-        if not exchanges and (objections := self.votes.objections(execution.misrouted(), "ending a micro-step")):
+        if not exchanges and (objections := self.consensus.objections(execution.misrouted(), "ending a micro-step")):
             raise CountsError("; ".join(objections))
 
     def sum_gradients(self) -> None:
@@ -165,7 +164,7 @@ class ExpertParallelModel:
 
         Those of sharded ones are added up in the backward.
         """
-        sum_gradients(self.dense_parameters(), self.group, self.votes.group)
+        sum_gradients(self.dense_parameters(), self.group, self.consensus.group)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over the whole model, all experts included, is at most `max_norm`.
@@ -189,10 +188,10 @@ class ExpertParallelModel:
             TransferError: when gradients are still there, ranks hold different state, or a rank does not answer.
         """
         homes: list[Mapping[str, Tensor]] = [dict(home) for home in self.homes]
-        received = move_homes(self._peers, self.votes, self.home_LE, home_LE, homes, optimizer)
+        received = move_homes(self._peers, self.consensus, self.home_LE, home_LE, homes, optimizer)
         for layer, home_E in zip(self.layers, home_LE, strict=True):
             layer.shards.home_E = home_E
-        self._orders = None
+        self._active = None
         return received
 
     def shards_of(self, parameter: Tensor) -> ExpertShards | None:
@@ -251,3 +250,102 @@ def _states_allowed(layers: list[ExpertLayer]) -> Iterator[None]:
         for layer in layers:
             stack.enter_context(layer.shards.state_allowed())
         yield
+
+
+def _agree_on_step(consensus: RankConsensus, active: ActivePlan, home_LE: NDArray[np.int16]) -> str:
+    """Make sure that all ranks have the same plan, that it fits the model, and that the counts are its own.
+
+    Args:
+        consensus: of the ranks.
+        active: the plan that this rank is to put in force.
+        home_LE: int16 [L, E], where experts live.
+
+    Returns:
+        `plan_digest` of the plan.
+
+    Raises:
+        PlanError: on every rank alike, for different plans, or one for other ranks, layers, experts or homes.
+        CountsError: on every rank alike, for counts that are not those of the plan.
+        TransferError: when a rank does not answer.
+    """
+    digest = agree_on_plan(consensus, active.step, active.plan)
+    what = f"agreeing on the homes and counts of step {active.step}"
+    if objections := consensus.objections(_objection_to_plan(active.plan, home_LE), what):
+        raise PlanError("; ".join(objections))
+    if objections := consensus.objections(_objection_to_counts(active), what):
+        raise CountsError("; ".join(objections))
+    return digest
+
+
+def _agree_on_rows(consensus: RankConsensus, active: ActivePlan, micro_step: int, rows: BatchRows) -> bool:
+    """Make sure that all ranks begin the same micro-step, with the rows that were planned.
+
+    Returns:
+        Whether counts must be exchanged in every cell: they must where one rank does not know its routes ahead, sends a
+        row that is not planned, or has no counts.
+
+    Raises:
+        PlanError: on every rank alike, for different micro-steps, or one that the plan does not have.
+        CountsError: on every rank alike, when the rows of one are not those planned.
+        TransferError: when a rank does not answer.
+    """
+    num_micro_steps = active.plan.shape[0]
+    objection = None
+    if 0 <= micro_step < num_micro_steps:
+        objection = _objection_to_rows(active, micro_step, rows, consensus.rank)
+    is_known = active.counts_MLGE is not None and rows.routed_LE is not None and rows.all_planned
+    seen = torch.tensor([micro_step, -micro_step, objection is not None, not is_known])
+    what = f"beginning micro-step {micro_step} of step {active.step}"
+    most, minus_least, objected, exchanges = consensus.most(seen, what).tolist()
+    if most != -minus_least or not 0 <= micro_step < num_micro_steps:
+        raise PlanError(
+            f"ranks begin micro-steps {-minus_least} to {most} of a plan that has {num_micro_steps}; expected the same "
+            f"on all of them, from 0 to {num_micro_steps - 1}"
+        )
+    if objected:
+        texts = consensus.texts(objection or "", what)
+        raise CountsError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
+    return bool(exchanges)
+
+
+def _objection_to_plan(plan: StepPlan, home_LE: NDArray[np.int16]) -> str | None:
+    if plan.shape[1:] != home_LE.shape:
+        return (
+            f"the plan is for {plan.shape[1]} routed layers of {plan.shape[2]} experts, the model has "
+            f"{home_LE.shape[0]} of {home_LE.shape[1]}"
+        )
+    if (plan.home_LE != home_LE).any():
+        layer, expert = np.argwhere(plan.home_LE != home_LE)[0].tolist()
+        return (
+            f"routed layer {layer}: expert {expert} lives on rank {home_LE[layer, expert]}, and on rank "
+            f"{plan.home_LE[layer, expert]} by the plan; move homes first"
+        )
+    return None
+
+
+def _objection_to_counts(active: ActivePlan) -> str | None:
+    plan, counts_MLGE = active.plan, active.counts_MLGE
+    if counts_MLGE is None:
+        return None
+    expected = (*plan.shape[:2], plan.topology.num_ranks, plan.shape[2])
+    if counts_MLGE.shape != expected:
+        return f"counts are {list(counts_MLGE.shape)}, the plan is for {list(expected)}"
+    found = counts_digest(counts_MLGE)
+    if found != plan.counts_digest:
+        return f"counts have digest {found}, the plan was made for {plan.counts_digest}; hand in the counts of the plan"
+    return None
+
+
+def _objection_to_rows(active: ActivePlan, micro_step: int, rows: BatchRows, rank: int) -> str | None:
+    if active.counts_MLGE is None or rows.routed_LE is None:
+        return None
+    planned_LE = active.counts_MLGE[micro_step, :, rank]
+    if rows.routed_LE.shape != planned_LE.shape:
+        return f"rows are routed to {list(rows.routed_LE.shape)} layers and experts, expected {list(planned_LE.shape)}"
+    if (rows.routed_LE != planned_LE).any():
+        layer, expert = np.argwhere(rows.routed_LE != planned_LE)[0].tolist()
+        return (
+            f"its rows of micro-step {micro_step} make {rows.routed_LE[layer, expert]} assignments to expert {expert} "
+            f"of routed layer {layer}, {planned_LE[layer, expert]} were planned; execute the micro-batches of the plan"
+        )
+    return None

@@ -1,10 +1,15 @@
-"""What a rank holds of the model: the experts that live on it, and its part of dense parameters cut by FSDP2."""
+"""What a rank holds of the model, and what ranks share of it: home experts, parts of dense parameters, gradients.
+
+Experts are cut by their home rank; dense parameters are whole on every rank, or cut by FSDP2. Gradients of dense
+parameters are added up over all ranks, and the norm of all gradients is that of the whole model.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -16,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from foreroute.ep.transfer.peers import answered
+from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import PlacementError
 
 
@@ -65,7 +70,7 @@ class ExpertShards:
     def gather(self, local: Tensor) -> Tensor:
         """[E / G, ...] on every rank to a new [E, ...] in logical order, on every rank. A collective call."""
         parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(self._size)]
-        with answered("gathering experts", self._group):
+        with collective_errors("gathering experts", self._group):
             dist.all_gather(parts, local.detach().contiguous(), group=self._group)
         held = torch.from_numpy(np.argsort(self.home_E, kind="stable")).to(local.device)
         full = torch.empty((len(held), *local.shape[1:]), dtype=local.dtype, device=local.device)
@@ -128,3 +133,72 @@ def _blocks(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
     """The members of the lists of modules that hold experts, dense members among them."""
     lists = {found[0]: None for path in paths if (found := re.split(r"\.\d+\.", path, maxsplit=1))[1:]}
     return [block for path in lists for block in model.get_submodule(path).children()]
+
+
+def sum_gradients(dense: Sequence[nn.Parameter], group: dist.ProcessGroup, host_group: dist.ProcessGroup) -> None:
+    """Add up the gradients of parameters that all ranks hold alike, in place.
+
+    A parameter that has a gradient on one rank has one on all of them afterwards; others are left without.
+
+    Args:
+        dense: the same on all ranks, in the same order; sharded ones are left alone.
+        group: the ranks, for the gradients.
+        host_group: the same ranks, for tensors on the host.
+    """
+    dense = [parameter for parameter in dense if not isinstance(parameter, DTensor)]
+    has_grad = torch.tensor([parameter.grad is not None for parameter in dense], dtype=torch.uint8)
+    with collective_errors("comparing which gradients there are", host_group):
+        dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=host_group)
+    grads = [_gradient(parameter) for parameter, has in zip(dense, has_grad.tolist(), strict=True) if has]
+    for dtype in sorted({grad.dtype for grad in grads}, key=str):
+        alike = [grad for grad in grads if grad.dtype == dtype]
+        flat = torch.cat([grad.reshape(-1) for grad in alike])
+        with collective_errors("adding up gradients", group):
+            dist.all_reduce(flat, group=group)
+        for grad, total in zip(alike, flat.split([grad.numel() for grad in alike]), strict=True):
+            grad.copy_(total.view_as(grad))
+
+
+def clip_gradients(
+    dense: Sequence[nn.Parameter], experts: Sequence[nn.Parameter], max_norm: float, group: dist.ProcessGroup
+) -> Tensor:
+    """Scale gradients so that their norm over the whole model is at most `max_norm`.
+
+    Args:
+        dense: parameters whose gradients are the same on all ranks, and count once; or of which each rank has a part.
+        experts: parameters of this rank.
+        max_norm: of all gradients together.
+        group: the ranks.
+
+    Returns:
+        The norm before, in float32, or float64 for parameters in float64.
+    """
+    sharded = [parameter for parameter in dense if isinstance(parameter, DTensor)]
+    dense = [parameter for parameter in dense if not isinstance(parameter, DTensor)]
+    there = [_local(parameter.grad) for parameter in [*dense, *sharded, *experts] if parameter.grad is not None]
+    squared = _squared_norm([*experts, *sharded])
+    with collective_errors("adding up the norm of gradients", group):
+        dist.all_reduce(squared, group=group)
+    norm = (squared + _squared_norm(dense) if dense else squared).sqrt()
+    # the same small number as in torch.nn.utils.clip_grad_norm_
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in there:
+        grad.mul_(scale.to(grad.dtype))
+    return norm
+
+
+def _squared_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    dtype = reduce(torch.promote_types, (parameter.dtype for parameter in parameters), torch.float32)
+    grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    squares = [grad.to(dtype).square().sum() for grad in grads]
+    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=dtype, device=parameters[0].device)
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

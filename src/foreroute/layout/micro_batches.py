@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import LayoutError
-from foreroute.layout.runs import MOST_SLOTS, as_lengths
+from foreroute.layout.slot_ranges import MOST_ROUTER_SLOTS, as_lengths
 from foreroute.trace.checks import as_offsets
 
 
@@ -82,8 +82,8 @@ def by_token_budget(
     if balanced and padded:
         raise LayoutError("balanced micro-batches mix lengths, so padding would fill them; drop `balanced` or `padded`")
     cost_S = as_lengths(lengths, "lengths")
-    if not 1 <= align <= MOST_SLOTS:
-        raise LayoutError(f"align is {align}; expected 1 to {MOST_SLOTS}")
+    if not 1 <= align <= MOST_ROUTER_SLOTS:
+        raise LayoutError(f"align is {align}; expected 1 to {MOST_ROUTER_SLOTS}")
     cost_S = as_lengths(-(-cost_S // align) * align, "aligned lengths")
     if (cost_S > budget).any():
         s = int(np.argmax(cost_S > budget))
@@ -104,6 +104,10 @@ def by_token_budget(
 
 
 def _fill(sums: NDArray[np.int64], budget: int) -> list[int]:
+    """Bounds of micro-batches that are each filled, in order, as far as the budget goes.
+
+    They grow, since no sequence alone exceeds the budget.
+    """
     bounds = [0]
     while bounds[-1] < len(sums) - 1:
         bounds.append(int(np.searchsorted(sums, sums[bounds[-1]] + budget, side="right")) - 1)
@@ -111,6 +115,7 @@ def _fill(sums: NDArray[np.int64], budget: int) -> list[int]:
 
 
 def _fill_padded(costs: list[int], budget: int) -> list[int]:
+    """The same, where every sequence takes as many tokens as the longest of its micro-batch."""
     bounds, longest = [0], 0
     for sequence, cost in enumerate(costs):
         longest = max(longest, cost)
@@ -131,6 +136,7 @@ def _halve_heaviest(bounds: list[int], sums: NDArray[np.int64]) -> list[int]:
 
 
 def _longest_first(cost_S: NDArray[np.int64], budget: int, min_count: int) -> MicroBatches:
+    # from the fewest that could hold all tokens; by 1/64 more at a time, since an attempt takes as long as the answer
     count = max(min_count, -(-int(cost_S.sum()) // budget) if budget else 1, 1)
     longest_first = np.argsort(-cost_S, kind="stable")
     costs = cost_S[longest_first].tolist()

@@ -1,16 +1,20 @@
-"""The index map of one rank: which packed row each of its router slots sees, and the way back."""
+"""The index map of one rank: which packed row each of its router slots sees, the routes there, and the way back.
+
+Also legal picks for the slots that see no row, which a dispatcher must send somewhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from foreroute.errors import LayoutError
-from foreroute.layout.runs import PAD
+from foreroute.errors import BatchMismatchError, LayoutError, SpecMismatchError
+from foreroute.layout.slot_ranges import PAD
+from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,3 +93,132 @@ def collect(parts: Iterable[tuple[RankRows, NDArray[Any]]]) -> NDArray[Any]:
             "arrive once); pass every context and sequence rank of every micro-batch once, and no replica of one"
         )
     return values_N
+
+
+class RankRoutes(NamedTuple):
+    """What `take` returns.
+
+    Attributes:
+        ids_RLK: expert ids [R, L of this rank, K]. Where `routed_R` is False every pick is E, one past the last
+            expert, so that a reader who forgets the mask meets an index error and not expert 0. uint8 up to 255
+            experts, else the next width.
+        routed_R: bool [R], False for padding and for tokens without a route.
+    """
+
+    ids_RLK: NDArray[Any]
+    routed_R: NDArray[np.bool_]
+
+
+def take(trace: RoutingTrace, rank_rows: RankRows, layers: Sequence[RoutedLayer] | None = None) -> RankRoutes:
+    """The routes of one rank's slots and layers.
+
+    A slot without a route is padding (`rank_rows.is_pad_R`) or a token whose route was never recorded; the mask says
+    that there is none, and what to do about it is the caller's policy.
+
+    Args:
+        trace: N packed rows.
+        rank_rows: made for sequences of the same lengths.
+        layers: the layers of this rank, by name (`PipelineStages.layers`); the whole table by default.
+
+    Raises:
+        BatchMismatchError: when the indices are for another number of rows.
+        SpecMismatchError: when the trace has no such layer.
+    """
+    if rank_rows.num_rows != trace.num_rows:
+        raise BatchMismatchError(
+            f"the layout is for {rank_rows.num_rows} packed rows and the trace has {trace.num_rows}; "
+            "lay out trace.lengths, all of them, and choose sequences with `sequences=`"
+        )
+    columns = _columns(trace.spec, layers)
+    routed_R = ~rank_rows.is_pad_R
+    routed_R[routed_R] = trace.valid_N[rank_rows.row_of_slot_R[routed_R]]
+    num_experts = trace.spec.num_experts
+    shape = (len(rank_rows), len(columns), trace.spec.top_k)
+    ids_RLK = np.full(shape, num_experts, np.min_scalar_type(num_experts))
+    rows = rank_rows.row_of_slot_R[routed_R]
+    ids_RLK[routed_R] = _gather(trace.expert_ids_NLK, rows, columns)
+    return RankRoutes(ids_RLK, routed_R)
+
+
+def fill_padding(ids_RLK: NDArray[Any], fill_R: NDArray[np.bool_], homes: ArrayLike, *, start: int = 0) -> NDArray[Any]:
+    """Legal picks for slots that a dispatcher must send somewhere: distinct, and even over EP ranks and experts.
+
+    The last step before routes enter a router, and an explicit one: zeros would send all padding to expert 0, twice.
+    Filled slots are for the dispatcher alone; keep them out of loss, balance statistics and expert-bias counters.
+
+    Args:
+        ids_RLK: [R, L, K] from `take`.
+        fill_R: bool [R], the slots to fill, usually `rank_rows.is_pad_R`.
+        homes: integers [E], the EP rank that hosts each expert (`block_homes(E, G)` for the usual blocks), or [L, E].
+        start: where in the cycle of experts to begin; give ranks different ones so that their first pads differ.
+
+    Returns:
+        A copy, [R, L, K]. Over the filled slots of a layer, the loads of two experts differ by at most one, and so do
+        those of two ranks that host equally many experts.
+
+    Raises:
+        LayoutError: for a mask of another length, or fewer experts than picks.
+    """
+    num_slots, num_layers, top_k = ids_RLK.shape
+    given = np.asarray(homes)
+    if given.dtype.kind not in "iu":
+        raise LayoutError(f"homes are {given.dtype}; expected the rank of each expert, integers")
+    home_XE = np.atleast_2d(given.astype(np.int64))  # X: 1, or a row for each layer
+    if fill_R.shape != (num_slots,) or fill_R.dtype != np.bool_:
+        raise LayoutError(f"the mask is {fill_R.dtype} {fill_R.shape}; expected one bool for each of {num_slots} slots")
+    if home_XE.ndim > 2 or len(home_XE) not in (1, num_layers):
+        raise LayoutError(
+            f"homes are {list(np.shape(homes))}; expected one per expert, or that for {num_layers} layers"
+        )
+    if top_k > home_XE.shape[1]:
+        raise LayoutError(f"{top_k} distinct picks cannot be made from {home_XE.shape[1]} experts; homes have one each")
+    cycle_LE = np.broadcast_to([_round_robin(home_E) for home_E in home_XE], (num_layers, home_XE.shape[1]))
+    step = np.arange(int(fill_R.sum()))[:, None, None] * top_k + np.arange(top_k)
+    shift = start + np.arange(num_layers)[:, None] * top_k
+    filled = ids_RLK.copy()
+    filled[fill_R] = cycle_LE[np.arange(num_layers)[:, None], (step + shift) % cycle_LE.shape[1]]
+    return filled
+
+
+def block_homes(num_experts: int, ep_ranks: int) -> NDArray[np.int64]:
+    """int64 [E], the usual home of each expert: E / G consecutive experts to a rank.
+
+    Raises:
+        LayoutError: when the experts do not divide over the ranks.
+    """
+    if ep_ranks < 1 or num_experts % ep_ranks:
+        raise LayoutError(
+            f"{num_experts} experts do not divide over {ep_ranks} expert-parallel ranks; pass home_E for another split"
+        )
+    return np.arange(num_experts) // (num_experts // ep_ranks)
+
+
+def _round_robin(homes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Every expert once: the first of each rank, then the second of each rank, and so on."""
+    by_rank = np.argsort(homes, kind="stable")
+    ordered = homes[by_rank]
+    nth = np.empty_like(homes)
+    nth[by_rank] = np.arange(len(homes)) - np.searchsorted(ordered, ordered)
+    return np.lexsort((homes, nth))
+
+
+def _gather(ids_NLK: NDArray[Any], rows: NDArray[Any], columns: NDArray[np.int64]) -> NDArray[Any]:
+    """The rows and layers. A pipeline stage is mostly a run of layers, which are copied as one run of bytes per row."""
+    if len(columns) and (np.diff(columns) == 1).all():
+        part: NDArray[Any] = ids_NLK[:, columns[0] : columns[-1] + 1][rows]
+        return part
+    gathered: NDArray[Any] = ids_NLK[rows[:, None], columns]
+    return gathered
+
+
+def _columns(spec: RoutingSpec, layers: Sequence[RoutedLayer] | None) -> NDArray[np.int64]:
+    if layers is None:
+        return np.arange(spec.num_layers)
+    position = {layer: i for i, layer in enumerate(spec.layers)}
+    missing = [layer for layer in layers if layer not in position]
+    if missing:
+        raise SpecMismatchError(
+            f"the trace has no routes of {', '.join(map(str, missing))}; it holds {', '.join(map(str, spec.layers))}. "
+            "Read those layers too, or lay out the pipeline from this trace's table"
+        )
+    return np.array([position[layer] for layer in layers], dtype=np.int64)

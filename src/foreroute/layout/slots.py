@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import LayoutError
 from foreroute.layout.rank_rows import RankRows
-from foreroute.layout.runs import MOST_SLOTS, Runs, as_lengths, interleave, pad_runs
+from foreroute.layout.slot_ranges import MOST_ROUTER_SLOTS, SlotRanges, as_lengths, interleave, padding_ranges
 from foreroute.trace.checks import as_offsets
 
 Side = Literal["left", "right"]
@@ -52,7 +52,7 @@ def pack(
             f"sequence {chosen[j]} has {high[j] - low[j]} tokens and {count[j]} slots; give it more slots"
         )
     count = as_lengths(_round_up(count, align), "slots")
-    return Layout(Runs(low, count, low, high), "thd", 1, int(offsets[-1]))
+    return Layout(SlotRanges(low, count, low, high), "thd", 1, int(offsets[-1]))
 
 
 def pad(
@@ -91,7 +91,7 @@ def pad(
         )
     count = as_lengths(_round_up(np.full_like(low, width), multiple_of), "slots")
     first = low if side == "right" else high - count
-    return Layout(Runs(first, count, low, high), order, len(chosen), int(offsets[-1]))
+    return Layout(SlotRanges(first, count, low, high), order, len(chosen), int(offsets[-1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,14 +99,14 @@ class Layout:
     """The router slots of one rank, not yet written out. Make one with `pack` or `pad`.
 
     Attributes:
-        runs: the slots, as runs; one per sequence until a split.
+        ranges: the slots, as ranges; one per sequence until a split.
         order: "thd", "bshd" or "sbhd".
         num_streams: rows of slots that a sequence split cuts: 1 when packed, B in a grid.
         num_rows: N, packed rows of the trace.
         is_split: whether ranks already share the slots.
     """
 
-    runs: Runs
+    ranges: SlotRanges
     order: Order
     num_streams: int
     num_rows: int
@@ -115,7 +115,7 @@ class Layout:
     @property
     def num_slots(self) -> int:
         """R, the router rows of this rank, padding included."""
-        return self.runs.num_slots
+        return self.ranges.num_slots
 
     @property
     def stream_length(self) -> int:
@@ -150,10 +150,10 @@ class Layout:
         if ranks == 1:
             return self
         self._check_divides(chunks, scheme, ranks)
-        chunk_J = self.runs.count_J // chunks
+        chunk_J = self.ranges.count_J // chunks
         taken = (rank, chunks - 1 - rank) if scheme == "zigzag" else (rank,)
-        runs = interleave([self.runs.part(c * chunk_J, chunk_J) for c in taken])
-        return replace(self, runs=runs, is_split=True)
+        ranges = interleave([self.ranges.part(c * chunk_J, chunk_J) for c in taken])
+        return replace(self, ranges=ranges, is_split=True)
 
     def split_sequence(self, ranks: int, rank: int, *, pad: bool = False) -> Layout:
         """The contiguous share of one tensor-parallel rank under sequence parallelism (or one Ulysses rank).
@@ -177,11 +177,11 @@ class Layout:
         )
         padded = self._with_tail(extra)
         share = padded.stream_length // ranks
-        return replace(padded, runs=padded._window(rank * share, (rank + 1) * share), is_split=True)
+        return replace(padded, ranges=padded._window(rank * share, (rank + 1) * share), is_split=True)
 
     def rows(self) -> RankRows:
         """Write the indices of this rank's slots, in the order in which its routers see them."""
-        row_of_slot = self.runs.write(self.num_rows)
+        row_of_slot = self.ranges.write(self.num_rows)
         if self.order == "sbhd":
             row_of_slot = row_of_slot.reshape(self.num_streams, self.stream_length).T.reshape(-1)
         return RankRows(row_of_slot, self.num_rows)
@@ -189,33 +189,34 @@ class Layout:
     def _with_tail(self, count: int) -> Layout:
         if not count or not self.num_streams:
             return self
-        tail = pad_runs(np.full(self.num_streams, count, np.int64))
+        tail = padding_ranges(np.full(self.num_streams, count, np.int64))
         arrays = [
             np.concatenate([a.reshape(self.num_streams, -1), b[:, None]], axis=1).reshape(-1)
-            for a, b in zip(vars(self.runs).values(), vars(tail).values(), strict=True)
+            for a, b in zip(vars(self.ranges).values(), vars(tail).values(), strict=True)
         ]
-        return replace(self, runs=Runs(*arrays))
+        return replace(self, ranges=SlotRanges(*arrays))
 
-    def _window(self, start: int, stop: int) -> Runs:
-        """The slots `start : stop` of every stream."""
-        count = self.runs.count_J
+    def _window(self, start: int, stop: int) -> SlotRanges:
+        """The slots `start : stop` of every stream: of each range, what lies in that window."""
+        count = self.ranges.count_J
         begin_J = as_offsets(count)[:-1]
         if self.num_streams > 1:
             begin_J = begin_J % max(self.stream_length, 1)
+        # begin_J counts from the start of the range's own stream; a range outside of the window keeps 0 slots
         skip_J = np.clip(start - begin_J, 0, count)
-        runs = self.runs.part(skip_J, np.clip(stop - begin_J, 0, count) - skip_J)
-        return runs if self.num_streams > 1 else runs.nonempty()
+        ranges = self.ranges.part(skip_J, np.clip(stop - begin_J, 0, count) - skip_J)
+        return ranges if self.num_streams > 1 else ranges.nonempty()
 
     def _check_divides(self, chunks: int, scheme: str, ranks: int) -> None:
-        uneven = np.flatnonzero(self.runs.count_J % chunks)
+        uneven = np.flatnonzero(self.ranges.count_J % chunks)
         if not len(uneven):
             return
         j = int(uneven[0])
-        is_tail = self.order == "thd" and self.runs.low_J[j] == self.runs.high_J[j]
+        is_tail = self.order == "thd" and self.ranges.low_J[j] == self.ranges.high_J[j]
         stage = "align_total" if is_tail else "pack(align=)" if self.order == "thd" else "pad(multiple_of=)"
         raise LayoutError(
             f"{'the tail of the stream' if is_tail else f'sequence {j} of the batch'} has "
-            f"{int(self.runs.count_J[j])} slots; {scheme} context parallelism over {ranks} ranks needs a multiple of "
+            f"{int(self.ranges.count_J[j])} slots; {scheme} context parallelism over {ranks} ranks needs a multiple of "
             f"{chunks}. Give {stage} {chunks} or a multiple of it, as the trainer does"
         )
 
@@ -246,7 +247,7 @@ def _check_rank(ranks: int, rank: int, what: str) -> None:
 def _check_count(name: str, value: int, least: int = 1) -> None:
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     _require(whole and value >= least, f"{name} is {value!r}; expected at least {least}, a whole number")
-    _require(value <= MOST_SLOTS, f"{name} is {value}; expected {MOST_SLOTS} at most")
+    _require(value <= MOST_ROUTER_SLOTS, f"{name} is {value}; expected {MOST_ROUTER_SLOTS} at most")
 
 
 def _round_up(counts: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:

@@ -175,11 +175,12 @@ def _refuse_fetches_of_held(plan: StepPlan, held_R: Bools) -> None:
 
 def _held(plan: StepPlan) -> Bools:
     """Marks replicas that their slot holds already: a slot of a layer keeps its expert until it gets another."""
+    # sorted by slot and, within one, by time: each replica stands after the one that the slot held before it
     micro_step_R, layer_R = np.divmod(_cell_of_replica(plan), plan.shape[1])
     order = np.lexsort((micro_step_R, plan.slot_R, plan.rank_R, layer_R))
-    place_RC = np.stack([layer_R, plan.rank_R, plan.slot_R, plan.expert_R], axis=1)[order]
+    sorted_RC = np.stack([layer_R, plan.rank_R, plan.slot_R, plan.expert_R], axis=1)[order]
     held_R = np.zeros(len(order), np.bool_)
-    held_R[order[1:]] = (place_RC[1:] == place_RC[:-1]).all(axis=1)
+    held_R[order[1:]] = (sorted_RC[1:] == sorted_RC[:-1]).all(axis=1)
     return held_R
 
 

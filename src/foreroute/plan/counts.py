@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.errors import CountsError, InputError, LayoutError
 from foreroute.files import RegularFile
 from foreroute.trace.container import RoutingTrace
-from foreroute.trace.counts import add_assignments
+from foreroute.trace.operations import add_assignments
 
 MOST = 2**31 - 1
 """Most assignments of a cell: planners count in int32."""

@@ -39,6 +39,12 @@ class CellPlan:
     fetched_R: NDArray[np.bool_]
     tokens_RG: NDArray[np.int32]
 
+    @classmethod
+    def homes_only(cls, home_E: NDArray[np.int16], num_ranks: int) -> CellPlan:
+        """The plan of a cell without replicas, whose homes serve all tokens of G = `num_ranks` ranks."""
+        none = np.empty(0, np.int16)
+        return cls(home_E, none, none, none, np.empty(0, np.bool_), np.empty((0, num_ranks), np.int32))
+
     def home_tokens_GE(self, counts_GE: NDArray[np.integer]) -> NDArray[np.int64]:
         """int64 [G, E], assignments of source rank g to expert e that the home rank of e serves."""
         rest_GE = counts_GE.astype(np.int64)

@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import TopologyError
+from foreroute.layout import block_homes
 
 MOST_RANKS = 32_767
 """Plans name ranks and slots in int16."""
-MOST_SLOTS = 1 << 17
+MOST_REDUNDANT_SLOTS = 1 << 17
 """Redundant slots of all ranks together. What they hold is kept for every layer."""
 MOST_BYTES_PER_S, MOST_LATENCY_S = 1e18, 3600.0
 """Far beyond any link, and such that no product of costs overflows."""
@@ -75,10 +76,10 @@ class Topology:
             raise TopologyError(f"redundant_slots is {self.redundant_slots}; expected 0 or more")
         if self.slot_memory_bytes is not None and self.slot_memory_bytes < 0:
             raise TopologyError(f"slot_memory_bytes is {self.slot_memory_bytes}; expected 0 or more, or no limit")
-        if self.num_ranks * self.redundant_slots > MOST_SLOTS:
+        if self.num_ranks * self.redundant_slots > MOST_REDUNDANT_SLOTS:
             raise TopologyError(
                 f"redundant_slots is {self.redundant_slots} on each of {self.num_ranks} ranks; expected at most "
-                f"{MOST_SLOTS} in all"
+                f"{MOST_REDUNDANT_SLOTS} in all"
             )
 
     @property
@@ -102,4 +103,4 @@ class Topology:
                 f"{num_experts} experts cannot be placed evenly on {self.num_ranks} ranks; "
                 "use a number of expert-parallel ranks that divides the number of experts"
             )
-        return np.repeat(np.arange(self.num_ranks, dtype=np.int16), num_experts // self.num_ranks)
+        return block_homes(num_experts, self.num_ranks).astype(np.int16)

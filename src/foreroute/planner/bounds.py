@@ -59,8 +59,6 @@ def equal_split(loads_CE: ArrayLike, num_ranks: int, slots: int) -> NDArray[np.f
     Returns:
         float64 [C].
     """
-    from foreroute.planner.bounds import equal_splits
-
     loads = _checked(loads_CE, num_ranks)
     least_C = np.empty(len(loads), np.float64)
     equal_splits(loads, num_ranks, _extra(slots, loads.shape[1]), least_C)
@@ -80,8 +78,6 @@ def slot_limited(loads_CE: ArrayLike, num_ranks: int, slots: int) -> NDArray[np.
     Returns:
         int64 [C].
     """
-    from foreroute.planner.bounds import slot_limits
-
     loads = _checked(loads_CE, num_ranks)
     _extra(slots, loads.shape[1])
     least_C = np.empty(len(loads), np.int64)
@@ -109,8 +105,6 @@ def fixed_placement(
     Raises:
         CountsError: when an expert with assignments has no host, or a host is no expert on no rank.
     """
-    from foreroute.planner.bounds import fixed_hosts
-
     loads = _checked(loads_CE, num_ranks)
     experts, ranks, bounds = (np.ascontiguousarray(a, np.int64) for a in (expert_H, rank_H, offsets))
     steps = np.diff(bounds)
@@ -185,9 +179,10 @@ def any_packing(loads_LE: ArrayLike, home_LE: ArrayLike, num_ranks: int) -> NDAr
     return largest_L
 
 
-def _held(loads_CE: NDArray[np.int64], place_CE: NDArray[Any], num_places: int) -> NDArray[np.int64]:
-    held = np.zeros((len(loads_CE), num_places), np.int64)
-    np.add.at(held, (np.arange(len(loads_CE))[:, None], place_CE), loads_CE)
+def _held(loads_CE: NDArray[np.int64], holder_CE: NDArray[Any], count: int) -> NDArray[np.int64]:
+    """int64 [C, count], the loads of the experts that each rank or node holds."""
+    held = np.zeros((len(loads_CE), count), np.int64)
+    np.add.at(held, (np.arange(len(loads_CE))[:, None], holder_CE), loads_CE)
     return held
 
 
@@ -220,6 +215,7 @@ def equal_splits(load_CE: Any, num_ranks: Any, copies: Any, least_C: Any) -> Non
             share_E[e], count_E[e] = load_CE[c, e], 1
         for _ in range(copies):
             hottest = np.argmax(share_E)
+            # with a copy on every rank, the largest share cannot fall any more
             if count_E[hottest] == num_ranks:
                 break
             count_E[hottest] += 1
@@ -233,6 +229,7 @@ def slot_limits(load_CE: Any, num_ranks: Any, slots: Any, least_C: Any) -> None:
     for c in range(load_CE.shape[0]):
         total = load_CE[c].sum()
         low, high = -(-total // num_ranks), max(load_CE[c].max(), -(-total // num_ranks))
+        # the slots suffice for `high`, with which at the latest every expert needs one, and for no T below `low`
         while low < high:
             middle = (low + high) // 2
             needed = 0
@@ -274,10 +271,12 @@ def _least(load_E: Any, expert_H: Any, rank_H: Any, num_ranks: Any) -> Any:
     hosts = (expert_H, rank_H, by_rank, by_expert)
     entered = (np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64))
     queue = np.empty(num_ranks, np.int64)
+    # the target only rises, so ranks that were brought down to it stay at or below it
     for source in range(num_ranks):
         while load_G[source] > target:
             reached, sink = _search(source, target, load_G, served_H, hosts, entered, queue)
             if sink < 0:
+                # the reached ranks are a closed set, all at or above the target and the source above it
                 inside = 0
                 for i in range(reached):
                     inside += load_G[queue[i]]
@@ -334,6 +333,7 @@ def _search(source: Any, target: Any, load_G: Any, served_H: Any, hosts: Any, en
 
 @kernel
 def _push(source: Any, sink: Any, target: Any, load_G: Any, served_H: Any, rank_H: Any, entered: Any) -> None:
+    """Move load along the path that `_search` found: as much as both ends and every host on the way allow."""
     from_G, to_G = entered
     amount = min(load_G[source] - target, target - load_G[sink])
     g = sink

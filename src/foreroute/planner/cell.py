@@ -186,7 +186,7 @@ def set_demand(cell: Any, counts_GE: Any) -> Any:
 
 
 @routine
-def serve_at_home(cell: Any) -> None:
+def assign_to_homes(cell: Any) -> None:
     """Give every expert to its home. What the slots hold stays linked as hosts without a quota."""
     num_experts = len(cell.demand_E)
     for e in range(num_experts):

@@ -17,7 +17,7 @@ from foreroute.plan.options import PlanOptions
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
 from foreroute.planner.homes import check_homes, place_homes
-from foreroute.planner.progress import Block, OnProgress, PlanInProgress, empty_block, joined
+from foreroute.planner.progress import Block, OnProgress, PlanInProgress, empty_block, joined_blocks
 
 if TYPE_CHECKING:  # it loads compiled code
     from foreroute.planner.refine import Refiner
@@ -220,7 +220,7 @@ def _whole(
     blocks: list[Block],
 ) -> StepPlan:
     num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
-    arrays = joined(blocks, num_micro_steps, num_layers)
+    arrays = joined_blocks(blocks, num_micro_steps, num_layers)
     return StepPlan(
         topology=topology,
         shape=(num_micro_steps, num_layers, num_experts),

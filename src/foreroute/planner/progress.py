@@ -80,7 +80,7 @@ def block_of(block: Block, cells: Sequence[CellPlan], max_load_C: NDArray[np.int
     return replace(block, ends_C=ends_C, max_load_C=max_load_C, **replicas_of(cells))
 
 
-def joined(blocks: Sequence[Block], num_micro_steps: int, num_layers: int) -> dict[str, Any]:
+def joined_blocks(blocks: Sequence[Block], num_micro_steps: int, num_layers: int) -> dict[str, Any]:
     """The arrays of a `StepPlan` from blocks that together cover every cell once."""
     cells = [
         (m * num_layers + layer, b, (m - block.begin) * block.num_layers + layer - block.first_layer)

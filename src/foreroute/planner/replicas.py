@@ -12,6 +12,7 @@ from typing import Any
 from foreroute.kernels import next_unit
 from foreroute.planner.cell import (
     NONE,
+    assign_to_homes,
     clear,
     inlined,
     kernel,
@@ -21,7 +22,6 @@ from foreroute.planner.cell import (
     relink,
     restore_held,
     routine,
-    serve_at_home,
     set_demand,
     set_homes,
     set_slots,
@@ -118,7 +118,7 @@ def plan_block(
 @routine
 def _plan_cell(cell: Any, total: Any, tolerance: Any, locality: Any) -> None:
     """Find the quotas of all hosts of a cell with so many assignments."""
-    serve_at_home(cell)
+    assign_to_homes(cell)
     target = int(-((-total * (1.0 + tolerance)) // len(cell.load_G)))  # the mean with its tolerance, rounded up
     reached = find_replicas(cell, target, tolerance > 0.0)
     restore_held(cell)

@@ -56,6 +56,7 @@ def replicate_for_traffic(
     home_E = cell.home_E.astype(np.int64)
     base = CellHosts.of(cell, counts)
     base_s = price_cell(base, home_E, topology, costs, squares_G=squares_G).seconds
+    # where the plan to beat serves each expert: what the search falls back on if it cannot balance the load by itself
     base_NE = np.zeros((topology.num_nodes, len(home_E)), np.bool_)
     base_NE[topology.node_G[base.rank_H], base.expert_H] = True
     served_GE, _ = search_cell(

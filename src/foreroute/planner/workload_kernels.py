@@ -54,6 +54,7 @@ def _round(weight_E: Any, rows: Any, top_k: Any, phase: Any, counts_E: Any) -> N
     free, left = 0.0, float(rows * top_k)
     for e in range(len(weight_E)):
         free += weight_E[e]
+    # capping an expert leaves more to the others, which may then have to be capped; -1 marks those that are
     capped = True
     while capped:
         capped = False
@@ -64,6 +65,7 @@ def _round(weight_E: Any, rows: Any, top_k: Any, phase: Any, counts_E: Any) -> N
                 left -= rows
                 weight_E[e] = -1.0
                 capped = True
+    # systematic rounding: counts are the steps of floor(phase + running sum), so each is its weight rounded up or down
     done, upto = 0, 0.0
     last = -1
     for e in range(len(weight_E)):
@@ -139,6 +141,8 @@ def draw_rows(seed: Any, counts_SE: Any, rows_S: Any, top_k: Any, ids_NK: Any) -
             if need_E[e]:
                 order[size] = e
                 size += 1
+        # what all experts still need is `left` * top_k, and none needs more than `left`: so a threshold every `left` of
+        # the running sum is passed top_k times, and by no expert twice
         for left in range(rows_S[s], 0, -1):
             threshold = next_below(state, left)
             upto, k, i = 0, 0, 0
@@ -154,6 +158,7 @@ def draw_rows(seed: Any, counts_SE: Any, rows_S: Any, top_k: Any, ids_NK: Any) -
                     k += 1
                     need_E[e] -= 1
                     if need_E[e] == 0:
+                        # the last expert of the list takes its position and has not had its turn
                         size -= 1
                         order[i] = order[size]
                         continue

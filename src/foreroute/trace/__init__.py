@@ -2,20 +2,26 @@
 
 spec         experts, picks and routed layers of a model       RoutingSpec, RoutedLayer, LayerKind
 container    the routes of sequences, and cutting them         RoutingTrace, concatenate
-operations   what is done with whole traces                    extended, from_masks, overlap, digest
-counts       assignments per micro-step, layer and expert      count_assignments, add_assignments
+operations   what is done with whole traces                    extended, from_masks, overlap, digest, count_assignments
 checks       arrays from outside: dtypes, ranges, offsets
 file/        a trace on disk                                   save, load, TraceStore, CODECS
 synthetic    made-up routes                                    synthetic_trace
 """
 
 from foreroute.trace.container import NO_VERSION, RoutingTrace, concatenate
-from foreroute.trace.counts import add_assignments, count_assignments
 from foreroute.trace.file.codec import CODECS, CodecName
 from foreroute.trace.file.reading import load
 from foreroute.trace.file.store import TraceStore
 from foreroute.trace.file.writing import encoded_size, save
-from foreroute.trace.operations import RouteOverlap, digest, extended, from_masks, overlap
+from foreroute.trace.operations import (
+    RouteOverlap,
+    add_assignments,
+    count_assignments,
+    digest,
+    extended,
+    from_masks,
+    overlap,
+)
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
 from foreroute.trace.synthetic import synthetic_trace
 

@@ -146,16 +146,16 @@ def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return offsets
 
 
-def segment_rows(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the row numbers of the segments `starts[i] : starts[i] + lengths[i]`, joined.
+def join_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64], dtype: Any = np.int64) -> NDArray[Any]:
+    """Return the integers `starts[i] : starts[i] + lengths[i]` for i = 0, 1, …, joined.
 
     Raises:
         TraceContentError: as `as_offsets`.
     """
     before = as_offsets(lengths)
-    rows = np.repeat(starts - before[:-1], lengths)
-    rows += np.arange(before[-1])
-    return rows
+    joined: NDArray[Any] = np.repeat((starts - before[:-1]).astype(dtype), lengths)
+    joined += np.arange(before[-1], dtype=dtype)
+    return joined
 
 
 def _refuse_first(

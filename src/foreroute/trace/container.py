@@ -35,8 +35,8 @@ from foreroute.trace.checks import (
     as_tokens,
     as_versions,
     check_rows,
+    join_ranges,
     narrow_ids,
-    segment_rows,
 )
 from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
@@ -213,7 +213,7 @@ class RoutingTrace:
         """
         chosen = as_sequence_numbers(sequences, len(self))
         lengths = self.lengths[chosen]
-        return self._take(segment_rows(self.offsets[:-1][chosen], lengths), lengths)
+        return self._take(join_ranges(self.offsets[:-1][chosen], lengths), lengths)
 
     def select_layers(self, layers: Iterable[RoutedLayer]) -> RoutingTrace:
         """Return the given layers, in the given order; the layer table shrinks with them.
@@ -244,7 +244,7 @@ class RoutingTrace:
                 f"{given.reshape(-1)[:8].tolist()}; expected a whole number for each, from 0 to its length"
             )
         kept = given.astype(np.int64)
-        return self._take(segment_rows(self.offsets[:-1], kept), kept)
+        return self._take(join_ranges(self.offsets[:-1], kept), kept)
 
     def continued_by(self, suffix: RoutingTrace) -> RoutingTrace:
         """Append to each sequence that of the same number in `suffix` (a later turn, a resumed rollout)."""
@@ -372,7 +372,7 @@ def _pack(
     lengths = np.array([len(t) for t in tokens], dtype=np.int64)
     offsets = as_offsets(lengths)
     valid = np.zeros(offsets[-1], dtype=np.bool_)
-    routed = segment_rows(offsets[:-1], np.array([len(r) for r in routes], dtype=np.int64))
+    routed = join_ranges(offsets[:-1], np.array([len(r) for r in routes], dtype=np.int64))
     valid[routed] = True
     ids = np.zeros((len(valid), spec.num_layers, spec.top_k), spec.id_dtype)
     if routes:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.ep.transfer.options import TransferRecord
+from foreroute.ep.transfer.engine import TransferRecord
 from foreroute.plan import StepPlan
 from foreroute.train.ranks import Ranks
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from foreroute.ep.transfer.consensus import Votes
-from foreroute.ep.transfer.peers import lost
+from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.ep.transfer.peers import lost_rank
 from foreroute.errors import ConfigError, DivergedError, ForerouteError, RankError
 from foreroute.train.device import CPU, backend_of, require_backend
 
@@ -33,7 +33,7 @@ class Ranks:
         size: G.
     """
 
-    def __init__(self, votes: Votes | None = None) -> None:
+    def __init__(self, votes: RankConsensus | None = None) -> None:
         """Of the voters; None for one process alone."""
         self._votes = votes
         self.rank = 0 if votes is None else votes.rank
@@ -140,7 +140,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            raise lost(what, self.rank, error) from error
+            raise lost_rank(what, self.rank, error) from error
 
 
 def _words(error: Exception | None) -> str | None:
@@ -197,7 +197,7 @@ def joined(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> Iter
             ) from error
     require_backend(device)
     try:
-        ranks = Ranks(Votes(timeout_s=PATIENCE_S))
+        ranks = Ranks(RankConsensus(timeout_s=PATIENCE_S))
         ranks.require_same({"device": device.type}, "Give each process a device of one kind")
         yield ranks
     finally:

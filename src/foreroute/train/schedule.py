@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.layout import by_token_budget
-from foreroute.trace.checks import as_offsets, segment_rows
+from foreroute.trace.checks import as_offsets, join_ranges
 from foreroute.train.config.rl import RLConfig
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Experience
@@ -43,7 +43,7 @@ class Stage:
         """Rows of all micro-steps in the order of the sequences, of which each has `lengths_S` rows."""
         sequences, joined = np.concatenate(self.micro_steps), np.concatenate(parts)
         ordered = np.empty_like(joined)
-        ordered[segment_rows(as_offsets(lengths_S)[sequences], lengths_S[sequences])] = joined
+        ordered[join_ranges(as_offsets(lengths_S)[sequences], lengths_S[sequences])] = joined
         return ordered
 
 

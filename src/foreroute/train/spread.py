@@ -24,8 +24,7 @@ from torch import Tensor
 from foreroute import planner
 from foreroute.adapters.hf import RoutedTransformer, distribute
 from foreroute.ep import BatchRows
-from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.ep.transfer.options import TransferOptions
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.trace import RoutingTrace, count_assignments

@@ -12,8 +12,8 @@ from batches import make_batches
 from cpu_optimizers import Trained
 from foreroute import RoutingTrace
 from foreroute.adapters import megatron
-from foreroute.adapters.megatron.homes import move
-from foreroute.adapters.megatron.homes.carry import Carriage
+from foreroute.adapters.megatron.expert_placement import placement
+from foreroute.adapters.megatron.expert_placement.layer_transfer import LayerTransfer
 from foreroute.trace import digest
 from grid import Cell
 from model_chunks import build, initialize
@@ -46,11 +46,11 @@ def check_moves_change_nothing(cell, kind, replays):
 def check_the_comparison_sees():
     """State that stays behind, weights that do, and tokens that are sent where experts were."""
     cell, kind = Cell(ep=2, layers=2, packed=True), "adamw"
-    inner = move.held_in
+    inner = placement.held_tensors
     breaks = {
-        "state stays": mock.patch.object(move, "held_in", lambda slot, state: inner(slot, {})),
-        "weights stay": mock.patch.object(Carriage, "put_in_place"),
-        "tokens go where experts were": mock.patch.object(move, "set_home"),
+        "state stays": mock.patch.object(placement, "held_tensors", lambda slot, state: inner(slot, {})),
+        "weights stay": mock.patch.object(LayerTransfer, "commit"),
+        "tokens go where experts were": mock.patch.object(placement, "set_home"),
     }
     fixed = train(cell, kind, True, moves=())
     for name, broken in breaks.items():

@@ -12,8 +12,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from cpu_optimizers import Trained
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.discover import RouterSite
-from foreroute.adapters.megatron.homes.carry import Carriage
-from foreroute.adapters.megatron.homes.slots import expert_slots
+from foreroute.adapters.megatron.expert_placement.layer_transfer import LayerTransfer
+from foreroute.adapters.megatron.expert_placement.parameters import expert_slots
 from foreroute.ep.transfer.peers import Exchange
 from foreroute.errors import PlacementError, PlanError, TransferError
 from foreroute.plan import Links, Topology
@@ -103,7 +103,7 @@ def of_faults(routed, chunks):
             raise TransferError("the network is down")
 
     out_of_memory = mock.Mock(side_effect=torch.OutOfMemoryError("out of memory") if here() else None)
-    with mock.patch.object(Carriage, "make_room", out_of_memory):
+    with mock.patch.object(LayerTransfer, "allocate", out_of_memory):
         refused(TransferError, "none were: rank 1: out of memory", routed, swapped(routed))
     with mock.patch.object(Exchange, "wait", fails_on_rank_one):
         refused(TransferError, "none were: rank 1: the network is down", routed, swapped(routed))

@@ -98,8 +98,8 @@ def test_what_cannot_be_is_refused_on_all_ranks(check):
 @pytest.mark.parametrize(
     "check",
     [
-        "copying.check_copies",
-        "copying.check_gaps_are_refused",
+        "expert_segments.check_segments",
+        "expert_segments.check_gaps_are_refused",
         "refused_moves.check_experts_of_transformer_engine_are_told_apart_by_name",
     ],
 )

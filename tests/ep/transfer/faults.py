@@ -6,8 +6,8 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from foreroute.ep.transfer.burst import Burst
 from foreroute.ep.transfer.peers import Exchange, Message, PeerGroup
+from foreroute.ep.transfer.slots import TransferBatch
 
 
 @dataclass
@@ -73,9 +73,9 @@ def _corrupted(message):
 @contextmanager
 def late_nowhere_else(fault):
     """Deadlines hold for the transfers of the fault alone: a busy machine may be late with any of them."""
-    wait = Burst.wait
-    Burst.wait = lambda burst, seconds: wait(burst, seconds if fault and fault.what in burst.what else 20.0)
+    wait = TransferBatch.wait
+    TransferBatch.wait = lambda batch, seconds: wait(batch, seconds if fault and fault.what in batch.what else 20.0)
     try:
         yield
     finally:
-        Burst.wait = wait
+        TransferBatch.wait = wait

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from foreroute.ep.transfer import Cell
-from foreroute.ep.transfer.direct import DirectWeights
+from foreroute.ep.transfer.replica_weights import DirectWeights
 from plans import random_plan
 from toy import SHAPES, peers, served, shard, weight
 

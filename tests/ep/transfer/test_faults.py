@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from faults import Fault, FaultyPeers, late_nowhere_else
-from foreroute.ep.transfer.engine import TransferEngine
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.host_memory import open_shared
-from foreroute.ep.transfer.options import TransferOptions
 from plans import random_plan
 from processes import Workers
 from toy import WITHIN, all_experts, largest_difference, make_engine, peers, reference, run_step, shards, summed
@@ -171,13 +170,13 @@ def test_damaged_host_memory_leaves_the_homes_in_force(workers):
     assert all("rank 0: the replicas in slots" in reason for reason in because(outcomes))
 
 
-def test_host_memory_of_another_edition_leaves_the_homes_in_force(workers):
+def test_host_memory_of_another_version_leaves_the_homes_in_force(workers):
     plan = random_plan(0, ranks=2, slots=3)
     options = TransferOptions(paths="host", deadline_s=5)
     outcomes = workers(2).run(train_spoilt, plan, options, "stamp")
     cells = {(m, layer) for m in range(2) for layer in range(3) if (plan.cell(m, layer).rank_R == 0).any()}
     assert_right(outcomes, at_home=cells)
-    assert because(outcomes) == {"rank 0: the shared memory of rank 1 holds edition 7 of the weights, expected 1"}
+    assert because(outcomes) == {"rank 0: the shared memory of rank 1 holds version 7 of the weights, expected 1"}
 
 
 def train_spoilt(rank, plan, options, what):

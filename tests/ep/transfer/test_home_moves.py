@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.ep.transfer.consensus import Votes
+from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.home_moves import move_homes
 from plans import random_homes
 from processes import kept
@@ -21,10 +21,10 @@ OPTIMIZERS = {
 }
 
 
-def votes():
-    if "votes" not in kept:
-        kept["votes"] = Votes(timeout_s=20)
-    return kept["votes"]
+def consensus():
+    if "consensus" not in kept:
+        kept["consensus"] = RankConsensus(timeout_s=20)
+    return kept["consensus"]
 
 
 def homes_of_steps(seed, ranks, steps):
@@ -51,7 +51,7 @@ def train(rank, homes_S, optimizer, lose=None):
     for step, home_LE in enumerate(homes_S):
         if step:
             state = optimize if lose is None else None
-            received += move_homes(peers(), votes(), homes_S[step - 1], home_LE, homes, state)
+            received += move_homes(peers(), consensus(), homes_S[step - 1], home_LE, homes, state)
         sum(loss_of(home_LE[layer], layer, homes[layer], rank, step) for layer in range(LAYERS)).backward()
         optimize.step()
         optimize.zero_grad()
@@ -107,7 +107,7 @@ def refuse(rank, what):
         optimizer.state[parameters[0]]["scales"] = torch.zeros(17)
     kept = [p.detach().clone() for p in parameters]
     try:
-        move_homes(peers(), votes(), before_LE, after_LE, homes, optimizer)
+        move_homes(peers(), consensus(), before_LE, after_LE, homes, optimizer)
     finally:
         assert all(torch.equal(a, b) for a, b in zip(kept, parameters, strict=True))
 

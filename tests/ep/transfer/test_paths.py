@@ -1,4 +1,4 @@
-"""The split of a burst between paths, against all splits that there are."""
+"""The split of the transfers of a cell between paths, against all splits that there are."""
 
 import itertools
 
@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreroute.ep.transfer import Moves
-from foreroute.ep.transfer.moves import burst_seconds, choose_host_V
-from foreroute.ep.transfer.options import TransferOptions
+from foreroute.ep.transfer.engine import TransferOptions
+from foreroute.ep.transfer.moves import batch_seconds, choose_host_V
 from foreroute.errors import ConfigError
 from foreroute.plan import Links, Topology
 
@@ -43,11 +43,11 @@ def seconds_by_hand(pairs, host_V, topology):
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.just(0)), min_size=1, max_size=8), rates, rates)
 @settings(max_examples=80, deadline=None)
-def test_a_burst_to_one_rank_is_split_as_well_as_can_be(pairs, node, host):
+def test_a_batch_to_one_rank_is_split_as_well_as_can_be(pairs, node, host):
     links, moves = topology(node=node, host=host), moves_of(pairs)
     chosen = choose_host_V(moves, MB, links, "auto")
     best = min(seconds_by_hand(pairs, split, links) for split in itertools.product([0, 1], repeat=len(pairs)))
-    assert burst_seconds(moves, chosen, MB, links) == pytest.approx(best)
+    assert batch_seconds(moves, chosen, MB, links) == pytest.approx(best)
 
 
 crowds = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda p: p[0] != p[1]), max_size=9)
@@ -55,12 +55,12 @@ crowds = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda 
 
 @given(crowds, rates, rates, rates)
 @settings(max_examples=80, deadline=None)
-def test_any_burst_ends_no_later_than_by_one_path_alone(pairs, node, cluster, host):
+def test_any_batch_ends_no_later_than_by_one_path_alone(pairs, node, cluster, host):
     links, moves = topology(node, cluster, host, ranks=6, per_node=3), moves_of(pairs)
     chosen = choose_host_V(moves, MB, links, "auto")
     reached = [source // 3 == target // 3 for source, target in pairs]
     assert not any(chosen[v] and not reached[v] for v in range(len(pairs)))
-    took = burst_seconds(moves, chosen, MB, links)
+    took = batch_seconds(moves, chosen, MB, links)
     assert took == pytest.approx(seconds_by_hand(pairs, chosen, links))
     assert (
         took <= min(seconds_by_hand(pairs, [False] * len(pairs), links), seconds_by_hand(pairs, reached, links)) + 1e-12
@@ -69,7 +69,7 @@ def test_any_burst_ends_no_later_than_by_one_path_alone(pairs, node, cluster, ho
     assert not choose_host_V(moves, MB, links, "direct").any()
 
 
-def test_a_burst_is_really_split():
+def test_a_batch_is_really_split():
     chosen = choose_host_V(moves_of([(1, 0)] * 6), MB, topology(node=4e9, host=2e9), "auto")
     assert chosen.sum() == 2
 

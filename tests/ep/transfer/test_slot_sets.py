@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foreroute.ep.transfer.options import TransferOptions
+from foreroute.ep.transfer.engine import TransferOptions
 from plans import random_plan
 from toy import WITHIN, all_experts, largest_difference, make_engine, reference, run_step
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.ep.transfer import Cell, burst
-from foreroute.ep.transfer.engine import TransferEngine
+from foreroute.ep.transfer import Cell
+from foreroute.ep.transfer import slots as slot_transfers
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.moves import least_fetches_L
-from foreroute.ep.transfer.options import TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from plans import asked, random_plan
 from toy import (
@@ -141,7 +141,7 @@ def fetch_after_a_failure(rank, plan):
     engine.begin_step(0, plan, updating=False)
     cell = next(Cell(0, m, n) for m, n in np.argwhere(plan.num_replicas_ML).tolist())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(burst, "carry", Mock(side_effect=MemoryError("no memory for messages")))
+        patch.setattr(slot_transfers, "post_moves", Mock(side_effect=MemoryError("no memory for messages")))
         with pytest.raises(MemoryError, match="no memory for messages"):
             engine.fetch(cell, homes[cell.layer])
     found = engine.fetch(cell, homes[cell.layer])

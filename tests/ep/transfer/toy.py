@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from foreroute.ep.transfer import Cell
-from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.ep.transfer.options import TransferOptions
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from processes import kept
 

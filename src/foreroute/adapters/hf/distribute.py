@@ -19,11 +19,12 @@ from transformers.integrations.moe import ExpertsInterface
 from foreroute.adapters.hf.recomputing import Recomputing
 from foreroute.ep import Execution, ExpertLayer, ExpertParallelModel, ExpertShards
 from foreroute.ep.compute import require_grouped_mm
-from foreroute.ep.execution import Executions
-from foreroute.ep.transfer.consensus import Votes
+from foreroute.ep.execution import ExecutionStack
+from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import AttachError, TopologyError
-from foreroute.replay.patching import is_hooked
+from foreroute.layout import block_homes
+from foreroute.replay import is_hooked
 
 NAME = "foreroute"
 """Of our function in the registry of transformers."""
@@ -67,23 +68,23 @@ def distribute(
     along = () if group is None else (group,)
     sites = _find_experts(model)
     homes_LE = _checked_homes(sites, ranks.size(), home_LE)
-    votes = Votes(*along, timeout_s=timeout_s)
-    _require_same_models(model, homes_LE, votes)
-    executions = Executions(Execution(ranks, len(sites)))
+    consensus = RankConsensus(*along, timeout_s=timeout_s)
+    _require_same_models(model, homes_LE, consensus)
+    executions = ExecutionStack(Execution(ranks, len(sites)))
     recomputing = Recomputing(model, executions)
     ExpertsInterface.register(NAME, _run_stand_in)
     layers = []
     for number, (path, module) in enumerate(sites):
         names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
         shards = ExpertShards(module, names, homes_LE[number], ranks)
-        layers.append(ExpertLayer(number, path, shards, ranks, lambda: executions.now))
+        layers.append(ExpertLayer(number, path, shards, ranks, lambda: executions.top))
         module.__dict__[STAND_IN] = recomputing.guarded(layers[-1])
         # a configuration of its own: other modules, and other models made from this one, keep theirs
         config: Any = copy.copy(module.config)
         config._experts_implementation_internal = NAME
         module.config = config
     peers = PeerGroup(*along, timeout_s=timeout_s)
-    return ExpertParallelModel(model, layers, executions, votes, peers, recomputing.captured)
+    return ExpertParallelModel(model, layers, executions, consensus, peers, recomputing.captured)
 
 
 def _run_stand_in(module: nn.Module, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
@@ -165,7 +166,7 @@ def _checked_homes(
         )
     each = num_experts // num_ranks
     if home_LE is None:
-        return np.tile(np.repeat(np.arange(num_ranks, dtype=np.int16), each), (len(sites), 1))
+        return np.tile(block_homes(num_experts, num_ranks).astype(np.int16), (len(sites), 1))
     if home_LE.shape != (len(sites), num_experts) or any(
         home_E.min() < 0 or not np.array_equal(np.bincount(home_E), np.full(num_ranks, each)) for home_E in home_LE
     ):
@@ -176,7 +177,7 @@ def _checked_homes(
     return home_LE.astype(np.int16)
 
 
-def _require_same_models(model: nn.Module, home_LE: NDArray[np.int16], votes: Votes) -> None:
+def _require_same_models(model: nn.Module, home_LE: NDArray[np.int16], consensus: RankConsensus) -> None:
     """Gradients flow, and rows arrive, only where all ranks agree on what is trained and what the weights are."""
     what = "comparing the models of all ranks"
     names = ["the homes of experts", *(name for name, _ in model.named_parameters())]
@@ -184,10 +185,10 @@ def _require_same_models(model: nn.Module, home_LE: NDArray[np.int16], votes: Vo
     for name, parameter in model.named_parameters():
         facts = (name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad, _checksum(parameter))
         hashes.append(xxhash.xxh3_64_intdigest(repr(facts).encode()))
-    if len(set(votes.texts(str(len(names)), what))) > 1:
+    if len(set(consensus.texts(str(len(names)), what))) > 1:
         raise AttachError("ranks hand in models with different numbers of parameters; expected the same model")
-    mine = torch.tensor([number >> 1 for number in hashes])  # a bit less, so that it has a negative
-    most, minus_least = votes.most(torch.stack([mine, -mine]), what)
+    mine = torch.tensor([number >> 1 for number in hashes])  # 63 bits, so that its negative is an int64 too
+    most, minus_least = consensus.most(torch.stack([mine, -mine]), what)
     for name, differs in zip(names, (most != -minus_least).tolist(), strict=True):
         if differs:
             raise AttachError(

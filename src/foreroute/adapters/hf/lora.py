@@ -21,7 +21,7 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: Sequence[str
     Args:
         model: changed in place.
         rank: r of W + alpha / r · B A.
-        alpha: see there.
+        alpha: the scale in the same formula.
         targets: names of the layers, such as "q_proj", in every block.
         seed: of A; B is zero. The global random state is left alone.
 
@@ -46,7 +46,7 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: Sequence[str
 
 
 def merged(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The weights of a model with adapters under the names of one without, what adapters add added to them.
+    """The weights of a model with adapters under the names of one without, with alpha / r · B A added.
 
     Args:
         weights: the state of the model.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from foreroute.adapters.hf.hooks import CHECKPOINTS_IN, require_prepared
 from foreroute.ep import ExpertLayer
-from foreroute.ep.execution import Execution, Executions
+from foreroute.ep.execution import Execution, ExecutionStack
 from foreroute.replay import overridden, told_apart
 
 
@@ -23,7 +23,7 @@ class Recomputing:
         executions: of the model.
     """
 
-    def __init__(self, model: nn.Module, executions: Executions) -> None:
+    def __init__(self, model: nn.Module, executions: ExecutionStack) -> None:
         self._model = model
         self._executions = executions
         self._open = 0
@@ -43,15 +43,15 @@ class Recomputing:
         return partial(self._run, layer)
 
     def _run(self, layer: ExpertLayer, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        now = self._executions.now
-        if now.orders is not None and not now.is_recomputing and not self._open:
+        now = self._executions.top
+        if now.active_plan is not None and not now.is_recomputing and not self._open:
             require_prepared(layer.path)
         return layer(hidden_ND, ids_NK, weights_NK)
 
     def _checkpoint(
         self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        again = partial(self._again, self._executions.now)
+        again = partial(self._again, self._executions.top)
         return checkpoint(told_apart(function, self._first, again), *args, **kwargs)
 
     @contextmanager

@@ -11,7 +11,7 @@ import numpy as np
 import transformers
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.adapters.hf.folder import loading, require_files, require_there, why
+from foreroute.adapters.hf.local_models import loading, require_files, require_there, why
 from foreroute.errors import ConfigError
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")

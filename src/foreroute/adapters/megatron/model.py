@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from foreroute.adapters.megatron.discover import Chunk
+from foreroute.adapters.megatron.expert_placement import HomePlacement
 from foreroute.adapters.megatron.forward_args import Call, find_layout, in_batch_order, require_fits
-from foreroute.adapters.megatron.homes import Homes
 from foreroute.adapters.megatron.hooks import ChunkHooks
 from foreroute.adapters.megatron.recording import RankGroups, rows_over_ranks
 from foreroute.adapters.megatron.route_shard import RouteShard, Share, shard
@@ -59,7 +59,7 @@ class RoutedMegatron(RoutedModel):
         self.share = share
         sites = [site for chunk in chunks for site in chunk.sites]
         self.layers = tuple(site.layer for site in sites)
-        self._homes = Homes(spec, sites, num_places, chunks[0].trunk.pg_collection)
+        self._homes = HomePlacement(spec, sites, num_places, chunks[0].trunk.pg_collection)
         self._chunk_hooks = hooks
         self._chunk_of: dict[int, tuple[nn.Module, int]] = {}
 

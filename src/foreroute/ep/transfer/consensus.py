@@ -8,14 +8,15 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from foreroute.ep.transfer.peers import lost, own_group
+from foreroute.ep.transfer.peers import lost_rank, own_group
 from foreroute.errors import PlanError
 from foreroute.plan import StepPlan
 
 TEXT_BYTES = 1024
+"""Every rank sends as many, so that their texts need one collective and no exchange of lengths."""
 
 
-class Votes:
+class RankConsensus:
     """A gloo group of its own for questions that all ranks answer. Every method is a collective call.
 
     Args:
@@ -45,7 +46,7 @@ class Votes:
         try:
             dist.all_reduce(count, group=self.group)
         except RuntimeError as error:
-            raise lost(what, self.rank, error) from error
+            raise lost_rank(what, self.rank, error) from error
         if not count.item():
             return []
         return [f"rank {rank}: {text}" for rank, text in enumerate(self.texts(mine or "", what)) if text]
@@ -60,7 +61,7 @@ class Votes:
         try:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         except RuntimeError as error:
-            raise lost(what, self.rank, error) from error
+            raise lost_rank(what, self.rank, error) from error
         return largest
 
     def texts(self, mine: str, what: str) -> list[str]:
@@ -76,11 +77,11 @@ class Votes:
         try:
             dist.all_gather(got, torch.from_numpy(sent), group=self.group)
         except RuntimeError as error:
-            raise lost(what, self.rank, error) from error
+            raise lost_rank(what, self.rank, error) from error
         return [bytes(text.numpy()).rstrip(b"\0").decode(errors="replace") for text in got]
 
 
-def agree_on_plan(votes: Votes, step: int, plan: StepPlan) -> str:
+def agree_on_plan(consensus: RankConsensus, step: int, plan: StepPlan) -> str:
     """Make sure that all ranks are about to carry out the same plan, and that it is for these ranks.
 
     Returns:
@@ -92,13 +93,13 @@ def agree_on_plan(votes: Votes, step: int, plan: StepPlan) -> str:
     """
     digest = plan_digest(plan)
     mine = f"step {step}, {plan.topology.num_ranks} ranks, plan {digest}"
-    texts = votes.texts(mine, f"agreeing on the plan of step {step}")
+    texts = consensus.texts(mine, f"agreeing on the plan of step {step}")
     if len(set(texts)) > 1:
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         raise PlanError(
             f"ranks hold different plans ({listed}); every rank must be given the same plan of the same step"
         )
-    require_ranks(plan, votes.size)
+    require_ranks(plan, consensus.size)
     return digest
 
 

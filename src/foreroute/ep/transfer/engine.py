@@ -3,7 +3,7 @@
     fetch(cell):  in the slots? ── no ─▶ host memory │ peers, begun a cell earlier ─▶ here and whole on all ranks?
                        └── yes ─▶ weights ◀── yes ──────────────────────────────────────┴─ no ─▶ served at home
 
-Ranks hold the same books and take the same decisions without asking each other, with one exception: whether a cell's
+Ranks hold the same records and take the same decisions without asking each other, with one exception: whether a cell's
 replicas arrived is put to the vote where a deadline or checksums are in force (docs/decisions, "Votes at the cell").
 """
 
@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import xxhash
 from torch import Tensor
 
-from foreroute.ep.transfer.burst import Burst, Channels
-from foreroute.ep.transfer.cell import Cell, next_cell
-from foreroute.ep.transfer.consensus import Votes, agree_on_plan
-from foreroute.ep.transfer.direct import GradientReturn, RepeatedReturn, cell_of
-from foreroute.ep.transfer.host_memory import HostMemory
-from foreroute.ep.transfer.moves import choose_host_V, replica_moves, without_replicas
-from foreroute.ep.transfer.options import TransferOptions, TransferRecord
+from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan
+from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory
+from foreroute.ep.transfer.moves import PathChoice, choose_host_V, replica_moves
 from foreroute.ep.transfer.peers import ATTEMPTS, PeerGroup
-from foreroute.ep.transfer.slots import SlotSet, SlotSets
-from foreroute.errors import PlanError, TransferError
+from foreroute.ep.transfer.replica_weights import Cell, GradientReturn, RetriedReturn, cell_of, next_cell
+from foreroute.ep.transfer.slots import Channels, SlotSet, SlotSets, TransferBatch
+from foreroute.errors import ConfigError, PlanError, TransferError
 from foreroute.plan import CellPlan, StepPlan, Topology
+from foreroute.plan.options import SlotUse
 
 
 class TransferEngine:
@@ -49,18 +50,20 @@ class TransferEngine:
         self, homes: Sequence[Mapping[str, Tensor]], topology: Topology, options: TransferOptions, peers: PeerGroup
     ) -> None:
         self._homes, self._topology, self._options, self._peers = homes, topology, options, peers
-        self._votes = Votes(peers.group, timeout_s=options.timeout_s)
-        _agree_on_engine(self._votes, homes, topology, options)
+        self._consensus = RankConsensus(peers.group, timeout_s=options.timeout_s)
+        _agree_on_engine(self._consensus, homes, topology, options)
         memory = None
         if options.paths != "direct":
-            memory = HostMemory(self._votes, topology, homes, directory=options.directory, checksums=options.checksums)
+            memory = HostMemory(
+                self._consensus, topology, homes, directory=options.directory, checksums=options.checksums
+            )
         self._channels = Channels(peers, memory, options.checksums)
         self._slots = SlotSets(options.slots, 1 + options.prefetch, homes, topology)
         self._versions: list[tuple[int, ...]] = []
-        self._abandoned: list[Burst] = []
+        self._abandoned: list[TransferBatch] = []
         self._records: list[TransferRecord] = []
         # by host memory and from peers, since the last record
-        self._settled_bytes = (0, 0)
+        self._received_bytes = (0, 0)
         self._plan: StepPlan | None = None
         self._in_force, self._updating = (-1, ""), False
         self._previous: Cell | None = None
@@ -78,8 +81,8 @@ class TransferEngine:
             TransferError: on every rank alike, when a rank does not follow.
         """
         for slots in self._slots:
-            self._settle(slots, self._patience_s)
-            slots.forget()
+            self._end_batch(slots, self._wait_s)
+            slots.clear()
         self._running = None
         if self._channels.memory is not None:
             self._channels.memory.publish(self._homes, self._options.timeout_s)
@@ -101,10 +104,10 @@ class TransferEngine:
             PlanError: on every rank alike, when plans differ, or are for other ranks, slots, layers or experts.
             TransferError: when a rank does not answer.
         """
-        digest = agree_on_plan(self._votes, step, plan) if digest is None else digest
+        digest = agree_on_plan(self._consensus, step, plan) if digest is None else digest
         self._require_fitting(plan)
         for slots in self._slots:
-            self._settle(slots, self._patience_s)
+            self._end_batch(slots, self._wait_s)
         if (step, digest) != self._in_force:
             self._served, self._at_home = set(), {}
         self._plan, self._in_force, self._updating = plan, (step, digest), updating
@@ -122,23 +125,23 @@ class TransferEngine:
         was_prefetched = False
         if cell not in self._at_home:
             slots = self._running = self._slots.of(cell)
-            was_prefetched = slots.cell == cell and slots.burst is not None
+            was_prefetched = slots.cell == cell and slots.batch is not None
             self._begin(slots, cell)
             self._finish(slots, cell)
         exposed_s = time.monotonic() - begun
         because = self._at_home.get(cell)
-        self._records.append(TransferRecord(cell, "fetch", *self._settled_bytes, exposed_s, was_prefetched, because))
-        self._settled_bytes = (0, 0)
+        self._records.append(TransferRecord(cell, "fetch", *self._received_bytes, exposed_s, was_prefetched, because))
+        self._received_bytes = (0, 0)
         if cell != self._current:
             self._previous, self._current = self._current, cell
         self._prefetch(cell)
         return None if because is not None else slots.replicas(plan, self._peers.rank)
 
-    def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> RepeatedReturn:
+    def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> RetriedReturn:
         """As in `ReplicaWeights`; peer to peer."""
         plan = self._cell_plan(cell)
         if cell in self._at_home:
-            plan = without_replicas(plan)
+            plan = CellPlan.homes_only(plan.home_E, self._topology.num_ranks)
         what, checksums = f"returning the gradients of {cell}", self._options.checksums
 
         def begin() -> GradientReturn:
@@ -147,7 +150,7 @@ class TransferEngine:
         def record(num_bytes: int, exposed_s: float) -> None:
             self._records.append(TransferRecord(cell, "return", 0, num_bytes, exposed_s))
 
-        return RepeatedReturn(begin, self._votes if checksums else None, what, record)
+        return RetriedReturn(begin, self._consensus if checksums else None, what, record)
 
     def take_records(self) -> list[TransferRecord]:
         """What happened on this rank since the last call, in order."""
@@ -157,24 +160,24 @@ class TransferEngine:
     def close(self, seconds: float = 10.0) -> None:
         """Wait so long for transfers under way, and give the shared memory back. Never raises: errors end here too."""
         end = time.monotonic() + seconds
-        for burst in [*self._abandoned, *(s.burst for s in self._slots if s.burst is not None)]:
-            burst.end(max(0.0, end - time.monotonic()))
+        for batch in [*self._abandoned, *(s.batch for s in self._slots if s.batch is not None)]:
+            batch.end(max(0.0, end - time.monotonic()))
         self._abandoned = []
         if self._channels.memory is not None:
             self._channels.memory.close()
         self._channels = Channels(self._peers, None, self._options.checksums)
 
     @property
-    def _patience_s(self) -> float:
+    def _wait_s(self) -> float:
         deadline_s = self._options.deadline_s
         return self._options.timeout_s if deadline_s is None else deadline_s
 
     def _begin(self, slots: SlotSet, cell: Cell) -> None:
         """Turn slots to a cell and start what they lack of it, unless that is under way."""
         if slots.cell != cell:
-            self._settle(slots, self._patience_s)
-            slots.turn_to(cell)
-        if slots.burst is not None:
+            self._end_batch(slots, self._wait_s)
+            slots.assign(cell)
+        if slots.batch is not None:
             return
         moves = replica_moves(self._cell_plan(cell), slots.held_GP)
         if not len(moves):
@@ -185,16 +188,16 @@ class TransferEngine:
         what = f"fetching the replicas of {cell}"
         home = self._homes[cell.layer]
         try:
-            slots.burst = Burst(self._channels, moves, host_V, cell.layer, home, slots.tensors, what)
+            slots.batch = TransferBatch(self._channels, moves, host_V, cell.layer, home, slots.tensors, what)
         except BaseException:
-            slots.renew()  # receipts that were posted may still fill the buffers
+            slots.replace_buffers()  # receipts that were posted may still fill the buffers
             raise
         slots.expect(moves, self._peers.rank)
 
     def _finish(self, slots: SlotSet, cell: Cell) -> None:
         """Wait for the replicas of a cell, and decide on all ranks alike who serves it."""
         if cell not in self._served:
-            if objections := self._settle(slots, self._patience_s):
+            if objections := self._end_batch(slots, self._wait_s):
                 self._at_home[cell] = "; ".join(objections)
             else:
                 self._served.add(cell)
@@ -202,33 +205,33 @@ class TransferEngine:
         # tokens have been sent to these replicas: a backward pass or a recomputation cannot do without them
         for _ in range(ATTEMPTS):
             self._begin(slots, cell)
-            if not (objections := self._settle(slots, self._options.timeout_s)):
+            if not (objections := self._end_batch(slots, self._options.timeout_s)):
                 return
         raise TransferError(f"fetching the replicas of {cell} failed {ATTEMPTS} times: " + "; ".join(objections))
 
-    def _settle(self, slots: SlotSet, patience_s: float) -> list[str]:
+    def _end_batch(self, slots: SlotSet, wait_s: float) -> list[str]:
         """Wait for the transfers into these slots; after an objection of any rank, all take them for empty."""
-        burst, slots.burst = slots.burst, None
-        if burst is None:
+        batch, slots.batch = slots.batch, None
+        if batch is None:
             return []
-        host_bytes, direct_bytes = self._settled_bytes
-        self._settled_bytes = (host_bytes + burst.host_bytes, direct_bytes + burst.direct_bytes)
-        objection = burst.wait(patience_s)
-        if not self._options.votes:
+        host_bytes, direct_bytes = self._received_bytes
+        self._received_bytes = (host_bytes + batch.host_bytes, direct_bytes + batch.direct_bytes)
+        objection = batch.wait(wait_s)
+        if not self._options.asks_ranks:
             if objection is not None:
-                raise TransferError(f"{burst.what}: rank {self._peers.rank}: {objection}")
+                raise TransferError(f"{batch.what}: rank {self._peers.rank}: {objection}")
             return []
-        objections = self._votes.objections(objection, burst.what)
+        objections = self._consensus.objections(objection, batch.what)
         if objections:
-            slots.renew()
-            self._abandoned = [b for b in self._abandoned if not b.is_over] + [burst]
+            slots.replace_buffers()
+            self._abandoned = [b for b in self._abandoned if not b.is_over] + [batch]
         return objections
 
     def _prefetch(self, cell: Cell) -> None:
         """Begin the transfers of the next cells that replicas serve."""
         assert self._plan is not None, "a cell runs only under a plan"
         ahead, previous, current = 0, self._previous, cell
-        # as far as from a layer around the turn and back to it
+        # cells without replicas are passed over, at most as many as lie between a layer and itself in the backward pass
         for _ in range(2 * len(self._homes)):
             guess = next_cell(previous, current, self._plan.shape[:2], updating=self._updating)
             if guess is None or ahead == self._options.prefetch:
@@ -268,19 +271,85 @@ class TransferEngine:
             )
 
 
+@dataclass(frozen=True)
+class TransferOptions:
+    """How weights travel. The same on all ranks.
+
+    Attributes:
+        paths: "direct", from peer to peer; "host", through host memory within a node and from peer to peer between
+            nodes; or "auto", which takes the one that is expected to end sooner, move by move.
+        slots: "layer": redundant slots per layer, which keep what they hold. "shared": sets of slots shared by all
+            layers, one for the cell that runs and one for each that is prefetched.
+        prefetch: cells ahead of the one that runs whose replicas are fetched; 0 fetches them when they are needed.
+        deadline_s: a cell waits this long for its replicas; then its tokens go to the homes. None waits `timeout_s`.
+        checksums: verify every row that arrives, weights and gradients, at the cost of hashing them.
+        timeout_s: a rank that does not answer for so long is taken for dead.
+        directory: of node-shared memory.
+    """
+
+    paths: PathChoice = "auto"
+    slots: SlotUse = "shared"
+    prefetch: int = 1
+    deadline_s: float | None = None
+    checksums: bool = False
+    timeout_s: float = 600.0
+    directory: Path = DIRECTORY
+
+    def __post_init__(self) -> None:
+        if self.paths not in ("auto", "host", "direct"):
+            raise ConfigError(f"paths is {self.paths!r}; expected 'auto', 'host' or 'direct'")
+        if self.slots not in ("layer", "shared"):
+            raise ConfigError(f"slots is {self.slots!r}; expected 'layer' or 'shared'")
+        if self.prefetch < 0:
+            raise ConfigError(f"prefetch is {self.prefetch}; expected 0 cells or more")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s is {self.timeout_s}; expected more than 0 seconds")
+        if self.deadline_s is not None and not 0 <= self.deadline_s < self.timeout_s:
+            raise ConfigError(f"deadline_s is {self.deadline_s}; expected 0 to less than timeout_s = {self.timeout_s}")
+
+    @property
+    def asks_ranks(self) -> bool:
+        """Whether ranks ask each other before a cell whether its replicas have arrived."""
+        return self.checksums or self.deadline_s is not None
+
+
+@dataclass(frozen=True)
+class TransferRecord:
+    """One call of the transfer engine on one rank.
+
+    Attributes:
+        cell: that it was for.
+        kind: "fetch" of weights, or "return" of gradients.
+        host_bytes: that came here through host memory and were waited for in this call, those of vain attempts and
+            of prefetches that were not asked for among them; 0 when slots held everything.
+        direct_bytes: the same from peers.
+        exposed_s: seconds that the caller waited.
+        prefetched: the transfer had begun before it was asked for.
+        at_home_because: what went wrong on which ranks, when the home placement is in force for the cell; else None.
+    """
+
+    cell: Cell
+    kind: Literal["fetch", "return"]
+    host_bytes: int
+    direct_bytes: int
+    exposed_s: float
+    prefetched: bool = False
+    at_home_because: str | None = None
+
+
 def _versions(home: Mapping[str, Tensor]) -> tuple[int, ...]:
     return tuple(home[name]._version for name in sorted(home))
 
 
 def _agree_on_engine(
-    votes: Votes, homes: Sequence[Mapping[str, Tensor]], topology: Topology, options: TransferOptions
+    consensus: RankConsensus, homes: Sequence[Mapping[str, Tensor]], topology: Topology, options: TransferOptions
 ) -> None:
     """Make sure that all ranks move the same things in the same way.
 
     Ranks compute alone what the others send them, so one other bandwidth or option is enough to mix up messages.
 
     Args:
-        votes: of the ranks.
+        consensus: of the ranks.
         homes: per routed layer, name -> [E / G, ...], of this rank.
         topology: of the plans to come.
         options: of the transfers.
@@ -289,21 +358,21 @@ def _agree_on_engine(
         TransferError: on every rank alike, when topologies, options, or names, shapes or dtypes of home shards differ,
             or when there are more or fewer ranks.
     """
-    settings = votes.texts(f"{topology}, {options}", "comparing topologies and options")
+    settings = consensus.texts(f"{topology}, {options}", "comparing topologies and options")
     if len(set(settings)) > 1:
         raise TransferError(
             "ranks make engines of different topologies or options: "
             + "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(settings))
             + ". Every rank must be given the same"
         )
-    if topology.num_ranks != votes.size:
+    if topology.num_ranks != consensus.size:
         raise TransferError(
-            f"the topology has {topology.num_ranks} ranks, and {votes.size} are here; describe the ranks that run"
+            f"the topology has {topology.num_ranks} ranks, and {consensus.size} are here; describe the ranks that run"
         )
     shards = [(name, tuple(home[name].shape), str(home[name].dtype)) for home in homes for name in sorted(home)]
     listed = f"{len(homes)} layers, {sorted(set(shards))}"
     mine = f"{xxhash.xxh3_64_hexdigest(repr([len(homes), shards]).encode())} {listed}"
-    texts = votes.texts(mine, "comparing home shards")
+    texts = consensus.texts(mine, "comparing home shards")
     if len(set(texts)) > 1:
         raise TransferError(
             "ranks hold home shards of different shapes: "

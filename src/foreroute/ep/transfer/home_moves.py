@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from foreroute.ep.transfer.consensus import Votes
+from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.moves import Moves, shard_moves
-from foreroute.ep.transfer.peers import PeerGroup, carry
+from foreroute.ep.transfer.peers import PeerGroup, post_moves
 from foreroute.errors import TransferError
 
 
 def move_homes(
     peers: PeerGroup,
-    votes: Votes,
+    consensus: RankConsensus,
     before_LE: NDArray[np.integer],
     after_LE: NDArray[np.integer],
     homes: Sequence[Mapping[str, Tensor]],
@@ -32,7 +32,7 @@ def move_homes(
 
     Args:
         peers: the ranks of the homes, in their order.
-        votes: the same ranks.
+        consensus: of the same ranks.
         before_LE: integers [L, E], home ranks so far.
         after_LE: integers [L, E], home ranks from now on.
         homes: per routed layer, name -> [E / G, ...], this rank's shard, experts in ascending order of their id.
@@ -48,7 +48,7 @@ def move_homes(
     """
     moves_L = [shard_moves(before, after) for before, after in zip(before_LE, after_LE, strict=True)]
     tensors_L = [_with_state(home, optimizer) for home in homes]
-    _agree(votes, tensors_L, homes, optimizer)
+    _agree(consensus, tensors_L, homes, optimizer)
     received = 0
     for layer, (moves, tensors) in enumerate(zip(moves_L, tensors_L, strict=True)):
         if len(moves):
@@ -68,20 +68,20 @@ def _with_state(home: Mapping[str, Tensor], optimizer: Optimizer | None) -> dict
 
 
 def _agree(
-    votes: Votes,
+    consensus: RankConsensus,
     tensors_L: list[dict[str, Tensor]],
     homes: Sequence[Mapping[str, Tensor]],
     optimizer: Optimizer | None,
 ) -> None:
     what = "moving homes"
-    mine = _strangers(homes, optimizer) or _objection(tensors_L, homes)
-    if objections := votes.objections(mine, what):
+    mine = _untrained(homes, optimizer) or _objection(tensors_L, homes)
+    if objections := consensus.objections(mine, what):
         raise TransferError("homes cannot be moved: " + "; ".join(objections))
     kinds = sorted(
         {(n, tuple(t.shape), str(t.dtype), t.device.type) for tensors in tensors_L for n, t in tensors.items()}
     )
     per_layer = [sorted(tensors) for tensors in tensors_L]
-    texts = votes.texts(f"{xxhash.xxh3_64_hexdigest(repr((kinds, per_layer)).encode())} {kinds}", what)
+    texts = consensus.texts(f"{xxhash.xxh3_64_hexdigest(repr((kinds, per_layer)).encode())} {kinds}", what)
     if len(set(texts)) > 1:
         raise TransferError(
             "ranks hold different state beside their experts, so rows cannot be moved: "
@@ -90,7 +90,7 @@ def _agree(
         )
 
 
-def _strangers(homes: Sequence[Mapping[str, Tensor]], optimizer: Optimizer | None) -> str | None:
+def _untrained(homes: Sequence[Mapping[str, Tensor]], optimizer: Optimizer | None) -> str | None:
     if optimizer is None:
         return None
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -126,7 +126,7 @@ def _move(peers: PeerGroup, moves: Moves, tensors: dict[str, Tensor], what: str)
         for name, tensor in tensors.items():
             arriving[name][target_row] = tensor[source_row]
     remote = moves.take(~is_local_V)
-    carry(peers, remote, tensors, arriving, what).wait()
+    post_moves(peers, remote, tensors, arriving, what).wait()
     from_afar_V = remote.target_row_V[remote.target_V == rank]
     rows = torch.from_numpy(np.concatenate([local.target_row_V, from_afar_V]))
     received = 0

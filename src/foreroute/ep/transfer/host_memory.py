@@ -1,7 +1,7 @@
-"""The host path: the home shards of a node's ranks, once per edition of the weights, in memory that its ranks share.
+"""The host path: the home shards of a node's ranks, once per version of the weights, in memory that its ranks share.
 
-An *edition* is the weights between two optimizer steps. Each rank writes its shards into its own part and stamps it
-with the number of the edition; readers look at the stamp before and after they read. The next edition is written only
+A *version* is the weights between two optimizer steps. Each rank writes its shards into its own part and stamps it
+with the number of the version; readers look at the stamp before and after they read. The next version is written only
 when all ranks of the node have signed off the last one, so what is read is never half old and half new. For CUDA the
 memory is page-locked, and rows are copied by a stream of their own; those branches have been run on no GPU yet.
 
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreroute.ep.transfer.consensus import Votes
+from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import row_checksums
 from foreroute.errors import TransferError
 from foreroute.plan import Topology
@@ -43,7 +43,7 @@ class HostMemory:
     """Published home shards. Making one, `publish` and nothing else are collective calls.
 
     Args:
-        votes: all expert-parallel ranks.
+        consensus: of all expert-parallel ranks.
         topology: ranks of a node share memory.
         homes: per routed layer, name -> [E / G, ...], of the same shapes and dtypes on all ranks.
         directory: where shared memory is.
@@ -55,49 +55,49 @@ class HostMemory:
 
     def __init__(
         self,
-        votes: Votes,
+        consensus: RankConsensus,
         topology: Topology,
         homes: Sequence[Mapping[str, Tensor]],
         *,
         directory: Path = DIRECTORY,
         checksums: bool = False,
     ) -> None:
-        self.edition = 0
-        self._votes, self._per_node, self._with_checksums = votes, topology.ranks_per_node, checksums
-        self._mine = votes.rank % topology.ranks_per_node
-        bytes_ = _map_shared(votes, topology.ranks_per_node, _num_bytes(homes, topology.ranks_per_node), directory)
+        self.version = 0
+        self._consensus, self._per_node, self._with_checksums = consensus, topology.ranks_per_node, checksums
+        self._mine = consensus.rank % topology.ranks_per_node
+        bytes_ = _map_shared(consensus, topology.ranks_per_node, _num_bytes(homes, topology.ranks_per_node), directory)
         self._stamps_W2, self._checksums_WLEN, self._shards_WL = _cut(bytes_, homes, topology.ranks_per_node)
         self._unlock: weakref.finalize[[Tensor, torch.device], HostMemory] | None = None
         device = homes[0][min(homes[0])].device
         if device.type == "cuda":
             objection = _page_lock(bytes_, device)
             if objection is None:
-                # it holds the memory, so that what is given back was unlocked, also when nobody calls `close`
+                # it holds the memory, so that it is unlocked before it is given back, even without `close`
                 self._unlock = weakref.finalize(self, _page_unlock, bytes_, device)
                 self._unlock.atexit = False  # the end of the process unlocks too
             try:
-                _raise_objections(votes, objection, "page-locking the shared memory")
+                _raise_objections(consensus, objection, "page-locking the shared memory")
             except TransferError:
                 self.close()
                 raise
 
     def close(self) -> None:
-        """Make the memory ordinary again, as it must be before it is given back. Twice is as good as once."""
+        """Make the memory ordinary again, as it must be before it is given back. A second call does nothing."""
         if self._unlock is not None:
             self._unlock()
 
     def publish(self, homes: Sequence[Mapping[str, Tensor]], timeout_s: float) -> None:
-        """Sign off the last edition, wait until the node has, and write the next one.
+        """Sign off the last version, wait until the node has, and write the next one.
 
         Raises:
             TransferError: on every rank alike, when a rank of a node does not sign off in time.
         """
-        self._stamps_W2[self._mine, SIGNED_OFF] = self.edition
+        self._stamps_W2[self._mine, SIGNED_OFF] = self.version
         objection = self._wait_for_readers(timeout_s)
-        self.edition += 1
+        self.version += 1
         if objection is None:
             self._write(homes)
-        _raise_objections(self._votes, objection, "publishing the weights")
+        _raise_objections(self._consensus, objection, "publishing the weights")
 
     def row(self, source: int, layer: int, name: str, row: int) -> Tensor:
         """One expert of the shard of rank `source` of this node: after use, ask `objection` whether it held."""
@@ -110,11 +110,11 @@ class HostMemory:
         return found
 
     def objection(self, source: int) -> str | None:
-        """What is wrong with the part of rank `source`, or None while it holds this edition."""
+        """What is wrong with the part of rank `source`, or None while it holds this version."""
         stamp = int(self._stamps_W2[source % self._per_node, WRITTEN])
-        if stamp == self.edition:
+        if stamp == self.version:
             return None
-        return f"the shared memory of rank {source} holds edition {stamp} of the weights, expected {self.edition}"
+        return f"the shared memory of rank {source} holds version {stamp} of the weights, expected {self.version}"
 
     def _write(self, homes: Sequence[Mapping[str, Tensor]]) -> None:
         self._stamps_W2[self._mine, WRITTEN] = -1
@@ -125,29 +125,29 @@ class HostMemory:
                 for row in range(len(next(iter(home.values())))):
                     sums = row_checksums(home, row)
                     self._checksums_WLEN[self._mine][layer][row, : len(sums)] = sums
-        self._stamps_W2[self._mine, WRITTEN] = self.edition
+        self._stamps_W2[self._mine, WRITTEN] = self.version
 
     def _wait_for_readers(self, timeout_s: float) -> str | None:
         end = time.monotonic() + timeout_s
-        while (self._stamps_W2[:, SIGNED_OFF] < self.edition).any():
+        while (self._stamps_W2[:, SIGNED_OFF] < self.version).any():
             if time.monotonic() > end:
-                late = np.flatnonzero(self._stamps_W2[:, SIGNED_OFF] < self.edition).tolist()
-                return f"ranks {late} of its node still read the weights of the last edition after {timeout_s} s"
+                late = np.flatnonzero(self._stamps_W2[:, SIGNED_OFF] < self.version).tolist()
+                return f"ranks {late} of its node still read the weights of the last version after {timeout_s} s"
             time.sleep(1e-4)
         return None
 
 
-def _map_shared(votes: Votes, per_node: int, num_bytes: int, directory: Path) -> Tensor:
+def _map_shared(consensus: RankConsensus, per_node: int, num_bytes: int, directory: Path) -> Tensor:
     """uint8 [num_bytes], the same memory for all ranks of a node, without a name by the time this returns."""
-    first = votes.rank - votes.rank % per_node
+    first = consensus.rank - consensus.rank % per_node
     file, objection = None, None
-    if votes.rank == first:
+    if consensus.rank == first:
         file, objection = _try_create(directory, num_bytes)
     try:
-        _raise_objections(votes, objection, "taking shared memory")
-        path = votes.texts("" if file is None else str(file.path), "naming the shared memory")[first]
+        _raise_objections(consensus, objection, "taking shared memory")
+        path = consensus.texts("" if file is None else str(file.path), "naming the shared memory")[first]
         bytes_, objection = open_shared(path, num_bytes)
-        _raise_objections(votes, objection, "opening the shared memory")
+        _raise_objections(consensus, objection, "opening the shared memory")
     finally:
         if file is not None:
             file.unname()
@@ -184,8 +184,8 @@ def _try_create(directory: Path, num_bytes: int) -> tuple[NamedFile | None, str 
         )
 
 
-def _raise_objections(votes: Votes, mine: str | None, what: str) -> None:
-    if objections := votes.objections(mine, what):
+def _raise_objections(consensus: RankConsensus, mine: str | None, what: str) -> None:
+    if objections := consensus.objections(mine, what):
         raise TransferError(f"{what} failed: " + "; ".join(objections))
 
 

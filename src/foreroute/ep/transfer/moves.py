@@ -4,7 +4,7 @@ The shard of a rank holds the experts that live there in ascending order of thei
 rank's shard into a redundant slot, and its gradient goes the way back.
 
 Every rank computes the choice of paths for all ranks from the plan and the topology alone, because a sender must know
-what its receivers expect. Links carry bytes side by side, so a burst ends when its busiest lane does: the lanes are,
+what its receivers expect. Links carry bytes side by side, so a batch ends when its busiest link does. The links are,
 for each rank, its host link, and its sending and receiving half of the node link and of the cluster link.
 
 Axis letters: V moves, R replicas, E experts, G ranks, P redundant slots.
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from foreroute.errors import PlanError
 from foreroute.plan import CellPlan, StepPlan, Topology
 
-Paths = Literal["auto", "host", "direct"]
+PathChoice = Literal["auto", "host", "direct"]
+"""Which path weights take, as in `choose_host_V`."""
 EMPTY = -1
 """In a table of slots: the slot holds no expert."""
 
@@ -119,19 +120,6 @@ def shard_moves(before_E: NDArray[np.integer], after_E: NDArray[np.integer]) -> 
     return Moves(expert_V, before_V, before_row_E[expert_V], after_V, after_row_E[expert_V])
 
 
-def without_replicas(cell: CellPlan) -> CellPlan:
-    """The cell with the home placement in force: the homes serve all tokens."""
-    none = slice(0)
-    return CellPlan(
-        cell.home_E,
-        cell.expert_R[none],
-        cell.rank_R[none],
-        cell.slot_R[none],
-        cell.fetched_R[none],
-        cell.tokens_RG[none],
-    )
-
-
 def home_row_E(home_E: NDArray[np.integer]) -> NDArray[np.int64]:
     """int64 [E], the row of every expert in the shard of its home rank."""
     order = np.argsort(home_E, kind="stable")
@@ -174,6 +162,7 @@ def rounds(source_V: NDArray[np.integer], target_V: NDArray[np.integer]) -> NDAr
     num_rounds = int(max(np.bincount(source_V).max(), np.bincount(target_V).max()))
     ends = (source_V, target_V)
     edge_at = [np.full((int(end.max()) + 1, num_rounds), EMPTY, np.int64) for end in ends]
+    # every edge so far has a round, and no two edges of a sender or of a receiver have the same
     for v in range(len(source_V)):
         free = [int(np.argmax(edge_at[side][ends[side][v]] == EMPTY)) for side in (0, 1)]
         if free[0] != free[1]:
@@ -189,7 +178,11 @@ def rounds(source_V: NDArray[np.integer], target_V: NDArray[np.integer]) -> NDAr
 def _flip(
     edge_at: list[NDArray[np.int64]], ends: tuple[NDArray[np.integer], ...], target: int, free: list[int]
 ) -> None:
-    """Swap the rounds `free` along the path that leaves `target` in the round free at the source."""
+    """Swap the rounds `free` along the path that leaves `target` in the round free at the source.
+
+    The path ends, because each vertex has at most one edge in each round; and not at the source, which it could only
+    reach in the round that is free there.
+    """
     path, side, vertex, number = [], 1, target, 0
     while (edge := int(edge_at[side][vertex, free[number]])) != EMPTY:
         path.append((edge, free[number], free[1 - number]))
@@ -203,14 +196,14 @@ def _flip(
             edge_at[side][ends[side][edge], new] = edge
 
 
-def choose_host_V(moves: Moves, expert_bytes: int, topology: Topology, paths: Paths) -> NDArray[np.bool_]:
+def choose_host_V(moves: Moves, expert_bytes: int, topology: Topology, paths: PathChoice) -> NDArray[np.bool_]:
     """The moves that go through host memory.
 
     Args:
-        moves: of one burst, all ranks.
+        moves: of one batch, all ranks.
         expert_bytes: of one expert's weights in this layer.
         topology: with the bandwidths; host memory reaches the ranks of a node.
-        paths: "direct" uses no host memory; "host" all that it reaches; "auto" splits the burst so that it is expected
+        paths: "direct" uses no host memory; "host" all that it reaches; "auto" splits the batch so that it is expected
             to end soonest, and never later than either of the two alone.
 
     Returns:
@@ -223,32 +216,32 @@ def choose_host_V(moves: Moves, expert_bytes: int, topology: Topology, paths: Pa
     if paths == "host":
         return reached_V
     candidates = [_greedy(moves, reached_V, expert_bytes, topology), reached_V, nowhere_V]
-    return min(candidates, key=lambda host_V: burst_seconds(moves, host_V, expert_bytes, topology))
+    return min(candidates, key=lambda host_V: batch_seconds(moves, host_V, expert_bytes, topology))
 
 
-def burst_seconds(moves: Moves, host_V: NDArray[np.bool_], expert_bytes: int, topology: Topology) -> float:
-    """Expected seconds from the start of a burst to its end, when the moves `host_V` go through host memory."""
-    lanes = _Lanes(topology)
+def batch_seconds(moves: Moves, host_V: NDArray[np.bool_], expert_bytes: int, topology: Topology) -> float:
+    """Expected seconds from the start of a batch to its end, when the moves `host_V` go through host memory."""
+    links = _LinkTimes(topology)
     for v in range(len(moves)):
-        lanes.add(int(moves.source_V[v]), int(moves.target_V[v]), bool(host_V[v]), expert_bytes)
-    return lanes.end_s
+        links.add(int(moves.source_V[v]), int(moves.target_V[v]), bool(host_V[v]), expert_bytes)
+    return links.end_s
 
 
 def _greedy(moves: Moves, reached_V: NDArray[np.bool_], expert_bytes: int, topology: Topology) -> NDArray[np.bool_]:
     """Moves with no choice first, then each other one on the path where it ends sooner."""
-    lanes = _Lanes(topology)
+    links = _LinkTimes(topology)
     host_V = np.zeros(len(moves), np.bool_)
     for v in np.argsort(reached_V, kind="stable").tolist():
         source, target = int(moves.source_V[v]), int(moves.target_V[v])
         if reached_V[v]:
-            ends = [lanes.end_of(source, target, on_host, expert_bytes) for on_host in (False, True)]
+            ends = [links.end_of(source, target, on_host, expert_bytes) for on_host in (False, True)]
             host_V[v] = ends[1] < ends[0]
-        lanes.add(source, target, bool(host_V[v]), expert_bytes)
+        links.add(source, target, bool(host_V[v]), expert_bytes)
     return host_V
 
 
-class _Lanes:
-    """Seconds of work given to every lane."""
+class _LinkTimes:
+    """The time at which every link that was given work is free again, in seconds from the start of the batch."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -259,14 +252,14 @@ class _Lanes:
         return max(self._busy_s.values(), default=0.0)
 
     def add(self, source: int, target: int, on_host: bool, num_bytes: int) -> None:
-        for lane, seconds in self._work(source, target, on_host, num_bytes):
-            self._busy_s[lane] = seconds
+        for link, seconds in self._work(source, target, on_host, num_bytes):
+            self._busy_s[link] = seconds
 
     def end_of(self, source: int, target: int, on_host: bool, num_bytes: int) -> float:
         return max(seconds for _, seconds in self._work(source, target, on_host, num_bytes))
 
     def _work(self, source: int, target: int, on_host: bool, num_bytes: int) -> list[tuple[tuple[str, int], float]]:
-        """Every lane that the move takes, with the time at which it would be free again."""
+        """Every link that the move takes, with the time at which it would be free again."""
         links, per_node = self._topology.links, self._topology.ranks_per_node
         if on_host:
             taken, latency_s, rate = [("host", target)], 0.0, links.host_bytes_per_s
@@ -276,4 +269,4 @@ class _Lanes:
         else:
             taken = [("cluster out", source), ("cluster in", target)]
             latency_s, rate = links.cluster_latency_s, links.cluster_bytes_per_s
-        return [(lane, self._busy_s.get(lane, latency_s) + num_bytes / rate) for lane in taken]
+        return [(link, self._busy_s.get(link, latency_s) + num_bytes / rate) for link in taken]

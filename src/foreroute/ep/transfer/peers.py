@@ -24,6 +24,7 @@ from foreroute.errors import TransferError
 
 MESSAGES_PER_EXCHANGE = 2**16
 EXCHANGES_IN_FLIGHT = 2**15
+"""Together 31 bits, the positive half of a message's 32-bit tag: the exchange modulo this, and the number in it."""
 ATTEMPTS = 3
 """Times that weights or gradients which must arrive are sent before a run is given up."""
 CHECKSUMS = "checksums"
@@ -66,7 +67,7 @@ class PeerGroup:
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self._begun = 0
-        # gloo forgets what was posted, and has not left yet, with the handle of it: the peer would wait for ever
+        # gloo forgets what was posted and has not left yet with the handle of it: the peer would wait for its timeout
         self._under_way: list[Exchange] = []
 
     def begin(self, sends: Iterable[Message], receives: Iterable[Message], what: str) -> Exchange:
@@ -81,12 +82,12 @@ class PeerGroup:
         assert all(m.number < MESSAGES_PER_EXCHANGE for m in (*sends, *receives)), "tags of two exchanges would overlap"
         first_tag = self._begun % EXCHANGES_IN_FLIGHT * MESSAGES_PER_EXCHANGE
         self._begun += 1
-        landings = []
+        host_buffers = []
         if any(travels_by_host(m.tensor, self.group) for m in (*sends, *receives)):
             sends = [replace(m, tensor=m.tensor.to("cpu", copy=True)) for m in sends]
-            landed = [replace(m, tensor=torch.empty_like(m.tensor, device="cpu")) for m in receives]
-            landings = [(m.tensor, buffer.tensor) for m, buffer in zip(receives, landed, strict=True)]
-            receives = landed
+            on_host = [replace(m, tensor=torch.empty_like(m.tensor, device="cpu")) for m in receives]
+            host_buffers = [(m.tensor, buffer.tensor) for m, buffer in zip(receives, on_host, strict=True)]
+            receives = on_host
         operations = [
             dist.P2POp(operation, m.tensor, group=self.group, tag=first_tag + m.number, group_peer=m.peer)
             for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
@@ -96,8 +97,8 @@ class PeerGroup:
             # an empty batch is an error to torch
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            raise lost(what, self.rank, error) from error
-        exchange = Exchange(what, self.rank, works, landings)
+            raise lost_rank(what, self.rank, error) from error
+        exchange = Exchange(what, self.rank, works, host_buffers)
         self._under_way = [earlier for earlier in self._under_way if earlier.works] + [exchange]
         return exchange
 
@@ -110,13 +111,13 @@ class Exchange:
         what: the exchange in words, for errors.
         rank: this one.
         works: of torch.
-        landings: where what arrives on the host is to go, and where it arrives.
+        host_buffers: where what arrives on the host is to go, and where it arrives.
     """
 
     what: str
     rank: int
     works: list[dist.Work]
-    landings: list[tuple[Tensor, Tensor]]
+    host_buffers: list[tuple[Tensor, Tensor]]
 
     def wait(self) -> None:
         """Return when everything has left and arrived.
@@ -129,10 +130,10 @@ class Exchange:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise lost(self.what, self.rank, error, time.monotonic() - begun) from error
-        for target, buffer in self.landings:
+                raise lost_rank(self.what, self.rank, error, time.monotonic() - begun) from error
+        for target, buffer in self.host_buffers:
             target.copy_(buffer)
-        self.works, self.landings = [], []
+        self.works, self.host_buffers = [], []
 
 
 def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
@@ -140,7 +141,7 @@ def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     return tensor.device.type != "cpu" and f"{tensor.device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
-def carry(
+def post_moves(
     peers: PeerGroup, moves: Moves, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], what: str
 ) -> Exchange:
     """Post the moves of rows of `sources` into rows of `targets`, on all ranks alike.
@@ -165,7 +166,7 @@ def carry(
     return peers.begin(sends, receives, what)
 
 
-def lost(what: str, rank: int, error: Exception, seconds: float = 0.0) -> TransferError:
+def lost_rank(what: str, rank: int, error: Exception, seconds: float = 0.0) -> TransferError:
     """The error of an exchange that another rank did not take part in."""
     # gloo adds advice of its own
     reason = str(error).splitlines()[0].partition(". ")[0]
@@ -213,11 +214,11 @@ def _level(group: dist.ProcessGroup | None) -> None:
 
 
 @contextmanager
-def answered(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Make a collective call in this context.
+def collective_errors(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Turn what torch raises when a rank is lost into `TransferError`, while the context is open.
 
     Args:
-        what: the call in words.
+        what: the collective call that is made in it, in words.
         group: on which it is made.
 
     Raises:
@@ -227,11 +228,11 @@ def answered(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise lost(what, dist.get_rank(group), error, time.monotonic() - begun) from error
+        raise lost_rank(what, dist.get_rank(group), error, time.monotonic() - begun) from error
 
 
 def row_checksums(rows: Mapping[str, Tensor], row: int) -> list[int]:
-    """Of row `row` of every tensor, in order of their names."""
+    """The checksums of row `row` of every tensor, in order of their names."""
     return [_checksum(rows[name].detach()[row]) for name in sorted(rows)]
 
 
@@ -244,8 +245,8 @@ def with_checksums(rows: Mapping[str, Tensor], chosen: Iterable[int]) -> dict[st
     return {**rows, CHECKSUMS: sums.to(some.device)}
 
 
-def damaged(rows: Mapping[str, Tensor], sums: Tensor, chosen: Iterable[int]) -> list[int]:
-    """Which of the chosen rows do not have the checksums int64 [rows, names] that came with them."""
+def damaged_rows(rows: Mapping[str, Tensor], sums: Tensor, chosen: Iterable[int]) -> list[int]:
+    """The chosen rows that do not have the checksums int64 [rows, names] that came with them."""
     return [row for row in chosen if row_checksums(rows, row) != sums[row].tolist()]
 
 

@@ -1,21 +1,30 @@
-"""Redundant slots: buffers for the weights of replicas, and the books of what all ranks hold in them.
+"""Redundant slots: buffers for the weights of replicas, the record of what all ranks hold in them, and their filling.
 
-The books are kept on every rank for all ranks, by the same calls in the same order, so that senders know what receivers
+The record is kept on every rank for all ranks, by the same calls in the same order, so that senders know what receivers
 lack. Transfers write behind autograd's back: each filling raises the version counters, so that a backward pass that
 still needs the old content is refused instead of silently wrong.
+
+A `TransferBatch` is one filling: copies from host memory and receipts from peers, ended and verified in a thread. It
+takes a thread because gloo tells that a message has arrived only to who waits for it, and waiting with a time limit
+would break the connection to the peer for good.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.ep.transfer.burst import Burst
-from foreroute.ep.transfer.cell import Cell
+from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.moves import EMPTY, Moves, held_after
+from foreroute.ep.transfer.peers import CHECKSUMS, PeerGroup, damaged_rows, post_moves, row_checksums, with_checksums
+from foreroute.ep.transfer.replica_weights import Cell
 from foreroute.plan import CellPlan, Topology
 from foreroute.plan.options import SlotUse
 
@@ -26,8 +35,8 @@ class SlotSet:
     Attributes:
         tensors: name -> [P, ...], this rank's slots.
         held_GP: int64 [G, P], the expert of `cell.layer` that every slot holds or is being sent; or `EMPTY`.
-        cell: that the set was last turned to.
-        burst: transfers into the slots that nobody has waited for yet.
+        cell: that the set was last given to.
+        batch: transfers into the slots that have not been waited for yet.
     """
 
     def __init__(self, home: Mapping[str, Tensor], topology: Topology) -> None:
@@ -35,15 +44,15 @@ class SlotSet:
         self.tensors = {name: shard.new_empty((num_slots, *shard.shape[1:])).detach() for name, shard in home.items()}
         self.held_GP = np.full((topology.num_ranks, num_slots), EMPTY, np.int64)
         self.cell: Cell | None = None
-        self.burst: Burst | None = None
+        self.batch: TransferBatch | None = None
 
-    def turn_to(self, cell: Cell) -> None:
-        """Make the set that of a cell; experts of another layer are forgotten."""
+    def assign(self, cell: Cell) -> None:
+        """Give the set to a cell; what it holds of another layer is dropped."""
         if self.cell is None or self.cell.layer != cell.layer:
-            self.forget()
+            self.clear()
         self.cell = cell
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Take all slots for empty."""
         self.held_GP = np.full_like(self.held_GP, EMPTY)
 
@@ -54,10 +63,10 @@ class SlotSet:
             for tensor in self.tensors.values():
                 torch.autograd.graph.increment_version(tensor)
 
-    def renew(self) -> None:
-        """Leave the buffers to a burst that may still write to them, and forget what they hold."""
+    def replace_buffers(self) -> None:
+        """Leave the buffers to a batch that may still write to them, and take empty ones."""
         self.tensors = {name: torch.empty_like(tensor) for name, tensor in self.tensors.items()}
-        self.forget()
+        self.clear()
 
     def replicas(self, plan: CellPlan, rank: int) -> dict[str, Tensor]:
         """Name -> [replicas of the rank, ...] in order of slot: views where the slots are neighbours, else copies."""
@@ -91,7 +100,7 @@ class SlotSets:
         return (slots for ring in self._sets.values() for slots in ring)
 
     def of(self, cell: Cell) -> SlotSet:
-        """The set of this cell, or that which should be turned to it."""
+        """The set of this cell, or the one that should be given to it: a new one, or the one used longest ago."""
         ring = self._sets[self._keys[cell.layer]]
         found = next((slots for slots in ring if slots.cell == cell), None)
         if found is None and len(ring) < self._num_sets:
@@ -106,3 +115,151 @@ class SlotSets:
 
 def _shapes(home: Mapping[str, Tensor]) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
     return tuple((name, home[name].shape[1:], home[name].dtype) for name in sorted(home))
+
+
+@dataclass(frozen=True)
+class Channels:
+    """What weights travel by.
+
+    Attributes:
+        peers: the direct path.
+        memory: the host path; None where it is not used.
+        checksums: verify what arrives.
+    """
+
+    peers: PeerGroup
+    memory: HostMemory | None
+    checksums: bool
+
+
+class TransferBatch:
+    """Moves of home rows into slots. Beginning one is a collective call; waiting for it is not.
+
+    Args:
+        channels: of all ranks.
+        moves: of all ranks, not empty.
+        host_V: bool [V], those that go through host memory.
+        layer: routed layer.
+        home: name -> [E / G, ...], this rank's shard.
+        slots: name -> [P, ...], written until the batch is over.
+        what: the batch in words, for errors.
+    """
+
+    def __init__(
+        self,
+        channels: Channels,
+        moves: Moves,
+        host_V: NDArray[np.bool_],
+        layer: int,
+        home: Mapping[str, Tensor],
+        slots: Mapping[str, Tensor],
+        what: str,
+    ) -> None:
+        self.what = what
+        rank = channels.peers.rank
+        direct = moves.take(~host_V)
+        self._channels, self._layer, self._slots = channels, layer, dict(slots)
+        self._host = moves.take(host_V & (moves.target_V == rank))
+        self._received = direct.take(direct.target_V == rank)
+        row_bytes = sum(tensor[0].numel() * tensor.element_size() for tensor in slots.values())
+        self.host_bytes, self.direct_bytes = row_bytes * len(self._host), row_bytes * len(self._received)
+        sources, targets = home, self._slots
+        if channels.checksums:
+            sources = with_checksums(home, direct.source_row_V[direct.source_V == rank].tolist())
+            targets = with_checksums(slots, [])
+        self._sums = targets.get(CHECKSUMS)
+        self._side = _SideStream(next(iter(slots.values())).device)
+        with self._side.entered():
+            self._exchange = post_moves(channels.peers, direct, sources, targets, what)
+        self._objection: str | None = None
+        self._error: Exception | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=what, daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> str | None:
+        """What is wrong with what arrived at this rank, if only that it has not; None when all is well.
+
+        Raises:
+            TransferError: when a peer is gone.
+        """
+        if not self._over.wait(seconds):
+            return f"replicas had not arrived after {seconds} s"
+        if self._error is not None:
+            raise self._error
+        return self._objection
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing writes to the slots any more."""
+        return self._over.is_set()
+
+    def end(self, seconds: float) -> None:
+        """Wait for the thread, whatever has become of the transfers."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad(), self._side.entered():
+                stale = self._copy_from_host()
+                self._exchange.wait()
+                self._side.synchronize()
+                self._objection = stale or self._verify()
+        # whatever it is, it is for the thread that waits
+        except Exception as error:
+            self._error = error
+        finally:
+            self._over.set()
+
+    def _copy_from_host(self) -> str | None:
+        memory = self._channels.memory
+        if memory is None or not len(self._host):
+            return None
+        sources = np.unique(self._host.source_V).tolist()
+        # asked before and after the copy: what was read is of one version only if the stamps held all the while
+        before = [memory.objection(source) for source in sources]
+        for source, row, slot in _rows(self._host):
+            for name, slots in self._slots.items():
+                slots[slot].copy_(memory.row(source, self._layer, name, row), non_blocking=True)
+        self._side.synchronize()
+        after = [memory.objection(source) for source in sources]
+        return next((objection for objection in before + after if objection is not None), None)
+
+    def _verify(self) -> str | None:
+        if self._sums is None:
+            return None
+        wrong = damaged_rows(self._slots, self._sums, self._received.target_row_V.tolist())
+        if self._channels.memory is not None:
+            for source, row, slot in _rows(self._host):
+                if row_checksums(self._slots, slot) != self._channels.memory.checksums(source, self._layer, row):
+                    wrong.append(slot)
+        return f"the replicas in slots {sorted(wrong)} arrived damaged" if wrong else None
+
+
+class _SideStream:
+    """A CUDA stream that starts after what the current one was given; nothing on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            # the slots may still be read, and the home rows written, by kernels that were launched before
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        # a new thread starts on device 0, where returning to its stream would make a context of this process
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            yield
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _rows(moves: Moves) -> list[tuple[int, int, int]]:
+    """Source rank, row there, and row here, of every move."""
+    columns = (moves.source_V, moves.source_row_V, moves.target_row_V)
+    return list(zip(*(column.tolist() for column in columns), strict=True))

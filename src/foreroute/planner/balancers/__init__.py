@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foreroute.plan.options import SlotUse
-from foreroute.planner.balancers.eplb import eplb_micro_step, eplb_previous, eplb_step, eplb_step_lp
+from foreroute.planner.balancers.eplb import eplb_micro_step, eplb_previous, eplb_step, eplb_step_lp, lplb_style
 from foreroute.planner.balancers.laer import laer_style
 from foreroute.planner.balancers.lending import fastermoe_style, feplb_style
-from foreroute.planner.balancers.lplb import lplb_style
 from foreroute.planner.balancers.problem import BalancerInput, Method, static
 from foreroute.planner.balancers.relibra import relibra_style
 

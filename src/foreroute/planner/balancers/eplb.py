@@ -1,13 +1,19 @@
-"""EPLB: replicas and homes placed anew by total loads, every source split evenly over the copies.
+"""EPLB, and LPLB-style on it: replicas and homes placed anew by total loads.
 
-Whoever runs EPLB decides which loads it sees: those of the step before, as in practice; those of this step, which a
-trace tells; or those of the very micro-step, with all weights moving in every cell. It knows no cost of moving, and one
-group without nodes is its usual form for models without grouped routing.
+Under EPLB every source splits its tokens evenly over the copies of an expert. Whoever runs it decides which loads it
+sees: those of the step before, as in practice; those of this step, which a trace tells; or those of the very
+micro-step, with all weights moving in every cell. It knows no cost of moving, and one group without nodes is its usual
+form for models without grouped routing.
 
 The placement is that of github.com/deepseek-ai/EPLB, with heaps instead of scans: pack expert groups into nodes,
 replicate inside each node whatever has the largest load per copy, pack the copies into ranks. Both packings take items
 from the heaviest down and put each into the lightest bin that has room. Ties go to the lower number, and loads are
 float32, as published, so that placements are equal to the published ones, copy by copy.
+
+LPLB-style is after github.com/deepseek-ai/LPLB, which needs a GPU. Experts are ordered by EPLB without copies. Each
+rank has, in its redundant slots, copies of the heaviest experts of R other ranks, those that a torus or hypercube links
+it to. Per cell, the tokens of the copied experts are divided so that the slowest rank has least. Here the order and the
+choice of copies know this step's loads, and the program is solved exactly.
 """
 
 from __future__ import annotations
@@ -76,6 +82,50 @@ def _fixed(problem: BalancerInput, loads_LE: NDArray[np.int64]) -> Iterator[Cell
         yield contents.host(layer, expert_H, rank_H, even_split(expert_H, copies_H, counts_GE))
 
 
+def lplb_style(problem: BalancerInput) -> Iterator[CellHosts]:
+    """Fixed homes and copies, tokens split by the linear program of each cell."""
+    hosts_L = [_lplb_hosts(loads_E, problem) for loads_E in problem.loads_LE()]
+    contents = SlotContents(problem)
+    node_G = problem.topology.node_G
+    for layer, counts_GE in problem.cells():
+        expert_H, rank_H = hosts_L[layer]
+        quota_H, _ = level_quotas(expert_H, rank_H, counts_GE.sum(axis=0), len(node_G))
+        yield contents.host(layer, expert_H, rank_H, split_by_quota(expert_H, rank_H, quota_H, node_G, counts_GE))
+
+
+def linked_ranks(num_ranks: int, degree: int) -> NDArray[np.int64]:
+    """int64 [degree, G], the ranks that hold the copies of each rank's experts.
+
+    A hypercube where the degree is that of one, else the nearest to a torus of that many dimensions: steps of
+    G^(k / degree), k from 0. No rank is its own neighbour, and none is twice.
+    """
+    rank_G = np.arange(num_ranks)
+    if 1 << degree == num_ranks:
+        return rank_G ^ (1 << np.arange(degree))[:, None]
+    steps: list[int] = []
+    for k in range(min(degree, num_ranks - 1)):
+        step = max(1, round(num_ranks ** (k / degree)))
+        # where rounding gives a step twice, the next free one is taken
+        while step in steps:
+            step = step % (num_ranks - 1) + 1
+        steps.append(step)
+    return (rank_G + np.array(steps, np.int64)[:, None]) % num_ranks
+
+
+def _lplb_hosts(loads_E: NDArray[np.int64], problem: BalancerInput) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    num_ranks, num_experts = problem.topology.num_ranks, problem.num_experts
+    per_rank = num_experts // num_ranks
+    home_GP = eplb_placement(loads_E, num_experts, 1, 1, num_ranks).reshape(num_ranks, per_rank)
+    heaviest = np.argsort(-loads_E[home_GP], axis=1, kind="stable")
+    sorted_GP = np.take_along_axis(home_GP, heaviest, axis=1)
+    helpers = linked_ranks(num_ranks, problem.topology.redundant_slots)
+    # a rank with fewer experts than linked ranks has each of them copied to more than one.
+    copied_RG = sorted_GP.T[np.arange(len(helpers)) % per_rank]
+    expert_H = np.concatenate([home_GP.reshape(-1), copied_RG.reshape(-1)])
+    rank_H = np.concatenate([np.repeat(np.arange(num_ranks), per_rank), helpers.reshape(-1)])
+    return expert_H.astype(np.int32), rank_H.astype(np.int32)
+
+
 def eplb_placement(
     loads_E: NDArray[np.number], num_copies: int, num_groups: int, num_nodes: int, num_ranks: int
 ) -> NDArray[np.int64]:
@@ -103,12 +153,12 @@ def eplb_placement(
             f"{num_experts} experts in {num_groups} groups and {num_copies} copies do not divide over {num_ranks} "
             f"ranks in {num_nodes} nodes; EPLB needs equal groups, and as many copies on every rank"
         )
-    placement: NDArray[np.int64] = place(loads_E.astype(np.float32), num_copies, num_groups, num_nodes, num_ranks)
+    placement: NDArray[np.int64] = _place(loads_E.astype(np.float32), num_copies, num_groups, num_nodes, num_ranks)
     return placement
 
 
 @kernel
-def place(loads_E: Any, num_copies: int, num_groups: int, num_nodes: int, num_ranks: int) -> Any:
+def _place(loads_E: Any, num_copies: int, num_groups: int, num_nodes: int, num_ranks: int) -> Any:
     """As `eplb_placement`, on float32 loads and unchecked."""
     num_experts = len(loads_E)
     group_size = num_experts // num_groups
@@ -121,6 +171,7 @@ def place(loads_E: Any, num_copies: int, num_groups: int, num_nodes: int, num_ra
     node_copies = num_copies // num_nodes
     members = np.empty(num_experts, np.int64)
     for group in range(num_groups):
+        # groups in the order of their nodes, and within a node in the order in which they were packed
         for i in range(group_size):
             members[group_slots[group] * group_size + i] = group * group_size + i
     for node in range(num_nodes):
@@ -148,6 +199,7 @@ def _replicate(loads_E: Any, num_copies: int) -> Any:
         e = heap[0]
         expert_C[c] = e
         copies_E[e] += 1
+        # only the top's key has changed, and upwards, so that it can only sink
         key[e] = -(loads_E[e] / np.float32(copies_E[e]))
         _sink(heap, key, 0, num_experts)
     return expert_C, copies_E
@@ -168,6 +220,7 @@ def _pack(loads_I: Any, num_bins: int) -> Any:
         filled[b] += 1
         key[b] += loads_I[i]
         if filled[b] == room:
+            # a full bin leaves the heap
             size -= 1
             heap[0] = heap[size]
         _sink(heap, key, 0, size)

@@ -58,6 +58,10 @@ def best_layout(counts_GE: Any, node_G: Any, slots: int, crossing: float) -> Any
 
 @kernel
 def _layout(counts_GE: Any, node_G: Any, slots: int, growth: int) -> Any:
+    """Hosts, int32 [H] twice: copies, the heaviest first, each to the node with fewest of them and its lightest rank.
+
+    `growth` is what the numbers of copies are multiples of, where the slots allow it.
+    """
     num_ranks, num_experts = counts_GE.shape
     loads_E = counts_GE.sum(axis=0)
     copies_E = _copies(loads_E, num_ranks * slots, num_ranks, growth)
@@ -97,6 +101,7 @@ def _copies(loads_E: Any, room: int, num_ranks: int, growth: int) -> Any:
         if share_E[e] <= 0:
             return copies_E
         more = min(growth - copies_E[e] % growth, num_ranks - copies_E[e])
+        # an expert that cannot grow any more is out; the others may still fit into what is left
         if more > 0 and more <= left:
             copies_E[e] += more
             left -= more

@@ -34,7 +34,7 @@ def relibra_style(problem: BalancerInput) -> Iterator[CellHosts]:
     for layer, before_E in enumerate(problem.home_LE):
         swap_T2, luck_T = rng.integers(problem.num_experts, size=(SWAPS, 2)), rng.random(SWAPS)
         loads_ME = np.ascontiguousarray(loads_MLE[:, layer])
-        home_LE.append(anneal(loads_ME, before_E.astype(np.int32), node_G, swap_T2, luck_T))
+        home_LE.append(anneal_layer(loads_ME, before_E.astype(np.int32), node_G, swap_T2, luck_T))
     contents, moved = SlotContents(problem), [False] * len(home_LE)
     for layer, counts_GE in problem.cells():
         home_E: NDArray[np.int32] = home_LE[layer]
@@ -51,7 +51,7 @@ def relibra_style(problem: BalancerInput) -> Iterator[CellHosts]:
 
 
 @kernel
-def anneal(loads_ME: Any, home_E: Any, node_G: Any, swap_T2: Any, luck_T: Any) -> Any:
+def anneal_layer(loads_ME: Any, home_E: Any, node_G: Any, swap_T2: Any, luck_T: Any) -> Any:
     """int32 [E], homes after simulated annealing; as many experts on each rank as before.
 
     Args:
@@ -72,12 +72,14 @@ def anneal(loads_ME: Any, home_E: Any, node_G: Any, swap_T2: Any, luck_T: Any) -
     heat = (rank_GM * rank_GM).sum() * HEAT / num_ranks
     best, best_E, now = 0.0, home_E.copy(), 0.0
     for step in range(len(luck_T)):
+        # falls to nothing with the third power; what is added keeps the division below defined
         temperature = heat * (1.0 - step / len(luck_T)) ** 3 + 1e-9
         x, y = swap_T2[step]
         a, b = home_E[x], home_E[y]
         if a == b:
             continue
         u, v = node_G[a], node_G[b]
+        # (a - d)^2 + (b + d)^2 - a^2 - b^2 = 2 d (b - a + d), for the ranks and, if they differ, the nodes of the pair
         change = 0.0
         for m in range(num_micro_steps):
             d = weight_EM[x, m] - weight_EM[y, m]

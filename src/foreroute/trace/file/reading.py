@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.files import TensorFile, is_text, parse_json, seal_arrays, seal_file, seal_slices
-from foreroute.trace.checks import as_offsets, as_sequence_numbers, ascending, check_expansion, segment_rows
+from foreroute.trace.checks import as_offsets, as_sequence_numbers, ascending, check_expansion, join_ranges
 from foreroute.trace.container import NO_VERSION, RoutingTrace
 from foreroute.trace.file.codec import CODEC_CLASSES, CODECS, Codec
 from foreroute.trace.file.format import (
@@ -262,7 +262,7 @@ def _checked_runs(tensors: Mapping[str, NDArray[Any]], stored: int) -> StoredRun
 def _runs_of(runs: StoredRuns, sequences: NDArray[np.int64]) -> StoredRuns:
     """Return the runs of the given sequences, in that order."""
     counts = np.diff(runs.offsets)[sequences]
-    chosen = segment_rows(runs.offsets[sequences], counts)
+    chosen = join_ranges(runs.offsets[sequences], counts)
     return StoredRuns(as_offsets(counts), runs.starts[chosen], runs.lengths[chosen], as_offsets(runs.lengths[chosen]))
 
 
@@ -287,7 +287,7 @@ def _read_rows(
     blocks, near_starts, near_edges = _needed_blocks(header.block_starts, runs.starts, runs.lengths)
     num_rows, num_near = int(runs.edges[-1]), int(near_edges[-1])
     as_stored = num_rows == num_near and np.array_equal(near_starts, runs.edges[:-1])
-    near_N = np.arange(num_near) if as_stored else segment_rows(near_starts, runs.lengths)
+    near_N = np.arange(num_near) if as_stored else join_ranges(near_starts, runs.lengths)
     dest = near_N if as_stored else _first_wanted(near_N, num_near)
     columns = np.zeros(num_near, np.int32), np.zeros(num_near, np.bool_), np.zeros(num_near, np.int32)
     ids_NLK = np.zeros((num_rows, spec.num_layers, spec.top_k), spec.id_dtype)

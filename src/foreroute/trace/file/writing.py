@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.files import is_text, seal_arrays, seal_file, seal_slices, write_atomically, writing_named
-from foreroute.trace.checks import as_offsets, as_tokens, as_versions, check_expansion, check_rows, segment_rows
+from foreroute.trace.checks import as_offsets, as_tokens, as_versions, check_expansion, check_rows, join_ranges
 from foreroute.trace.container import NO_VERSION, RoutingTrace
 from foreroute.trace.file.codec import CODEC_CLASSES, CODECS, CodecName
 from foreroute.trace.file.format import (
@@ -191,7 +191,7 @@ def share_prefixes(trace: RoutingTrace) -> tuple[StoredRuns, NDArray[np.int64], 
     flat = np.array([run for chain in chains for run in chain], np.int64).reshape(-1, 2)
     runs_S = np.array([len(chain) for chain in chains], np.int64)
     runs = StoredRuns(as_offsets(runs_S), flat[:, 0].copy(), flat[:, 1].copy(), as_offsets(flat[:, 1]))
-    return runs, segment_rows(offsets[1:] - stored_S, stored_S), stored_S
+    return runs, join_ranges(offsets[1:] - stored_S, stored_S), stored_S
 
 
 def _common_rows(trace: RoutingTrace, a: int, b: int) -> int:

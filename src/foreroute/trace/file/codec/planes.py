@@ -88,6 +88,7 @@ class Planes:
         book = book_of_pick(spec.top_k)
         counts = np.zeros((int(book.max()) + 1, spec.num_experts - spec.top_k + 1), np.int64)
         even = fit_lengths(np.zeros(len(first), np.int64))
+        # an encoder with any books at all, for its buffers and rankings
         blank = cls(spec, {"code_lengths": np.stack([even] * len(counts))})
         for rows in blocks[:: max(1, len(blocks) // SAMPLED_BLOCKS)]:
             if len(rows):
@@ -109,6 +110,7 @@ class Planes:
         spec = self._spec
         sizes = np.zeros(spec.num_layers, np.int64)
         ranking_LE, head = self._rank(expert_ids_NLK, rows), self._head_words(len(rows))
+        # as if every gap took the longest code; then the word that is not full, and the zero word at the end
         most = head + len(rows) * spec.top_k * int((self._encoding & 31).max()) // 64 + 2
         if len(self._words) < most * spec.num_layers:
             self._words = np.empty(most * spec.num_layers, np.uint64)
@@ -181,12 +183,14 @@ class Planes:
         return ranking_LE
 
     def _head_words(self, rows: int) -> int:
+        """The words before the stream: the ends of the lanes, and the ranking where a payload has one."""
         spec = self._spec
         if rows * spec.top_k < PICKS_PER_RANKING * spec.num_experts:
             return 2
         return 2 + -(-spec.num_experts * spec.id_dtype.itemsize // 8)
 
     def _reserve(self, rows: int, num_layers: int) -> None:
+        """Have planes for this many rows. They are kept from block to block, and only ever grow."""
         needed = rows * num_layers * self._spec.top_k
         if len(self._planes) < needed:
             self._planes = np.empty(needed, self._spec.id_dtype)

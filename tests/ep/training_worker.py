@@ -11,12 +11,11 @@ import torch.distributed as dist
 from driving import log_probs
 from foreroute import planner
 from foreroute.adapters import hf
-from foreroute.ep import BatchRows, layer, replicas
+from foreroute.ep import BatchRows, compute, layer
 from foreroute.ep.compute import run_experts
-from foreroute.ep.transfer.direct import DirectWeights
-from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.ep.transfer.options import TransferOptions
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.transfer.replica_weights import DirectWeights
 from foreroute.plan import Topology, verify
 from planned import SLOTS, split_plan, static_plan
 from plans import LINKS, random_homes
@@ -58,7 +57,7 @@ def counting_rows(placed):
         computed_L[number[id(module)]] += int(rows_RD.detach().any(dim=1).sum())
         return run_experts(module, weights, rows_RD, group_rows_S)
 
-    with patch.object(layer, "run_experts", counting), patch.object(replicas, "run_experts", counting):
+    with patch.object(layer, "run_experts", counting), patch.object(compute, "run_experts", counting):
         yield computed_L
 
 

@@ -1,7 +1,11 @@
-"""What an optimizer keeps for each parameter: master weights and state, wherever Megatron's optimizers put them."""
+"""What this rank keeps for each expert of a layer: parameters, and the state that Megatron's optimizers have for them.
+
+Both refuse what they do not know, since a tensor that stays behind would train on as another expert's.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,17 +14,87 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from foreroute.adapters.megatron.discover import RouterSite
 from foreroute.errors import TransferError
+
+PARAMETERS = {
+    SequentialMLP: re.compile(r"local_experts\.(?P<slot>\d+)\.(?P<name>.+)"),
+    TEGroupedMLP: re.compile(r"(?P<name>linear_fc[12]\.(?:weight|bias))(?P<slot>\d+)"),
+}
+"""Experts modules whose parameters belong to one expert each, and how their names say to which."""
+
+
+def expert_slots(site: RouterSite) -> list[dict[str, nn.Parameter]]:
+    """The parameters of the expert in each slot of this rank, by name.
+
+    Raises:
+        TransferError: when a layer dispatches or keeps its experts in a way that is not known, or they have gradients.
+    """
+    block, experts = site.block, site.block.experts
+    _require_known(site, block, experts)
+    slots: list[dict[str, nn.Parameter]] = [{} for _ in range(block.num_local_experts)]
+    parameters = dict(experts.named_parameters())
+    matches = {
+        name: PARAMETERS[type(experts)].fullmatch(name) for name in [*parameters, *dict(experts.named_buffers())]
+    }
+    for name, match in matches.items():
+        if match is None or name not in parameters or int(match["slot"]) >= len(slots):
+            raise TransferError(
+                f"the experts of {site.path} have {name}, of which it is not known whose it is; homes of "
+                f"{' and '.join(kind.__name__ for kind in PARAMETERS)} can be moved, with parameters of one expert each"
+            )
+        parameter = parameters[name]
+        if isinstance(parameter, DTensor) or not parameter.is_contiguous():
+            raise TransferError(
+                f"{name} of {site.path} is sharded, or not contiguous; move homes of models that FSDP does not shard"
+            )
+        if _has_gradient(parameter):
+            raise TransferError(
+                f"{name} of {site.path} has a gradient; move homes between two steps, after zero_grad() of the "
+                "optimizer and zero_grad_buffer() of DistributedDataParallel"
+            )
+        slots[int(match["slot"])][match["name"]] = parameter
+    return slots
+
+
+def _require_known(site: RouterSite, block: Any, experts: Any) -> None:
+    if type(experts) not in PARAMETERS:
+        raise TransferError(
+            f"the experts of {site.path} are a {type(experts).__name__}; homes of "
+            f"{' and '.join(kind.__name__ for kind in PARAMETERS)} can be moved"
+        )
+    for name in ("forward", "preprocess"):
+        if getattr(type(block), name, None) is not getattr(MoELayer, name):
+            raise TransferError(
+                f"the layer of {site.path} ({type(block).__name__}) has a {name} of its own, so it is not known where "
+                "it dispatches; homes of MoELayer can be moved"
+            )
+    config = block.config
+    if config.fp8 or getattr(config, "fp4", None):
+        raise TransferError(
+            f"the experts of {site.path} run in fp8 or fp4, whose scaling factors belong to slots and would stay "
+            "behind; train in bf16 to move homes"
+        )
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    """Whether there is one other than zeros, which Megatron's buffers hold between two steps."""
+    grads: list[Tensor | None] = [parameter.grad, getattr(parameter, "main_grad", None)]
+    return any(grad is not None and bool(grad.any()) for grad in grads)
+
 
 MAIN = "main parameter"
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What is kept for one parameter on this rank.
+class ParameterState:
+    """What an optimizer keeps for one parameter on this rank.
 
     Attributes:
         tensors: flattened, by name.
@@ -35,10 +109,10 @@ class Kept:
     counts: tuple[tuple[str, float], ...] = ()
 
 
-State = dict[nn.Parameter, Kept]
+OptimizerState = dict[nn.Parameter, ParameterState]
 
 
-def optimizer_state(optimizer: Any) -> State:
+def optimizer_state(optimizer: Any) -> OptimizerState:
     """What an optimizer keeps for each parameter of the model that it trains.
 
     Args:
@@ -47,7 +121,7 @@ def optimizer_state(optimizer: Any) -> State:
     Raises:
         TransferError: for optimizers of other kinds, and settings under which state is kept elsewhere.
     """
-    state: State = {}
+    state: OptimizerState = {}
     for part in _chained(optimizer):
         read = READERS.get(type(part))
         if read is None:
@@ -76,39 +150,41 @@ def _inner(part: Any) -> Any:
     return part.optimizer if isinstance(part, MegatronOptimizer) else part
 
 
-def _plain(optimizer: Any) -> State:
+def _plain(optimizer: Any) -> OptimizerState:
     state = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             tensors, counts = _split(optimizer.state.get(parameter, {}))
-            state[parameter] = Kept(tensors, counts=counts)
+            state[parameter] = ParameterState(tensors, counts=counts)
     return state
 
 
-def _float32(optimizer: Any) -> State:
+def _float32(optimizer: Any) -> OptimizerState:
     return {} if optimizer.is_stub_optimizer else _plain(optimizer.optimizer)
 
 
-def _float16(optimizer: Any) -> State:
+def _float16(optimizer: Any) -> OptimizerState:
     if optimizer.is_stub_optimizer:
         return {}
     state = {}
     for parameter, main in _pairs(optimizer.float16_groups, optimizer.fp32_from_float16_groups):
         tensors, counts = _split(optimizer.optimizer.state.get(main, {}))
-        state[parameter] = Kept({MAIN: main.detach().view(-1), **tensors}, counts=counts)
+        state[parameter] = ParameterState({MAIN: main.detach().view(-1), **tensors}, counts=counts)
     for parameter in (p for group in optimizer.fp32_from_fp32_groups for p in group):
         tensors, counts = _split(optimizer.optimizer.state.get(parameter, {}))
-        state[parameter] = Kept(tensors, counts=counts)
+        state[parameter] = ParameterState(tensors, counts=counts)
     return state
 
 
-def _distributed(optimizer: Any) -> State:
+def _distributed(optimizer: Any) -> OptimizerState:
     """Each rank has a range of each parameter, or nothing of it."""
     if optimizer.is_stub_optimizer:
         return {}
     _require_in_place(optimizer)
     # of what this rank has no range of, too
-    state: State = {parameter: Kept({}) for buffer in optimizer.buffers for parameter in buffer.params}
+    state: OptimizerState = {
+        parameter: ParameterState({}) for buffer in optimizer.buffers for parameter in buffer.params
+    }
     shards = [
         *((*pair, True) for pair in _pairs(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups)),
         *((*pair, False) for pair in _pairs(optimizer.model_fp32_groups, optimizer.shard_fp32_groups)),
@@ -117,7 +193,7 @@ def _distributed(optimizer: Any) -> State:
         tensors, counts = _split(optimizer.optimizer.state.get(shard, {}))
         main = {MAIN: shard.detach()} if is_copy else {}  # a shard that is no copy lies in the parameter
         owned = optimizer._get_model_param_range_map(parameter)["param"]
-        state[parameter] = Kept({**main, **tensors}, owned.start, parameter.numel(), counts)
+        state[parameter] = ParameterState({**main, **tensors}, owned.start, parameter.numel(), counts)
     return state
 
 
@@ -136,7 +212,7 @@ def _require_in_place(optimizer: Any) -> None:
         )
 
 
-READERS: dict[type, Callable[[Any], State]] = {
+READERS: dict[type, Callable[[Any], OptimizerState]] = {
     FP32Optimizer: _float32,
     Float16OptimizerWithFloat16Params: _float16,
     DistributedOptimizer: _distributed,

@@ -1,4 +1,8 @@
-"""Where the tokens of a padded or packed batch stand in a trace, found by the tokens themselves."""
+"""Which tokens of a batch are which rows of a trace: where sequences begin in it, and which of the trace they are.
+
+Packed sequences share a row of the batch, and the arguments of the forward say where each begins. Sequences are then
+found in the trace by their tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import BatchMismatchError
-from foreroute.layout.runs import PAD, join_ranges
+from foreroute.layout.slot_ranges import PAD
 from foreroute.trace import RoutingTrace
-from foreroute.trace.checks import as_offsets
+from foreroute.trace.checks import as_offsets, ascending, join_ranges
 
 
 def locate_rows(
@@ -52,7 +56,7 @@ def locate_rows(
     tokens = batch.token_ids[join_ranges(np.cumsum(batch.length_S) - batch.length_S, shared_S)]
     differs = tokens != trace.token_ids_N[rows]
     if differs.any():
-        s, position = _place(int(differs.argmax()), shared_S)
+        s, position = _position(int(differs.argmax()), shared_S)
         row = int(trace.offsets[s]) + position
         ours, theirs = int(tokens[differs.argmax()]), int(trace.token_ids_N[row])
         _refuse(trace, batch, f"sequence {s}, position {position}: token {ours} in the batch, {theirs} in the trace")
@@ -125,7 +129,7 @@ def _check_ends(trace: RoutingTrace, batch: _Sequences, recorded_S: NDArray[np.i
         )
 
 
-def _place(token: int, shared_S: NDArray[np.int64]) -> tuple[int, int]:
+def _position(token: int, shared_S: NDArray[np.int64]) -> tuple[int, int]:
     """Sequence and position of the token of that number among the shared ones."""
     offsets = as_offsets(shared_S)
     s = int(np.searchsorted(offsets, token, side="right") - 1)
@@ -144,6 +148,7 @@ def _refuse(trace: RoutingTrace, batch: _Sequences, seen: str) -> None:
 
 def _matching_order(trace: RoutingTrace, batch: _Sequences) -> list[int] | None:
     """The sequence of the trace that each of the batch equals, whole or without its unrouted last token."""
+    # sequences of the same tokens are given out in the order of the trace, each once while there is another
     free = defaultdict(list)
     for s in reversed(range(len(trace))):
         tokens = trace.tokens(s).astype(np.int64)
@@ -160,3 +165,55 @@ def _matching_order(trace: RoutingTrace, batch: _Sequences) -> list[int] | None:
         used.add(chosen)
         order.append(chosen)
     return order if order != list(range(len(trace))) else None
+
+
+def starts_from_positions(position_ids: ArrayLike, kept_BT: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The first token of each sequence: the first one kept in a row, and every kept one at position 0.
+
+    Args:
+        position_ids: integers [B, T] or [1, T].
+        kept_BT: bool [B, T], False where padded. What positions say about padding does not matter.
+
+    Returns:
+        bool [B, T].
+
+    Raises:
+        BatchMismatchError: when the shapes do not fit.
+    """
+    positions = np.asarray(position_ids)
+    if positions.ndim != 2 or positions.shape[1] != kept_BT.shape[1] or positions.shape[0] not in (1, len(kept_BT)):
+        raise BatchMismatchError(f"position_ids have shape {positions.shape}; expected {kept_BT.shape}")
+    return np.asarray(kept_BT & ((positions == 0) | _first_of_row(kept_BT)))
+
+
+def starts_from_cumulative_lengths(cumulative: ArrayLike, kept_BT: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The first token of each sequence of one packed row, from the offsets that variable-length attention takes.
+
+    Args:
+        cumulative: integers [S + 1], from 0 to T (`cu_seq_lens_q`). An empty sequence is no sequence.
+        kept_BT: bool [1, T].
+
+    Returns:
+        bool [1, T].
+
+    Raises:
+        BatchMismatchError: when they are not the offsets of one row of T slots.
+    """
+    offsets = np.asarray(cumulative)
+    if len(kept_BT) != 1 or offsets.ndim != 1 or not len(offsets) or offsets.dtype.kind not in "iu":
+        raise BatchMismatchError(
+            f"cumulative lengths are {offsets.dtype} of shape {offsets.shape} for a batch of {len(kept_BT)} rows; "
+            "expected integers [sequences + 1] of one row"
+        )
+    if not ascending(offsets, kept_BT.shape[1]):
+        raise BatchMismatchError(
+            f"cumulative lengths run from {int(offsets[0])} to {int(offsets[-1])}; expected 0 to {kept_BT.shape[1]}, "
+            "the slots of the row, and none below the one before it"
+        )
+    starts = np.zeros(kept_BT.shape, np.bool_)
+    starts[0, offsets[:-1][offsets[1:] > offsets[:-1]]] = True
+    return kept_BT & (starts | _first_of_row(kept_BT))
+
+
+def _first_of_row(kept_BT: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    return np.asarray(kept_BT & (np.cumsum(kept_BT, axis=1) == 1))

@@ -14,7 +14,7 @@ from models import tiny
 from planned import split_plan
 from plans import random_homes
 from training import Case, batch, num_targets, policy, replaying
-from working import all_counts, rows_of
+from training_worker import all_counts, rows_of
 
 CASE = Case(ranks=2, plan=0, dtype=torch.float64)
 SINGLE = replace(CASE, dtype=torch.float32)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from foreroute.ep.transfer.cell import next_cell
+from foreroute.ep.transfer.replica_weights import next_cell
 from plans import asked
 
 

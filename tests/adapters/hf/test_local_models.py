@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.local import load_local
+from foreroute.adapters.hf.local_models import load_local
 from foreroute.engines.vllm.process_engine import ProcessSettings
 from foreroute.errors import ConfigError
 from tiny_model import write_model, write_tokenizer

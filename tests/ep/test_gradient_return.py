@@ -5,11 +5,11 @@ import torch.distributed as dist
 
 from driving import log_probs
 from foreroute.adapters import hf
-from foreroute.ep.transfer.direct import DirectWeights
 from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.transfer.replica_weights import DirectWeights
 from planned import split_plan
 from training import Case, batch, policy, replaying
-from working import all_counts, rows_of
+from training_worker import all_counts, rows_of
 
 
 class Telling(DirectWeights):

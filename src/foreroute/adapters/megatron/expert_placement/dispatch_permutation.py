@@ -18,14 +18,15 @@ from foreroute.adapters.megatron.discover import RouterSite
 from foreroute.errors import PlacementError
 
 
-class Remap:
+class DispatchPermutation:
     """What stands before the dispatcher of one MoE layer while its experts are not where Megatron puts them.
 
     Kept by the layer, on the instance. A checkpoint of the layer is refused for as long.
 
     Args:
         site: of the layer.
-        home_E: int16 [E], the place of every expert; those of a place are in its slots in ascending order.
+        home_E: int16 [E], the expert-parallel rank of every expert; a rank has its own in its slots in
+            ascending order.
 
     Attributes:
         home_E: the same.
@@ -35,7 +36,7 @@ class Remap:
         self.home_E = home_E
         self._site = site
         self._preprocess = site.block.preprocess
-        # the logical expert of each slot of all places
+        # the logical expert of each slot, of rank 0 first
         self._expert_P = torch.from_numpy(np.argsort(home_E, kind="stable"))
         experts = site.block.experts
         self._handles = [
@@ -86,10 +87,10 @@ NOT_AT_HOME = (
 )
 
 
-def remap_of(site: RouterSite) -> Remap | None:
+def permutation_of(site: RouterSite) -> DispatchPermutation | None:
     """What stands before the dispatcher of a layer now."""
     found = site.block.__dict__.get("preprocess")
-    return found if isinstance(found, Remap) else None
+    return found if isinstance(found, DispatchPermutation) else None
 
 
 def set_home(site: RouterSite, home_E: NDArray[np.int16], block_home_E: NDArray[np.int16]) -> None:
@@ -100,8 +101,8 @@ def set_home(site: RouterSite, home_E: NDArray[np.int16], block_home_E: NDArray[
         home_E: int16 [E], where they live.
         block_home_E: int16 [E], where Megatron has built them.
     """
-    before = remap_of(site)
+    before = permutation_of(site)
     if before is not None:
         before.remove()
     if not np.array_equal(home_E, block_home_E):
-        Remap(site, home_E.copy())
+        DispatchPermutation(site, home_E.copy())

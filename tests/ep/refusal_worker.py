@@ -21,7 +21,7 @@ from models import tiny
 from planned import split_plan, static_plan
 from plans import random_plan
 from training import Case, batch, policy, replaying
-from working import all_counts, rows_of
+from training_worker import all_counts, rows_of
 
 CASE = Case(ranks=2, plan=0)
 

@@ -1,7 +1,7 @@
-"""What a folder of a Hugging Face model or tokenizer may hold, looked at before transformers opens anything in it.
+"""Models from what is on this machine: a folder, a config.json, or a family and sizes.
 
-Nothing is downloaded, no code of the folder is run, and no pickle is read: the calls of transformers say so, and what
-they do not cover is refused here.
+Nothing is downloaded, no code of a folder is run, and no pickle is read: the calls of transformers say so, and what
+they do not cover is refused before transformers opens anything.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from foreroute.adapters.checkpoint import without_progress_bars
 from foreroute.errors import ConfigError, printable
 from foreroute.files import RegularFile, parse_json, read_text
 
+READ_BUT_NOT_DECLARED = {"head_dim"}
+"""Fields that modelling code reads from a configuration whose class does not declare them."""
 INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MOST_JSON_BYTES = 64 << 20
@@ -32,6 +34,123 @@ BUILT_IN = {"attn_implementation": ("eager", "sdpa"), "experts_implementation": 
 """Other values make transformers fetch a kernel from the Hugging Face Hub and run it."""
 
 _LAYERS, _EXPERTS = re.compile(r"(^|_)(layers?|depth)$"), re.compile(r"(^|_)experts$")
+
+
+def load_local(path: Path) -> tuple[Any, bool]:
+    """A causal language model, and whether its weights were there.
+
+    Args:
+        path: a folder with config.json, with or without weights, or a config.json itself. Without weights the model is
+            filled at random, which is enough to see whether replay is wired.
+
+    Raises:
+        ConfigError: when there is no configuration, weights are pickled or incomplete, or transformers cannot make the
+            model.
+    """
+    require_there(path)
+    if os.path.isdir(path):
+        _require_config(path)
+        if has_weights(path):
+            return _pretrained(path), True
+        path = path / "config.json"
+    check_config(path)
+    try:
+        with loading():
+            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        require_memory(config, str(path), dtype=config.dtype or torch.float32)
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            torch.manual_seed(0)
+            return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False), False
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers raises what its loaders raise
+        raise ConfigError(f"{path} cannot be loaded by transformers: {why(error)}") from error
+
+
+def load_pretrained(folder: Path, *, experts_implementation: str) -> Any:
+    """A causal language model with all its weights, in float32 on the CPU, to be trained.
+
+    Args:
+        folder: with config.json and safetensors.
+        experts_implementation: "eager", "grouped_mm" or "batched_mm", where the family has a choice.
+
+    Raises:
+        ConfigError: when one of them is missing, transformers cannot load them, or they are not those of one another.
+    """
+    require_there(folder)
+    _require_config(folder)
+    if not has_weights(folder):
+        raise ConfigError(f"{folder} holds no *.safetensors; name the folder of a Hugging Face model with its weights")
+    model = _pretrained(folder, dtype=torch.float32)
+    # a family without a choice refuses to be given one
+    with suppress(ValueError):
+        model.set_experts_implementation(experts_implementation)
+    return model
+
+
+def _require_config(folder: Path) -> None:
+    if not os.path.isfile(folder / "config.json"):
+        raise ConfigError(f"{folder} holds no config.json; name a folder of a Hugging Face model, or its config.json")
+    require_files(folder)
+    check_config(folder / "config.json")
+
+
+def _pretrained(folder: Path, **options: Any) -> Any:
+    try:
+        with loading():
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
+    except Exception as error:  # transformers raises what its loaders raise
+        raise ConfigError(f"{folder} cannot be loaded by transformers: {why(error)}") from error
+    # transformers fills what it does not find at random, and says so in a warning alone
+    missing = sorted(map(str, {*found["missing_keys"], *found["mismatched_keys"]}))
+    if missing:
+        raise ConfigError(
+            f"the weights in {folder} are not those of its config.json: {len(missing)} are missing or of another shape "
+            f"({', '.join(missing[:3])}, …); copy the folder again"
+        )
+    return model
+
+
+def build_model(family: str, *, seed: int, experts_implementation: str = "grouped_mm", **sizes: Any) -> Any:
+    """A causal language model with random weights, in float32 on the CPU.
+
+    Args:
+        family: a model type of transformers, such as "qwen3_moe".
+        seed: of the initial weights; the global random state is left alone.
+        experts_implementation: "eager", "grouped_mm" or "batched_mm".
+        **sizes: fields of the family's configuration.
+
+    Raises:
+        ConfigError: for a family that transformers does not know, a field that it lacks, or sizes that do not fit one
+            another or this machine's memory.
+    """
+    if family not in transformers.CONFIG_MAPPING:
+        raise ConfigError(f"transformers {transformers.__version__} has no model type {family!r}")
+    config_class = transformers.CONFIG_MAPPING[family]
+    known = config_class()
+    unknown = sorted(name for name in sizes if not hasattr(known, name) and name not in READ_BUT_NOT_DECLARED)
+    if unknown:
+        raise ConfigError(f"{config_class.__name__} has no field {', '.join(unknown)}; see its documentation")
+    check_depth(sizes, f"a {family} model")
+    try:
+        config = config_class(**sizes)
+        require_memory(config, f"a {family} model of these sizes", dtype=torch.float32)
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            torch.manual_seed(seed)
+            return transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, experts_implementation=experts_implementation, trust_remote_code=False
+            )
+    except ConfigError:
+        raise
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"a {family} model cannot be made with these sizes: {error}") from error
 
 
 def require_there(path: Path) -> None:

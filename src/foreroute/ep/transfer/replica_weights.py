@@ -1,0 +1,260 @@
+"""What the expert-parallel layer asks of whoever moves its replicas, and the simplest answer: the direct path.
+
+`ReplicaWeights` is the contract, and `next_cell` the order in which cells are asked for. `DirectWeights` sends replicas
+peer to peer when they are asked for, and keeps nothing. Gradients take this path whatever way the weights came.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foreroute.ep.transfer.consensus import RankConsensus, require_ranks
+from foreroute.ep.transfer.moves import gradient_moves, replica_moves
+from foreroute.ep.transfer.peers import ATTEMPTS, CHECKSUMS, PeerGroup, damaged_rows, post_moves, with_checksums
+from foreroute.errors import TransferError
+from foreroute.plan import CellPlan, StepPlan
+
+
+class Cell(NamedTuple):
+    """One routed layer in one micro-step of one step: a barrier for all ranks."""
+
+    step: int
+    micro_step: int
+    layer: int
+
+    def __str__(self) -> str:
+        return f"step {self.step}, micro-step {self.micro_step}, routed layer {self.layer}"
+
+
+class ReplicaWeights(Protocol):
+    """Brings the weights of this rank's replicas, and takes their gradients home.
+
+    All ranks call both methods for the same cells in the same order, those with nothing to send or receive too. A cell
+    may be asked for any number of times (recomputation, backward): no call depends on which came before it.
+    """
+
+    def fetch(self, cell: Cell, home: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """The weights of the replicas that this rank serves in a cell.
+
+        Args:
+            cell: of the plan in force.
+            home: name -> [E / G, ...], this rank's shard of the layer; experts in ascending order of their id.
+
+        Returns:
+            name -> [replicas here, ...] in ascending order of slot, valid until the slots are filled again; or None, on
+            every rank alike, when the home placement is in force for this cell: the homes then serve all its tokens,
+            in this and every later pass of the step.
+
+        Raises:
+            TransferError: when the weights cannot be had at all.
+        """
+        ...
+
+    def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> PendingGradients:
+        """Begin to return the gradients of replicas to the ranks that their experts live on.
+
+        Args:
+            cell: of the plan in force.
+            grads: name -> [replicas here, ...] in the order of `fetch`; not written to until they are home.
+
+        Raises:
+            TransferError: when a rank is gone.
+        """
+        ...
+
+
+class PendingGradients(Protocol):
+    """Gradients of replicas on their way home. All ranks wait for the same ones in the same order."""
+
+    def wait(self) -> dict[str, Tensor]:
+        """What came home.
+
+        Returns:
+            name -> [E / G, ...], to be added to the gradient of this rank's shard. The replicas of an expert are added
+            in ascending order of their rank, in float32 (float64 for gradients in float64).
+
+        Raises:
+            TransferError: when a gradient cannot be brought home.
+        """
+        ...
+
+
+def next_cell(previous: Cell | None, cell: Cell, shape: tuple[int, int], *, updating: bool) -> Cell | None:
+    """The cell after `cell`.
+
+    Forward goes up through the layers. In an update it turns back at the last one: backward asks for every cell again,
+    and activation checkpointing more than once, before the next micro-step begins.
+
+    Args:
+        previous: the last one that ran before `cell` and was another, of the same step; None for the first.
+        cell: the cell that runs now.
+        shape: M micro-steps and L layers of the step.
+        updating: whether backward passes follow; False in recompute.
+
+    Returns:
+        None after the last cell of the step.
+    """
+    num_micro_steps, num_layers = shape
+    is_backward = updating and previous is not None and previous.micro_step == cell.micro_step and cell < previous
+    if is_backward or (updating and cell.layer == num_layers - 1):
+        if cell.layer > 0:
+            return cell._replace(layer=cell.layer - 1)
+    elif cell.layer < num_layers - 1:
+        return cell._replace(layer=cell.layer + 1)
+    return Cell(cell.step, cell.micro_step + 1, 0) if cell.micro_step < num_micro_steps - 1 else None
+
+
+class DirectWeights:
+    """Replica weights by `batch_isend_irecv`; implements `ReplicaWeights`, and never falls back.
+
+    Args:
+        peers: the ranks of the plan, in the plan's order.
+    """
+
+    def __init__(self, peers: PeerGroup) -> None:
+        self._peers = peers
+        self._plan: StepPlan | None = None
+        self._step = -1
+
+    def begin_step(self, step: int, plan: StepPlan, *, updating: bool, digest: str | None = None) -> None:
+        """Put a plan in force. Nothing is kept or prefetched, so `updating` and `digest` make no difference.
+
+        Raises:
+            PlanError: when it was made for another number of ranks.
+        """
+        require_ranks(plan, self._peers.size)
+        self._plan, self._step = plan, step
+
+    def fetch(self, cell: Cell, home: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As in `ReplicaWeights`; the tensors are new ones."""
+        moves = replica_moves(cell_of(self._plan, self._step, cell)).arrivals
+        num_here = int((moves.target_V == self._peers.rank).sum())
+        replicas = {name: shard.new_empty((num_here, *shard.shape[1:])) for name, shard in home.items()}
+        post_moves(self._peers, moves, home, replicas, f"fetching the replicas of {cell}").wait()
+        return replicas
+
+    def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> GradientReturn:
+        """As in `ReplicaWeights`."""
+        plan = cell_of(self._plan, self._step, cell)
+        return GradientReturn(self._peers, plan, grads, f"returning the gradients of {cell}")
+
+
+def cell_of(plan: StepPlan | None, step: int, cell: Cell) -> CellPlan:
+    """The plan of a cell, under the plan of a step.
+
+    Raises:
+        TransferError: when the cell is of another step, or no plan is in force.
+    """
+    if plan is None or cell.step != step:
+        in_force = "none is" if plan is None else f"that of step {step} is"
+        raise TransferError(
+            f"weights of {cell} are asked for, but no plan of that step is in force, {in_force}; call begin_step first"
+        )
+    return plan.cell(cell.micro_step, cell.layer)
+
+
+class GradientReturn:
+    """One attempt; implements `PendingGradients`. Making one is a collective call, which sends and does not wait.
+
+    Args:
+        peers: all ranks of the plan.
+        plan: of the cell.
+        grads: name -> [replicas here, ...] in ascending order of slot; not written to until `wait` returns.
+        what: the exchange in words, for errors.
+        checksums: verify what arrives.
+
+    Attributes:
+        objection: what is wrong with what arrived, or None; known after `wait`.
+        num_bytes: that arrive here.
+    """
+
+    def __init__(
+        self, peers: PeerGroup, plan: CellPlan, grads: Mapping[str, Tensor], what: str, *, checksums: bool = False
+    ) -> None:
+        moves, rank = gradient_moves(plan), peers.rank
+        sent = with_checksums(grads, range(len(next(iter(grads.values()))))) if checksums else grads
+        self._row_V = moves.target_row_V[moves.target_V == rank]
+        self._num_rows = int((plan.home_E == rank).sum())
+        self._arrived = {name: grad.new_empty((len(self._row_V), *grad.shape[1:])) for name, grad in sent.items()}
+        self.objection: str | None = None
+        self.num_bytes = sum(self._arrived[name].numel() * grad.element_size() for name, grad in grads.items())
+        # kept until all has left
+        self._sent = sent
+        self._exchange = post_moves(peers, moves.arrivals, sent, self._arrived, what)
+
+    def wait(self) -> dict[str, Tensor]:
+        """As in `PendingGradients`."""
+        self._exchange.wait()
+        self._sent = {}
+        grads = {name: grad for name, grad in self._arrived.items() if name != CHECKSUMS}
+        if CHECKSUMS in self._arrived:
+            wrong = damaged_rows(grads, self._arrived[CHECKSUMS], range(len(self._row_V)))
+            self.objection = f"{len(wrong)} gradients arrived damaged" if wrong else None
+        return {name: summed_rows(grad, self._row_V, self._num_rows) for name, grad in grads.items()}
+
+
+class RetriedReturn:
+    """As many attempts as it takes until no rank objects; implements `PendingGradients`.
+
+    Args:
+        begin: makes an attempt.
+        consensus: asked whether what arrived is whole; None where that is not verified.
+        what: the exchange in words, for errors.
+        record: told the bytes that arrived here, and the seconds that the caller waited.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], GradientReturn],
+        consensus: RankConsensus | None,
+        what: str,
+        record: Callable[[int, float], None],
+    ) -> None:
+        begun = time.monotonic()
+        self._begin, self._consensus, self._what, self._record = begin, consensus, what, record
+        self._attempt = begin()
+        self._exposed_s = time.monotonic() - begun
+
+    def wait(self) -> dict[str, Tensor]:
+        """As in `PendingGradients`.
+
+        Raises:
+            TransferError: on every rank alike, when the last attempt failed too.
+        """
+        begun = time.monotonic()
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                self._attempt = self._begin()
+            returned = self._attempt.wait()
+            objections = (
+                [] if self._consensus is None else self._consensus.objections(self._attempt.objection, self._what)
+            )
+            if not objections:
+                self._record(self._attempt.num_bytes, self._exposed_s + time.monotonic() - begun)
+                return returned
+        raise TransferError(f"{self._what} failed {ATTEMPTS} times: " + "; ".join(objections))
+
+
+def summed_rows(arrived: Tensor, row_V: NDArray[np.int64], num_rows: int) -> Tensor:
+    """Add rows into a shard of zeros, one after the other, in the order in which they are given.
+
+    Args:
+        arrived: [V, ...], gradients.
+        row_V: int64 [V], where each belongs.
+        num_rows: of the shard.
+
+    Returns:
+        [num_rows, ...] in float32, or float64 for gradients in float64.
+    """
+    wide = torch.promote_types(arrived.dtype, torch.float32)
+    total = torch.zeros((num_rows, *arrived.shape[1:]), dtype=wide, device=arrived.device)
+    for v, row in enumerate(row_V.tolist()):
+        total[row] += arrived[v]
+    return total
