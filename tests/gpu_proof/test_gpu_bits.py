@@ -4,6 +4,7 @@ Attaching proves replay on eight tokens; what is broken here is broken for other
 """
 
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from benchmarks.gpu.bits import Case, Look, check_checkpointing, check_experts
 from benchmarks.gpu.driving import step
 from benchmarks.gpu.jobs_graphs import check_captures
 from benchmarks.gpu.part import Part, Skipped
-from foreroute.adapters.hf import intercept, selection_mode
+from foreroute.adapters.hf import selection as hf_selection
+from foreroute.adapters.hf.hooks import TransformerHooks
 from foreroute.adapters.hf.probe import PROBE_TOKENS
+from foreroute.replay import selection, told_apart
 
 NAME = "qwen3_moe/float32/grouped_mm"
 
@@ -41,43 +44,47 @@ def test_sound_replay_passes(part):
 
 
 def ignoring_the_trace(patch):
-    forced = selection_mode.forced_selection
+    forced = selection.forced_selection
 
-    def own(choice_scores_RE, dense_scores_RE, rows, layer, own_choice):
+    def own(choice_scores_RE, dense_scores_RE, rows, own_choice, **options):
         if len(choice_scores_RE) == PROBE_TOKENS:
-            return forced(choice_scores_RE, dense_scores_RE, rows, layer, own_choice)
+            return forced(choice_scores_RE, dense_scores_RE, rows, own_choice, **options)
         ids_RK = own_choice(choice_scores_RE)
         return dense_scores_RE.gather(-1, ids_RK), ids_RK, None
 
-    patch.setattr(selection_mode, "forced_selection", own)
+    patch.setattr(selection, "forced_selection", own)
 
 
 def rounding_gate_weights(patch):
-    handed_on = intercept.with_gate_weights
+    select = hf_selection.SelectingRouter.select
 
-    def rounded(seat, output, now):
-        logits, weights, ids = handed_on(seat, output, now)
-        return (logits, weights if now.rows is None else weights.bfloat16().float(), ids)
+    def rounded(router, now, *args, **kwargs):
+        logits, weights, ids = select(router, now, *args, **kwargs)
+        kept = now.num_slots == PROBE_TOKENS or now.rows is None
+        return (logits, weights if kept else weights.bfloat16().float(), ids)
 
-    patch.setattr(intercept, "with_gate_weights", lambda *args: args[1] if args[2].num_slots == 8 else rounded(*args))
+    patch.setattr(hf_selection.SelectingRouter, "select", rounded)
 
 
 def forcing_without_gradient(patch):
-    forced = selection_mode.forced_selection
+    forced = selection.forced_selection
 
-    def detached(*args):
-        values_RK, ids_RK, own_ids_RK = forced(*args)
+    def detached(*args, **options):
+        values_RK, ids_RK, own_ids_RK = forced(*args, **options)
         return values_RK.detach(), ids_RK, own_ids_RK
 
-    patch.setattr(selection_mode, "forced_selection", detached)
+    patch.setattr(selection, "forced_selection", detached)
 
 
 def recomputing_natively(patch):
-    patch.setattr(intercept.Interceptor, "_rearmed", lambda self, function, first: function)
+    def forgetful(self, checkpoint, function, *args, **kwargs):
+        return checkpoint(told_apart(function, self._in_checkpoint, nullcontext), *args, **kwargs)
+
+    patch.setattr(TransformerHooks, "_run_checkpoint", forgetful)
 
 
 def capturing_what_is_replayed(patch):
-    patch.setattr(intercept, "require_no_capture", lambda what: None)
+    patch.setattr(TransformerHooks, "_require_no_capture", lambda self: None)
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def require_version(versions: tuple[int, ...], expected: int | Collection[int], 
 
 
 WANTED_MASK = "expected [batch, tokens], 1 for tokens and 0 for padding"
+"""What an attention mask is to be, for messages."""
 
 
 def kept_by(mask: NDArray[Any]) -> NDArray[np.bool_]:

@@ -301,11 +301,11 @@ def check_arguments_of_the_wrong_kind_are_refused_by_name():
                 on.refuses(ConfigError, "expected one of", entering(routed.replay, trace, **{name: given}))
     for given in (None, 1, "rollout.safetensors", [trace], trace.expert_ids_NLK, trace.spec, routed, type(trace)):
         on.refuses(TraceError, "expected a RoutingTrace", entering(routed.replay, given))
-        on.refuses(TraceError, "expected a RoutingTrace", partial(routed.place, given, layout_of(trace)))
+        on.refuses(TraceError, "expected a RoutingTrace", partial(routed.shard, given, layout_of(trace)))
         on.refuses(AttachError, "expected a model of Megatron-Core", partial(megatron.attach, given))
     on.refuses(AttachError, "expected a model of Megatron-Core", partial(megatron.attach, [None]))
     for given in (None, "right", trace, trace.lengths):
-        on.refuses(LayoutError, "layout is a", partial(routed.place, trace, given))
+        on.refuses(LayoutError, "layout is a", partial(routed.shard, trace, given))
         if given is not None:
             on.refuses(LayoutError, "layout is a", entering(routed.replay, trace, given))
     on.refuses(ConfigError, "forward_step is a", partial(routed.replaying, None))

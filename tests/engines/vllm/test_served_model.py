@@ -121,7 +121,7 @@ def test_a_length_that_nobody_states_is_asked_for(routed, folder, fake_settings)
 
 
 def test_an_attached_model_is_no_served_model(routed, fake_settings):
-    with pytest.raises(ConfigError, match=r"not a RoutedModel; pass ServedModel\.of\(hf\.attach\(model\)\)"):
+    with pytest.raises(ConfigError, match=r"not a RoutedTransformer; pass ServedModel\.of\(hf\.attach\(model\)\)"):
         vllm.ProcessEngine(routed, fake_settings())
 
 

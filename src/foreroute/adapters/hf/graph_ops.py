@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Host(Protocol):
-    """What the operators call: the interceptor of a model."""
+    """What the operators call: the hooks of a model."""
 
     def begin_from_graph(
         self, input_ids: Tensor, mask: Tensor | None, positions: Tensor | None, cumulative: Tensor | None, past: int
