@@ -116,17 +116,17 @@ class Bench:
         tokens = [each.to(device) for each in drawn]
         routed = megatron.attach(model)
         with routed.record() as recording:
-            _step(model, _forward_step, [{"tokens": each} for each in tokens])
+            _step(model, forward_step, [{"tokens": each} for each in tokens])
         parts = np.split(np.arange(MICRO_BATCHES * SEQUENCES), MICRO_BATCHES)
         return cls(model, routed, tokens, [recording.trace().select(part) for part in parts])
 
     def native(self) -> Losses:
         """Forward and backward of all micro-batches; their losses by token."""
-        return _step(self.model, _forward_step, [{"tokens": each} for each in self.tokens])
+        return _step(self.model, forward_step, [{"tokens": each} for each in self.tokens])
 
     def replayed(self, *, telemetry: bool = False, traces: list[RoutingTrace] | None = None) -> Callable[[], Losses]:
         """The same on its own routes, or on others, which are placed here too."""
-        forward = self.routed.replaying(_forward_step, telemetry=telemetry)
+        forward = self.routed.replaying(forward_step, telemetry=telemetry)
 
         def run() -> Losses:
             batches = []
@@ -171,7 +171,8 @@ def _model(settings: dict[str, Any], width: int) -> Any:
     ).train()
 
 
-def _forward_step(batches: Iterator[dict[str, Any]], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+def forward_step(batches: Iterator[dict[str, Any]], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """As Megatron's schedules take it: the losses of the tokens of a batch, and what reduces them."""
     tokens = next(batches)["tokens"]
     width, device = tokens.shape[1], tokens.device
     positions = torch.arange(width, device=device).expand_as(tokens)
