@@ -13,7 +13,7 @@ from foreroute.capture import load_generation
 from foreroute.errors import RunFolderError
 from foreroute.trace import digest
 from foreroute.train import RunFolder, train
-from foreroute.train.rollback import Rollback, read_rollbacks, roll_back, settle
+from foreroute.train.alarm_actions import Rollback, read_rollbacks, roll_back, settle
 from kill_points import Disk, Killed, on
 
 pytestmark = pytest.mark.slow

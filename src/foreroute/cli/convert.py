@@ -9,8 +9,7 @@ from typing import Any
 
 from foreroute.capture import WRITABLE, ModelFacts, WireKind, decode, encode, facts_of_config
 from foreroute.capture.recognition import parse_text
-from foreroute.cli.alive import working
-from foreroute.cli.terminal import Console
+from foreroute.cli.terminal import Console, working
 from foreroute.errors import CaptureError, TraceFileError, printable
 from foreroute.files import RegularFile, read_file, write_atomically, writing_named
 from foreroute.trace import CODECS, RoutingSpec, RoutingTrace, load, save

@@ -8,9 +8,8 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from foreroute.cli.alive import Work, working
 from foreroute.cli.doctor_inputs import DoctorInputs, Engine, read_array, read_engine, read_trainer, with_last_rollout
-from foreroute.cli.terminal import Console
+from foreroute.cli.terminal import Console, Work, working
 from foreroute.doctor import Diagnosis, Evidence, Severity, TrainerPass, diagnose
 from foreroute.errors import printable
 from foreroute.report import check_page, measure_rows, write_diagnosis

@@ -11,10 +11,8 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from foreroute.cli.alive import working
-from foreroute.cli.page import write_page
 from foreroute.cli.plan_inputs import PlanInputs, StepToPlan, read_step
-from foreroute.cli.terminal import Console
+from foreroute.cli.terminal import Console, working, write_page
 from foreroute.costs.figures import summarize
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, InputError, PlanError

@@ -10,9 +10,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from foreroute.cli.alive import Work, working
-from foreroute.cli.page import write_page
-from foreroute.cli.terminal import Console
+from foreroute.cli.terminal import Console, Work, working, write_page
 from foreroute.errors import InputError, RunFolderError
 from foreroute.files import check_writable, write_folder_atomically, writing_named
 from foreroute.report import (

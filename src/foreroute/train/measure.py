@@ -19,7 +19,7 @@ from foreroute.mismatch.agreement import LOG10_EDGES
 from foreroute.plan import contiguous_imbalance
 from foreroute.trace import concatenate, count_assignments
 from foreroute.train.recompute import Recomputed
-from foreroute.train.rollout import Experience, Sampled
+from foreroute.train.rollout import Experience, SamplingRounds
 from foreroute.train.update import Updated
 
 HYPOTHETICAL_RANKS = (4, 8, 16)
@@ -61,7 +61,7 @@ def merged(parts: list[StepPart]) -> StepPart:
         np.concatenate([each.advantages_S for each in experiences]),
         np.concatenate([each.informative_S for each in experiences]),
         experiences[0].max_response_tokens,
-        Sampled(
+        SamplingRounds(
             np.concatenate([each.sampled.first_rewards_S for each in experiences]),
             max(each.sampled.rounds for each in experiences),
             sum(each.sampled.responses for each in experiences),

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from foreroute.adapters.hf import RoutedModel
 from foreroute.capture import Generation
 from foreroute.trace import RoutingTrace, concatenate
+from foreroute.train.execution import Execution
 from foreroute.train.forward import inputs, response_logprobs
 from foreroute.train.schedule import Stage
-from foreroute.train.whole import Execution
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,9 +1,13 @@
-"""Stage 1, rollout: the engine samples groups of responses, the verifier scores them."""
+"""Stage 1, rollout: the engine samples groups of responses, over one turn or several, and the task scores them.
+
+Evaluation samples and scores in the same way, on problems that are held out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +16,11 @@ from numpy.typing import NDArray
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.protocol import Engine
 from foreroute.errors import FunctionError
+from foreroute.trace import extended
 from foreroute.train.config import TrainConfig
-from foreroute.train.objective.advantages import group_advantages
+from foreroute.train.objective import group_advantages
 from foreroute.train.ranks import Ranks
 from foreroute.train.tasks import Problem, Task
-from foreroute.train.turns import Conversations, converse, last_turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +41,11 @@ class Experience:
     advantages_S: NDArray[np.float64]
     informative_S: NDArray[np.bool_]
     max_response_tokens: int
-    sampled: Sampled
+    sampled: SamplingRounds
 
 
 @dataclass(frozen=True, eq=False)
-class Sampled:
+class SamplingRounds:
     """Rounds of dynamic sampling; the first alone without it.
 
     Attributes:
@@ -91,7 +95,7 @@ def roll_out(engine: Engine, task: Task, config: TrainConfig, step: int, ranks: 
         advantages, informative = group_advantages(rewards, group_size, kind)
         rounds += 1
     longest = task.max_turns * task.max_response_tokens
-    sampled = Sampled(scores.rewards_S, rounds, rounds * len(rewards), tuple(failures))
+    sampled = SamplingRounds(scores.rewards_S, rounds, rounds * len(rewards), tuple(failures))
     return Experience(generation, rewards, advantages, informative, longest, sampled)
 
 
@@ -147,3 +151,135 @@ def score(task: Task, problems: Sequence[Problem], generation: Generation, group
         except FunctionError as error:
             failures[s] = str(error)
     return Scores(rewards_S, failures)
+
+
+@dataclass(frozen=True, eq=False)
+class Conversations:
+    """What was sampled.
+
+    Attributes:
+        generation: S = problems * group size sequences, grouped by problem.
+        failures: why the environment failed in a sequence, which ended there, by its number.
+    """
+
+    generation: Generation
+    failures: dict[int, str]
+
+
+def converse(
+    engine: Engine, task: Task, problems: Sequence[Problem], sampling: Sampling, generator: torch.Generator
+) -> Conversations:
+    """Sample responses, of up to `task.max_turns` turns where the task has an environment.
+
+    A turn that was cut before its end token is the last. Each turn is sampled after all tokens so far; rows that an
+    earlier turn routed keep those routes, because the log-probs of their tokens come from there.
+    """
+    generation = engine.generate([problem.tokens for problem in problems], sampling, generator)
+    failures: dict[int, str] = {}
+    open_S = np.arange(len(generation))
+    for _ in range(task.max_turns - 1):
+        follows: dict[int, NDArray[np.int32]] = {}
+        for s in map(int, open_S):
+            if generation.trace.tokens(s)[-1] != task.end_token:
+                continue
+            try:
+                tokens = task.tool_reply(*last_turn(task, problems[s // sampling.group_size], generation, s))
+            except FunctionError as error:
+                failures[s] = str(error)
+                continue
+            if tokens is not None:
+                follows[s] = tokens
+        if not follows:
+            break
+        open_S = np.array(list(follows))
+        longer = _another_turn(engine, generation.select(open_S), list(follows.values()), sampling, generator)
+        order = np.arange(len(generation))
+        order[open_S] = len(generation) + np.arange(len(open_S))
+        generation = Generation.concatenate([generation, longer]).select(order)
+    return Conversations(generation, failures)
+
+
+def last_turn(task: Task, problem: Problem, generation: Generation, sequence: int) -> tuple[Problem, str]:
+    """The text of the last turn of a response, and the problem with all that came before as its prompt."""
+    before, last = generation.last_turn(sequence)
+    if len(before):
+        problem = replace(problem, prompt=problem.prompt + task.transcript(before))
+    return problem, task.text(last)
+
+
+def _another_turn(
+    engine: Engine,
+    before: Generation,
+    follows: Sequence[NDArray[np.int32]],
+    sampling: Sampling,
+    generator: torch.Generator,
+) -> Generation:
+    """The sequences, each with the tokens that follow and one more turn."""
+    prompts = [np.concatenate([before.trace.tokens(s), tokens]) for s, tokens in enumerate(follows)]
+    later = engine.generate(prompts, replace(sampling, group_size=1), generator)
+    parts = [(before, later)[turn].select([s]) for s in range(len(before)) for turn in (0, 1)]
+    sampled = []
+    for s, tokens in enumerate(follows):
+        sampled += [
+            parts[2 * s].sampled_N,
+            np.zeros(len(tokens), np.bool_),
+            np.ones(later.response_lengths[s], np.bool_),
+        ]
+    return Generation(
+        extended(before.trace, later.trace),
+        before.prompt_lengths,
+        np.concatenate([part.logprobs_R for part in parts]),
+        np.concatenate(sampled),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    """What one rank saw.
+
+    Attributes:
+        scores: of its S responses.
+        response_lengths: int64 [S].
+    """
+
+    scores: Scores
+    response_lengths: NDArray[np.int64]
+
+
+def evaluate(engine: Engine, task: Task, config: TrainConfig, step: int, ranks: Ranks) -> Evaluated:
+    """Sample and score responses to this rank's block of the held-out problems, with the weights that are loaded.
+
+    The problems follow from the seed, responses at a temperature from the step and the number of ranks too.
+
+    Raises:
+        FunctionError: when not one response got a reward.
+    """
+    settings = config.evaluation
+    # streams 0 to 2 and 5 of a step belong to the warm start, the rollout, the schedule and the order of a data set
+    problems = task.held_out(settings.prompts, np.random.default_rng([config.seed, 0, 3]))
+    each = len(problems) // ranks.size
+    mine = problems[each * ranks.rank : each * (ranks.rank + 1)]
+    seed = int(np.random.default_rng([config.seed, step, 4]).integers(2**62))
+    sampling = Sampling(task.max_response_tokens, task.end_token, settings.group_size, settings.temperature)
+    generator = torch.Generator().manual_seed(seed + ranks.rank)
+    conversations = converse(engine, task, mine, sampling, generator)
+    scores = scored(task, mine, conversations, settings.group_size)
+    return Evaluated(scores, conversations.generation.response_lengths)
+
+
+def evaluation_record(parts: Sequence[Evaluated]) -> dict[str, Any]:
+    """The record "evaluation" of a step, from what all ranks saw; empty without parts."""
+    if not parts:
+        return {}
+    rewards_S = np.concatenate([part.scores.rewards_S for part in parts])
+    failures = [failure for part in parts for failure in part.scores.failures.values()]
+    scored_S = rewards_S[~np.isnan(rewards_S)]
+    record = {
+        "responses": len(rewards_S),
+        "reward_mean": float(scored_S.mean()),
+        "reward_std": float(scored_S.std()),
+        "exact_share": float((scored_S == 1).mean()),
+        "response_tokens_mean": float(np.concatenate([part.response_lengths for part in parts]).mean()),
+        "reward_failures": len(failures),
+    }
+    return {"evaluation": record | ({"reward_failure": failures[0]} if failures else {})}

@@ -7,11 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from foreroute.files.config_file import Count, Natural, NotNegative, Positive, Section, Tokens
-from foreroute.train.objective.advantages import Advantage
-from foreroute.train.objective.corrections import Correction, Rejection
-from foreroute.train.objective.means import Mean
-from foreroute.train.objective.ratios import Level
-from foreroute.train.objective.surrogates import Loss
+from foreroute.train.objective import Advantage, Correction, Level, Loss, Mean, Rejection
 
 Routing = Literal["none", "R2", "R3", "R3+weights"]
 Method = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "minirl"]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.train.config import TaskConfig
-from foreroute.train.tasks.task import Lesson, Problem
+from foreroute.train.tasks.task import Demonstration, Problem
 
 VOCABULARY = "0123456789+-*=;_"
 
@@ -39,11 +39,11 @@ class ChainTask:
     def held_out(self, count: int, rng: np.random.Generator) -> list[Problem]:
         return self.problems(count, 0, 0, rng)
 
-    def lessons(self, count: int, rng: np.random.Generator) -> list[Lesson]:
+    def demonstrations(self, count: int, rng: np.random.Generator) -> list[Demonstration]:
         shortest, longest = self._operands
         operands = int(rng.integers(shortest, longest + 1))  # of one length, so that nothing is padded
         problems = sample_problems(rng, count, min_operands=operands, max_operands=operands)
-        return [Lesson(problem.tokens, encode(problem.row["answer"])) for problem in problems]
+        return [Demonstration(problem.tokens, encode(problem.row["answer"])) for problem in problems]
 
     def text(self, tokens: NDArray[np.int32]) -> str:
         return decode(tokens)
@@ -51,7 +51,7 @@ class ChainTask:
     def transcript(self, tokens: NDArray[np.int32]) -> str:
         return decode(tokens)
 
-    def follow(self, problem: Problem, response: str) -> NDArray[np.int32] | None:
+    def tool_reply(self, problem: Problem, response: str) -> NDArray[np.int32] | None:
         return None
 
     def reward(self, problem: Problem, response: str) -> float:

@@ -29,7 +29,7 @@ class Problem:
 
 
 @dataclass(frozen=True, eq=False)
-class Lesson:
+class Demonstration:
     """A problem with a right answer, for supervised training.
 
     Attributes:
@@ -78,7 +78,7 @@ class Task(Protocol):
             rng: the same randomness each time.
         """
 
-    def lessons(self, count: int, rng: np.random.Generator) -> list[Lesson]:
+    def demonstrations(self, count: int, rng: np.random.Generator) -> list[Demonstration]:
         """Problems with their answers.
 
         Raises:
@@ -91,7 +91,7 @@ class Task(Protocol):
     def transcript(self, tokens: NDArray[np.int32]) -> str:
         """All that tokens say, with what marks turns and their ends."""
 
-    def follow(self, problem: Problem, response: str) -> NDArray[np.int32] | None:
+    def tool_reply(self, problem: Problem, response: str) -> NDArray[np.int32] | None:
         """What a tool says to a turn, int32 [T] of at least one token; None where the response ends.
 
         Args:
