@@ -53,8 +53,8 @@ from foreroute.train.execution import SingleProcess
 from foreroute.train.loop import Trainer, make_trainer
 from foreroute.train.model import make_policy
 from foreroute.train.objective import group_advantages
+from foreroute.train.passes import recompute
 from foreroute.train.ranks import Ranks
-from foreroute.train.recompute import recompute
 from foreroute.train.rollout import Experience, SamplingRounds
 from foreroute.train.schedule import make_schedule
 from foreroute.train.tasks import Problem, make_task

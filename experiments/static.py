@@ -19,8 +19,8 @@ from foreroute.train.execution import SingleProcess
 from foreroute.train.loop import make_trainer
 from foreroute.train.measure import mismatch_of, mismatch_record
 from foreroute.train.model import make_engine, make_policy
+from foreroute.train.passes import Recomputed, recompute
 from foreroute.train.ranks import Ranks
-from foreroute.train.recompute import Recomputed, recompute
 from foreroute.train.rollout import roll_out
 from foreroute.train.schedule import make_schedule
 from foreroute.train.tasks import make_task

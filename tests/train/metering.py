@@ -13,7 +13,7 @@ from foreroute import planner
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.train import expert_parallel
-from foreroute.train.forward import response_logprobs
+from foreroute.train.passes import response_logprobs
 
 LOCK = threading.Lock()
 
@@ -92,7 +92,7 @@ def steps_with_slow_plans(rank, config, plan_s, forward_s):
 
     with (
         mock.patch.object(planner, "plan", slow_plan),
-        mock.patch("foreroute.train.recompute.response_logprobs", slow_forward),
+        mock.patch("foreroute.train.passes.response_logprobs", slow_forward),
         precise_trainer(config) as trainer,
     ):
         return steps_of(trainer, 1)

@@ -10,7 +10,7 @@ import torch
 from foreroute.errors import StaleTraceError
 from foreroute.plan import contiguous_imbalance
 from foreroute.train import loop, rollout
-from foreroute.train.forward import inputs, pad
+from foreroute.train.passes import inputs, pad
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Scores, roll_out
 from foreroute.train.schedule import make_schedule

@@ -1,4 +1,4 @@
-"""`foreroute convert`."""
+"""`foreroute convert`: engine output to a trace, and a trace to another codec or another framework's form."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _read(source: Path, origin: Origin) -> tuple[RoutingTrace, str]:
 
 
 def _first_line(data: bytes, source: Path) -> tuple[Any, list[tuple[int, bytes]]]:
-    """What the first line holds, if it is a JSON object on its own, and the other lines with their numbers."""
+    """Read the first line, if it is a JSON object on its own, and give the other lines with their numbers."""
     lines = [(number, line) for number, line in enumerate(data.splitlines(), 1) if line.strip()]
     if not lines or not lines[0][1].lstrip().startswith(b"{"):
         return None, []
@@ -115,7 +115,7 @@ def _form(trace: RoutingTrace) -> str:
 
 
 def _tokens(origin: Origin) -> Any:
-    """Token lists as they stand in the file; `decode` checks them."""
+    """Read token lists as they stand in the file; `decode` checks them."""
     if origin.tokens is None:
         return None
     tokens = parse_text(read_file(origin.tokens, CaptureError), name=str(origin.tokens))

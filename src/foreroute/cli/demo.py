@@ -55,7 +55,7 @@ def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: 
 
 
 def demo_values() -> dict[str, Any]:
-    """The demo's configuration, as `parse_config` takes it."""
+    """Give the demo's configuration, as `parse_config` takes it."""
     return tomllib.loads((files("foreroute.cli") / "arithmetic.toml").read_text(encoding="utf-8"))
 
 

@@ -81,7 +81,7 @@ def _examined(
 
 
 def _given(inputs: DoctorInputs, engine: Engine, weight_version: int | None) -> Evidence:
-    """Evidence of passes that the user ran."""
+    """Read the evidence of passes that the user ran."""
     executed = load(inputs.trainer_trace) if inputs.trainer_trace else None
     logprobs_R = read_array(inputs.trainer_logprobs, "f") if inputs.trainer_logprobs else None
     replayed = TrainerPass(None, read_array(inputs.replayed_logprobs, "f")) if inputs.replayed_logprobs else None

@@ -41,7 +41,7 @@ EXTRA_OF = {
 USAGE_ERROR = typer.BadParameter.__mro__[1]
 """Typer brings its own click since 0.26, and used click before."""
 AGAIN_S = 2.0
-"""After that a signal is sent once more to a command that goes on."""
+"""Seconds after which a signal is sent once more to a command that goes on."""
 ISSUES = "https://github.com/foreroute/foreroute/issues"
 
 
@@ -84,7 +84,7 @@ def _signalled(number: int) -> int:
 
 
 def _failed(error: BaseException) -> int:
-    """Say what went wrong; the exit code."""
+    """Say what went wrong, and give the exit code."""
     match error:
         case SystemExit():
             return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
@@ -111,7 +111,7 @@ def _failed(error: BaseException) -> int:
 
 
 def _about(error: OSError) -> str:
-    """What the system refused; nothing where a pipe was closed, since nobody reads on."""
+    """Say what the system refused; nothing where a pipe was closed, since nobody reads on."""
     if isinstance(error, BrokenPipeError):
         return ""
     reason = error.strerror or str(error)
@@ -122,7 +122,7 @@ def _about(error: OSError) -> str:
 
 
 def _say_usage(error: Any) -> None:
-    """Of a command line that typer does not understand. Without any argument it has shown the help already."""
+    """Say what typer does not understand of a command line. Without any argument it has shown the help already."""
     message = error.format_message().strip()
     if message and type(error).__name__ != "NoArgsIsHelpError":
         path = error.ctx.command_path if error.ctx else "foreroute"
@@ -145,7 +145,7 @@ def _say(message: str, *, kind: str = "error") -> None:
 
 
 def _silence_broken_streams() -> None:
-    """What cannot be written is dropped, or the interpreter would try once more at its end and change the code."""
+    """Drop what cannot be written, or the interpreter would try once more at its end and change the code."""
     for stream in (sys.stdout, sys.stderr):
         if stream is None:
             continue
@@ -160,7 +160,7 @@ def _silence_broken_streams() -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """End on Ctrl-C, SIGTERM and SIGHUP by an exception, so that what is open is closed; the signals received so far.
+    """End on Ctrl-C, SIGTERM and SIGHUP by an exception, so that what is open is closed; yields the signals received.
 
     One that is ignored, as under nohup, stays ignored.
     """
@@ -175,7 +175,7 @@ def _signals() -> Iterator[list[int]]:
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     def send_again() -> None:
-        """A library that was interrupted may have caught the exception, or a finalizer lost it."""
+        """Send it again: a library that was interrupted may have caught the exception, or a finalizer lost it."""
         if running and signal.getsignal(received[-1]) is end:
             os.kill(os.getpid(), received[-1])
 
@@ -203,7 +203,7 @@ def _signals() -> Iterator[list[int]]:
 
 @contextmanager
 def _plain_records() -> Iterator[None]:
-    """Warnings are one line, and theirs and those of logging are as `printable` as the rest."""
+    """Make each warning one line, and warnings and records of logging as `printable` as the rest."""
 
     class Record(logging.LogRecord):
         def getMessage(self) -> str:

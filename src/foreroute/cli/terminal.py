@@ -1,6 +1,6 @@
-"""What every verb shows: a console that obeys nothing it prints, a sign of life, and the page beside the figures.
+"""What every verb shows: a console that escapes what it prints, a heartbeat, and the page beside the figures.
 
-A sign of life is a line on standard error, every few seconds in which a command prints nothing, that says what it is
+The heartbeat is a line on standard error, every few seconds in which a command prints nothing, that says what it is
 doing. What a verb prints on standard output stays what it was. A terminal on which a bar moves needs none, and what is
 quicker than a few seconds says nothing.
 """
@@ -27,6 +27,13 @@ from rich.text import Text
 from foreroute.errors import how_to_install, printable
 
 FEWEST_COLUMNS, MOST_COLUMNS = 40, 1000
+"""What COLUMNS of the environment is brought into."""
+SILENCE_S = 4.5
+"""Seconds without a printed line before the heartbeat speaks. Nobody is to wait for 5 s, and the thread may be late."""
+JOIN_S = 1.0
+"""Seconds that a command waits for the heartbeat's thread, which writes to a pipe that may be full."""
+DRAWN_WITH = ("jinja2", "matplotlib")
+"""The libraries that a page needs, of the extra "report"."""
 
 
 class Console(rich.console.Console):
@@ -42,14 +49,14 @@ class Console(rich.console.Console):
     printed_at: ClassVar[float] = 0.0
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As Rich does."""
+        """Print as Rich does, and note when."""
         super().print(*objects, **options)
         Console.printed_at = monotonic()
 
     def render(
         self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """As Rich does, `printable`."""
+        """Render as Rich does, with text made `printable`."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
@@ -59,7 +66,7 @@ class Console(rich.console.Console):
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output, whose errors say that it is this stream, and not a file, that cannot be written."""
+    """Standard output whose errors say that it is this stream, and not a file, that cannot be written."""
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
         super().__init__(
@@ -113,14 +120,8 @@ def prepare_streams() -> None:
             del os.environ[name]
 
 
-SILENCE_S = 4.5
-"""Of silence. Nobody is to wait for 5 s, and the thread may be late."""
-JOIN_S = 1.0
-"""The thread writes to a pipe that may be full. A command does not wait for whoever reads it."""
-
-
 def is_first_rank() -> bool:
-    """Whether this process speaks for the run: it is alone, or rank 0 of those that torchrun started."""
+    """Say whether this process speaks for the run: it is alone, or rank 0 of those that torchrun started."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -141,11 +142,11 @@ class Work:
         self._is_compiling: Callable[[], bool] = bool
 
     def begin(self, what: str) -> None:
-        """Another piece of work, of which no second has gone by."""
+        """Begin another piece of work, of which no second has gone by."""
         self.what, self.detail, self._begun = what, "", monotonic()
 
     def advance(self, done: int, total: int, detail: str = "") -> None:
-        """So much of it is done."""
+        """Note that so much of it is done."""
         self.done, self.total, self.detail = done, total, detail
 
     def watch_kernels(self) -> None:
@@ -155,7 +156,7 @@ class Work:
         self._is_compiling = is_compiling
 
     def __str__(self) -> str:
-        """One line without control characters: "planning: 1,234 of 9,216 cells, 12 s"."""
+        """Give one line without control characters: "planning: 1,234 of 9,216 cells, 12 s"."""
         facts = [self.detail] if self.detail else []
         if self.total:
             facts.append(f"{self.done:,} of {self.total:,} {self.unit}".rstrip())
@@ -166,7 +167,7 @@ class Work:
         return printable(f"{self.what}{separator}{', '.join(facts)}").replace("\n", "\\n")
 
     def __rich__(self) -> Text | Table:
-        """The same line on a terminal, and a bar where it is known how much there is."""
+        """Give the same line for a terminal, and a bar where it is known how much there is."""
         if not self.total:
             return Text(str(self))
         row = Table.grid(padding=(0, 1))
@@ -180,7 +181,7 @@ _under_way = [Work("starting")]
 
 @contextmanager
 def working(what: str, console: Console | None = None, *, total: int = 0, unit: str = "") -> Iterator[Work]:
-    """Something that may last, by name.
+    """Name a piece of work that may last, while the context is open.
 
     Args:
         what: its name, which may hold names of files.
@@ -226,12 +227,9 @@ def _beat(over: threading.Event) -> None:
 
 
 def _write(line: str) -> None:
-    """Past the stream and its lock: who waits for a reader holds nobody up, and a fork takes no lock along."""
+    """Write past the stream and its lock: who waits for a reader holds nobody up, and a fork takes no lock along."""
     with suppress(OSError, ValueError, AttributeError):  # nobody reads: the command meets that when it prints itself
         os.write(sys.stderr.fileno(), line.encode(errors="backslashreplace"))
-
-
-DRAWN_WITH = ("jinja2", "matplotlib")
 
 
 def write_page(console: Console, write: Callable[[], Path], *, name: str = f"{'page':<9}") -> None:

@@ -16,12 +16,14 @@ from foreroute.errors import InputError, printable
 from foreroute.mismatch import Defect, Explanation, explain
 from foreroute.trace import CODECS, NO_VERSION, RoutingSpec, RoutingTrace, count_assignments, digest, encoded_size, load
 
+POSITION_BINS = 8
+"""Rows of the table of overlap by position."""
 MOST_SHOWN, MOST_LETTERS = 32, 2000
 """Of facts, weight versions, and letters of one: a file may hold a mebibyte of them."""
 
 
 def print_trace(path: Path) -> None:
-    """Facts about a trace file, and the load of its experts by layer."""
+    """Print facts about a trace file, and the load of its experts by layer."""
     console = Console()
     with working(f"reading {path}", console) as work:
         trace = load(path)
@@ -47,6 +49,22 @@ def validate_traces(paths: list[Path]) -> bool:
         else:
             console.print(f"[green]sound[/]    {escape(f'{_one_line(path)}: {trace!r}')}")
     return sound
+
+
+def print_difference(reference: Path, other: Path) -> bool:
+    """Print overlap by layer and position, and the defect that explains it; False when there is one."""
+    console = Console()
+    with working(f"reading {reference} and {other}", console) as work:
+        trace, compared = load(reference), load(other)
+        work.begin("comparing")
+        found = explain(trace, compared)
+    console.print("Picks that both traces share:")  # a table's own title is wrapped in the table's width
+    console.print(_by_layer(found, trace.spec))
+    console.print(_by_position(found))
+    natural = found.kind is Defect.NONE
+    colour = "green" if natural else "bold red"
+    console.print(f"[{colour}]{found.kind}[/]  {escape(found.sentence)}", highlight=False)
+    return natural
 
 
 def _facts(path: Path, trace: RoutingTrace) -> Table:
@@ -78,7 +96,7 @@ def _few(values: list[str]) -> str:
 
 
 def _one_line(text: object) -> str:
-    """`text` as one line that a terminal shows and does not obey, and that is not longer than a few screens."""
+    """Give `text` as one line that a terminal shows and does not obey, and that is not longer than a few screens."""
     line = str(text)
     cut = f"{line[:MOST_LETTERS]}... ({len(line)} characters)" if len(line) > MOST_LETTERS else line
     return printable(cut).replace("\n", "\\n")
@@ -101,25 +119,6 @@ def _layers(trace: RoutingTrace) -> Table:
             f"{(share * np.log2(1 / share)).sum():.2f} of {np.log2(trace.spec.num_experts):.2f}",
         )
     return table
-
-
-POSITION_BINS = 8
-
-
-def print_difference(reference: Path, other: Path) -> bool:
-    """Overlap by layer and position, and the defect that explains it; False when there is one."""
-    console = Console()
-    with working(f"reading {reference} and {other}", console) as work:
-        trace, compared = load(reference), load(other)
-        work.begin("comparing")
-        found = explain(trace, compared)
-    console.print("Picks that both traces share:")  # a table's own title is wrapped in the table's width
-    console.print(_by_layer(found, trace.spec))
-    console.print(_by_position(found))
-    natural = found.kind is Defect.NONE
-    colour = "green" if natural else "bold red"
-    console.print(f"[{colour}]{found.kind}[/]  {escape(found.sentence)}", highlight=False)
-    return natural
 
 
 def _by_layer(found: Explanation, spec: RoutingSpec) -> Table:

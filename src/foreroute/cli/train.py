@@ -29,6 +29,15 @@ from foreroute.mismatch import Alarm
 from foreroute.report import write_report
 from foreroute.train import Rollback, TrainConfig, Watcher, load_config, train
 
+LINES_EVERY = 20
+"""Steps between two lines where there is no terminal to draw a bar on; of the warm start, five times as many."""
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, what schedulers send before they kill, and what a terminal sends that is closed."""
+NARROW = 110
+"""Columns of a terminal below which the figures need the bar's room."""
+PACE_OVER_S = 3600.0
+"""The pace of a run is that of the last hour, since a step may take minutes."""
+
 
 def run_training(config_path: Path, folder: Path | None, *, resume: bool) -> None:
     """Train, write the report, and say where things are. Under torchrun, rank 0 does the last two."""
@@ -53,31 +62,22 @@ def train_and_report(config: TrainConfig, folder: Path, *, resume: bool = False)
         write_page(console, lambda: write_report([folder], folder / "report.html"), name=f"{'report':<11}")
 
 
-LINES_EVERY = 20
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, what schedulers send before they kill, and what a terminal sends that is closed."""
-NARROW = 110
-"""Columns of a terminal below which the figures need the bar's room."""
-PACE_OVER_S = 3600.0
-"""The pace of a run is that of the last hour, since a step may take minutes."""
-
-
 class PaceColumn(ProgressColumn):
-    """Time per step."""
+    """A column with the time per step."""
 
     def render(self, task: Task) -> Text:
-        """Of the steps that this process has seen end; nothing before the second."""
+        """Show the pace of the steps that this process has seen end; nothing before the second."""
         return Text(_pace(1 / task.speed) if task.speed else "", style="progress.data.speed")
 
 
 def console_of_rank() -> Console:
-    """The terminal, for rank 0; the others are silent but for their errors."""
+    """Give the terminal to rank 0; the other ranks are silent but for their errors."""
     return Console(quiet=not is_first_rank())
 
 
 @contextmanager
 def watching(config: TrainConfig, console: Console) -> Iterator[Watcher]:
-    """A watcher that shows progress and alarms, and turns the first Ctrl-C, SIGTERM or SIGHUP into an orderly stop."""
+    """Show progress and alarms, and turn the first Ctrl-C, SIGTERM or SIGHUP into an orderly stop."""
     with (
         working(f"{config.name}, preparing the run") as work,
         (display := Display(config, console, work)).progress,
@@ -117,7 +117,7 @@ class Display:
         self._alarms: set[str] = set()
 
     def warm_start(self, step: int, loss: float) -> None:
-        """A supervised step."""
+        """Show a supervised step."""
         figures = f"loss {loss:.2f}, until {self._warm_start.stop_at_loss:g}"
         self.progress.update(self._warm, visible=True, completed=step + 1, figures=figures)
         self._at("warm start", f"step {step} of {self._warm_start.max_steps} at most, {figures}")
@@ -125,11 +125,11 @@ class Display:
             self._line(f"warm start, step {step}, loss {loss:.2f}")
 
     def stage(self, step: int, stage: str) -> None:
-        """A stage of a step begins."""
+        """Note that a stage of a step begins."""
         self._at(f"step {step}", stage)
 
     def step(self, record: dict[str, Any]) -> None:
-        """A finished step, and the alarms that were not on before it."""
+        """Show a finished step, and the alarms that were not on before it."""
         step, now = record["step"], monotonic()
         self._at(f"after step {step}", "saving what is due")
         self._first = self._first or (step, now)
@@ -143,7 +143,7 @@ class Display:
         self._alarms = set(alarms)
 
     def rollback(self, rollback: Rollback) -> None:
-        """The run has gone back."""
+        """Say that the run has gone back to a checkpoint."""
         self._first, self._alarms = None, set()
         self._at(f"going back to step {rollback.to_step}", "preparing")
         self.progress.reset(self._steps, completed=rollback.to_step, figures="")
@@ -153,13 +153,13 @@ class Display:
         )
 
     def superseded(self, step: int, folder: Path) -> None:
-        """A step ran again, and came out otherwise than it was recorded."""
+        """Say that a step ran again, and came out otherwise than it was recorded."""
         self._say(
             f"step {step} ran again and came out otherwise; what was recorded of it and of later ones is in {folder}"
         )
 
     def _at(self, what: str, detail: str) -> None:
-        """What is said while nothing else is."""
+        """Note what the heartbeat says while nothing is printed."""
         if self._work.what != (what := f"{self._name}, {what}"):
             self._work.begin(what)
         self._work.detail = detail
@@ -172,7 +172,7 @@ class Display:
             self._say(text)
 
     def _time_left(self, step: int, now: float) -> str:
-        """In words, from the steps since the run began, was resumed, or was rolled back."""
+        """Say it in words, from the steps since the run began, was resumed, or was rolled back."""
         first, begun = self._first or (step, now)
         if first == step:
             return ""
@@ -182,7 +182,7 @@ class Display:
 
 
 def _columns(width: int) -> list[ProgressColumn]:
-    """Of the bar. Where the terminal is narrow the figures are wrapped, and nothing else is cut."""
+    """Choose the columns of the bar. Where the terminal is narrow the figures are wrapped, and nothing else is cut."""
     wide = width >= NARROW
     return [
         TextColumn("{task.description}"),
@@ -215,7 +215,7 @@ def _figures(record: dict[str, Any]) -> str:
 
 @contextmanager
 def _signals(console: Console) -> Iterator[list[int]]:
-    """Collects the first signal; the second is left to whoever had them before. One that is ignored stays ignored.
+    """Collect the first signal; the second is left to whoever had them before. One that is ignored stays ignored.
 
     Prints nothing: a handler may run anywhere.
     """

@@ -31,7 +31,7 @@ _ALARMS = TypeAdapter(list[Alarm])
 
 
 class AlarmActions:
-    """Made on all ranks; rank 0 knows the records and decides.
+    """Acts on the alarms of a run. Made on all ranks; rank 0 knows the records and decides.
 
     Args:
         config: the rules and the action.
@@ -79,7 +79,7 @@ class AlarmActions:
         self._ranks.on_rank_0("acting on alarms", lambda: self._act(step))
         return bool(self._ranks.max([self._rolled_back])[0])
 
-    def survive(self, step: int, error: DivergedError) -> bool:
+    def act_on_divergence(self, step: int, error: DivergedError) -> bool:
         """As `act`, for a step that was not finished because numbers are not finite.
 
         Raises:
@@ -126,7 +126,7 @@ class AlarmActions:
 
 
 def _signals_and_alarms(run: RunFolder, record: Mapping[str, Any]) -> tuple[Signals, list[Alarm]]:
-    """What a line of metrics says about its step."""
+    """Read what a line of metrics says about its step."""
     try:
         signals = Signals.of(record)
         _SIGNALS.validate_json(json.dumps(asdict(signals)), strict=True)
@@ -140,7 +140,7 @@ def _signals_and_alarms(run: RunFolder, record: Mapping[str, Any]) -> tuple[Sign
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback:
-    """One of them.
+    """A return of a run to an earlier checkpoint.
 
     Attributes:
         number: from 1.
@@ -171,7 +171,7 @@ _STORED = TypeAdapter(_Stored)
 
 
 def read_rollbacks(run: RunFolder) -> list[Rollback]:
-    """Those of a run, in order.
+    """Read the rollbacks of a run, in order.
 
     Raises:
         RunFolderError: when rollbacks.json is damaged, or gone.
@@ -182,10 +182,10 @@ def read_rollbacks(run: RunFolder) -> list[Rollback]:
 def roll_back(run: RunFolder, rollback: Rollback) -> None:
     """Take what follows the checkpoint out of the run, and keep it aside."""
     _store(run, [*read_rollbacks(run), rollback], settled=False)
-    settle(run)
+    finish_rollback(run)
 
 
-def settle(run: RunFolder) -> None:
+def finish_rollback(run: RunFolder) -> None:
     """Finish the last rollback, if that is not done."""
     rollbacks, settled = _read(run)
     if settled:
@@ -196,7 +196,7 @@ def settle(run: RunFolder) -> None:
     _store(run, rollbacks, settled=True)
 
 
-def require_fit(run: RunFolder) -> None:
+def require_matching_metrics(run: RunFolder) -> None:
     """Make sure that the metrics of a run are of these rollbacks: each line says how many there were before it.
 
     Raises:
@@ -215,7 +215,7 @@ def require_fit(run: RunFolder) -> None:
 
 
 def as_rolled_back(config: TrainConfig, rollbacks: list[Rollback]) -> TrainConfig:
-    """The configuration that a run goes on with: after a rollback, one that replays the rollout's routes."""
+    """Give the configuration that a run goes on with: after a rollback it replays the rollout's routes."""
     if not rollbacks or config.rl.routing in ("R3", "R3+weights"):
         return config
     return config.model_copy(update={"rl": config.rl.model_copy(update={"routing": "R3"})})

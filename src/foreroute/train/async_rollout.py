@@ -24,11 +24,11 @@ from torch import Tensor
 from foreroute.capture import Generation
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trace.checks import check_rows
-from foreroute.train.device import work_on
+from foreroute.train.device import use_device
 from foreroute.train.rollout import Experience, SamplingRounds
 
 Sample = Callable[[int, int, Mapping[str, Tensor]], Experience]
-"""Of a step, with weights and their version."""
+"""Samples the rollout of a step, with weights and their version."""
 T = TypeVar("T")
 
 
@@ -47,7 +47,7 @@ class AsyncRollouts:
         self._max_staleness = max_staleness
         self._ordered: dict[int, Future[Experience]] = {}
         self._worker = ThreadPoolExecutor(
-            1, thread_name_prefix="foreroute-rollouts", initializer=work_on, initargs=(device, threads)
+            1, thread_name_prefix="foreroute-rollouts", initializer=use_device, initargs=(device, threads)
         )
 
     def order(self, version: int, weights: Mapping[str, Tensor]) -> None:
@@ -63,7 +63,7 @@ class AsyncRollouts:
             self._ordered[step] = self._worker.submit(self._sample, step, version, copies)
 
     def take(self, step: int) -> Experience:
-        """The rollout of a step, which is waited for. Raises what sampling it raised."""
+        """Wait for the rollout of a step. Raises what sampling it raised."""
         return self._ordered.pop(step).result()
 
     def in_thread(self, work: Callable[[], T]) -> T:
@@ -71,7 +71,7 @@ class AsyncRollouts:
         return self._worker.submit(work).result()
 
     def state(self, skipped_steps: int) -> dict[int, Any]:
-        """The rollouts of steps to come, all of which are waited for, by the step whose data they are of.
+        """Wait for the rollouts of steps to come, and give them by the step whose data they are of.
 
         Args:
             skipped_steps: of data, that were passed over so far.
@@ -102,7 +102,7 @@ class AsyncRollouts:
 
 
 def stored(experience: Experience) -> dict[str, Any]:
-    """Tensors and plain values, which a checkpoint can hold."""
+    """Take a rollout apart into tensors and plain values, which a checkpoint can hold."""
     generation = experience.generation
     return {
         "trace": _values(generation.trace, "spec"),
@@ -113,7 +113,7 @@ def stored(experience: Experience) -> dict[str, Any]:
 
 
 def restored(state: Mapping[str, Any], spec: RoutingSpec) -> Experience:
-    """What was stored.
+    """Put a stored rollout together again.
 
     Raises:
         KeyError, TypeError: when it is something else.
@@ -126,7 +126,7 @@ def restored(state: Mapping[str, Any], spec: RoutingSpec) -> Experience:
 
 
 def _values(holder: Any, *without: str) -> dict[str, Any]:
-    """All fields of a dataclass but those that are stored on their own."""
+    """Give all fields of a dataclass but those that are stored on their own."""
     return {each.name: _plain(getattr(holder, each.name)) for each in fields(holder) if each.name not in without}
 
 

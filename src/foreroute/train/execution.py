@@ -1,4 +1,4 @@
-"""What stages ask of the way that a policy is executed, and the way of one process; `expert_parallel.py` has several."""
+"""What stages ask of the execution of a policy, and the execution by one process. `expert_parallel.py` has several."""
 
 from __future__ import annotations
 

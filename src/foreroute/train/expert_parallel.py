@@ -31,14 +31,14 @@ from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.trace import RoutingTrace, count_assignments
 from foreroute.train.config import ParallelConfig, TrainConfig
 from foreroute.train.execution import SingleProcess
-from foreroute.train.forward import pad
 from foreroute.train.optimizer import load_state
+from foreroute.train.passes import pad
 from foreroute.train.ranks import Ranks
 from foreroute.train.schedule import Stage
 
 LINKS = Links(2e9, 1e9, 1e10, 5e-5, 1e-4)
-"""Orders of magnitude of gloo and of memory in one machine. The planner and the choice of transfer paths read them; they
-change where rows are computed, and no result."""
+"""Orders of magnitude of gloo and of memory in one machine. They choose the paths of replicas,
+and change no result."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ class ExpertParallel:
         self._published = False
         self._planned: dict[str, _Planned] = {}
         self._now: ExecutedStage | None = None
-        self._loads: list[ExecutedStage] = []
+        self._executed: list[ExecutedStage] = []
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._model.state_dict()
@@ -117,6 +117,7 @@ class ExpertParallel:
         begun = time.monotonic()
         plan, planning_s = planned.plan.result()
         known = time.monotonic()
+        # replicas are fetched from what is published, which is the same for all stages on the same weights
         if not self._published:
             self._engine.publish()
             self._published = True
@@ -128,7 +129,7 @@ class ExpertParallel:
         finally:
             # records of a stage that failed are not those of the next one
             self._now, now.transfers = None, self._engine.take_records()
-        self._loads.append(now)
+        self._executed.append(now)
 
     @contextmanager
     def micro_step(self, number: int, routes: RoutingTrace) -> Iterator[None]:
@@ -148,8 +149,8 @@ class ExpertParallel:
 
     def record(self) -> dict[str, Any]:
         assert not self._planned, f"planned and never executed: {', '.join(self._planned)}"
-        loads, self._loads = self._loads, []
-        return execution_record(loads, self.ranks)
+        executed, self._executed = self._executed, []
+        return execution_record(executed, self.ranks)
 
     def close(self) -> None:
         """Give the shared memory back."""
@@ -184,7 +185,7 @@ def compile_planner(config: ParallelConfig) -> None:
     """Compile the planner's kernels, which takes a minute where no process of the machine has done it before."""
     num_ranks = config.expert
     topology = Topology(num_ranks, num_ranks, 1, LINKS)
-    # everything at one expert, so that there is something to level
+    # all assignments go to one expert, so that replicas are placed and every kernel is reached
     counts_MLGE = np.zeros((1, 1, num_ranks, 2 * num_ranks), np.int32)
     counts_MLGE[..., 0] = 64
     _plan(counts_MLGE, topology, PlanOptions(), topology.contiguous_home_E(2 * num_ranks)[None])

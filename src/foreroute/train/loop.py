@@ -30,12 +30,12 @@ from foreroute.engines.protocol import Engine
 from foreroute.trace import RoutingTrace
 from foreroute.train.async_rollout import AsyncRollouts
 from foreroute.train.config import TrainConfig
-from foreroute.train.device import begin_memory_peak, device_of, device_record, finish, memory_peak
+from foreroute.train.device import device_of, device_record, memory_peak, reset_memory_peak, synchronize
 from foreroute.train.execution import Execution
 from foreroute.train.measure import StepPart, merged, step_record
 from foreroute.train.model import Reference, trainable
 from foreroute.train.optimizer import make_optimizer, set_learning_rate
-from foreroute.train.recompute import Recomputed, recompute
+from foreroute.train.passes import Recomputed, recompute
 from foreroute.train.rollout import Experience, evaluate, evaluation_record, roll_out
 from foreroute.train.run_folder import misfit_named
 from foreroute.train.schedule import Schedule, Stage, make_schedule
@@ -75,7 +75,7 @@ class Trainer:
 
     @property
     def device(self) -> torch.device:
-        """Where the policy is."""
+        """The device that the policy is on."""
         return device_of(self.policy.model)
 
     def close(self) -> None:
@@ -84,13 +84,13 @@ class Trainer:
             self.async_rollouts.close()
 
     def run_step(self) -> tuple[Experience, dict[str, Any]]:
-        """One rollout and the update on it.
+        """Sample one rollout and take the update on it.
 
         Returns:
             The rollout and the step's record, on rank 0 those of all ranks; elsewhere the record is empty.
         """
         self.seconds.clear()
-        begin_memory_peak(self.device)
+        reset_memory_peak(self.device)
         ranks, version = self.execution.ranks, self.step
         with self._timed("rollout"):
             experience = self._roll_out()
@@ -114,7 +114,7 @@ class Trainer:
         return whole.experience, record | ({"skipped_prompts": self.task.skipped} if self.task.skipped else {})
 
     def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs; randomness follows from the seed and the step."""
+        """Give everything that a resumed run needs; randomness follows from the seed and the step."""
         optimizer = self.execution.optimizer_state(self.optimizer)
         state = {"model": dict(self.execution.state_dict()), "optimizer": optimizer}
         if self.async_rollouts is None:
@@ -164,7 +164,7 @@ class Trainer:
         return roll_out(self.engine, self.task, self.config, step + self.skipped_steps, self.execution.ranks)
 
     def _accepted(self) -> range:
-        """The versions that the rollout's routes may be of."""
+        """Give the weight versions that the rollout's routes may be of."""
         return range(max(0, self.step - self.config.rollout.max_staleness), self.step + 1)
 
     def _evaluate(self) -> dict[str, Any]:
@@ -180,8 +180,10 @@ class Trainer:
             return evaluation_record(ranks.gather(ranks.on_all(f"the evaluation of step {self.step}", work)))
 
     def _recompute_passes(self, experience: Experience, schedule: Schedule) -> dict[str, Recomputed]:
-        """The pass that is trained with, and at steps that measure the other one; "native" or "replayed"."""
+        """Run the pass that is trained with, and at steps that measure the other one; "native" or "replayed"."""
         follows_rollout = self._trains_with == "replayed"
+        # all stages replay the rollout's routes, so all are planned, in a thread, while the first runs; under R2 the
+        # update's routes are known after recompute
         if follows_rollout:
             self._plan(experience.generation.trace, [schedule.recompute, *schedule.update])
         with self._timed("recompute"):
@@ -195,7 +197,7 @@ class Trainer:
         return passes
 
     def _reference_logprobs(self, experience: Experience, schedule: Schedule) -> NDArray[np.float32] | None:
-        """float32 [R], or None without a reference."""
+        """Compute float32 [R], or None without a reference."""
         if self.reference is None:
             return None
         with self._timed("reference"):
@@ -250,7 +252,7 @@ class Trainer:
         start = time.perf_counter()
         try:
             yield
-            finish(self.device)
+            synchronize(self.device)
         finally:
             self.seconds[stage] = time.perf_counter() - start
 

@@ -49,7 +49,7 @@ class Tokens(NamedTuple):
 
 
 class TokenLosses(NamedTuple):
-    """What the tokens cost.
+    """Losses of response tokens, and what clipping and correction did to them.
 
     Attributes:
         losses_R: [R], differentiable, the penalty of `kl_R` in it.
@@ -103,7 +103,7 @@ def _surrogate(tokens: Tokens, config: RLConfig) -> Surrogate:
 
 @dataclass(frozen=True, eq=False)
 class RolloutTokens:
-    """Log-probs float32 [R] of three policies, sequence after sequence, on the host.
+    """A rollout with the log-probs float32 [R] of three policies, sequence after sequence, on the host.
 
     Attributes:
         experience: the rollout.
@@ -141,15 +141,15 @@ class RolloutTokens:
         return int((self.experience.informative_S & ~self.trained_S).sum())
 
     def trained(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of the sequences that are trained."""
+        """Pick those of the sequences that are trained."""
         return sequences[self.trained_S[sequences]]
 
     def lengths(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Response tokens of each."""
+        """Count the response tokens of each."""
         return np.asarray(self.experience.generation.response_lengths[sequences])
 
     def trained_tokens(self, sequences: NDArray[np.int64], logprobs_R: Tensor) -> Tokens:
-        """The tokens of those that are trained.
+        """Select the tokens of those that are trained.
 
         Args:
             sequences: of a micro-step, in their order.
@@ -161,6 +161,7 @@ class RolloutTokens:
         rows = [
             np.arange(end - length, end) for end, length in zip(ends_S[trained], self.lengths(trained), strict=True)
         ]
+        # in front, an empty array: a micro-step may train nothing
         rows_R = np.concatenate([np.zeros(0, np.int64), *rows])
         advantages_S = self.experience.advantages_S[trained].astype(np.float32)
         device = logprobs_R.device
@@ -194,7 +195,7 @@ class Importance:
 
 
 class LossSums:
-    """Adds up micro-steps of one rank."""
+    """Adds up the figures of the micro-steps of one rank."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(7)
@@ -214,7 +215,7 @@ class LossSums:
         self._largest = max(self._largest, largest)
 
     def total(self, ranks: Ranks) -> tuple[Importance, float, float]:
-        """Of all ranks; a collective call.
+        """Sum up over all ranks; a collective call.
 
         Returns:
             The importance, the share of clipped tokens, and the mean divergence from the reference; 0 without tokens.

@@ -20,14 +20,14 @@ from foreroute.engines.protocol import Engine
 from foreroute.errors import AttachError, ConfigError, RunFolderError
 from foreroute.train.config import ModelConfig, TrainConfig
 from foreroute.train.device import CPU
-from foreroute.train.forward import sampled_logprobs
+from foreroute.train.passes import sampled_logprobs
 from foreroute.train.run_folder import RunFolder, misfit_named
 from foreroute.train.schedule import Stage
 from foreroute.train.tasks import Task
 
 
 def make_model(config: ModelConfig, task: Task, seed: int, device: torch.device = CPU) -> Any:
-    """A model with its first weights, which are made on the CPU: a seed gives the same ones on every device.
+    """Make a model with its first weights, on the CPU: a seed gives the same ones on every device.
 
     Raises:
         ConfigError: when transformers cannot make or load it, or it has no embedding for a token of the task.
@@ -46,7 +46,7 @@ def make_model(config: ModelConfig, task: Task, seed: int, device: torch.device 
 
 
 def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> hf.RoutedModel:
-    """The model, with initial weights, ready to record and replay.
+    """Make the policy, with initial weights, ready to record and replay.
 
     Raises:
         ConfigError: when it cannot be had, or has no routers that can be recorded and replayed.
@@ -62,7 +62,7 @@ def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> 
 
 
 def trainable(config: TrainConfig, policy: hf.RoutedModel) -> hf.RoutedModel:
-    """The policy, changed in place: with adapters if there are to be some, and gradients where RL changes weights."""
+    """Change the policy in place: add adapters if there are to be some, and gradients where RL changes weights."""
     lora = config.model.lora
     if lora.rank:
         hf.add_lora(policy.model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
@@ -89,7 +89,7 @@ def _require_embeddings(model: Any, config: ModelConfig, task: Task) -> None:
 
 
 def in_dtype(model: Any, config: ModelConfig) -> Any:
-    """The model, its parameters in `config.dtype`, whose gradients are float32 and so add up over micro-steps.
+    """Convert parameters to `config.dtype`. Their gradients are float32, so that they add up over micro-steps.
 
     Buffers, such as the frequencies of positions and the biases of routers, stay as they are.
 
@@ -110,7 +110,7 @@ def in_dtype(model: Any, config: ModelConfig) -> Any:
 
 
 def checkpointed(model: Any, config: ModelConfig) -> Any:
-    """The model, computing the activations of its layers again in the backward if `config` says so.
+    """Have the model compute the activations of its layers again in the backward, if `config` says so.
 
     Raises:
         ConfigError: when the family cannot.
@@ -135,13 +135,13 @@ class Reference:
 
     @torch.no_grad()
     def logprobs_R(self, generation: Generation, stage: Stage, temperature: float) -> NDArray[np.float32]:
-        """float32 [R], of the response tokens of all sequences, which `stage` deals, in their order."""
+        """Compute float32 [R] of the response tokens of all sequences, in micro-steps of `stage`, in their order."""
         parts = [sampled_logprobs(self._model, generation.select(part), temperature) for part in stage.micro_steps]
         return stage.in_order([part.cpu().numpy() for part in parts], generation.response_lengths)
 
 
 def load_reference(config: TrainConfig, task: Task, run: RunFolder, device: torch.device) -> Reference:
-    """The reference of a run, new or resumed: the weights of its first checkpoint.
+    """Load the reference of a run, new or resumed: the weights of its first checkpoint.
 
     Raises:
         RunFolderError: when that is gone or damaged.

@@ -29,7 +29,7 @@ Advantage = Literal["group_std", "group_mean"]
 def group_advantages(
     rewards_S: NDArray[np.float64], group_size: int, kind: Advantage = "group_std"
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Advantages within groups, and which groups teach anything.
+    """Compute advantages within groups, and which groups teach anything.
 
         group_std    A_i = (R_i - mean R) / std R       GRPO, arXiv 2402.03300, section 4.1.2
         group_mean   A_i = R_i - mean R                 Dr. GRPO, arXiv 2503.20783, section 3.2; MiniRL, 2512.01374
@@ -53,18 +53,18 @@ Level = Literal["token", "sequence"]
 
 
 def sequence_sum(values_R: Tensor, lengths_S: Tensor) -> Tensor:
-    """[S], the sum over each sequence."""
+    """Sum over each sequence: [S]."""
     number_R = torch.repeat_interleave(torch.arange(len(lengths_S), device=values_R.device), lengths_S)
     return values_R.new_zeros(len(lengths_S)).index_add(0, number_R, values_R)
 
 
 def sequence_mean(values_R: Tensor, lengths_S: Tensor) -> Tensor:
-    """[S], the mean over each sequence."""
+    """Average over each sequence: [S]."""
     return sequence_sum(values_R, lengths_S) / lengths_S
 
 
 def policy_log_ratio(logprobs_R: Tensor, old_logprobs_R: Tensor, lengths_S: Tensor, level: Level) -> Tensor:
-    """[R], log of how much more probable a token is now than before the update; differentiable.
+    """Compute [R], the log of how much more probable a token is now than before the update; differentiable.
 
     token       log r_t = log π(y_t) - log π_old(y_t)                          PPO, arXiv 1707.06347, section 3
     sequence    log s_i = 1/|y_i| Σ_t log r_t, for every token of response i    GSPO, arXiv 2507.18071, equation 7
@@ -79,7 +79,7 @@ Loss = Literal["clip", "cispo", "reinforce"]
 
 
 class Surrogate(NamedTuple):
-    """Losses of response tokens.
+    """Losses of response tokens, whose gradient is the policy gradient.
 
     Attributes:
         losses_R: [R], differentiable.
@@ -139,7 +139,7 @@ Rejection = Literal["none", "sequence", "geometric"]
 
 
 def engine_ratio(logprobs_R: Tensor, engine_logprobs_R: Tensor, lengths_S: Tensor, level: Level) -> Tensor:
-    """[R] without gradient: rho of each token, or of its response (the product over its tokens)."""
+    """Compute [R], rho of each token, or of its response (the product over its tokens), without gradient."""
     log_ratio_R = (logprobs_R - engine_logprobs_R).detach()
     if level == "token":
         return log_ratio_R.exp()
@@ -147,7 +147,7 @@ def engine_ratio(logprobs_R: Tensor, engine_logprobs_R: Tensor, lengths_S: Tenso
 
 
 def correction_weights(ratio_R: Tensor, kind: Correction, low: float, high: float) -> Tensor:
-    """[R], w(rho).
+    """Compute [R], the weights w(rho).
 
         none      1
         tis       min(rho, high)                          truncated importance sampling, Yao et al. 2025 (a)
@@ -173,7 +173,7 @@ def correction_weights(ratio_R: Tensor, kind: Correction, low: float, high: floa
 def accepted_sequences(
     logprobs_R: Tensor, engine_logprobs_R: Tensor, lengths_S: Tensor, kind: Rejection, low: float, high: float
 ) -> Tensor:
-    """Bool [S], responses that are learned from; the others are left out as if they had not been sampled.
+    """Choose bool [S], responses that are learned from; the others are left out as if they had not been sampled.
 
         sequence     low <= Π_t rho_t <= high
         geometric    low <= (Π_t rho_t)^(1/|y|) <= high, at any length alike
@@ -189,7 +189,7 @@ def accepted_sequences(
 
 
 def kl_to_reference(logprobs_R: Tensor, reference_logprobs_R: Tensor) -> Tensor:
-    """[R], x - log x - 1 with x = π_ref(y_t) / π(y_t), differentiable: at least 0, and 0 where the two agree.
+    """Compute [R], x - log x - 1 with x = π_ref(y_t) / π(y_t): at least 0, and 0 where the two agree. Differentiable.
 
     Its mean over tokens drawn from π estimates KL(π || π_ref). Source: GRPO, arXiv 2402.03300, equation 4; k3 of
     Schulman 2020 (joschu.net/blog/kl-approx.html).
@@ -203,7 +203,7 @@ Mean = Literal["token", "sequence", "constant"]
 
 
 def coefficients(lengths_S: Tensor, mean: Mean, max_length: int, dtype: torch.dtype) -> Tensor:
-    """[R], c_t: what the loss of each token is multiplied by.
+    """Compute [R], c_t, which the loss of each token is multiplied by.
 
         token       1         D = tokens of the mini-batch       DAPO, arXiv 2503.14476, equation 12
         sequence    1/|y_i|   D = sequences of the mini-batch    GRPO, arXiv 2402.03300, equation 3
@@ -222,5 +222,5 @@ def coefficients(lengths_S: Tensor, mean: Mean, max_length: int, dtype: torch.dt
 
 
 def denominator(lengths_S: NDArray[np.int64], mean: Mean) -> int:
-    """The part of D that these sequences make up."""
+    """Compute the part of D that these sequences make up."""
     return int(lengths_S.sum()) if mean == "token" else len(lengths_S)

@@ -101,7 +101,7 @@ class Ranks:
         return self._votes.most(torch.from_numpy(mine), "agreeing on numbers").numpy()
 
     def sum(self, numbers: ArrayLike) -> NDArray[np.float64]:
-        """Give the elementwise sum of the numbers of all ranks, added in the order of ranks, so the same bits everywhere."""
+        """Give the elementwise sum of the numbers of all ranks, added in their order: all get the same bits."""
         mine = np.asarray(numbers, np.float64)
         if self._votes is None:
             return mine

@@ -21,7 +21,7 @@ from foreroute.train.run_folder import RunFolder
 
 
 class Recorder:
-    """Of one run, for rank 0.
+    """Writes down the steps of one run, on rank 0.
 
     Args:
         config: of the run.
@@ -38,7 +38,7 @@ class Recorder:
         self._loggers = open_loggers(self._config, self._run, first_step)
 
     def write(self, step: int, experience: Experience, record: dict[str, Any]) -> Path | None:
-        """Everything about one step. Adds the alarms to the record.
+        """Write everything about one step. Adds the alarms to the record.
 
         Returns:
             Where what was recorded of this step and of later ones was put, if it was something else.
@@ -63,17 +63,17 @@ IDENTITY = re.compile(r"[0-9a-f]{12}")
 
 
 class Logger(Protocol):
-    """Where numbers go."""
+    """Takes the numbers of a run, besides metrics.jsonl."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of one step, by name."""
+        """Take the numbers of one step, by name."""
 
     def close(self) -> None:
-        """Nothing follows."""
+        """End: no step follows."""
 
 
 def require_loggers(config: LoggingConfig) -> None:
-    """Refuse what is not installed.
+    """Refuse loggers that are not installed.
 
     Raises:
         ConfigError: naming the key and the package.
@@ -87,7 +87,7 @@ def require_loggers(config: LoggingConfig) -> None:
 
 
 def open_loggers(config: TrainConfig, run: RunFolder, first_step: int) -> list[Logger]:
-    """Those that the configuration asks for.
+    """Open the loggers that the configuration asks for.
 
     Args:
         config: of the run.
@@ -103,8 +103,10 @@ def open_loggers(config: TrainConfig, run: RunFolder, first_step: int) -> list[L
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The single numbers of a record by path, such as "mismatch/native/f2"; how many alarms are on; live agreement by
-    mini-batch. Histograms and other lists stay in metrics.jsonl.
+    """Pick the single numbers of a record by path, such as "mismatch/native/f2".
+
+    How many alarms are on, and live agreement by mini-batch, are among them. Histograms and other lists stay in
+    metrics.jsonl.
     """
     values = dict(_numbers(record))
     del values["step"]
@@ -122,7 +124,7 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 class TensorBoard:
-    """Event files; readers drop what an earlier file has of steps from `first_step` on."""
+    """Writes event files; readers drop what an earlier file has of steps from `first_step` on."""
 
     def __init__(self, run: RunFolder, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -132,7 +134,7 @@ class TensorBoard:
             self._writer = SummaryWriter(str(self._folder), purge_step=first_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """On disk when it returns."""
+        """Write the numbers; they are on disk when this returns."""
         with writing(self._folder):
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
@@ -143,7 +145,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run there, or its continuation, which does not take steps that it has."""
+    """Logs to a run at Weights & Biases. A continued run does not take steps that it has."""
 
     def __init__(self, config: TrainConfig, run: RunFolder) -> None:
         import wandb
@@ -171,7 +173,7 @@ class WeightsAndBiases:
 
 
 def _identity(run: RunFolder) -> str:
-    """Of the run at Weights & Biases, made when it is first asked for."""
+    """Give the id of the run at Weights & Biases, made when it is first asked for."""
     path = run.path / "wandb-id"
     if not os.path.lexists(path):
         made = secrets.token_hex(6)

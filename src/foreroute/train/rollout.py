@@ -25,7 +25,7 @@ from foreroute.train.tasks import Problem, Task
 
 @dataclass(frozen=True, eq=False)
 class Experience:
-    """A step's rollout.
+    """A step's rollout with its rewards and advantages.
 
     Attributes:
         generation: S = prompts * group size sequences, grouped by prompt.
@@ -46,7 +46,7 @@ class Experience:
 
 @dataclass(frozen=True, eq=False)
 class SamplingRounds:
-    """Rounds of dynamic sampling; the first alone without it.
+    """What the rounds of dynamic sampling took; without it there is one.
 
     Attributes:
         first_rewards_S: float64 [S], of the first round. Those of what is trained on say less about the policy: later
@@ -76,11 +76,11 @@ class Scores:
 
 
 def roll_out(engine: Engine, task: Task, config: TrainConfig, step: int, ranks: Ranks) -> Experience:
-    """Sample this step's problems, which are dealt to the ranks in blocks, and the responses to those of this rank.
+    """Draw this step's problems, give each rank a block of them, and sample the responses to this rank's.
 
-    Groups that teach nothing are replaced by those of new problems, which are dealt likewise, until this rank has none
-    left or `rollout.max_rounds` are over (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2). No rank waits for
-    another. Problems follow from the seed, the step and the round, responses from the number of ranks too.
+    Groups that teach nothing are replaced by those of new problems, divided likewise, until this rank has none left or
+    `rollout.max_rounds` are over (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2). No rank waits for another.
+    Problems follow from the seed, the step and the round, responses from the number of ranks too.
     """
     group_size, kind = config.rollout.group_size, config.rl.advantage
     generation, scores = _sample_round(engine, task, config, step, ranks, 0)
@@ -102,7 +102,9 @@ def roll_out(engine: Engine, task: Task, config: TrainConfig, step: int, ranks: 
 def _sample_round(
     engine: Engine, task: Task, config: TrainConfig, step: int, ranks: Ranks, number: int
 ) -> tuple[Generation, Scores]:
-    """The responses of this rank in one round, and their rewards."""
+    """Sample the responses of this rank in one round, and their rewards."""
+    # the third number names the stream: 0 is the warm start's, 1 the rollout's, 2 the schedule's, 3 and 4 are for the
+    # held-out problems and the responses of evaluation, and 5 is the order of a data set
     rng = np.random.default_rng([config.seed, step, 1, number] if number else [config.seed, step, 1])
     generator = torch.Generator().manual_seed(int(rng.integers(2**62)) + ranks.rank)
     problems = task.problems(config.rollout.prompts, step, number, rng)
@@ -119,16 +121,17 @@ def _sample_round(
 
 
 def _replaced(informative_S: NDArray[np.bool_], new_S: NDArray[np.bool_], group_size: int) -> NDArray[np.int64]:
-    """int64 [S]: as many of the old sequences, and of the new ones behind them, with informative groups for others."""
+    """Choose int64 [S], S of the old sequences and of the new ones behind them: informative groups replace others."""
     groups = np.arange(len(informative_S) // group_size)
     idle = np.flatnonzero(~informative_S[::group_size])
     better = np.flatnonzero(new_S[::group_size])[: len(idle)]
+    # the new groups are numbered behind the old ones
     groups[idle[: len(better)]] = len(groups) + better
     return np.asarray((groups[:, None] * group_size + np.arange(group_size)).reshape(-1))
 
 
 def scored(task: Task, problems: Sequence[Problem], conversations: Conversations, group_size: int) -> Scores:
-    """The rewards of responses, none for those whose environment failed.
+    """Score responses; those whose environment failed get no reward.
 
     Raises:
         FunctionError: when not one of them got any.
@@ -143,7 +146,7 @@ def scored(task: Task, problems: Sequence[Problem], conversations: Conversations
 
 
 def score(task: Task, problems: Sequence[Problem], generation: Generation, group_size: int) -> Scores:
-    """What the task makes of the last turn of each response."""
+    """Score the last turn of each response, as the task does."""
     rewards_S, failures = np.full(len(generation), np.nan), {}
     for s in range(len(generation)):
         try:
@@ -155,7 +158,7 @@ def score(task: Task, problems: Sequence[Problem], generation: Generation, group
 
 @dataclass(frozen=True, eq=False)
 class Conversations:
-    """What was sampled.
+    """Responses of one turn or several.
 
     Attributes:
         generation: S = problems * group size sequences, grouped by problem.
@@ -177,8 +180,9 @@ def converse(
     generation = engine.generate([problem.tokens for problem in problems], sampling, generator)
     failures: dict[int, str] = {}
     open_S = np.arange(len(generation))
+    # open_S are the sequences whose last turn a tool has replied to; the others have ended
     for _ in range(task.max_turns - 1):
-        follows: dict[int, NDArray[np.int32]] = {}
+        replies: dict[int, NDArray[np.int32]] = {}
         for s in map(int, open_S):
             if generation.trace.tokens(s)[-1] != task.end_token:
                 continue
@@ -188,11 +192,12 @@ def converse(
                 failures[s] = str(error)
                 continue
             if tokens is not None:
-                follows[s] = tokens
-        if not follows:
+                replies[s] = tokens
+        if not replies:
             break
-        open_S = np.array(list(follows))
-        longer = _another_turn(engine, generation.select(open_S), list(follows.values()), sampling, generator)
+        open_S = np.array(list(replies))
+        longer = _another_turn(engine, generation.select(open_S), list(replies.values()), sampling, generator)
+        # each longer sequence, appended at the end, takes the place of the one that it extends
         order = np.arange(len(generation))
         order[open_S] = len(generation) + np.arange(len(open_S))
         generation = Generation.concatenate([generation, longer]).select(order)
@@ -200,7 +205,7 @@ def converse(
 
 
 def last_turn(task: Task, problem: Problem, generation: Generation, sequence: int) -> tuple[Problem, str]:
-    """The text of the last turn of a response, and the problem with all that came before as its prompt."""
+    """Give the problem with all that came before the last turn as its prompt, and the text of that turn."""
     before, last = generation.last_turn(sequence)
     if len(before):
         problem = replace(problem, prompt=problem.prompt + task.transcript(before))
@@ -210,16 +215,16 @@ def last_turn(task: Task, problem: Problem, generation: Generation, sequence: in
 def _another_turn(
     engine: Engine,
     before: Generation,
-    follows: Sequence[NDArray[np.int32]],
+    replies: Sequence[NDArray[np.int32]],
     sampling: Sampling,
     generator: torch.Generator,
 ) -> Generation:
-    """The sequences, each with the tokens that follow and one more turn."""
-    prompts = [np.concatenate([before.trace.tokens(s), tokens]) for s, tokens in enumerate(follows)]
+    """Extend each sequence by the tokens of its tool's reply and one more turn."""
+    prompts = [np.concatenate([before.trace.tokens(s), tokens]) for s, tokens in enumerate(replies)]
     later = engine.generate(prompts, replace(sampling, group_size=1), generator)
     parts = [(before, later)[turn].select([s]) for s in range(len(before)) for turn in (0, 1)]
     sampled = []
-    for s, tokens in enumerate(follows):
+    for s, tokens in enumerate(replies):
         sampled += [
             parts[2 * s].sampled_N,
             np.zeros(len(tokens), np.bool_),
@@ -235,7 +240,7 @@ def _another_turn(
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
-    """What one rank saw.
+    """What one rank found in an evaluation.
 
     Attributes:
         scores: of its S responses.
@@ -255,7 +260,7 @@ def evaluate(engine: Engine, task: Task, config: TrainConfig, step: int, ranks: 
         FunctionError: when not one response got a reward.
     """
     settings = config.evaluation
-    # streams 0 to 2 and 5 of a step belong to the warm start, the rollout, the schedule and the order of a data set
+    # the same problems each time: step 0 in every step
     problems = task.held_out(settings.prompts, np.random.default_rng([config.seed, 0, 3]))
     each = len(problems) // ranks.size
     mine = problems[each * ranks.rank : each * (ranks.rank + 1)]
@@ -268,7 +273,7 @@ def evaluate(engine: Engine, task: Task, config: TrainConfig, step: int, ranks: 
 
 
 def evaluation_record(parts: Sequence[Evaluated]) -> dict[str, Any]:
-    """The record "evaluation" of a step, from what all ranks saw; empty without parts."""
+    """Make the record "evaluation" of a step, from what all ranks found; empty without parts."""
     if not parts:
         return {}
     rewards_S = np.concatenate([part.scores.rewards_S for part in parts])

@@ -13,10 +13,17 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.errors import ConfigError, DivergedError, RunFolderError
-from foreroute.train.alarm_actions import AlarmActions, Rollback, as_rolled_back, read_rollbacks, require_fit, settle
+from foreroute.train.alarm_actions import (
+    AlarmActions,
+    Rollback,
+    as_rolled_back,
+    finish_rollback,
+    read_rollbacks,
+    require_matching_metrics,
+)
 from foreroute.train.checkpoint import load_checkpoint
 from foreroute.train.config import TrainConfig
-from foreroute.train.device import find_device, work_on
+from foreroute.train.device import find_device, use_device
 from foreroute.train.expert_parallel import compile_planner, make_execution
 from foreroute.train.loop import Trainer, make_trainer
 from foreroute.train.model import load_reference, make_engine, make_policy, write_model
@@ -29,7 +36,7 @@ from foreroute.train.warm_start import warm_start
 
 @dataclass
 class Watcher:
-    """What someone who watches a run is told. The default tells nobody.
+    """Callbacks for whoever watches a run. The default ones do nothing.
 
     Attributes:
         on_warm_start: called with step and smoothed loss of each supervised step.
@@ -68,20 +75,20 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
     """
     watcher = watcher or Watcher()
     device = find_device(config.device)
-    work_on(device, config.threads)
+    use_device(device, config.threads)
     run = RunFolder(folder, config)
     with join_ranks(config.parallel.expert, config.parallel.timeout_s, device) as ranks, ExitStack() as held:
         ranks.require_same(by_key(config.model_dump()), "Start all of them with the same configuration")
         ranks.on_rank_0("opening the run folder", lambda: _open(config, run, held, resume=resume))
         with closing(ranks.on_all("reading the task", lambda: make_task(config))) as task:
             ranks.require_same({"the data": task.data_digest}, "Give all of them the same files")
-            while _goes_back(config, task, run, ranks, watcher, device, resume=resume):
+            while _run_from_last_checkpoint(config, task, run, ranks, watcher, device, resume=resume):
                 if ranks.rank == 0:
                     watcher.on_rollback(read_rollbacks(run)[-1])
     return run
 
 
-def _goes_back(
+def _run_from_last_checkpoint(
     config: TrainConfig,
     task: Task,
     run: RunFolder,
@@ -91,7 +98,7 @@ def _goes_back(
     *,
     resume: bool,
 ) -> bool:
-    """Run from the last checkpoint to the end, or to where an earlier checkpoint became the last."""
+    """Run from the last checkpoint to the end, or to a rollback; True after a rollback."""
     rollbacks = read_rollbacks(run)
     config = as_rolled_back(config, rollbacks)
     policy = make_policy(config, task, device)
@@ -119,12 +126,12 @@ def _open(config: TrainConfig, run: RunFolder, held: ExitStack, *, resume: bool)
         return
     run.require_begun()
     held.enter_context(run.held())
-    settle(run)
-    require_fit(run)
+    finish_rollback(run)
+    require_matching_metrics(run)
 
 
 def _require_divisible(policy: hf.RoutedModel, ranks: Ranks) -> None:
-    """Before the warm start, which takes long."""
+    """Check this before the warm start, which takes long."""
     if policy.spec.num_experts % ranks.size:
         raise ConfigError(
             f"the model's {policy.spec.num_experts} experts cannot be dealt to parallel.expert = {ranks.size} evenly"
@@ -132,7 +139,7 @@ def _require_divisible(policy: hf.RoutedModel, ranks: Ranks) -> None:
 
 
 def _last_checkpoint(run: RunFolder, ranks: Ranks) -> Path | None:
-    """The same on all ranks.
+    """Find the last checkpoint, which must be the same on all ranks.
 
     Raises:
         RunFolderError: when there is none, and steps were recorded.
@@ -154,7 +161,7 @@ def _require_nothing_recorded(run: RunFolder) -> None:
 
 
 def _begin(model: Any, config: TrainConfig, task: Task, ranks: Ranks, watcher: Watcher) -> bool:
-    """The weights that RL starts from, made by rank 0. False when it was stopped meanwhile."""
+    """Have rank 0 make the weights that RL starts from; False when it was stopped meanwhile."""
     begun = []
 
     def work() -> None:
@@ -189,7 +196,7 @@ def _start(trainer: Trainer, run: RunFolder, last: Path | None, *, resume: bool)
 
 
 def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> bool:
-    """True when the run was rolled back."""
+    """Take steps until the run ends; True when it was rolled back."""
     config, ranks = trainer.config, trainer.execution.ranks
     alarm_actions = AlarmActions(config.alarms, run, ranks, trainer.step)
     with closing(Recorder(config, run, alarm_actions)) as recorder:
@@ -214,7 +221,7 @@ def _take_steps(
                 _save(trainer, run)
                 saved_at = trainer.step
         except DivergedError as error:  # of the step, or of a rollout ahead that a checkpoint waits for
-            return alarm_actions.survive(step, error)
+            return alarm_actions.act_on_divergence(step, error)
     if trainer.step != saved_at:
         _save(trainer, run)
     if trainer.step == last:
@@ -223,7 +230,7 @@ def _take_steps(
 
 
 def _take_step(trainer: Trainer, recorder: Recorder, watcher: Watcher) -> dict[str, Any]:
-    """Its record, which is written down, on rank 0; elsewhere it is empty."""
+    """Take a step and write its record down; returns the record on rank 0, elsewhere an empty one."""
     step = trainer.step
     experience, record = trainer.run_step()
 

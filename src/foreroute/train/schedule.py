@@ -36,13 +36,14 @@ class Stage:
 
     @property
     def restore_S(self) -> NDArray[np.int64]:
-        """int64 [S], for a stage that takes all sequences: results of its micro-steps, joined, `[restore_S]`, are in order."""
+        """int64 [S], for a stage that takes all sequences: its joined results, `[restore_S]`, are in their order."""
         return np.argsort(np.concatenate(self.micro_steps))
 
     def in_order(self, parts: Sequence[NDArray[ValueT]], lengths_S: NDArray[np.int64]) -> NDArray[ValueT]:
         """Put rows of all micro-steps in the order of the sequences, of which each has `lengths_S` rows."""
         sequences, joined = np.concatenate(self.micro_steps), np.concatenate(parts)
         ordered = np.empty_like(joined)
+        # row r of the joined parts belongs to a sequence that starts at that sequence's offset in the result
         ordered[segment_rows(as_offsets(lengths_S)[sequences], lengths_S[sequences])] = joined
         return ordered
 

@@ -19,9 +19,9 @@ from foreroute.trace import RoutingTrace
 from foreroute.train.config.rl import RLConfig
 from foreroute.train.device import device_of
 from foreroute.train.execution import Execution
-from foreroute.train.forward import inputs, sampled_logprobs
 from foreroute.train.loss import Importance, LossSums, RolloutTokens, token_losses
 from foreroute.train.objective import coefficients, denominator
+from foreroute.train.passes import inputs, sampled_logprobs
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Experience
 from foreroute.train.schedule import MicroSteps, Stage
@@ -132,9 +132,9 @@ class RouteAgreement:
         self._now = (0, 0)
 
     def shares(self, ranks: Ranks) -> tuple[float, ...]:
-        """Give the share of (token, layer) that agree, of all ranks, for each mini-batch in which something was replayed.
+        """Give the share of (token, layer) that agree, for each mini-batch in which something was replayed.
 
-        A collective call.
+        Of all ranks; a collective call.
         """
         each_M2 = ranks.sum(np.array(self._ended, np.float64).reshape(-1, 2))
         return tuple(float(1 - differing / cells) for differing, cells in each_M2 if cells)
@@ -188,7 +188,7 @@ class _Batch:
         ranks, trained = self.execution.ranks, self.tokens.trained(np.concatenate(micro_steps))
         divisor = int(ranks.sum([denominator(self.tokens.lengths(trained), self.config.mean)])[0])
         total = torch.zeros((), dtype=torch.float64, device=device_of(self.routed.model))
-        # gradients are summed over ranks afterwards, so each micro-step divides by the mini-batch's divisor of all ranks
+        # gradients add up over micro-steps and ranks, so each part is divided by the divisor of the whole mini-batch
         for number, sequences in enumerate(micro_steps):
             with self._replaying(number, sequences):
                 loss = self._loss(sequences)

@@ -18,6 +18,7 @@ from foreroute.train.optimizer import make_optimizer
 from foreroute.train.tasks import Demonstration, Task
 
 SMOOTHING = 0.9
+"""Of the moving average that ends the warm start: it forgets a step within some ten others."""
 
 
 def warm_start(
@@ -85,7 +86,7 @@ def _loss(model: Any, settings: WarmStartConfig, demonstrations: list[Demonstrat
 
 
 def _padded(demonstrations: list[Demonstration]) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Tokens [B, T], padded on the right; which of them there are; and which are of answers."""
+    """Pad tokens [B, T] on the right; returns also which of them there are, and which are of answers."""
     prompts_B = np.array([len(each.prompt) for each in demonstrations])[:, None]
     lengths_B = prompts_B + np.array([len(each.answer) for each in demonstrations])[:, None]
     positions_T = np.arange(lengths_B.max())

@@ -15,7 +15,7 @@ from foreroute.adapters.checkpoint import CheckpointWriter
 from foreroute.engines import vllm
 from foreroute.mismatch import routing_mismatch, token_mismatch
 from foreroute.train.execution import SingleProcess
-from foreroute.train.recompute import recompute
+from foreroute.train.passes import recompute
 from foreroute.train.schedule import Stage
 from serving import served, wait_for
 from small import SAMPLING, forward, policy, prompts, seeded, set_match

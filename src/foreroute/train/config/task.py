@@ -46,7 +46,7 @@ class TaskConfig(Section):
 
     @property
     def longest_input(self) -> int:
-        """Tokens of the longest sequence that is put into the model, which the last one is not."""
+        """Tokens of the longest sequence that is put into the model; the last token of a sequence is not."""
         if self.kind == "dataset":
             tools = (self.max_turns - 1) * self.max_tool_tokens
             return self.max_prompt_tokens + self.max_turns * self.max_response_tokens + tools - 1

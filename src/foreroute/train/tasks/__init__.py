@@ -14,7 +14,7 @@ __all__ = ["Demonstration", "Problem", "Task", "make_task"]
 
 
 def make_task(config: TrainConfig) -> Task:
-    """Make it; the caller closes it.
+    """Make the task that a configuration asks for; the caller closes it.
 
     Raises:
         ConfigError: when there is no tokenizer, or no reward.

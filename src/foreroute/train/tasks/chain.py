@@ -65,24 +65,24 @@ class ChainTask:
 
 
 def encode(text: str) -> NDArray[np.int32]:
-    """int32 [T], one token per character."""
+    """Give int32 [T], one token per character."""
     return np.array([VOCABULARY.index(character) for character in text], np.int32)
 
 
 def decode(tokens: NDArray[np.int32]) -> str:
-    """The text of tokens."""
+    """Give the text of tokens."""
     return "".join(VOCABULARY[token] for token in tokens)
 
 
 def sample_problems(
     rng: np.random.Generator, count: int, *, min_operands: int = 8, max_operands: int = 8
 ) -> list[Problem]:
-    """Random chains of `min_operands` to `max_operands` digits."""
+    """Draw random chains of `min_operands` to `max_operands` digits."""
     return [_problem(rng, int(rng.integers(min_operands, max_operands + 1))) for _ in range(count)]
 
 
 def right_share(answer: str, response: str) -> float:
-    """Share of the answer's characters that the response gets right before its first mistake, from 0 to 1.
+    """Give the share of the answer's characters that are right before the response's first mistake, from 0 to 1.
 
     Whatever follows the end of the answer is a mistake.
     """

@@ -120,7 +120,7 @@ class DatasetTask:
                 started.close()
 
     def _read(self, path: Path) -> tuple[list[Problem], int, str]:
-        """The problems of a file, how many were too long, and the digest of what was read."""
+        """Read the problems of a file, how many were too long, and the digest of what was read."""
         content = read_file(path, DatasetError)
         checks = () if self._verifier is None else (self._verifier.check,)
         rows = parse_rows(content, str(path), *checks)
@@ -167,7 +167,7 @@ class DatasetTask:
 
 @contextmanager
 def _at(where: str) -> Iterator[None]:
-    """What the tokenizer refuses is an error of the line that it is in."""
+    """Name the line in an error of the tokenizer."""
     try:
         yield
     except ConfigError as error:

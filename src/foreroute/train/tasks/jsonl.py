@@ -17,7 +17,7 @@ from foreroute.errors import DatasetError
 
 @dataclass(frozen=True)
 class Row:
-    """One line.
+    """One line of a data set.
 
     Attributes:
         where: file and line, for messages.
@@ -38,7 +38,7 @@ class Row:
 
 
 def parse_rows(content: bytes, name: str, check: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """All lines of a file.
+    """Read and check all lines of a file.
 
     Args:
         content: JSONL in UTF-8.

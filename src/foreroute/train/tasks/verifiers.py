@@ -18,7 +18,7 @@ from foreroute.train.tasks.jsonl import Row
 
 @dataclass(frozen=True)
 class Verifier:
-    """A built-in reward.
+    """A built-in reward: whether a response to a row is right.
 
     Attributes:
         check: refuses rows that it cannot judge responses to.
@@ -32,7 +32,7 @@ class Verifier:
 
 
 def make_verifier(name: str, pattern: str | None, *, timeout_s: float) -> Verifier:
-    """The verifier of that name; the caller closes it.
+    """Make the verifier of that name; the caller closes it.
 
     Args:
         name: one of the built-in rewards.
@@ -125,7 +125,7 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def evaluate(expression: str) -> Fraction | None:
-    """The value of `+ - * /`, parentheses, whole and decimal numbers; None where that is not what `expression` is."""
+    """Compute `+ - * /` of whole and decimal numbers, exactly and without running anything; None for anything else."""
     tree = parsed(expression)
     try:
         return None if tree is None else _value(tree, expression.strip())
@@ -134,7 +134,7 @@ def evaluate(expression: str) -> Fraction | None:
 
 
 def whole_numbers(expression: str) -> list[int] | None:
-    """The numbers in an expression, in their order; None where one is not whole, or it is no expression."""
+    """Find the numbers in an expression, in their order; None where one is not whole, or it is no expression."""
     tree = parsed(expression)
     if tree is None:
         return None
@@ -143,7 +143,7 @@ def whole_numbers(expression: str) -> list[int] | None:
 
 
 def parsed(expression: str) -> ast.expr | None:
-    """The syntax tree, or None."""
+    """Parse an expression to its syntax tree, or None."""
     text = expression.strip()
     if len(text) > LONGEST or not _TEXT.fullmatch(text):
         return None
