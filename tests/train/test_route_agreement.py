@@ -59,7 +59,7 @@ def test_live_agreement_is_of_the_routers_inputs_in_the_update(monkeypatch, rout
     assert record["live_agreement"] == pytest.approx(expected)
     assert len(expected) == 3
     assert expected[2] < expected[0]
-    # the routes of R2 are of the weights that its first mini-step still has
+    # the routes of R2 are of the weights that its first mini-batch still has
     assert (expected[0] == 1) == (routing == "R2")
 
 

@@ -35,7 +35,7 @@ LOCK = ".lock"
 LEFT_BEHIND = re.compile(r"\.lock|\.config\.json\.[0-9a-f]{8}")
 """What a run leaves that is killed before its configuration is written."""
 MAY_CHANGE = ("device", "parallel.", "alarms.", "logging.")
-"""Beginnings of keys that a resumed run may have other values of: how it is executed and watched, besides `rl.steps`."""
+"""Beginnings of keys that may change on resume, besides `rl.steps`: how a run is executed and watched."""
 DIGEST = re.compile(r"[0-9a-f]{32}( [0-9a-f]{32})*")
 """Of a data set, and of the held-out one."""
 NUMBERED = re.compile(r"step-(\d{6,})\..+")

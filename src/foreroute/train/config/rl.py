@@ -33,13 +33,14 @@ METHODS: dict[str, dict[str, Any]] = {
         "correction": {"kind": "tis", "high": 5.0},
     },
 }
-"""What each method stands for. A key that the configuration gives itself wins."""
+"""What each method stands for. A key that the configuration gives itself wins. docs/methods.md has the papers."""
 
 BOUNDS: dict[str, dict[str, float]] = {
     "tis": {"high": 2.0},
     "mis": {"high": 2.0},
     "icepop": {"low": 0.5, "high": 5.0},
 }
+"""Bounds of the corrections where the configuration gives none."""
 
 
 class CorrectionConfig(Section):

@@ -179,7 +179,7 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _can_be_spread(self) -> TrainConfig:
+    def _divides_among_ranks(self) -> TrainConfig:
         num_ranks = self.parallel.expert
         if num_ranks > 1 and ":" in self.device:
             raise ValueError(
