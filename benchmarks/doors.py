@@ -541,8 +541,8 @@ def _arrange_streams(case: Case, outputs: Sequence[int]) -> None:
 
 def _load_everything(light: bool) -> None:
     """What verbs import when they run, so that each case need not."""
-    names = ["convert", "diff", "inspect", "page", "plan", "plan_inputs", "simulate"]
-    names += [] if light else ["demo", "demo_ep", "doctor", "doctor_inputs", "progress", "train"]
+    names = ["convert", "plan", "plan_inputs", "simulate", "terminal", "traces"]
+    names += [] if light else ["demo", "doctor", "doctor_inputs", "train"]
     for name in names:
         importlib.import_module(f"foreroute.cli.{name}")
     if not light:

@@ -22,8 +22,8 @@ from foreroute.report import read_runs
 from foreroute.simulate.config import load_config as load_simulation
 from foreroute.trace import RoutingTrace, load
 from foreroute.train import RunFolder, TrainConfig, load_checkpoint, load_config, parse_config
+from foreroute.train.alarm_actions import read_rollbacks
 from foreroute.train.checkpoint import read_checkpoint
-from foreroute.train.rollback import read_rollbacks
 from foreroute.train.run_folder import config_digest
 
 DATA = "0123456789abcdef" * 2

@@ -50,8 +50,8 @@ from foreroute.report import read_runs
 from foreroute.trace import RoutedLayer, RoutingSpec, load, save
 from foreroute.trace.synthetic import synthetic_trace
 from foreroute.train import RunFolder, load_checkpoint, parse_config
+from foreroute.train.alarm_actions import Rollback, roll_back
 from foreroute.train.checkpoint import NAME
-from foreroute.train.rollback import Rollback, roll_back
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 PATIENCE_S = 300.0

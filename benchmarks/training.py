@@ -49,18 +49,17 @@ from foreroute.capture import Generation
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.trace import RoutingTrace
 from foreroute.train import TrainConfig
+from foreroute.train.execution import SingleProcess
 from foreroute.train.loop import Trainer, make_trainer
 from foreroute.train.model import make_policy
-from foreroute.train.objective.advantages import group_advantages
+from foreroute.train.objective import group_advantages
+from foreroute.train.passes import recompute
 from foreroute.train.ranks import Ranks
-from foreroute.train.recompute import recompute
-from foreroute.train.rollout import Experience, Sampled
+from foreroute.train.rollout import Experience, SamplingRounds
 from foreroute.train.schedule import make_schedule
-from foreroute.train.tasks import Problem
+from foreroute.train.tasks import Problem, make_task
 from foreroute.train.tasks.chain import ChainTask
-from foreroute.train.tasks.make import make_task
 from foreroute.train.update import update
-from foreroute.train.whole import Whole
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1024,
@@ -164,7 +163,7 @@ class _Ours:
                 "warmup_steps": 0,
             },
         )
-        self._execution = Whole(self.routed)
+        self._execution = SingleProcess(self.routed)
         engine = EmbeddedEngine(model, "float32")  # samples nothing here
         task = make_task(self._config)  # none of its problems are asked for
         self._optimizer = make_trainer(self._config, task, self.routed, self._execution, engine).optimizer
@@ -217,7 +216,7 @@ def _rollout(rng: np.random.Generator, spec: Any, prompts: tuple[int, int], resp
     logprobs = np.zeros(int(response_S.sum()), np.float32)
     rewards = rng.random(BATCHES.sequences)
     advantages, informative = group_advantages(rewards, BATCHES.group_size, "group_mean")
-    sampled = Sampled(rewards, 1, len(rewards))
+    sampled = SamplingRounds(rewards, 1, len(rewards))
     generation = Generation(trace, prompt_S, logprobs)
     return Experience(generation, rewards, advantages, informative, responses[1], sampled)
 
@@ -238,7 +237,7 @@ def _r3_cost(pairs: int) -> PairedRatio:
         task = _Told(config.task)
         policy = make_policy(config, task)
         engine = (EmbeddedEngine if routing == "R3" else _Silent)(policy.model, "bfloat16")
-        steps[routing] = partial(_step, make_trainer(config, task, policy, Whole(policy), engine))
+        steps[routing] = partial(_step, make_trainer(config, task, policy, SingleProcess(policy), engine))
     return compare(steps["R3"], steps["none"], pairs=pairs, clock=time.thread_time)
 
 

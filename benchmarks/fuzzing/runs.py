@@ -17,10 +17,10 @@ from foreroute.files import seal_file
 from foreroute.report.reading import read_run
 from foreroute.report.records import Run
 from foreroute.train import TrainConfig, load_config, parse_config
+from foreroute.train.alarm_actions import Rollback, read_rollbacks
 from foreroute.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from foreroute.train.rollback import Rollback, read_rollbacks
 from foreroute.train.run_folder import RunFolder
-from foreroute.train.tasks.rows import Row, parse_rows
+from foreroute.train.tasks.jsonl import Row, parse_rows
 
 TRAINING = {
     "name": "fuzz",

@@ -23,8 +23,7 @@ from typing import Any
 from benchmarks.gpu.part import Part, Skipped
 from benchmarks.resume import same_state
 from foreroute.train import RunFolder, Watcher, load_checkpoint, parse_config, train
-from foreroute.train.engines import make_engine
-from foreroute.train.model import make_policy
+from foreroute.train.model import make_engine, make_policy
 from foreroute.train.tasks import make_task
 
 STAGES = ("rollout", "recompute", "measure", "update")

@@ -55,7 +55,7 @@ def test_a_process_ends_with_one_message_and_the_code(tmp_path):
 
 
 def test_a_run_without_the_libraries_of_its_page_is_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("foreroute.cli.page.DRAWN_WITH", ("no_such_library",))
+    monkeypatch.setattr("foreroute.cli.terminal.DRAWN_WITH", ("no_such_library",))
     result = foreroute("train", config_file(tmp_path, rl={"steps": 1}), "--folder", tmp_path / "run")
     assert result.returncode == 0, result.stderr
     assert "report      none, for want of no_such_library" in result.stdout

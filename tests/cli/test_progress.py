@@ -8,8 +8,8 @@ import signal
 import pytest
 from rich.console import Console
 
-from foreroute.cli import progress
-from foreroute.cli.progress import watching
+from foreroute.cli import train
+from foreroute.cli.train import watching
 from foreroute.mismatch.alarm_rules import ADVICE
 from foreroute.train import Rollback, parse_config
 
@@ -21,7 +21,7 @@ ROLLBACK = Rollback(number=1, at_step=7, to_step=4, because="reward has collapse
 def shown(monkeypatch, steps, *, terminal, back_after=None, width=160, mismatch=None):
     """Everything that is printed while steps end 2.5 s apart, the display being asked for its state each time."""
     now = iter(range(10**6))
-    monkeypatch.setattr(progress, "monotonic", lambda: 2.5 * next(now))
+    monkeypatch.setattr(train, "monotonic", lambda: 2.5 * next(now))
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=width, color_system=None)
     with watching(CONFIG, console) as watcher:
@@ -90,7 +90,7 @@ def handlers():
     def end(number, frame):
         raise Second
 
-    before = {number: signal.signal(number, end) for number in progress.ENDING}
+    before = {number: signal.signal(number, end) for number in train.ENDING}
     yield end
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -113,7 +113,7 @@ def test_the_first_signal_asks_to_stop_and_the_second_is_not_kept(handlers, numb
         assert text.getvalue() == said
         with pytest.raises(Second):
             os.kill(os.getpid(), signal.SIGTERM)
-    assert {signal.getsignal(each) for each in progress.ENDING} == {handlers}
+    assert {signal.getsignal(each) for each in train.ENDING} == {handlers}
 
 
 def test_a_signal_that_is_ignored_stays_ignored(handlers):

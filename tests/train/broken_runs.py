@@ -9,24 +9,23 @@ from unittest import mock
 
 import numpy as np
 
+from expert_parallel_runs import run
+from expert_parallel_steps import Steps, precise_trainer, steps_of
 from faults import FaultyPeers
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import DivergedError, EngineError
 from foreroute.plan import Topology
-from foreroute.train import checkpoint, load_checkpoint, loop, spread
-from foreroute.train.engines import make_engine
+from foreroute.train import checkpoint, expert_parallel, load_checkpoint, loop
+from foreroute.train.expert_parallel import make_execution
 from foreroute.train.loop import make_trainer
-from foreroute.train.model import make_policy
-from foreroute.train.ranks import joined
-from foreroute.train.spread import make_execution
+from foreroute.train.model import make_engine, make_policy
+from foreroute.train.ranks import join_ranks
 from foreroute.train.tasks import make_task
-from spread_runs import run
-from spreading import Steps, precise_trainer, steps_of
 
 
 def faulty_steps(rank, config, faults):
     """A step under each fault. Returns them as one, and how often each fault happened here."""
-    with mock.patch.object(spread, "PeerGroup", FaultyPeers), precise_trainer(config) as trainer:
+    with mock.patch.object(expert_parallel, "PeerGroup", FaultyPeers), precise_trainer(config) as trainer:
         peers, parts, happened = trainer.execution._engine._peers, [], []
         for fault in faults:
             peers.fault, peers.happened = fault, 0
@@ -58,7 +57,7 @@ def diverge_once(rank, config, folder):
 def state_after(rank, config, checkpoint, skipped_steps, count):
     """By hand: so many steps from a checkpoint, on data behind those that are skipped."""
     task = make_task(config)
-    with joined(config.parallel.expert, config.parallel.timeout_s) as ranks:
+    with join_ranks(config.parallel.expert, config.parallel.timeout_s) as ranks:
         policy = make_policy(config, task)
         engine = make_engine(config, policy)
         with closing(make_execution(config, policy, ranks)) as execution:
@@ -129,25 +128,25 @@ def _only(there, breakage):
 
 @contextmanager
 def _plan_of_four(rank):
-    plan = spread._plan
+    plan = expert_parallel._plan
 
     def plan_for_four(counts_MLGE, topology, options, home_LE):
         four = Topology(4, 4, topology.redundant_slots, topology.links)
         homes_of_four_LE = np.tile(four.contiguous_home_E(home_LE.shape[1]), (len(home_LE), 1))
         return plan(np.tile(counts_MLGE, (1, 1, 2, 1)), four, options, homes_of_four_LE)
 
-    with mock.patch.object(spread, "_plan", plan_for_four):
+    with mock.patch.object(expert_parallel, "_plan", plan_for_four):
         yield
 
 
 @contextmanager
 def _other_plan(rank):
-    plan = spread._plan
+    plan = expert_parallel._plan
 
     def plan_without_slots(counts_MLGE, topology, options, home_LE):
         return plan(counts_MLGE, replace(topology, redundant_slots=0), options, home_LE)
 
-    with mock.patch.object(spread, "_plan", plan_without_slots):
+    with mock.patch.object(expert_parallel, "_plan", plan_without_slots):
         yield
 
 

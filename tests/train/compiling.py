@@ -7,7 +7,7 @@ from numba.core.dispatcher import Dispatcher
 
 from foreroute.plan import PlanOptions, Topology
 from foreroute.train.config import ParallelConfig
-from foreroute.train.spread import LINKS, _plan, compile_planner
+from foreroute.train.expert_parallel import LINKS, _plan, compile_planner
 
 
 def compiled():

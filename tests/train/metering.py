@@ -8,12 +8,12 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from expert_parallel_steps import precise_trainer, steps_of
 from foreroute import planner
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.train import spread
-from foreroute.train.forward import response_logprobs
-from spreading import precise_trainer, steps_of
+from foreroute.train import expert_parallel
+from foreroute.train.passes import response_logprobs
 
 LOCK = threading.Lock()
 
@@ -46,7 +46,7 @@ def metered_steps(rank, config, count):
 
 @contextmanager
 def metered(meters):
-    exchange_rows, begin, row, plan = dist.all_to_all_single, PeerGroup.begin, HostMemory.row, spread._plan
+    exchange_rows, begin, row, plan = dist.all_to_all_single, PeerGroup.begin, HostMemory.row, expert_parallel._plan
 
     def seen_rows(arrived, sent, receive_G, *rest, **options):
         meters.rows.append(sum(receive_G))
@@ -72,7 +72,7 @@ def metered(meters):
             (dist, "all_to_all_single", seen_rows),
             (PeerGroup, "begin", seen_messages),
             (HostMemory, "row", seen_row),
-            (spread, "_plan", seen_plan),
+            (expert_parallel, "_plan", seen_plan),
         ):
             stack.enter_context(mock.patch.object(place, name, seen))
         yield
@@ -92,7 +92,7 @@ def steps_with_slow_plans(rank, config, plan_s, forward_s):
 
     with (
         mock.patch.object(planner, "plan", slow_plan),
-        mock.patch("foreroute.train.recompute.response_logprobs", slow_forward),
+        mock.patch("foreroute.train.passes.response_logprobs", slow_forward),
         precise_trainer(config) as trainer,
     ):
         return steps_of(trainer, 1)

@@ -6,12 +6,11 @@ import numpy as np
 
 from benchmarks import resume
 from foreroute.train import parse_config
-from foreroute.train.engines import make_engine
+from foreroute.train.execution import SingleProcess
 from foreroute.train.loop import make_trainer
-from foreroute.train.model import make_policy
+from foreroute.train.model import make_engine, make_policy
 from foreroute.train.rollout import Scores
 from foreroute.train.tasks import make_task
-from foreroute.train.whole import Whole
 
 SIZES = resume.SIZES
 same_state = resume.same_state
@@ -48,7 +47,7 @@ def trainer_of(config):
     """A trainer at its initial weights, with the embedded engine."""
     task = make_task(config)
     policy = make_policy(config, task)
-    return make_trainer(config, task, policy, Whole(policy), make_engine(config, policy))
+    return make_trainer(config, task, policy, SingleProcess(policy), make_engine(config, policy))
 
 
 def always_informative(task, problems, generation, group_size):

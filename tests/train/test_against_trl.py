@@ -12,7 +12,7 @@ import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from foreroute.train.config.rl import RLConfig
-from foreroute.train.objective.corrections import correction_weights, engine_ratio
+from foreroute.train.objective import correction_weights, engine_ratio
 from objective_oracle import Case
 from test_objective import ours
 

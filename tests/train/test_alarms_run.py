@@ -12,7 +12,7 @@ from counting_runs import counting, counting_config
 from foreroute.capture import load_generation
 from foreroute.errors import CollapseError, ConfigError
 from foreroute.train import RunFolder, Watcher, load_checkpoint, loop, train
-from foreroute.train.rollback import read_rollbacks
+from foreroute.train.alarm_actions import read_rollbacks
 from foreroute.train.rollout import roll_out
 from small_runs import records, same_state, small_config, trainer_of
 

@@ -17,8 +17,7 @@ from foreroute.errors import ConfigError, DatasetError, FunctionError, RunFolder
 from foreroute.report import read_runs
 from foreroute.report.run import _reading_notes
 from foreroute.train import Watcher, load_checkpoint, parse_config, train
-from foreroute.train.engines import make_engine
-from foreroute.train.model import make_policy
+from foreroute.train.model import make_engine, make_policy
 from foreroute.train.tasks import make_task
 from foreroute.train.warm_start import _loss, warm_start
 from small_runs import SIZES, records
@@ -170,7 +169,7 @@ def test_right_answers_are_taught_by_their_tokens_alone(home):
     config = config_of(home, warm_start={"max_steps": 2, "batch_size": 5, "aux_loss": 0.0})
     task = make_task(config)
     model = make_policy(config, task).model.eval()
-    lessons = task.lessons(5, np.random.default_rng(1))
+    lessons = task.demonstrations(5, np.random.default_rng(1))
     assert len({len(lesson.answer) for lesson in lessons}) > 1, "the case must be padded"
     losses = []
     for lesson in lessons:
@@ -285,7 +284,7 @@ def test_answers_that_cannot_be_taught_are_named_with_their_line(home, tmp_path)
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+2=", "answer": "drei ß"}\n')
     data = {"data": str(tmp_path / "data.jsonl")}
     with pytest.raises(DatasetError, match=r"data\.jsonl, line 1: the tokenizer in .* makes no tokens of 'drei ß'"):
-        make_task(config_of(home, task=data, warm_start={"max_steps": 1})).lessons(1, np.random.default_rng(0))
+        make_task(config_of(home, task=data, warm_start={"max_steps": 1})).demonstrations(1, np.random.default_rng(0))
 
 
 def test_what_an_environment_says_in_other_characters_is_its_failure(home, tmp_path):
@@ -295,8 +294,8 @@ def test_what_an_environment_says_in_other_characters_is_its_failure(home, tmp_p
     (problem,) = task.problems(1, 0, 0, np.random.default_rng(0))
     for text in ("ß", "\ud800"):
         with pytest.raises(FunctionError, match=r"returned text: the tokenizer in .* makes no tokens of"):
-            task.follow(replace(problem, row={"says": text}), "1")
-    assert task.follow(replace(problem, row={"says": "12"}), "1").tolist() == [5, 6]
+            task.tool_reply(replace(problem, row={"says": text}), "1")
+    assert task.tool_reply(replace(problem, row={"says": "12"}), "1").tolist() == [5, 6]
     task.close()
 
 

@@ -8,22 +8,20 @@ import numpy as np
 import pytest
 import torch
 
+from expert_parallel_steps import scored_by_tokens
 from foreroute.capture import Sampling
 from foreroute.errors import ConfigError
 from foreroute.train import device, load_checkpoint, rollout, train
 from foreroute.train.checkpoint import Checkpoint, write_checkpoint
 from foreroute.train.device import find_device
-from foreroute.train.engines import make_engine
-from foreroute.train.evaluate import evaluate
+from foreroute.train.execution import SingleProcess
 from foreroute.train.loop import make_trainer
-from foreroute.train.model import make_policy
-from foreroute.train.reference import Reference
+from foreroute.train.model import Reference, make_engine, make_policy
+from foreroute.train.rollout import evaluate
 from foreroute.train.tasks import make_task
 from foreroute.train.warm_start import warm_start
-from foreroute.train.whole import Whole
 from other_device import DEVICE, MixedDevicesError, OnDevice, other_device
 from small_runs import always_informative, records, small_config
-from spreading import scored_by_tokens
 
 FEW = {"prompts": 2, "group_size": 4}
 WARM = {"max_steps": 2, "batch_size": 8}
@@ -101,7 +99,7 @@ def made(config, where):
     task = make_task(config)
     policy = make_policy(config, task, where)
     warm_start(policy.model, config, task, lambda step, loss: None, lambda: False)
-    trainer = make_trainer(config, task, policy, Whole(policy), make_engine(config, policy))
+    trainer = make_trainer(config, task, policy, SingleProcess(policy), make_engine(config, policy))
     if config.rl.kl_coefficient:
         trainer.reference = Reference(copy.deepcopy(policy.model))
     return trainer

@@ -13,7 +13,7 @@ from foreroute.capture import load_generation
 from foreroute.errors import RunFolderError
 from foreroute.trace import digest
 from foreroute.train import RunFolder, train
-from foreroute.train.rollback import Rollback, read_rollbacks, roll_back, settle
+from foreroute.train.alarm_actions import Rollback, finish_rollback, read_rollbacks, roll_back
 from kill_points import Disk, Killed, on
 
 pytestmark = pytest.mark.slow
@@ -103,7 +103,7 @@ def test_every_point_of_a_rollback_can_be_the_last(tmp_path):
         run = folder_of_a_run(tmp_path / str(point))
         with pytest.raises(Killed), on(Disk(tmp_path, dies_at=point)):
             roll_back(run, rollback)
-        settle(run)
+        finish_rollback(run)
         # it was decided, or it was not
         decided = bool(read_rollbacks(run))
         assert files(run.path) == (expected if decided else before), point

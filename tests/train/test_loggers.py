@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from foreroute.errors import ConfigError, RunFolderError
-from foreroute.train import RunFolder, Watcher, loggers, train
-from foreroute.train.loggers import open_loggers, scalars
-from foreroute.train.rollback import Rollback, roll_back
+from foreroute.train import RunFolder, Watcher, recorder, train
+from foreroute.train.alarm_actions import Rollback, roll_back
+from foreroute.train.recorder import open_loggers, scalars
 from small_runs import records, small_config
 
 RECORD = {
@@ -39,7 +39,7 @@ def test_single_numbers_have_paths():
 
 
 def test_what_is_not_installed_is_refused_before_anything_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(loggers, "find_spec", lambda package: None)
+    monkeypatch.setattr(recorder, "find_spec", lambda package: None)
     for package in ("tensorboard", "wandb"):
         with pytest.raises(ConfigError, match=rf"logging\.{package} = true needs .*pip install '\.\[{package}\]'"):
             train(small_config(logging={package: True}), tmp_path / "run")

@@ -15,8 +15,8 @@ from foreroute.errors import ConfigError, RunFolderError
 from foreroute.train import load_checkpoint, parse_config, train
 from foreroute.train import rollout as rollout_module
 from foreroute.train.config.rl import METHODS
+from foreroute.train.model import Reference
 from foreroute.train.ranks import Ranks
-from foreroute.train.reference import Reference
 from foreroute.train.rollout import Scores, roll_out
 from foreroute.train.schedule import Stage
 from foreroute.train.tasks import chain

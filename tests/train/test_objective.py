@@ -7,14 +7,22 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from foreroute.train import loss as loss_module
+from foreroute.train import objective
 from foreroute.train.config.rl import METHODS, RLConfig
-from foreroute.train.objective import surrogates, token_losses
-from foreroute.train.objective.advantages import group_advantages
-from foreroute.train.objective.corrections import accepted_sequences, correction_weights, engine_ratio
-from foreroute.train.objective.kl import kl_to_reference
-from foreroute.train.objective.means import coefficients, denominator
-from foreroute.train.objective.ratios import policy_log_ratio
-from foreroute.train.objective.surrogates import cispo, clipped_ratio, reinforce
+from foreroute.train.objective import (
+    accepted_sequences,
+    cispo,
+    clipped_ratio,
+    coefficients,
+    correction_weights,
+    denominator,
+    engine_ratio,
+    group_advantages,
+    kl_to_reference,
+    policy_log_ratio,
+    reinforce,
+)
 from objective_oracle import Case, differences, mini_batch_loss
 
 CORRECTIONS = {
@@ -36,7 +44,7 @@ def tensors(case, sequences=None):
     )
     lengths = torch.from_numpy(case.lengths[chosen])
     advantages = torch.from_numpy(case.advantages[chosen]).repeat_interleave(lengths)
-    return token_losses.Tokens(now.requires_grad_(), old, engine, reference, advantages, lengths), rows
+    return loss_module.Tokens(now.requires_grad_(), old, engine, reference, advantages, lengths), rows
 
 
 def ours(case, config, cut=None):
@@ -47,7 +55,7 @@ def ours(case, config, cut=None):
         tokens, rows = tensors(case, part)
         if not config.kl_coefficient:
             tokens = tokens._replace(reference_logprobs_R=None)
-        losses = token_losses.token_losses(tokens, config).losses_R
+        losses = loss_module.token_losses(tokens, config).losses_R
         weights = coefficients(tokens.lengths_S, config.mean, case.max_length, losses.dtype)
         summed = (weights * losses).sum() / divisor
         summed.backward()
@@ -237,8 +245,8 @@ def test_before_the_first_step_all_losses_have_one_gradient():
     case = Case.random(4)
     case.now = case.old.copy()
     expected = -np.repeat(case.advantages, case.lengths) / case.lengths.sum()
-    for loss in ("clip", "cispo", "reinforce"):
-        _, gradient = ours(case, RLConfig(loss=loss))
+    for name in ("clip", "cispo", "reinforce"):
+        _, gradient = ours(case, RLConfig(loss=name))
         np.testing.assert_allclose(gradient, expected, rtol=1e-12)
     weights = 1 / (len(case.lengths) * np.repeat(case.lengths, case.lengths))
     for method in ("grpo", "gspo"):
@@ -267,12 +275,12 @@ def test_a_cispo_that_never_caps_is_off_policy_reinforce():
 
 def sign_flipped(log_ratio_R, advantages_R, clip_low, clip_high):
     losses_R, clipped_R = clipped_ratio(log_ratio_R, advantages_R, clip_low, clip_high)
-    return surrogates.Surrogate(-losses_R, clipped_R)
+    return objective.Surrogate(-losses_R, clipped_R)
 
 
 def with_gradient_through_the_weight(logprobs_R, log_ratio_R, advantages_R, clip_low, clip_high):
     weight_R = log_ratio_R.exp().clamp(1 - clip_low, 1 + clip_high)
-    return surrogates.Surrogate(-weight_R * advantages_R * logprobs_R, weight_R > 1)
+    return objective.Surrogate(-weight_R * advantages_R * logprobs_R, weight_R > 1)
 
 
 def with_gradient_through_the_ratio(logprobs_R, engine_logprobs_R, lengths_S, level):
@@ -292,7 +300,7 @@ def with_gradient_through_the_ratio(logprobs_R, engine_logprobs_R, lengths_S, le
 def test_a_broken_method_is_seen(monkeypatch, method, function, broken):
     config = RLConfig(method=method, kl_coefficient=0.1)
     require_right(Case.random(7), config)
-    monkeypatch.setattr(token_losses, function, broken)
+    monkeypatch.setattr(loss_module, function, broken)
     with pytest.raises(AssertionError):
         require_right(Case.random(7), config)
 

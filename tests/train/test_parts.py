@@ -10,11 +10,11 @@ import torch
 from foreroute.layout import by_token_budget
 from foreroute.train import loop
 from foreroute.train.config import RLConfig
-from foreroute.train.forward import inputs, pad, response_logprobs, sampled_logprobs
+from foreroute.train.expert_parallel import ExpertParallel, _Planned
+from foreroute.train.passes import inputs, pad, response_logprobs, sampled_logprobs
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
 from foreroute.train.schedule import make_schedule
-from foreroute.train.spread import Spread, _Planned
 from foreroute.train.tasks.chain import VOCABULARY, ChainTask, decode, encode, right_share, sample_problems
 from small_runs import small_config, trainer_of
 
@@ -129,13 +129,13 @@ def test_a_stage_that_fails_is_timed_and_its_records_are_not_those_of_the_next(m
     counts_MLGE = np.zeros((1, 1, 2, 2), np.int32)
     engine = SimpleNamespace(records=["of the stage that fails"])
     engine.take_records = lambda: [engine.records.pop() for _ in list(engine.records)]
-    spread = object.__new__(Spread)
-    spread._engine, spread._published, spread._now, spread._loads = engine, True, None, []
-    spread._placed = SimpleNamespace(begin_step=lambda *_, **__: None)
-    spread._planned = {"update 0": _Planned(counts_MLGE, 0, plan)}
-    with pytest.raises(ArithmeticError), spread.running(SimpleNamespace(name="update 0")):
+    execution = object.__new__(ExpertParallel)
+    execution._engine, execution._published, execution._now, execution._executed = engine, True, None, []
+    execution._model = SimpleNamespace(begin_step=lambda *_, **__: None)
+    execution._planned = {"update 0": _Planned(counts_MLGE, 0, plan)}
+    with pytest.raises(ArithmeticError), execution.running(SimpleNamespace(name="update 0")):
         fails()
-    assert (spread._now, spread._loads, engine.records) == (None, [], [])
+    assert (execution._now, execution._executed, engine.records) == (None, [], [])
     # a stage without a plan is not taken for one that executes the plan of the last
-    with spread.running(SimpleNamespace(name="update 1")), spread.micro_step(0, None):
+    with execution.running(SimpleNamespace(name="update 1")), execution.micro_step(0, None):
         pass

@@ -10,7 +10,7 @@ import torch
 from foreroute.errors import StaleTraceError
 from foreroute.plan import contiguous_imbalance
 from foreroute.train import loop, rollout
-from foreroute.train.forward import inputs, pad
+from foreroute.train.passes import inputs, pad
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Scores, roll_out
 from foreroute.train.schedule import make_schedule
@@ -97,7 +97,7 @@ def test_load_and_clipping_are_those_of_the_update(monkeypatch):
         for row in range(int(trace.offsets[s]), int(trace.offsets[s + 1]) - 1):
             for layer in range(2):
                 counts[result.micro_step_S[s], layer, trace.expert_ids_NLK[row, layer]] += 1
-    assert len(counts) > 6, "the case must have several micro-steps in a mini-step"
+    assert len(counts) > 6, "the case must have several micro-steps in a mini-batch"
     assert record["expert_load"]["4"] == pytest.approx(contiguous_imbalance(counts, 4))
     assert 0 < record["clip_share"] < 1
     assert record["clip_share"] == result.clip_share

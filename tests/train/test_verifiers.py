@@ -7,9 +7,8 @@ from fractions import Fraction
 import pytest
 
 from foreroute.errors import ConfigError, DatasetError, FunctionError
-from foreroute.train.tasks.arithmetic import evaluate
-from foreroute.train.tasks.rows import Row
-from foreroute.train.tasks.verifiers import make_verifier
+from foreroute.train.tasks.jsonl import Row
+from foreroute.train.tasks.verifiers import evaluate, make_verifier
 
 
 def expression(rng, depth):

@@ -1,4 +1,4 @@
-"""`foreroute convert`."""
+"""`foreroute convert`: engine output to a trace, and a trace to another codec or another framework's form."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from foreroute.capture import WRITABLE, ModelFacts, WireKind, decode, encode, facts_of_config
 from foreroute.capture.recognition import parse_text
-from foreroute.cli.alive import working
-from foreroute.cli.terminal import Console
+from foreroute.cli.terminal import Console, working
 from foreroute.errors import CaptureError, TraceFileError, printable
 from foreroute.files import RegularFile, read_file, write_atomically, writing_named
 from foreroute.trace import CODECS, RoutingSpec, RoutingTrace, load, save
@@ -80,7 +79,7 @@ def _read(source: Path, origin: Origin) -> tuple[RoutingTrace, str]:
 
 
 def _first_line(data: bytes, source: Path) -> tuple[Any, list[tuple[int, bytes]]]:
-    """What the first line holds, if it is a JSON object on its own, and the other lines with their numbers."""
+    """Read the first line, if it is a JSON object on its own, and give the other lines with their numbers."""
     lines = [(number, line) for number, line in enumerate(data.splitlines(), 1) if line.strip()]
     if not lines or not lines[0][1].lstrip().startswith(b"{"):
         return None, []
@@ -116,7 +115,7 @@ def _form(trace: RoutingTrace) -> str:
 
 
 def _tokens(origin: Origin) -> Any:
-    """Token lists as they stand in the file; `decode` checks them."""
+    """Read token lists as they stand in the file; `decode` checks them."""
     if origin.tokens is None:
         return None
     tokens = parse_text(read_file(origin.tokens, CaptureError), name=str(origin.tokens))

@@ -1,4 +1,8 @@
-"""`foreroute demo`: one warm start, then GRPO without and with rollout routing replay, and what was measured."""
+"""`foreroute demo` and `foreroute demo-ep`: a tiny model is trained here, and what was measured is printed.
+
+The first trains after one warm start without and with rollout routing replay; the second trains on expert-parallel
+ranks, with R3 and a plan for every micro-step.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,12 @@ from typing import Any
 
 from rich.table import Table
 
-from foreroute.cli.page import write_page
-from foreroute.cli.progress import watching
-from foreroute.cli.terminal import Console
+from foreroute.cli.terminal import Console, is_first_rank, write_page
+from foreroute.cli.train import console_of_rank, train_and_report, watching
 from foreroute.errors import ConfigError
-from foreroute.report import SummaryRow, read_runs, summary_rows, write_report
+from foreroute.report import LoadRow, SummaryRow, load_rows, read_runs, summary_rows, write_report
 from foreroute.train import TrainConfig, parse_config, train
+from foreroute.train.ranks import num_started
 
 
 def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: str, vllm_python: Path | None) -> None:
@@ -51,7 +55,7 @@ def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: 
 
 
 def demo_values() -> dict[str, Any]:
-    """The demo's configuration, as `parse_config` takes it."""
+    """Give the demo's configuration, as `parse_config` takes it."""
     return tomllib.loads((files("foreroute.cli") / "arithmetic.toml").read_text(encoding="utf-8"))
 
 
@@ -107,3 +111,40 @@ def _percent(share: float | None) -> str:
 
 def _scientific(value: float | None) -> str:
     return "—" if value is None else f"{value:.1e}" if value else "0"
+
+
+def run_demo_ep(folder: Path, *, steps: int) -> None:
+    """Train once, on as many ranks as torchrun started, write the report, and print what the plans did."""
+    values: dict[str, Any] = demo_values()
+    values["name"] = "R3-expert-parallel"
+    values["rl"] |= {"steps": steps, "micro_step_tokens": 512}  # several micro-steps, as a large run has
+    values["measure"] = {"compare_every": 5}
+    values["parallel"] = {"expert": _num_ranks()}
+    train_and_report(parse_config(values, source="the demo's configuration"), folder)
+    if is_first_rank() and (folder / "metrics.jsonl").exists():
+        (row,) = load_rows(read_runs([folder]))
+        _print(row, console_of_rank())
+
+
+def _num_ranks() -> int:
+    started = num_started()
+    if started == 1:
+        raise ConfigError(
+            "demo-ep shows expert parallelism, and 1 process runs; start several: "
+            "torchrun --nproc-per-node 4 -m foreroute.cli demo-ep --folder FOLDER, or make demo-ep"
+        )
+    return started
+
+
+def _print(row: LoadRow, console: Console) -> None:
+    table = Table(title="Load of the ranks, per step", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in row.cells.items():
+        table.add_row(name, value)
+    console.print(table)
+    console.print(
+        "The busiest rank's assignments over the mean, summed over cells: with every expert at its home, by the plan, "
+        "and as executed. 1 is perfect balance.",
+        highlight=False,
+    )

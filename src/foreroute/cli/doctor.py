@@ -8,9 +8,8 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from foreroute.cli.alive import Work, working
 from foreroute.cli.doctor_inputs import DoctorInputs, Engine, read_array, read_engine, read_trainer, with_last_rollout
-from foreroute.cli.terminal import Console
+from foreroute.cli.terminal import Console, Work, working
 from foreroute.doctor import Diagnosis, Evidence, Severity, TrainerPass, diagnose
 from foreroute.errors import printable
 from foreroute.report import check_page, measure_rows, write_diagnosis
@@ -82,7 +81,7 @@ def _examined(
 
 
 def _given(inputs: DoctorInputs, engine: Engine, weight_version: int | None) -> Evidence:
-    """Evidence of passes that the user ran."""
+    """Read the evidence of passes that the user ran."""
     executed = load(inputs.trainer_trace) if inputs.trainer_trace else None
     logprobs_R = read_array(inputs.trainer_logprobs, "f") if inputs.trainer_logprobs else None
     replayed = TrainerPass(None, read_array(inputs.replayed_logprobs, "f")) if inputs.replayed_logprobs else None

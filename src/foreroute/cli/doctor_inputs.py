@@ -79,7 +79,7 @@ class Engine:
 
 
 def with_last_rollout(inputs: DoctorInputs) -> DoctorInputs:
-    """Of a run's folder and nothing else: the last rollout that it kept at a step of a checkpoint, if there is one."""
+    """Add the last rollout that a run's folder kept at a checkpoint's step, where nothing but the folder was given."""
     folder = inputs.model
     if folder is None or folder.suffix == ".toml" or not _is_of_a_run(folder):
         return inputs
@@ -91,7 +91,7 @@ def with_last_rollout(inputs: DoctorInputs) -> DoctorInputs:
 
 
 def read_engine(inputs: DoctorInputs, max_sequences: int) -> Engine:
-    """Read the engine's side, and of the trace and generation the first sequences.
+    """Read the engine's side: the first sequences of trace and generation.
 
     Raises:
         InputError: when a file is missing, damaged, or of another size than the rest.
@@ -112,7 +112,7 @@ def read_engine(inputs: DoctorInputs, max_sequences: int) -> Engine:
 
 
 def read_array(path: Path, kinds: str) -> NDArray[Any]:
-    """A .npy file of one axis.
+    """Read a .npy file of one axis.
 
     Args:
         path: the file. No pickle is read, and nothing is allocated before its size is known to be there.
@@ -170,7 +170,7 @@ class Trainer:
     max_staleness: int = 0
 
     def expected_version(self, trace: RoutingTrace | None) -> int | None:
-        """The weight version that a trace must be of; None where nothing is known, or the run allows what it is of."""
+        """Give the weight version that a trace must have; None where nothing is known, or the run allows its own."""
         known = [version for version in trace.versions if version >= 0] if trace is not None else []
         if self.weight_version is None or not known:
             return None
@@ -179,7 +179,7 @@ class Trainer:
 
 
 def read_trainer(inputs: DoctorInputs, trace: RoutingTrace | None) -> Trainer:
-    """The model that `inputs.model` names.
+    """Load the model that `inputs.model` names.
 
     That is a TOML configuration of `foreroute train`, a folder of one of its runs or the config.json in it, a folder of
     a Hugging Face model, or its config.json. Of a run, the checkpoint is the one that `trace` was recorded under.
@@ -214,7 +214,7 @@ def read_trainer(inputs: DoctorInputs, trace: RoutingTrace | None) -> Trainer:
 
 
 def checkpoints_of(folder: Path) -> dict[int, Path]:
-    """The checkpoints in a run's folder by the weight version that each holds; none where there is no such folder."""
+    """Find the checkpoints in a run's folder, by the weight version that each holds; none without such a folder."""
     return _by_step(folder / "checkpoints")
 
 
@@ -230,12 +230,12 @@ def _by_step(folder: Path) -> dict[int, Path]:
 
 
 def _is_of_a_run(path: Path) -> bool:
-    """Whether it is a configuration of `foreroute train`, or the folder of a run."""
+    """Say whether it is a configuration of `foreroute train`, or the folder of a run."""
     return path.suffix == ".toml" or (path / "metrics.jsonl").exists() or (path / "checkpoints").is_dir()
 
 
 def _checkpoint_of(folder: Path, held: Mapping[int, Path], trace: RoutingTrace | None, max_staleness: int) -> Path:
-    """Of the weights that a trace was recorded under; the last one where there is no trace, or it does not say.
+    """Choose the checkpoint that a trace was recorded under; the last one where there is no trace, or it does not say.
 
     Where rollouts may be older than the weights that train on them, the first checkpoint that may train on the trace.
     """

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import foreroute
-from foreroute.cli.ending import run
+from foreroute.cli.exit_codes import run
 from foreroute.cli.terminal import Console
 from foreroute.errors import InputError
 
@@ -22,7 +22,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line and exit; `foreroute.cli.ending` has the exit codes."""
+    """Run the command line and exit; `foreroute.cli.exit_codes` has the exit codes."""
     run(lambda: app(standalone_mode=False))
 
 
@@ -65,7 +65,7 @@ def demo_ep(
     steps: Annotated[int, typer.Option(min=1, help="RL steps.")] = 30,
 ) -> None:
     """Train the demo's task on expert-parallel ranks: torchrun --nproc-per-node 4 -m foreroute.cli demo-ep."""
-    from foreroute.cli.demo_ep import run_demo_ep
+    from foreroute.cli.demo import run_demo_ep
 
     run_demo_ep(folder, steps=steps)
 
@@ -88,7 +88,7 @@ def train(
 @app.command()
 def inspect(trace: Annotated[Path, typer.Argument(help="A trace file.")]) -> None:
     """Show what a routing trace holds."""
-    from foreroute.cli.inspect import print_trace
+    from foreroute.cli.traces import print_trace
 
     print_trace(trace)
 
@@ -143,7 +143,7 @@ def doctor(
 @app.command()
 def validate(traces: Annotated[list[Path], typer.Argument(help="Trace files.")]) -> None:
     """Check trace files: readable, undamaged, and routes that a router can have taken."""
-    from foreroute.cli.inspect import validate_traces
+    from foreroute.cli.traces import validate_traces
 
     if not validate_traces(traces):
         raise typer.Exit(2)
@@ -177,7 +177,7 @@ def diff(
     other: Annotated[Path, typer.Argument(help="A trace file of the same tokens, say of the engine's routes.")],
 ) -> None:
     """Compare two traces and name what sets them apart; exit code 1 when it is a defect."""
-    from foreroute.cli.diff import print_difference
+    from foreroute.cli.traces import print_difference
 
     if not print_difference(reference, other):
         raise typer.Exit(1)
@@ -277,7 +277,7 @@ def report(
     output: Annotated[Path | None, typer.Option(help="The page; report.html in the first run by default.")] = None,
 ) -> None:
     """Write one HTML page about a run, or comparing several."""
-    from foreroute.cli.alive import working
+    from foreroute.cli.terminal import working
     from foreroute.report import write_report
 
     console = Console()

@@ -11,10 +11,8 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from foreroute.cli.alive import working
-from foreroute.cli.page import write_page
 from foreroute.cli.plan_inputs import PlanInputs, StepToPlan, read_step
-from foreroute.cli.terminal import Console
+from foreroute.cli.terminal import Console, working, write_page
 from foreroute.costs.figures import summarize
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, InputError, PlanError
@@ -67,7 +65,7 @@ def run_plan(
 
 
 def read_home_moves(text: str) -> int | None:
-    """The value of --home-moves: a number, or "all" for no limit.
+    """Read the value of --home-moves: a number, or "all" for no limit.
 
     Raises:
         InputError: for anything else.
@@ -146,7 +144,7 @@ def _dispatch(costs: CostModel) -> str:
 
 
 def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[StepPlan, float]:
-    """The plan and the seconds that it took, without those of compiling."""
+    """Plan the step; returns the plan and the seconds that it took, without those of compiling."""
     with working("planning the first micro-step", console):
         plan(step.counts_MLGE[:1], step.topology, options, home_LE=step.home_LE, costs=step.costs)
     cells = step.counts_MLGE.shape[0] * step.counts_MLGE.shape[1]
@@ -167,7 +165,7 @@ def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[
 
 
 def _others(step: StepToPlan, baselines: Sequence[str] | None, console: Console) -> list[BalancerRecord]:
-    """Records of the baselines, static first."""
+    """Compare with the baselines: their records, static first."""
     names = list(BALANCERS) if baselines is None else list(dict.fromkeys(["static", *baselines]))
     problem = BalancerInput(step.counts_MLGE, step.topology, step.home_LE, step.previous_LE)
     records = []

@@ -142,7 +142,7 @@ def _homes(previous: Path | None, topology: Topology, shape: tuple[int, int]) ->
 def _packed(
     traces: list[RoutingTrace], inputs: PlanInputs, topology: Topology, costs: CostModel, home_LE: NDArray[np.int16]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, str]:
-    """Counts, those of packing by lengths when they are others, and what was done."""
+    """Pack and count; returns counts, those of packing by lengths when they are others, and what was done."""
     lengths = np.concatenate([trace.lengths for trace in traces])
     budget = DEFAULT_BUDGET if inputs.token_budget is None else inputs.token_budget
     token_s, square_s = costs.attention_seconds(np.array([1, 0]), np.array([0, 1]))
@@ -175,7 +175,7 @@ def _packed(
 
 
 def _traces(paths: Sequence[Path]) -> list[RoutingTrace]:
-    """Traces of one step, and so of one model."""
+    """Read the traces of one step, and so of one model."""
     traces = [load(path) for path in paths]
     for path, trace in zip(paths, traces, strict=True):
         traces[0].spec.require_same(trace.spec, what=str(path))
@@ -183,7 +183,7 @@ def _traces(paths: Sequence[Path]) -> list[RoutingTrace]:
 
 
 def _loads(paths: Sequence[Path], shape: tuple[int, int]) -> NDArray[np.int64]:
-    """Assignments [L, E] of the step before, from an .npz file or from traces."""
+    """Read assignments [L, E] of the step before, from an .npz file or from traces."""
     if len(paths) == 1 and paths[0].suffix == ".npz":
         loads_LE: NDArray[np.int64] = check_counts(load_counts(paths[0])).sum(axis=(0, 2), dtype=np.int64)
     else:

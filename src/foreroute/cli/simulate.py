@@ -10,9 +10,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from foreroute.cli.alive import Work, working
-from foreroute.cli.page import write_page
-from foreroute.cli.terminal import Console
+from foreroute.cli.terminal import Console, Work, working, write_page
 from foreroute.errors import InputError, RunFolderError
 from foreroute.files import check_writable, write_folder_atomically, writing_named
 from foreroute.report import (
@@ -41,6 +39,7 @@ from foreroute.simulate.measurements import load_measurements
 from foreroute.simulate.simulation import OnProgress
 
 TIMELINE_LAYERS = 5
+"""Layers that a timeline shows."""
 DEFAULT_RATES = ("gemm_flops_per_s", "layer_s")
 
 Fitted = tuple[FitRecord, Mapping[str, float]]
@@ -103,7 +102,7 @@ def _check_free(folder: Path) -> None:
 def _fitted(
     config: SimulateConfig, measurements: Path, rates: Sequence[str], console: Console
 ) -> tuple[SimulateConfig, Fitted]:
-    """The configuration with fitted rates, what was fitted, and the rates before."""
+    """Fit rates; returns the configuration with them, what was fitted, and the rates before."""
     described = config.described()
     measured = load_measurements(measurements, described.topology)
     with working(f"fitting to {len(measured)} measurements", console):
@@ -121,7 +120,7 @@ def _fitted(
 
 
 def _timelines(config: SimulateConfig, record: SimulationRecord, on_progress: OnProgress) -> list[Timeline]:
-    """Of static and the method that the page is about: layers in the middle of the first pipeline stage."""
+    """Make timelines of static and the method that the page is about: layers in the middle of the first stage."""
     layers = config.described().costs.model.num_layers // config.cluster.pipeline
     first = max(0, (layers - TIMELINE_LAYERS) // 2)
     chosen = range(first, min(first + TIMELINE_LAYERS, layers))
@@ -135,7 +134,7 @@ def _timelines(config: SimulateConfig, record: SimulationRecord, on_progress: On
 
 
 def _sweeps(config: SimulateConfig, record: SimulationRecord, console: Console) -> list[SweepRecord]:
-    """Of static and the methods that plots compare with it; all methods would take many times as long."""
+    """Sweep static and the methods that plots compare with it; all methods would take many times as long."""
     names = ("static", *(method.name for method in compared_methods(record)))
     narrowed = config.model_copy(update={"methods": names})
     total = sum(len(getattr(config.sweep, key)) for key in SweepConfig.model_fields)

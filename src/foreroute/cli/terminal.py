@@ -1,21 +1,39 @@
-"""The door to the terminal: what is printed is shown, and never obeyed."""
+"""What every verb shows: a console that escapes what it prints, a heartbeat, and the page beside the figures.
+
+The heartbeat is a line on standard error, every few seconds in which a command prints nothing, that says what it is
+doing. What a verb prints on standard output stays what it was. A terminal on which a bar moves needs none, and what is
+quicker than a few seconds says nothing.
+"""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from importlib.util import find_spec
+from pathlib import Path
 from time import monotonic
 from typing import Any, ClassVar
 
 import rich.console
+from rich.progress_bar import ProgressBar
 from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
 
-from foreroute.errors import printable
+from foreroute.errors import how_to_install, printable
 
 FEWEST_COLUMNS, MOST_COLUMNS = 40, 1000
+"""What COLUMNS of the environment is brought into."""
+SILENCE_S = 4.5
+"""Seconds without a printed line before the heartbeat speaks. Nobody is to wait for 5 s, and the thread may be late."""
+JOIN_S = 1.0
+"""Seconds that a command waits for the heartbeat's thread, which writes to a pipe that may be full."""
+DRAWN_WITH = ("jinja2", "matplotlib")
+"""The libraries that a page needs, of the extra "report"."""
 
 
 class Console(rich.console.Console):
@@ -31,14 +49,14 @@ class Console(rich.console.Console):
     printed_at: ClassVar[float] = 0.0
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As Rich does."""
+        """Print as Rich does, and note when."""
         super().print(*objects, **options)
         Console.printed_at = monotonic()
 
     def render(
         self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """As Rich does, `printable`."""
+        """Render as Rich does, with text made `printable`."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
@@ -48,7 +66,7 @@ class Console(rich.console.Console):
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output, whose errors say that it is this stream, and not a file, that cannot be written."""
+    """Standard output whose errors say that it is this stream, and not a file, that cannot be written."""
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
         super().__init__(
@@ -100,3 +118,123 @@ def prepare_streams() -> None:
             os.environ[name] = str(min(max(int(value), least), most))
         else:
             del os.environ[name]
+
+
+def is_first_rank() -> bool:
+    """Say whether this process speaks for the run: it is alone, or rank 0 of those that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+class Work:
+    """What a command is doing, for people. Any thread may change it, and none waits for another.
+
+    Attributes:
+        what: its name.
+        detail: what it is at; empty where nothing is known.
+        done, total: how much of it; nothing is said of a total of 0.
+        unit: of these, in the plural.
+    """
+
+    def __init__(self, what: str, *, total: int = 0, unit: str = "") -> None:
+        self.what, self.detail = what, ""
+        self.done, self.total, self.unit = 0, total, unit
+        self._begun = monotonic()
+        self._is_compiling: Callable[[], bool] = bool
+
+    def begin(self, what: str) -> None:
+        """Begin another piece of work, of which no second has gone by."""
+        self.what, self.detail, self._begun = what, "", monotonic()
+
+    def advance(self, done: int, total: int, detail: str = "") -> None:
+        """Note that so much of it is done."""
+        self.done, self.total, self.detail = done, total, detail
+
+    def watch_kernels(self) -> None:
+        """Say when a kernel is compiled. It takes numba, which takes long to be imported."""
+        from foreroute.kernels import is_compiling
+
+        self._is_compiling = is_compiling
+
+    def __str__(self) -> str:
+        """Give one line without control characters: "planning: 1,234 of 9,216 cells, 12 s"."""
+        facts = [self.detail] if self.detail else []
+        if self.total:
+            facts.append(f"{self.done:,} of {self.total:,} {self.unit}".rstrip())
+        if self._is_compiling():
+            facts.append("compiling, once on this machine")
+        facts.append(f"{monotonic() - self._begun:,.0f} s")
+        separator = ": " if len(facts) > 1 else ", "
+        return printable(f"{self.what}{separator}{', '.join(facts)}").replace("\n", "\\n")
+
+    def __rich__(self) -> Text | Table:
+        """Give the same line for a terminal, and a bar where it is known how much there is."""
+        if not self.total:
+            return Text(str(self))
+        row = Table.grid(padding=(0, 1))
+        row.add_row(Text(str(self)), ProgressBar(self.total, self.done, width=20))
+        return row
+
+
+_under_way = [Work("starting")]
+"""What this process is doing, the innermost last. The first is for want of anything better."""
+
+
+@contextmanager
+def working(what: str, console: Console | None = None, *, total: int = 0, unit: str = "") -> Iterator[Work]:
+    """Name a piece of work that may last, while the context is open.
+
+    Args:
+        what: its name, which may hold names of files.
+        console: where it is shown if that is a terminal; None where something else is shown there already.
+        total: how much there is to do, if that is known.
+        unit: of `total`, in the plural.
+    """
+    work = Work(what, total=total, unit=unit)
+    work.watch_kernels()
+    _under_way[0].what = "working"
+    _under_way.append(work)
+    try:
+        with nullcontext() if console is None or not console.is_terminal else console.status(work):
+            yield work
+    finally:
+        _under_way.remove(work)
+
+
+@contextmanager
+def heartbeat() -> Iterator[None]:
+    """Whenever nothing was printed for `SILENCE_S` seconds, say what is under way. Only the first rank does."""
+    if not is_first_rank():
+        yield
+        return
+    _under_way[0].begin("starting")
+    over = threading.Event()
+    thread = threading.Thread(target=_beat, args=(over,), name="foreroute heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(JOIN_S)
+
+
+def _beat(over: threading.Event) -> None:
+    said = monotonic()
+    while not over.wait(max(0.0, said + SILENCE_S - monotonic())):
+        said = max(said, Console.printed_at)
+        if monotonic() >= said + SILENCE_S:
+            _write(f"{_under_way[-1]}\n")
+            said = monotonic()
+
+
+def _write(line: str) -> None:
+    """Write past the stream and its lock: who waits for a reader holds nobody up, and a fork takes no lock along."""
+    with suppress(OSError, ValueError, AttributeError):  # nobody reads: the command meets that when it prints itself
+        os.write(sys.stderr.fileno(), line.encode(errors="backslashreplace"))
+
+
+def write_page(console: Console, write: Callable[[], Path], *, name: str = f"{'page':<9}") -> None:
+    """Write a page and say where it is, or say what is missing for one: the light core has figures alone."""
+    missing = [library for library in DRAWN_WITH if find_spec(library) is None]
+    with working("drawing the page", console):
+        found = f"none, for want of {' and '.join(missing)}; {how_to_install('report')}" if missing else str(write())
+    console.print(f"{name} {found}", soft_wrap=True, highlight=False, markup=False)

@@ -53,7 +53,7 @@ LETTERS = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a file holds.
+    """What a checkpoint file holds.
 
     Attributes:
         state: of the trainer; "step" is the next step, "model" the weights.
@@ -67,7 +67,7 @@ class Checkpoint:
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write it: the whole file or nothing.
+    """Write a checkpoint: the whole file or nothing.
 
     Raises:
         OSError: what the system refuses; a file that was there is whole.
@@ -85,7 +85,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read it and make sure that it is what was written.
+    """Read a checkpoint and make sure that it is what was written.
 
     Raises:
         RunFolderError: when it is missing, damaged, no checkpoint, or named after another step.
@@ -109,7 +109,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint: "step", "model", "optimizer", and "rollouts" where some were waiting.
+    """Read the state in a checkpoint: "step", "model", "optimizer", and "rollouts" where some were waiting.
 
     Raises:
         RunFolderError: when it is missing, damaged, or no checkpoint.
@@ -118,7 +118,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _without_tensors(value: Any, place: str, tensors: dict[str, NDArray[Any]], seen: dict[tuple[Any, ...], Any]) -> Any:
-    """The JSON of a value. Tensors are put into `tensors`, those that share memory once."""
+    """Give the JSON of a value. Tensors are put into `tensors`, those that share memory once."""
     if isinstance(value, Tensor):
         return _reference(value, place, tensors, seen)
     if isinstance(value, Mapping):
@@ -151,7 +151,7 @@ def _reference(
 
 
 def _write(file: IO[bytes], metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> None:
-    """Tensor by tensor, so that no second copy of all is made. The widest types first: each begins aligned."""
+    """Write tensor by tensor, so that no second copy of all is made. The widest types first: each begins aligned."""
     order = sorted(tensors, key=lambda name: -tensors[name].itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -182,7 +182,7 @@ def _state(text: str, tensors: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
 
 
 def _with_tensors(value: Any, tensors: Mapping[str, NDArray[Any]], left: set[str], deepest: int) -> Any:
-    """The value of a JSON; removes from `left` the tensors that are in it."""
+    """Give the value of a JSON; removes from `left` the tensors that are in it."""
     if deepest == 0:
         raise RunFolderError(f"its state nests deeper than {DEEPEST}")
     if isinstance(value, list):

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def find_device(asked: str) -> torch.device:
-    """The device of this process.
+    """Find the device of this process.
 
     Args:
         asked: "cpu"; "cuda", that of this process among those of the machine (`LOCAL_RANK` under torchrun, else the
@@ -43,11 +43,11 @@ def find_device(asked: str) -> torch.device:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the parameters of a model are."""
+    """Find the device that the parameters of a model are on."""
     return next(model.parameters()).device
 
 
-def work_on(device: torch.device, threads: int) -> None:
+def use_device(device: torch.device, threads: int) -> None:
     """Have the thread that calls this launch on the device by default, and torch use so many threads on the CPU."""
     torch.set_num_threads(threads)
     if device.type == "cuda":
@@ -55,7 +55,7 @@ def work_on(device: torch.device, threads: int) -> None:
 
 
 def backend_of(device: torch.device) -> str:
-    """What torch.distributed is started with. Plans, votes and records are exchanged on the host in any case."""
+    """Name the backend for torch.distributed. Plans, votes and records are exchanged on the host in any case."""
     return "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
 
 
@@ -74,19 +74,19 @@ def require_backend(device: torch.device) -> None:
         )
 
 
-def begin_memory_peak(device: torch.device) -> None:
+def reset_memory_peak(device: torch.device) -> None:
     """Count anew what `memory_peak` gives."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def memory_peak(device: torch.device) -> int:
-    """The most bytes that tensors took at a time on the device; 0 on the CPU, where torch counts none."""
+    """Give the most bytes that tensors took at a time on the device; 0 on the CPU, where torch counts none."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def device_record(device: torch.device, most_bytes: int) -> dict[str, Any]:
-    """What a step's record says about the device.
+    """Make the record "device" of a step.
 
     Args:
         device: of the policy on rank 0.
@@ -98,7 +98,7 @@ def device_record(device: torch.device, most_bytes: int) -> dict[str, Any]:
     return {"device": record}
 
 
-def finish(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait for what was launched on it, so that a clock that is read next has seen it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

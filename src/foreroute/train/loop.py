@@ -9,7 +9,7 @@
 
 `rl.routing` decides whose experts stages 2 and 3 use:  none, the trainer's own in each forward;  R2, those of stage 2
 again in stage 3;  R3, those of stage 1 in both;  R3+weights, those of stage 1 with the gate weights they had there.
-What stage 3 minimises is in `objective/`.
+What stage 3 minimises is in `objective.py` and `loss.py`.
 """
 
 from __future__ import annotations
@@ -28,32 +28,30 @@ from numpy.typing import NDArray
 from foreroute.adapters import hf
 from foreroute.engines.base import Engine
 from foreroute.trace import RoutingTrace
-from foreroute.train.ahead import RolloutsAhead
+from foreroute.train.async_rollout import AsyncRollouts
 from foreroute.train.config import TrainConfig
-from foreroute.train.device import begin_memory_peak, device_of, device_record, finish, memory_peak
-from foreroute.train.evaluate import evaluate, evaluation_record
+from foreroute.train.device import device_of, device_record, memory_peak, reset_memory_peak, synchronize
+from foreroute.train.execution import Execution
 from foreroute.train.measure import StepPart, merged, step_record
-from foreroute.train.model import trainable
+from foreroute.train.model import Reference, trainable
 from foreroute.train.optimizer import make_optimizer, set_learning_rate
-from foreroute.train.recompute import Recomputed, recompute
-from foreroute.train.reference import Reference
-from foreroute.train.rollout import Experience, roll_out
+from foreroute.train.passes import Recomputed, recompute
+from foreroute.train.rollout import Experience, evaluate, evaluation_record, roll_out
 from foreroute.train.run_folder import misfit_named
 from foreroute.train.schedule import Schedule, Stage, make_schedule
 from foreroute.train.tasks import Task
 from foreroute.train.update import Updated, update
-from foreroute.train.whole import Execution
 
 
 @dataclass
 class Trainer:
-    """The state of a run, and whose thread it is that samples rollouts ahead. It is closed by whoever made it.
+    """A trainer is the state of a run, and owns the thread of asynchronous rollouts. Whoever makes it closes it.
 
     Attributes:
-        step: the next one.
+        step: the next step.
         skipped_steps: steps of data that were passed over by rollbacks.
-        seconds: of the stages of the last step.
-        ahead: what samples beside the updates; None where each step samples for itself.
+        seconds: how long each stage of the last step took, by its name.
+        async_rollouts: samples beside the updates; None where each step samples for itself.
         on_stage: called when a stage begins, with the step and the stage's name.
     """
 
@@ -67,32 +65,32 @@ class Trainer:
     step: int = 0
     skipped_steps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    ahead: RolloutsAhead | None = None
+    async_rollouts: AsyncRollouts | None = None
     on_stage: Callable[[int, str], None] = lambda step, stage: None
 
     def __post_init__(self) -> None:
         if self.config.rollout.max_staleness:
             staleness, threads = self.config.rollout.max_staleness, self.config.threads
-            self.ahead = RolloutsAhead(self._sample, staleness, threads, self.device)
+            self.async_rollouts = AsyncRollouts(self._sample, staleness, threads, self.device)
 
     @property
     def device(self) -> torch.device:
-        """Where the policy is."""
+        """The device that the policy is on."""
         return device_of(self.policy.model)
 
     def close(self) -> None:
         """End the thread of rollouts, if there is one."""
-        if self.ahead is not None:
-            self.ahead.close()
+        if self.async_rollouts is not None:
+            self.async_rollouts.close()
 
     def run_step(self) -> tuple[Experience, dict[str, Any]]:
-        """One rollout and the update on it.
+        """Sample one rollout and take the update on it.
 
         Returns:
             The rollout and the step's record, on rank 0 those of all ranks; elsewhere the record is empty.
         """
         self.seconds.clear()
-        begin_memory_peak(self.device)
+        reset_memory_peak(self.device)
         ranks, version = self.execution.ranks, self.step
         with self._timed("rollout"):
             experience = self._roll_out()
@@ -105,8 +103,9 @@ class Trainer:
             updated = self._update(experience, schedule, passes[self._trains_with], reference_R)
         self.step += 1
         execution = self.execution.record()
-        (most_bytes,) = ranks.most([memory_peak(self.device)])
-        parts = ranks.gathered(StepPart(experience, passes, updated))
+        (most_bytes,) = ranks.max([memory_peak(self.device)])
+        # rank 0 writes the step's record; the others have nothing more to say about it
+        parts = ranks.gather(StepPart(experience, passes, updated))
         if not parts:
             return experience, {}
         whole = merged(parts)
@@ -115,12 +114,12 @@ class Trainer:
         return whole.experience, record | ({"skipped_prompts": self.task.skipped} if self.task.skipped else {})
 
     def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs; randomness follows from the seed and the step."""
+        """Give everything that a resumed run needs; randomness follows from the seed and the step."""
         optimizer = self.execution.optimizer_state(self.optimizer)
         state = {"model": dict(self.execution.state_dict()), "optimizer": optimizer}
-        if self.ahead is None:
+        if self.async_rollouts is None:
             return state
-        return state | {"rollouts": self.ahead.state(self.skipped_steps)}
+        return state | {"rollouts": self.async_rollouts.state(self.skipped_steps)}
 
     def restore(self, state: Mapping[str, Any], name: str = "the checkpoint") -> None:
         """Continue from a checkpoint of the same run, passing over the data of `skipped_steps`.
@@ -137,8 +136,8 @@ class Trainer:
         with misfit_named(name):
             self.execution.load(state["model"], self.optimizer, state["optimizer"])
             self.step = state["step"]
-            if self.ahead is not None:
-                self.ahead.restore(state["rollouts"], self.policy.spec, self.step, self.skipped_steps)
+            if self.async_rollouts is not None:
+                self.async_rollouts.restore(state["rollouts"], self.policy.spec, self.step, self.skipped_steps)
 
     @property
     def _trains_with(self) -> str:
@@ -154,35 +153,37 @@ class Trainer:
 
     def _roll_out(self) -> Experience:
         weights, step = self.weights_for_engine(), self.step
-        if self.ahead is not None:
-            self.ahead.order(step, weights)
-            return self.ahead.take(step)
+        if self.async_rollouts is not None:
+            self.async_rollouts.order(step, weights)
+            return self.async_rollouts.take(step)
         sample = partial(self._sample, step, step, weights)
-        return self.execution.ranks.together(f"the rollout of step {step}", sample)
+        return self.execution.ranks.on_all(f"the rollout of step {step}", sample)
 
     def _sample(self, step: int, version: int, weights: Mapping[str, torch.Tensor]) -> Experience:
         self.engine.load_weights(weights, version=version)
         return roll_out(self.engine, self.task, self.config, step + self.skipped_steps, self.execution.ranks)
 
     def _accepted(self) -> range:
-        """The versions that the rollout's routes may be of."""
+        """Give the weight versions that the rollout's routes may be of."""
         return range(max(0, self.step - self.config.rollout.max_staleness), self.step + 1)
 
     def _evaluate(self) -> dict[str, Any]:
-        """With the weights that the step begins with."""
+        """Evaluate with the weights that the step begins with, where it is due."""
         every, ranks = self.config.evaluation.every, self.execution.ranks
         if not every or self.step % every:
             return {}
         # a rollout has just been sampled or ordered with these weights, and whoever samples has loaded them for it
         work = partial(evaluate, self.engine, self.task, self.config, self.step, ranks)
-        if self.ahead is not None:
-            work = partial(self.ahead.in_thread, work)
+        if self.async_rollouts is not None:
+            work = partial(self.async_rollouts.in_thread, work)
         with self._timed("evaluation"):
-            return evaluation_record(ranks.gathered(ranks.together(f"the evaluation of step {self.step}", work)))
+            return evaluation_record(ranks.gather(ranks.on_all(f"the evaluation of step {self.step}", work)))
 
     def _recompute_passes(self, experience: Experience, schedule: Schedule) -> dict[str, Recomputed]:
-        """The pass that is trained with, and at steps that measure the other one; "native" or "replayed"."""
+        """Run the pass that is trained with, and at steps that measure the other one; "native" or "replayed"."""
         follows_rollout = self._trains_with == "replayed"
+        # all stages replay the rollout's routes, so all are planned, in a thread, while the first runs; under R2 the
+        # update's routes are known after recompute
         if follows_rollout:
             self._plan(experience.generation.trace, [schedule.recompute, *schedule.update])
         with self._timed("recompute"):
@@ -196,7 +197,7 @@ class Trainer:
         return passes
 
     def _reference_logprobs(self, experience: Experience, schedule: Schedule) -> NDArray[np.float32] | None:
-        """float32 [R], or None without a reference."""
+        """Compute float32 [R], or None without a reference."""
         if self.reference is None:
             return None
         with self._timed("reference"):
@@ -204,6 +205,7 @@ class Trainer:
             return self.reference.logprobs_R(experience.generation, schedule.recompute, temperature)
 
     def _plan(self, routes: RoutingTrace, stages: list[Stage]) -> None:
+        # weights are numbered by the optimizer steps that came before them, of which a step takes one per mini-batch
         self.execution.plan(self.step * self.config.rl.mini_steps, routes, stages)
 
     def _recompute(self, experience: Experience, schedule: Schedule, routes: str) -> Recomputed:
@@ -250,7 +252,7 @@ class Trainer:
         start = time.perf_counter()
         try:
             yield
-            finish(self.device)
+            synchronize(self.device)
         finally:
             self.seconds[stage] = time.perf_counter() - start
 
@@ -258,7 +260,7 @@ class Trainer:
 def make_trainer(
     config: TrainConfig, task: Task, policy: hf.RoutedTransformer, execution: Execution, engine: Engine
 ) -> Trainer:
-    """All of these, and a new optimizer. RL changes what it is to change alone."""
+    """Make a trainer with a new optimizer, over the parameters that the configuration has RL change."""
     policy = trainable(config, policy)
     optimizer = make_optimizer(policy.model, lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     return Trainer(config, task, policy, execution, engine, optimizer)

@@ -18,11 +18,12 @@ from foreroute.mismatch import (
 from foreroute.mismatch.measures import LOG10_EDGES
 from foreroute.plan import contiguous_imbalance
 from foreroute.trace import concatenate, count_assignments
-from foreroute.train.recompute import Recomputed
-from foreroute.train.rollout import Experience, Sampled
+from foreroute.train.passes import Recomputed
+from foreroute.train.rollout import Experience, SamplingRounds
 from foreroute.train.update import Updated
 
 HYPOTHETICAL_RANKS = (4, 8, 16)
+"""Sizes of expert-parallel groups whose imbalance a step's record states, whatever the run is executed on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ class StepPart:
 
 
 def merged(parts: list[StepPart]) -> StepPart:
-    """The step of all ranks, whose sequences follow each other."""
+    """Join the step of all ranks, one rank's sequences after another's."""
     if len(parts) == 1:
         return parts[0]
     experiences = [part.experience for part in parts]
@@ -61,7 +62,7 @@ def merged(parts: list[StepPart]) -> StepPart:
         np.concatenate([each.advantages_S for each in experiences]),
         np.concatenate([each.informative_S for each in experiences]),
         experiences[0].max_response_tokens,
-        Sampled(
+        SamplingRounds(
             np.concatenate([each.sampled.first_rewards_S for each in experiences]),
             max(each.sampled.rounds for each in experiences),
             sum(each.sampled.responses for each in experiences),
@@ -73,7 +74,7 @@ def merged(parts: list[StepPart]) -> StepPart:
 
 
 def step_record(step: int, whole: StepPart, trained_with: str, seconds: dict[str, float]) -> dict[str, Any]:
-    """One line of metrics.jsonl.
+    """Make one line of metrics.jsonl.
 
     Args:
         step: from 0.
@@ -124,7 +125,7 @@ def step_record(step: int, whole: StepPart, trained_with: str, seconds: dict[str
 
 
 def mismatch_of(generation: Generation, result: Recomputed) -> tuple[TokenMismatch, RoutingMismatch]:
-    """Trainer against engine: tokens over the response, routes over all tokens that both routed."""
+    """Compare trainer and engine: log-probs of response tokens, routes of all tokens that both routed."""
     return (
         token_mismatch(result.logprobs_R, generation.logprobs_R),
         routing_mismatch(generation.trace, result.executed),
@@ -132,7 +133,7 @@ def mismatch_of(generation: Generation, result: Recomputed) -> tuple[TokenMismat
 
 
 def mismatch_record(tokens: TokenMismatch, routes: RoutingMismatch) -> dict[str, Any]:
-    """The measures of design 3.3 as plain data."""
+    """Give the measures of `foreroute.mismatch` as plain data."""
     return {
         "response_tokens": tokens.count,
         "k3": tokens.k3,

@@ -23,7 +23,7 @@ DEEPEST = 32
 
 
 class MetricsFile:
-    """Of one run.
+    """The lines of `metrics.jsonl` of one run.
 
     Args:
         path: the file; made with its first line.
@@ -34,7 +34,7 @@ class MetricsFile:
         self._to_compare: dict[int, dict[str, Any]] = {}
 
     def records(self) -> list[dict[str, Any]]:
-        """Those of all finished steps, from 0; a torn last line is none.
+        """Read the records of all finished steps, from 0; a torn last line is none.
 
         Raises:
             RunFolderError: when a line is no record of its step, naming it.
@@ -42,7 +42,7 @@ class MetricsFile:
         return [self._record(number, line) for number, line in enumerate(self._lines())]
 
     def digest(self, step: int) -> str:
-        """XXH3-128, as hex, of the lines of all steps before."""
+        """Compute XXH3-128, as hex, of the lines of all steps before."""
         from xxhash import xxh3_128
 
         return xxh3_128(_joined(self._lines()[:step])).hexdigest()
@@ -93,7 +93,7 @@ class MetricsFile:
         self._to_compare = {record["step"]: record for record in records[step:]}
 
     def contradicts(self, record: Mapping[str, Any]) -> bool:
-        """Whether the step was recorded before, and came out otherwise. Times are no part of it."""
+        """Say whether the step was recorded before, and came out otherwise. Times are no part of it."""
         before = self._to_compare.get(record["step"])
         return before is not None and _compared(before) != _compared(record)
 
@@ -108,7 +108,7 @@ class MetricsFile:
         self._to_compare.clear()
 
     def _lines(self) -> list[bytes]:
-        """Those that were written whole."""
+        """Read the lines that were written whole."""
         return read_file(self.path, RunFolderError).split(b"\n")[:-1] if os.path.lexists(self.path) else []
 
     def _keep(self, step: int) -> None:
@@ -150,7 +150,7 @@ def require_shallow(value: Any, deepest: int = DEEPEST) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What cannot be written is a `RunFolderError` that says so."""
+    """Make a `RunFolderError` of an error in writing `path`."""
     try:
         yield
     except TraceFileError as error:
@@ -168,6 +168,6 @@ def _joined(lines: list[bytes]) -> bytes:
 
 
 def _compared(record: Mapping[str, Any]) -> str:
-    """The same for what was written and for what is read again."""
+    """Give one text for a record as it was written and as it is read again."""
     figures = {key: value for key, value in record.items() if key not in TIMES}
     return json.dumps(json.loads(json.dumps(figures)), sort_keys=True)

@@ -12,17 +12,18 @@ from torch.optim.adamw import adamw
 from foreroute.train.config import RLConfig
 
 IN_FLOAT32 = ("master", "exp_avg", "exp_avg_sq")
+"""What `MasterAdamW` keeps of each parameter, next to the number of its steps."""
 
 
 def make_optimizer(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """AdamW over the parameters of a model, with the options of `torch.optim.AdamW`."""
+    """Make AdamW over the parameters of a model, with the options of `torch.optim.AdamW`."""
     parameters = list(model.parameters())
     low = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in parameters)
     return (MasterAdamW if low else torch.optim.AdamW)(parameters, **options)
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Take up a state, of which torch itself looks at the number of parameters alone.
+    """Load a state, of which torch itself checks the number of parameters alone.
 
     Raises:
         ValueError: when it is of parameters of other shapes.
@@ -39,7 +40,7 @@ def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> No
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: RLConfig, step: int) -> None:
-    """That of a step, from 0: it rises linearly over `warmup_steps`, and stays."""
+    """Set the learning rate of a step, from 0: it rises linearly over `warmup_steps`, and stays."""
     share = min(1.0, (step + 1) / (config.warmup_steps + 1))
     for group in optimizer.param_groups:
         group["lr"] = config.learning_rate * share
@@ -78,7 +79,7 @@ class MasterAdamW(torch.optim.AdamW):
                 parameter.copy_(state["master"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As always, without rounding the state to the dtype of the parameters."""
+        """Load a state without rounding it to the dtype of the parameters, as torch does."""
         super().load_state_dict(dict(state_dict))
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for position, values in state_dict["state"].items():

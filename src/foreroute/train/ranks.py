@@ -19,8 +19,9 @@ from foreroute.ep.transfer.peers import lost_rank
 from foreroute.errors import ConfigError, DivergedError, ForerouteError, RankError
 from foreroute.train.device import CPU, backend_of, require_backend
 
-PATIENCE_S = 86400.0
-"""Ranks wait this long for the work of others, such as a warm start. One that dies is noticed at once."""
+WORK_TIMEOUT_S = 86400.0
+"""A day. Ranks wait this long for the work of others, such as a warm start; one that dies is noticed at once, since its
+connection closes. `parallel.timeout_s` is for exchanges in the middle of a stage."""
 
 T = TypeVar("T")
 
@@ -34,13 +35,13 @@ class Ranks:
     """
 
     def __init__(self, votes: RankConsensus | None = None) -> None:
-        """Of the voters; None for one process alone."""
+        """Take the group that votes; None for one process alone."""
         self._votes = votes
         self.rank = 0 if votes is None else votes.rank
         self.size = 1 if votes is None else votes.size
 
-    def together(self, what: str, work: Callable[[], T]) -> T:
-        """Every rank does its part, and all go on or none.
+    def on_all(self, what: str, work: Callable[[], T]) -> T:
+        """Do this rank's part of the work. All ranks go on, or none.
 
         Args:
             what: the work in words.
@@ -61,15 +62,15 @@ class Ranks:
         if not objections:
             return done  # type: ignore[return-value]  # without an error there is one
         # ranks can only survive a divergence together
-        otherwise = self.most([int(error is not None and not isinstance(error, DivergedError))])[0]
+        otherwise = self.max([int(error is not None and not isinstance(error, DivergedError))])[0]
         if error is not None and (otherwise == 0 or not isinstance(error, DivergedError)):
             raise error
         kind = RankError if otherwise else DivergedError
         raise kind(f"{what} failed on another rank: " + "; ".join(objections)) from error
 
-    def first(self, what: str, work: Callable[[], object]) -> None:
-        """Rank 0 alone does it, and the others wait. Raises as `together`."""
-        self.together(what, lambda: work() if self.rank == 0 else None)
+    def on_rank_0(self, what: str, work: Callable[[], object]) -> None:
+        """Have rank 0 do the work while the others wait. Raises as `on_all`."""
+        self.on_all(what, lambda: work() if self.rank == 0 else None)
 
     def require_same(self, facts: Mapping[str, Any], advice: str) -> None:
         """Make sure that all ranks know the same.
@@ -92,22 +93,22 @@ class Ranks:
         if objections := self._votes.objections(mine or None, what):
             raise ConfigError(f"ranks differ: {'; '.join(objections)}. {advice}")
 
-    def most(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """The elementwise largest of the integers of all ranks."""
+    def max(self, numbers: ArrayLike) -> NDArray[np.int64]:
+        """Give the elementwise largest of the integers of all ranks."""
         mine = np.asarray(numbers, np.int64)
         if self._votes is None:
             return mine
         return self._votes.most(torch.from_numpy(mine), "agreeing on numbers").numpy()
 
-    def total(self, numbers: ArrayLike) -> NDArray[np.float64]:
-        """The elementwise sum of the numbers of all ranks."""
+    def sum(self, numbers: ArrayLike) -> NDArray[np.float64]:
+        """Give the elementwise sum of the numbers of all ranks, added in their order: all get the same bits."""
         mine = np.asarray(numbers, np.float64)
         if self._votes is None:
             return mine
-        return self.stacked(mine).sum(axis=0)  # type: ignore[no-any-return]
+        return self.all_gather(mine).sum(axis=0)  # type: ignore[no-any-return]
 
-    def stacked(self, array: NDArray[Any]) -> NDArray[Any]:
-        """[G, ...], the arrays of all ranks, which have one shape and dtype."""
+    def all_gather(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Stack the arrays of all ranks, which have one shape and dtype, to [G, ...]."""
         if self._votes is None:
             return array[None]
         mine = torch.from_numpy(np.ascontiguousarray(array))
@@ -116,8 +117,8 @@ class Ranks:
             dist.all_gather(parts, mine, group=self._votes.group)
         return torch.stack(parts).numpy()
 
-    def gathered(self, part: T) -> list[T]:
-        """The parts of all ranks, on rank 0; none elsewhere."""
+    def gather(self, part: T) -> list[T]:
+        """Collect the parts of all ranks on rank 0; elsewhere there are none."""
         if self._votes is None:
             return [part]
         parts: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -125,7 +126,7 @@ class Ranks:
             dist.gather_object(part, parts, group=self._votes.group, group_dst=0)
         return parts or []
 
-    def copy_from_first(self, tensors: Mapping[str, Tensor]) -> None:
+    def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite tensors with those of rank 0."""
         if self._votes is None:
             return
@@ -151,7 +152,7 @@ def _words(error: Exception | None) -> str | None:
 
 
 def num_started() -> int:
-    """How many processes torchrun says that it started; 1 without it.
+    """Read how many processes torchrun says that it started; 1 without it.
 
     Raises:
         ConfigError: when the environment says nonsense.
@@ -165,8 +166,8 @@ def num_started() -> int:
 
 
 @contextmanager
-def joined(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> Iterator[Ranks]:
-    """The processes that were started for this run, by torchrun or in a group that exists already.
+def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> Iterator[Ranks]:
+    """Join the processes that were started for this run, by torchrun or in a group that exists already.
 
     Args:
         num_ranks: how many there must be.
@@ -197,7 +198,7 @@ def joined(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> Iter
             ) from error
     require_backend(device)
     try:
-        ranks = Ranks(RankConsensus(timeout_s=PATIENCE_S))
+        ranks = Ranks(RankConsensus(timeout_s=WORK_TIMEOUT_S))
         ranks.require_same({"device": device.type}, "Give each process a device of one kind")
         yield ranks
     finally:

@@ -1,9 +1,13 @@
-"""Stage 1, rollout: the engine samples groups of responses, the verifier scores them."""
+"""Stage 1, rollout: the engine samples groups of responses, over one turn or several, and the task scores them.
+
+Evaluation samples and scores in the same way, on problems that are held out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,16 +16,16 @@ from numpy.typing import NDArray
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.base import Engine
 from foreroute.errors import FunctionError
+from foreroute.trace import extended
 from foreroute.train.config import TrainConfig
-from foreroute.train.objective.advantages import group_advantages
+from foreroute.train.objective import group_advantages
 from foreroute.train.ranks import Ranks
 from foreroute.train.tasks import Problem, Task
-from foreroute.train.turns import Conversations, converse, last_turn
 
 
 @dataclass(frozen=True, eq=False)
 class Experience:
-    """A step's rollout.
+    """A step's rollout with its rewards and advantages.
 
     Attributes:
         generation: S = prompts * group size sequences, grouped by prompt.
@@ -37,12 +41,12 @@ class Experience:
     advantages_S: NDArray[np.float64]
     informative_S: NDArray[np.bool_]
     max_response_tokens: int
-    sampled: Sampled
+    sampled: SamplingRounds
 
 
 @dataclass(frozen=True, eq=False)
-class Sampled:
-    """Rounds of dynamic sampling; the first alone without it.
+class SamplingRounds:
+    """What the rounds of dynamic sampling took; without it there is one.
 
     Attributes:
         first_rewards_S: float64 [S], of the first round. Those of what is trained on say less about the policy: later
@@ -72,11 +76,11 @@ class Scores:
 
 
 def roll_out(engine: Engine, task: Task, config: TrainConfig, step: int, ranks: Ranks) -> Experience:
-    """Sample this step's problems, which are dealt to the ranks in blocks, and the responses to those of this rank.
+    """Draw this step's problems, give each rank a block of them, and sample the responses to this rank's.
 
-    Groups that teach nothing are replaced by those of new problems, which are dealt likewise, until this rank has none
-    left or `rollout.max_rounds` are over (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2). No rank waits for
-    another. Problems follow from the seed, the step and the round, responses from the number of ranks too.
+    Groups that teach nothing are replaced by those of new problems, divided likewise, until this rank has none left or
+    `rollout.max_rounds` are over (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2). No rank waits for another.
+    Problems follow from the seed, the step and the round, responses from the number of ranks too.
     """
     group_size, kind = config.rollout.group_size, config.rl.advantage
     generation, scores = _sample_round(engine, task, config, step, ranks, 0)
@@ -91,14 +95,16 @@ def roll_out(engine: Engine, task: Task, config: TrainConfig, step: int, ranks: 
         advantages, informative = group_advantages(rewards, group_size, kind)
         rounds += 1
     longest = task.max_turns * task.max_response_tokens
-    sampled = Sampled(scores.rewards_S, rounds, rounds * len(rewards), tuple(failures))
+    sampled = SamplingRounds(scores.rewards_S, rounds, rounds * len(rewards), tuple(failures))
     return Experience(generation, rewards, advantages, informative, longest, sampled)
 
 
 def _sample_round(
     engine: Engine, task: Task, config: TrainConfig, step: int, ranks: Ranks, number: int
 ) -> tuple[Generation, Scores]:
-    """The responses of this rank in one round, and their rewards."""
+    """Sample the responses of this rank in one round, and their rewards."""
+    # the third number names the stream: 0 is the warm start's, 1 the rollout's, 2 the schedule's, 3 and 4 are for the
+    # held-out problems and the responses of evaluation, and 5 is the order of a data set
     rng = np.random.default_rng([config.seed, step, 1, number] if number else [config.seed, step, 1])
     generator = torch.Generator().manual_seed(int(rng.integers(2**62)) + ranks.rank)
     problems = task.problems(config.rollout.prompts, step, number, rng)
@@ -115,16 +121,17 @@ def _sample_round(
 
 
 def _replaced(informative_S: NDArray[np.bool_], new_S: NDArray[np.bool_], group_size: int) -> NDArray[np.int64]:
-    """int64 [S]: as many of the old sequences, and of the new ones behind them, with informative groups for others."""
+    """Choose int64 [S], S of the old sequences and of the new ones behind them: informative groups replace others."""
     groups = np.arange(len(informative_S) // group_size)
     idle = np.flatnonzero(~informative_S[::group_size])
     better = np.flatnonzero(new_S[::group_size])[: len(idle)]
+    # the new groups are numbered behind the old ones
     groups[idle[: len(better)]] = len(groups) + better
     return np.asarray((groups[:, None] * group_size + np.arange(group_size)).reshape(-1))
 
 
 def scored(task: Task, problems: Sequence[Problem], conversations: Conversations, group_size: int) -> Scores:
-    """The rewards of responses, none for those whose environment failed.
+    """Score responses; those whose environment failed get no reward.
 
     Raises:
         FunctionError: when not one of them got any.
@@ -139,7 +146,7 @@ def scored(task: Task, problems: Sequence[Problem], conversations: Conversations
 
 
 def score(task: Task, problems: Sequence[Problem], generation: Generation, group_size: int) -> Scores:
-    """What the task makes of the last turn of each response."""
+    """Score the last turn of each response, as the task does."""
     rewards_S, failures = np.full(len(generation), np.nan), {}
     for s in range(len(generation)):
         try:
@@ -147,3 +154,137 @@ def score(task: Task, problems: Sequence[Problem], generation: Generation, group
         except FunctionError as error:
             failures[s] = str(error)
     return Scores(rewards_S, failures)
+
+
+@dataclass(frozen=True, eq=False)
+class Conversations:
+    """Responses of one turn or several.
+
+    Attributes:
+        generation: S = problems * group size sequences, grouped by problem.
+        failures: why the environment failed in a sequence, which ended there, by its number.
+    """
+
+    generation: Generation
+    failures: dict[int, str]
+
+
+def converse(
+    engine: Engine, task: Task, problems: Sequence[Problem], sampling: Sampling, generator: torch.Generator
+) -> Conversations:
+    """Sample responses, of up to `task.max_turns` turns where the task has an environment.
+
+    A turn that was cut before its end token is the last. Each turn is sampled after all tokens so far; rows that an
+    earlier turn routed keep those routes, because the log-probs of their tokens come from there.
+    """
+    generation = engine.generate([problem.tokens for problem in problems], sampling, generator)
+    failures: dict[int, str] = {}
+    open_S = np.arange(len(generation))
+    # open_S are the sequences whose last turn a tool has replied to; the others have ended
+    for _ in range(task.max_turns - 1):
+        replies: dict[int, NDArray[np.int32]] = {}
+        for s in map(int, open_S):
+            if generation.trace.tokens(s)[-1] != task.end_token:
+                continue
+            try:
+                tokens = task.tool_reply(*last_turn(task, problems[s // sampling.group_size], generation, s))
+            except FunctionError as error:
+                failures[s] = str(error)
+                continue
+            if tokens is not None:
+                replies[s] = tokens
+        if not replies:
+            break
+        open_S = np.array(list(replies))
+        longer = _another_turn(engine, generation.select(open_S), list(replies.values()), sampling, generator)
+        # each longer sequence, appended at the end, takes the place of the one that it extends
+        order = np.arange(len(generation))
+        order[open_S] = len(generation) + np.arange(len(open_S))
+        generation = Generation.concatenate([generation, longer]).select(order)
+    return Conversations(generation, failures)
+
+
+def last_turn(task: Task, problem: Problem, generation: Generation, sequence: int) -> tuple[Problem, str]:
+    """Give the problem with all that came before the last turn as its prompt, and the text of that turn."""
+    before, last = generation.last_turn(sequence)
+    if len(before):
+        problem = replace(problem, prompt=problem.prompt + task.transcript(before))
+    return problem, task.text(last)
+
+
+def _another_turn(
+    engine: Engine,
+    before: Generation,
+    replies: Sequence[NDArray[np.int32]],
+    sampling: Sampling,
+    generator: torch.Generator,
+) -> Generation:
+    """Extend each sequence by the tokens of its tool's reply and one more turn."""
+    prompts = [np.concatenate([before.trace.tokens(s), tokens]) for s, tokens in enumerate(replies)]
+    later = engine.generate(prompts, replace(sampling, group_size=1), generator)
+    parts = [(before, later)[turn].select([s]) for s in range(len(before)) for turn in (0, 1)]
+    sampled = []
+    for s, tokens in enumerate(replies):
+        sampled += [
+            parts[2 * s].sampled_N,
+            np.zeros(len(tokens), np.bool_),
+            np.ones(later.response_lengths[s], np.bool_),
+        ]
+    return Generation(
+        extended(before.trace, later.trace),
+        before.prompt_lengths,
+        np.concatenate([part.logprobs_R for part in parts]),
+        np.concatenate(sampled),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    """What one rank found in an evaluation.
+
+    Attributes:
+        scores: of its S responses.
+        response_lengths: int64 [S].
+    """
+
+    scores: Scores
+    response_lengths: NDArray[np.int64]
+
+
+def evaluate(engine: Engine, task: Task, config: TrainConfig, step: int, ranks: Ranks) -> Evaluated:
+    """Sample and score responses to this rank's block of the held-out problems, with the weights that are loaded.
+
+    The problems follow from the seed, responses at a temperature from the step and the number of ranks too.
+
+    Raises:
+        FunctionError: when not one response got a reward.
+    """
+    settings = config.evaluation
+    # the same problems each time: step 0 in every step
+    problems = task.held_out(settings.prompts, np.random.default_rng([config.seed, 0, 3]))
+    each = len(problems) // ranks.size
+    mine = problems[each * ranks.rank : each * (ranks.rank + 1)]
+    seed = int(np.random.default_rng([config.seed, step, 4]).integers(2**62))
+    sampling = Sampling(task.max_response_tokens, task.end_token, settings.group_size, settings.temperature)
+    generator = torch.Generator().manual_seed(seed + ranks.rank)
+    conversations = converse(engine, task, mine, sampling, generator)
+    scores = scored(task, mine, conversations, settings.group_size)
+    return Evaluated(scores, conversations.generation.response_lengths)
+
+
+def evaluation_record(parts: Sequence[Evaluated]) -> dict[str, Any]:
+    """Make the record "evaluation" of a step, from what all ranks found; empty without parts."""
+    if not parts:
+        return {}
+    rewards_S = np.concatenate([part.scores.rewards_S for part in parts])
+    failures = [failure for part in parts for failure in part.scores.failures.values()]
+    scored_S = rewards_S[~np.isnan(rewards_S)]
+    record = {
+        "responses": len(rewards_S),
+        "reward_mean": float(scored_S.mean()),
+        "reward_std": float(scored_S.std()),
+        "exact_share": float((scored_S == 1).mean()),
+        "response_tokens_mean": float(np.concatenate([part.response_lengths for part in parts]).mean()),
+        "reward_failures": len(failures),
+    }
+    return {"evaluation": record | ({"reward_failure": failures[0]} if failures else {})}

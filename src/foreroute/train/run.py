@@ -13,27 +13,30 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.errors import ConfigError, DivergedError, RunFolderError
+from foreroute.train.alarm_actions import (
+    AlarmActions,
+    Rollback,
+    as_rolled_back,
+    finish_rollback,
+    read_rollbacks,
+    require_matching_metrics,
+)
 from foreroute.train.checkpoint import load_checkpoint
 from foreroute.train.config import TrainConfig
-from foreroute.train.device import find_device, work_on
-from foreroute.train.engines import make_engine
-from foreroute.train.guard import Guard
-from foreroute.train.loggers import require_loggers
+from foreroute.train.device import find_device, use_device
+from foreroute.train.expert_parallel import compile_planner, make_execution
 from foreroute.train.loop import Trainer, make_trainer
-from foreroute.train.model import make_policy, write_model
-from foreroute.train.ranks import Ranks, joined
-from foreroute.train.recorder import Recorder
-from foreroute.train.reference import load_reference
-from foreroute.train.rollback import Rollback, as_rolled_back, read_rollbacks, require_fit, settle
+from foreroute.train.model import load_reference, make_engine, make_policy, write_model
+from foreroute.train.ranks import Ranks, join_ranks
+from foreroute.train.recorder import Recorder, require_loggers
 from foreroute.train.run_folder import RunFolder, by_key, misfit_named
-from foreroute.train.spread import compile_planner, make_execution
 from foreroute.train.tasks import Task, make_task
 from foreroute.train.warm_start import warm_start
 
 
 @dataclass
 class Watcher:
-    """What someone who watches a run is told. The default tells nobody.
+    """Callbacks for whoever watches a run. The default ones do nothing.
 
     Attributes:
         on_warm_start: called with step and smoothed loss of each supervised step.
@@ -72,20 +75,20 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
     """
     watcher = watcher or Watcher()
     device = find_device(config.device)
-    work_on(device, config.threads)
+    use_device(device, config.threads)
     run = RunFolder(folder, config)
-    with joined(config.parallel.expert, config.parallel.timeout_s, device) as ranks, ExitStack() as held:
+    with join_ranks(config.parallel.expert, config.parallel.timeout_s, device) as ranks, ExitStack() as held:
         ranks.require_same(by_key(config.model_dump()), "Start all of them with the same configuration")
-        ranks.first("opening the run folder", lambda: _open(config, run, held, resume=resume))
-        with closing(ranks.together("reading the task", lambda: make_task(config))) as task:
+        ranks.on_rank_0("opening the run folder", lambda: _open(config, run, held, resume=resume))
+        with closing(ranks.on_all("reading the task", lambda: make_task(config))) as task:
             ranks.require_same({"the data": task.data_digest}, "Give all of them the same files")
-            while _goes_back(config, task, run, ranks, watcher, device, resume=resume):
+            while _run_from_last_checkpoint(config, task, run, ranks, watcher, device, resume=resume):
                 if ranks.rank == 0:
                     watcher.on_rollback(read_rollbacks(run)[-1])
     return run
 
 
-def _goes_back(
+def _run_from_last_checkpoint(
     config: TrainConfig,
     task: Task,
     run: RunFolder,
@@ -95,7 +98,7 @@ def _goes_back(
     *,
     resume: bool,
 ) -> bool:
-    """Run from the last checkpoint to the end, or to where an earlier checkpoint became the last."""
+    """Run from the last checkpoint to the end, or to a rollback; True after a rollback."""
     rollbacks = read_rollbacks(run)
     config = as_rolled_back(config, rollbacks)
     policy = make_policy(config, task, device)
@@ -123,12 +126,12 @@ def _open(config: TrainConfig, run: RunFolder, held: ExitStack, *, resume: bool)
         return
     run.require_begun()
     held.enter_context(run.held())
-    settle(run)
-    require_fit(run)
+    finish_rollback(run)
+    require_matching_metrics(run)
 
 
 def _require_divisible(policy: hf.RoutedTransformer, ranks: Ranks) -> None:
-    """Before the warm start, which takes long."""
+    """Check this before the warm start, which takes long."""
     if policy.spec.num_experts % ranks.size:
         raise ConfigError(
             f"the model's {policy.spec.num_experts} experts cannot be dealt to parallel.expert = {ranks.size} evenly"
@@ -136,16 +139,16 @@ def _require_divisible(policy: hf.RoutedTransformer, ranks: Ranks) -> None:
 
 
 def _last_checkpoint(run: RunFolder, ranks: Ranks) -> Path | None:
-    """The same on all ranks.
+    """Find the last checkpoint, which must be the same on all ranks.
 
     Raises:
         RunFolderError: when there is none, and steps were recorded.
     """
-    last = ranks.together("looking for the last checkpoint", run.last_checkpoint)
+    last = ranks.on_all("looking for the last checkpoint", run.last_checkpoint)
     seen = None if last is None else last.name
     ranks.require_same({"the last checkpoint": seen}, f"Put {run.path} on a file system that all of them share")
     if last is None:
-        ranks.first("looking for metrics without a checkpoint", lambda: _require_nothing_recorded(run))
+        ranks.on_rank_0("looking for metrics without a checkpoint", lambda: _require_nothing_recorded(run))
     return last
 
 
@@ -158,7 +161,7 @@ def _require_nothing_recorded(run: RunFolder) -> None:
 
 
 def _begin(model: Any, config: TrainConfig, task: Task, ranks: Ranks, watcher: Watcher) -> bool:
-    """The weights that RL starts from, made by rank 0. False when it was stopped meanwhile."""
+    """Have rank 0 make the weights that RL starts from; False when it was stopped meanwhile."""
     begun = []
 
     def work() -> None:
@@ -168,55 +171,57 @@ def _begin(model: Any, config: TrainConfig, task: Task, ranks: Ranks, watcher: W
             # all ranks need the kernels next, and would compile them side by side
             compile_planner(config.parallel)
 
-    ranks.together("the warm start", work)
-    ranks.copy_from_first(model.state_dict())
-    return bool(ranks.most([begun == [True]])[0])
+    ranks.on_all("the warm start", work)
+    ranks.broadcast(model.state_dict())
+    return bool(ranks.max([begun == [True]])[0])
 
 
 def _start(trainer: Trainer, run: RunFolder, last: Path | None, *, resume: bool) -> None:
     ranks, digest = trainer.execution.ranks, trainer.task.data_digest
     if last is not None:
-        ranks.first("comparing the data", lambda: run.bind_data(digest, begun=True))
-        checkpoint = ranks.together(f"loading {last}", lambda: run.load(last))
-        ranks.together(f"taking up {last}", lambda: trainer.restore(checkpoint.state, f"checkpoint {last}"))
-        ranks.first("taking up the metrics", lambda: run.metrics.take_up(trainer.step, checkpoint.metrics))
+        ranks.on_rank_0("comparing the data", lambda: run.bind_data(digest, begun=True))
+        checkpoint = ranks.on_all(f"loading {last}", lambda: run.load(last))
+        ranks.on_all(f"taking up {last}", lambda: trainer.restore(checkpoint.state, f"checkpoint {last}"))
+        ranks.on_rank_0("taking up the metrics", lambda: run.metrics.take_up(trainer.step, checkpoint.metrics))
     else:
         # a run that was killed before its first checkpoint has a configuration already
         if not resume:
-            ranks.first("making the run folder", run.begin)
-        ranks.first("noting the data", lambda: run.bind_data(digest, begun=False))
+            ranks.on_rank_0("making the run folder", run.begin)
+        ranks.on_rank_0("noting the data", lambda: run.bind_data(digest, begun=False))
         _save(trainer, run)
     if trainer.config.rl.kl_coefficient:
-        trainer.reference = ranks.together(
+        trainer.reference = ranks.on_all(
             "loading the reference", lambda: load_reference(trainer.config, trainer.task, run, trainer.device)
         )
 
 
 def _run(trainer: Trainer, run: RunFolder, watcher: Watcher) -> bool:
-    """True when the run was rolled back."""
+    """Take steps until the run ends; True when it was rolled back."""
     config, ranks = trainer.config, trainer.execution.ranks
-    guard = Guard(config.alarms, run, ranks, trainer.step)
-    with closing(Recorder(config, run, guard)) as recorder:
-        ranks.first("opening the loggers", lambda: recorder.open(trainer.step))
-        return _take_steps(trainer, run, watcher, guard, recorder)
+    alarm_actions = AlarmActions(config.alarms, run, ranks, trainer.step)
+    with closing(Recorder(config, run, alarm_actions)) as recorder:
+        ranks.on_rank_0("opening the loggers", lambda: recorder.open(trainer.step))
+        return _take_steps(trainer, run, watcher, alarm_actions, recorder)
 
 
-def _take_steps(trainer: Trainer, run: RunFolder, watcher: Watcher, guard: Guard, recorder: Recorder) -> bool:
+def _take_steps(
+    trainer: Trainer, run: RunFolder, watcher: Watcher, alarm_actions: AlarmActions, recorder: Recorder
+) -> bool:
     last, ranks, saved_at = trainer.config.rl.steps, trainer.execution.ranks, trainer.step
-    while trainer.step < last and not ranks.most([watcher.should_stop()])[0]:
+    while trainer.step < last and not ranks.max([watcher.should_stop()])[0]:
         step = trainer.step
         try:
             record = _take_step(trainer, recorder, watcher)
             if record:
                 watcher.on_step(record)
             # before a checkpoint is saved, so that a run that is killed here comes to the same decision again
-            if guard.act(step):
+            if alarm_actions.act(step):
                 return True
             if trainer.step % trainer.config.checkpoint.every == 0 or trainer.step == last:
                 _save(trainer, run)
                 saved_at = trainer.step
         except DivergedError as error:  # of the step, or of a rollout ahead that a checkpoint waits for
-            return guard.survive(step, error)
+            return alarm_actions.act_on_divergence(step, error)
     if trainer.step != saved_at:
         _save(trainer, run)
     if trainer.step == last:
@@ -225,7 +230,7 @@ def _take_steps(trainer: Trainer, run: RunFolder, watcher: Watcher, guard: Guard
 
 
 def _take_step(trainer: Trainer, recorder: Recorder, watcher: Watcher) -> dict[str, Any]:
-    """Its record, which is written down, on rank 0; elsewhere it is empty."""
+    """Take a step and write its record down; returns the record on rank 0, elsewhere an empty one."""
     step = trainer.step
     experience, record = trainer.run_step()
 
@@ -233,18 +238,18 @@ def _take_step(trainer: Trainer, recorder: Recorder, watcher: Watcher) -> dict[s
         if (aside := recorder.write(step, experience, record)) is not None:
             watcher.on_superseded(step, aside)
 
-    trainer.execution.ranks.first(f"writing the metrics of step {step}", write)
+    trainer.execution.ranks.on_rank_0(f"writing the metrics of step {step}", write)
     return record
 
 
 def _save(trainer: Trainer, run: RunFolder) -> None:
     state = trainer.state()
-    trainer.execution.ranks.first("saving a checkpoint", lambda: run.save_checkpoint(trainer.step, state))
+    trainer.execution.ranks.on_rank_0("saving a checkpoint", lambda: run.save_checkpoint(trainer.step, state))
 
 
 def _write_model(trainer: Trainer, run: RunFolder) -> None:
     weights, model = trainer.weights_for_engine(), trainer.policy.model
-    trainer.execution.ranks.first(
+    trainer.execution.ranks.on_rank_0(
         "writing the model", lambda: run.save_model(partial(write_model, model, weights, trainer.task))
     )
 

@@ -35,7 +35,9 @@ LOCK = ".lock"
 LEFT_BEHIND = re.compile(r"\.lock|\.config\.json\.[0-9a-f]{8}")
 """What a run leaves that is killed before its configuration is written."""
 MAY_CHANGE = ("device", "parallel.", "alarms.", "logging.")
+"""Beginnings of keys that may change on resume, besides `rl.steps`: how a run is executed and watched."""
 DIGEST = re.compile(r"[0-9a-f]{32}( [0-9a-f]{32})*")
+"""Of a data set, and of the held-out one."""
 NUMBERED = re.compile(r"step-(\d{6,})\..+")
 """Files of a step."""
 
@@ -226,7 +228,7 @@ class RunFolder:
         return checkpoint
 
     def checkpoint_step_before(self, step: int) -> int:
-        """The step of the last checkpoint from before `step`, or of the first one.
+        """Find the step of the last checkpoint from before `step`, or of the first one.
 
         Raises:
             RunFolderError: when there is none.
@@ -239,7 +241,7 @@ class RunFolder:
         return max((each for each in steps if each < step), default=steps[0])
 
     def save_model(self, write: Callable[[Path], None]) -> Path:
-        """Have the final model written to a folder: all of it or nothing. One that is there is replaced."""
+        """Write the final model to a folder: all of it or nothing. One that is there is replaced."""
         path = self.path / "model"
         with writing(path):
             unfinished, replaced = path.with_name(".model"), path.with_name(".model.replaced")
@@ -271,7 +273,10 @@ class RunFolder:
 
 
 def config_digest(config: TrainConfig | None) -> str:
-    """XXH3-128, as hex, of all keys that may not change from one start of a run to the next; empty without any."""
+    """Compute XXH3-128, as hex, of all keys that may not change from one start of a run to the next.
+
+    Empty without a configuration.
+    """
     from xxhash import xxh3_128
 
     if config is None:
@@ -281,7 +286,7 @@ def config_digest(config: TrainConfig | None) -> str:
 
 
 def by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of tables within tables, by their whole key."""
+    """Flatten tables within tables: their values by their whole key."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= by_key(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
@@ -290,7 +295,7 @@ def by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextmanager
 def misfit_named(what: str) -> Iterator[None]:
-    """What does not fit is a `RunFolderError` that says what was loaded."""
+    """Make a `RunFolderError`, which says what was loaded, of an error in loading it."""
     try:
         yield
     except ForerouteError:
@@ -310,7 +315,7 @@ def _changed_keys(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> set[s
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What is in a folder; nothing when there is none."""
+    """List what is in a folder; nothing when there is none."""
     try:
         return sorted(folder.iterdir())
     except FileNotFoundError:
@@ -320,7 +325,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _move(source: Path, target: Path, first: int) -> None:
-    """The files of steps from `first` on."""
+    """Move the files of steps from `first` on."""
     found = [(path, NUMBERED.fullmatch(path.name)) for path in _entries(source)]
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)
@@ -341,7 +346,7 @@ def _linked(source: Path, target: Path) -> bool:
 
 
 def _locked(path: Path) -> int:
-    """The descriptor of a file that is locked, and still named `path`."""
+    """Lock a file, and make sure that it is still named `path`; returns its descriptor."""
     while True:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
         try:
@@ -361,7 +366,7 @@ def _locked(path: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    """A folder, or whatever else has its name; a link, and not what it points at."""
+    """Remove a folder, or whatever else has its name; a link, and not what it points at."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     elif os.path.lexists(path):

@@ -25,8 +25,8 @@ class Stage:
     """Micro-steps that run on the same weights.
 
     Attributes:
-        name: "recompute", or "update 0" and so on for the mini-steps of the update.
-        after: optimizer steps of this step that come before it.
+        name: "recompute", or "update 0" and so on for the mini-batches of the update.
+        after: how many optimizer steps of this rollout come before it.
         micro_steps: the sequences of each.
     """
 
@@ -36,24 +36,25 @@ class Stage:
 
     @property
     def restore_S(self) -> NDArray[np.int64]:
-        """int64 [S], of a stage that takes all sequences: results one after another, `[restore_S]`, are in order."""
+        """int64 [S], for a stage that takes all sequences: its joined results, `[restore_S]`, are in their order."""
         return np.argsort(np.concatenate(self.micro_steps))
 
     def in_order(self, parts: Sequence[NDArray[ValueT]], lengths_S: NDArray[np.int64]) -> NDArray[ValueT]:
-        """Rows of all micro-steps in the order of the sequences, of which each has `lengths_S` rows."""
+        """Put rows of all micro-steps in the order of the sequences, of which each has `lengths_S` rows."""
         sequences, joined = np.concatenate(self.micro_steps), np.concatenate(parts)
         ordered = np.empty_like(joined)
+        # row r of the joined parts belongs to a sequence that starts at that sequence's offset in the result
         ordered[join_ranges(as_offsets(lengths_S)[sequences], lengths_S[sequences])] = joined
         return ordered
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """What one rank does in one step. Sequences of like lengths share a micro-step, so that little is padded.
+    """The micro-steps of one rank in one step. Sequences of like lengths share one, so that little is padded.
 
     Attributes:
         recompute: all sequences.
-        update: for each mini-step, the informative sequences that it trains on. A rank that has too few for as many
+        update: for each mini-batch, the informative sequences that it trains on. A rank that has too few for as many
             micro-steps as another takes some of no advantage beside them, which add nothing to the gradient.
     """
 
@@ -62,7 +63,7 @@ class Schedule:
 
 
 def make_schedule(experience: Experience, config: RLConfig, ranks: Ranks, *, seed: tuple[int, int]) -> Schedule:
-    """Deal the sequences of this rank. A collective call.
+    """Assign the sequences of this rank to micro-steps. A collective call.
 
     Args:
         experience: the rollout of this rank; all ranks have equally many sequences.
@@ -73,7 +74,7 @@ def make_schedule(experience: Experience, config: RLConfig, ranks: Ranks, *, see
     # the last token of a sequence is not put into the model
     lengths_S = experience.generation.trace.lengths - 1
 
-    def dealt(sequences: NDArray[np.int64], fewest: int = 0) -> MicroSteps:
+    def packed(sequences: NDArray[np.int64], fewest: int = 0) -> MicroSteps:
         longest_first = np.argsort(-lengths_S[sequences], kind="stable")
         cost_S = lengths_S[sequences[longest_first]]
         parts = by_token_budget(cost_S, config.micro_step_tokens, padded=True, min_count=fewest)
@@ -83,11 +84,13 @@ def make_schedule(experience: Experience, config: RLConfig, ranks: Ranks, *, see
     order = np.random.default_rng([*seed, 2]).permutation(np.flatnonzero(experience.informative_S))
     spare = np.flatnonzero(~experience.informative_S)
     parts = np.array_split(order, config.mini_steps)
-    num_recompute, *num_update = ranks.most([len(dealt(part)) for part in [everything, *parts]]).tolist()
+    # every rank takes part in the collectives of every micro-step, so all need as many as the rank with the most
+    num_recompute, *num_update = ranks.max([len(packed(part)) for part in [everything, *parts]]).tolist()
     update: list[Stage] = []
     for part, count in zip(parts, num_update, strict=True):
+        # a micro-step holds one sequence at least
         missing = max(0, count - len(part))
         taken, spare = np.concatenate([part, spare[:missing]]), spare[missing:]
         if count:
-            update.append(Stage(f"update {len(update)}", len(update), dealt(taken, count)))
-    return Schedule(Stage("recompute", 0, dealt(everything, num_recompute)), update)
+            update.append(Stage(f"update {len(update)}", len(update), packed(taken, count)))
+    return Schedule(Stage("recompute", 0, packed(everything, num_recompute)), update)

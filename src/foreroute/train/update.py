@@ -1,4 +1,4 @@
-"""Stage 3, update: mini-steps of a policy gradient, each accumulated over micro-steps."""
+"""Stage 3, update: an optimizer step for each mini-batch, whose gradients are accumulated over micro-steps."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from torch import Tensor
 
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.errors import ConfigError, DivergedError
+from foreroute.mismatch import RoutingMismatch
 from foreroute.trace import RoutingTrace
 from foreroute.train.config.rl import RLConfig
 from foreroute.train.device import device_of
-from foreroute.train.forward import inputs, sampled_logprobs
-from foreroute.train.live_sums import LiveSums
-from foreroute.train.objective.means import coefficients, denominator
-from foreroute.train.objective.sums import Importance, LossSums
-from foreroute.train.objective.token_losses import token_losses
+from foreroute.train.execution import Execution
+from foreroute.train.loss import Importance, LossSums, RolloutTokens, token_losses
+from foreroute.train.objective import coefficients, denominator
+from foreroute.train.passes import inputs, sampled_logprobs
+from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Experience
-from foreroute.train.rollout_tokens import RolloutTokens
 from foreroute.train.schedule import MicroSteps, Stage
-from foreroute.train.whole import Execution
 
 
 @dataclass(frozen=True)
@@ -33,14 +32,14 @@ class Updated:
     """What an update did.
 
     Attributes:
-        loss: mean over mini-steps.
-        grad_norm: mean over mini-steps, before clipping.
+        loss: mean over mini-batches.
+        grad_norm: mean over mini-batches, before clipping.
         clip_share: share of the trained response tokens whose update the clip bounds changed.
         importance: how far trainer and engine are apart on them, and what the correction did.
         rejected_sequences: informative ones that were left out because the two disagree.
         kl: mean divergence from the reference over the trained tokens; None without one.
         micro_step_S: int64 [S], the micro-step of each sequence of this rank; -1 where it was left out.
-        live_agreement: for each mini-step, the share of (token, layer) whose live top-k is the replayed set; empty
+        live_agreement: for each mini-batch, the share of (token, layer) whose live top-k is the replayed set; empty
             where nothing is replayed, or it was not watched.
     """
 
@@ -59,7 +58,7 @@ def update(
     execution: Execution,
     optimizer: torch.optim.Optimizer,
     experience: Experience,
-    mini_steps: list[Stage],
+    mini_batches: list[Stage],
     old_logprobs_R: NDArray[np.float32],
     routes: RoutingTrace | None,
     config: RLConfig,
@@ -70,16 +69,16 @@ def update(
     reference_logprobs_R: NDArray[np.float32] | None = None,
     watch_routes: bool = False,
 ) -> Updated:
-    """Take an optimizer step for each mini-step, on one rollout.
+    """Take an optimizer step for each mini-batch of one rollout.
 
-    A mini-step of which every sequence was rejected takes none.
+    A mini-batch of which every sequence was rejected takes none.
 
     Args:
         routed: the policy.
         execution: how it is executed.
         optimizer: over its parameters.
         experience: the rollout with its advantages.
-        mini_steps: the sequences of each forward and backward.
+        mini_batches: the sequences of each forward and backward.
         old_logprobs_R: float32 [R], from recompute.
         routes: of all S sequences, to replay in every forward and recomputation; None for the policy's own.
         config: of the loss.
@@ -101,18 +100,44 @@ def update(
     tokens = RolloutTokens.of(experience, old_logprobs_R, reference_logprobs_R, config.rejection)
     versions = {weight_version} if accepted is None else accepted
     batch = _Batch(routed, execution, tokens, routes, config, weight_version, versions, temperature, watch_routes)
-    taken = [batch.take_mini_step(stage, optimizer) for stage in mini_steps]
+    taken = [batch.take_optimizer_step(stage, optimizer) for stage in mini_batches]
     importance, clip_share, kl = batch.sums.total(execution.ranks)
     return Updated(
         float(np.mean([loss for loss, _ in taken] or [0.0])),
         float(np.mean([norm for _, norm in taken] or [0.0])),
         clip_share,
         importance,
-        int(execution.ranks.total([tokens.rejected])[0]),
+        int(execution.ranks.sum([tokens.rejected])[0]),
         None if reference_logprobs_R is None else kl,
-        _micro_step_S(mini_steps, len(experience.generation)),
+        _micro_step_S(mini_batches, len(experience.generation)),
         batch.agreement.shares(execution.ranks),
     )
+
+
+class RouteAgreement:
+    """Adds up, over the replayed forwards of one update, how often a router's own choice is the replayed one."""
+
+    def __init__(self) -> None:
+        self._ended: list[tuple[int, int]] = []
+        self._now = (0, 0)
+
+    def add(self, live: RoutingMismatch) -> None:
+        """Add one forward: the live selection against the replayed one."""
+        differing, cells = int(live.differing_L.sum()), live.rows * len(live.differing_L)
+        self._now = (self._now[0] + differing, self._now[1] + cells)
+
+    def end_mini_batch(self) -> None:
+        """Note that what follows runs on other weights."""
+        self._ended.append(self._now)
+        self._now = (0, 0)
+
+    def shares(self, ranks: Ranks) -> tuple[float, ...]:
+        """Give the share of (token, layer) that agree, for each mini-batch in which something was replayed.
+
+        Of all ranks; a collective call.
+        """
+        each_M2 = ranks.sum(np.array(self._ended, np.float64).reshape(-1, 2))
+        return tuple(float(1 - differing / cells) for differing, cells in each_M2 if cells)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,10 +154,10 @@ class _Batch:
     temperature: float
     watch_routes: bool
     sums: LossSums = field(default_factory=LossSums)
-    agreement: LiveSums = field(default_factory=LiveSums)
+    agreement: RouteAgreement = field(default_factory=RouteAgreement)
 
-    def take_mini_step(self, stage: Stage, optimizer: torch.optim.Optimizer) -> tuple[float, float]:
-        """One optimizer step, or none where nothing is trained.
+    def take_optimizer_step(self, stage: Stage, optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+        """Take one optimizer step, or none where nothing is trained.
 
         Returns:
             The loss, and the norm of its gradient before clipping.
@@ -151,27 +176,28 @@ class _Batch:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.execution.weights_changed()
-        self.agreement.end_mini_step()
+        self.agreement.end_mini_batch()
         return loss, norm
 
     def _accumulate(self, micro_steps: MicroSteps) -> tuple[float, int]:
-        """Gradients of the loss of a mini-batch.
+        """Accumulate the gradients of the loss of a mini-batch over its micro-steps.
 
         Returns:
             Its sum over the tokens of all ranks, and what that is to be divided by; 0 where nothing is trained.
         """
         ranks, trained = self.execution.ranks, self.tokens.trained(np.concatenate(micro_steps))
-        divisor = int(ranks.total([denominator(self.tokens.lengths(trained), self.config.mean)])[0])
+        divisor = int(ranks.sum([denominator(self.tokens.lengths(trained), self.config.mean)])[0])
         total = torch.zeros((), dtype=torch.float64, device=device_of(self.routed.model))
+        # gradients add up over micro-steps and ranks, so each part is divided by the divisor of the whole mini-batch
         for number, sequences in enumerate(micro_steps):
             with self._replaying(number, sequences):
                 loss = self._loss(sequences)
                 (loss / max(divisor, 1)).backward()
             total += loss.detach()
-        return float(ranks.total([total.item()])[0]), divisor
+        return float(ranks.sum([total.item()])[0]), divisor
 
     def _loss(self, sequences: NDArray[np.int64]) -> Tensor:
-        """Summed over the sequences that are trained; the others take part in the forward alone."""
+        """Sum the loss over the sequences that are trained; the others take part in the forward alone."""
         experience = self.tokens.experience
         part = experience.generation.select(sequences)
         logprobs_R = sampled_logprobs(self.routed.model, part, self.temperature)
@@ -197,8 +223,8 @@ class _Batch:
             self.agreement.add(session.agreement().routing)
 
 
-def _micro_step_S(mini_steps: list[Stage], num_sequences: int) -> NDArray[np.int64]:
+def _micro_step_S(mini_batches: list[Stage], num_sequences: int) -> NDArray[np.int64]:
     micro_step_S = np.full(num_sequences, -1, np.int64)
-    for number, sequences in enumerate(sequences for stage in mini_steps for sequences in stage.micro_steps):
+    for number, sequences in enumerate(sequences for stage in mini_batches for sequences in stage.micro_steps):
         micro_step_S[sequences] = number
     return micro_step_S

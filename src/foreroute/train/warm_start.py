@@ -15,9 +15,10 @@ from foreroute.replay import to_device
 from foreroute.train.config import TrainConfig, WarmStartConfig
 from foreroute.train.device import device_of
 from foreroute.train.optimizer import make_optimizer
-from foreroute.train.tasks import Lesson, Task
+from foreroute.train.tasks import Demonstration, Task
 
 SMOOTHING = 0.9
+"""Of the moving average that ends the warm start: it forgets a step within some ten others."""
 
 
 def warm_start(
@@ -51,7 +52,7 @@ def warm_start(
     model.train()
     for step in range(settings.max_steps):
         rng = np.random.default_rng([config.seed, step, 0])
-        loss = _loss(model, settings, task.lessons(settings.batch_size, rng))
+        loss = _loss(model, settings, task.demonstrations(settings.batch_size, rng))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -66,8 +67,8 @@ def warm_start(
     return True
 
 
-def _loss(model: Any, settings: WarmStartConfig, lessons: list[Lesson]) -> torch.Tensor:
-    tokens, there, answers = _padded(lessons)
+def _loss(model: Any, settings: WarmStartConfig, demonstrations: list[Demonstration]) -> torch.Tensor:
+    tokens, there, answers = _padded(demonstrations)
     device = device_of(model)
     tokens_BT, answers_BT = to_device(tokens, device), to_device(answers, device)
     mask = None if there.all() else to_device(there.astype(np.int64), device)
@@ -84,13 +85,13 @@ def _loss(model: Any, settings: WarmStartConfig, lessons: list[Lesson]) -> torch
     return balanced
 
 
-def _padded(lessons: list[Lesson]) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Tokens [B, T], padded on the right; which of them there are; and which are of answers."""
-    prompts_B = np.array([len(lesson.prompt) for lesson in lessons])[:, None]
-    lengths_B = prompts_B + np.array([len(lesson.answer) for lesson in lessons])[:, None]
+def _padded(demonstrations: list[Demonstration]) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Pad tokens [B, T] on the right; returns also which of them there are, and which are of answers."""
+    prompts_B = np.array([len(each.prompt) for each in demonstrations])[:, None]
+    lengths_B = prompts_B + np.array([len(each.answer) for each in demonstrations])[:, None]
     positions_T = np.arange(lengths_B.max())
     mask_BT = positions_T < lengths_B
     tokens_BT = np.zeros(mask_BT.shape, np.int64)
-    tokens_BT[mask_BT] = np.concatenate([part for lesson in lessons for part in (lesson.prompt, lesson.answer)])
+    tokens_BT[mask_BT] = np.concatenate([part for each in demonstrations for part in (each.prompt, each.answer)])
     answers_BT = mask_BT & (positions_T >= prompts_B)
     return tokens_BT, mask_BT, answers_BT

@@ -1,13 +1,10 @@
 """The configuration of a run: a file for each table, and `run.py` for the whole."""
 
-from foreroute.train.config.alarms import AlarmsConfig
-from foreroute.train.config.evaluation import EvaluationConfig
-from foreroute.train.config.logging import LoggingConfig
 from foreroute.train.config.model import LoRAConfig, ModelConfig, WarmStartConfig
-from foreroute.train.config.parallel import ParallelConfig
+from foreroute.train.config.monitoring import AlarmsConfig, CheckpointConfig, LoggingConfig, MeasureConfig
 from foreroute.train.config.rl import RLConfig
-from foreroute.train.config.rollout import RolloutConfig, VLLMConfig
-from foreroute.train.config.run import CheckpointConfig, MeasureConfig, TrainConfig, load_config, parse_config
+from foreroute.train.config.rollout import EvaluationConfig, RolloutConfig, VLLMConfig
+from foreroute.train.config.run import ParallelConfig, TrainConfig, load_config, parse_config
 from foreroute.train.config.task import TaskConfig
 
 __all__ = [

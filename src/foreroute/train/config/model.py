@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from foreroute.files.config_file import Count, Natural, NotNegative, Positive, Section
-from foreroute.train.config.idle import refuse_idle
+from foreroute.train.config.unused_keys import refuse_unused
 
 
 class LoRAConfig(Section):
@@ -25,7 +25,7 @@ class LoRAConfig(Section):
     @model_validator(mode="after")
     def _has_rank(self) -> LoRAConfig:
         if not self.rank:
-            refuse_idle(self, LoRAConfig.model_fields, "without adapters; set rank, such as 16")
+            refuse_unused(self, LoRAConfig.model_fields, "without adapters; set rank, such as 16")
         return self
 
 
@@ -91,9 +91,9 @@ class WarmStartConfig(Section):
         others = [name for name in WarmStartConfig.model_fields if name not in ("checkpoint", "max_steps")]
         if self.checkpoint is not None:
             # 0 is what a model from a path has by default
-            refuse_idle(
+            refuse_unused(
                 self, [*others, *(["max_steps"] if self.max_steps else [])], "beside a checkpoint; leave it out"
             )
         elif self.max_steps == 0:
-            refuse_idle(self, others, "with max_steps = 0, the default for a model from a path; set max_steps")
+            refuse_unused(self, others, "with max_steps = 0, the default for a model from a path; set max_steps")
         return self

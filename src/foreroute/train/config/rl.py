@@ -7,11 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from foreroute.files.config_file import Count, Natural, NotNegative, Positive, Section, Tokens
-from foreroute.train.objective.advantages import Advantage
-from foreroute.train.objective.corrections import Correction, Rejection
-from foreroute.train.objective.means import Mean
-from foreroute.train.objective.ratios import Level
-from foreroute.train.objective.surrogates import Loss
+from foreroute.train.objective import Advantage, Correction, Level, Loss, Mean, Rejection
 
 Routing = Literal["none", "R2", "R3", "R3+weights"]
 Method = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "minirl"]
@@ -37,13 +33,14 @@ METHODS: dict[str, dict[str, Any]] = {
         "correction": {"kind": "tis", "high": 5.0},
     },
 }
-"""What each method stands for. A key that the configuration gives itself wins."""
+"""What each method stands for. A key that the configuration gives itself wins. docs/methods.md has the papers."""
 
 BOUNDS: dict[str, dict[str, float]] = {
     "tis": {"high": 2.0},
     "mis": {"high": 2.0},
     "icepop": {"low": 0.5, "high": 5.0},
 }
+"""Bounds of the corrections where the configuration gives none."""
 
 
 class CorrectionConfig(Section):

@@ -1,4 +1,4 @@
-"""The configuration of sampling, and of the engine that samples."""
+"""The configuration of sampling: of the engine that samples, of rollouts, and of evaluation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from foreroute.files.config_file import MOST, Count, Section, Timeout, Tokens
-from foreroute.train.config.idle import refuse_idle
+from foreroute.files.config_file import MOST, Count, Natural, Section, Timeout, Tokens
+from foreroute.train.config.unused_keys import refuse_unused
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
 """Divided by less, logits overflow; divided by more, all are alike."""
@@ -36,7 +36,9 @@ class VLLMConfig(Section):
         if self.mode == "server" and (self.url is None or self.weights_folder is None):
             raise ValueError('mode = "server" needs url and weights_folder')
         of_the_other = {"process": ("url", "weights_folder"), "server": ("python", "max_model_len", "options")}
-        refuse_idle(self, of_the_other[self.mode], f'with mode = "{self.mode}"; leave them out, or set the other mode')
+        refuse_unused(
+            self, of_the_other[self.mode], f'with mode = "{self.mode}"; leave them out, or set the other mode'
+        )
         return self
 
 
@@ -70,11 +72,45 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _precision_of_engine(self) -> RolloutConfig:
         if self.engine != "vllm":
-            refuse_idle(self, ["vllm"], f'with engine = "{self.engine}"; set engine = "vllm", or leave it out')
+            refuse_unused(self, ["vllm"], f'with engine = "{self.engine}"; set engine = "vllm", or leave it out')
         elif self.vllm.mode == "server":
-            refuse_idle(self, ["precision"], "of a vLLM server, which has its own; leave it out")
+            refuse_unused(self, ["precision"], "of a vLLM server, which has its own; leave it out")
         if self.engine == "vllm" and self.vllm.mode == "process" and self.vllm.python is None:
             raise ValueError('engine = "vllm" needs vllm.python, the interpreter of an environment with vLLM')
         if self.engine == "vllm" and self.precision == "fp8":
             raise ValueError('precision = "fp8" is the embedded engine\'s; vLLM takes float32 or bfloat16')
+        return self
+
+
+class EvaluationConfig(Section):
+    """Rewards on held-out problems, with the weights that a step begins with. Nothing here changes the run."""
+
+    every: Natural = 0
+    """Steps between evaluations, the first before step 0; 0 makes none."""
+    prompts: Count = 32
+    """Held-out problems, the same each time."""
+    group_size: Count = 1
+    """Responses to each."""
+    temperature: Annotated[float, Field(ge=0, le=MOST_TEMPERATURE)] = 0.0
+    """0 takes the most probable token each time."""
+    data: str | None = None
+    """dataset: a JSONL file as for training; its first prompts are used."""
+
+    @model_validator(mode="after")
+    def _takes_place(self) -> EvaluationConfig:
+        if self.every == 0:
+            refuse_unused(self, EvaluationConfig.model_fields, "with every = 0; set every, or leave the others out")
+        if self.temperature == 0 and self.group_size > 1:
+            raise ValueError(
+                f"group_size = {self.group_size} responses to a prompt are all the same at temperature = 0; raise the "
+                "temperature, or leave group_size out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_had(self) -> EvaluationConfig:
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"temperature = {self.temperature} overflows; set 0, or {LEAST_TEMPERATURE} and more")
+        if self.prompts * self.group_size > MOST:
+            raise ValueError(f"prompts times group_size is {self.prompts * self.group_size}; expected {MOST} at most")
         return self

@@ -1,42 +1,79 @@
-"""The configuration of a training run: every key, its default, and what it means."""
+"""The configuration of a whole run: every table, where it is executed, and what fits together."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from foreroute.files.config_file import Count, Section, Threads, checked, read_toml
-from foreroute.train.config.alarms import AlarmsConfig
-from foreroute.train.config.evaluation import EvaluationConfig
-from foreroute.train.config.logging import LoggingConfig
+from foreroute.files.config_file import (
+    MOST_SECONDS,
+    Natural,
+    Ranks,
+    Section,
+    Slots,
+    Threads,
+    Timeout,
+    checked,
+    read_toml,
+)
 from foreroute.train.config.model import ModelConfig, WarmStartConfig
-from foreroute.train.config.parallel import ParallelConfig
+from foreroute.train.config.monitoring import AlarmsConfig, CheckpointConfig, LoggingConfig, MeasureConfig
 from foreroute.train.config.rl import RLConfig
-from foreroute.train.config.rollout import RolloutConfig
+from foreroute.train.config.rollout import EvaluationConfig, RolloutConfig
 from foreroute.train.config.task import TaskConfig
+from foreroute.train.config.unused_keys import refuse_unused
 
 MOST_NAME_BYTES = 200
 """File systems take 255, and the names of temporary files are longer."""
 DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 
-class MeasureConfig(Section):
-    """What is measured beside training. Nothing here changes the run."""
+class ParallelConfig(Section):
+    """Expert parallelism: one process for each rank, started by torchrun. Nothing here changes what a run learns."""
 
-    compare_every: Count = 1
-    """Steps between measurements of the mismatch that the run does not train with (without replay under R3)."""
-    save_trace_every: Count = 20
-    """Steps between saved rollout traces."""
+    expert: Ranks = 1
+    """Ranks that the experts are spread over, and the prompts dealt to; the number of processes."""
+    ranks_per_node: Ranks | None = None
+    """Ranks that share a node's memory; all of them by default."""
+    redundant_slots: Slots = 2
+    """Replicas that a rank may serve in each layer; 0 leaves every expert at its home."""
+    tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.02
+    """Of the planner: a cell is balanced when its busiest rank has at most this share more than the mean."""
+    slots: Literal["layer", "shared"] = "layer"
+    """Redundant slots for each layer, which keep what they hold, or one set for all layers."""
+    paths: Literal["auto", "host", "direct"] = "auto"
+    """How replicas travel: through the node's memory, peer to peer, or by whichever is expected to end sooner."""
+    shared_memory: str = "/dev/shm"
+    """Folder in the memory of a node, through which replicas travel unless paths = "direct"."""
+    prefetch: Natural = 1
+    """Cells ahead of the one that runs whose replicas are fetched."""
+    deadline_s: Annotated[float, Field(ge=0, le=MOST_SECONDS)] | None = None
+    """A cell waits this long for its replicas; then its tokens go to the homes."""
+    checksums: bool = False
+    """Verify what arrives."""
+    dense: Literal["replicated", "fsdp2"] = "replicated"
+    """What is no expert: whole on every rank, or a part of each parameter, gathered when a layer runs."""
+    timeout_s: Timeout = 600.0
+    """A rank that does not answer for so long in the middle of a stage is taken for dead."""
 
-
-class CheckpointConfig(Section):
-    """When the state is saved."""
-
-    every: Count = 20
-    """Steps between checkpoints."""
+    @model_validator(mode="after")
+    def _consistent(self) -> ParallelConfig:
+        if self.ranks_per_node is not None and self.expert % self.ranks_per_node:
+            raise ValueError(
+                f"expert = {self.expert} ranks do not fill nodes of ranks_per_node = {self.ranks_per_node}"
+            )
+        if self.dense == "fsdp2" and self.expert == 1:
+            raise ValueError('dense = "fsdp2" spreads parameters over ranks; set expert above 1, or leave it out')
+        if self.expert == 1:
+            refuse_unused(
+                self, ParallelConfig.model_fields, "with expert = 1, one process; set expert, or leave them out"
+            )
+        if self.deadline_s is not None and self.deadline_s >= self.timeout_s:
+            raise ValueError(f"deadline_s = {self.deadline_s} is not below timeout_s = {self.timeout_s}")
+        return self
 
 
 class TrainConfig(Section):
@@ -142,7 +179,7 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _can_be_spread(self) -> TrainConfig:
+    def _divides_among_ranks(self) -> TrainConfig:
         num_ranks = self.parallel.expert
         if num_ranks > 1 and ":" in self.device:
             raise ValueError(

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from foreroute.files.config_file import Count, Section, Timeout, Tokens
-from foreroute.train.config.idle import refuse_idle
+from foreroute.train.config.unused_keys import refuse_unused
 
 BUILT_IN = ("exact_match", "regex", "arithmetic", "countdown")
 """Verifiers that a reward can name."""
@@ -46,7 +46,7 @@ class TaskConfig(Section):
 
     @property
     def longest_input(self) -> int:
-        """Tokens of the longest sequence that is put into the model, which the last one is not."""
+        """Tokens of the longest sequence that is put into the model; the last token of a sequence is not."""
         if self.kind == "dataset":
             tools = (self.max_turns - 1) * self.max_tool_tokens
             return self.max_prompt_tokens + self.max_turns * self.max_response_tokens + tools - 1
@@ -57,7 +57,7 @@ class TaskConfig(Section):
         if self.min_operands > self.max_operands:
             raise ValueError(f"min_operands = {self.min_operands} exceeds max_operands = {self.max_operands}")
         other = {"chain": _DATASET_KEYS, "dataset": _CHAIN_KEYS}[self.kind]
-        refuse_idle(self, other, f'with kind = "{self.kind}"; leave out what is of the other kind')
+        refuse_unused(self, other, f'with kind = "{self.kind}"; leave out what is of the other kind')
         if self.kind == "dataset" and (self.data is None or self.reward is None):
             raise ValueError('kind = "dataset" needs data, a JSONL file, and reward')
         return self
@@ -74,9 +74,9 @@ class TaskConfig(Section):
         if (self.environment is None) != (self.max_turns == 1):
             raise ValueError("an environment and max_turns of 2 or more go together; set both, or neither")
         if self.environment is None:
-            refuse_idle(self, ["max_tool_tokens"], "without an environment; leave it out")
+            refuse_unused(self, ["max_tool_tokens"], "without an environment; leave it out")
             if self.reward in BUILT_IN and self.reward != "regex":
-                refuse_idle(self, ["function_timeout_s"], "without a function of your own or a pattern; leave it out")
+                refuse_unused(self, ["function_timeout_s"], "without a function of your own or a pattern; leave it out")
         if (self.reward == "regex") != (self.pattern is not None):
             raise ValueError('pattern goes with reward = "regex", and reward = "regex" needs it')
         return self

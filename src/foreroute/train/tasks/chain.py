@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.train.config import TaskConfig
-from foreroute.train.tasks.task import Lesson, Problem
+from foreroute.train.tasks.task import Demonstration, Problem
 
 VOCABULARY = "0123456789+-*=;_"
 
@@ -39,11 +39,11 @@ class ChainTask:
     def held_out(self, count: int, rng: np.random.Generator) -> list[Problem]:
         return self.problems(count, 0, 0, rng)
 
-    def lessons(self, count: int, rng: np.random.Generator) -> list[Lesson]:
+    def demonstrations(self, count: int, rng: np.random.Generator) -> list[Demonstration]:
         shortest, longest = self._operands
         operands = int(rng.integers(shortest, longest + 1))  # of one length, so that nothing is padded
         problems = sample_problems(rng, count, min_operands=operands, max_operands=operands)
-        return [Lesson(problem.tokens, encode(problem.row["answer"])) for problem in problems]
+        return [Demonstration(problem.tokens, encode(problem.row["answer"])) for problem in problems]
 
     def text(self, tokens: NDArray[np.int32]) -> str:
         return decode(tokens)
@@ -51,7 +51,7 @@ class ChainTask:
     def transcript(self, tokens: NDArray[np.int32]) -> str:
         return decode(tokens)
 
-    def follow(self, problem: Problem, response: str) -> NDArray[np.int32] | None:
+    def tool_reply(self, problem: Problem, response: str) -> NDArray[np.int32] | None:
         return None
 
     def reward(self, problem: Problem, response: str) -> float:
@@ -65,24 +65,24 @@ class ChainTask:
 
 
 def encode(text: str) -> NDArray[np.int32]:
-    """int32 [T], one token per character."""
+    """Give int32 [T], one token per character."""
     return np.array([VOCABULARY.index(character) for character in text], np.int32)
 
 
 def decode(tokens: NDArray[np.int32]) -> str:
-    """The text of tokens."""
+    """Give the text of tokens."""
     return "".join(VOCABULARY[token] for token in tokens)
 
 
 def sample_problems(
     rng: np.random.Generator, count: int, *, min_operands: int = 8, max_operands: int = 8
 ) -> list[Problem]:
-    """Random chains of `min_operands` to `max_operands` digits."""
+    """Draw random chains of `min_operands` to `max_operands` digits."""
     return [_problem(rng, int(rng.integers(min_operands, max_operands + 1))) for _ in range(count)]
 
 
 def right_share(answer: str, response: str) -> float:
-    """Share of the answer's characters that the response gets right before its first mistake, from 0 to 1.
+    """Give the share of the answer's characters that are right before the response's first mistake, from 0 to 1.
 
     Whatever follows the end of the answer is a mistake.
     """

@@ -15,8 +15,8 @@ from foreroute.errors import ConfigError, DatasetError, FunctionError
 from foreroute.files import read_file
 from foreroute.train.config import TrainConfig
 from foreroute.train.tasks.function import UserFunction
-from foreroute.train.tasks.rows import Row, parse_rows
-from foreroute.train.tasks.task import Lesson, Problem
+from foreroute.train.tasks.jsonl import Row, parse_rows
+from foreroute.train.tasks.task import Demonstration, Problem
 from foreroute.train.tasks.verifiers import Verifier, make_verifier
 
 
@@ -77,9 +77,9 @@ class DatasetTask:
     def held_out(self, count: int, rng: np.random.Generator) -> list[Problem]:
         return self._held_out[:count]
 
-    def lessons(self, count: int, rng: np.random.Generator) -> list[Lesson]:
+    def demonstrations(self, count: int, rng: np.random.Generator) -> list[Demonstration]:
         drawn = [self._problems[int(i)] for i in rng.choice(len(self._problems), count)]
-        return [Lesson(problem.tokens, self._answer(problem)) for problem in drawn]
+        return [Demonstration(problem.tokens, self._answer(problem)) for problem in drawn]
 
     def text(self, tokens: NDArray[np.int32]) -> str:
         return self._tokenizer.text(tokens)
@@ -87,7 +87,7 @@ class DatasetTask:
     def transcript(self, tokens: NDArray[np.int32]) -> str:
         return self._tokenizer.text(tokens, special=True)
 
-    def follow(self, problem: Problem, response: str) -> NDArray[np.int32] | None:
+    def tool_reply(self, problem: Problem, response: str) -> NDArray[np.int32] | None:
         if self._environment is None:
             return None
         text = self._environment.text(problem.prompt, response, problem.row)
@@ -120,7 +120,7 @@ class DatasetTask:
                 started.close()
 
     def _read(self, path: Path) -> tuple[list[Problem], int, str]:
-        """The problems of a file, how many were too long, and the digest of what was read."""
+        """Read the problems of a file, how many were too long, and the digest of what was read."""
         content = read_file(path, DatasetError)
         checks = () if self._verifier is None else (self._verifier.check,)
         rows = parse_rows(content, str(path), *checks)
@@ -167,7 +167,7 @@ class DatasetTask:
 
 @contextmanager
 def _at(where: str) -> Iterator[None]:
-    """What the tokenizer refuses is an error of the line that it is in."""
+    """Name the line in an error of the tokenizer."""
     try:
         yield
     except ConfigError as error:

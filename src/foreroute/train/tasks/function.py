@@ -22,7 +22,7 @@ from foreroute.train.tasks import function_worker
 LOADING_S = 60.0
 """Seconds that the module of a function may take to be imported."""
 _MOST_BYTES = 1 << 27
-"""Of an answer. A letter of a text takes 6 bytes at most."""
+"""Of an answer: a text of `function_worker.MOST_TEXT` characters, 6 bytes each as escaped JSON, has 96 MiB."""
 
 
 class UserFunction:
@@ -53,7 +53,7 @@ class UserFunction:
             raise ConfigError(str(error)) from error
 
     def number(self, prompt: str, response: str, row: Mapping[str, Any]) -> float:
-        """A finite number that it returned.
+        """Call it for a finite number.
 
         Raises:
             FunctionError: when it raised, took too long, died, or returned something else.
@@ -65,7 +65,7 @@ class UserFunction:
         return value
 
     def text(self, prompt: str, response: str, row: Mapping[str, Any]) -> str | None:
-        """A text that it returned, or None. Raises as `number`."""
+        """Call it for a text or None. Raises as `number`."""
         answer = self._call(prompt, response, row)
         value = answer.get("value")
         if "value" not in answer or not (value is None or isinstance(value, str)):
@@ -116,7 +116,7 @@ class UserFunction:
 
 
 class _Worker:
-    """The process, and one end of a socket to it."""
+    """The process of a function, and one end of a socket to it."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._asked = 0
@@ -133,7 +133,7 @@ class _Worker:
         self.end = weakref.finalize(self, _end, self._process, self._channel)
 
     def ask(self, question: tuple[Any, ...] | None, timeout_s: float) -> dict[str, Any]:
-        """The next answer, to a question if there is one.
+        """Wait for the next answer, to a question if there is one.
 
         Raises:
             TimeoutError: when it is not there in time.
@@ -160,7 +160,7 @@ class _Worker:
         return _parsed(received, self._asked)
 
     def ended(self, within_s: float) -> str | None:
-        """How the process ended by itself, or None if it has not."""
+        """Say how the process ended by itself, or None if it has not."""
         try:
             code = self._process.wait(within_s)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What every task offers the trainer, which knows nothing else about it."""
+"""The interface of a task. The trainer knows nothing else about it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Problem:
 
 
 @dataclass(frozen=True, eq=False)
-class Lesson:
+class Demonstration:
     """A problem with a right answer, for supervised training.
 
     Attributes:
@@ -61,7 +61,7 @@ class Task(Protocol):
     data_digest: str
 
     def problems(self, count: int, step: int, number: int, rng: np.random.Generator) -> list[Problem]:
-        """The problems of a round of a step.
+        """Give the problems of a round of a step.
 
         Args:
             count: how many.
@@ -71,28 +71,28 @@ class Task(Protocol):
         """
 
     def held_out(self, count: int, rng: np.random.Generator) -> list[Problem]:
-        """Problems to evaluate on.
+        """Give problems to evaluate on.
 
         Args:
             count: how many.
             rng: the same randomness each time.
         """
 
-    def lessons(self, count: int, rng: np.random.Generator) -> list[Lesson]:
-        """Problems with their answers.
+    def demonstrations(self, count: int, rng: np.random.Generator) -> list[Demonstration]:
+        """Give problems with right answers, for the warm start.
 
         Raises:
             ConfigError: when no right answers are known.
         """
 
     def text(self, tokens: NDArray[np.int32]) -> str:
-        """The text of a response, without what marks its end, where that is no text."""
+        """Give the text of a response, without what marks its end, where that is no text."""
 
     def transcript(self, tokens: NDArray[np.int32]) -> str:
-        """All that tokens say, with what marks turns and their ends."""
+        """Give all that tokens say, with what marks turns and their ends."""
 
-    def follow(self, problem: Problem, response: str) -> NDArray[np.int32] | None:
-        """What a tool says to a turn, int32 [T] of at least one token; None where the response ends.
+    def tool_reply(self, problem: Problem, response: str) -> NDArray[np.int32] | None:
+        """Give what a tool says to a turn, int32 [T] of at least one token; None where the response ends.
 
         Args:
             problem: whose prompt is all that came before the turn.
@@ -103,7 +103,7 @@ class Task(Protocol):
         """
 
     def reward(self, problem: Problem, response: str) -> float:
-        """What a response is worth.
+        """Give what a response is worth.
 
         Args:
             problem: whose prompt is all that came before the last turn.
@@ -117,4 +117,4 @@ class Task(Protocol):
         """Write the tokenizer beside a model, if there is one."""
 
     def close(self) -> None:
-        """End what was started to score. May be called again."""
+        """End the processes that were started to score. May be called again."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from foreroute.errors import ConfigError, FunctionError
 from foreroute.train.tasks import function_worker
-from foreroute.train.tasks.arithmetic import evaluate, whole_numbers
 from foreroute.train.tasks.function import UserFunction
-from foreroute.train.tasks.rows import Row
+from foreroute.train.tasks.jsonl import Row
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """A built-in reward.
+    """A built-in reward: whether a response to a row is right.
 
     Attributes:
         check: refuses rows that it cannot judge responses to.
@@ -29,7 +32,7 @@ class Verifier:
 
 
 def make_verifier(name: str, pattern: str | None, *, timeout_s: float) -> Verifier:
-    """The verifier of that name; the caller closes it.
+    """Make the verifier of that name; the caller closes it.
 
     Args:
         name: one of the built-in rewards.
@@ -108,3 +111,55 @@ def _needs_numbers(row: Row) -> None:
     whole = [*numbers, target] if isinstance(numbers, list) and numbers else [None]
     if not all(type(number) is int for number in whole):
         row.refuse(f'"numbers" is {numbers!r} and "target" {target!r}', "whole numbers, such as [3, 5, 7] and 22")
+
+
+LONGEST = 1000
+"""Characters of an expression that is looked at."""
+_TEXT = re.compile(r"[\d\s.+\-*/()]+")
+_BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def evaluate(expression: str) -> Fraction | None:
+    """Compute `+ - * /` of whole and decimal numbers, exactly and without running anything; None for anything else."""
+    tree = parsed(expression)
+    try:
+        return None if tree is None else _value(tree, expression.strip())
+    except (ValueError, ZeroDivisionError, RecursionError):
+        return None
+
+
+def whole_numbers(expression: str) -> list[int] | None:
+    """Find the numbers in an expression, in their order; None where one is not whole, or it is no expression."""
+    tree = parsed(expression)
+    if tree is None:
+        return None
+    numbers = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    return numbers if all(type(number) is int for number in numbers) else None  # type: ignore[return-value]
+
+
+def parsed(expression: str) -> ast.expr | None:
+    """Parse an expression to its syntax tree, or None."""
+    text = expression.strip()
+    if len(text) > LONGEST or not _TEXT.fullmatch(text):
+        return None
+    try:
+        return ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr, text: str) -> Fraction:
+    if isinstance(node, ast.Constant):
+        # as it is written: 0.1 is a tenth, which no float is
+        return Fraction(ast.get_source_segment(text, node) or "")
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _value(node.operand, text)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        return _BINARY[type(node.op)](_value(node.left, text), _value(node.right, text))
+    raise ValueError(f"{type(node).__name__} is no arithmetic")

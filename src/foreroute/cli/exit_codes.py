@@ -1,0 +1,222 @@
+"""How a command ends: with one message and an exit code, whatever happens.
+
+    0         it did what was asked
+    1         a problem was found (diff, doctor), or something failed that is no mistake of the user's
+    2         what was given is wrong, or cannot be read or written
+    128 + n   it was ended by signal n: 130 by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP
+
+A verb that handles signals itself, as `train` does, takes their handlers over while it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NoReturn
+
+import typer
+
+from foreroute.cli.terminal import Console, heartbeat, prepare_streams
+from foreroute.errors import AttachError, ForerouteError, InputError, how_to_install, printable
+
+EXTRA_OF = {
+    "torch": "hf",
+    "transformers": "hf",
+    "jinja2": "report",
+    "matplotlib": "report",
+    "megatron": "megatron",
+    "trl": "trl",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+}
+"""What verbs import that the light core does not bring, and the extra that does."""
+USAGE_ERROR = typer.BadParameter.__mro__[1]
+"""Typer brings its own click since 0.26, and used click before."""
+AGAIN_S = 2.0
+"""Seconds after which a signal is sent once more to a command that goes on."""
+ISSUES = "https://github.com/foreroute/foreroute/issues"
+
+
+def run(command: Callable[[], Any]) -> NoReturn:
+    """Run a command, say how it ended unless all went well, and exit.
+
+    Args:
+        command: returns an exit code, or nothing for 0.
+    """
+    closed = sys.stdout is None
+    prepare_streams()
+    if closed:
+        _say("standard output is closed; open it, or send it to /dev/null")
+        sys.exit(2)
+    with _plain_records(), _signals() as received:
+        code = _code(command, received)
+    _silence_broken_streams()
+    if received and code == 128 + received[-1]:
+        for number in received:
+            signal.signal(number, signal.SIG_DFL)
+        if threading.active_count() > 1:  # the interpreter would wait for threads that nobody waits for any longer
+            os._exit(code)
+    sys.exit(code)
+
+
+def _code(command: Callable[[], Any], received: list[int]) -> int:
+    try:
+        with heartbeat():
+            code = int(command() or 0)
+        sys.stdout.flush()
+    except BaseException as error:
+        # a library may make another exception of the one that the handler raised: numba a SystemError
+        return _signalled(received[-1]) if received else _failed(error)
+    return _signalled(received[-1]) if received and code == 128 + received[-1] else code
+
+
+def _signalled(number: int) -> int:
+    _say("interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}", kind="stopped")
+    return 128 + number
+
+
+def _failed(error: BaseException) -> int:
+    """Say what went wrong, and give the exit code."""
+    match error:
+        case SystemExit():
+            return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        case InputError() | AttachError():
+            _say(str(error))
+        case ForerouteError():
+            _say(str(error))
+            return 1
+        case ModuleNotFoundError() if (library := (error.name or "").partition(".")[0]) in EXTRA_OF:
+            _say(f"this needs {library}, which is not installed; {how_to_install(EXTRA_OF[library])}")
+        case OSError():
+            if what := _about(error):
+                _say(what)
+        case MemoryError():
+            _say(f"there is not enough memory{f' ({error})' if str(error) else ''}")
+        case UnicodeEncodeError():
+            _say(f"{error.object[max(error.start - 40, 0) : error.end + 40]} is not text in UTF-8; rename it")
+        case _ if isinstance(error, USAGE_ERROR):
+            _say_usage(error)
+        case _:
+            _say_bug(error)
+            return 1
+    return 2
+
+
+def _about(error: OSError) -> str:
+    """Say what the system refused; nothing where a pipe was closed, since nobody reads on."""
+    if isinstance(error, BrokenPipeError):
+        return ""
+    reason = error.strerror or str(error)
+    if error.filename is None:
+        return f"the system refused to go on ({reason})"
+    name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
+    return f"{name}: {reason}"
+
+
+def _say_usage(error: Any) -> None:
+    """Say what typer does not understand of a command line. Without any argument it has shown the help already."""
+    message = error.format_message().strip()
+    if message and type(error).__name__ != "NoArgsIsHelpError":
+        path = error.ctx.command_path if error.ctx else "foreroute"
+        _say(f"{message.rstrip('.')}; {path} --help shows what there is")
+
+
+def _say_bug(error: BaseException) -> None:
+    with suppress(OSError):
+        sys.stderr.write(printable("".join(traceback.format_exception(error))))
+    summary = traceback.format_exception_only(error)[-1].strip()
+    _say(f"{summary}\nThis is a bug of foreroute. Please report it, with the lines above: {ISSUES}")
+
+
+def _say(message: str, *, kind: str = "error") -> None:
+    from rich.markup import escape
+
+    with suppress(OSError):
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console.print(f"[bold red]{kind}[/]: {escape(printable(message))}")
+
+
+def _silence_broken_streams() -> None:
+    """Drop what cannot be written, or the interpreter would try once more at its end and change the code."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:
+            continue
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, stream.fileno())
+                os.close(nothing)
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """End on Ctrl-C, SIGTERM and SIGHUP by an exception, so that what is open is closed; yields the signals received.
+
+    One that is ignored, as under nohup, stays ignored.
+    """
+    received: list[int] = []
+    running = [True]
+
+    def end(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        timer = threading.Timer(AGAIN_S, send_again)
+        timer.daemon = True
+        timer.start()
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    def send_again() -> None:
+        """Send it again: a library that was interrupted may have caught the exception, or a finalizer lost it."""
+        if running and signal.getsignal(received[-1]) is end:
+            os.kill(os.getpid(), received[-1])
+
+    def unraisable(lost: Any) -> None:
+        if not (received and isinstance(lost.exc_value, KeyboardInterrupt | SystemExit)):
+            hook(lost)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    hook, sys.unraisablehook = sys.unraisablehook, unraisable
+    for number, handler in before.items():
+        if handler not in (signal.SIG_IGN, None):
+            signal.signal(number, end)
+    try:
+        yield received
+    finally:
+        running.clear()
+        sys.unraisablehook = hook
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _plain_records() -> Iterator[None]:
+    """Make each warning one line, and warnings and records of logging as `printable` as the rest."""
+
+    class Record(logging.LogRecord):
+        def getMessage(self) -> str:
+            return printable(super().getMessage())
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        _say(str(message), kind="warning")
+
+    factory, shown = logging.getLogRecordFactory(), warnings.showwarning
+    logging.setLogRecordFactory(Record)
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(factory)
+        warnings.showwarning = shown

@@ -1,0 +1,144 @@
+"""`foreroute inspect`, `foreroute validate` and `foreroute diff`: verbs that look at trace files."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from foreroute.capture import refuse_constant_layers
+from foreroute.cli.terminal import Console, working
+from foreroute.errors import InputError, printable
+from foreroute.mismatch import Defect, Explanation, explain
+from foreroute.trace import CODECS, NO_VERSION, RoutingSpec, RoutingTrace, count_assignments, digest, encoded_size, load
+
+POSITION_BINS = 8
+"""Rows of the table of overlap by position."""
+MOST_SHOWN, MOST_LETTERS = 32, 2000
+"""Of facts, weight versions, and letters of one: a file may hold a mebibyte of them."""
+
+
+def print_trace(path: Path) -> None:
+    """Print facts about a trace file, and the load of its experts by layer."""
+    console = Console()
+    with working(f"reading {path}", console) as work:
+        trace = load(path)
+        work.begin(f"counting the routes of {path}")
+        facts, layers = _facts(path, trace), _layers(trace)
+    console.print(facts)
+    console.print(layers)
+
+
+def validate_traces(paths: list[Path]) -> bool:
+    """Say of each file whether it is a sound trace; False when one is not."""
+    console = Console(soft_wrap=True, highlight=False)
+    sound = True
+    for number, path in enumerate(paths):
+        try:
+            with working(f"reading {path}", console, total=len(paths) if len(paths) > 1 else 0, unit="files") as work:
+                work.done = number
+                trace = load(path)
+                refuse_constant_layers(trace)
+        except InputError as error:
+            sound = False
+            console.print(f"[bold red]refused[/]  {escape(f'{_one_line(path)}: {_one_line(error)}')}")
+        else:
+            console.print(f"[green]sound[/]    {escape(f'{_one_line(path)}: {trace!r}')}")
+    return sound
+
+
+def print_difference(reference: Path, other: Path) -> bool:
+    """Print overlap by layer and position, and the defect that explains it; False when there is one."""
+    console = Console()
+    with working(f"reading {reference} and {other}", console) as work:
+        trace, compared = load(reference), load(other)
+        work.begin("comparing")
+        found = explain(trace, compared)
+    console.print("Picks that both traces share:")  # a table's own title is wrapped in the table's width
+    console.print(_by_layer(found, trace.spec))
+    console.print(_by_position(found))
+    natural = found.kind is Defect.NONE
+    colour = "green" if natural else "bold red"
+    console.print(f"[{colour}]{found.kind}[/]  {escape(found.sentence)}", highlight=False)
+    return natural
+
+
+def _facts(path: Path, trace: RoutingTrace) -> Table:
+    spec = trace.spec
+    table = Table(title=Text(_one_line(path)), show_header=False, title_justify="left")
+    lengths = trace.lengths
+    versions = ["not stated" if version == NO_VERSION else str(version) for version in trace.versions]
+    facts = list(trace.provenance.items())
+    for name, value in {
+        "model": spec.model or "not stated",
+        "routing": f"top-{spec.top_k} of {spec.num_experts} experts in {spec.num_layers} layers",
+        "sequences": f"{len(trace)}" + (f", of {lengths.min()} to {lengths.max()} tokens" if len(trace) else ""),
+        "rows": f"{trace.num_rows}, of which {int(trace.valid_N.sum())} routed",
+        "weight versions": _few(versions) or "none",
+        "pick order": "kept" if trace.pick_order_kept else "dropped",
+        "routes in memory": f"{trace.expert_ids_NLK.nbytes:,} bytes, {trace.expert_ids_NLK.dtype}",
+        "as a file": ", ".join(f"{codec} {encoded_size(trace, codec):,}" for codec in CODECS) + " bytes",
+        "digest": digest(trace),
+        # what the file's writer claims; named so that it cannot pass for a fact above
+        **{f"provenance: {_one_line(key)}": value for key, value in facts[:MOST_SHOWN]},
+        **({"provenance": f"{len(facts) - MOST_SHOWN} more facts"} if len(facts) > MOST_SHOWN else {}),
+    }.items():
+        table.add_row(Text(name), Text(_one_line(value)))
+    return table
+
+
+def _few(values: list[str]) -> str:
+    return ", ".join(values[:MOST_SHOWN]) + (f" and {len(values) - MOST_SHOWN} more" * (len(values) > MOST_SHOWN))
+
+
+def _one_line(text: object) -> str:
+    """Give `text` as one line that a terminal shows and does not obey, and that is not longer than a few screens."""
+    line = str(text)
+    cut = f"{line[:MOST_LETTERS]}... ({len(line)} characters)" if len(line) > MOST_LETTERS else line
+    return printable(cut).replace("\n", "\\n")
+
+
+def _layers(trace: RoutingTrace) -> Table:
+    counts_MLE = count_assignments(trace, np.zeros(len(trace), np.int64))
+    counts_LE = counts_MLE.sum(axis=0)  # zeros where the trace is empty
+    table = Table(title="expert load by layer", title_justify="left")
+    for heading in ("layer", "busiest expert", "its load over the mean", "experts never picked", "entropy, bits"):
+        table.add_column(heading, justify="right")
+    for layer, counts in zip(trace.spec.layers, counts_LE, strict=True):
+        total = max(int(counts.sum()), 1)
+        share = counts[counts > 0] / total
+        table.add_row(
+            str(layer),
+            str(int(counts.argmax())),
+            f"{counts.max() * trace.spec.num_experts / total:.2f}",
+            str(int((counts == 0).sum())),
+            f"{(share * np.log2(1 / share)).sum():.2f} of {np.log2(trace.spec.num_experts):.2f}",
+        )
+    return table
+
+
+def _by_layer(found: Explanation, spec: RoutingSpec) -> Table:
+    table = Table()
+    table.add_column("layer")
+    table.add_column("share", justify="right")
+    for layer, share in zip(spec.layers, found.overlap_by_layer_L, strict=True):
+        table.add_row(str(layer), f"{share:.2%}")
+    return table
+
+
+def _by_position(found: Explanation) -> Table:
+    table = Table()
+    table.add_column("positions")
+    table.add_column("share", justify="right")
+    longest = len(found.overlap_by_position_T)
+    edges = np.unique(np.linspace(0, longest, min(POSITION_BINS, longest) + 1, dtype=int))
+    for start, stop in pairwise(edges.tolist()):
+        shares = found.overlap_by_position_T[start:stop]
+        known = shares[~np.isnan(shares)]
+        positions = f"{start} to {stop - 1}" if stop - start > 1 else str(start)
+        table.add_row(positions, f"{known.mean():.2%}" if len(known) else "no row in both")
+    return table

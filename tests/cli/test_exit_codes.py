@@ -1,0 +1,238 @@
+"""How a command ends: one message and an exit code, after a signal, without libraries, and by a bug of ours."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+from command import foreroute
+
+import foreroute as fr
+from traces import random_trace
+
+ROOT = Path(__file__).parents[2]
+OPTIONAL = ("torch", "transformers", "jinja2", "matplotlib", "megatron", "trl", "tensorboard", "wandb", "peft")
+BRINGS_HF = "pip install '.[hf]' in a clone of foreroute brings it"
+
+
+def raising(error):
+    def run(*arguments, **options):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (PermissionError(13, "Permission denied", "/priv\x1bate"), 2, r"error: /priv\x1bate: Permission denied"),
+        (OSError(28, "No space left on device"), 2, "error: the system refused to go on (No space left on device)"),
+        (MemoryError("9 GiB"), 2, "error: there is not enough memory (9 GiB)"),
+        (fr.ForerouteError("the engine\x07 died"), 1, r"error: the engine\x07 died"),
+        (ModuleNotFoundError("", name="torch.nn"), 2, f"error: this needs torch, which is not installed; {BRINGS_HF}"),
+        (UnicodeEncodeError("utf-8", "a\udcffb", 1, 2, ""), 2, r"error: a\udcffb is not text in UTF-8; rename it"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(tmp_path, monkeypatch, error, code, message):
+    monkeypatch.setattr("foreroute.cli.traces.print_trace", raising(error))
+    result = foreroute("inspect", tmp_path)
+    assert (result.returncode, result.stderr) == (code, f"{message}\n")
+
+
+def test_a_bug_of_ours_can_be_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr("foreroute.cli.traces.print_trace", raising(KeyError("wei\x1b[2Jghts")))
+    result = foreroute("inspect", tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.startswith("Traceback")
+    assert result.stderr.splitlines()[-1].startswith("This is a bug of foreroute. Please report it")
+    assert "\x1b" not in result.stderr
+    monkeypatch.setattr("foreroute.cli.traces.print_trace", raising(ModuleNotFoundError("", name="foreroute.gone")))
+    assert "This is a bug" in foreroute("inspect", tmp_path).stderr
+
+
+def test_a_warning_is_one_line_and_the_handlers_are_given_back(tmp_path, monkeypatch):
+    def warn(path):
+        warnings.warn("old \x1b]0;steps\x07", stacklevel=1)
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    monkeypatch.setattr("foreroute.cli.traces.print_trace", warn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        result = foreroute("inspect", tmp_path)
+    assert result.stderr == "warning: old \\x1b]0;steps\\x07\n"
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
+
+
+HANGING = """
+import signal, sys, threading, time
+for number in (signal.SIGHUP, signal.SIGTERM):  # whoever started the tests may ignore them
+    signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from foreroute.cli import main, traces
+from foreroute.files import write_atomically
+
+def hang(path):
+    def fill(file):
+        print("ready", flush=True)
+        if {kernel}:
+            from numba import njit
+            @njit
+            def spin(n):
+                total = 0.0
+                for i in range(n):
+                    for j in range(10**5):
+                        total += (i * j) % 7
+                return total
+            spin(2)
+            try:
+                while True:
+                    spin(100)
+            except KeyboardInterrupt as error:
+                raise SystemError("returned a result with an exception set") from error
+        time.sleep(60)
+    write_atomically(path / "out", fill)
+
+threading.Thread(target=time.sleep, args=(60,)).start()
+traces.print_trace = hang
+sys.argv = ["foreroute", "inspect", sys.argv[1]]
+main.main()
+"""
+
+
+def signalled(text, folder, number):
+    """Exit code and last words of a process that got a signal while it was at work."""
+    with subprocess.Popen([sys.executable, "-c", text, str(folder)], stdout=-1, stderr=-1, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(0.2)
+            process.send_signal(number)
+            _, stderr = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    return process.returncode, stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "kernel", "code", "message"),
+    [
+        (signal.SIGINT, False, 130, "stopped: interrupted\n"),
+        (signal.SIGINT, True, 130, "stopped: interrupted\n"),
+        (signal.SIGTERM, False, 143, "stopped: ended by SIGTERM\n"),
+        (signal.SIGHUP, False, 129, "stopped: ended by SIGHUP\n"),
+    ],
+)
+def test_a_signal_ends_a_verb_in_one_line_and_leaves_nothing_behind(tmp_path, number, kernel, code, message):
+    assert signalled(HANGING.format(kernel=kernel), tmp_path, number) == (code, message)
+    assert list(tmp_path.iterdir()) == [], "the temporary file is gone"
+
+
+def test_a_signal_that_a_library_swallows_comes_again(tmp_path):
+    text = HANGING.format(kernel=False).replace(
+        "        time.sleep(60)\n",
+        "        try: time.sleep(60)\n        except BaseException: pass\n        time.sleep(60)\n",
+    )
+    assert signalled(text, tmp_path, signal.SIGTERM) == (143, "stopped: ended by SIGTERM\n")
+
+
+def test_what_nohup_ignores_stays_ignored(tmp_path):
+    text = HANGING.format(kernel=False).replace("time.sleep(60)\n    write", "os.kill(os.getpid(), 1)\n    write")
+    text = text.replace("args=(60,)", "args=(0,)").replace("SIG_DFL)\n", "SIG_IGN)\nimport os\n")
+    done = subprocess.run([sys.executable, "-c", text, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+LIGHT = f"""
+import contextlib, io, json, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {OPTIONAL}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from foreroute.cli.main import main
+
+results = {{}}
+for arguments in json.load(sys.stdin):
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    sys.argv = ["foreroute", *arguments]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    results[" ".join(arguments)] = [code, out.getvalue(), err.getvalue()]
+json.dump(results, sys.stdout)
+"""
+TOPOLOGY = """
+topology = {num_ranks = 2, redundant_slots = 1}
+hardware = {preset = "h100"}
+model = {preset = "qwen3-30b-a3b", num_experts = 8, top_k = 2}
+"""
+
+
+def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
+    fr.save(random_trace(0, num_experts=8, top_k=2), tmp_path / "t")
+    (tmp_path / "run.toml").write_text('name = "light"')
+    (tmp_path / "cluster.toml").write_text(TOPOLOGY)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    works = {
+        "inspect t": 0,
+        "validate t": 0,
+        "convert t u --to raw": 0,
+        "diff t t": 0,
+        "doctor --trainer-trace t --trace t": 0,
+        "plan t --topology none.toml": 2,
+        "simulate none.toml": 2,
+    }
+    lacks = {
+        "demo": "hf",
+        "demo-ep --folder x": "hf",
+        "train run.toml": "hf",
+        "doctor --model model --trace t": "hf",
+        "doctor --model run.toml --trace t": "hf",
+        "report run": "report",
+        "doctor --trainer-trace t --trace t --output page.html": "report",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT],
+        input=json.dumps([command.split() for command in {**works, **lacks}]),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    for command, code in works.items():
+        assert results[command][0] == code, results[command]
+    for command, extra in lacks.items():
+        code, _, err = results[command]
+        assert code == 2, results[command]
+        assert re.fullmatch(rf"error: [^\n]* needs [a-z0-9]+, which is not installed; pip install '\.\[{extra}\]' in a "
+                            r"clone of foreroute brings it\n", err), (command, err)  # fmt: skip
+
+
+def test_nobody_is_told_to_install_a_name_that_is_not_ours():
+    """foreroute is in no package index; whoever registers the name would own every reader's machine."""
+    told = re.compile(r"foreroute\[[a-z,]+\]|(install|add|download)\s+(-\S+\s+)*['\"]?foreroute\b(?! @)")
+    kinds = {".py", ".md", ".j2", ".toml", ".sh", ""}
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for place in ("src", "docs", "examples", "make", "benchmarks", "experiments", "README.md", "Makefile")
+        for path in ([ROOT / place] if (ROOT / place).is_file() else sorted((ROOT / place).rglob("*")))
+        if path.is_file() and path.suffix in kinds
+        for line in path.read_text(errors="replace").splitlines()
+        if told.search(line)
+    ]
+    assert found == []
+    assert told.search("pip install 'foreroute[report]'")
+    assert told.search("    pip install -U foreroute        # on every node")
+    assert not told.search("pip install '.[report]' in a clone of foreroute")

@@ -1,0 +1,362 @@
+"""No command is silent for long, and one that is quick prints what it prints and nothing else."""
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+
+import numba
+import numpy as np
+import pytest
+from numba.core import event
+
+import foreroute as fr
+from foreroute.cli import terminal
+from foreroute.cli.main import main
+from foreroute.cli.terminal import Console, Work, heartbeat, working
+from foreroute.cli.train import watching
+from foreroute.errors import ForerouteError
+from foreroute.train import Rollback, parse_config
+from traces import random_trace
+
+TOPOLOGY = """
+topology = {num_ranks = 4, redundant_slots = 1}
+hardware = {preset = "h100"}
+model = {preset = "qwen3-30b-a3b", num_experts = 8, top_k = 2}
+"""
+SIMULATION = """
+methods = ["static"]
+[cluster]
+gpus = 8
+expert_parallel = 4
+[model]
+preset = "qwen3-30b-a3b"
+[sweep]
+skew = [2.0]
+"""
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    fr.save(random_trace(0, num_experts=8, top_k=2), tmp_path / "t")
+    np.savez(tmp_path / "counts.npz", counts=np.ones((2, 3, 4, 8), np.int32))
+    (tmp_path / "cluster.toml").write_text(TOPOLOGY)
+    (tmp_path / "simulate.toml").write_text(SIMULATION)
+    (tmp_path / "run.toml").write_text('name = "slow"\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def command(files, monkeypatch, capfd):
+    """Runs a verb; the exit code, and the lines on the two streams."""
+
+    def run(words):
+        monkeypatch.setattr(sys, "argv", ["foreroute", *words.split()])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        return ended.value.code or 0, out.splitlines(), err.splitlines()
+
+    return run
+
+
+PLAN = "plan --counts counts.npz --topology cluster.toml --output plan.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("words", "slow", "said"),
+    [
+        ("inspect t", "traces.load", "reading t"),
+        ("inspect t", "traces.digest", "counting the routes of t"),
+        ("validate t", "traces.load", "reading t"),
+        ("validate t u", "traces.load", r"reading t: 0 of 2 files"),
+        ("diff t t", "traces.load", "reading t and t"),
+        ("diff t t", "traces.explain", "comparing"),
+        ("convert t u", "convert.load", "reading t"),
+        ("convert t u", "convert.save", "writing u"),
+        (PLAN, "plan.read_step", "reading the step"),
+        (PLAN, "plan.plan", "planning the first micro-step"),
+        (PLAN, "plan.verify", "verifying and writing the plan"),
+        (PLAN, "plan.compare", r"comparing with other balancers: 0 of \d+"),
+        (f"{PLAN} --no-baselines", "plan.summarize", "pricing every cell"),
+        (f"{PLAN} --no-baselines", "plan.write_plan_page", "drawing the page"),
+        ("simulate simulate.toml", "simulate.simulate", "simulating"),
+        ("doctor --trainer-trace t --trace t", "doctor.read_engine", "reading the engine's side"),
+        ("doctor --trainer-trace t --trace t", "doctor.load", "reading the trainer's side"),
+        ("doctor --trainer-trace t --trace t", "doctor.diagnose", "comparing"),
+        ("doctor --model t --trace t", "doctor._examined", "loading the model"),
+        ("doctor --trainer-trace t --trace t --output p", "doctor.write_diagnosis", "drawing the page"),
+        ("train run.toml", "train.train", "slow, preparing the run"),
+        ("demo --folder d", "demo.train", "none, preparing the run"),
+        ("report run", "report.write_report", "drawing the page"),
+    ],
+)
+def test_a_verb_says_what_it_does_while_it_lasts(command, monkeypatch, words, slow, said):
+    def stand_in(*_, **__):
+        time.sleep(0.25)
+        raise ForerouteError("enough")
+
+    room = "foreroute" if slow.startswith("report.") else "foreroute.cli"
+    monkeypatch.setattr(f"{room}.{slow}", stand_in)
+    monkeypatch.setattr(terminal, "SILENCE_S", 0.1)
+    code, _, err = command(words)
+    assert code == 1
+    assert err[-1] == "error: enough"
+    expected = re.compile(rf"{said}, \d+ s")
+    assert expected.fullmatch(err[-2]), err
+
+
+@pytest.mark.parametrize("words", ["inspect t", "validate t", "diff t t", "convert t u", f"{PLAN} --no-baselines"])
+def test_a_quick_verb_says_nothing(command, monkeypatch, words):
+    monkeypatch.setattr(terminal, "SILENCE_S", 60.0)  # this machine may be busy
+    threads = threading.active_count()
+    code, out, err = command(words)
+    assert (code, err) == (0, [])
+    assert not any(re.search(r"\d s$", line) for line in out)
+    assert threading.active_count() == threads
+
+
+def test_imports_and_what_has_no_name_are_not_silent_either(command, monkeypatch):
+    monkeypatch.setattr(terminal, "SILENCE_S", 0.1)
+    monkeypatch.setattr("foreroute.cli.traces.print_trace", lambda path: time.sleep(0.25))
+    assert set(command("inspect t")[2]) == {"starting, 0 s"}
+
+    def named(path):
+        with working("naming"):
+            pass
+        time.sleep(0.25)
+
+    monkeypatch.setattr("foreroute.cli.traces.print_trace", named)
+    assert set(command("inspect t")[2]) == {"working, 0 s"}
+
+
+def test_a_line_says_how_much_is_done_and_obeys_no_name(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(terminal, "monotonic", lambda: now[0])
+    work = Work("planning", total=9216, unit="cells")
+    now[0] = 1112.4
+    assert str(work) == "planning: 0 of 9,216 cells, 1,012 s"
+    work.advance(1234, 9216, "static")
+    assert str(work) == "planning: static, 1,234 of 9,216 cells, 1,012 s"
+    work.begin("a\x1b[2J\nb")
+    work.total = 0
+    assert str(work) == r"a\x1b[2J\nb, 0 s"
+
+
+def test_compiling_is_said_while_it_lasts_and_not_after_it():
+    def compiled():
+        numba.njit(lambda n: n + 1)(1)
+
+    thread, lines = threading.Thread(target=compiled), []
+    with working("reading") as work:
+        thread.start()
+        while thread.is_alive():
+            lines.append(str(work))
+        assert "reading: compiling, once on this machine" in said(lines)
+        with pytest.raises(KeyError), event.trigger_event("numba:compile"):
+            raise KeyError
+        assert said([str(work)]) == {"reading"}
+
+
+CONFIG = parse_config({"name": "watched", "rl": {"steps": 1000}}, source="test")
+
+
+def test_a_run_says_its_step_and_stage(capfd, monkeypatch):
+    monkeypatch.setattr(terminal, "SILENCE_S", 0.05)
+    record = {"step": 7, "reward_mean": 0.5, "mismatch": {}, "alarms": []}
+
+    def last():
+        capfd.readouterr()
+        time.sleep(0.3)
+        return capfd.readouterr().err.splitlines()[-1].rpartition(", ")[0]
+
+    with heartbeat(), watching(CONFIG, Console()) as watcher:
+        assert last() == "watched, preparing the run"
+        watcher.on_warm_start(57, 1.234)
+        assert last() == "watched, warm start: step 57 of 800 at most, loss 1.23, until 0.3"
+        watcher.on_stage(7, "rollout")
+        watcher.on_stage(7, "update")
+        assert last() == "watched, step 7: update"
+        watcher.on_step(record)
+        assert last() == "watched, after step 7: saving what is due"
+        watcher.on_rollback(Rollback(number=1, at_step=7, to_step=4, because="reward has collapsed", skipped_steps=4))
+        assert last() == "watched, going back to step 4: preparing"
+
+
+def test_many_quick_steps_are_not_many_lines(capfd, monkeypatch):
+    monkeypatch.setattr(terminal, "SILENCE_S", 0.2)
+    begin = time.monotonic()
+    with heartbeat(), watching(CONFIG, Console()) as watcher:
+        for step in range(1000):
+            watcher.on_stage(step, "rollout")
+            watcher.on_step({"step": step, "reward_mean": 0.5, "mismatch": {}, "alarms": []})
+            time.sleep(0.001)
+    out, err = capfd.readouterr()
+    assert len(out.splitlines()) == 51
+    assert len(err.splitlines()) <= (time.monotonic() - begin) / 0.2
+    monkeypatch.setattr(terminal, "SILENCE_S", 60.0)
+    with heartbeat():
+        Console().print("a line")
+    assert capfd.readouterr() == ("a line\n", "")
+
+
+def test_what_is_printed_breaks_the_silence(capfd, monkeypatch):
+    monkeypatch.setattr(terminal, "SILENCE_S", 1.0)
+    console = Console()
+    with heartbeat():
+        for _ in range(20):
+            time.sleep(0.1)
+            console.print("here")
+    assert capfd.readouterr().err == ""
+
+
+SLOW = """
+import sys, time
+import foreroute.kernels  # takes long
+from foreroute.cli import main, terminal, traces
+from foreroute.cli.terminal import Console
+
+def slow(path):
+    console = Console()
+    console.print("begin")
+    with terminal.working("planning", console, total=9216, unit="cells") as work:
+        work.advance(1234, 9216)
+        for _ in range({rounds}):
+            time.sleep(0.1)
+    console.print("end")
+
+terminal.SILENCE_S = {every}
+traces.print_trace = slow
+sys.argv = ["foreroute", "inspect", "t"]
+main.main()
+"""
+SAID = "planning: 1,234 of 9,216 cells"
+
+
+def said(lines):
+    """What the lines say, without their seconds, and without what is said before the work and after it."""
+    return {line.rpartition(", ")[0] for line in lines} - {"starting", "working"}
+
+
+def wait_for_a_line(process):
+    while not process.stderr.readline().startswith(SAID):
+        pass
+
+
+def started(rounds=6, every=0.2, **options):
+    """A command that prints one line, works for a while, and prints another."""
+    text = SLOW.format(rounds=rounds, every=every)
+    return subprocess.Popen([sys.executable, "-c", text], **{"stdout": -1, "stderr": -1, "text": True, **options})
+
+
+def test_off_a_terminal_the_lines_go_to_standard_error():
+    with started(rounds=12) as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "begin\nend\n")
+    assert len(err.splitlines()) >= 3
+    assert said(err.splitlines()) == {SAID}
+
+
+def test_ranks_but_the_first_are_silent():
+    with started(env={**os.environ, "RANK": "1"}) as process:
+        assert process.communicate(timeout=60) == ("begin\nend\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_while_it_speaks(number):
+    with started(rounds=600, every=0.001) as process:
+        assert process.stdout.readline() == "begin\n"
+        wait_for_a_line(process)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    *lines, last = err.splitlines()
+    assert process.returncode == 128 + number
+    assert said(lines) <= {SAID}
+    assert last == {signal.SIGINT: "stopped: interrupted", signal.SIGTERM: "stopped: ended by SIGTERM"}[number]
+
+
+def test_nobody_reads_what_it_prints():
+    with started(rounds=10, every=0.05) as process:
+        assert process.stdout.readline() == "begin\n"
+        process.stdout.close()
+        err = process.stderr.read()
+        assert process.wait(30) == 2
+    assert said(err.splitlines()) == {SAID}
+
+
+def test_nobody_reads_what_it_says():
+    with started(rounds=10, every=0.05) as process:
+        wait_for_a_line(process)
+        process.stderr.close()
+        assert process.stdout.read() == "begin\nend\n"
+        assert process.wait(30) == 0
+    with started(rounds=10, every=0.05, stderr=subprocess.STDOUT) as process:
+        while process.stdout.readline() != "begin\n":
+            pass
+        process.stdout.close()
+        assert process.wait(30) == 2
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_full_disk(stream):
+    with open("/dev/full", "w") as full, started(rounds=4, every=0.05, **{stream: full}) as process:
+        out, err = process.communicate(timeout=30)
+    if stream == "stderr":
+        assert (process.returncode, out) == (0, "begin\nend\n")
+    else:
+        assert process.returncode == 2
+        assert err.splitlines()[-1] == "error: standard output: No space left on device"
+
+
+def test_a_reader_who_does_not_read_holds_nothing_up():
+    with ExitStack() as held:
+        ends = os.pipe()
+        for end in ends:
+            held.callback(os.close, end)
+        size = fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, 4096)
+        os.write(ends[1], b"x" * (size - 10))
+        process = held.enter_context(started(rounds=5, every=0.05, stderr=ends[1]))
+        assert process.communicate(timeout=30)[0] == "begin\nend\n"
+        assert process.returncode == 0
+
+
+def test_a_terminal_shows_a_status_and_needs_no_lines():
+    main_end, end = pty.openpty()
+    with started(rounds=20, every=1.0, stdout=end, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"}) as process:
+        os.close(end)
+        shown = b""
+        while True:
+            try:
+                shown += os.read(main_end, 4096)
+            except OSError:
+                break
+        assert process.stderr.read() == ""
+        assert process.wait(30) == 0
+    os.close(main_end)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    assert f"{SAID}, 1 s" in text
+    assert "━" in text, "a bar"
+
+
+def test_a_child_that_is_forked_meanwhile_holds_no_lock_of_it():
+    """As the process of a reward may fork."""
+    text = SLOW.format(rounds=1, every=0.001).replace(
+        "            time.sleep(0.1)\n",
+        "            for _ in range(50):\n"
+        "                if not (child := os.fork()):\n"
+        "                    sys.stderr.write('x\\n')\n"
+        "                    sys.stderr.flush()\n"
+        "                    os._exit(0)\n"
+        "                os.waitpid(child, 0)\n",
+    )
+    command = [sys.executable, "-W", "ignore", "-c", f"import os\n{text}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "begin\nend\n"), done.stderr
+    assert done.stderr.count("x\n") == 50

@@ -1,0 +1,55 @@
+"""Whole runs on several ranks, as worker processes do them."""
+
+from contextlib import nullcontext
+from unittest import mock
+
+from expert_parallel_steps import parallel_steps, scored_by_tokens
+from foreroute.train import RunFolder, Watcher, train
+from foreroute.train.expert_parallel import ExpertParallel
+from small_runs import small_config
+
+
+def run_config(num_ranks, **sections):
+    sections["rl"] = {"steps": 3, "micro_step_tokens": 96, **sections.get("rl", {})}
+    parallel = {"expert": num_ranks, "timeout_s": 30.0, **sections.pop("parallel", {})}
+    return small_config(rollout={"prompts": 8}, parallel=parallel if num_ranks > 1 else {}, **sections)
+
+
+def run(rank, config, folder, *, resume=False, stop_after=None, watcher=None):
+    """Rank 0 alone is asked to stop."""
+    seen = []
+    stopping = Watcher(on_step=seen.append, should_stop=lambda: stop_after is not None and len(seen) >= stop_after)
+    with scored_by_tokens():
+        train(config, folder, resume=resume, watcher=watcher or stopping)
+    return len(seen)
+
+
+def resume(rank, config, folder):
+    return run(rank, config, folder, resume=True)
+
+
+def stop_early(rank, config, folder):
+    return run(rank, config, folder, stop_after=1)
+
+
+def step_on(rank, config, folder, step, wrong_state=False):
+    """Go on from a checkpoint in float64 for one step, and save the next; rank 0 tells of it."""
+    with mock.patch.object(ExpertParallel, "_converted", rolled) if wrong_state else nullcontext():
+        steps = parallel_steps(rank, config, 1, path_of(folder, step))
+    if rank == 0:
+        RunFolder(folder).save_checkpoint(step + 1, steps.state)
+        return steps
+    return None
+
+
+def rolled(self, optimizer, state, *, gather, right=ExpertParallel._converted):
+    """The state of every expert is that of the expert before it on its rank."""
+    converted = right(self, optimizer, state, gather=gather)
+    for values in converted["state"].values():
+        if not gather and values["exp_avg"].dim() == 3:
+            values["exp_avg"] = values["exp_avg"].roll(1, 0)
+    return converted
+
+
+def path_of(folder, step):
+    return folder / "checkpoints" / f"step-{step:06d}.safetensors"

@@ -1,0 +1,123 @@
+"""Steps of the trainer in float64: on several ranks, and on one process that is given their rollouts."""
+
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from torch.distributed.tensor import DTensor
+
+from foreroute.capture import Generation
+from foreroute.ep import ExpertParallelModel
+from foreroute.train import load_checkpoint, rollout
+from foreroute.train.expert_parallel import make_execution
+from foreroute.train.loop import make_trainer
+from foreroute.train.model import make_engine, make_policy
+from foreroute.train.ranks import Ranks, join_ranks
+from foreroute.train.tasks import make_task
+from small_runs import SIZES, small_config
+
+
+@dataclass
+class Steps:
+    """What rank 0 knows of them, and the state after the last."""
+
+    records: list
+    generations: list[Generation]
+    state: dict
+
+
+def config_of(num_ranks, *, routing="R3", mini_steps=1, **parallel):
+    if num_ranks > 1:
+        parallel = {"expert": num_ranks, "tolerance": 0.0, "timeout_s": 30.0, **parallel}
+    # grouped_mm knows no float64
+    return small_config(
+        model={"experts_implementation": "eager", "sizes": dict(SIZES)},
+        rollout={"prompts": 8},
+        rl={"routing": routing, "mini_steps": mini_steps, "micro_step_tokens": 96},
+        parallel=parallel,
+    )
+
+
+def parallel_steps(rank, config, count, checkpoint=None):
+    """On every rank, from a checkpoint or from the beginning."""
+    with precise_trainer(config) as trainer:
+        if checkpoint is not None:
+            trainer.restore(load_checkpoint(checkpoint))
+        return steps_of(trainer, count)
+
+
+def dense_elements(rank, config):
+    """What this rank holds of dense parameters, by numbers of elements."""
+    with precise_trainer(config) as trainer:
+        dense = trainer.execution._model.dense_parameters()
+        return sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in dense)
+
+
+@contextmanager
+def precise_trainer(config):
+    with join_ranks(config.parallel.expert, config.parallel.timeout_s) as ranks:
+        policy = precise_policy(config)
+        engine = make_engine(config, policy)
+        with closing(make_execution(config, policy, ranks)) as execution:
+            yield make_trainer(config, make_task(config), policy, execution, engine)
+
+
+def steps_without_sums(rank, config, count):
+    kept, ExpertParallelModel.sum_gradients = ExpertParallelModel.sum_gradients, lambda self: None
+    try:
+        return parallel_steps(rank, config, count)
+    finally:
+        ExpertParallelModel.sum_gradients = kept
+
+
+def steps_alone(config, generations):
+    """By one process, on these rollouts."""
+    policy = precise_policy(config)
+    engine = Canned(generations)
+    execution = make_execution(config, policy, Ranks())
+    return steps_of(make_trainer(config, make_task(config), policy, execution, engine), len(generations))
+
+
+def steps_of(trainer, count):
+    with scored_by_tokens():
+        experiences, records = zip(*[trainer.run_step() for _ in range(count)], strict=True)
+    return Steps(list(records), [experience.generation for experience in experiences], trainer.state())
+
+
+def precise_policy(config):
+    policy = make_policy(config, make_task(config))
+    policy.model.double()
+    return policy
+
+
+class Canned:
+    """An engine that has sampled already."""
+
+    def __init__(self, generations):
+        self.waiting = list(generations)
+
+    def load_weights(self, weights, version):
+        pass
+
+    def generate(self, prompts, sampling, generator):
+        return self.waiting.pop(0)
+
+    def close(self):
+        pass
+
+
+@contextmanager
+def scored_by_tokens():
+    """Rewards that a model without training gets too, and that leave some ranks with less to learn than others."""
+
+    def score(task, problems, generation, group_size):
+        responses = [task.text(generation.response(s)) for s in range(len(generation))]
+        hard = [problems[s // group_size].prompt[0] in "01234" for s in range(len(generation))]
+        points = [0 if hard[s] else sum(map(ord, text)) % 5 for s, text in enumerate(responses)]
+        return rollout.Scores(np.array(points, np.float64))
+
+    kept, rollout.score = rollout.score, score
+    try:
+        yield
+    finally:
+        rollout.score = kept

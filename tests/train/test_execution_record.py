@@ -1,0 +1,127 @@
+"""What several ranks record of a step: each figure against what the processes exchanged, or counted anew."""
+
+import numpy as np
+import pytest
+
+from compiling import compiled_before_and_after_plans
+from expert_parallel_steps import config_of
+from metering import metered_steps, steps_with_slow_plans
+from processes import Workers
+from small_runs import SIZES
+
+RANKS, LAYERS, TOP_K, EXPERTS = 2, SIZES["num_hidden_layers"], SIZES["num_experts_per_tok"], SIZES["num_experts"]
+# gate and up, and down, in float64
+EXPERT_BYTES = 8 * 3 * SIZES["hidden_size"] * SIZES["moe_intermediate_size"]
+
+
+@pytest.fixture(scope="module", params=["auto", "direct"])
+def metered(request, workers):
+    """A step, and each rank's meters."""
+    config = config_of(RANKS, mini_steps=2, paths=request.param)
+    outcomes = workers(RANKS).run(metered_steps, config, 1)
+    steps = outcomes[0][0]
+    return steps.records[0]["execution"], steps.generations[0], [meters for _, meters in outcomes]
+
+
+def test_executed_rows_are_those_that_arrived(metered):
+    record, _, meters = metered
+    stages = record["stages"]
+    assert stages.keys() == {"recompute", "update 0", "update 1"}
+    arrived_GX = np.array([each.rows for each in meters])
+    recompute = len(stages["recompute"]["executed_MLG"]) * 2 * LAYERS
+    # dispatch and combine of each layer; then the measured pass without replay; updates go back through both again
+    parts = {"recompute": arrived_GX[:, :recompute]}
+    rest_GX = arrived_GX[:, 2 * recompute :]
+    for name in ("update 0", "update 1"):
+        size = len(stages[name]["executed_MLG"]) * 4 * LAYERS
+        forward_and_back = rest_GX[:, :size].reshape(RANKS, -1, 2, 2 * LAYERS)
+        parts[name], rest_GX = forward_and_back[:, :, 0].reshape(RANKS, -1), rest_GX[:, size:]
+    assert rest_GX.size == 0
+    for name, rows_GX in parts.items():
+        dispatched_GML = rows_GX.reshape(RANKS, -1, LAYERS, 2)[..., 0]
+        assert np.moveaxis(dispatched_GML, 0, 2).tolist() == stages[name]["executed_MLG"]
+
+
+def test_planned_loads_are_those_of_the_plan(metered):
+    record, _, meters = metered
+    assert len(meters[0].planned) == 3
+    for name, (counts_MLGE, plan) in zip(record["stages"], meters[0].planned, strict=True):
+        stage, (num_micro_steps, *_) = record["stages"][name], counts_MLGE.shape
+        for m, layer in np.ndindex(num_micro_steps, LAYERS):
+            cell = plan.cell(m, layer)
+            at_home_G, planned_G = [0] * RANKS, [0] * RANKS
+            for expert in range(EXPERTS):
+                assigned = int(counts_MLGE[m, layer, :, expert].sum())
+                away = [int(cell.tokens_RG[r].sum()) for r in np.flatnonzero(cell.expert_R == expert)]
+                at_home_G[cell.home_E[expert]] += assigned
+                planned_G[cell.home_E[expert]] += assigned - sum(away)
+            for r, rank in enumerate(cell.rank_R):
+                planned_G[rank] += int(cell.tokens_RG[r].sum())
+            assert stage["at_home_MLG"][m][layer] == at_home_G
+            assert stage["planned_MLG"][m][layer] == planned_G
+        assert stage["planned_MLG"] == stage["executed_MLG"]
+        assert stage["fell_back"] == []
+
+
+def test_counts_are_those_of_the_rollout(metered):
+    record, generation, meters = metered
+    counts_MLGE, _ = meters[0].planned[0]
+    counts_LE = np.zeros((LAYERS, EXPERTS), np.int64)
+    for s in range(len(generation)):
+        # all but the last token of every sequence
+        for row in range(int(generation.trace.offsets[s]), int(generation.trace.offsets[s + 1]) - 1):
+            for layer in range(LAYERS):
+                for expert in generation.trace.expert_ids_NLK[row, layer]:
+                    counts_LE[layer, expert] += 1
+    assert counts_MLGE.sum(axis=(0, 2)).tolist() == counts_LE.tolist()
+    at_home_LG = np.array(record["stages"]["recompute"]["at_home_MLG"]).sum(axis=0)
+    assert at_home_LG.tolist() == counts_LE.reshape(LAYERS, RANKS, -1).sum(axis=2).tolist()
+
+
+def test_balance_and_replicas_are_those_of_the_stages(metered):
+    record, _, meters = metered
+    for kind in ("planned", "executed", "at_home"):
+        cells = [cell for stage in record["stages"].values() for layers in stage[f"{kind}_MLG"] for cell in layers]
+        busiest, mean = sum(max(cell) for cell in cells), sum(sum(cell) / RANKS for cell in cells)
+        assert record["max_over_mean"][kind] == pytest.approx(busiest / mean)
+    assert record["max_over_mean"]["executed"] < record["max_over_mean"]["at_home"]
+    assert record["replicas"] == sum(len(plan.expert_R) for _, plan in meters[0].planned) > 0
+    assert record["cells_at_home"] == 0
+
+
+def test_bytes_are_those_that_arrived(metered, request):
+    record, _, meters = metered
+    arrived = [sum(each.arrived.get(way, 0) for each in meters) for way in ("host", "fetching", "returning")]
+    assert [record["bytes"][way] for way in ("host", "direct", "gradients")] == arrived
+    by_host = request.node.callspec.params["metered"] == "auto"
+    # rows of this size travel sooner through memory than past the latency of a message
+    assert (arrived[0] > 0, arrived[1] > 0) == (by_host, not by_host)
+    updates = [plan for _, plan in meters[0].planned[1:]]
+    assert record["bytes"]["gradients"] == EXPERT_BYTES * sum(len(plan.expert_R) for plan in updates)
+    assert arrived[0] + arrived[1] <= EXPERT_BYTES * record["replicas"]
+
+
+def test_planning_that_a_stage_does_not_wait_for_is_hidden(workers):
+    """Recompute waits for its own plan; that of the update is made meanwhile."""
+    plan_s, forward_s = 0.5, 1.0
+    steps, *_ = workers(RANKS).run(steps_with_slow_plans, config_of(RANKS), plan_s, forward_s)
+    record = steps.records[0]["execution"]
+    num_forwards = len(record["stages"]["recompute"]["executed_MLG"])
+    assert num_forwards >= 2, "the case must give the planner time"
+    assert record["planning_s"] >= 2 * plan_s
+    # counting, and starting the thread, take from the first half second
+    assert 0.5 * plan_s < record["exposed_planning_s"] < record["planning_s"] - 0.5 * plan_s
+    hidden = 1 - record["exposed_planning_s"] / record["planning_s"]
+    assert record["hidden_planning_share"] == pytest.approx(hidden, abs=1e-3)
+
+
+def test_one_small_plan_compiles_all_that_plans_of_a_run_need():
+    """In a process of its own, where nothing was planned before."""
+    alone = Workers(1, timeout_s=240)
+    try:
+        [(before, ready, after)] = alone.run(compiled_before_and_after_plans)
+    finally:
+        alone.close()
+    assert not before
+    assert ready
+    assert after == ready, after - ready

@@ -1,0 +1,29 @@
+"""Means over sequences, corrections, rejection and gate weights on two ranks: as on one process."""
+
+import pytest
+
+from expert_parallel_steps import config_of
+from foreroute.train.config.rl import RLConfig
+from test_expert_parallel import learn_alike
+
+
+@pytest.mark.parametrize(
+    "rl",
+    [
+        {
+            "method": "gspo",
+            "correction": {"kind": "tis", "high": 1.01},
+            "rejection": {"kind": "geometric", "low": 0.995, "high": 1.1},
+        },
+        {"method": "minirl", "routing": "R3+weights", "router": "frozen"},
+    ],
+    ids=["gspo", "minirl"],
+)
+def test_two_ranks_learn_what_one_process_learns(workers, rl):
+    config = config_of(2)
+    config = config.model_copy(update={"rl": RLConfig(micro_step_tokens=96, **rl)})
+    for record in learn_alike(workers, config):
+        assert 0 < record["importance"]["effective_share"] < 1
+        if "rejection" in rl:
+            assert 0 < record["importance"]["cut_share"] < 1
+            assert record["importance"]["rejected_sequences"] > 0

@@ -1,0 +1,126 @@
+"""Runs on several ranks: that they resume, on as many ranks or others, and end together."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import foreroute as fr
+from expert_parallel_runs import path_of, resume, run, run_config, step_on, stop_early
+from expert_parallel_steps import Steps, config_of, precise_trainer, steps_alone
+from foreroute.errors import ConfigError
+from foreroute.train import RunFolder, load_checkpoint, train
+from small_runs import records, same_state
+
+pytestmark = pytest.mark.slow
+
+SIZES = (4, 2, 1, 4)
+OTHER_ORDERS = 1000
+"""How much further apart than two orders of summation in one process a change of ranks may be."""
+
+
+def test_an_interrupted_run_on_two_ranks_ends_as_the_uninterrupted_one(workers, tmp_path):
+    config = run_config(2)
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert workers(2).run(run, config, whole) == [3, 0]
+    # rank 0 alone is asked to stop, and rank 1 stops with it
+    assert workers(2).run(stop_early, config, stopped) == [1, 0]
+    assert workers(2).run(resume, config, stopped) == [2, 0]
+    assert learned(stopped) == learned(whole)
+    assert same_state(checkpoint(stopped, 3), checkpoint(whole, 3))
+    trace = fr.load(whole / "traces" / "step-000002.safetensors")
+    assert len(trace) == 8 * 4, "the trace holds the rollouts of all ranks"
+    written = AutoModelForCausalLM.from_pretrained(
+        stopped / "model", dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    ).state_dict()
+    assert same_state(dict(written), checkpoint(stopped, 3)["model"]), "the model is whole"
+    # and with one process instead of two
+    train(run_config(1, rl={"steps": 4}), whole, resume=True)
+    assert [record.get("execution", {}).get("ranks", 1) for record in records(whole)] == [2, 2, 2, 1]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(workers, tmp_path_factory):
+    """One step on each number of ranks, each from the checkpoint of the one before; and one process that does all."""
+    folder = tmp_path_factory.mktemp("chain")
+    with precise_trainer(config_of(1)) as trainer:
+        RunFolder(folder).save_checkpoint(0, trainer.state())
+    parts = [one_step(workers, num_ranks, folder, step) for step, num_ranks in enumerate(SIZES)]
+    generations = [part.generations[0] for part in parts]
+    chain = Steps([part.records[0] for part in parts], generations, parts[-1].state)
+    return folder, chain, steps_alone(config_of(1), generations)
+
+
+def one_step(workers, num_ranks, folder, step):
+    if num_ranks == 1:
+        return step_on(0, config_of(1), folder, step)
+    # two of the ranks have parts of dense parameters too
+    config = config_of(num_ranks, dense="fsdp2" if num_ranks == 2 else "replicated")
+    return workers(num_ranks).run(step_on, config, folder, step)[0]
+
+
+def test_a_change_of_ranks_is_another_order_of_summation_and_no_more(uninterrupted):
+    _, chain, alone = uninterrupted
+    assert [record.get("execution", {}).get("ranks", 1) for record in chain.records] == list(SIZES)
+    assert all(record["grad_norm"] > 0 for record in alone.records)
+    tolerance = tolerance_of(alone)
+    assert 0 < tolerance < 1e-7
+    assert distance(chain, alone) <= tolerance
+    assert {values["step"].item() for values in chain.state["optimizer"]["state"].values()} == {len(SIZES)}
+
+
+def test_optimizer_state_of_the_wrong_expert_is_seen(uninterrupted, workers, tmp_path):
+    """A control: the first moments of experts are taken up one expert too late."""
+    folder, chain, alone = uninterrupted
+    (tmp_path / "checkpoints").mkdir()
+    path_of(tmp_path, 3).symlink_to(path_of(folder, 3))
+    (wrong, *_) = workers(4).run(step_on, config_of(4), tmp_path, 3, True)
+    assert wrong.generations[0].trace.equals(chain.generations[3].trace)
+    wrong = Steps([*chain.records[:3], *wrong.records], chain.generations, wrong.state)
+    assert distance(wrong, alone) > 1000 * tolerance_of(alone)
+
+
+def tolerance_of(alone):
+    """From one process that cuts the same rollouts into other micro-steps, and so adds in another order."""
+    config = config_of(1).model_copy(update={"rl": config_of(1).rl.model_copy(update={"micro_step_tokens": 4096})})
+    return OTHER_ORDERS * distance(steps_alone(config, alone.generations), alone)
+
+
+def distance(steps, others):
+    """The largest difference of losses, gradient norms, weights and optimizer state, over the largest value there."""
+    pairs = [
+        (torch.tensor([ours[key], truth[key]]).double())
+        for ours, truth in zip(steps.records, others.records, strict=True)
+        for key in ("loss", "grad_norm", "entropy")
+    ]
+    apart = [abs(ours - truth).item() / max(abs(truth).item(), 1e-3) for ours, truth in pairs]
+    states = zip(tensors(steps.state), tensors(others.state), strict=True)
+    return max(*apart, *(((a - b).abs().max() / b.abs().max().clamp(min=1e-12)).item() for a, b in states))
+
+
+def tensors(state):
+    if isinstance(state, torch.Tensor):
+        return [state]
+    if isinstance(state, dict):
+        return [tensor for key in state for tensor in tensors(state[key])]
+    if isinstance(state, list | tuple):
+        return [tensor for each in state for tensor in tensors(each)]
+    return []
+
+
+def test_one_process_is_not_two(tmp_path):
+    with pytest.raises(ConfigError, match=r"parallel\.expert is 2 and 1 process runs; start .* --nproc-per-node 2"):
+        train(run_config(2), tmp_path / "run")
+
+
+def checkpoint(folder, step):
+    return load_checkpoint(path_of(folder, step))
+
+
+def learned(folder):
+    """Records without the seconds in them."""
+    timed = ("exposed_transfer_s", "planning_s", "exposed_planning_s", "hidden_planning_share")
+    found = records(folder)
+    for record in found:
+        for key in timed:
+            del record["execution"][key]
+    return found
