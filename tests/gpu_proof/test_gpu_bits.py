@@ -14,9 +14,9 @@ from benchmarks.gpu.driving import step
 from benchmarks.gpu.jobs_graphs import check_captures
 from benchmarks.gpu.part import Part, Skipped
 from foreroute.adapters.hf import selection as hf_selection
+from foreroute.adapters.hf.discover import PROBE_TOKENS
 from foreroute.adapters.hf.hooks import TransformerHooks
-from foreroute.adapters.hf.probe import PROBE_TOKENS
-from foreroute.replay import selection, told_apart
+from foreroute.replay import ModelHooks, selection, told_apart
 
 NAME = "qwen3_moe/float32/grouped_mm"
 
@@ -84,7 +84,7 @@ def recomputing_natively(patch):
 
 
 def capturing_what_is_replayed(patch):
-    patch.setattr(TransformerHooks, "_require_no_capture", lambda self: None)
+    patch.setattr(ModelHooks, "_require_no_capture", lambda self: None)
 
 
 @pytest.mark.parametrize(

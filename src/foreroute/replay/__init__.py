@@ -6,7 +6,7 @@ It knows torch and no framework. An adapter derives a `RoutedModel` and its `Mod
 from foreroute.replay.arguments import WANTED_MASK, PaddingRows, Policy, kept_by, require_kind
 from foreroute.replay.hooks import ModelHooks, runs_without_gradients_in, saves_for_checkpoint, told_apart
 from foreroute.replay.passes import Listener, Pass, PassInput, RouterHook, require_each_router_once
-from foreroute.replay.patching import is_hooked, overridden
+from foreroute.replay.patching import Override, is_hooked, overridden, patched
 from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
 from foreroute.replay.rows import Counts, MissingRows, ReplayRows, is_faithful, refuse_missing, to_device
 from foreroute.replay.selection import (
@@ -31,6 +31,7 @@ __all__ = [
     "Listener",
     "MissingRows",
     "ModelHooks",
+    "Override",
     "PaddingRows",
     "Pass",
     "PassInput",
@@ -53,6 +54,7 @@ __all__ = [
     "is_hooked",
     "kept_by",
     "overridden",
+    "patched",
     "refuse_missing",
     "require_each_router_once",
     "require_kind",

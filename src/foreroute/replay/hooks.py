@@ -16,13 +16,14 @@ from __future__ import annotations
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from foreroute.errors import ReplayError
 from foreroute.replay.passes import (
@@ -33,7 +34,7 @@ from foreroute.replay.passes import (
     RouterHook,
     require_each_router_once,
 )
-from foreroute.replay.patching import ATTACHED_TWICE, is_hooked, uncopyable
+from foreroute.replay.patching import ATTACHED_TWICE, Override, is_hooked, patched
 from foreroute.replay.rows import ReplayRows
 from foreroute.replay.selection import LayerPass, Watch
 from foreroute.trace import RoutingSpec
@@ -48,7 +49,15 @@ class ModelHooks(ABC):
         routers: in layer order.
         spec: experts and routed layers of the chunk; None where it has no routers, so that its passes replay nothing.
         hooked: the modules that must not be copied while hooks are in place.
+
+    Attributes:
+        watch: what any listener wants to observe.
+        is_forcing: whether one gives routes.
+        counts_executed: whether losses after the routers are to count the executed selection.
+        reentrant: forwards of the checkpoints that run their function without gradients first.
     """
+
+    reentrant: tuple[CodeType, ...] = (CheckpointFunction.forward.__code__,)
 
     def __init__(
         self,
@@ -64,6 +73,7 @@ class ModelHooks(ABC):
         self.routers = routers
         self.watch = Watch()
         self.is_forcing = False
+        self.counts_executed = False
         self.passes = PassStack(routers)
         self.sessions = OneThread("has a record() or replay() session open on it")
         self.listeners: list[Listener] = []
@@ -74,28 +84,33 @@ class ModelHooks(ABC):
         self._lock = threading.RLock()  # backwards of other threads recompute while sessions open and close
 
     @abstractmethod
-    def session_hooks(self, stack: ExitStack) -> None:
-        """Put the hooks of a session in place, those on routers aside: on the trunk, to run a pass by `run_pass`."""
+    def session_overrides(self) -> Iterable[Override]:
+        """What a session overrides, routers aside: the forward of the trunk, to run it by `run_pass`, and the like."""
 
     @abstractmethod
     def hook_routers(self) -> Callable[[], None]:
-        """Have every router ask `router.now` what to do. Returns what puts back what was there."""
+        """Have `run_router` called in the place of every router. Returns what puts back what was there."""
 
     @abstractmethod
-    def require_bindable(self) -> None:
-        """Raise `ReplayError` if a whole pass that begins now will be recomputed, unknown to its hooks."""
+    def in_checkpoint(self, path: str, current: Pass | None, *, reentrant: bool) -> None:
+        """What is called now runs in an activation checkpoint, and so will run again in backward.
 
-    @abstractmethod
-    def before_router(self, path: str, current: Pass) -> None:
-        """A router, or a compiled layer with one, is called. Raise `ReplayError` if its recomputation is unknown."""
+        Args:
+            path: of a router, of a compiled layer with one, or of the trunk.
+            current: the pass that it is in; None of the trunk.
+            reentrant: whether the checkpoint runs its function without gradients first.
+
+        Raises:
+            ReplayError: when its recomputation cannot be told which routes to use.
+        """
 
     @abstractmethod
     def after_pass(self, output: Any, current: Pass) -> None:
         """A pass made this output: have the checkpoints in it open `recomputing` on its input, if they do not yet."""
 
-    def hooks_of(self, listener: Listener) -> AbstractContextManager[Any]:
-        """Hooks that only this session needs. There are none by default."""
-        return nullcontext()
+    def overrides_of(self, listener: Listener) -> list[Override]:
+        """What this session overrides beside `session_overrides`. Nothing by default."""
+        return []
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
@@ -104,9 +119,15 @@ class ModelHooks(ABC):
         Raises:
             ReplayError: when another thread has a session open, or this model was attached once more and that has.
         """
-        with self.sessions.held("opens a session on a model"), self.routers_hooked(), self.hooks_of(listener):
+        own = self.overrides_of(listener)
+        with (
+            self.sessions.held("opens a session on a model"),
+            self.routers_hooked(),
+            patched(own) if own else nullcontext(),
+        ):
             if not self.listeners:
-                self._session_hooks = self._install()
+                hooks = patched(self.session_overrides(), uncopyable_too=self._hooked)
+                self._session_hooks.enter_context(hooks)
             self.listeners.append(listener)
             self._heed_listeners()
             try:
@@ -144,9 +165,14 @@ class ModelHooks(ABC):
         Raises:
             ReplayError: when a router did not select exactly once, or the session was closed on the way.
         """
+        self.sessions.require_mine("runs a model")
         listeners = list(self.listeners)
+        if not listeners:  # another thread closed its session when this one was about to be refused
+            return forward()
         if self.spec is not None:
-            self.require_bindable()
+            self._require_no_capture()
+            if runs_without_gradients_in(*self.reentrant):
+                self.in_checkpoint(type(self.trunk).__name__, None, reentrant=True)
         args = read()
         rows = self.begin(args)
         if self.spec is None:
@@ -199,23 +225,42 @@ class ModelHooks(ABC):
             result = router.select(now, forward, *args, **kwargs)
             now.calls_1.add_(1)
             return result
-        self.before_router(router.path, self.passes.top)
+        self.look_for_checkpoint(router.path)
         result = router.select(now, forward, *args, **kwargs)
         self.passes.top.calls[now.layer] += 1
         return result
 
-    def _install(self) -> ExitStack:
-        with ExitStack() as stack:
-            self.session_hooks(stack)
-            for module in self._hooked:
-                stack.enter_context(uncopyable(module))
-            return stack.pop_all()
+    def look_for_checkpoint(self, path: str) -> None:
+        """Called when a router, or a compiled layer with one, is. Raises as `in_checkpoint`."""
+        current = self.passes.top
+        # use_reentrant=True runs its first forward without gradients
+        reentrant = current.with_grad and not torch.is_grad_enabled()
+        if reentrant or saves_for_checkpoint():
+            self.in_checkpoint(path, current, reentrant=reentrant)
+
+    def _require_no_capture(self) -> None:
+        """Raise `ReplayError` if a CUDA graph is being captured.
+
+        It would keep the addresses of the rows and observations of this pass, and use them again, whatever session is
+        open then.
+        """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise ReplayError(
+                f"{type(self.trunk).__name__} runs in a session while a CUDA graph is captured: the graph would go on "
+                "with the routes of this pass in every later one. Capture outside of sessions, and run the model "
+                'without the graph in them; or use torch.compile(mode="reduce-overhead"), which takes new routes for '
+                "every pass"
+            )
 
     def _heed_listeners(self) -> None:
-        self.is_forcing = any(listener.forces for listener in self.listeners)
-        self.watch = Watch()
-        for listener in self.listeners:
-            self.watch |= listener.watch
+        listeners = self.listeners
+        self.is_forcing = any(listener.forces for listener in listeners)
+        self.counts_executed = any(listener.counts_executed for listener in listeners)
+        self.watch = Watch(
+            ids=any(listener.watch.ids for listener in listeners),
+            own=any(listener.watch.own for listener in listeners),
+            weights=any(listener.watch.weights for listener in listeners),
+        )
 
 
 class PassStack:

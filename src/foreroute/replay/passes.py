@@ -92,8 +92,8 @@ class PassInput:
         num_layers = self.spec.num_layers
         calls_L = torch.zeros(num_layers, dtype=torch.int32, device=self.device)
         observed = PassObservation.empty(self.watch, self.num_slots, self.spec, self.device)
-        rows = [None] * num_layers if self.rows is None else self.rows.by_layer()
         of_layers = [None] * num_layers if self.watch.nothing else observed.by_layer(num_layers)
+        rows = [None] * num_layers if self.rows is None else self.rows.by_layer()
         layers = [
             LayerPass(layer, rows[layer], of_layers[layer], calls_1, self.num_slots, self.spec.top_k, self.watch.own)
             for layer, calls_1 in enumerate(calls_L.split(1))

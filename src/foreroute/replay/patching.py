@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
@@ -18,6 +18,21 @@ ATTACHED_TWICE = (
 
 COPYING = ("__deepcopy__", "__reduce_ex__")
 """What `copy.deepcopy` and `pickle` ask an instance for."""
+
+
+Override = tuple[nn.Module, str, Callable[..., Any]]
+"""A module, the name of an attribute, and the wrapper that stands in for it: arguments of `overridden`."""
+
+
+@contextmanager
+def patched(overrides: Iterable[Override], *, uncopyable_too: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Override all of these while the context is open, and refuse to copy some modules."""
+    with ExitStack() as stack:
+        for override in overrides:
+            stack.enter_context(overridden(*override))
+        for module in uncopyable_too:
+            stack.enter_context(uncopyable(module))
+        yield
 
 
 @contextmanager

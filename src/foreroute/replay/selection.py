@@ -183,10 +183,6 @@ class Watch:
         """Whether there is nothing to observe."""
         return not (self.ids or self.own or self.weights)
 
-    def __or__(self, other: Watch) -> Watch:
-        """What either wants."""
-        return Watch(self.ids or other.ids, self.own or other.own, self.weights or other.weights)
-
 
 @dataclass(frozen=True)
 class PassObservation:

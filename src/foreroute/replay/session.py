@@ -21,7 +21,7 @@ from foreroute.replay.hooks import ModelHooks
 from foreroute.replay.passes import Listener
 from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
 from foreroute.replay.rows import Counts, MissingRows, ReplayRows
-from foreroute.replay.selection import PassObservation
+from foreroute.replay.selection import PassObservation, Watch
 from foreroute.replay.telemetry import Telemetry
 from foreroute.trace import NO_VERSION, RoutingSpec
 
@@ -291,7 +291,7 @@ class ReplaySession(Listener):
         telemetry: dict[int, Telemetry] | None = None,
     ) -> None:
         self.num_forwards = 0
-        self.watch = policy.watch
+        self.watch = Watch(ids=policy.counts == "replayed", own=policy.telemetry)
         self.counts_executed = policy.counts == "replayed"
         self._routes = routes
         self._policy = policy

@@ -81,6 +81,11 @@ class Batch:
         self._tensors = tensors
 
     @classmethod
+    def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+        """The batch of a call whose parameters have these names. Raises as `BatchTensors.of_call` and `read`."""
+        return cls.read(BatchTensors.of_call(names, args, kwargs))
+
+    @classmethod
     def read(cls, tensors: BatchTensors) -> Batch:
         """What a forward was called with.
 

@@ -30,12 +30,13 @@ from foreroute.errors import ReplayError
 from foreroute.replay import (
     Listener,
     ModelHooks,
+    Override,
     Pass,
     PassInput,
     PassObservation,
     ReplayRows,
     id_dtype,
-    overridden,
+    patched,
     require_each_router_once,
     runs_without_gradients_in,
     saves_for_checkpoint,
@@ -75,52 +76,45 @@ class TransformerHooks(ModelHooks):
         self._checkpoints_open = 0
         self._number = graph_ops.register(self)
         self._ledger = torch.zeros(1, dtype=torch.int64)
-        self._counts_executed = False
         self._executed: Tensor | None = None
         self._begun_in_graph: Batch | None = None
 
-    def session_hooks(self, stack: ExitStack) -> None:
-        """On the trunk, and on whatever checkpoints a part of it, or was compiled on its own with a router in it."""
-        stack.enter_context(overridden(self.trunk, "forward", self._run_trunk))
+    def session_overrides(self) -> list[Override]:
+        """The trunk, and whatever checkpoints a part of it, or was compiled on its own with a router in it."""
+        overrides: list[Override] = [(self.trunk, "forward", self._run_trunk)]
         routers = {router.selecting[0] for router in self.routers}
-        checkpoints = False
         for path, module in self.trunk.named_modules():
             own = module.__dict__
-            for name in CHECKPOINTS_IN:
-                if callable(own.get(name)):
-                    stack.enter_context(overridden(module, name, self._run_checkpoint))
-                    checkpoints = True
+            checkpoints = [name for name in CHECKPOINTS_IN if callable(own.get(name))]
+            overrides += [(module, name, self._run_checkpoint) for name in checkpoints]
             compiled = "forward" if "dynamo_ctx" in own else "_compiled_call_impl"
             if own.get(compiled) is not None and not routers.isdisjoint(module.modules()):
-                stack.enter_context(overridden(module, compiled, partial(self._run_compiled, path)))
-        if checkpoints:
-            stack.enter_context(_compilable_under_checkpointing())
+                overrides.append((module, compiled, partial(self._run_compiled, path)))
+        return overrides
 
     def hook_routers(self) -> Callable[[], None]:
         """On the method of each router, or of the block around it, that selects."""
-        with ExitStack() as stack:
-            for router in self.routers:
-                stack.enter_context(overridden(*router.selecting, partial(self.run_router, router)))
-            return stack.pop_all().close
+        stack = ExitStack()
+        stack.enter_context(patched((*router.selecting, partial(self.run_router, router)) for router in self.routers))
+        return stack.close
 
     @contextmanager
-    def hooks_of(self, listener: Listener) -> Iterator[None]:
-        """On the whole model, where its auxiliary loss is to count the executed selection."""
-        if not listener.counts_executed:
+    def listening(self, listener: Listener) -> Iterator[None]:
+        """See `ModelHooks`."""
+        checkpoints = any(
+            callable(module.__dict__.get(name)) for module in self.trunk.modules() for name in CHECKPOINTS_IN
+        )
+        with super().listening(listener), _compilable_under_checkpointing() if checkpoints else nullcontext():
             yield
-            return
-        self._counts_executed = True
-        try:
-            with overridden(self._model, "forward", self._run_model):
-                yield
-        finally:
-            self._counts_executed = False
 
-    def require_bindable(self) -> None:
-        """Raise `ReplayError` if the trunk runs in a reentrant checkpoint, or while a CUDA graph is captured."""
-        if runs_without_gradients_in(CheckpointFunction.forward.__code__):
-            raise _by_hand(type(self.trunk).__name__)
-        self._require_no_capture()
+    def overrides_of(self, listener: Listener) -> list[Override]:
+        """The whole model, where its auxiliary loss is to count the executed selection."""
+        return [(self._model, "forward", self._run_model)] if listener.counts_executed else []
+
+    def in_checkpoint(self, path: str, current: Pass | None, *, reentrant: bool) -> None:
+        """Raise `ReplayError` if the checkpoint is not one of the model's own, which is prepared."""
+        if current is None or not (current.is_recompute or self._checkpoints_open):
+            raise _by_hand(path)
 
     def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         counts = ExecutedCounts(lambda: self._executed, self.spec.num_experts)
@@ -137,22 +131,17 @@ class TransformerHooks(ModelHooks):
         if torch.compiler.is_compiling():
             tensors = BatchTensors.of_call(self._names, args, kwargs)
             return self._run_trunk_in_graph(tensors, forward, args, kwargs)
-        self.sessions.require_mine("runs a model")
-        if not self.listeners:  # another thread closed its session when this one was about to be refused
-            return forward(*args, **kwargs)
-        return self.run_pass(
-            lambda: Batch.read(BatchTensors.of_call(self._names, args, kwargs)), partial(forward, *args, **kwargs)
-        )
+        return self.run_pass(partial(Batch.of_call, self._names, args, kwargs), partial(forward, *args, **kwargs))
 
     def after_pass(self, output: Any, current: Pass) -> None:
         """Let the auxiliary loss that follows the trunk see what was executed."""
         if not current.is_recompute:
-            self._executed = current.observed.ids_LRK if self._counts_executed else None
+            self._executed = current.observed.ids_LRK if self.counts_executed else None
 
     def _run_compiled(self, path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A layer with a graph of its own, in which its router cannot look around."""
         if self.passes and not torch.compiler.is_compiling():
-            self.before_router(path, self.passes.top)
+            self.look_for_checkpoint(path)
         return call(*args, **kwargs)
 
     def _run_checkpoint(
@@ -170,28 +159,6 @@ class TransformerHooks(ModelHooks):
             yield
         finally:
             self._checkpoints_open -= 1
-
-    def before_router(self, path: str, current: Pass) -> None:
-        """Raise `ReplayError` if a recomputation will follow that nobody has prepared."""
-        if current.is_recompute or self._checkpoints_open:
-            return
-        # use_reentrant=True runs its first forward without gradients
-        if (current.with_grad and not torch.is_grad_enabled()) or saves_for_checkpoint():
-            raise _by_hand(path)
-
-    def _require_no_capture(self) -> None:
-        """Raise `ReplayError` if a CUDA graph is being captured.
-
-        It would keep the addresses of the rows and observations of this pass, and use them again, whatever session is
-        open then.
-        """
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise ReplayError(
-                f"{type(self.trunk).__name__} runs in a session while a CUDA graph is captured: the graph would go on "
-                "with the routes of this pass in every later one. Capture outside of sessions, and run the model "
-                'without the graph in them; or use torch.compile(mode="reduce-overhead"), which takes new routes for '
-                "every pass"
-            )
 
     # a pass in a compiled graph
 
@@ -212,7 +179,7 @@ class TransformerHooks(ModelHooks):
         current = PassInput(self.spec, rows, slots.numel(), slots.device, self.watch).open()
         with self.passes.on_top(current):
             result = forward(*args, **kwargs)
-        self._executed = current.observed.ids_LRK if self._counts_executed else None
+        self._executed = current.observed.ids_LRK if self.counts_executed else None
         graph_ops.end_pass(self._number, self._ledger, current.calls_L, current.observed.tensors())
         return result
 

@@ -11,25 +11,19 @@ micro-batches may be in flight, in any order, and a backward may run when the se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
-from torch.utils import checkpoint as torch_checkpoint
 
 from foreroute.adapters.megatron.discover import Chunk, require_idle
 from foreroute.adapters.megatron.forward_args import Call, parameter_names, require_plain
 from foreroute.adapters.megatron.route_shard import Share
 from foreroute.adapters.megatron.router_hook import TopKRouterHook
 from foreroute.errors import ReplayError
-from foreroute.replay import ModelHooks, Pass, PassInput, overridden, runs_without_gradients_in, saves_for_checkpoint
+from foreroute.replay import ModelHooks, Override, Pass, PassInput, saves_for_checkpoint
 from foreroute.trace import RoutingSpec
-
-REENTRANT = (torch_checkpoint.CheckpointFunction.forward.__code__, megatron_random.CheckpointFunction.forward.__code__)
-"""Forwards of the checkpoints that run their function without gradients first."""
 
 OWN_CHECKPOINTS = (
     "its recomputation cannot be told which routes to use. Use Megatron's own activation recomputation "
@@ -52,6 +46,7 @@ class ChunkHooks(ModelHooks):
     """
 
     routers: Sequence[TopKRouterHook]
+    reentrant = (*ModelHooks.reentrant, megatron_random.CheckpointFunction.forward.__code__)
 
     def __init__(self, chunk: Chunk, number: int, spec: RoutingSpec | None, share: Share) -> None:
         routers = [TopKRouterHook(site, self.run_router) for site in chunk.sites]
@@ -64,10 +59,9 @@ class ChunkHooks(ModelHooks):
         self._names = parameter_names(type(chunk.trunk).forward)[1:]
         self._call: Call | None = None
 
-    def session_hooks(self, stack: ExitStack) -> None:
-        """On the trunk and its decoder."""
-        stack.enter_context(overridden(self.trunk, "forward", self._run_trunk))
-        stack.enter_context(overridden(self._decoder, "forward", self._run_decoder))
+    def session_overrides(self) -> list[Override]:
+        """The trunk and its decoder."""
+        return [(self.trunk, "forward", self._run_trunk), (self._decoder, "forward", self._run_decoder)]
 
     def hook_routers(self) -> Callable[[], None]:
         """On each router, if Megatron's own replay drives none."""
@@ -80,20 +74,17 @@ class ChunkHooks(ModelHooks):
         for router in self.routers:
             router.remove()
 
-    def require_bindable(self) -> None:
-        """Raise `ReplayError` if the whole chunk runs in a reentrant checkpoint."""
-        if runs_without_gradients_in(*REENTRANT):
-            raise ReplayError(f"the whole model runs inside a checkpoint; {OWN_CHECKPOINTS}")
-
-    def before_router(self, path: str, current: Pass) -> None:
-        """Note whether the router runs in a reentrant checkpoint: without gradients, in a pass with gradients.
+    def in_checkpoint(self, path: str, current: Pass | None, *, reentrant: bool) -> None:
+        """Note that routers run in a reentrant checkpoint, which `after_pass` finds.
 
         Raises:
-            ReplayError: in a checkpoint whose recomputation cannot be told which routes to use.
+            ReplayError: of one that is not reentrant, or holds the whole chunk.
         """
-        if saves_for_checkpoint():
+        if current is None:
+            raise ReplayError(f"the whole model runs inside a checkpoint; {OWN_CHECKPOINTS}")
+        if not reentrant or saves_for_checkpoint():
             raise ReplayError(f"{path} runs inside a non-reentrant torch.utils.checkpoint; {OWN_CHECKPOINTS}")
-        current.is_checkpointed = current.is_checkpointed or (current.with_grad and not torch.is_grad_enabled())
+        current.is_checkpointed = True
 
     def _run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.sessions.require_mine("runs a model")
@@ -106,8 +97,6 @@ class ChunkHooks(ModelHooks):
             self._call = before
 
     def _run_decoder(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self.listeners:
-            return forward(*args, **kwargs)
         return self.run_pass(self._current_call, partial(forward, *args, **kwargs))
 
     def _current_call(self) -> Call:
