@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import BatchMismatchError
-from foreroute.layout.slot_ranges import PAD
+from foreroute.layout.rank_rows import PAD
 from foreroute.trace import RoutingTrace
 from foreroute.trace.checks import as_offsets, ascending, join_ranges
 

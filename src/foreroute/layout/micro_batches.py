@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import LayoutError
-from foreroute.layout.slot_ranges import MOST_ROUTER_SLOTS, as_lengths
+from foreroute.layout.slots import MOST_ROUTER_SLOTS, as_lengths
 from foreroute.trace.checks import as_offsets
 
 

@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import BatchMismatchError, LayoutError, SpecMismatchError
-from foreroute.layout.slot_ranges import PAD
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
+
+PAD = -1
+"""The row of a slot that sees no token."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 It knows torch and no framework. An adapter derives a `RoutedModel` and its `ModelHooks`.
 """
 
-from foreroute.replay.arguments import WANTED_MASK, PaddingRows, Policy, kept_by, require_kind
+from foreroute.replay.arguments import WANTED_MASK, PaddingRows, Policy, kept_by, not_of_kind
 from foreroute.replay.hooks import ModelHooks, runs_without_gradients_in, saves_for_checkpoint, told_apart
 from foreroute.replay.passes import Listener, Pass, PassInput, RouterHook, require_each_router_once
 from foreroute.replay.patching import Override, is_hooked, overridden, patched
@@ -53,11 +53,11 @@ __all__ = [
     "is_faithful",
     "is_hooked",
     "kept_by",
+    "not_of_kind",
     "overridden",
     "patched",
     "refuse_missing",
     "require_each_router_once",
-    "require_kind",
     "runs_without_gradients_in",
     "saves_for_checkpoint",
     "to_device",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from types import UnionType
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -68,11 +67,10 @@ def require_switch(name: str, value: object) -> None:
         raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}; expected True or False")
 
 
-def require_kind(argument: str, value: object, kinds: type | UnionType, wanted: str) -> None:
-    """Raise `TraceError`, saying that `wanted` was expected, unless `value` is of one of these classes."""
-    if not isinstance(value, kinds):
-        what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-        raise TraceError(f"{argument} is {what}; expected {wanted}")
+def not_of_kind(argument: str, value: object, wanted: str) -> TraceError:
+    """The error of a value that is of none of the classes that were wanted."""
+    what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    return TraceError(f"{argument} is {what}; expected {wanted}")
 
 
 def as_version(value: object) -> int:

@@ -55,6 +55,7 @@ class ModelHooks(ABC):
         is_forcing: whether one gives routes.
         counts_executed: whether losses after the routers are to count the executed selection.
         reentrant: forwards of the checkpoints that run their function without gradients first.
+        counting: what else a session overrides where losses after the routers are to count the executed selection.
     """
 
     reentrant: tuple[CodeType, ...] = (CheckpointFunction.forward.__code__,)
@@ -74,6 +75,7 @@ class ModelHooks(ABC):
         self.watch = Watch()
         self.is_forcing = False
         self.counts_executed = False
+        self.counting: list[Override] = []
         self.passes = PassStack(routers)
         self.sessions = OneThread("has a record() or replay() session open on it")
         self.listeners: list[Listener] = []
@@ -108,10 +110,6 @@ class ModelHooks(ABC):
     def after_pass(self, output: Any, current: Pass) -> None:
         """A pass made this output: have the checkpoints in it open `recomputing` on its input, if they do not yet."""
 
-    def overrides_of(self, listener: Listener) -> list[Override]:
-        """What this session overrides beside `session_overrides`. Nothing by default."""
-        return []
-
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
         """Keep the hooks in place, and `listener` informed, while the context is open.
@@ -119,11 +117,11 @@ class ModelHooks(ABC):
         Raises:
             ReplayError: when another thread has a session open, or this model was attached once more and that has.
         """
-        own = self.overrides_of(listener)
+        counting = self.counting if listener.counts_executed else []
         with (
             self.sessions.held("opens a session on a model"),
             self.routers_hooked(),
-            patched(own) if own else nullcontext(),
+            patched(counting),
         ):
             if not self.listeners:
                 hooks = patched(self.session_overrides(), uncopyable_too=self._hooked)

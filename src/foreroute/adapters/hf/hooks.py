@@ -71,7 +71,7 @@ class TransformerHooks(ModelHooks):
         ]
         hooked = list({trunk, *(router.selecting[0] for router in routers)})
         super().__init__(0, trunk, routers, spec, hooked)
-        self._model = model
+        self.counting = [(model, "forward", self._run_model)]
         self._names = parameter_names(trunk.forward)
         self._checkpoints_open = 0
         self._number = graph_ops.register(self)
@@ -95,7 +95,7 @@ class TransformerHooks(ModelHooks):
     def hook_routers(self) -> Callable[[], None]:
         """On the method of each router, or of the block around it, that selects."""
         stack = ExitStack()
-        stack.enter_context(patched((*router.selecting, partial(self.run_router, router)) for router in self.routers))
+        stack.enter_context(patched([(*router.selecting, partial(self.run_router, router)) for router in self.routers]))
         return stack.close
 
     @contextmanager
@@ -106,10 +106,6 @@ class TransformerHooks(ModelHooks):
         )
         with super().listening(listener), _compilable_under_checkpointing() if checkpoints else nullcontext():
             yield
-
-    def overrides_of(self, listener: Listener) -> list[Override]:
-        """The whole model, where its auxiliary loss is to count the executed selection."""
-        return [(self._model, "forward", self._run_model)] if listener.counts_executed else []
 
     def in_checkpoint(self, path: str, current: Pass | None, *, reentrant: bool) -> None:
         """Raise `ReplayError` if the checkpoint is not one of the model's own, which is prepared."""

@@ -21,8 +21,8 @@ from foreroute.replay import (
     Policy,
     RecordedPass,
     RoutedModel,
+    not_of_kind,
     overridden,
-    require_kind,
 )
 from foreroute.trace import RoutingSpec, RoutingTrace
 
@@ -45,9 +45,9 @@ class RoutedTransformer(RoutedModel):
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> tuple[BatchRoutes, tuple[int, ...]]:
         """The rows of a trace, found for each batch. See `RoutedModel`."""
-        wanted = "a RoutingTrace, from a recording, `load` or `decode`"
-        require_kind("what is to be replayed", routes, RoutingTrace, wanted)
-        trace: RoutingTrace = routes
+        if not isinstance(routes, RoutingTrace):
+            raise not_of_kind("what is to be replayed", routes, "a RoutingTrace, from a recording, `load` or `decode`")
+        trace = routes
         self.spec.require_same(trace.spec, what="the trace")
         if policy.gate_weights and trace.gate_weights_NLK is None:
             raise TraceContentError(

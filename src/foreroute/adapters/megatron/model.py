@@ -32,7 +32,7 @@ from foreroute.replay import (
     ReplaySession,
     RoutedModel,
     Telemetry,
-    require_kind,
+    not_of_kind,
 )
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 
@@ -89,7 +89,8 @@ class RoutedMegatron(RoutedModel):
             LayoutError: when ranks cannot share the layout.
             TraceContentError: when gate weights are asked for and the trace has none.
         """
-        require_kind("what is to be sharded", trace, RoutingTrace, "a RoutingTrace")
+        if not isinstance(trace, RoutingTrace):
+            raise not_of_kind("what is to be sharded", trace, "a RoutingTrace")
         _require_layout(layout)
         self.spec.require_same(trace.spec, what="the trace")
         policy = Policy(missing, padding, "native", telemetry=False, gate_weights=gate_weights)
@@ -171,21 +172,24 @@ class RoutedMegatron(RoutedModel):
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> tuple[MicroBatchRoutes, tuple[int, ...]]:
         """Those of one micro-batch, cut to this rank when its forward begins. See `RoutedModel`."""
-        kinds = RoutingTrace | RouteShard
-        require_kind("what is to be replayed", routes, kinds, "a RoutingTrace, or what `shard` made of one")
-        is_cut = isinstance(routes, RouteShard)
-        self.spec.require_same(routes.spec, what="the routes" if is_cut else "the trace")
         if layout is not None:
             _require_layout(layout)
-        if is_cut and (layout is not None or routes.layers != self.layers):
-            raise BatchMismatchError(
-                "the routes are cut to a rank already: give no layout with them, and only those of this rank"
-            )
+        if isinstance(routes, RouteShard):
+            self.spec.require_same(routes.spec, what="the routes")
+            if layout is not None or routes.layers != self.layers:
+                raise BatchMismatchError(
+                    "the routes are cut to a rank already: give no layout with them, and only those of this rank"
+                )
+            return MicroBatchRoutes(lambda call: routes, self._chunk_hooks, policy.counts), routes.versions
+        if not isinstance(routes, RoutingTrace):
+            raise not_of_kind("what is to be replayed", routes, "a RoutingTrace, or what `shard` made of one")
+        trace = routes
+        self.spec.require_same(trace.spec, what="the trace")
 
         def cut(call: Call) -> RouteShard:
-            return self._cut(routes, find_layout(routes, call) if layout is None else layout, policy)
+            return self._cut(trace, find_layout(trace, call) if layout is None else layout, policy)
 
-        return MicroBatchRoutes(routes if is_cut else None, cut, self._chunk_hooks, policy.counts), routes.versions
+        return MicroBatchRoutes(cut, self._chunk_hooks, policy.counts), trace.versions
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Over all ranks of the model. See `RoutedModel`."""
@@ -234,20 +238,13 @@ class MicroBatchRoutes:
     """The routes of one micro-batch on one rank.
 
     Args:
-        given: cut to this rank, or None to cut them when the forward begins.
-        cut: does so.
+        cut: gives those of this rank, when the first forward begins.
         hooks: of the chunks.
         counts: which selection is to be counted.
     """
 
-    def __init__(
-        self,
-        given: RouteShard | None,
-        cut: Callable[[Call], RouteShard],
-        hooks: Sequence[ChunkHooks],
-        counts: Counts,
-    ) -> None:
-        self._shard = given
+    def __init__(self, cut: Callable[[Call], RouteShard], hooks: Sequence[ChunkHooks], counts: Counts) -> None:
+        self._shard: RouteShard | None = None
         self._cut = cut
         self._hooks = hooks
         self._counts = counts
