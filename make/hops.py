@@ -2,13 +2,15 @@
 
 python make/hops.py [--way]
 
-A small number means that a reader can follow the work. Functions compiled by numba are not seen.
+A small number means that a reader can follow the work. Functions compiled by numba are not
+seen.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ import torch
 import foreroute as fr
 from benchmarks import megatron
 from foreroute.adapters import hf
+from foreroute.ep import BatchRows
 from foreroute.layout import pad
+from foreroute.plan import Links, Topology
 
 PACKAGE = str(Path(fr.__file__).parent)
 SIZES = {
@@ -50,11 +54,13 @@ def files_entered(work: Callable[[], object]) -> list[str]:
                 way.append(short)
 
     work()  # imports and caches
+    threading.setprofile(note)  # of the planner's threads
     sys.setprofile(note)
     try:
         work()
     finally:
         sys.setprofile(None)
+        threading.setprofile(None)
     return way
 
 
@@ -103,11 +109,40 @@ def of_megatron() -> dict[str, Callable[[], object]]:
     }
 
 
+def of_a_plan() -> dict[str, Callable[[], object]]:
+    """A plan from counts to gradients, in a group of one rank, which has nothing to transfer."""
+    routed = hf.attach(hf.build_model("qwen3_moe", seed=0, experts_implementation="eager", **SIZES))
+    placed = hf.distribute(routed.model)
+    ids = torch.randint(1, 64, (2, 6), generator=torch.Generator().manual_seed(0))
+    with routed.record() as recording, torch.no_grad():
+        routed.model(ids)
+    trace = recording.trace()
+    rows = BatchRows.replayed(trace, ids)
+    assert rows.routed_LE is not None, "they are replayed"
+    counts_MLGE = rows.routed_LE[None, :, None]
+    links = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
+    topology = Topology(num_ranks=1, ranks_per_node=1, redundant_slots=0, links=links)
+    step_plan = fr.planner.plan(counts_MLGE, topology, home_LE=placed.home_LE)
+    steps = iter(range(1 << 30))
+
+    def execute() -> None:
+        placed.begin_step(next(steps), step_plan, counts_MLGE)
+        with routed.replay(trace), placed.executing(0, rows):
+            loss = routed.model(ids).logits.square().mean()
+        loss.backward()
+        placed.sum_gradients()
+
+    return {
+        "counts -> plan": lambda: fr.planner.plan(counts_MLGE, topology, home_LE=placed.home_LE),
+        "plan -> gradients of one replayed micro-step": execute,
+    }
+
+
 def main() -> None:
     """Print a line for each leg, and with `--way` the files that it enters."""
     with tempfile.TemporaryDirectory() as folder:
         megatron.start(folder, torch.device("cpu"))
-        for name, work in {**of_one_process(Path(folder)), **of_megatron()}.items():
+        for name, work in {**of_one_process(Path(folder)), **of_megatron(), **of_a_plan()}.items():
             way = files_entered(work)
             print(f"{name:56} files {len(set(way)):3d}  moves {len(way) - 1:4d}")
             if "--way" in sys.argv:
