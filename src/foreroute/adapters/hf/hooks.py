@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from foreroute.adapters.hf import graph_ops
 from foreroute.adapters.hf.aux_counts import ExecutedCounts
 from foreroute.adapters.hf.discover import RouterSite
-from foreroute.adapters.hf.forward_args import Batch, BatchTensors, parameter_names
+from foreroute.adapters.hf.forward_args import BatchTensors, ForwardTokens, parameter_names
 from foreroute.adapters.hf.selection import SelectingRouter
 from foreroute.errors import ReplayError
 from foreroute.replay import (
@@ -77,7 +77,7 @@ class TransformerHooks(ModelHooks):
         self._ledger = torch.zeros(1, dtype=torch.int64)
         self._counts_executed = False
         self._executed: Tensor | None = None
-        self._begun_in_graph: Batch | None = None
+        self._begun_in_graph: ForwardTokens | None = None
 
     def session_hooks(self, stack: ExitStack) -> None:
         """On the trunk, and on whatever checkpoints a part of it, or was compiled on its own with a router in it."""
@@ -141,7 +141,8 @@ class TransformerHooks(ModelHooks):
         if not self.listeners:  # another thread closed its session when this one was about to be refused
             return forward(*args, **kwargs)
         return self.run_pass(
-            lambda: Batch.read(BatchTensors.of_call(self._names, args, kwargs)), partial(forward, *args, **kwargs)
+            lambda: ForwardTokens.read(BatchTensors.of_call(self._names, args, kwargs)),
+            partial(forward, *args, **kwargs),
         )
 
     def after_pass(self, output: Any, current: Pass) -> None:
@@ -222,7 +223,7 @@ class TransformerHooks(ModelHooks):
         """See `graph_ops.Host`."""
         self.sessions.require_mine("runs a model")
         self._require_no_capture()
-        batch = Batch.read(BatchTensors(input_ids, mask, positions, cumulative, past))
+        batch = ForwardTokens.read(BatchTensors(input_ids, mask, positions, cumulative, past))
         rows = self.begin(batch)
         if self.watch.weights or (rows is not None and rows.weights_LRK is not None):
             raise ReplayError(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foreroute.adapters.megatron.discover import RouterSite
+from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.errors import ReplayError
 from foreroute.replay import Counts, LayerPass, RouterHook
 
@@ -51,7 +51,7 @@ class TopKRouterHook(RouterHook):
         run: called in the place of its forward.
     """
 
-    def __init__(self, site: RouterSite, run: RunRouter) -> None:
+    def __init__(self, site: ChunkRouter, run: RunRouter) -> None:
         super().__init__(site.path)
         self.site = site
         self._run = run
