@@ -74,6 +74,7 @@ class TransformerHooks(ModelHooks):
         self._names = parameter_names(trunk.forward)
         self._checkpoints_open = 0
         self._number = graph_ops.register(self)
+        # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
         self._ledger = torch.zeros(1, dtype=torch.int64)
         self._counts_executed = False
         self._executed: Tensor | None = None
@@ -90,6 +91,8 @@ class TransformerHooks(ModelHooks):
                 if callable(own.get(name)):
                     stack.enter_context(overridden(module, name, self._run_checkpoint))
                     checkpoints = True
+            # torch.compile(module) makes a wrapper with a `forward` of its own; module.compile() leaves the other
+            # attribute.
             compiled = "forward" if "dynamo_ctx" in own else "_compiled_call_impl"
             if own.get(compiled) is not None and not routers.isdisjoint(module.modules()):
                 stack.enter_context(overridden(module, compiled, partial(self._run_compiled, path)))

@@ -20,6 +20,7 @@ from foreroute.errors import ReplayError
 from foreroute.replay import Counts, LayerPass, RouterHook
 
 AUX_LOSSES = ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss")
+"""The methods of Megatron's `TopKRouter` that count tokens for a load-balancing loss."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ FIELDS = ("router_replay", "forward_only", "strategy", "ulysses_sequence_paralle
 class FSDPRoutingReplay:
     """Routing replay for verl's FSDP engines of language models; put it first among the bases.
 
-        class MyEngine(RoutingReplay, MyFSDPEngine): ...
+        class MyEngine(FSDPRoutingReplay, MyFSDPEngine): ...
 
     What is replayed stands in `router_replay.mode` of the engine's configuration. An engine that only runs forward is a
     reference, and is left alone.
