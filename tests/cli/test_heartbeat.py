@@ -19,7 +19,7 @@ from numba.core import event
 import foreroute as fr
 from foreroute.cli import terminal
 from foreroute.cli.main import main
-from foreroute.cli.terminal import Console, Work, heartbeat, working
+from foreroute.cli.terminal import CommandProgress, Console, heartbeat, working
 from foreroute.cli.train import watching
 from foreroute.errors import ForerouteError
 from foreroute.train import Rollback, parse_config
@@ -140,7 +140,7 @@ def test_imports_and_what_has_no_name_are_not_silent_either(command, monkeypatch
 def test_a_line_says_how_much_is_done_and_obeys_no_name(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(terminal, "monotonic", lambda: now[0])
-    work = Work("planning", total=9216, unit="cells")
+    work = CommandProgress("planning", total=9216, unit="cells")
     now[0] = 1112.4
     assert str(work) == "planning: 0 of 9,216 cells, 1,012 s"
     work.advance(1234, 9216, "static")

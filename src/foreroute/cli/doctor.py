@@ -8,8 +8,15 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from foreroute.cli.doctor_inputs import DoctorInputs, Engine, read_array, read_engine, read_trainer, with_last_rollout
-from foreroute.cli.terminal import Console, Work, working
+from foreroute.cli.doctor_inputs import (
+    DoctorInputs,
+    EngineOutput,
+    read_array,
+    read_engine,
+    read_trainer,
+    with_last_rollout,
+)
+from foreroute.cli.terminal import CommandProgress, Console, working
 from foreroute.doctor import Diagnosis, Evidence, Severity, TrainerPass, diagnose
 from foreroute.errors import printable
 from foreroute.report import check_page, measure_rows, write_diagnosis
@@ -61,7 +68,11 @@ def run_doctor(
 
 
 def _examined(
-    inputs: DoctorInputs, engine: Engine, temperature: float | None, weight_version: int | None, work: Work
+    inputs: DoctorInputs,
+    engine: EngineOutput,
+    temperature: float | None,
+    weight_version: int | None,
+    work: CommandProgress,
 ) -> tuple[Evidence, str]:
     from foreroute.doctor.examine import examine
 
@@ -80,7 +91,7 @@ def _examined(
     return evidence, f"{inputs.model}{weights} ({type(trainer.model).__name__})"
 
 
-def _given(inputs: DoctorInputs, engine: Engine, weight_version: int | None) -> Evidence:
+def _given(inputs: DoctorInputs, engine: EngineOutput, weight_version: int | None) -> Evidence:
     """Read the evidence of passes that the user ran."""
     executed = load(inputs.trainer_trace) if inputs.trainer_trace else None
     logprobs_R = read_array(inputs.trainer_logprobs, "f") if inputs.trainer_logprobs else None

@@ -70,7 +70,7 @@ class DoctorInputs:
 
 
 @dataclass(frozen=True, eq=False)
-class Engine:
+class EngineOutput:
     """The engine's side: a trace, and where known the log-probs of its response tokens."""
 
     trace: RoutingTrace | None
@@ -90,7 +90,7 @@ def with_last_rollout(inputs: DoctorInputs) -> DoctorInputs:
     return replace(inputs, generation=rollouts[max(both)]) if both else inputs
 
 
-def read_engine(inputs: DoctorInputs, max_sequences: int) -> Engine:
+def read_engine(inputs: DoctorInputs, max_sequences: int) -> EngineOutput:
     """Read the engine's side: the first sequences of trace and generation.
 
     Raises:
@@ -104,11 +104,11 @@ def read_engine(inputs: DoctorInputs, max_sequences: int) -> Engine:
     if inputs.model is None:
         if generation is not None:
             trace, logprobs_R = generation.trace, generation.logprobs_R
-        return Engine(trace, None, logprobs_R)
+        return EngineOutput(trace, None, logprobs_R)
     if generation is not None:
         generation = generation.select(np.arange(min(len(generation), max_sequences)))
-        return Engine(generation.trace, generation, generation.logprobs_R)
-    return Engine(None if trace is None else trace.select(np.arange(min(len(trace), max_sequences))), None, None)
+        return EngineOutput(generation.trace, generation, generation.logprobs_R)
+    return EngineOutput(None if trace is None else trace.select(np.arange(min(len(trace), max_sequences))), None, None)
 
 
 def read_array(path: Path, kinds: str) -> NDArray[Any]:
@@ -146,7 +146,7 @@ def _as_float32(logprobs_R: NDArray[Any]) -> NDArray[np.float32]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Trainer:
+class TrainerModel:
     """The trainer's side: a model, and what is known of its weights.
 
     Attributes:
@@ -178,7 +178,7 @@ class Trainer:
         return None if allowed and self.max_staleness else self.weight_version
 
 
-def read_trainer(inputs: DoctorInputs, trace: RoutingTrace | None) -> Trainer:
+def read_trainer(inputs: DoctorInputs, trace: RoutingTrace | None) -> TrainerModel:
     """Load the model that `inputs.model` names.
 
     That is a TOML configuration of `foreroute train`, a folder of one of its runs or the config.json in it, a folder of
@@ -196,7 +196,7 @@ def read_trainer(inputs: DoctorInputs, trace: RoutingTrace | None) -> Trainer:
         from foreroute.adapters.hf.local_models import load_local
 
         model, has_weights = load_local(path)
-        return Trainer(model=model, has_weights=has_weights)
+        return TrainerModel(model=model, has_weights=has_weights)
     from foreroute.train import load_config, parse_config
 
     if path.suffix == ".toml":
@@ -253,7 +253,7 @@ def _checkpoint_of(folder: Path, held: Mapping[int, Path], trace: RoutingTrace |
     return held[min(fitting)]
 
 
-def _trainer(config: TrainConfig, path: Path, checkpoint: Path | None, held: Mapping[int, str]) -> Trainer:
+def _trainer(config: TrainConfig, path: Path, checkpoint: Path | None, held: Mapping[int, str]) -> TrainerModel:
     from foreroute.adapters.hf import add_lora
     from foreroute.train import load_checkpoint
     from foreroute.train.model import make_model
@@ -267,7 +267,7 @@ def _trainer(config: TrainConfig, path: Path, checkpoint: Path | None, held: Map
         "max_staleness": config.rollout.max_staleness,
     }
     if checkpoint is None:
-        return Trainer(model=model, has_weights=config.model.path is not None, before_step_0=str(path), **given)
+        return TrainerModel(model=model, has_weights=config.model.path is not None, before_step_0=str(path), **given)
     state, lora = load_checkpoint(checkpoint), config.model.lora
     if lora.rank:
         add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
@@ -277,4 +277,4 @@ def _trainer(config: TrainConfig, path: Path, checkpoint: Path | None, held: Map
         seen = " ".join(str(error).split())
         raise InputError(f"{checkpoint} does not fit the model of {path}: {seen:.200}") from error
     step = state["step"] if type(state["step"]) is int else None
-    return Trainer(model=model, has_weights=True, checkpoint=checkpoint, weight_version=step, **given)
+    return TrainerModel(model=model, has_weights=True, checkpoint=checkpoint, weight_version=step, **given)

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from foreroute.cli.terminal import Console, Work, working, write_page
+from foreroute.cli.terminal import CommandProgress, Console, working, write_page
 from foreroute.errors import InputError, RunFolderError
 from foreroute.files import check_writable, write_folder_atomically, writing_named
 from foreroute.report import (
@@ -146,7 +146,7 @@ def _sweeps(config: SimulateConfig, record: SimulationRecord, console: Console) 
     return found
 
 
-def _told(work: Work) -> OnProgress:
+def _told(work: CommandProgress) -> OnProgress:
     return lambda name, done, total: work.advance(done, total, detail=name)
 
 

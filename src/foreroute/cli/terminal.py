@@ -125,7 +125,7 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-class Work:
+class CommandProgress:
     """What a command is doing, for people. Any thread may change it, and none waits for another.
 
     Attributes:
@@ -175,12 +175,12 @@ class Work:
         return row
 
 
-_under_way = [Work("starting")]
+_under_way = [CommandProgress("starting")]
 """What this process is doing, the innermost last. The first is for want of anything better."""
 
 
 @contextmanager
-def working(what: str, console: Console | None = None, *, total: int = 0, unit: str = "") -> Iterator[Work]:
+def working(what: str, console: Console | None = None, *, total: int = 0, unit: str = "") -> Iterator[CommandProgress]:
     """Name a piece of work that may last, while the context is open.
 
     Args:
@@ -189,7 +189,7 @@ def working(what: str, console: Console | None = None, *, total: int = 0, unit: 
         total: how much there is to do, if that is known.
         unit: of `total`, in the plural.
     """
-    work = Work(what, total=total, unit=unit)
+    work = CommandProgress(what, total=total, unit=unit)
     work.watch_kernels()
     _under_way[0].what = "working"
     _under_way.append(work)

@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from foreroute.cli.terminal import Console, Work, is_first_rank, working, write_page
+from foreroute.cli.terminal import CommandProgress, Console, is_first_rank, working, write_page
 from foreroute.mismatch import Alarm
 from foreroute.report import write_report
 from foreroute.train import Rollback, TrainConfig, Watcher, load_config, train
@@ -100,7 +100,7 @@ def watching(config: TrainConfig, console: Console) -> Iterator[Watcher]:
 class Display:
     """What a run shows: a bar on a terminal, lines elsewhere, and alarms and rollbacks on both."""
 
-    def __init__(self, config: TrainConfig, console: Console, work: Work) -> None:
+    def __init__(self, config: TrainConfig, console: Console, work: CommandProgress) -> None:
         self._name, self._num_steps, self._console = config.name, config.rl.steps, console
         self._work, self._warm_start = work, config.warm_start
         self.progress = Progress(

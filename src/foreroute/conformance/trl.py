@@ -25,7 +25,7 @@ from foreroute.conformance.adapter import Case, Unsupported
 from foreroute.conformance.huggingface import Given, HuggingFaceModel, HuggingFaceUnderTest
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trainers.trl import GRPOTrainer
-from foreroute.trainers.trl.controller import ROWS, Pass
+from foreroute.trainers.trl.controller import ROWS, LogprobPass
 from foreroute.trainers.trl.rollout import require_version
 
 
@@ -98,7 +98,7 @@ class AttachedTrainer:
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(int(input_ids.sum()))  # gradients are sums: the same rows in the same order each time
             shuffled = shuffle_sequence_dict(batch)
-        with routing.passing(Pass("update", rollout.sequences_of(shuffled[ROWS]))):
+        with routing.passing(LogprobPass("update", rollout.sequences_of(shuffled[ROWS]))):
             logprobs = self.trainer._get_per_token_logps_and_entropies(
                 self.trainer.model, shuffled["ids"], shuffled["mask"], input_ids.shape[1] - 1
             )[0]

@@ -27,8 +27,8 @@ from foreroute.conformance.torch_model import TorchStep
 from foreroute.errors import CaptureError
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trainers.verl import FIELD, routed_experts
-from foreroute.trainers.verl.controller import PassController
-from foreroute.trainers.verl.fsdp import RoutingReplay
+from foreroute.trainers.verl.controller import EnginePassController
+from foreroute.trainers.verl.fsdp import FSDPRoutingReplay
 
 
 class VerlUnderTest(HuggingFaceUnderTest):
@@ -68,12 +68,12 @@ class BareEngine(FSDPEngineWithLMHead):
         self._autocast_dtype = torch.float32
 
 
-class ReplayEngine(RoutingReplay, BareEngine):
+class ReplayEngine(FSDPRoutingReplay, BareEngine):
     """The same with replay."""
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
-        self.controller = self.routing = PassController(self, "R3")
+        self.controller = self.routing = EnginePassController(self, "R3")
         self.controller.first_rollout_checked = True  # the kit replays routes that no model would take
 
 

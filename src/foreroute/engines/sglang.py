@@ -21,13 +21,13 @@ from foreroute.engines.http import Answer, Endpoint
 from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import EngineError
 
-__all__ = ["ServerEngine"]
+__all__ = ["SGLangServerEngine"]
 
 ROUTES = "enable_return_routed_experts"
 REASONS = ("stop", "length", "abort")
 
 
-class ServerEngine(OutsideEngine):
+class SGLangServerEngine(OutsideEngine):
     """The trainer's rollout engine behind an SGLang server that it has for itself.
 
     Weights go through a folder that both can read.

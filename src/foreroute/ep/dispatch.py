@@ -110,6 +110,7 @@ def _groups(cell: CellPlan) -> NDArray[np.int64]:
     """int64 [H], the group of every host on its rank."""
     num_home = len(cell.home_E) // (int(cell.home_E.max()) + 1)
     order = np.lexsort((cell.slot_R, cell.rank_R))
+    # A replica's place in this order, less that of the first of its rank, is how many of its rank come before it.
     sorted_R = cell.rank_R[order]
     replica_R = np.empty(len(order), np.int64)
     replica_R[order] = num_home + np.arange(len(order)) - np.searchsorted(sorted_R, sorted_R)
@@ -215,6 +216,7 @@ class DispatchHandle:
         return self._exchange(received, self.receive_G, self.send_G)
 
     def _exchange(self, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
+        # One more row, of zeros: what was not sent, and what pads a group, is taken from there.
         total = sum(receive_G)
         arrived = rows.new_empty(total + 1, rows.shape[1])
         arrived[total] = 0
@@ -260,5 +262,6 @@ def expand(blocks: Blocks, device: torch.device) -> Tensor:
     total = int(blocks.length_B.sum())
     length_B = torch.from_numpy(blocks.length_B).to(device, non_blocking=True)
     start_B = torch.from_numpy(blocks.start_B).to(device, non_blocking=True)
+    # Within a block, index and place in the result rise together: their difference is one number per block.
     shift_B = start_B - (length_B.cumsum(0) - length_B)
     return shift_B.repeat_interleave(length_B, output_size=total) + torch.arange(total, device=device)

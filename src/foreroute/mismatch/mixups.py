@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from foreroute.trace import RoutingTrace
 
+# Chosen by hand: they bound the time of a search, and what is not looked for stands in `explain`.
 MAX_SAMPLED_ROWS = 1024
 MAX_SHIFT = 256
 MAX_PERMUTED = 256
@@ -64,6 +65,7 @@ def _shifts(pair: TracePair) -> Iterator[Mixup]:
         for trace in (pair.a, pair.b)
     )
     source_XR = _shifted(pair, quick, shifts[:, None])
+    # A source of -1 reads the last row here and counts nothing below.
     shared = np.bitwise_count(masks_a[source_XR] & masks_b[quick]).sum(axis=-1)
     covered_XR = (source_XR >= 0) & pair.a.valid_N[source_XR]
     scores = (pair.above_chance(shared).mean(axis=-1) * covered_XR).sum(axis=-1)
@@ -103,6 +105,7 @@ def _flattenings(pair: TracePair) -> Iterator[Mixup]:
     """The padded batch [S, T] was flattened one way and read the other way."""
     lengths, offsets, num_sequences = pair.a.lengths, pair.a.offsets, len(pair.a)
     longest = int(lengths.max())
+    # Trainers pad to the longest sequence, with or without its last token, or to a multiple that kernels like.
     widths = {longest, longest - 1, *(-(-longest // m) * m for m in (8, 16, 32, 64, 128))} - {0}
     for width in sorted(widths):
         for written in ("batch-first", "sequence-first"):
@@ -124,8 +127,10 @@ def _slot_permutations(pair: TracePair) -> Iterator[Mixup]:
     if num_sequences > MAX_PERMUTED:
         return
     scores = _pairwise(pair)
-    scores[np.arange(num_sequences), np.arange(num_sequences)] += 0.02  # ties stay where they are
+    # Ties stay where they are, and near ones too: a permutation must win more than this (chosen by hand).
+    scores[np.arange(num_sequences), np.arange(num_sequences)] += 0.02
     order = np.arange(num_sequences)
+    # Each turn settles one sequence of either trace, and takes both out of the table.
     for _ in range(num_sequences):  # greedy assignment, surest first
         s, t = np.unravel_index(int(np.argmax(scores)), scores.shape)
         order[s] = t
@@ -142,6 +147,7 @@ def _pairwise(pair: TracePair) -> NDArray[np.float64]:
     """[S, S], agreement of sequence s of `b` with sequence t of `a`, over positions that both have, less where few."""
     longest, spec = int(pair.a.lengths.max()), pair.a.spec
     num_layers, num_experts = min(spec.num_layers, _QUICK_LAYERS), min(spec.num_experts, MAX_RENAMED)
+    # Positions that make up to 32,768 entries per sequence: 256 sequences are then 32 MiB of float32 per trace.
     count = max(8, min(64, 32_768 // (num_layers * num_experts)))
     sampled = np.unique(np.linspace(0, longest - 1, count).astype(np.int64))
     present, hot = [], []
@@ -157,6 +163,7 @@ def _pairwise(pair: TracePair) -> NDArray[np.float64]:
     shared = hot[1] @ hot[0].T
     rows_compared = present[1] @ present[0].T
     agreed = pair.above_chance(shared / np.maximum(rows_compared * num_layers, 1))
+    # One row that agrees by chance must not beat many that agree: with n rows, agreement counts n / (n + 1).
     return np.where(rows_compared > 0, agreed * rows_compared / (rows_compared + 1), -1.0)
 
 
@@ -166,6 +173,8 @@ def _packed_permutations(pair: TracePair) -> Iterator[Mixup]:
         return
     lengths, offsets = pair.a.lengths, pair.a.offsets
     left, order, position = list(range(len(pair.a))), [], 0
+    # `position` is the first row of `b` that no chosen sequence covers; the next sequence is the one that fits best
+    # there.
     while left:
         gains = [_packed_gain(pair, t, position) for t in left]
         chosen = left.pop(int(np.argmax(gains)))
@@ -186,6 +195,8 @@ def _packed_gain(pair: TracePair, sequence: int, position: int) -> float:
     rows_a, rows_b = rows_a[inside], rows_b[inside]
     both = pair.a.valid_N[rows_a] & pair.b.valid_N[rows_b]
     agreed = pair.agreement(rows_a[both], rows_b[both], slice(0, _QUICK_LAYERS))
+    # Rows of the right sequence agree by 0.8 and more, others hardly: each row counts for or against, so that of two
+    # sequences that begin alike the longer fit wins, and a long one that does not fit loses. 0.4 is half way.
     return float((agreed - 0.4).sum())
 
 
@@ -194,6 +205,7 @@ def _physical_ids(pair: TracePair) -> Iterator[Mixup]:
     rows = np.flatnonzero(pair.a.valid_N & pair.b.valid_N)
     if len(rows) < 8 or pair.a.spec.num_experts > MAX_RENAMED:
         return
+    # Twice as many rows to learn from as are judged elsewhere, since a rare expert needs some; the other half judges.
     rows = pair.rng.permutation(rows)[: 4 * len(pair.targets)]
     learn, judge = rows[::2], rows[1::2]
     gained = covered = sure = 0.0
@@ -224,6 +236,7 @@ def _matched_ids(ids_a: NDArray[Any], ids_b: NDArray[Any], num_experts: int) -> 
     rows = len(ids_a)
     # Correlation instead of counts: an expert that is picked often goes together with every id.
     covariance = together - seen_b * seen_a / rows
+    # Half a row is added, so that an expert seen in all rows or in none divides by no zero.
     spread = np.sqrt((seen_b * (1 - seen_b / rows) + 0.5) * (seen_a * (1 - seen_a / rows) + 0.5))
     return np.where(seen_b[:, 0] > 0, np.argmax(covariance / spread, axis=1), -1)
 

@@ -219,6 +219,7 @@ def free_slot(cell: Any, rank: Any, expert: Any) -> Any:
         held = cell.held_H[x]
         if held == expert and held != NONE:
             return x
+        # Later use is never negative, so an empty slot goes before any that would lose something.
         worth = -1.0 if held == NONE else later_use(cell, held, rank)
         if best == NONE or worth < best_worth:
             best, best_worth = x, worth

@@ -14,9 +14,11 @@ from foreroute.plan.topology import Topology
 
 PROPOSALS_PER_EXPERT, PROPOSALS_AFTER_DESCENT = 320, 10_000
 """Proposals of the annealing: 40,960 for 128 experts. After a descent, which has spent a small budget well already, a
-fixed number."""
+fixed number. Chosen by hand: on workload G8 (4 layers, 16 micro-steps) 10.4 % of the assignments are surplus, 1.8 %
+after 320 proposals per expert, 2.0 % after 40 and 1.7 % after 640; after a descent more proposals change little."""
 FEW_SHARE, FEW = 8, 4
-"""Up to one expert in eight, or four, may move: then the best swaps are taken one by one before annealing."""
+"""Up to one expert in eight, or four, may move: then the best swaps are taken one by one before annealing. On the same
+workload that is better and four times as fast with 4 and 8 moves of 128 experts; from 16 on neither way always wins."""
 
 
 def place_homes(

@@ -223,6 +223,8 @@ def sweep(table_XM: Any, cost_X: Any, sizes: Any, start_E: Any, max_moves: Any, 
     moves = 0
     for e in range(num_experts):
         moves += int(home_E[e] != start_E[e])
+    # Annealing ends at the best placement that it met, which nothing was tried on since: some swaps may still improve.
+    # One pass over the experts, each swap within the budget.
     for e in range(num_experts):
         best, best_f = ZERO, -1
         a = np.int64(home_E[e])
@@ -248,6 +250,7 @@ def copy_homes(source_E: Any, target_E: Any) -> None:
 def layer_loads(counts_MLGE: Any, layer: Any) -> Any:
     """int64 [E, M padded with zeros to whole vectors], summed over sources."""
     micro_steps, _, num_ranks, num_experts = counts_MLGE.shape
+    # 16 loads of int32 fill a vector of 512 bits. The added micro-steps have no load and no surplus, and so no cost.
     load_EM = np.zeros((num_experts, (micro_steps + 15) // 16 * 16), np.int64)
     sum_E = np.empty(num_experts, np.int64)
     for m in range(micro_steps):
@@ -353,6 +356,7 @@ def swap(table_XM: Any, cost_X: Any, sizes: Any, e: Any, f: Any, home_E: Any) ->
 
 @kernel
 def _shift(table_XM: Any, cost_X: Any, e: Any, f: Any, x: Any, y: Any) -> None:
+    """Let e leave row x for y and f leave y for x; costs stay the sums of what is above 0."""
     cost_X[x], cost_X[y] = ZERO, ZERO
     for m in range(table_XM.shape[1]):
         moved = table_XM[e, m] - table_XM[f, m]

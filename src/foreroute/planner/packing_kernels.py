@@ -121,6 +121,7 @@ def _change(s_LG: Any, t_LG: Any, m_LG: Any, n_LG: Any) -> Any:
     """Change of the sum of what is above 0, when s leaves m for n and t leaves n for m."""
     total = np.int64(0)
     for layer in range(s_LG.shape[0]):
+        # int32 within a layer, so that ranks are taken in vectors; int64 across layers.
         part = ZERO
         for g in range(s_LG.shape[1]):
             gained, m, n = t_LG[layer, g] - s_LG[layer, g], m_LG[layer, g], n_LG[layer, g]

@@ -213,6 +213,7 @@ def _least_on_busiest(
         fetches_G[rank_H[h]] += alive_H[h]
     engine = np.argmax(fetches_G)
     fetch_s = fetches_G[engine] * prices.host_fetch_s
+    # Copies of the recompute hide behind its other work. Where they are longer than that, engines are what is exposed.
     by_engine = fetch_s > parts_SP[0].sum() - parts_SP[0, EXPOSED] or links_G4.max() == 0
     busiest = np.argmax(links_G4.ravel())
     rank, link = busiest // 4, busiest % 4

@@ -256,7 +256,8 @@ def _perturb(cell: Any, share: Any) -> None:
 def grow(cell: Any, target: Any, threshold: Any, noise: Any) -> Any:
     """Bring every rank to the target with new replicas, or to the least larger one that is found. Returns it."""
     # Each round moves load below the target, adds a replica, empties a slot or raises the target. A new replica may
-    # lift its rank above the target, where that rank can pass load on; then a later round does.
+    # lift its rank above the target, where that rank can pass load on; then a later round does. Emptied slots may be
+    # filled and emptied again, so their number is bounded (by hand).
     evictions = 2 * len(cell.load_G)
     while True:
         start = heaviest(cell.load_G)
@@ -328,7 +329,8 @@ def _choose_replica(cell: Any, count: Any, enough: Any, noise: Any) -> Any:
             for u in range(num_ranks):
                 if cell.back_width_G[u] < enough:
                     continue
-                # Tokens that come from the rank's node need not cross; a rank with capacity to spare is kept for more.
+                # Tokens that come from the rank's node need not cross; a rank with capacity to spare is kept for more,
+                # at half the weight (chosen by hand).
                 local = min(enough, cell.demand_NE[u // per_node, e])
                 score = local - 0.5 * (cell.back_width_G[u] - enough)
                 if cell.position[0] >= 0:

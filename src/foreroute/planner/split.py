@@ -16,7 +16,7 @@ FINEST = 192
 """Amounts below this part of the target are not worth a circle: half a percent of a rank's load."""
 SEARCHES, SWEEPS = 12, 8
 """Most searches for circles, and passes over the edges in each. Both only bound the time: a search that finds nothing
-is the last. What is left undone costs locality, not balance."""
+is the last. What is left undone costs locality, not balance. All three are chosen by hand."""
 
 
 @routine
@@ -31,6 +31,8 @@ def keep_local(cell: Any, target: Any) -> None:
     for _ in range(SEARCHES):
         _forget(cell)
         any_sent = False
+        # One sweep carries a gain along ascending ranks as far as it goes, the next along descending ones. For shortest
+        # paths that halves the sweeps that may be needed (Yen, 1970).
         for sweep in range(SWEEPS):
             changed, sent = _relax(cell, target, least, sweep % 2 == 1)
             any_sent |= sent
@@ -169,6 +171,7 @@ def _send(cell: Any, start: Any, target: Any, least: Any) -> Any:
     # Earlier circles have moved quota over the same edges: the gain that was added up along the walk may be gone.
     if total <= 0 or amount < least:
         amount = 0
+    # From a rank to the slack: that rank keeps what it was given. From the slack to a rank: it gives and gets nothing.
     while True:
         before = cell.before_V[at]
         if at == num_ranks:

@@ -131,6 +131,7 @@ def _cell_plan(
     """The hosts that are no homes, in slots counted from 0 on each rank."""
     replicas = np.flatnonzero(rank_H != home_E[expert_H])
     rank_R = rank_H[replicas]
+    # A replica's place in order of rank, less that of the first of its rank, is its slot.
     order = np.argsort(rank_R, kind="stable")
     slot_R = np.empty(len(rank_R), np.int16)
     slot_R[order] = np.arange(len(rank_R)) - np.searchsorted(rank_R[order], rank_R[order])

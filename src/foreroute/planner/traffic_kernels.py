@@ -23,7 +23,7 @@ a part in a thousand."""
 _EXPOSED = pricing.EXPOSED
 _ATTENTION, _EXPERTS, _FIXED = pricing.ATTENTION, pricing.EXPERTS, pricing.FIXED
 # Factors of (replicas of a rank, copies of a home rank's experts): both together around the estimate of what is hidden,
-# then each apart around the best so far. Few, because each is a plan built and priced anew.
+# then each apart around the best so far. Few, because each is a plan built and priced anew. Chosen by hand.
 _TOGETHER = np.array([[1.0, 1.0], [1.5, 1.5], [0.67, 0.67]])
 _APART = np.array([[0.75, 1.0], [1.33, 1.0], [1.0, 0.75], [1.0, 1.33]])
 
@@ -93,6 +93,7 @@ def search_cell(
     if found.parts_SP[:, _EXPOSED].sum() > 0:
         hidden_slots, hidden_copies = _hidden(found.parts_SP, prices)
         found = _around(cell, found, slots, hidden_slots, hidden_copies, _TOGETHER)
+        # The second round starts from the best of the first, which may have changed one of the two numbers.
         for _ in range(2):
             before_s = found.seconds
             found = _around(cell, found, slots, found.slots, found.copies, _APART)
@@ -134,7 +135,9 @@ def _economise(cell: Any, found: Any) -> Any:
 @kernel
 def _plan(cell: Any, slots: int, copies: int) -> Any:
     width, home_E = cell.prices.ranks_per_node, cell.home_E
-    guests = slots * width - min(width - 1, slots * width // 4)  # the rest cuts what is too large for one rank
+    # The slots kept back are for parts of experts that are too large for one rank: a slot for each rank but one, and a
+    # quarter of all at most (chosen by hand).
+    guests = slots * width - min(width - 1, slots * width // 4)
     hosted_NE = choose_hosted(
         cell.demand_NE, cell.order_X, home_E, width, guests, copies, _least(cell.prices), cell.first_NE
     )
@@ -327,6 +330,7 @@ def _lay_on_ranks(
             load_G[home_E[e]] += left_E[e]
             left_E[e] = 0
     for rank in range(begin, end):
+        # Each turn takes the rank to the target, or all of one expert away from it.
         while load_G[rank] > target:  # cut the largest home expert
             largest = np.argmax(served_GE[rank])
             amount = min(served_GE[rank, largest], load_G[rank] - target)
@@ -355,6 +359,7 @@ def _lay_on_ranks(
 def _relieve(served_GE: Any, load_G: Any, target: int, ranks_per_node: int) -> None:
     """Ranks above the target pass load on to other hosts of their experts, on their own node first."""
     num_ranks, num_experts = served_GE.shape
+    # Only hosts that serve an expert already get more of it, and none rises above the target: no transfer is added.
     for same_node in (True, False):
         for rank in range(num_ranks):
             if load_G[rank] <= target:
@@ -407,6 +412,8 @@ def split_by_distance(counts_GE: Any, served_GE: Any, home_E: Any, ranks_per_nod
             supply_G[g] -= own
             quota_G[num_hosts - first] = quota - own
             num_hosts += 1
+        # Tokens leave their rank, and then their node, only when no host there has quota left: the most stays near that
+        # these loads allow.
         for near in (True, False):
             for h in range(first, num_hosts):
                 node = rank_H[h] // ranks_per_node

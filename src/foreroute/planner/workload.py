@@ -23,13 +23,15 @@ from foreroute.trace.container import RoutingTrace
 from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
 GROUP = 8
-"""Responses per prompt."""
+"""Responses per prompt: as many as in the runs of the R3 paper (arXiv 2510.11370)."""
 LENGTH_SIGMA = 0.7
+"""Standard deviation of the logarithm of lengths. Chosen by hand, as is `SHORTEST`."""
 SHORTEST = 32
+"""Tokens; shorter draws are taken for this."""
 MOST_ASSIGNMENTS = 2**31 - 1
 """Of a cell, as `plan.counts` has them."""
 DRIFT = 0.03
-"""Standard deviation of the change of a log share from one step to the next."""
+"""Standard deviation of the change of a log share from one step to the next. Chosen by hand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +177,8 @@ class DrawnStep:
     def _share_MLE(self) -> NDArray[np.float64]:
         load = self.workload
         shape = (load.num_layers, load.num_experts)
+        # Dirichlet shares are gamma variates by their sum. Small concentrations underflow to 0, which what is added
+        # prevents: an expert of share 0 could never drift back.
         base_LE = np.random.default_rng([self._seed, 0, 1]).standard_gamma(load.layer_evenness, shape) + 1e-9
         for step in range(1, self._step + 1):
             base_LE *= np.exp(DRIFT * np.random.default_rng([self._seed, step, 2]).standard_normal(shape))
@@ -240,6 +244,7 @@ class DrawnStep:
         part = self._part(micro_step)
         rows_S = self.rows_S[part]
         ids_NK = np.empty((int(rows_S.sum()), self.workload.top_k), np.int32)
+        # Any constant would do: routes are drawn from another stream than the counts of the same cell.
         seed = self._seed_ML[micro_step, layer] ^ np.uint64(0x5DEECE66D)
         draw_rows(seed, self.sequence_counts(micro_step, layer), rows_S, self.workload.top_k, ids_NK)
         return ids_NK, np.repeat(self.rank_S[part], rows_S)
@@ -259,6 +264,7 @@ class DrawnStep:
 
 
 def _lengths(load: Workload, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    # The mean of a lognormal is exp(mu + sigma**2 / 2).
     mu = np.log(load.mean_length) - LENGTH_SIGMA**2 / 2
     return np.clip(rng.lognormal(mu, LENGTH_SIGMA, count), SHORTEST, load.longest).astype(np.int64)
 

@@ -38,11 +38,13 @@ def draw_sequences(seed: Any, share_E: Any, prompt_S: Any, rows_S: Any, rule: An
             for i in range(prompt_draws):
                 unit = next_unit(state)
                 topic[i] = min(np.searchsorted(upto_E, unit, side="right"), len(upto_E) - 1)
+        # Draws weigh 1 on average, so this much for the micro-step's shares makes them the part `common` of the sum.
         scale = common / (1.0 - common) * response_draws
         for e in range(len(share_E)):
             weight_E[e] = scale * share_E[e]
         for _ in range(response_draws):
             word = next_word(state)
+            # The high half of a word picks an expert of the prompt, the low half gives its weight, 0.5 to 1.5.
             pick = ((word >> SHIFT_32) * uint64(prompt_draws)) >> SHIFT_32
             weight_E[topic[pick]] += 0.5 + (word & LOW_32) * TO_UNIT
         _round(weight_E, rows_S[s], top_k, next_unit(state), counts_SE[s])

@@ -191,6 +191,7 @@ class ModelHooks(ABC):
 
     def begin(self, args: ForwardArgs) -> ReplayRows | None:
         """The routes to force on a pass that begins."""
+        # All are asked, even if the first forces: each notes which batch its `end` will be about.
         given = [listener.begin(self.chunk, args) for listener in self.listeners]
         return next((rows for rows in given if rows is not None), None)
 
@@ -352,6 +353,7 @@ class OneThread:
 
     def require_mine(self, doing: str) -> None:
         """Raise `ReplayError` if another thread holds it."""
+        # Read once: another thread may let go at any moment, and no lock is taken on the way of every router.
         number = self._number
         if number is not None and number != threading.get_ident():
             raise ReplayError(
@@ -389,6 +391,7 @@ def runs_without_gradients_in(*forwards: CodeType) -> bool:
     That looks like any evaluation without gradients; what tells it apart is who called.
     """
     frame = None if torch.is_grad_enabled() else sys._getframe()
+    # By code object, since a name proves nothing; the stack ends, and is walked only where gradients are off.
     while frame is not None:
         if frame.f_code in forwards:
             return True

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from foreroute.report.records import SIDES, Mismatch, Run, Side, Step
+from foreroute.report.records import SIDES, Mismatch, Run, Side, StepRecord
 from foreroute.trace import RoutedLayer
 
 # Okabe and Ito's colours stay apart under the common colour deficiencies; their yellow is too pale on white.
@@ -149,7 +149,7 @@ def plot_lines(
     return plot_series(caption, runs, series, draw)
 
 
-def series_by_run(runs: Sequence[Run], value: Callable[[Step], float | None]) -> list[Series]:
+def series_by_run(runs: Sequence[Run], value: Callable[[StepRecord], float | None]) -> list[Series]:
     """One line of each run over its steps; a run that never recorded the value has none."""
     found = [[(step.step, value(step)) for step in run.steps] for run in runs]
     return [

@@ -27,7 +27,7 @@ from foreroute.report.figure import (
     series_by_run,
     ticks_above_one,
 )
-from foreroute.report.records import Execution, Load, Run, StageLoads
+from foreroute.report.records import ExecutionRecord, Load, Run, StageLoads
 from foreroute.report.run_rows import planned_steps
 
 WORDS: dict[Load, str] = {"at_home": "every expert at its home", "executed": "executed under the plan"}
@@ -137,7 +137,7 @@ def _by_cell(runs: Sequence[Run], position: int) -> Plot:
     return draw_figure(caption, fill, f"{caption.title}. {spans}.", (TALL_INCHES[0], 4.6))
 
 
-def _part_cells(axes: Any, execution: Execution) -> None:
+def _part_cells(axes: Any, execution: ExecutionRecord) -> None:
     """Thin lines between micro-steps, thick ones between stages."""
     start = 0
     for stage in execution.stages.values():
@@ -148,7 +148,7 @@ def _part_cells(axes: Any, execution: Execution) -> None:
         start += stage.num_cells
 
 
-def _number_micro_steps(axes: Any, execution: Execution) -> None:
+def _number_micro_steps(axes: Any, execution: ExecutionRecord) -> None:
     """Below the cells: the numbers of the micro-steps, and the names of the stages where they begin."""
     numbers: list[int] = []
     centres: list[float] = []
@@ -165,12 +165,12 @@ def _number_micro_steps(axes: Any, execution: Execution) -> None:
     axes.tick_params(axis="x", length=0)
 
 
-def _num_layers(execution: Execution) -> int:
+def _num_layers(execution: ExecutionRecord) -> int:
     stage: StageLoads = next(iter(execution.stages.values()))
     return stage.num_cells // stage.num_micro_steps
 
 
-def _over_mean_GC(execution: Execution, kind: Load) -> NDArray[np.float64]:
+def _over_mean_GC(execution: ExecutionRecord, kind: Load) -> NDArray[np.float64]:
     """float64 [G, C], load over the mean of the cell; 1 in a cell without tokens."""
     loads_CG = np.concatenate([stage.of(kind).reshape(-1, execution.ranks) for stage in execution.stages.values()])
     mean_C = loads_CG.mean(axis=1, keepdims=True)

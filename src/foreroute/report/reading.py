@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from foreroute.errors import InputError, RunFolderError
 from foreroute.files import read_file
-from foreroute.report.records import RolledBack, Run, Step
+from foreroute.report.records import RolledBack, Run, StepRecord
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Config:
 
 _CONFIG = TypeAdapter(_Config)
 _ANYTHING = TypeAdapter(dict[str, Any])
-_STEP = TypeAdapter(Step)
+_STEP = TypeAdapter(StepRecord)
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,11 @@ def _read_rollbacks(path: Path) -> tuple[RolledBack, ...]:
         raise RunFolderError(f"{path} is damaged: {_reason(error)}. Restore it from a copy") from error
 
 
-def _read_metrics(path: Path) -> tuple[list[Step], list[str]]:
+def _read_metrics(path: Path) -> tuple[list[StepRecord], list[str]]:
     lines = [
         (number, line) for number, line in enumerate(read_file(path, RunFolderError).split(b"\n"), 1) if line.strip()
     ]
-    steps: list[Step] = []
+    steps: list[StepRecord] = []
     notes: list[str] = []
     shapes: dict[str, object] = {}
     for number, line in lines:
@@ -141,7 +141,7 @@ def _read_metrics(path: Path) -> tuple[list[Step], list[str]]:
     return steps, notes
 
 
-def _check_like(shapes: dict[str, object], step: Step) -> None:
+def _check_like(shapes: dict[str, object], step: StepRecord) -> None:
     """Refuse a step of another model: layers and bins are summed over steps. `shapes` remembers what came first."""
     found: list[tuple[str, object]] = []
     for mismatch in step.mismatch.values():

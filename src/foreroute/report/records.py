@@ -101,7 +101,7 @@ class StageLoads:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Execution:
+class ExecutionRecord:
     """How an expert-parallel step was executed. Without a plan there are no stages."""
 
     ranks: int
@@ -123,7 +123,7 @@ class Execution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Importance:
+class ImportanceRecord:
     """Probabilities of the trainer over the engine's on the trained tokens, and what a correction did about them."""
 
     effective_share: Share
@@ -158,7 +158,7 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class StepRecord:
     """One line of `metrics.jsonl`. None or an empty mapping: not recorded at this step."""
 
     step: int
@@ -169,14 +169,14 @@ class Step:
     grad_norm: float | None = None
     clip_share: Share | None = None
     kl: float | None = None
-    importance: Importance | None = None
+    importance: ImportanceRecord | None = None
     evaluation: Evaluation | None = None
     mismatch: dict[Side, Mismatch] = field(default_factory=dict)
     margins: Margins | None = None
     expert_load: dict[int, float] = field(default_factory=dict)
     live_agreement: tuple[float, ...] = ()
     alarms: tuple[Alarm, ...] | None = None
-    execution: Execution | None = None
+    execution: ExecutionRecord | None = None
     device: Device | None = None
 
 
@@ -191,7 +191,7 @@ class Run:
     precision: str
     routing: str
     config: dict[str, Any]
-    steps: tuple[Step, ...]
+    steps: tuple[StepRecord, ...]
     notes: tuple[str, ...] = ()
     rollbacks: tuple[RolledBack, ...] = ()
 
@@ -200,11 +200,11 @@ class Run:
         """The side whose routes the update runs with."""
         return "replayed" if self.routing in ("R3", "R3+weights") else "native"
 
-    def paired_steps(self) -> tuple[Step, ...]:
+    def paired_steps(self) -> tuple[StepRecord, ...]:
         """Steps at which both sides were measured, on the same rollouts and weights."""
         return tuple(step for step in self.steps if all(side in step.mismatch for side in SIDES))
 
-    def steps_to_compare(self, side: Side) -> tuple[Step, ...]:
+    def steps_to_compare(self, side: Side) -> tuple[StepRecord, ...]:
         """The paired steps; in a run that has none, every step at which `side` was measured."""
         return self.paired_steps() or tuple(step for step in self.steps if side in step.mismatch)
 

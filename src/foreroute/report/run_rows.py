@@ -13,7 +13,7 @@ from typing import get_args
 from foreroute.mismatch import Alarm, Kind
 from foreroute.mismatch.alarm_rules import WORDS
 from foreroute.report.format import ABSENT, percentage, seconds
-from foreroute.report.records import Execution, Mismatch, Run, Side, Step
+from foreroute.report.records import ExecutionRecord, Mismatch, Run, Side, StepRecord
 
 WINDOW = 10
 """Steps at each end of a run whose reward is averaged."""
@@ -78,7 +78,7 @@ def _row(run: Run) -> SummaryRow:
     )
 
 
-def _reward(steps: Sequence[Step]) -> float | None:
+def _reward(steps: Sequence[StepRecord]) -> float | None:
     return _mean(step.reward_mean for step in steps if step.reward_mean is not None)
 
 
@@ -194,12 +194,12 @@ def load_rows(runs: Sequence[Run]) -> list[LoadRow]:
     ]
 
 
-def planned_steps(run: Run) -> list[tuple[Step, Execution]]:
+def planned_steps(run: Run) -> list[tuple[StepRecord, ExecutionRecord]]:
     """The steps that ran under a plan."""
     return [(step, step.execution) for step in run.steps if step.execution is not None and step.execution.stages]
 
 
-def _cells(steps: Sequence[Execution]) -> dict[str, str]:
+def _cells(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
     ranks = sorted({step.ranks for step in steps})
     fell_back = sum(step.cells_at_home for step in steps)
     return {
@@ -217,24 +217,24 @@ def _cells(steps: Sequence[Execution]) -> dict[str, str]:
     }
 
 
-def _weight_bytes(step: Execution) -> int:
+def _weight_bytes(step: ExecutionRecord) -> int:
     return step.bytes.get("host", 0) + step.bytes.get("direct", 0)
 
 
-def _planned(steps: Sequence[Execution]) -> str:
+def _planned(steps: Sequence[ExecutionRecord]) -> str:
     if any("planned" not in step.max_over_mean for step in steps):
         return ABSENT
     return f"{_mean_of(steps, lambda step: step.max_over_mean['planned']):.2f}"
 
 
-def _hidden(steps: Sequence[Execution]) -> float | None:
+def _hidden(steps: Sequence[ExecutionRecord]) -> float | None:
     """Share of the time of planning that no rank waited for."""
     planning_s = sum(step.planning_s for step in steps)
     hidden_s = sum(step.planning_s * step.hidden_planning_share for step in steps)
     return hidden_s / planning_s if planning_s else None
 
 
-def _mean_of(steps: Sequence[Execution], value: Callable[[Execution], float]) -> float:
+def _mean_of(steps: Sequence[ExecutionRecord], value: Callable[[ExecutionRecord], float]) -> float:
     return sum(map(value, steps)) / len(steps)
 
 

@@ -20,7 +20,7 @@ from foreroute.report.figure import (
     plot_series,
     series_by_run,
 )
-from foreroute.report.records import Run, Step
+from foreroute.report.records import Run, StepRecord
 from foreroute.report.run_rows import WINDOW
 
 NEVER = "This was not recorded."
@@ -117,7 +117,7 @@ def _of_those_that(
     part: str,
     runs: Sequence[Run],
     caption: Caption,
-    value: Callable[[Step], float | None],
+    value: Callable[[StepRecord], float | None],
     finish: Callable[[Any], None],
 ) -> list[Plot]:
     """A plot of the runs that have this part in their loss; lines of zeros of the others would say nothing."""
@@ -144,27 +144,27 @@ def _from_zero(axes: Any) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _effective(step: Step) -> float | None:
+def _effective(step: StepRecord) -> float | None:
     return None if step.importance is None else step.importance.effective_share
 
 
-def _live_agreement(step: Step) -> float | None:
+def _live_agreement(step: StepRecord) -> float | None:
     return step.live_agreement[-1] if step.live_agreement else None
 
 
-def _clipped(step: Step) -> float | None:
+def _clipped(step: StepRecord) -> float | None:
     return step.clip_share
 
 
-def _cut(step: Step) -> float | None:
+def _cut(step: StepRecord) -> float | None:
     return None if step.importance is None else step.importance.cut_share
 
 
-def _rejected(step: Step) -> float | None:
+def _rejected(step: StepRecord) -> float | None:
     return None if step.importance is None else float(step.importance.rejected_sequences)
 
 
-def _divergence(step: Step) -> float | None:
+def _divergence(step: StepRecord) -> float | None:
     return step.kl
 
 

@@ -56,6 +56,7 @@ def run(passes_PVK: Any, bounds: Any, groups_KF: Any, ready_M: Any, work: Any, r
         if left == before:
             raise ValueError("the pipeline schedule waits for itself")
     for p in range(num_stages):
+        # What links still have to carry when the last pass has ended is hidden by nothing.
         tail = max(0.0, (states.queued_G4[p] + states.owed_G4[p]).max())
         states.parts_X[p, EXPOSED] += tail
         states.clock[p, 0] += tail
@@ -135,6 +136,7 @@ def _pass_cell(state: Any, place: int, i: int, backward: bool, order: Any, work:
     all_to_all_s = work.all_to_all_ML[m, layer] - hidden / 2
     computing = attention_s + experts_s + work.layer_s
     rate = 1 - hidden / computing if computing > 0 else 1.0
+    # A cell has at most two passes in a stage pass: forward anew, and backward. Each has a begin and four ends.
     span = state.times_NX[place, 5 * i : 5 * i + 5]
     span[0] = state.clock[0]
     if backward:
@@ -249,6 +251,8 @@ def _elapse(state: Any, part: int, seconds: float, capacity: float) -> None:
     state.parts_X[part] += seconds
     if capacity <= 0:
         return
+    # A rank has four links: out to and in from other nodes, and the same within its node. Fetches go before gradients:
+    # a cell waits for the former, only the optimizer for the latter.
     for g in range(state.queued_G4.shape[0]):
         for k in range(4):
             used = min(capacity, state.queued_G4[g, k])

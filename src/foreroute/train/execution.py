@@ -16,7 +16,7 @@ from foreroute.train.ranks import Ranks
 from foreroute.train.schedule import Stage
 
 
-class Execution(Protocol):
+class PolicyExecution(Protocol):
     """An execution runs the forwards and backwards of a policy. All ranks make the same calls.
 
     Attributes:

@@ -56,7 +56,7 @@ class _Planned:
 
 
 class ExpertParallel:
-    """The experts are spread over the ranks; implements `Execution`. Made on all ranks, with the same whole policy.
+    """The `PolicyExecution` with experts spread over the ranks. Made on all ranks, with the same whole policy.
 
     Raises:
         AttachError, TopologyError: when its experts cannot be spread over these ranks.

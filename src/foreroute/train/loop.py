@@ -31,7 +31,7 @@ from foreroute.trace import RoutingTrace
 from foreroute.train.async_rollout import AsyncRollouts
 from foreroute.train.config import TrainConfig
 from foreroute.train.device import device_of, device_record, memory_peak, reset_memory_peak, synchronize
-from foreroute.train.execution import Execution
+from foreroute.train.execution import PolicyExecution
 from foreroute.train.measure import StepPart, merged, step_record
 from foreroute.train.model import Reference, trainable
 from foreroute.train.optimizer import make_optimizer, set_learning_rate
@@ -58,7 +58,7 @@ class Trainer:
     config: TrainConfig
     task: Task
     policy: hf.RoutedTransformer
-    execution: Execution
+    execution: PolicyExecution
     engine: Engine
     optimizer: torch.optim.Optimizer
     reference: Reference | None = None
@@ -258,7 +258,7 @@ class Trainer:
 
 
 def make_trainer(
-    config: TrainConfig, task: Task, policy: hf.RoutedTransformer, execution: Execution, engine: Engine
+    config: TrainConfig, task: Task, policy: hf.RoutedTransformer, execution: PolicyExecution, engine: Engine
 ) -> Trainer:
     """Make a trainer with a new optimizer, over the parameters that the configuration has RL change."""
     policy = trainable(config, policy)

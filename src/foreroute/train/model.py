@@ -179,4 +179,4 @@ def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
         return vllm.ProcessEngine(ServedModel.of(policy), settings)
     # TrainConfig refuses a server without url and folder
     url, folder = str(place.url), Path(str(place.weights_folder))
-    return vllm.ServerEngine(ServedModel.of(policy), url, weights_folder=folder, timeout_s=place.timeout_s)
+    return vllm.VLLMServerEngine(ServedModel.of(policy), url, weights_folder=folder, timeout_s=place.timeout_s)

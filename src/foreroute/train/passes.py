@@ -21,7 +21,7 @@ from foreroute.capture import Generation
 from foreroute.replay import to_device
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.train.device import device_of
-from foreroute.train.execution import Execution
+from foreroute.train.execution import PolicyExecution
 from foreroute.train.schedule import Stage
 
 
@@ -44,7 +44,7 @@ class Recomputed:
 
 def recompute(
     routed: RoutedTransformer,
-    execution: Execution,
+    execution: PolicyExecution,
     generation: Generation,
     stage: Stage,
     *,

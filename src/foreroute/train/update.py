@@ -18,7 +18,7 @@ from foreroute.mismatch import RoutingMismatch
 from foreroute.trace import RoutingTrace
 from foreroute.train.config.rl import RLConfig
 from foreroute.train.device import device_of
-from foreroute.train.execution import Execution
+from foreroute.train.execution import PolicyExecution
 from foreroute.train.loss import Importance, LossSums, RolloutTokens, token_losses
 from foreroute.train.objective import coefficients, denominator
 from foreroute.train.passes import inputs, sampled_logprobs
@@ -55,7 +55,7 @@ class Updated:
 
 def update(
     routed: RoutedTransformer,
-    execution: Execution,
+    execution: PolicyExecution,
     optimizer: torch.optim.Optimizer,
     experience: Experience,
     mini_batches: list[Stage],
@@ -145,7 +145,7 @@ class _Batch:
     """What every micro-step of an update needs, and what the update adds up."""
 
     routed: RoutedTransformer
-    execution: Execution
+    execution: PolicyExecution
     tokens: RolloutTokens
     routes: RoutingTrace | None
     config: RLConfig

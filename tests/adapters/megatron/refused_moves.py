@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from cpu_optimizers import Trained
 from foreroute.adapters import megatron
-from foreroute.adapters.megatron.discover import RouterSite
+from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.expert_placement.layer_transfer import LayerTransfer
 from foreroute.adapters.megatron.expert_placement.parameters import expert_slots
 from foreroute.ep.transfer.peers import Exchange
@@ -167,7 +167,7 @@ def check_experts_of_transformer_engine_are_told_apart_by_name():
     initialize(Cell())
     [block, *_] = moe_layers(build(Cell())).values()
     block.experts, block.num_local_experts = experts, 12
-    slots = expert_slots(RouterSite("router", block.router, block, RoutedLayer(0)))
+    slots = expert_slots(ChunkRouter("router", block.router, block, RoutedLayer(0)))
     assert [list(slot) for slot in slots] == [["linear_fc1.weight", "linear_fc2.weight"]] * 12
     assert slots[11]["linear_fc2.weight"] is experts.linear_fc2.weight11
 

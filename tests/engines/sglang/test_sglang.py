@@ -135,7 +135,7 @@ def test_weights_that_were_refused_sample_nothing_and_newer_servers_are_warned_o
     refused = {"success": False, "message": "x" * 5000}
     with serving(Server(**{"/server_info": info, "/update_weights_from_disk": refused})) as server:
         with pytest.warns(UserWarning, match=r"SGLang 0\.6\.0 is newer than 0\.5\.23"):
-            engine = sglang.ServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path, timeout_s=5)
+            engine = sglang.SGLangServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path, timeout_s=5)
         with pytest.raises(EngineError) as caught:
             engine.load_weights(routed.model.state_dict(), version=3)
         assert len(str(caught.value)) < 1000
@@ -144,7 +144,7 @@ def test_weights_that_were_refused_sample_nothing_and_newer_servers_are_warned_o
 
 
 def rollout(routed, url, folder, prompt):
-    engine = sglang.ServerEngine(ServedModel.of(routed), url, weights_folder=folder, timeout_s=5)
+    engine = sglang.SGLangServerEngine(ServedModel.of(routed), url, weights_folder=folder, timeout_s=5)
     engine.load_weights(routed.model.state_dict(), version=3)
     generation = engine.generate(
         [prompt], Sampling(group_size=2, max_new_tokens=5, end_token=END, temperature=0.8), seeded()

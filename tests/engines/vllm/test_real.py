@@ -44,7 +44,9 @@ def real(vllm_python, tmp_path_factory):
 
         def server():
             wait_for(url, process, folder)
-            return vllm.ServerEngine(ServedModel.at(folders[0]), url, weights_folder=folder / "weights", timeout_s=60)
+            return vllm.VLLMServerEngine(
+                ServedModel.at(folders[0]), url, weights_folder=folder / "weights", timeout_s=60
+            )
 
         yield SimpleNamespace(weights=weights, folders=folders, full=full, half=half, server=server)
 

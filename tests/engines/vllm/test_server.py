@@ -67,7 +67,7 @@ def test_a_rollout_asks_for_what_it_needs_and_reads_the_answer(tmp_path):
     prompt = np.array(record["request"]["prompt"], np.int32)
     routed = policy()
     with serving(Server()) as server:
-        engine = vllm.ServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path)
+        engine = vllm.VLLMServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path)
         engine.load_weights(routed.model.state_dict(), version=6)
         got = engine.generate(
             [prompt], Sampling(group_size=2, max_new_tokens=5, end_token=END, temperature=0.8), seeded()
@@ -111,7 +111,7 @@ def test_what_the_server_fails_at_is_reported(tmp_path, changes, said):
     routed = policy()
 
     def use(url):
-        engine = vllm.ServerEngine(ServedModel.of(routed), url, weights_folder=tmp_path, timeout_s=5)
+        engine = vllm.VLLMServerEngine(ServedModel.of(routed), url, weights_folder=tmp_path, timeout_s=5)
         engine.load_weights(routed.model.state_dict(), version=0)
         prompt = np.arange(8, dtype=np.int32)
         engine.generate([prompt], Sampling(group_size=2, max_new_tokens=5, end_token=END), seeded())
@@ -134,7 +134,7 @@ def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loa
     only_status = path in ("/pause?mode=wait", "/update_weight_version")
     answer = Server()
     with serving(answer) as server:
-        engine = vllm.ServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path, timeout_s=5)
+        engine = vllm.VLLMServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path, timeout_s=5)
         for value in OTHER[1:2] if only_status else OTHER:
             answer.answers[path] = value
             server.asked.clear()
@@ -150,7 +150,7 @@ def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loa
 def test_a_server_that_cannot_be_resumed_is_said_to_be_paused(tmp_path):
     routed = policy()
     with serving(Server(**{"/collective_rpc": (500, b"no room"), "/resume": (500, b"no")})) as server:
-        engine = vllm.ServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path, timeout_s=5)
+        engine = vllm.VLLMServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path, timeout_s=5)
         with pytest.raises(EngineError, match=r"no room(.|\n)*It may be paused still: .*resume refused"):
             engine.load_weights(routed.model.state_dict(), version=1)
 
@@ -163,7 +163,7 @@ def test_any_other_answer_of_a_server_is_one_error(routed, tmp_path, path):
     answer = Server()
 
     def use(url, folder):
-        engine = vllm.ServerEngine(ServedModel.of(routed), url, weights_folder=folder, timeout_s=5)
+        engine = vllm.VLLMServerEngine(ServedModel.of(routed), url, weights_folder=folder, timeout_s=5)
         engine.load_weights(routed.model.state_dict(), version=0)
         engine.generate([np.arange(8, dtype=np.int32)], Sampling(max_new_tokens=5, end_token=END), seeded())
 
@@ -203,7 +203,7 @@ def test_a_response_that_the_server_aborted_is_no_whole_one(tmp_path):
     record["response"]["choices"][1]["finish_reason"] = "abort"
     prompt = np.array(record["request"]["prompt"], np.int32)
     with serving(Server(**{"/v1/completions": record["response"]})) as server:
-        engine = vllm.ServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path)
+        engine = vllm.VLLMServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path)
         engine.load_weights(routed.model.state_dict(), version=0)
         with pytest.raises(EngineError, match="aborted response 1 of 2"):
             engine.generate([prompt], Sampling(group_size=2, max_new_tokens=5, end_token=END), seeded())
@@ -225,14 +225,14 @@ def test_a_server_started_without_what_replay_needs_is_refused(tmp_path, section
         serving(Server(**{"/server_info?config_format=json": {"vllm_config": settings}})) as server,
         pytest.raises(EngineError, match=said),
     ):
-        vllm.ServerEngine(ServedModel.of(policy()), server.url, weights_folder=tmp_path)
+        vllm.VLLMServerEngine(ServedModel.of(policy()), server.url, weights_folder=tmp_path)
 
 
 def test_a_server_that_is_not_there(tmp_path):
     with pytest.raises(EngineError, match="Is it running"):
-        vllm.ServerEngine(ServedModel.of(policy()), "http://127.0.0.1:9", weights_folder=tmp_path)
+        vllm.VLLMServerEngine(ServedModel.of(policy()), "http://127.0.0.1:9", weights_folder=tmp_path)
     with pytest.raises(ConfigError, match="no address"):
-        vllm.ServerEngine(ServedModel.of(policy()), "127.0.0.1:8000", weights_folder=tmp_path)
+        vllm.VLLMServerEngine(ServedModel.of(policy()), "127.0.0.1:8000", weights_folder=tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -65,7 +65,7 @@ class BatchTensors:
         return cls(input_ids, mask, positions, cumulative, _cached(given.get("past_key_values")))
 
 
-class Batch:
+class ForwardTokens:
     """Tokens of one forward. Copied to the host once, when they are asked for; from the CPU at once.
 
     Attributes:
@@ -81,12 +81,12 @@ class Batch:
         self._tensors = tensors
 
     @classmethod
-    def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+    def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardTokens:
         """The batch of a call whose parameters have these names. Raises as `BatchTensors.of_call` and `read`."""
         return cls.read(BatchTensors.of_call(names, args, kwargs))
 
     @classmethod
-    def read(cls, tensors: BatchTensors) -> Batch:
+    def read(cls, tensors: BatchTensors) -> ForwardTokens:
         """What a forward was called with.
 
         Raises:
@@ -131,7 +131,7 @@ class Batch:
         others = (tensors.mask, tensors.position_ids, tensors.cumulative)
         return None if self.past or any(each is not None for each in others) else tensors.input_ids_BT
 
-    def kept(self) -> Batch:
+    def kept(self) -> ForwardTokens:
         """The batch, to be read later, when whoever gave it may have overwritten what it gave."""
         if "_on_host" in self.__dict__:
             return self
@@ -167,9 +167,9 @@ class BatchRoutes:
         self._trace = trace
         self._layout = layout
         self._policy = policy
-        self._compared: list[tuple[Batch, Tensor]] = []
+        self._compared: list[tuple[ForwardTokens, Tensor]] = []
 
-    def of_pass(self, chunk: int, batch: Batch) -> PassRoutes:
+    def of_pass(self, chunk: int, batch: ForwardTokens) -> PassRoutes:
         """See `foreroute.replay.Routes`."""
         if batch.past:
             raise BatchMismatchError(
@@ -198,7 +198,7 @@ class BatchRoutes:
             for batch, _ in self._compared:
                 self._located(batch)
 
-    def _located(self, batch: Batch) -> NDArray[np.int64]:
+    def _located(self, batch: ForwardTokens) -> NDArray[np.int64]:
         rows = locate_rows(self._trace, batch.input_ids_BT, batch.mask_BT, batch.starts_BT)
         if self._layout is not None and not np.array_equal(rows, self._layout.rows().row_of_slot_R):
             raise BatchMismatchError(
@@ -207,7 +207,7 @@ class BatchRoutes:
             )
         return rows
 
-    def _rows_known_by_shape(self, batch: Batch) -> NDArray[np.int64] | None:
+    def _rows_known_by_shape(self, batch: ForwardTokens) -> NDArray[np.int64] | None:
         """int64 [R], where the shape of a batch on a GPU says which slot is which row; else None.
 
         So the host need not wait for the tokens. They are compared on the device, whose answer is looked at last.

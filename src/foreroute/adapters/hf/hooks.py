@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from foreroute.adapters.hf import graph_ops
 from foreroute.adapters.hf.aux_counts import ExecutedCounts
 from foreroute.adapters.hf.discover import RouterSite
-from foreroute.adapters.hf.forward_args import Batch, BatchTensors, parameter_names
+from foreroute.adapters.hf.forward_args import BatchTensors, ForwardTokens, parameter_names
 from foreroute.adapters.hf.selection import SelectingRouter
 from foreroute.errors import ReplayError
 from foreroute.replay import (
@@ -75,9 +75,10 @@ class TransformerHooks(ModelHooks):
         self._names = parameter_names(trunk.forward)
         self._checkpoints_open = 0
         self._number = graph_ops.register(self)
+        # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
         self._ledger = torch.zeros(1, dtype=torch.int64)
         self._executed: Tensor | None = None
-        self._begun_in_graph: Batch | None = None
+        self._begun_in_graph: ForwardTokens | None = None
 
     def session_overrides(self) -> list[Override]:
         """The trunk, and whatever checkpoints a part of it, or was compiled on its own with a router in it."""
@@ -87,6 +88,8 @@ class TransformerHooks(ModelHooks):
             own = module.__dict__
             checkpoints = [name for name in CHECKPOINTS_IN if callable(own.get(name))]
             overrides += [(module, name, self._run_checkpoint) for name in checkpoints]
+            # torch.compile(module) makes a wrapper with a `forward` of its own; module.compile() leaves the other
+            # attribute
             compiled = "forward" if "dynamo_ctx" in own else "_compiled_call_impl"
             if own.get(compiled) is not None and not routers.isdisjoint(module.modules()):
                 overrides.append((module, compiled, partial(self._run_compiled, path)))
@@ -127,7 +130,9 @@ class TransformerHooks(ModelHooks):
         if torch.compiler.is_compiling():
             tensors = BatchTensors.of_call(self._names, args, kwargs)
             return self._run_trunk_in_graph(tensors, forward, args, kwargs)
-        return self.run_pass(partial(Batch.of_call, self._names, args, kwargs), partial(forward, *args, **kwargs))
+        return self.run_pass(
+            partial(ForwardTokens.of_call, self._names, args, kwargs), partial(forward, *args, **kwargs)
+        )
 
     def after_pass(self, output: Any, current: Pass) -> None:
         """Let the auxiliary loss that follows the trunk see what was executed."""
@@ -185,7 +190,7 @@ class TransformerHooks(ModelHooks):
         """See `graph_ops.Host`."""
         self.sessions.require_mine("runs a model")
         self._require_no_capture()
-        batch = Batch.read(BatchTensors(input_ids, mask, positions, cumulative, past))
+        batch = ForwardTokens.read(BatchTensors(input_ids, mask, positions, cumulative, past))
         rows = self.begin(batch)
         if self.watch.weights or (rows is not None and rows.weights_LRK is not None):
             raise ReplayError(

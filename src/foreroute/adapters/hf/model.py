@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from foreroute.adapters.hf.discover import RouterSite
-from foreroute.adapters.hf.forward_args import Batch, BatchRoutes
+from foreroute.adapters.hf.forward_args import BatchRoutes, ForwardTokens
 from foreroute.adapters.hf.hooks import TransformerHooks
 from foreroute.adapters.hf.selection_rules import require_looked_up
 from foreroute.errors import ReplayError, TraceContentError
@@ -69,7 +69,7 @@ class RoutedTransformer(RoutedModel):
 
 
 def _rows_of_pass(recorded: RecordedPass, spec: RoutingSpec) -> ForwardRows:
-    batch: Batch = recorded.args
+    batch: ForwardTokens = recorded.args
     observed = recorded.observed
     assert observed is not None, "the one chunk has routers"
     kept_BT, starts_BT = batch.kept_BT, batch.starts_BT

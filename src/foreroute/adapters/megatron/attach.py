@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from foreroute.adapters.megatron.discover import Chunk, RouterSite, find_chunks, require_idle, require_replayable
+from foreroute.adapters.megatron.discover import Chunk, ChunkRouter, find_chunks, require_idle, require_replayable
 from foreroute.adapters.megatron.model import RoutedMegatron
 from foreroute.adapters.megatron.route_shard import Share
 from foreroute.adapters.megatron.router_hook import TopKRouterHook
@@ -41,7 +41,9 @@ def attach(model: nn.Module | Sequence[nn.Module]) -> RoutedMegatron:
     chunks = find_chunks(model)
     sites = [site for chunk in chunks for site in chunk.sites]
     places = max([1, *(site.block.ep_group.size() for site in sites)])
-    here = Stage([site.layer for site in sites], {(s.module.num_experts, s.module.topk) for s in sites}, places, None)
+    here = PipelineStage(
+        [site.layer for site in sites], {(s.module.num_experts, s.module.topk) for s in sites}, places, None
+    )
     problem = _problem(chunks, sites)
     # a stage that gave up without a word would leave the others waiting for it
     stages = _every_stage(chunks[0].trunk, replace(here, problem=None if problem is None else str(problem)))
@@ -55,7 +57,7 @@ def attach(model: nn.Module | Sequence[nn.Module]) -> RoutedMegatron:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """What pipeline ranks tell each other.
 
     Attributes:
@@ -71,7 +73,7 @@ class Stage:
     problem: str | None
 
 
-def _problem(chunks: tuple[Chunk, ...], sites: list[RouterSite]) -> ForerouteError | None:
+def _problem(chunks: tuple[Chunk, ...], sites: list[ChunkRouter]) -> ForerouteError | None:
     if any(is_hooked(chunk.trunk) for chunk in chunks):
         return AttachError("a session is open on this model; attach it before or after, or use the one that it has")
     try:
@@ -84,7 +86,7 @@ def _problem(chunks: tuple[Chunk, ...], sites: list[RouterSite]) -> ForerouteErr
     return None
 
 
-def _every_stage(trunk: Any, here: Stage) -> list[Stage]:
+def _every_stage(trunk: Any, here: PipelineStage) -> list[PipelineStage]:
     group = trunk.pg_collection.pp
     if group is None or group.size() == 1:
         return [here]
@@ -93,7 +95,7 @@ def _every_stage(trunk: Any, here: Stage) -> list[Stage]:
     return stages
 
 
-def _spec_of(trunk: Any, stages: list[Stage]) -> RoutingSpec:
+def _spec_of(trunk: Any, stages: list[PipelineStage]) -> RoutingSpec:
     """The table of the whole model."""
     layers = sorted(layer for stage in stages for layer in stage.layers)
     shapes = sorted({shape for stage in stages for shape in stage.shapes})
@@ -111,7 +113,7 @@ def _spec_of(trunk: Any, stages: list[Stage]) -> RoutingSpec:
     return RoutingSpec(num_experts, top_k, tuple(layers), model=type(trunk).__name__)
 
 
-def self_check(site: RouterSite) -> None:
+def self_check(site: ChunkRouter) -> None:
     """Run the router as it is, watched, on its own routes, and on other routes.
 
     Replay must be invisible on its own routes and obeyed on others.
@@ -136,7 +138,7 @@ def self_check(site: RouterSite) -> None:
     _require_obeyed(site, other, other_RK)
 
 
-def _require_obeyed(site: RouterSite, handed_on: tuple[Tensor, Tensor], wanted_RK: Tensor) -> None:
+def _require_obeyed(site: ChunkRouter, handed_on: tuple[Tensor, Tensor], wanted_RK: Tensor) -> None:
     probs, routing_map = handed_on
     wanted = torch.zeros_like(routing_map, dtype=torch.bool).scatter(1, wanted_RK, True)
     if not torch.equal(routing_map.bool(), wanted):
@@ -151,7 +153,7 @@ def _require_obeyed(site: RouterSite, handed_on: tuple[Tensor, Tensor], wanted_R
         )
 
 
-def _route(site: RouterSite, hidden: Tensor, now: LayerPass | None = None) -> tuple[Tensor, Tensor]:
+def _route(site: ChunkRouter, hidden: Tensor, now: LayerPass | None = None) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)  # input jitter draws numbers
     hook = TopKRouterHook(site, _run_alone)
     hook.now = now
@@ -197,7 +199,7 @@ def _work(top_k: int, ids_RK: Tensor | None, observed: LayerObservation | None =
 
 
 @contextmanager
-def _untouched(site: RouterSite) -> Iterator[None]:
+def _untouched(site: ChunkRouter) -> Iterator[None]:
     """Eval mode, no gradients; random state and mode kept."""
     router = site.module
     training, jitter = router.training, router.input_jitter

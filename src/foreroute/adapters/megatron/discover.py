@@ -24,7 +24,7 @@ BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 
 
 @dataclass(frozen=True)
-class RouterSite:
+class ChunkRouter:
     """One router of a chunk.
 
     Attributes:
@@ -52,7 +52,7 @@ class Chunk:
 
     trunk: Any
     decoder: Any
-    sites: tuple[RouterSite, ...]
+    sites: tuple[ChunkRouter, ...]
 
 
 def find_chunks(model: nn.Module | Sequence[nn.Module]) -> tuple[Chunk, ...]:
@@ -98,18 +98,18 @@ def _is_decoder(part: Any) -> bool:
     return isinstance(part, nn.Module) and hasattr(part, "layers") and hasattr(part, "set_input_tensor")
 
 
-def _sites(trunk: Any) -> tuple[RouterSite, ...]:
+def _sites(trunk: Any) -> tuple[ChunkRouter, ...]:
     sites = []
     for path, block in trunk.decoder.named_modules(prefix="decoder"):
         router = getattr(block, "router", None)
         if isinstance(router, Router):
             if not isinstance(router.layer_number, int):
                 raise AttachError(f"router {path}.router has no layer number; build the model from its layer specs")
-            sites.append(RouterSite(f"{path}.router", router, block, RoutedLayer(router.layer_number - 1)))
+            sites.append(ChunkRouter(f"{path}.router", router, block, RoutedLayer(router.layer_number - 1)))
     return tuple(sorted(sites, key=lambda site: site.layer))
 
 
-def require_replayable(sites: list[RouterSite]) -> None:
+def require_replayable(sites: list[ChunkRouter]) -> None:
     """Raise `AttachError` naming the first router, or setting, that cannot be replayed exactly."""
     for site in sites:
         _require_known_class(site)
@@ -118,7 +118,7 @@ def require_replayable(sites: list[RouterSite]) -> None:
             raise AttachError(f"router {site.path} cannot be replayed: {reason}")
 
 
-def require_idle(sites: Sequence[RouterSite]) -> None:
+def require_idle(sites: Sequence[ChunkRouter]) -> None:
     """Raise `ReplayError` if Megatron's own router replay is switched on."""
     for site in sites:
         own: Any = getattr(site.module, "router_replay", None)
@@ -130,7 +130,7 @@ def require_idle(sites: Sequence[RouterSite]) -> None:
             )
 
 
-def _require_known_class(site: RouterSite) -> None:
+def _require_known_class(site: ChunkRouter) -> None:
     kind = type(site.module)
     if not isinstance(site.module, TopKRouter):
         raise AttachError(f"router {site.path} is a {kind.__name__}; expected megatron.core's TopKRouter")

@@ -140,6 +140,7 @@ def _graph_of(output: Any) -> list[Any]:
 def _checkpoints(graph: list[Any]) -> Iterator[Any]:
     """The nodes of a graph that will run a function again, as Megatron's, Transformer Engine's and torch's do."""
     waiting, seen = list(graph), set()
+    # A node is looked at once, however many paths lead to it: residual streams double the paths in every layer.
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foreroute.adapters.megatron.discover import RouterSite
+from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.errors import ReplayError
 from foreroute.replay import Counts, LayerPass, RouterHook
 
 AUX_LOSSES = ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss")
+"""The methods of Megatron's `TopKRouter` that count tokens for a load-balancing loss."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class TopKRouterHook(RouterHook):
         run: called in the place of its forward.
     """
 
-    def __init__(self, site: RouterSite, run: RunRouter) -> None:
+    def __init__(self, site: ChunkRouter, run: RunRouter) -> None:
         super().__init__(site.path)
         self.site = site
         self._run = run

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foreroute.engines.vllm.process_engine import PartialGeneration, ProcessEngine, ProcessSettings
-    from foreroute.engines.vllm.server_engine import ServerEngine
+    from foreroute.engines.vllm.server_engine import VLLMServerEngine
 
-__all__ = ["PartialGeneration", "ProcessEngine", "ProcessSettings", "ServerEngine"]
+__all__ = ["PartialGeneration", "ProcessEngine", "ProcessSettings", "VLLMServerEngine"]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,5 +27,5 @@ def __getattr__(name: str) -> Any:
 
     if name not in __all__:
         raise AttributeError(f"module {__name__} has no attribute {name!r}")
-    module = "server_engine" if name == "ServerEngine" else "process_engine"
+    module = "server_engine" if name == "VLLMServerEngine" else "process_engine"
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -36,7 +36,7 @@ REQUIRED = {
 }
 
 
-class ServerEngine(OutsideEngine):
+class VLLMServerEngine(OutsideEngine):
     """The trainer's rollout engine behind a server that it has for itself.
 
     Weights go through a folder that both can read. Needs VLLM_SERVER_DEV_MODE=1 on the server.

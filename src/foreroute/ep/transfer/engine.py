@@ -132,6 +132,7 @@ class TransferEngine:
         because = self._at_home.get(cell)
         self._records.append(TransferRecord(cell, "fetch", *self._received_bytes, exposed_s, was_prefetched, because))
         self._received_bytes = (0, 0)
+        # A cell may be asked for twice, in its backward pass; the way on shows only in the last one that was another.
         if cell != self._current:
             self._previous, self._current = self._current, cell
         self._prefetch(cell)

@@ -34,7 +34,9 @@ from foreroute.plan import Topology
 
 DIRECTORY = Path("/dev/shm")
 ALIGNMENT = 64
+"""Bytes of a cache line, so that ranks that write side by side share none; a multiple of the size of every dtype."""
 WRITTEN, SIGNED_OFF = 0, 1
+"""Columns of the stamps: the version that a rank's part holds, and the last that the rank has done reading."""
 PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every device, whichever is the current one."""
 
@@ -117,6 +119,8 @@ class HostMemory:
         return f"the shared memory of rank {source} holds version {stamp} of the weights, expected {self.version}"
 
     def _write(self, homes: Sequence[Mapping[str, Tensor]]) -> None:
+        # No version while it is being written, so that whoever reads meanwhile sees it. Nobody should: batches begin
+        # after the vote that ends `publish`. Only one that its rank has given up may still be reading.
         self._stamps_W2[self._mine, WRITTEN] = -1
         for layer, home in enumerate(homes):
             for name, shard in home.items():
@@ -133,6 +137,7 @@ class HostMemory:
             if time.monotonic() > end:
                 late = np.flatnonzero(self._stamps_W2[:, SIGNED_OFF] < self.version).tolist()
                 return f"ranks {late} of its node still read the weights of the last version after {timeout_s} s"
+            # Polled, since no message tells: 0.1 ms is short against an optimizer step. Chosen by hand.
             time.sleep(1e-4)
         return None
 
@@ -286,6 +291,7 @@ def create_file(directory: Path, num_bytes: int) -> NamedFile:
 def remove_stale_files(directory: Path) -> int:
     """Remove this user's files whose makers died before they unnamed them. Returns how many."""
     removed = 0
+    # A maker holds the lock as long as the file has its name, so a lock that can be had is a dead maker's.
     for path in directory.glob(f"{_prefix()}*"):
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDWR)

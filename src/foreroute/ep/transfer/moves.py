@@ -123,6 +123,7 @@ def shard_moves(before_E: NDArray[np.integer], after_E: NDArray[np.integer]) -> 
 def home_row_E(home_E: NDArray[np.integer]) -> NDArray[np.int64]:
     """int64 [E], the row of every expert in the shard of its home rank."""
     order = np.argsort(home_E, kind="stable")
+    # An expert's place in this order, less that of the first of its rank, is how many of its rank come before it.
     sorted_E = home_E[order]
     row_E = np.empty(len(home_E), np.int64)
     row_E[order] = np.arange(len(home_E)) - np.searchsorted(sorted_E, sorted_E)
@@ -184,6 +185,7 @@ def _flip(
     reach in the round that is free there.
     """
     path, side, vertex, number = [], 1, target, 0
+    # `vertex` is on the given side and is left by the round free[number]; sides and rounds alternate along the path.
     while (edge := int(edge_at[side][vertex, free[number]])) != EMPTY:
         path.append((edge, free[number], free[1 - number]))
         side, number = 1 - side, 1 - number
@@ -231,6 +233,7 @@ def _greedy(moves: Moves, reached_V: NDArray[np.bool_], expert_bytes: int, topol
     """Moves with no choice first, then each other one on the path where it ends sooner."""
     links = _LinkTimes(topology)
     host_V = np.zeros(len(moves), np.bool_)
+    # A link that must carry a move is busy before the first choice is made, so that choices go round it.
     for v in np.argsort(reached_V, kind="stable").tolist():
         source, target = int(moves.source_V[v]), int(moves.target_V[v])
         if reached_V[v]:
@@ -260,6 +263,7 @@ class _LinkTimes:
 
     def _work(self, source: int, target: int, on_host: bool, num_bytes: int) -> list[tuple[tuple[str, int], float]]:
         """Every link that the move takes, with the time at which it would be free again."""
+        # A link pays its latency once: the moves of a batch go out together, and later ones follow without a pause.
         links, per_node = self._topology.links, self._topology.ranks_per_node
         if on_host:
             taken, latency_s, rate = [("host", target)], 0.0, links.host_bytes_per_s

@@ -71,6 +71,7 @@ class SlotSet:
     def replicas(self, plan: CellPlan, rank: int) -> dict[str, Tensor]:
         """Name -> [replicas of the rank, ...] in order of slot: views where the slots are neighbours, else copies."""
         slots = np.sort(plan.slot_R[plan.rank_R == rank]).tolist()
+        # Slots are distinct, so neighbours are those whose first and last are as far apart as they are many.
         if not slots or slots[-1] - slots[0] == len(slots) - 1:
             first = slots[0] if slots else 0
             return {name: tensor[first : first + len(slots)].detach() for name, tensor in self.tensors.items()}

@@ -42,7 +42,7 @@ CHECKED_SEQUENCES = 16
 
 
 @dataclass(eq=False)
-class Pass:
+class LogprobPass:
     """Log-probs of the policy that TRL is about to compute.
 
     Attributes:
@@ -58,7 +58,7 @@ class Pass:
     logprobs_BR: Tensor | None = None
 
 
-class PassController:
+class TrainerPassController:
     """The passes of one trainer.
 
     Args:
@@ -80,7 +80,7 @@ class PassController:
         self._is_reference = _is_reference(self._policy)
         self.routed = hf.attach(self._policy)
         self._source = self._make_source()
-        self._now: Pass | None = None
+        self._now: LogprobPass | None = None
         self._num_rollouts = 0
         self._num_updates = 0
         self._has_old_pass = False
@@ -138,7 +138,7 @@ class PassController:
     def generate(self, generate: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """TRL's `_generate_and_score_completions`, whose old-log-prob pass is replayed, or recorded for R2."""
         self.rollout = None
-        old = Pass("old")
+        old = LogprobPass("old")
         with self.passing(old):
             output = generate()
         self._has_old_pass = output.get("old_per_token_logps") is not None
@@ -156,7 +156,7 @@ class PassController:
         output[ROWS] = rollout.rows().to(output["completion_ids"].device)
         return output
 
-    def _take_recorded(self, old: Pass, output: dict[str, Any]) -> None:
+    def _take_recorded(self, old: LogprobPass, output: dict[str, Any]) -> None:
         if not old.executed:
             raise ReplayError(
                 "replay='R2' was asked for, and TRL computed no old log-probs for this rollout, so that there is "
@@ -168,7 +168,7 @@ class PassController:
         """TRL's `_compute_loss` on a micro-batch."""
         if ROWS not in inputs:
             raise ReplayError(f"the micro-batch has no {ROWS!r}: TRL dropped what its generation batch held")
-        update = Pass("update", self._current().sequences_of(inputs[ROWS]))
+        update = LogprobPass("update", self._current().sequences_of(inputs[ROWS]))
         with self.passing(update):
             loss = compute()
         if update.logprobs_BR is None:
@@ -200,7 +200,7 @@ class PassController:
         return total
 
     @contextmanager
-    def passing(self, begun: Pass | None) -> Iterator[None]:
+    def passing(self, begun: LogprobPass | None) -> Iterator[None]:
         """Log-probs of the policy computed while the context is open belong to this pass, or to none of TRL's."""
         outer, self._now = self._now, begun
         try:
@@ -241,7 +241,7 @@ class PassController:
         return self._trainer.accelerator.unwrap_model(model) is self._policy and not self._is_reference()
 
     @contextmanager
-    def _routing(self, now: Pass, rows: slice, mask_BT: Tensor) -> Iterator[None]:
+    def _routing(self, now: LogprobPass, rows: slice, mask_BT: Tensor) -> Iterator[None]:
         """Replay what belongs to a part of a pass; record it where the weights are still the rollout's."""
         update = now.kind == "update"
         session = recording = None
@@ -257,13 +257,13 @@ class PassController:
         if session is not None and update:
             self.metrics.add_native(session.agreement().routing)
 
-    def _routes_of(self, now: Pass, rows: slice, mask_BT: Tensor) -> RoutingTrace:
+    def _routes_of(self, now: LogprobPass, rows: slice, mask_BT: Tensor) -> RoutingTrace:
         rollout = self._current()
         sequences = np.arange(len(rollout.trace)) if now.sequences is None else now.sequences
         lengths = mask_BT.sum(dim=1).cpu().numpy()
         return rollout.routes(sequences[rows], lengths, drops_truncated=bool(self._trainer.mask_truncated_completions))
 
-    def _measure(self, seen: Pass, batch: dict[str, Any]) -> None:
+    def _measure(self, seen: LogprobPass, batch: dict[str, Any]) -> None:
         """Trainer beside rollout, at the rollout's weights."""
         rollout = self._current()
         sequences = np.arange(len(rollout.trace)) if seen.sequences is None else seen.sequences

@@ -21,7 +21,7 @@ from torch import Tensor
 from foreroute.errors import AttachError, ConfigError
 from foreroute.trainers.checks import require_api
 from foreroute.trainers.trl.capture_vllm import colocated_vllm_returns_routes
-from foreroute.trainers.trl.controller import PassController, Replay
+from foreroute.trainers.trl.controller import Replay, TrainerPassController
 
 METHODS = {
     # method of GRPOTrainer: parameters that are passed to it, or read from it, by name or place
@@ -64,7 +64,7 @@ class RoutingReplay:
         with colocated_vllm_returns_routes(wanted=replay != "R2"):
             super().__init__(*args, **kwargs)
         require_supported(self, replay)
-        self.routing = PassController(self, replay)
+        self.routing = TrainerPassController(self, replay)
 
     def _generate(self, prompts: list[Any]) -> Any:
         generate = partial(super()._generate, prompts)  # type: ignore[misc]

@@ -42,7 +42,7 @@ Step = Callable[..., Any]
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 
 
-class PassController:
+class EnginePassController:
     """The passes of one engine.
 
     Args:

@@ -26,7 +26,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from foreroute.errors import AttachError, ConfigError
 from foreroute.trainers.checks import require_api
-from foreroute.trainers.verl.controller import PassController
+from foreroute.trainers.verl.controller import EnginePassController
 from foreroute.trainers.verl.protocol import FIELD
 from foreroute.trainers.verl.settings import KEY, replay_of, require_supported
 
@@ -46,10 +46,10 @@ METHODS = {
 FIELDS = ("router_replay", "forward_only", "strategy", "ulysses_sequence_parallel_size")
 
 
-class RoutingReplay:
+class FSDPRoutingReplay:
     """Routing replay for verl's FSDP engines of language models; put it first among the bases.
 
-        class MyEngine(RoutingReplay, MyFSDPEngine): ...
+        class MyEngine(FSDPRoutingReplay, MyFSDPEngine): ...
 
     What is replayed stands in `router_replay.mode` of the engine's configuration. An engine that only runs forward is a
     reference, and is left alone.
@@ -61,7 +61,7 @@ class RoutingReplay:
     # verl's engine defines these; a mixin only sees them at run time
     engine_config: Any
     eval_mode: Any
-    routing: PassController | None = None
+    routing: EnginePassController | None = None
 
     def initialize(self) -> None:
         """Build the model as verl does, and prove replay on it.
@@ -77,7 +77,7 @@ class RoutingReplay:
         if replay == "disabled" or self.engine_config.forward_only:
             return
         with self.eval_mode():
-            self.routing = PassController(self, replay)
+            self.routing = EnginePassController(self, replay)
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         """The passes of verl over a batch, of which each micro-batch was replayed.
@@ -104,7 +104,7 @@ class RoutingReplay:
     def _watch_unreplayed(self, data: Any) -> None:
         """Measure, where routes of the rollout are at hand and no replay was asked for."""
         if self.routing is None and not self.engine_config.forward_only and data.get(FIELD, None) is not None:
-            self.routing = PassController(self, "disabled")
+            self.routing = EnginePassController(self, "disabled")
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -120,7 +120,7 @@ class RoutingReplay:
                 self.routing.is_reference = False
 
 
-class RoutingReplayEngine(RoutingReplay, FSDPEngineWithLMHead):
+class RoutingReplayEngine(FSDPRoutingReplay, FSDPEngineWithLMHead):
     """verl's FSDP engine of language models with routing replay."""
 
 
@@ -137,10 +137,10 @@ def register() -> None:
         if not engines:
             raise AttachError(f"verl registers no engine for the strategy {backend}; this release is not known")
         for device, engine in engines.items():
-            if engine is not FSDPEngineWithLMHead and not issubclass(engine, RoutingReplay):
+            if engine is not FSDPEngineWithLMHead and not issubclass(engine, FSDPRoutingReplay):
                 raise AttachError(
                     f"the engine for {backend} on {device} is {engine.__name__}, not verl's own; derive it from "
-                    "foreroute.trainers.verl.fsdp.RoutingReplay"
+                    "foreroute.trainers.verl.fsdp.FSDPRoutingReplay"
                 )
             engines[device] = RoutingReplayEngine if engine is FSDPEngineWithLMHead else engine
     for backend in backends.keys() - {*BACKENDS, *OWN_REPLAY}:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.adapters.megatron.discover import RouterSite
+from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.errors import PlacementError
 
 
@@ -32,7 +32,7 @@ class DispatchPermutation:
         home_E: the same.
     """
 
-    def __init__(self, site: RouterSite, home_E: NDArray[np.int16]) -> None:
+    def __init__(self, site: ChunkRouter, home_E: NDArray[np.int16]) -> None:
         self.home_E = home_E
         self._site = site
         self._preprocess = site.block.preprocess
@@ -87,13 +87,13 @@ NOT_AT_HOME = (
 )
 
 
-def permutation_of(site: RouterSite) -> DispatchPermutation | None:
+def permutation_of(site: ChunkRouter) -> DispatchPermutation | None:
     """What stands before the dispatcher of a layer now."""
     found = site.block.__dict__.get("preprocess")
     return found if isinstance(found, DispatchPermutation) else None
 
 
-def set_home(site: RouterSite, home_E: NDArray[np.int16], block_home_E: NDArray[np.int16]) -> None:
+def set_home(site: ChunkRouter, home_E: NDArray[np.int16], block_home_E: NDArray[np.int16]) -> None:
     """Have the layer send tokens where experts live from now on.
 
     Args:

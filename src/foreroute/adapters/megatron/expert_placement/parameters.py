@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from foreroute.adapters.megatron.discover import RouterSite
+from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.errors import TransferError
 
 PARAMETERS = {
@@ -30,7 +30,7 @@ PARAMETERS = {
 """Experts modules whose parameters belong to one expert each, and how their names say to which."""
 
 
-def expert_slots(site: RouterSite) -> list[dict[str, nn.Parameter]]:
+def expert_slots(site: ChunkRouter) -> list[dict[str, nn.Parameter]]:
     """The parameters of the expert in each slot of this rank, by name.
 
     Raises:
@@ -63,7 +63,7 @@ def expert_slots(site: RouterSite) -> list[dict[str, nn.Parameter]]:
     return slots
 
 
-def _require_known(site: RouterSite, block: Any, experts: Any) -> None:
+def _require_known(site: ChunkRouter, block: Any, experts: Any) -> None:
     if type(experts) not in PARAMETERS:
         raise TransferError(
             f"the experts of {site.path} are a {type(experts).__name__}; homes of "

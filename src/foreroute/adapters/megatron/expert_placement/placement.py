@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch.optim import Optimizer
 
-from foreroute.adapters.megatron.discover import RouterSite
+from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.expert_placement.dispatch_permutation import NOT_AT_HOME, permutation_of, set_home
 from foreroute.adapters.megatron.expert_placement.layer_transfer import (
     LayerTransfer,
@@ -56,7 +56,7 @@ class HomePlacement:
         block_home_LE: int16 [L, E], where Megatron puts them when it builds a model.
     """
 
-    def __init__(self, spec: RoutingSpec, sites: Sequence[RouterSite], num_ep_ranks: int, groups: Any) -> None:
+    def __init__(self, spec: RoutingSpec, sites: Sequence[ChunkRouter], num_ep_ranks: int, groups: Any) -> None:
         block_E = block_homes(spec.num_experts, num_ep_ranks).astype(np.int16)
         self.block_home_LE = _fixed(np.tile(block_E, (spec.num_layers, 1)))
         self.home_LE = self.block_home_LE
@@ -166,7 +166,7 @@ class HomePlacement:
             raise PlacementError(f"experts of this optimizer {NOT_AT_HOME}")
 
 
-def _inspect(sites: list[RouterSite], optimizer: Any) -> list[LayerTransfer]:
+def _inspect(sites: list[ChunkRouter], optimizer: Any) -> list[LayerTransfer]:
     """What there is to move, found without a change.
 
     Raises:

@@ -19,7 +19,8 @@ from foreroute.errors import TraceContentError
 from foreroute.trace.spec import RoutingSpec
 
 MOST_UNROLLED = 16
-"""Up to so many picks, kernels are compiled anew for each number of them."""
+"""Up to so many picks, kernels are compiled anew for each number of them. Chosen by hand: the presets of `costs`
+pick 10 at most, and unrolled code grows with the number."""
 
 
 def unrolled(values: NDArray[np.int64]) -> tuple[int, ...] | NDArray[np.int64]:
@@ -104,6 +105,7 @@ class FixedWidth(ABC):
             )
 
     def _words(self, rows: int) -> int:
+        # The zero word at the end is what `fetch` may read past the last pick, so that it needs no test for the end.
         return -(-rows * self._spec.top_k * self._bits // 64) + 1
 
     @staticmethod

@@ -35,11 +35,14 @@ from foreroute.trace.file.codec.prefix_code import (
 from foreroute.trace.spec import MAX_EXPERTS, RoutingSpec
 
 PICKS_PER_RANKING = 16
-"""Picks per expert from which on a payload has a ranking. The format fixes it."""
+"""Picks per expert from which on a payload has a ranking. The format fixes it. Up to 256 experts a ranking then costs
+half a bit per pick; on workload G8 it saves 30 % with 16 picks per expert, and pays from 4 on."""
 SAMPLED_BLOCKS = 16
-"""About how many blocks code lengths are fitted to, spread over the file."""
+"""About how many blocks code lengths are fitted to, spread over the file. On workload G8 all 162 blocks instead of 16
+save 0.02 %."""
 SHORT_PICKS = 10
-"""With up to so many picks, the codes of a row nearly always fit in one fetch of 64 bits."""
+"""With up to so many picks, the codes of a row nearly always fit in one fetch of 64 bits: on workload G8, 8 picks of
+128 take 26 bits on average and 44 at most. Chosen by hand; `short_lanes` would be right for up to 16."""
 
 
 class Planes:
@@ -94,6 +97,7 @@ class Planes:
             if len(rows):
                 blank._rank(expert_ids_NLK, rows)
                 count_gaps(blank._planes, spec.num_layers, len(rows), len(rows), book, counts)
+        # The gaps of one symbol lie side by side and share its code, so their counts are added up.
         return cls(spec, {"code_lengths": np.stack([fit_lengths(c) for c in np.add.reduceat(counts, first, axis=1)])})
 
     def encode(
@@ -137,6 +141,7 @@ class Planes:
 
         spec, rows = self._spec, len(dest)
         head = self._head_words(rows)
+        # A row has a bit at least, so its stream has a word; then comes the zero word. `read_block` reads both unasked.
         if sizes.min() < head + 2:
             raise TraceContentError(f"a payload of {int(sizes.min())} words cannot hold {rows} rows")
         self._reserve(rows, len(starts))

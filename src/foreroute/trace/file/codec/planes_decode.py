@@ -305,6 +305,8 @@ def read_block(
     width, half = uint64(8 * ranking.itemsize), uint64(0xFFFFFFFF)
     for rank in range(num_experts):  # without a ranking in the payloads, rank is id
         ranking[rank] = rank
+    # Before a layer is decoded its words are known to be as many as its lanes' ends ask for, and `ranking` to be a
+    # permutation; `read_layer` then says whether ranks and ends came out right.
     for c in range(len(starts)):
         payload = words[starts[c] : starts[c] + sizes[c]]
         ends[0], ends[1] = payload[0] & half, payload[0] >> uint64(32)

@@ -89,7 +89,8 @@ def rank_experts(
                 for _ in range(top_k):
                     counts_LE[layer, uint64(flat_ids[source])] += 1
                     source += uint64(1)
-    # One number to sort by: more counts first, then lower ids. The expert is its low 16 bits.
+    # One number to sort by: more counts first, then lower ids. The expert is its low 16 bits, though it is negative,
+    # since a count shifted by 16 leaves them alone.
     key = np.empty(num_experts, np.int64)
     for layer in range(num_layers):
         for expert in range(num_experts):

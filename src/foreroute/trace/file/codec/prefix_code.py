@@ -18,9 +18,11 @@ MAX_LENGTH = 11
 """Bits of a code. A table over the next 11 bits decodes it with one look-up; it has 2,048 entries, 4 KiB of uint16, so
 that those of 8 books just fit a first-level cache of 32 KiB."""
 MAX_BOOKS = 16
+"""Code books of a file. Up to so many picks, each has its own; beyond, neighbours share one. The format fixes it."""
 DIRECT_EXPERTS = 256
 """Up to so many experts, every gap is a symbol of its own: it fits a byte, and there are no extra bits."""
 DIRECT_GAPS = 64
+"""In wider models, gaps below this are a symbol each. Chosen by hand; the format fixes it."""
 KEPT_BITS = 4
 """Of the gaps from 64 on, the leading 4 bits are the symbol. The alphabet of 65,536 experts is then 144 symbols."""
 
@@ -32,6 +34,8 @@ def symbol_table(num_experts: int, top_k: int) -> tuple[NDArray[np.int64], NDArr
         return np.arange(num_gaps), np.zeros(num_gaps, np.int64)
     first, extra = list(range(min(num_gaps, DIRECT_GAPS))), [0] * min(num_gaps, DIRECT_GAPS)
     gap = DIRECT_GAPS
+    # `gap` is the first of its symbol, which spans the gaps that agree in their leading 4 bits, the first of them a 1:
+    # 8 symbols from each power of two to the next.
     while gap < num_gaps:
         width = gap.bit_length() - KEPT_BITS
         first.append(gap)
@@ -78,6 +82,7 @@ def encoding_table(lengths_BY: NDArray[np.uint8], num_experts: int, top_k: int) 
     symbol = np.searchsorted(first, gaps, side="right") - 1
     rest = gaps - first[symbol]
     table = np.zeros((len(lengths_BY), len(gaps)), np.uint32)
+    # Canonical codes: in order of (length, symbol), each begins where the one before ends, counted in 11-bit words.
     for book, lengths in enumerate(lengths_BY):
         order, widths = _code_space(lengths)
         codes = np.zeros(len(lengths), np.int64)
@@ -101,6 +106,7 @@ def decoding_tables(
     for book, lengths in enumerate(lengths_BY):
         order, widths = _code_space(lengths)
         entries = first << 16 | extra << 8 | lengths
+        # A code stands for all words that begin with it. A stream holds them reversed, its first bit lowest.
         full[book] = np.repeat(entries[order], widths)[_REVERSED]
     short: NDArray[Any] = (full >> 16 << 8 | full & 255).astype(np.uint16)
     return short.reshape(-1), full.reshape(-1)
