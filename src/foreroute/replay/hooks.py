@@ -64,6 +64,7 @@ class ModelHooks(ABC):
         self.routers = routers
         self.watch = Watch()
         self.is_forcing = False
+        self.counts_executed = False
         self.passes = PassStack(routers)
         self.sessions = OneThread("has a record() or replay() session open on it")
         self.listeners: list[Listener] = []
@@ -72,6 +73,11 @@ class ModelHooks(ABC):
         self._unhook_routers: Callable[[], None] | None = None
         self._users = 0
         self._lock = threading.RLock()  # backwards of other threads recompute while sessions open and close
+
+    @property
+    def watch_again(self) -> Watch:
+        """What recomputations of a pass that begins now observe. Nothing by default."""
+        return Watch()
 
     @abstractmethod
     def session_hooks(self, stack: ExitStack) -> None:
@@ -104,13 +110,14 @@ class ModelHooks(ABC):
         Raises:
             ReplayError: when another thread has a session open, or this model was attached once more and that has.
         """
-        with self.sessions.held("opens a session on a model"), self.routers_hooked(), self.hooks_of(listener):
+        with self.sessions.held("opens a session on a model"), self.routers_hooked():
             if not self.listeners:
                 self._session_hooks = self._install()
             self.listeners.append(listener)
             self._heed_listeners()
             try:
-                yield
+                with self.hooks_of(listener):  # around those on the trunk, which may be the whole model
+                    yield
             finally:
                 self.listeners.remove(listener)
                 self._heed_listeners()
@@ -154,7 +161,7 @@ class ModelHooks(ABC):
             for listener in listeners:
                 listener.end(self.chunk, args, None)
             return result
-        current = PassInput(self.spec, rows, args.num_slots, args.device, self.watch).open()
+        current = PassInput(self.spec, rows, args.num_slots, args.device, self.watch, self.watch_again).open()
         with self.passes.on_top(current):
             result = forward()
         if not self._users:
@@ -213,6 +220,7 @@ class ModelHooks(ABC):
 
     def _heed_listeners(self) -> None:
         self.is_forcing = any(listener.forces for listener in self.listeners)
+        self.counts_executed = any(listener.counts_executed for listener in self.listeners)
         self.watch = Watch()
         for listener in self.listeners:
             self.watch |= listener.watch

@@ -34,6 +34,7 @@ from foreroute.replay import (
     PassInput,
     PassObservation,
     ReplayRows,
+    Watch,
     id_dtype,
     overridden,
     require_each_router_once,
@@ -75,9 +76,13 @@ class TransformerHooks(ModelHooks):
         self._checkpoints_open = 0
         self._number = graph_ops.register(self)
         self._ledger = torch.zeros(1, dtype=torch.int64)
-        self._counts_executed = False
         self._executed: Tensor | None = None
         self._begun_in_graph: Batch | None = None
+
+    @property
+    def watch_again(self) -> Watch:
+        """The same: torch compares what a checkpoint saves the second time, and a compiled layer has one graph."""
+        return self.watch
 
     def session_hooks(self, stack: ExitStack) -> None:
         """On the trunk, and on whatever checkpoints a part of it, or was compiled on its own with a router in it."""
@@ -109,12 +114,8 @@ class TransformerHooks(ModelHooks):
         if not listener.counts_executed:
             yield
             return
-        self._counts_executed = True
-        try:
-            with overridden(self._model, "forward", self._run_model):
-                yield
-        finally:
-            self._counts_executed = False
+        with overridden(self._model, "forward", self._run_model):
+            yield
 
     def require_bindable(self) -> None:
         """Raise `ReplayError` if the trunk runs in a reentrant checkpoint, or while a CUDA graph is captured."""
@@ -147,7 +148,7 @@ class TransformerHooks(ModelHooks):
     def after_pass(self, output: Any, current: Pass) -> None:
         """Let the auxiliary loss that follows the trunk see what was executed."""
         if not current.is_recompute:
-            self._executed = current.observed.ids_LRK if self._counts_executed else None
+            self._executed = current.observed.ids_LRK if self.counts_executed else None
 
     def _run_compiled(self, path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A layer with a graph of its own, in which its router cannot look around."""
@@ -209,10 +210,10 @@ class TransformerHooks(ModelHooks):
         )
         rows = ReplayRows(ids_LRK, routed_R, None, routed_R, routed_R) if self.is_forcing else None
         slots = tensors.input_ids_BT
-        current = PassInput(self.spec, rows, slots.numel(), slots.device, self.watch).open()
+        current = PassInput(self.spec, rows, slots.numel(), slots.device, self.watch, self.watch).open()
         with self.passes.on_top(current):
             result = forward(*args, **kwargs)
-        self._executed = current.observed.ids_LRK if self._counts_executed else None
+        self._executed = current.observed.ids_LRK if self.counts_executed else None
         graph_ops.end_pass(self._number, self._ledger, current.calls_L, current.observed.tensors())
         return result
 

@@ -18,7 +18,7 @@ from foreroute.adapters.megatron.hooks import ChunkHooks
 from foreroute.adapters.megatron.recording import RankGroups, rows_over_ranks
 from foreroute.adapters.megatron.route_shard import RouteShard, Share, shard
 from foreroute.adapters.megatron.schedule import ReplayingStep, RoutesIn, StepListener, routes_in
-from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError
+from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError, TraceContentError
 from foreroute.layout import Layout
 from foreroute.plan import StepPlan
 from foreroute.replay import (
@@ -180,6 +180,11 @@ class RoutedMegatron(RoutedModel):
         if is_cut and (layout is not None or routes.layers != self.layers):
             raise BatchMismatchError(
                 "the routes are cut to a rank already: give no layout with them, and only those of this rank"
+            )
+        if policy.gate_weights and (routes.weights_LRK if is_cut else routes.gate_weights_NLK) is None:
+            raise TraceContentError(
+                "the routes have no gate weights to replay; record them with record(gate_weights=True), cut them with "
+                "shard(gate_weights=True), or leave gate_weights out"
             )
 
         def cut(call: Call) -> RouteShard:
