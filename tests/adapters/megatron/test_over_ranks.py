@@ -12,6 +12,8 @@ CELLS = [
     Cell(cp=2, packed=True),
     Cell(tp=2, packed=True, recompute="selective"),
     Cell(ep=2),
+    # the first of its virtual stages has no router
+    Cell(pp=2, vpp=2, recompute="uniform", settings=(("moe_layer_freq", [0, 1, 1, 1]),)),
 ]
 
 
