@@ -85,6 +85,11 @@ class ModelHooks(ABC):
         self._users = 0
         self._lock = threading.RLock()  # backwards of other threads recompute while sessions open and close
 
+    @property
+    def watch_again(self) -> Watch:
+        """What recomputations of a pass that begins now observe. Nothing by default."""
+        return Watch()
+
     @abstractmethod
     def session_overrides(self) -> Iterable[Override]:
         """What a session overrides, routers aside: the forward of the trunk, to run it by `run_pass`, and the like."""
@@ -118,18 +123,15 @@ class ModelHooks(ABC):
             ReplayError: when another thread has a session open, or this model was attached once more and that has.
         """
         counting = self.counting if listener.counts_executed else []
-        with (
-            self.sessions.held("opens a session on a model"),
-            self.routers_hooked(),
-            patched(counting),
-        ):
+        with self.sessions.held("opens a session on a model"), self.routers_hooked():
             if not self.listeners:
                 hooks = patched(self.session_overrides(), uncopyable_too=self._hooked)
                 self._session_hooks.enter_context(hooks)
             self.listeners.append(listener)
             self._heed_listeners()
             try:
-                yield
+                with patched(counting):  # around those on the trunk, which may be the whole model
+                    yield
             finally:
                 self.listeners.remove(listener)
                 self._heed_listeners()
@@ -178,7 +180,7 @@ class ModelHooks(ABC):
             for listener in listeners:
                 listener.end(self.chunk, args, None)
             return result
-        current = PassInput(self.spec, rows, args.num_slots, args.device, self.watch).open()
+        current = PassInput(self.spec, rows, args.num_slots, args.device, self.watch, self.watch_again).open()
         with self.passes.on_top(current):
             result = forward()
         if not self._users:

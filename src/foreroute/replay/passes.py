@@ -79,6 +79,7 @@ class PassInput:
         num_slots: R.
         device: where the model is.
         watch: what to observe.
+        watch_again: what a recomputation observes, though nobody reads it: where it must do as the forward did.
     """
 
     spec: RoutingSpec
@@ -86,31 +87,40 @@ class PassInput:
     num_slots: int
     device: torch.device
     watch: Watch
+    watch_again: Watch
 
     def open(self) -> Pass:
         """A pass over this, with room for what is observed."""
-        num_layers = self.spec.num_layers
-        calls_L = torch.zeros(num_layers, dtype=torch.int32, device=self.device)
-        observed = PassObservation.empty(self.watch, self.num_slots, self.spec, self.device)
-        of_layers = [None] * num_layers if self.watch.nothing else observed.by_layer(num_layers)
-        rows = [None] * num_layers if self.rows is None else self.rows.by_layer()
-        layers = [
-            LayerPass(layer, rows[layer], of_layers[layer], calls_1, self.num_slots, self.spec.top_k, self.watch.own)
-            for layer, calls_1 in enumerate(calls_L.split(1))
-        ]
-        return Pass(self, layers, observed, [0] * num_layers, calls_L, torch.is_grad_enabled())
+        layers, observed, calls_L = self._room_for(self.watch)
+        return Pass(self, layers, observed, [0] * len(layers), calls_L, torch.is_grad_enabled())
 
     def open_again(self) -> Pass:
         """The recomputation of a part of a pass over this. What it observes and counts is read by nobody."""
-        once = self._again
-        again = Pass(self, once.layers, once.observed, [0] * len(once.layers), once.calls_L, torch.is_grad_enabled())
+        layers, observed, calls_L = self._again
+        again = Pass(self, layers, observed, [0] * len(layers), calls_L, torch.is_grad_enabled())
         again.is_recompute = True
         return again
 
     @cached_property
-    def _again(self) -> Pass:
-        """What is the same for every recomputed part, of which there may be one for each layer."""
-        return self.open()
+    def _again(self) -> tuple[list[LayerPass], PassObservation, Tensor]:
+        """What is the same for every recomputed part, of which there may be one for each layer.
+
+        No pass: it would refer to this in turn, and so keep the rows on the device until Python looks for cycles.
+        """
+        return self._room_for(self.watch_again)
+
+    def _room_for(self, watch: Watch) -> tuple[list[LayerPass], PassObservation, Tensor]:
+        """What each router does, what they write down, and their calls in graphs."""
+        num_layers = self.spec.num_layers
+        calls_L = torch.zeros(num_layers, dtype=torch.int32, device=self.device)
+        observed = PassObservation.empty(watch, self.num_slots, self.spec, self.device)
+        rows = [None] * num_layers if self.rows is None else self.rows.by_layer()
+        of_layers = [None] * num_layers if watch.nothing else observed.by_layer(num_layers)
+        layers = [
+            LayerPass(layer, rows[layer], of_layers[layer], calls_1, self.num_slots, self.spec.top_k, watch.own)
+            for layer, calls_1 in enumerate(calls_L.split(1))
+        ]
+        return layers, observed, calls_L
 
 
 @dataclass(eq=False)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.replay.arguments import kept_by
@@ -51,10 +51,19 @@ class Recordable(Protocol):
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """One forward of one chunk: what its arguments said, and what its routers did, still on the device."""
+    """One forward of one chunk, still on the device, and no more of it than the trace is made of.
+
+    Attributes:
+        args: what its arguments said.
+        ids_LRK: uint8 or uint16 [L, R, K], executed; None of a chunk without routers.
+        margin_LR: float32 [L, R], or None where margins were not asked for.
+        weights_LRK: float32 [L, R, K], or None where gate weights were not asked for.
+    """
 
     args: Any
-    observed: PassObservation | None
+    ids_LRK: Tensor | None
+    margin_LR: Tensor | None = None
+    weights_LRK: Tensor | None = None
 
 
 RowsOf = Callable[[list[list[RecordedPass]]], list[ForwardRows]]
@@ -103,8 +112,11 @@ class Recording(Listener):
 
     def end(self, chunk: int, args: Recordable, observed: PassObservation | None) -> None:
         """Keep the pass; one that failed is forgotten."""
-        kept = None if observed is None else observed.only(self.watch)
-        self._passes[chunk].append(RecordedPass(self._begun[chunk], kept))
+        parts: tuple[Tensor | None, ...] = (None, None, None)
+        if observed is not None:
+            margin_LR = observed.own()[2] if self.watch.own else None
+            parts = (observed.ids_LRK, margin_LR, observed.weights_LRK if self.watch.weights else None)
+        self._passes[chunk].append(RecordedPass(self._begun[chunk], *parts))
 
     def trace(self) -> RoutingTrace:
         """Everything recorded so far, in the order of the forwards, of their rows, and of the sequences in a row.
@@ -147,6 +159,8 @@ class Recording(Listener):
 
     def margins_NL(self) -> NDArray[np.float32]:
         """float32 [N, L]: K-th minus (K+1)-th selection score of each row of `trace()`, in the router's own scale.
+
+        Called on every rank of the model, as `trace`.
 
         Raises:
             ReplayError: when the session was not opened with `margins=True`.
@@ -252,7 +266,10 @@ def _kept(attention_mask: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.bool_
 
 def _on_host(values: Any) -> NDArray[Any]:
     try:
-        return np.asarray(values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values)
+        if isinstance(values, Tensor):
+            host = values.detach().cpu()
+            values = (host.float() if host.is_floating_point() else host).numpy()  # numpy knows no bfloat16
+        return np.asarray(values)
     except (TypeError, ValueError) as error:
         raise BatchMismatchError(f"a {type(values).__name__} holds no tokens ({error}); expected integers") from error
 

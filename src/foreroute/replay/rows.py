@@ -89,7 +89,8 @@ class ReplayRows:
         if missing == "error" and not is_whole:
             refuse_missing(trace, row_of_slot)
         routed = real if is_whole else is_routed(trace, row_of_slot)
-        counted = is_faithful(trace, row_of_slot) if missing == "drop" and not is_whole else real
+        # a copy: whoever is given the loss mask may write to it, and on the CPU tensors share the memory of arrays
+        counted = is_faithful(trace, row_of_slot) if missing == "drop" and not is_whole else real.copy()
         ids_RLK = trace.expert_ids_NLK[row_of_slot]
         if spread_padding:
             ids_RLK, routed = fill_padding(ids_RLK, ~real, np.zeros(trace.spec.num_experts, np.int64)), routed | ~real

@@ -228,15 +228,6 @@ class PassObservation:
         """Those that are watched, in the order of the attributes."""
         return [tensor for tensor in self._every() if tensor is not None]
 
-    def only(self, watch: Watch) -> PassObservation:
-        """The part of it that is watched here, where several look on."""
-        own = (self.own_ids_LRK, self.own_values_LRK, self.next_LR, self.by_probability_L)
-        return PassObservation(
-            self.ids_LRK if watch.ids else None,
-            *(own if watch.own else (None,) * 4),
-            self.weights_LRK if watch.weights else None,
-        )
-
     def by_layer(self, num_layers: int) -> list[LayerObservation]:
         """The parts that routers write, one for each."""
         every = [[None] * num_layers if each is None else each.unbind() for each in self._every()]

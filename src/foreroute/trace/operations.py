@@ -167,9 +167,9 @@ def digest(trace: RoutingTrace) -> str:
         trace.token_ids_N,
         trace.weight_versions_N,
         trace.valid_N,
-        np.ascontiguousarray(trace.expert_ids_NLK),
+        trace.expert_ids_NLK,
     ):
-        state.update(array.astype(array.dtype.newbyteorder("<"), copy=False).data)
+        state.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
     return state.hexdigest()
 
 

@@ -102,3 +102,24 @@ def test_a_loss_that_cannot_be_told_is_refused():
         routed.replay(random_routes(routed.spec, BATCH), counts="replayed"),
     ):
         model(**BATCH)
+
+
+def test_a_session_that_was_refused_leaves_the_counts_of_the_one_that_is_open():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    losses = []
+    for is_refused in (False, True):
+        with routed.replay(trace, counts="replayed"):
+            if is_refused:
+                with pytest.raises(ReplayError, match="already replaying"):
+                    routed.replay(trace, counts="replayed").__enter__()
+            losses.append(model(**BATCH, output_router_logits=True).aux_loss)
+    assert torch.equal(*losses)
+
+
+def test_what_was_executed_is_let_go_where_the_trunk_is_the_whole_model():
+    routed = hf.attach(tiny("qwen3_moe").model)
+    with routed.replay(random_routes(routed.spec, BATCH), counts="replayed"):
+        routed.model(**BATCH)
+    assert routed._hooks[0]._executed is None

@@ -5,7 +5,16 @@ import pytest
 import torch
 
 import foreroute as fr
-from driving import batch_of, experts_log, log_probs, random_routes, sequences_of
+from driving import (
+    batch_of,
+    enable_checkpointing,
+    experts_log,
+    gradients,
+    log_probs,
+    loss_of,
+    random_routes,
+    sequences_of,
+)
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
 from models import FAMILIES, tiny
@@ -147,3 +156,19 @@ def test_with_one_pick_per_token_expert_0_is_an_expert(policy):
     executed = recording.trace().expert_ids_NLK
     assert (executed[trace.valid_N] == 0).all()
     assert (executed[~trace.valid_N] != 0).any()
+
+
+@pytest.mark.parametrize("telemetry", [False, True])
+def test_whoever_writes_to_the_loss_mask_changes_no_recomputation(telemetry):
+    grads = []
+    for writes in (False, True):
+        model = tiny("qwen3_moe")
+        enable_checkpointing(model, use_reentrant=True)
+        routed = hf.attach(model)
+        with routed.replay(random_routes(routed.spec, BATCH), telemetry=telemetry) as session:
+            loss = loss_of(model, BATCH)
+            if writes:
+                session.loss_mask_BT[:, :5] = False
+            loss.backward()
+        grads.append(gradients(model))
+    assert all(torch.equal(grads[0][name], gradient) for name, gradient in grads[1].items())

@@ -8,6 +8,7 @@ from transformers import GenerationConfig
 from driving import batch_of, log_probs
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
+from foreroute.trace import digest
 from models import tiny
 
 END, PAD = 7, 0
@@ -87,6 +88,8 @@ def test_sequences_may_be_given_without_padding(routed):
     for sequences in (ragged, [row.numpy() for row in ragged], tuple(row.tolist() for row in ragged)):
         assert recording.rollout(sequences).equals(expected)
     assert recording.rollout(output.numpy(), mask.bool().numpy()).equals(expected)
+    assert recording.rollout(output, mask.to(torch.bfloat16)).equals(expected)
+    assert digest(recording.rollout(ragged)) == digest(expected)
 
 
 def test_several_samples_of_a_prompt_are_sequences_of_their_own(routed):

@@ -1,8 +1,10 @@
 """What a session may and may not touch: other models, other passes, the model after it closes."""
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import foreroute as fr
 from driving import batch_of, enable_checkpointing, gradients, log_probs, loss_of, random_routes, sequences_of
 from foreroute.adapters import hf
 from foreroute.errors import AttachError, BatchMismatchError, ReplayError, SpecMismatchError, StaleTraceError
+from foreroute.replay import ReplayRows
 from models import FAMILIES, GROUPED, tiny
 
 BATCH = batch_of(9, 6, 4)
@@ -602,3 +605,39 @@ def test_attaching_on_a_machine_of_two_gpus_warns_of_nothing(monkeypatch):
         warnings.simplefilter("error")
         hf.attach(tiny("qwen3_moe"))
     assert kept == [0, 1] * 2, "where the model is made, and where it is attached"
+
+
+def test_rows_are_let_go_with_the_graph_that_recomputes_on_them(checkpointing, monkeypatch):
+    """Not at some later time, when Python looks for cycles: they are on the GPU."""
+    model = tiny("qwen3_moe")
+    enable_checkpointing(model, checkpointing)
+    routed = hf.attach(model)
+    gathered = []
+    gather = ReplayRows.gather
+    monkeypatch.setattr(ReplayRows, "gather", lambda *args, **kwargs: note_weakly(gathered, gather(*args, **kwargs)))
+    trace = random_routes(routed.spec, BATCH)
+    gc.disable()
+    try:
+        with routed.replay(trace, telemetry=True):
+            loss_of(model, BATCH).backward()
+        assert [ids() for ids in gathered] == [None]
+    finally:
+        gc.enable()
+
+
+def note_weakly(gathered, rows):
+    gathered.append(weakref.ref(rows.ids_LRK))
+    return rows
+
+
+def test_a_recording_keeps_of_margins_one_number_for_each_row_and_layer():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    with routed.record(margins=True) as recording, torch.no_grad():
+        model(**BATCH, use_cache=False)
+    [[kept]] = recording._passes
+    tensors = {name: value for name, value in vars(kept).items() if isinstance(value, torch.Tensor)}
+    assert sorted(tensors) == ["ids_LRK", "margin_LR"]
+    slots = BATCH["input_ids"].numel() * routed.spec.num_layers
+    assert tensors["margin_LR"].untyped_storage().nbytes() == 4 * slots
+    assert tensors["ids_LRK"].untyped_storage().nbytes() == routed.spec.top_k * slots

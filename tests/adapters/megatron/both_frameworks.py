@@ -6,6 +6,7 @@ import torch
 import one_rank as on
 import qwen3_moe
 from foreroute.adapters import hf, megatron
+from foreroute.errors import BatchMismatchError
 
 LENGTHS = (on.WIDTH, 9, 5)
 ROUNDING = 16
@@ -65,6 +66,63 @@ def check_gradients_of_routers_agree():
             assert (seen - wanted[layer]).abs().max() < 1e-4 * size, f"router {layer}"
 
 
+def check_margins_and_gate_weights_agree():
+    """Of the rows that both record: Megatron takes padding without a mask for tokens."""
+    both = Both()
+    seen = []
+    for routed, run in ((both.hf, both.by_transformers), (both.megatron, both.by_megatron)):
+        with routed.record(margins=True, gate_weights=True) as recording:
+            run()
+        trace, margins_NL = recording.trace(), recording.margins_NL()
+        first = np.concatenate([trace.offsets[s] + np.arange(length) for s, length in enumerate(LENGTHS)])
+        order = np.argsort(trace.expert_ids_NLK[first], -1)
+        ids = np.take_along_axis(trace.expert_ids_NLK[first], order, -1)
+        seen.append((ids, np.take_along_axis(trace.gate_weights_NLK[first], order, -1), margins_NL[first]))
+    (ids, weights, margins), (other_ids, other_weights, other_margins) = seen
+    assert np.array_equal(ids, other_ids)
+    assert np.allclose(weights, other_weights, rtol=1e-5, atol=0)
+    # transformers selects by probabilities and Megatron by logits: another scale, and the same order
+    assert (margins > 0).all()
+    assert (other_margins > 0).all()
+    assert np.corrcoef(margins.reshape(-1), other_margins.reshape(-1))[0, 1] > 0.9
+
+
+def check_a_rollout_is_the_same():
+    both = Both()
+    rollouts = []
+    for routed, run in ((both.hf, both.by_transformers), (both.megatron, both.by_megatron)):
+        with routed.record(weight_version=2) as recording:
+            run()
+        rollouts.append(recording.rollout(both.tokens, both.mask))
+        on.refuses(
+            BatchMismatchError,
+            "in the rollout",
+            lambda recording=recording: recording.rollout(both.tokens + 1, both.mask),
+        )
+    for rollout in rollouts:
+        assert rollout.lengths.tolist() == list(LENGTHS)
+        assert np.flatnonzero(~rollout.valid_N).tolist() == (rollout.offsets[1:] - 1).tolist()
+        assert rollout.versions == (2,)
+    ours, theirs = rollouts
+    assert np.array_equal(ours.token_ids_N, theirs.token_ids_N)
+    routed_N = ours.valid_N
+    assert np.array_equal(*(np.sort(each.expert_ids_NLK[routed_N], -1) for each in rollouts))
+    both.require_as_written(theirs, both.by_transformers, both.by_megatron)
+
+
+def check_gate_weights_of_one_are_replayed_by_the_other():
+    both = Both()
+    with both.hf.record(gate_weights=True) as recording:
+        both.by_transformers()
+    trace = recording.trace()
+    live, forced = (both.by_megatron(trace, gate_weights=switch) for switch in (False, True))
+    assert np.allclose(live[both.real], forced[both.real], atol=1e-4)
+    halved = trace.with_gate_weights(trace.gate_weights_NLK / 2)
+    seen = [run(halved, gate_weights=True)[both.real] for run in (both.by_transformers, both.by_megatron)]
+    assert np.allclose(*seen, atol=1e-4)
+    assert not np.allclose(seen[0], live[both.real], atol=1e-2)
+
+
 class Both:
     """Both models on one batch, padded on the right, attached."""
 
@@ -78,8 +136,8 @@ class Both:
         self.mask = (torch.arange(on.WIDTH) < torch.tensor(LENGTHS)[:, None]).long()
         self.real = self.mask[:, 1:].bool().numpy()
 
-    def by_transformers(self, trace=None, backward=False):
-        return self._run(self.hf, trace, backward, self._logprobs_of_transformers)
+    def by_transformers(self, trace=None, backward=False, **more):
+        return self._run(self.hf, trace, backward, self._logprobs_of_transformers, **more)
 
     def by_megatron(self, trace=None, backward=False, **more):
         return self._run(self.megatron, trace, backward, self._logprobs_of_megatron, **more)

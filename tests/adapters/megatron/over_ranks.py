@@ -43,6 +43,33 @@ def check_recording(cell):
     return trace.num_rows
 
 
+def check_margins_weights_and_rollouts(cell):
+    """Every rank puts all of them together alike, and the weights that were recorded change no bit of the losses."""
+    initialize(cell)
+    chunks, batches = build(cell), make_batches(cell)
+    routed = megatron.attach(chunks)
+    with routed.record(margins=True, gate_weights=True) as recording:
+        losses, _ = step(chunks, batches)
+    trace, margins_NL = recording.trace(), recording.margins_NL()
+    assert margins_NL.shape == trace.gate_weights_NLK.shape[:2]
+    assert (margins_NL > 0).all()
+    tokens = [each for batch in batches for each in batch.tokens]
+    rollout = recording.rollout(tokens)
+    assert [rollout.tokens(s).tolist() for s in range(len(rollout))] == [each.tolist() for each in tokens]
+    whole = trace.truncated(rollout.lengths)
+    routed_N = rollout.valid_N
+    assert np.flatnonzero(~routed_N).tolist() == (rollout.offsets[1:] - 1).tolist()
+    assert np.array_equal(rollout.expert_ids_NLK[routed_N], whole.expert_ids_NLK[routed_N])
+    assert np.array_equal(rollout.gate_weights_NLK[routed_N], whole.gate_weights_NLK[routed_N])
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (digest(trace), digest(rollout), margins_NL.tobytes()))
+    assert len(set(everywhere)) == 1 or cell.ep > 1, "ranks of one model put different things together"
+    for batch, one in zip(batches, split(trace, batches), strict=True):
+        object.__setattr__(batch, "routes", one)
+    wrapped = routed.replaying(forward_step, padding="native", gate_weights=True)
+    assert step(chunks, batches, wrapped)[0] == losses
+
+
 def check_a_stage_that_cannot_be_attached(cell):
     """Its reason reaches every rank; none waits for it for ever."""
     initialize(cell)

@@ -12,6 +12,8 @@ CELLS = [
     Cell(cp=2, packed=True),
     Cell(tp=2, packed=True, recompute="selective"),
     Cell(ep=2),
+    # the first of its virtual stages has no router
+    Cell(pp=2, vpp=2, recompute="uniform", settings=(("moe_layer_freq", [0, 1, 1, 1]),)),
 ]
 
 
@@ -19,6 +21,11 @@ CELLS = [
 def test_a_recording_is_put_together_on_every_rank(cell):
     rows = run("over_ranks.check_recording", cell, ranks=2)
     assert rows[0] == rows[1] > 0
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_margins_gate_weights_and_rollouts_are_put_together_on_every_rank(cell):
+    run("over_ranks.check_margins_weights_and_rollouts", cell, ranks=2)
 
 
 def test_the_refusal_of_one_stage_reaches_all():

@@ -35,6 +35,7 @@ from foreroute.replay import (
     PassInput,
     PassObservation,
     ReplayRows,
+    Watch,
     id_dtype,
     patched,
     require_each_router_once,
@@ -79,6 +80,11 @@ class TransformerHooks(ModelHooks):
         self._ledger = torch.zeros(1, dtype=torch.int64)
         self._executed: Tensor | None = None
         self._begun_in_graph: ForwardTokens | None = None
+
+    @property
+    def watch_again(self) -> Watch:
+        """The same: torch compares what a checkpoint saves the second time, and a compiled layer has one graph."""
+        return self.watch
 
     def session_overrides(self) -> list[Override]:
         """The trunk, and whatever checkpoints a part of it, or was compiled on its own with a router in it."""
@@ -177,7 +183,7 @@ class TransformerHooks(ModelHooks):
         )
         rows = ReplayRows(ids_LRK, routed_R, None, routed_R, routed_R) if self.is_forcing else None
         slots = tensors.input_ids_BT
-        current = PassInput(self.spec, rows, slots.numel(), slots.device, self.watch).open()
+        current = PassInput(self.spec, rows, slots.numel(), slots.device, self.watch, self.watch).open()
         with self.passes.on_top(current):
             result = forward(*args, **kwargs)
         self._executed = current.observed.ids_LRK if self.counts_executed else None

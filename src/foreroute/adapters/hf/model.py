@@ -70,8 +70,6 @@ class RoutedTransformer(RoutedModel):
 
 def _rows_of_pass(recorded: RecordedPass, spec: RoutingSpec) -> ForwardRows:
     batch: ForwardTokens = recorded.args
-    observed = recorded.observed
-    assert observed is not None, "the one chunk has routers"
     kept_BT, starts_BT = batch.kept_BT, batch.starts_BT
     kept_R = kept_BT.reshape(-1)
 
@@ -85,9 +83,9 @@ def _rows_of_pass(recorded: RecordedPass, spec: RoutingSpec) -> ForwardRows:
     return ForwardRows(
         lengths_S,
         batch.input_ids_BT[kept_BT],
-        packed(observed.ids_LRK),
-        packed(observed.own()[2]) if observed.own_values_LRK is not None else None,
-        packed(observed.weights_LRK),
+        packed(recorded.ids_LRK),
+        packed(recorded.margin_LR),
+        packed(recorded.weights_LRK),
         batch.past,
         batch.shape[1] if starts_BT is None else None,
     )

@@ -101,7 +101,9 @@ class Call:
                 )
             past = int(self.inference.sequence_len_offset)
         lengths_S, layout, width = _sequences(self)
-        return MicroBatch(layout, lengths_S, past, width, self.tokens_C)
+        tokens_C = self.tokens_C
+        # a copy: on the CPU they may be those that were given, which may be overwritten
+        return MicroBatch(layout, lengths_S, past, width, None if tokens_C is None else tokens_C.copy())
 
 
 @dataclass(frozen=True)

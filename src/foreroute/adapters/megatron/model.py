@@ -175,6 +175,7 @@ class RoutedMegatron(RoutedModel):
         if layout is not None:
             _require_layout(layout)
         if isinstance(routes, RouteShard):
+            _require_weights(policy, routes.weights_LRK)
             self.spec.require_same(routes.spec, what="the routes")
             if layout is not None or routes.layers != self.layers:
                 raise BatchMismatchError(
@@ -184,6 +185,7 @@ class RoutedMegatron(RoutedModel):
         if not isinstance(routes, RoutingTrace):
             raise not_of_kind("what is to be replayed", routes, "a RoutingTrace, or what `shard` made of one")
         trace = routes
+        _require_weights(policy, trace.gate_weights_NLK)
         self.spec.require_same(trace.spec, what="the trace")
 
         def cut(call: Call) -> RouteShard:
@@ -272,6 +274,14 @@ class MicroBatchRoutes:
 
 def _part(spec: RoutingSpec, layers: tuple[RoutedLayer, ...]) -> RoutingSpec | None:
     return RoutingSpec(spec.num_experts, spec.top_k, layers, model=spec.model) if layers else None
+
+
+def _require_weights(policy: Policy, weights: NDArray[np.float32] | None) -> None:
+    if policy.gate_weights and weights is None:
+        raise TraceContentError(
+            "the routes have no gate weights to replay; record them with record(gate_weights=True), cut them with "
+            "shard(gate_weights=True), or leave gate_weights out"
+        )
 
 
 def _require_layout(layout: object) -> None:

@@ -14,7 +14,7 @@ from foreroute.adapters.megatron.forward_args import MicroBatch
 from foreroute.adapters.megatron.route_shard import Share
 from foreroute.errors import ReplayError
 from foreroute.layout import collect
-from foreroute.replay import ForwardRows, PassObservation, RecordedPass
+from foreroute.replay import ForwardRows, RecordedPass
 from foreroute.trace import RoutedLayer, RoutingSpec
 
 
@@ -76,17 +76,16 @@ def _stage_part(
     batch: MicroBatch = of_chunks[0].args
     layers: dict[RoutedLayer, tuple[NDArray[Any] | None, ...]] = {}
     for names, recorded in zip(chunk_layers, of_chunks, strict=True):
-        if recorded.observed is not None:
-            of_rows = [_rows(batch, each, share, groups) for each in _on_host(recorded.observed)]
+        if recorded.ids_LRK is not None:
+            of_rows = [_rows(batch, each, share, groups) for each in _on_host(recorded)]
             for column, layer in enumerate(names):
                 layers[layer] = tuple(None if each is None else each[:, column] for each in of_rows)
     return StagePart(replace(batch, tokens_C=None), _tokens(batch, share, groups), layers)
 
 
-def _on_host(observed: PassObservation) -> list[NDArray[Any] | None]:
+def _on_host(recorded: RecordedPass) -> list[NDArray[Any] | None]:
     """Ids [R, L, K], margins [R, L] and gate weights [R, L, K] of this rank's slots."""
-    margin_LR = None if observed.own_values_LRK is None else observed.own()[2]
-    of_layers = (observed.ids_LRK, margin_LR, observed.weights_LRK)
+    of_layers = (recorded.ids_LRK, recorded.margin_LR, recorded.weights_LRK)
     return [None if each is None else each.cpu().numpy().swapaxes(0, 1) for each in of_layers]
 
 

@@ -7,13 +7,15 @@ scores, the normalisation and the scaling around it stay Megatron's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.errors import ReplayError
@@ -142,14 +144,18 @@ class TopKRouterHook(RouterHook):
         def own_choice(own: Tensor) -> Tensor:
             return default(own, topk, num_groups=num_groups, group_topk=group_topk)[1]
 
-        if now.rows is None:
-            values_RK, ids_RK = default(scores, topk, num_groups=num_groups, group_topk=group_topk)
-            own_ids_RK: Tensor | None = ids_RK
-        else:
-            values_RK, ids_RK, own_ids_RK = now.force(scores, scores, own_choice, ask_all=self._must_ask_all(now))
+        # with groups, the best score that is left out is that of an expert which could have been picked
+        seen = TopKInput(scores) if self._asks_all and now.ask_all else None
+        with seen or nullcontext():
+            if now.rows is None:
+                values_RK, ids_RK = default(scores, topk, num_groups=num_groups, group_topk=group_topk)
+                own_ids_RK: Tensor | None = ids_RK
+            else:
+                values_RK, ids_RK, own_ids_RK = now.force(scores, scores, own_choice, ask_all=self._must_ask_all(now))
         router = self.site.module
         by_probability = router.score_function != "softmax" or router.config.moe_router_pre_softmax
-        now.observe(scores, ids_RK, own_ids_RK, path=self.path, by_probability=by_probability)
+        chosen_from = scores if seen is None else seen.scores_RE
+        now.observe(chosen_from, ids_RK, own_ids_RK, path=self.path, by_probability=by_probability)
         padding_R, counts = (None, "native") if now.rows is None else (now.rows.padding_R, now.rows.counts)
         self._selected.append(Selected(ids_RK, own_ids_RK, padding_R, counts))
         return values_RK, ids_RK
@@ -195,6 +201,33 @@ class TopKRouterHook(RouterHook):
             if selected.padding_R is not None:
                 routing_map = routing_map & ~selected.padding_R[:, None]
         return apply(probs, scores, routing_map, *args, **kwargs)
+
+
+class TopKInput(TorchFunctionMode):
+    """Notes what the last top-k over all experts selects from: the scores, masked where groups are closed.
+
+    Args:
+        scores_RE: [R, E], before any masking.
+    """
+
+    def __init__(self, scores_RE: Tensor) -> None:
+        super().__init__()
+        self.scores_RE = scores_RE
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs everything as it is."""
+        kwargs = kwargs or {}
+        if func in (torch.topk, Tensor.topk):
+            given: Tensor = args[0] if args else kwargs["input"]
+            if given.shape == self.scores_RE.shape:
+                self.scores_RE = given
+        return func(*args, **kwargs)
 
 
 def _as_map(ids_RK: Tensor, like_RE: Tensor) -> Tensor:

@@ -1,0 +1,143 @@
+"""Picks for padding, spread by replay, and layouts that say where the sequences of a batch are."""
+
+import numpy as np
+import pytest
+import torch
+
+from driving import batch_of, experts_log, gradients, loss_of, random_routes
+from foreroute.adapters import hf
+from foreroute.errors import BatchMismatchError, ConfigError, LayoutError
+from foreroute.layout import pack, pad
+from models import tiny
+from test_packed import ALONE, packed, sequence_order
+
+LENGTHS = (9, 6, 4)
+
+
+def step(model, routed, trace, batch, **how):
+    """Loss, gradients, and the ids [R, K] that each layer's experts were given."""
+    model.zero_grad()
+    with experts_log(model) as log, routed.replay(trace, **how):
+        loss = loss_of(model, batch)
+    loss.backward()
+    return loss.detach(), gradients(model), [ids for _, ids in log]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_padding_is_spread_and_real_rows_go_where_they_went(family, side):
+    model = tiny(family)
+    routed = hf.attach(model)
+    batch = batch_of(*LENGTHS, side=side)
+    real_R = batch["attention_mask"].bool().reshape(-1)
+    trace = random_routes(routed.spec, batch)
+    loss, _, ids = step(model, routed, trace, batch, padding="spread")
+    native_loss, _, native_ids = step(model, routed, trace, batch)
+    for layer, (ids_RK, native_RK) in enumerate(zip(ids, native_ids, strict=True)):
+        assert torch.equal(ids_RK[real_R], native_RK[real_R])
+        assert np.array_equal(ids_RK[real_R].numpy(), trace.expert_ids_NLK[:, layer])
+        pads = ids_RK[~real_R]
+        assert all(len(set(row)) == routed.spec.top_k for row in pads.tolist())
+        loads = torch.bincount(pads.reshape(-1), minlength=routed.spec.num_experts)
+        assert loads.max() - loads.min() <= 1, f"padding loads the experts of layer {layer} by {loads.tolist()}"
+        assert not torch.equal(pads, native_RK[~real_R]), "the check must be able to see a difference"
+    # on the left, padding goes before the rows of an expert, whose sums in a matrix product then have another order
+    tolerance = 0 if side == "right" else 1e-6
+    torch.testing.assert_close(loss, native_loss, rtol=tolerance, atol=0)
+
+
+def test_spread_padding_is_neither_counted_nor_given_weights():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    batch = batch_of(*LENGTHS)
+    trace = random_routes(routed.spec, batch)
+    seen = {}
+    for padding in ("native", "spread"):
+        with routed.replay(trace, padding=padding, telemetry=True, counts="replayed") as session, torch.no_grad():
+            model(**batch, use_cache=False)
+        assert session.expert_counts_LE().sum() == sum(LENGTHS) * routed.spec.num_layers * routed.spec.top_k
+        seen[padding] = session.expert_counts_LE(), session.agreement(), session.loss_mask_BT
+    assert np.array_equal(seen["native"][0], seen["spread"][0])
+    assert np.array_equal(seen["native"][1].routing.shared_L, seen["spread"][1].routing.shared_L)
+    assert torch.equal(seen["native"][2], seen["spread"][2])
+    assert torch.equal(seen["spread"][2], batch["attention_mask"].bool())
+    with routed.record(gate_weights=True) as recording, torch.no_grad():
+        expected = loss_of(model, batch)
+    with routed.replay(recording.trace(), padding="spread", gate_weights=True), torch.no_grad():
+        assert torch.equal(loss_of(model, batch), expected)
+
+
+def test_checkpointed_layers_spread_padding_alike(checkpointing):
+    batch = batch_of(*LENGTHS)
+    steps = []
+    for use_reentrant in (None, checkpointing):
+        model = tiny("qwen3_moe").train()
+        if use_reentrant is not None:
+            model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+        routed = hf.attach(model)
+        steps.append(step(model, routed, random_routes(routed.spec, batch), batch, padding="spread"))
+    assert torch.equal(steps[0][0], steps[1][0])
+    assert all(torch.equal(steps[0][1][name], gradient) for name, gradient in steps[1][1].items())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_layout_of_the_batch_changes_nothing(side):
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    batch = batch_of(*LENGTHS, side=side)
+    trace = random_routes(routed.spec, batch)
+    layout = pad(trace.lengths, side=side, order="bshd")
+    seen, expected = (step(model, routed, trace, batch, **how) for how in ({"layout": layout}, {}))
+    assert torch.equal(seen[0], expected[0])
+    assert all(torch.equal(seen[1][name], gradient) for name, gradient in expected[1].items())
+
+
+def test_the_layout_of_a_packed_batch_is_taken():
+    rows = [[0, 1, 2, 3, 4, 5]]
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, ALONE).select(sequence_order(rows))
+    with routed.replay(trace, pack(trace.lengths)), torch.no_grad():
+        seen = model(**packed(rows), use_cache=False).logits
+    with routed.replay(trace), torch.no_grad():
+        assert torch.equal(model(**packed(rows), use_cache=False).logits, seen)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "message"),
+    [
+        (lambda lengths: pad(lengths, side="right", order="sbhd"), LayoutError, "sequence first"),
+        (lambda lengths: pack(lengths, align=2).split_context(1, 0).split_sequence(2, 0), LayoutError, "split"),
+        (lambda lengths: "right", LayoutError, "layout is a str"),
+        (lambda lengths: pad(lengths[:2], side="right", order="bshd"), BatchMismatchError, "15 packed rows"),
+    ],
+)
+def test_a_layout_that_is_none_of_a_batch_is_refused_at_once(layout, kind, message):
+    routed = hf.attach(tiny("qwen3_moe"))
+    trace = random_routes(routed.spec, batch_of(*LENGTHS))
+    with pytest.raises(kind, match=message):
+        routed.replay(trace, layout(trace.lengths)).__enter__()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda lengths: pad(lengths, side="left", order="bshd"),
+        lambda lengths: pad(lengths, side="right", order="bshd", to=12),
+        pack,
+    ],
+)
+def test_a_layout_of_another_batch_is_refused_in_the_forward(layout):
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    batch = batch_of(*LENGTHS)
+    trace = random_routes(routed.spec, batch)
+    with pytest.raises(BatchMismatchError, match="elsewhere"), routed.replay(trace, layout(trace.lengths)):
+        model(**batch, use_cache=False)
+
+
+def test_a_padding_that_there_is_not_is_refused():
+    routed = hf.attach(tiny("qwen3_moe"))
+    trace = random_routes(routed.spec, batch_of(*LENGTHS))
+    with pytest.raises(ConfigError, match="padding is 'zero'"):
+        routed.replay(trace, padding="zero").__enter__()
