@@ -18,7 +18,7 @@ from foreroute.adapters.megatron.hooks import ChunkHooks
 from foreroute.adapters.megatron.recording import RankGroups, rows_over_ranks
 from foreroute.adapters.megatron.route_shard import RouteShard, Share, shard
 from foreroute.adapters.megatron.schedule import ReplayingStep, RoutesIn, StepListener, routes_in
-from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError
+from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError, TraceContentError
 from foreroute.layout import Layout
 from foreroute.plan import StepPlan
 from foreroute.replay import (
