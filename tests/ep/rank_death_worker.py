@@ -5,8 +5,8 @@ import os
 import torch
 
 from foreroute.adapters import hf
-from models import tiny
-from training import batch
+from tests.ep.training import batch
+from tests.models import tiny
 
 
 def forward_without_a_rank(rank, gone):

@@ -13,15 +13,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
-from families import build
 from foreroute.adapters import hf
 from foreroute.ep import BatchRows
 from foreroute.plan.counts import counts_digest
-from models import tiny
-from planned import split_plan, static_plan
-from plans import random_plan
-from training import Case, batch, policy, replaying
-from training_worker import all_counts, rows_of
+from tests.adapters.hf.families import build
+from tests.ep.planned import split_plan, static_plan
+from tests.ep.training import Case, batch, policy, replaying
+from tests.ep.training_worker import all_counts, rows_of
+from tests.ep.transfer.plans import random_plan
+from tests.models import tiny
 
 CASE = Case(ranks=2, plan=0)
 

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import rank_death_worker
-import refusal_worker
 from foreroute.ep.compute import LEAST_TORCH
-from processes import Workers
+from tests.ep import rank_death_worker, refusal_worker
+from tests.processes import Workers
 
 EARLY = {
     "other_world_size": ("PlanError", "the plan is for 4 ranks, and 2 are here"),

@@ -8,12 +8,12 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from expert_parallel_steps import precise_trainer, steps_of
 from foreroute import planner
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.train import expert_parallel
 from foreroute.train.passes import response_logprobs
+from tests.train.expert_parallel_steps import precise_trainer, steps_of
 
 LOCK = threading.Lock()
 

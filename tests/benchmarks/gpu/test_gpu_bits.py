@@ -1,0 +1,121 @@
+"""The parts `bits` and `jobs` of the GPU proof fail where replay is broken, and say what they cannot know.
+
+Attaching proves replay on eight tokens; what is broken here is broken for other batches alone.
+"""
+
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from benchmarks.gpu.bits import Case, Look, check_checkpointing, check_experts
+from benchmarks.gpu.driving import step
+from benchmarks.gpu.jobs_graphs import check_captures
+from benchmarks.gpu.part import Part, Skipped
+from foreroute.adapters.hf import selection as hf_selection
+from foreroute.adapters.hf.discover import PROBE_TOKENS
+from foreroute.adapters.hf.hooks import TransformerHooks
+from foreroute.replay import selection, told_apart
+
+NAME = "qwen3_moe/float32/grouped_mm"
+
+
+@pytest.fixture
+def part(tmp_path):
+    return Part("bits", torch.device("cpu"), False, time.monotonic() + 600, tmp_path / "bits.json")
+
+
+def failed(part):
+    return {name for name, outcome in part.checks.items() if outcome != "passed"}
+
+
+def all_checks(part):
+    case = Case.made(part, "qwen3_moe", "float32")
+    check_experts(part, case, "grouped_mm")
+    check_checkpointing(part, case, use_reentrant=False)
+    check_captures(part, case)
+
+
+def test_sound_replay_passes(part):
+    all_checks(part)
+    assert len(part.checks) == 10
+    assert not failed(part)
+
+
+def ignoring_the_trace(patch):
+    forced = selection.forced_selection
+
+    def own(choice_scores_RE, dense_scores_RE, rows, own_choice, **options):
+        if len(choice_scores_RE) == PROBE_TOKENS:
+            return forced(choice_scores_RE, dense_scores_RE, rows, own_choice, **options)
+        ids_RK = own_choice(choice_scores_RE)
+        return dense_scores_RE.gather(-1, ids_RK), ids_RK, None
+
+    patch.setattr(selection, "forced_selection", own)
+
+
+def rounding_gate_weights(patch):
+    select = hf_selection.SelectingRouter.select
+
+    def rounded(router, now, *args, **kwargs):
+        logits, weights, ids = select(router, now, *args, **kwargs)
+        kept = now.num_slots == PROBE_TOKENS or now.rows is None
+        return (logits, weights if kept else weights.bfloat16().float(), ids)
+
+    patch.setattr(hf_selection.SelectingRouter, "select", rounded)
+
+
+def forcing_without_gradient(patch):
+    forced = selection.forced_selection
+
+    def detached(*args, **options):
+        values_RK, ids_RK, own_ids_RK = forced(*args, **options)
+        return values_RK.detach(), ids_RK, own_ids_RK
+
+    patch.setattr(selection, "forced_selection", detached)
+
+
+def recomputing_natively(patch):
+    def forgetful(self, checkpoint, function, *args, **kwargs):
+        return checkpoint(told_apart(function, self._in_checkpoint, nullcontext), *args, **kwargs)
+
+    patch.setattr(TransformerHooks, "_run_checkpoint", forgetful)
+
+
+def capturing_what_is_replayed(patch):
+    patch.setattr(TransformerHooks, "_require_no_capture", lambda self: None)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "seen_by"),
+    [
+        (ignoring_the_trace, f"{NAME}/foreign routes obeyed"),
+        (rounding_gate_weights, f"{NAME}/own routes, logits"),
+        (forcing_without_gradient, f"{NAME}/own routes, gradients"),
+        (recomputing_natively, f"{NAME}/checkpointing, not reentrant"),
+        (capturing_what_is_replayed, "CUDA graph/a capture in replay is refused"),
+    ],
+)
+def test_broken_replay_fails(part, monkeypatch, sabotage, seen_by):
+    sabotage(monkeypatch)
+    all_checks(part)
+    assert part.checks[seen_by].startswith("failed")
+    assert part.outcome.startswith("failed")
+
+
+def test_bits_that_the_unpatched_model_does_not_repeat_are_held_against_nobody(part):
+    """But those that it repeats are."""
+    case = Case.made(part, "qwen3_moe", "float32")
+    calls = []
+
+    def noisy(model, batch):
+        calls.append(model)
+        bits = step(model, batch)
+        return bits | {"lm_head.weight": bits["lm_head.weight"] + len(calls)}
+
+    look = Look(case, noisy(case.untouched, case.batch), noisy)
+    look.take()
+    look.require_same({"logits"})
+    with pytest.raises(Skipped, match=r"does not repeat its own bits here: lm_head\.weight"):
+        look.require_same(look.names)
