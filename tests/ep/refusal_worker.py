@@ -1,5 +1,6 @@
 """What worker processes do that must end in an error on all of them."""
 
+import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -345,3 +346,11 @@ def attaching(rank):
         except Exception as error:
             errors[name] = type(error).__name__, str(error)
     return errors
+
+
+def forward_without_a_rank(rank, gone):
+    """What the ranks that are left raise."""
+    placed = hf.distribute(tiny("qwen3_moe"), timeout_s=20)
+    placed.model.model.layers[2].mlp.gate.register_forward_pre_hook(lambda *_: os._exit(1) if rank == gone else None)
+    with torch.no_grad():
+        placed.model(**batch(rank, 0, 0), use_cache=False)

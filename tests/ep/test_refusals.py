@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foreroute.ep.compute import LEAST_TORCH
-from tests.ep import rank_death_worker, refusal_worker
+from tests.ep import refusal_worker
 from tests.processes import Workers
 
 EARLY = {
@@ -100,7 +100,7 @@ def test_what_is_installed_is_what_experts_are_computed_with():
 def test_a_process_that_dies_ends_the_others_with_the_cell_they_waited_in():
     group = Workers(2, timeout_s=120)
     try:
-        left, gone = group.outcomes(rank_death_worker.forward_without_a_rank, 1)
+        left, gone = group.outcomes(refusal_worker.forward_without_a_rank, 1)
     finally:
         group.close()
     assert gone is None

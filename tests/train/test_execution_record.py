@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from tests.processes import Workers
-from tests.train.compiling import compiled_before_and_after_plans
+from tests.train.execution_record_worker import compiled_before_and_after_plans, metered_steps, steps_with_slow_plans
 from tests.train.expert_parallel_steps import config_of
-from tests.train.metering import metered_steps, steps_with_slow_plans
 from tests.train.small_runs import SIZES
 
 RANKS, LAYERS, TOP_K, EXPERTS = 2, SIZES["num_hidden_layers"], SIZES["num_experts_per_tok"], SIZES["num_experts"]
