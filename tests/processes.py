@@ -20,6 +20,8 @@ from unittest.mock import patch
 ROOT = Path(__file__).parents[1]
 START_S = 300
 """Importing torch takes seconds, and on a machine with more workers than cores, minutes."""
+STOPPED_WITHIN_S = 40
+"""torchrun gives its processes 30 s to end before it kills them."""
 IMPORTED = (
     "torch.distributed",
     "foreroute.adapters.hf",
@@ -103,6 +105,40 @@ class Workers:
         self._folder.cleanup()
 
 
+def torchrun(num_ranks, *arguments, timeout, **options):
+    """Run to the end, or stop all ranks: killing torchrun alone would leave them running.
+
+    Args:
+        arguments: a script and its arguments, or "-m" and a module.
+        timeout: seconds.
+        options: of `subprocess.Popen`.
+
+    Raises:
+        subprocess.TimeoutExpired: after the ranks were told to stop.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
+    process = subprocess.Popen(
+        [str(part) for part in (*command, *arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.communicate(timeout=STOPPED_WITHIN_S)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def environment(**changes):
+    """This process's environment, in which a child of this Python imports what this process can: `tests` too."""
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, sys.path)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), **changes}
+
+
 def _serve(rank, num_ranks, rendezvous, pipe):
     from datetime import timedelta
 
@@ -143,41 +179,3 @@ def _clear():
             # the store still has the addresses of a group of that name
             world.pg_names[f"gone: {name}"] = name
     gc.collect()
-
-
-STOPPED_WITHIN_S = 40
-"""torchrun gives its processes 30 s to end before it kills them."""
-
-
-def torchrun(num_ranks, *arguments, timeout, **options):
-    """Run to the end, or stop all ranks: killing torchrun alone would leave them running.
-
-    Args:
-        arguments: a script and its arguments, or "-m" and a module.
-        timeout: seconds.
-        options: of `subprocess.Popen`.
-
-    Raises:
-        subprocess.TimeoutExpired: after the ranks were told to stop.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
-    process = subprocess.Popen(
-        [str(part) for part in (*command, *arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-    try:
-        output, errors = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        process.communicate(timeout=STOPPED_WITHIN_S)
-        raise
-    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
-
-
-def environment(**changes):
-    """This process's environment, in which a child of this Python imports what this process can: `tests` too."""
-    paths = [str(ROOT / "src"), str(ROOT), *filter(None, sys.path)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), **changes}

@@ -64,6 +64,19 @@ def run(function, *args, ranks=1, timeout=120):
                 process.join()
 
 
+def checks_of(module, ranks=1):
+    """One test for every function `check_…` of a module beside this one, which is read and not imported."""
+    tree = ast.parse((HERE / f"{module}.py").read_text())
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")]
+    assert names, f"{module} has no checks"
+
+    @pytest.mark.parametrize("check", names)
+    def test(check):
+        run(f"{module}.{check}", ranks=ranks)
+
+    return test
+
+
 def _context():
     """Children are forked from a server that has imported what `preloaded` imports."""
     context = multiprocessing.get_context("forkserver")
@@ -137,16 +150,3 @@ def _with_group(rank, ranks, folder, function, args):
     # a rank that has its result may leave only when the others no longer need it
     dist.barrier()
     return result
-
-
-def checks_of(module, ranks=1):
-    """One test for every function `check_…` of a module beside this one."""
-    tree = ast.parse((Path(__file__).parent / f"{module}.py").read_text())
-    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")]
-    assert names, f"{module} has no checks"
-
-    @pytest.mark.parametrize("check", names)
-    def test(check):
-        run(f"{module}.{check}", ranks=ranks)
-
-    return test

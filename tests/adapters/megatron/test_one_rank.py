@@ -1,4 +1,7 @@
-"""One model on one rank: exactness, sessions, and what is refused. The bodies are in the modules named here."""
+"""One model on one rank: exactness, sessions, what is refused, and the same trace replayed by transformers.
+
+The bodies are in the modules named here.
+"""
 
 from tests.adapters.megatron.forked_ranks import checks_of
 
@@ -9,6 +12,4 @@ test_checkpoints = checks_of("checkpoint_checks")
 test_refusals = checks_of("refusal_checks")
 test_statistics = checks_of("router_statistics_checks")
 test_layers_and_rows = checks_of("layers_and_rows_checks")
-
-
 test_both_frameworks = checks_of("both_frameworks_checks")
