@@ -1,8 +1,11 @@
-"""Runs every Python block of README.md and docs/ as a test."""
+"""Runs every Python block of README.md and docs/ as a test; asserts in helpers of tests say what they saw."""
 
 import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+# helpers of tests fail with values too; said here, before any of them is imported
+pytest.register_assert_rewrite("tests")
 
 
 def a_users_things(namespace):

@@ -1,18 +1,27 @@
-"""Worker processes in a gloo group, started once and fed with functions. Every wait has an end."""
+"""Child processes of tests: worker processes in a gloo group, torchrun, and the environment of any other.
+
+Workers are started once and fed with functions. Every wait has an end.
+"""
 
 import gc
 import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
+from pathlib import Path
 from unittest.mock import patch
 
+ROOT = Path(__file__).parents[1]
 START_S = 300
 """Importing torch takes seconds, and on a machine with more workers than cores, minutes."""
+STOPPED_WITHIN_S = 40
+"""torchrun gives its processes 30 s to end before it kills them."""
 IMPORTED = (
     "torch.distributed",
     "foreroute.adapters.hf",
@@ -94,6 +103,40 @@ class Workers:
         for process in self.processes:
             process.join()
         self._folder.cleanup()
+
+
+def torchrun(num_ranks, *arguments, timeout, **options):
+    """Run to the end, or stop all ranks: killing torchrun alone would leave them running.
+
+    Args:
+        arguments: a script and its arguments, or "-m" and a module.
+        timeout: seconds.
+        options: of `subprocess.Popen`.
+
+    Raises:
+        subprocess.TimeoutExpired: after the ranks were told to stop.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
+    process = subprocess.Popen(
+        [str(part) for part in (*command, *arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.communicate(timeout=STOPPED_WITHIN_S)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def environment(**changes):
+    """This process's environment, in which a child of this Python imports what this process can: `tests` too."""
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, sys.path)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), **changes}
 
 
 def _serve(rank, num_ranks, rendezvous, pipe):

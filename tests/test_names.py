@@ -1,19 +1,17 @@
-"""One name, one thing: for the modules of the tests and for the public classes of src.
-
-Test modules are imported by name from many folders, so a second of a name would hide the first.
-"""
+"""One name, one thing: modules of the tests are told apart by their packages, public classes of src by their names."""
 
 import ast
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
-SOURCE = Path(__file__).parent.parent / "src"
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src"
 
 
-def test_no_two_modules_of_the_tests_share_a_name():
-    names = Counter(path.name for path in Path(__file__).parent.rglob("*.py"))
-    shared = {name for name, count in names.items() if count > 1} - {"conftest.py", "__init__.py"}
-    assert not shared
+def test_every_folder_with_modules_of_the_tests_is_a_package():
+    """A module of another folder would be imported under its bare name, where it may hide one or be hidden."""
+    folders = {path.parent for path in TESTS.rglob("*.py") if "fake" not in path.relative_to(TESTS).parts}
+    assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
 
 
 def test_no_two_public_classes_share_a_name():

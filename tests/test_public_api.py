@@ -3,7 +3,7 @@
 import difflib
 import tomllib
 
-from public_api import LISTED, names_of, public_api, public_members, rooms, target
+from tests.public_api import LISTED, names_of, public_api, public_members, rooms, target
 
 FOUND = rooms()
 

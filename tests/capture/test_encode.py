@@ -11,7 +11,7 @@ import foreroute as fr
 from benchmarks import wires
 from foreroute.capture import WRITABLE, ModelFacts, WireKind, decode, encode
 from foreroute.errors import CaptureError
-from traces import random_trace, spec_of
+from tests.traces import random_trace, spec_of
 
 
 @settings(max_examples=40, deadline=None)

@@ -9,7 +9,7 @@ from foreroute.capture import Generation, load_generation, save_generation
 from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.files import TensorFile, seal_file
 from foreroute.trace import digest
-from traces import random_trace
+from tests.traces import random_trace
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from benchmarks import wires
 from foreroute.capture import Trajectory, decode
 from foreroute.errors import BatchMismatchError, CaptureError, SpecMismatchError, TraceContentError
 from foreroute.trace import NO_VERSION, RoutingTrace, extended
-from traces import spec_of
+from tests.traces import spec_of
 
 SPEC = spec_of()
 

@@ -10,7 +10,6 @@ import time
 import numpy as np
 import pytest
 import tomli_w
-from command import foreroute
 from rich.text import Text
 from typer.main import get_command
 
@@ -19,8 +18,9 @@ from benchmarks import wires
 from foreroute.cli.demo import demo_values
 from foreroute.cli.main import app
 from foreroute.train import load_checkpoint
-from small_runs import records, small_values
-from traces import random_trace, spec_of
+from tests.cli.command import foreroute
+from tests.traces import random_trace, spec_of
+from tests.train.small_runs import records, small_values
 
 
 def config_file(folder, **sections):

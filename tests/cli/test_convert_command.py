@@ -5,11 +5,11 @@ import os
 
 import numpy as np
 import pytest
-from command import foreroute
 
 import foreroute as fr
 from benchmarks import wires
-from traces import random_trace
+from tests.cli.command import foreroute
+from tests.traces import random_trace
 
 R = wires.rollout(np.random.default_rng(0), experts=16, dense=1, layers=4)
 CONFIG = {"model_type": "deepseek_v3", "n_routed_experts": 16, "num_experts_per_tok": 3, "num_hidden_layers": 5}

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
-from command import foreroute
 
 import foreroute as fr
-from doctor_cases import generation, shifted
 from foreroute.adapters import hf
 from foreroute.capture import save_generation
 from foreroute.cli import doctor_inputs
@@ -23,8 +21,10 @@ from foreroute.errors import InputError
 from foreroute.train import parse_config, train
 from foreroute.train.checkpoint import Checkpoint, write_checkpoint
 from foreroute.train.tasks.chain import VOCABULARY
-from models import tiny
-from small_runs import small_values
+from tests.cli.command import foreroute
+from tests.doctor.doctor_cases import generation, shifted
+from tests.models import tiny
+from tests.train.small_runs import small_values
 
 OPTIONS = {"temperature": None, "weight_version": None, "max_sequences": 64}
 

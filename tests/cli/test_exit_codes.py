@@ -10,10 +10,10 @@ import warnings
 from pathlib import Path
 
 import pytest
-from command import foreroute
 
 import foreroute as fr
-from traces import random_trace
+from tests.cli.command import foreroute
+from tests.traces import random_trace
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = ("torch", "transformers", "jinja2", "matplotlib", "megatron", "trl", "tensorboard", "wandb", "peft")

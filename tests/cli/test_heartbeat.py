@@ -23,7 +23,7 @@ from foreroute.cli.terminal import CommandProgress, Console, heartbeat, working
 from foreroute.cli.train import watching
 from foreroute.errors import ForerouteError
 from foreroute.train import Rollback, parse_config
-from traces import random_trace
+from tests.traces import random_trace
 
 TOPOLOGY = """
 topology = {num_ranks = 4, redundant_slots = 1}

@@ -3,11 +3,10 @@
 import tracemalloc
 from dataclasses import replace
 
-from command import foreroute
-
 import foreroute as fr
 from foreroute.mismatch import Defect, explain
-from traces import random_trace
+from tests.cli.command import foreroute
+from tests.traces import random_trace
 
 
 def test_inspect_shows_facts_and_claims_apart_and_obeys_neither(tmp_path):

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import foreroute
 
 import foreroute as fr
 from foreroute.cli.plan import read_home_moves, run_plan
@@ -15,7 +14,8 @@ from foreroute.plan import PlanOptions, Topology, load_plan, verify
 from foreroute.plan.counts import packed_counts
 from foreroute.planner.packing import pack_sequences
 from foreroute.trace import synthetic_trace
-from traces import random_trace, spec_of
+from tests.cli.command import foreroute
+from tests.traces import random_trace, spec_of
 
 TOML = """
 [topology]

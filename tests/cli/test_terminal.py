@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import foreroute
 from rich.progress import Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -16,7 +15,8 @@ from rich.text import Text
 import foreroute as fr
 from foreroute.cli.terminal import Console
 from foreroute.errors import printable
-from traces import random_trace
+from tests.cli.command import foreroute
+from tests.traces import random_trace
 
 SOURCE = Path(fr.__file__).parent
 HOSTILE = "\x1b]0;mine\x07\x1b[2J\u202etxt.\x9b1m"

@@ -5,8 +5,8 @@ import os
 import pytest
 import tomli_w
 
-from small_runs import records, small_values
-from torchrun import torchrun
+from tests.processes import torchrun
+from tests.train.small_runs import records, small_values
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import torch
 
 from foreroute.conformance import Case
 from foreroute.conformance.huggingface import HuggingFaceUnderTest
-from models import FAMILIES, GROUPED
+from tests.models import FAMILIES, GROUPED
 
 SIZES = {**FAMILIES, **GROUPED}
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from breaking import Adapter, filled, native, other_ids, with_ids
+from tests.conformance.breaking import Adapter, filled, native, other_ids, with_ids
 
 
 class SomeRowsWrong(Adapter):

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from breaking import Adapter, Handle, Model, filled, native, with_ids
 from foreroute import concatenate
 from foreroute.conformance import Fault
 from foreroute.errors import ReplayError
+from tests.conformance.breaking import Adapter, Handle, Model, filled, native, with_ids
 
 
 class RecomputesWithTheLatest(Adapter):

@@ -7,7 +7,7 @@ import torch
 
 from foreroute.conformance.huggingface import HuggingFaceUnderTest
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
-from models import FAMILIES, GROUPED
+from tests.models import FAMILIES, GROUPED
 
 REPLAYING = False
 QUEUES = defaultdict(deque)

@@ -7,7 +7,7 @@ import pytest
 
 from foreroute.conformance import canary_capacity, canary_trace
 from foreroute.errors import TraceContentError
-from traces import spec_of
+from tests.traces import spec_of
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from foreroute.conformance import conformance_tests
 from foreroute.conformance.huggingface import HuggingFaceUnderTest
-from models import FAMILIES, GROUPED
+from tests.models import FAMILIES, GROUPED
 
 test_conformance = conformance_tests(
     *(HuggingFaceUnderTest(family, sizes) for family, sizes in {**FAMILIES, **GROUPED}.items())

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-import broken_rows
-import broken_sessions
-from breaking import Adapter
 from foreroute.conformance import ALL_CHECKS, KNOWN_BUGS, Outcome, bugs_of, run_conformance
 from foreroute.errors import ConfigError
-from naive import Naive
+from tests.conformance import broken_rows, broken_sessions
+from tests.conformance.breaking import Adapter
+from tests.conformance.naive import Naive
 
 BROKEN = {**broken_rows.BROKEN, **broken_sessions.BROKEN}
 IDS = [check.id for check in ALL_CHECKS]

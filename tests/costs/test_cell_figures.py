@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_oracle import expected_messages, messages, seconds
 from foreroute.costs.figures import price_cell
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
@@ -16,7 +15,8 @@ from foreroute.costs.token_hosts import CellRoutes, assign_picks, tokens_reachin
 from foreroute.errors import CountsError
 from foreroute.plan import CellHosts, Topology
 from foreroute.planner.workload import WORKLOADS
-from random_plans import LINKS, random_plan
+from tests.costs.cost_oracle import expected_messages, messages, seconds
+from tests.plan.random_plans import LINKS, random_plan
 
 SMALL = replace(MODELS["qwen3-30b-a3b"], top_k=2, num_experts=8)
 COSTS = CostModel(model=SMALL, hardware=HARDWARE["h100"])

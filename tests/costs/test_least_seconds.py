@@ -10,7 +10,7 @@ from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.plan import Topology
 from foreroute.plan.step_plan import CellHosts
-from random_plans import LINKS, random_counts, random_plan
+from tests.plan.random_plans import LINKS, random_counts, random_plan
 
 COSTS = CostModel(model=model_preset("qwen3-30b-a3b"), hardware=hardware_preset("h100"))
 

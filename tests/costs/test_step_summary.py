@@ -9,7 +9,7 @@ from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.errors import CountsError
 from foreroute.plan import Topology
 from foreroute.plan.step_plan import CellHosts
-from random_plans import LINKS, random_counts, random_plan
+from tests.plan.random_plans import LINKS, random_counts, random_plan
 
 COSTS = CostModel(model=model_preset("qwen3-30b-a3b"), hardware=hardware_preset("h100"))
 TOPOLOGY = Topology(4, 2, 2, LINKS)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from doctor_cases import VERSION, generation, older, shifted
 from foreroute.doctor import Evidence, Severity, TrainerPass, diagnose
 from foreroute.doctor.examine import QUICK, examine
-from models import tiny
+from tests.doctor.doctor_cases import VERSION, generation, older, shifted
+from tests.models import tiny
 
 
 def diagnosis(model, sequences, **options):

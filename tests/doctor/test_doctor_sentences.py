@@ -6,19 +6,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import plants
 from foreroute.conformance import ALL_CHECKS, CheckResult, ConformanceReport, Outcome
 from foreroute.conformance.check import misplaced
 from foreroute.doctor import Diagnosis, Evidence, Finding, Severity, TrainerPass, diagnose
 from foreroute.doctor.findings import ADVICE
 from foreroute.errors import BatchMismatchError
 from foreroute.mismatch import Defect, explain
+from tests.mismatch import planted_defects as planted
 
 SEEDS = range(2)
 
 
 def reference(seed=0):
-    rng, trace = plants.case(seed)
+    rng, trace = planted.case(seed)
     return rng, trace
 
 
@@ -26,12 +26,12 @@ def pair(plant):
     """Some traces of a trainer, and of an engine in which something is planted."""
     for seed in SEEDS:
         rng, own = reference(seed)
-        planted = plant(rng, plants.natural(rng, own))
-        yield own, planted[0] if isinstance(planted, tuple) else planted
+        seen = plant(rng, planted.natural(rng, own))
+        yield own, seen[0] if isinstance(seen, tuple) else seen
 
 
 def swapped(rate):
-    return lambda rng, trace: plants.with_ids(trace, plants.swapped(rng, trace.expert_ids_NLK, trace.spec, rate))
+    return lambda rng, trace: planted.with_ids(trace, planted.swapped(rng, trace.expert_ids_NLK, trace.spec, rate))
 
 
 def reordered(rng, trace):
@@ -45,21 +45,21 @@ def unrouted(rng, trace):
 def first_row_lost(rng, trace):
     source = np.arange(trace.num_rows)
     source[trace.offsets[:-1]] = -1
-    return plants.moved(rng, trace, source)
+    return planted.moved(rng, trace, source)
 
 
 PLANTS = {
     "same": lambda rng, trace: trace,
     "natural": swapped(0.1),
-    "shift": plants.shift,
-    "permutation": plants.permutation,
-    "flattening": plants.flattening,
-    "layer offset": plants.layer_offset,
-    "physical ids": plants.physical_ids,
-    "prefix": plants.prefix_missing,
+    "shift": planted.shift,
+    "permutation": planted.permutation,
+    "flattening": planted.flattening,
+    "layer offset": planted.layer_offset,
+    "physical ids": planted.physical_ids,
+    "prefix": planted.prefix_missing,
     "first row": first_row_lost,
-    "layer": plants.layer_replaced,
-    "version": plants.weight_version,
+    "layer": planted.layer_replaced,
+    "version": planted.weight_version,
     "unknown version": lambda rng, trace: swapped(0.5)(rng, trace).with_weight_version(-1),
     "half": swapped(0.4),
     "nearly all": swapped(0.97),
@@ -137,10 +137,10 @@ def test_the_plants_show_every_kind_of_defect():
 
 
 def test_both_sides_are_called_by_their_names():
-    for own, engine in pair(plants.permutation):
+    for own, engine in pair(planted.permutation):
         sentence = explain(own, engine, names=("the trainer's own trace", "the engine's trace")).sentence
         assert sentence.startswith("The engine's trace holds the routes of other sequences")
-    for own, engine in pair(plants.physical_ids):
+    for own, engine in pair(planted.physical_ids):
         assert diagnose(without_model(own, engine)).headline.startswith(
             "Fix this first: The engine's trace calls the experts by other ids"
         )
@@ -152,7 +152,10 @@ def test_both_sides_are_called_by_their_names():
         assert found.sentence.startswith("The trainer's own trace lacks the first rows of its sequences")
 
 
-@pytest.mark.parametrize("plant", [plants.shift, plants.permutation, plants.flattening, plants.layer_offset])
+@pytest.mark.parametrize(
+    "plant",
+    [planted.shift, planted.permutation, planted.flattening, planted.layer_offset],
+)
 def test_what_the_experts_were_given_is_told_in_whole_sentences(plant):
     for own, engine in pair(plant):
         native = np.zeros_like(own.expert_ids_NLK)
@@ -249,7 +252,7 @@ def test_most_tokens_twofold_apart_are_a_problem_with_and_without_replay():
 
 def test_sequences_in_another_order_are_diagnosed_and_compared_in_one():
     rng, own = reference(1)
-    engine = plants.natural(rng, own)
+    engine = planted.natural(rng, own)
     mixed = reordered(rng, engine)
     found, straight = (diagnose(without_model(own, each, np.full(9, -1.0))) for each in (mixed, engine))
     assert found.headline.startswith(

@@ -6,7 +6,7 @@ import numpy as np
 
 from foreroute.plan.checker import verify
 from foreroute.plan.counts import counts_digest
-from plans import random_plan
+from tests.ep.transfer.plans import random_plan
 
 SLOTS = 2
 

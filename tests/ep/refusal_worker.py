@@ -1,5 +1,6 @@
 """What worker processes do that must end in an error on all of them."""
 
+import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -13,15 +14,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
-from families import build
 from foreroute.adapters import hf
 from foreroute.ep import BatchRows
 from foreroute.plan.counts import counts_digest
-from models import tiny
-from planned import split_plan, static_plan
-from plans import random_plan
-from training import Case, batch, policy, replaying
-from training_worker import all_counts, rows_of
+from tests.adapters.hf.families import build
+from tests.ep.planned import split_plan, static_plan
+from tests.ep.training import Case, batch, policy, replaying
+from tests.ep.training_worker import all_counts, rows_of
+from tests.ep.transfer.plans import random_plan
+from tests.models import tiny
 
 CASE = Case(ranks=2, plan=0)
 
@@ -345,3 +346,11 @@ def attaching(rank):
         except Exception as error:
             errors[name] = type(error).__name__, str(error)
     return errors
+
+
+def forward_without_a_rank(rank, gone):
+    """What the ranks that are left raise."""
+    placed = hf.distribute(tiny("qwen3_moe"), timeout_s=20)
+    placed.model.model.layers[2].mlp.gate.register_forward_pre_hook(lambda *_: os._exit(1) if rank == gone else None)
+    with torch.no_grad():
+        placed.model(**batch(rank, 0, 0), use_cache=False)

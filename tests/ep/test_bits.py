@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-import training_worker
 from foreroute.ep import compute
-from training import MICRO_STEPS, Case
+from tests.ep import training_worker
+from tests.ep.training import MICRO_STEPS, Case
 
 MODELS = (("qwen3_moe", 2), ("gpt_oss", 4), ("deepseek_v3", 8))
 """Families, and the ranks that they are spread over."""

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreroute.ep.dispatch import DispatchPlan, expand
-from planned import split_plan
-from plans import random_homes
+from tests.ep.planned import split_plan
+from tests.ep.transfer.plans import random_homes
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,13 +3,13 @@
 import pytest
 import torch.distributed as dist
 
-from driving import log_probs
 from foreroute.adapters import hf
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import DirectWeights
-from planned import split_plan
-from training import Case, batch, policy, replaying
-from training_worker import all_counts, rows_of
+from tests.adapters.hf.model_runs import log_probs
+from tests.ep.planned import split_plan
+from tests.ep.training import Case, batch, policy, replaying
+from tests.ep.training_worker import all_counts, rows_of
 
 
 class Telling(DirectWeights):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from families import build
 from foreroute.adapters import hf
 from foreroute.adapters.hf.distribute import WEIGHT
 from foreroute.ep import BatchRows
-from planned import split_plan
+from tests.adapters.hf.families import build
+from tests.ep.planned import split_plan
 
 FAMILIES = {
     "qwen3_moe": "gate and up concatenated",

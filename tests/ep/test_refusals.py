@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import rank_death_worker
-import refusal_worker
 from foreroute.ep.compute import LEAST_TORCH
-from processes import Workers
+from tests.ep import refusal_worker
+from tests.processes import Workers
 
 EARLY = {
     "other_world_size": ("PlanError", "the plan is for 4 ranks, and 2 are here"),
@@ -101,7 +100,7 @@ def test_what_is_installed_is_what_experts_are_computed_with():
 def test_a_process_that_dies_ends_the_others_with_the_cell_they_waited_in():
     group = Workers(2, timeout_s=120)
     try:
-        left, gone = group.outcomes(rank_death_worker.forward_without_a_rank, 1)
+        left, gone = group.outcomes(refusal_worker.forward_without_a_rank, 1)
     finally:
         group.close()
     assert gone is None

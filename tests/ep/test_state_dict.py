@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import state_dict_worker
+from tests.ep import state_dict_worker
 
 WITHIN = 1e-12
 """In float64, whose rounding is 1.1e-16: sums of some thousand numbers in another order."""

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-import training_worker
-from training import MICRO_STEPS, STEPS, Case, train_alone
+from tests.ep import training_worker
+from tests.ep.training import MICRO_STEPS, STEPS, Case, train_alone
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 WAYS = (None, True, False)

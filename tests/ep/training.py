@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 import foreroute as fr
-from driving import batch_of, enable_checkpointing, log_probs, sequences_of
 from foreroute.adapters import hf
-from models import tiny
+from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, log_probs, sequences_of
+from tests.models import tiny
 
 STEPS, MICRO_STEPS = 3, 2
 

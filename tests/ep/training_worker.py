@@ -8,7 +8,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from driving import log_probs
 from foreroute import planner
 from foreroute.adapters import hf
 from foreroute.ep import BatchRows, compute, layer
@@ -17,10 +16,11 @@ from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import DirectWeights
 from foreroute.plan import Topology, verify
-from planned import SLOTS, split_plan, static_plan
-from plans import LINKS, random_homes
-from toy import Multiplied
-from training import MICRO_STEPS, STEPS, batch, num_targets, optimizer_of, policy, replaying, routes
+from tests.adapters.hf.model_runs import log_probs
+from tests.ep.planned import SLOTS, split_plan, static_plan
+from tests.ep.training import MICRO_STEPS, STEPS, batch, num_targets, optimizer_of, policy, replaying, routes
+from tests.ep.transfer.plans import LINKS, random_homes
+from tests.ep.transfer.toy import Multiplied
 
 
 @dataclass

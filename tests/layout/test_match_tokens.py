@@ -7,7 +7,7 @@ from foreroute import RoutingTrace
 from foreroute.conformance import canary_trace
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import locate_rows, pad
-from traces import random_trace, spec_of
+from tests.traces import random_trace, spec_of
 
 
 def canary(lengths):

@@ -7,7 +7,7 @@ from foreroute import layout
 from foreroute.conformance import oracle
 from foreroute.errors import LayoutError
 from foreroute.trace import count_assignments
-from traces import random_trace
+from tests.traces import random_trace
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -7,7 +7,7 @@ import pytest
 
 from foreroute import layout
 from foreroute.conformance import canary_trace, oracle
-from layout_cases import draw_case
+from tests.layout.layout_cases import draw_case
 
 CONFIGURATIONS = 2400
 SHARDS = 8

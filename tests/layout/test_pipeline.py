@@ -7,7 +7,7 @@ from foreroute import LayerKind, RoutedLayer, RoutingSpec, layout
 from foreroute.conformance import oracle
 from foreroute.errors import LayoutError
 from foreroute.layout import PipelineStages
-from layout_cases import draw_model
+from tests.layout.layout_cases import draw_model
 
 
 def spec_with(*layers):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from foreroute.conformance import canary_trace
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import locate_rows, starts_from_cumulative_lengths, starts_from_positions
-from traces import spec_of
+from tests.traces import spec_of
 
 
 def canary(lengths):

@@ -6,7 +6,7 @@ import pytest
 from foreroute import RoutedLayer, layout
 from foreroute.conformance import canary_trace
 from foreroute.errors import BatchMismatchError, LayoutError, SpecMismatchError
-from traces import spec_of
+from tests.traces import spec_of
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(8, np.uint8), (255, np.uint8), (256, np.uint16), (512, np.uint16)])

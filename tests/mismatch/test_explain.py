@@ -7,27 +7,27 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-import plants
 from foreroute.errors import BatchMismatchError, SpecMismatchError
 from foreroute.mismatch import Defect, explain
+from tests.mismatch import planted_defects as planted
 
 CASES = 200
 PLANTED = {
-    Defect.SHIFT: plants.shift,
-    Defect.PERMUTATION: plants.permutation,
-    Defect.FLATTENING: plants.flattening,
-    Defect.LAYER_OFFSET: plants.layer_offset,
-    Defect.PHYSICAL_IDS: plants.physical_ids,
-    Defect.PREFIX_MISSING: plants.prefix_missing,
-    Defect.WEIGHT_VERSION: plants.weight_version,
+    Defect.SHIFT: planted.shift,
+    Defect.PERMUTATION: planted.permutation,
+    Defect.FLATTENING: planted.flattening,
+    Defect.LAYER_OFFSET: planted.layer_offset,
+    Defect.PHYSICAL_IDS: planted.physical_ids,
+    Defect.PREFIX_MISSING: planted.prefix_missing,
+    Defect.WEIGHT_VERSION: planted.weight_version,
 }
 
 
 @functools.cache
 def clean_pair(seed):
     """A reference and the same routes with natural mismatch."""
-    rng, reference = plants.case(seed)
-    return reference, plants.natural(rng, reference)
+    rng, reference = planted.case(seed)
+    return reference, planted.natural(rng, reference)
 
 
 @pytest.mark.parametrize("kind", PLANTED)
@@ -52,7 +52,7 @@ def test_a_replaced_layer_is_named():
     for seed in range(40):
         reference, other = clean_pair(seed)
         if reference.spec.num_layers > 2:
-            broken, expected = plants.layer_replaced(np.random.default_rng(seed), other)
+            broken, expected = planted.layer_replaced(np.random.default_rng(seed), other)
             found = explain(reference, broken)
             assert (found.kind, found.parameters["row"]) == (Defect.LAYER_REPLACED, expected["row"]), found.sentence
 
@@ -60,7 +60,7 @@ def test_a_replaced_layer_is_named():
 def test_undoing_a_mixup_restores_the_overlap():
     reference, other = clean_pair(0)
     before = explain(reference, other).overlap_before
-    broken, _ = plants.shift(np.random.default_rng(0), other)
+    broken, _ = planted.shift(np.random.default_rng(0), other)
     found = explain(reference, broken)
     assert found.overlap_before < before - 0.2
     assert found.overlap_after == pytest.approx(before, abs=0.05)
@@ -100,7 +100,7 @@ def test_physical_map_is_learnt():
         [np.random.default_rng(i).permutation(reference.spec.num_experts) for i in range(reference.spec.num_layers)]
     )
     ids = slots[np.arange(reference.spec.num_layers)[:, None], other.expert_ids_NLK]
-    learnt = np.array(explain(reference, plants.with_ids(other, ids)).parameters["id_map"])
+    learnt = np.array(explain(reference, planted.with_ids(other, ids)).parameters["id_map"])
     true = np.argsort(slots, axis=-1)
     assert (learnt == true)[learnt >= 0].mean() > 0.9
 
@@ -108,11 +108,11 @@ def test_physical_map_is_learnt():
 def test_broad_difference_without_a_pattern_is_unexplained():
     reference, _ = clean_pair(4)
     rng = np.random.default_rng(4)
-    flat = plants.with_ids(reference, plants.swapped(rng, reference.expert_ids_NLK, reference.spec, 0.5))
+    flat = planted.with_ids(reference, planted.swapped(rng, reference.expert_ids_NLK, reference.spec, 0.5))
     assert explain(reference, flat).kind is Defect.UNEXPLAINED
     assert explain(reference, flat.with_weight_version(4)).kind is Defect.WEIGHT_VERSION
     scores = rng.random((reference.num_rows, reference.spec.num_layers, reference.spec.num_experts))
-    noise = plants.with_ids(reference, plants.top_picks(scores, reference.spec.top_k))
+    noise = planted.with_ids(reference, planted.top_picks(scores, reference.spec.top_k))
     assert explain(reference, noise).kind is Defect.UNEXPLAINED
 
 

@@ -9,7 +9,7 @@ import foreroute as fr
 from foreroute.errors import InputError
 from foreroute.mismatch import margin_histogram, routing_mismatch, token_mismatch
 from foreroute.mismatch.measures import LOG10_EDGES
-from traces import random_trace, spec_of
+from tests.traces import random_trace, spec_of
 
 
 def test_k3_and_f_by_hand():

@@ -9,7 +9,7 @@ from foreroute.errors import PlanError
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.planner import plan
-from random_plans import LINKS, random_counts, random_plan, small_case
+from tests.plan.random_plans import LINKS, random_counts, random_plan, small_case
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -11,7 +11,7 @@ from foreroute.errors import CountsError, SpecMismatchError, TraceContentError
 from foreroute.plan.counts import Packing, check_counts, packed_counts
 from foreroute.planner.workload import WORKLOADS
 from foreroute.trace.operations import add_assignments
-from traces import mixed_trace, random_trace
+from tests.traces import mixed_trace, random_trace
 
 
 def loop(traces, packing):

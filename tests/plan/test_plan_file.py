@@ -16,8 +16,8 @@ from foreroute.files import seal_file
 from foreroute.plan import Links, StepPlan, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.plan_file import encode_plan, load_plan, save_plan
-from forging import STAIRCASE
-from random_plans import LINKS, random_counts, random_plan, small_case
+from tests.plan.random_plans import LINKS, random_counts, random_plan, small_case
+from tests.trace.forging import STAIRCASE
 
 
 def equal(a, b):

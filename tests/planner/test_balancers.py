@@ -12,7 +12,7 @@ from foreroute.planner.balancers import BALANCERS, BalancerInput
 from foreroute.planner.balancers.eplb import linked_ranks
 from foreroute.planner.balancers.lending import lend
 from foreroute.planner.balancers.relibra import anneal_layer, replicate_in_nodes
-from random_plans import LINKS
+from tests.plan.random_plans import LINKS
 
 REFILLED = ("feplb", "relibra")
 """Methods whose slots hold nothing from cell to cell."""

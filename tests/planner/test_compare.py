@@ -14,7 +14,7 @@ from foreroute.plan.step_plan import CellHosts
 from foreroute.planner import plan
 from foreroute.planner.balancers import BALANCERS, BalancerInput
 from foreroute.planner.compare import compare, priced
-from random_plans import LINKS
+from tests.plan.random_plans import LINKS
 
 COSTS = CostModel(model=model_preset("qwen3-30b-a3b"), hardware=hardware_preset("h100"))
 

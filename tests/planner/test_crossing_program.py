@@ -9,7 +9,7 @@ from benchmarks.planner_oracles import cross_node_gap, least_crossing
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.step_plan import CellHosts
 from foreroute.planner import plan
-from random_plans import LINKS
+from tests.plan.random_plans import LINKS
 
 NODE_G = np.array([0, 0, 1, 1])
 

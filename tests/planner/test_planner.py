@@ -9,7 +9,7 @@ from foreroute.errors import CountsError, PlanLateError, TopologyError
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.planner import plan, start
-from random_plans import LINKS
+from tests.plan.random_plans import LINKS
 
 
 def _counts(seed, shape, evenness=0.3, tokens=400):

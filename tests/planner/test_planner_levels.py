@@ -13,7 +13,7 @@ from foreroute.plan import PlanOptions, Topology, verify
 from foreroute.plan.step_plan import CellHosts
 from foreroute.planner import plan, start
 from foreroute.planner.homes import place_homes
-from random_plans import LINKS
+from tests.plan.random_plans import LINKS
 
 MODEL = replace(model_preset("qwen3-30b-a3b"), num_experts=16, top_k=2)
 COSTS = CostModel(model=MODEL, hardware=hardware_preset("h100"))

@@ -12,7 +12,7 @@ from foreroute.errors import InputError
 from foreroute.report import measure_rows, write_diagnosis
 from foreroute.report.figure import layer_label, number_layers
 from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec
-from traces import random_trace
+from tests.traces import random_trace
 
 
 def full():

@@ -16,7 +16,7 @@ from foreroute.report import method_rows, plan_summary, write_plan_page
 from foreroute.report.figure import integer_ticks, ticks_above_one
 from foreroute.report.format import duration, over_mean, step_seconds, step_time
 from foreroute.trace import RoutedLayer
-from random_plans import LINKS, random_counts, random_plan
+from tests.plan.random_plans import LINKS, random_counts, random_plan
 
 COSTS = CostModel(model=model_preset("qwen3-30b-a3b"), hardware=hardware_preset("h100"))
 

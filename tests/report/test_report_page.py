@@ -11,7 +11,7 @@ import pytest
 
 from foreroute.errors import InputError, RunFolderError
 from foreroute.report import load_rows, read_runs, write_report
-from report_runs import config, execution, step_line, write_run
+from tests.report.report_runs import config, execution, step_line, write_run
 
 TITLES = [
     "Reward",

@@ -6,7 +6,7 @@ import pytest
 
 from foreroute.errors import InputError, RunFolderError
 from foreroute.report import read_run, read_runs
-from report_runs import config, step_line, write_run
+from tests.report.report_runs import config, step_line, write_run
 
 
 def steps(count, **changes):

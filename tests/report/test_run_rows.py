@@ -11,7 +11,7 @@ from foreroute.mismatch import Kind
 from foreroute.mismatch.alarm_rules import ADVICE
 from foreroute.report import Sides, read_runs, summary_rows, write_report
 from foreroute.report.run_rows import alarm_rows
-from report_runs import config, step_line, write_run
+from tests.report.report_runs import config, step_line, write_run
 
 
 def side(k3, f2=0.0, cells=0.0, tokens=0.0):

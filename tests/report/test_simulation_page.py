@@ -11,7 +11,7 @@ from foreroute.report import compared_methods, simulation_rows, simulation_summa
 from foreroute.report.sweep_plots import WORDS
 from foreroute.simulate.config import SweepConfig
 from foreroute.simulate.fit import FitRecord
-from simulation_records import TRAINING, config, record, sweeps, timeline, timelines
+from tests.report.simulation_records import TRAINING, config, record, sweeps, timeline, timelines
 
 COLUMNS = {
     "Both stages": lambda m: m.training_s,

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from foreroute.report import read_runs, write_report
 from foreroute.report.run import describe
 from foreroute.report.training_plots import _up_to_all, update_plots
-from report_runs import config, step_line, write_run
+from tests.report.report_runs import config, step_line, write_run
 
 FIGURES = {"clip_share": 0.0, "importance": {"effective_share": 0.9, "cut_share": 0.0, "rejected_sequences": 0}}
 

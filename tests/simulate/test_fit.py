@@ -13,7 +13,7 @@ from foreroute.plan import PlanOptions, save_plan
 from foreroute.planner import plan
 from foreroute.simulate.fit import fit, fit_record, predict, rank_correlation
 from foreroute.simulate.measurements import Measurement, load_measurements
-from simulate_cases import small_config
+from tests.simulate.simulate_cases import small_config
 
 RATES = {"gemm_flops_per_s": 3e14, "layer_s": 90e-6, "node_bytes_per_s": 1e11}
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from event_oracle import play
 from foreroute.costs.model import STAGES
 from foreroute.simulate.cell_costs import without_cost
 from foreroute.simulate.engine import PARTS, run
 from foreroute.simulate.ep_group import forward_only, layer_parts, one_forward_one_backward
-from simulate_cases import random_work, rules
+from tests.simulate.event_oracle import play
+from tests.simulate.simulate_cases import random_work, rules
 
 
 def orders_of(stage, stages, micro_steps):

@@ -8,7 +8,7 @@ from foreroute.errors import ConfigError, TopologyError
 from foreroute.simulate import load_config, parse_config, sweep, timeline
 from foreroute.simulate.config import varied
 from foreroute.simulate.methods import METHODS
-from simulate_cases import small_config
+from tests.simulate.simulate_cases import small_config
 
 SMALLEST = {"cluster": {"gpus": 64, "expert_parallel": 16}}
 

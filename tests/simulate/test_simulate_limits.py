@@ -10,7 +10,7 @@ import pytest
 from foreroute.errors import ConfigError, InputError
 from foreroute.planner.workload import WORKLOADS
 from foreroute.simulate import load_config, parse_config, simulate
-from simulate_cases import small_config
+from tests.simulate.simulate_cases import small_config
 
 CLUSTER = {"cluster": {"gpus": 64, "expert_parallel": 16}}
 WIDE = {"num_experts": 32_768, "num_layers": 1000}

@@ -13,7 +13,7 @@ from foreroute.simulate.engine import PARTS
 from foreroute.simulate.ep_group import EPGroup, plan_ready
 from foreroute.simulate.methods import PlannedStep, all_at_home, forced_balance, plan_with
 from foreroute.simulate.steps import GroupStep, group_steps
-from simulate_cases import small_config
+from tests.simulate.simulate_cases import small_config
 
 
 def group_of(config, counts, planned=None, *, squares=None):

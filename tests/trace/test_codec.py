@@ -12,9 +12,9 @@ from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.trace.file.codec import CODEC_CLASSES, CODECS
 from foreroute.trace.file.codec.prefix_code import MAX_LENGTH, check_lengths, fit_lengths
 from foreroute.trace.file.writing import encode_trace
-from forging import forged
-from payload_oracle import codes_of, read_fixed, read_planes
-from traces import random_trace, spec_of
+from tests.trace.forging import forged
+from tests.trace.payload_oracle import codes_of, read_fixed, read_planes
+from tests.traces import random_trace, spec_of
 
 MODELS = [(1, 1), (5, 1), (8, 2), (8, 8), (128, 8), (256, 8), (40, 17), (257, 2), (600, 2), (65536, 1)]
 

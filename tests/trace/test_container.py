@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import foreroute as fr
 from foreroute.errors import BatchMismatchError, SpecMismatchError, TraceContentError
 from foreroute.trace import NO_VERSION, count_assignments, digest, overlap
-from traces import random_trace, spec_of
+from tests.traces import random_trace, spec_of
 
 
 def rows_of(trace):

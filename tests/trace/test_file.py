@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import foreroute as fr
 from foreroute.errors import SpecMismatchError, TraceContentError, TraceFileError
 from foreroute.trace import CODECS, digest
-from traces import mixed_trace, random_trace, spec_of
+from tests.traces import mixed_trace, random_trace, spec_of
 
 
 @settings(max_examples=25, deadline=None)

@@ -12,8 +12,8 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 import foreroute as fr
 from foreroute.trace import CODECS
-from payload_oracle import read_fixed, read_planes
-from traces import mixed_trace
+from tests.trace.payload_oracle import read_fixed, read_planes
+from tests.traces import mixed_trace
 
 DTYPES = {"I64": "<i8", "I32": "<i4", "U8": "u1", "U32": "<u4", "U64": "<u8"}
 

@@ -11,8 +11,8 @@ import foreroute as fr
 from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.trace import synthetic_trace
 from foreroute.trace.checks import as_offsets, ascending, join_ranges
-from forging import STAIRCASE, forged, setting
-from traces import random_trace, spec_of
+from tests.trace.forging import STAIRCASE, forged, setting
+from tests.traces import random_trace, spec_of
 
 
 def staircase(end):

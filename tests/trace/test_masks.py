@@ -5,7 +5,7 @@ import pytest
 
 from foreroute.errors import TraceContentError
 from foreroute.trace import from_masks
-from traces import random_trace
+from tests.traces import random_trace
 
 
 def masks_of(trace):

@@ -12,7 +12,7 @@ import foreroute as fr
 from foreroute.trace import synthetic_trace
 from foreroute.trace.checks import join_ranges
 from foreroute.trace.file.writing import MAX_EXPANSION, cut_blocks, share_prefixes
-from traces import mixed_trace, spec_of
+from tests.traces import mixed_trace, spec_of
 
 
 def group(prompt_length, samples, *, answer=5, seed=0, spec=None):

@@ -1,6 +1,5 @@
 """The store of a run's traces: appending, reading, and being killed while writing."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,13 +12,13 @@ import pytest
 import foreroute as fr
 from foreroute.errors import TraceFileError
 from foreroute.trace import TraceStore
-from traces import mixed_trace, random_trace
+from tests.processes import environment
+from tests.traces import mixed_trace, random_trace
 
 WRITER = """
 import sys
-sys.path[:0] = sys.argv[2:]
 from foreroute.trace import TraceStore
-from traces import mixed_trace
+from tests.traces import mixed_trace
 store = TraceStore(sys.argv[1], codec="planes")
 step = len(store)
 while True:
@@ -112,11 +111,10 @@ def test_foreign_files_are_named(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*no complete trace")
 def test_killed_at_any_point_every_acknowledged_shard_is_whole(tmp_path):
     rng = np.random.default_rng(0)
-    paths = [os.path.abspath("src"), os.path.dirname(os.path.dirname(__file__))]
     acknowledged = -1
     for _ in range(6):
         writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path), *paths], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment()
         )
         assert writer.stdout.readline(), "the writer wrote nothing"
         time.sleep(rng.random() * 0.05)

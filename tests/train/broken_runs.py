@@ -9,9 +9,6 @@ from unittest import mock
 
 import numpy as np
 
-from expert_parallel_runs import run
-from expert_parallel_steps import Steps, precise_trainer, steps_of
-from faults import FaultyPeers
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import DivergedError, EngineError
 from foreroute.plan import Topology
@@ -21,6 +18,9 @@ from foreroute.train.loop import make_trainer
 from foreroute.train.model import make_engine, make_policy
 from foreroute.train.ranks import join_ranks
 from foreroute.train.tasks import make_task
+from tests.ep.transfer.faults import FaultyPeers
+from tests.train.expert_parallel_runs import run
+from tests.train.expert_parallel_steps import Steps, precise_trainer, steps_of
 
 
 def faulty_steps(rank, config, faults):

@@ -10,8 +10,8 @@ import torch
 from foreroute.capture import Generation
 from foreroute.train import run
 from foreroute.train.ranks import Ranks
-from small_runs import small_config
-from traces import random_trace
+from tests.traces import random_trace
+from tests.train.small_runs import small_config
 
 TRACE = random_trace(0)
 GENERATION = Generation(TRACE, np.ones(len(TRACE), np.int64), np.zeros(TRACE.num_rows - len(TRACE), np.float32))

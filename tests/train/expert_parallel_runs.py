@@ -3,10 +3,10 @@
 from contextlib import nullcontext
 from unittest import mock
 
-from expert_parallel_steps import parallel_steps, scored_by_tokens
 from foreroute.train import RunFolder, Watcher, train
 from foreroute.train.expert_parallel import ExpertParallel
-from small_runs import small_config
+from tests.train.expert_parallel_steps import parallel_steps, scored_by_tokens
+from tests.train.small_runs import small_config
 
 
 def run_config(num_ranks, **sections):

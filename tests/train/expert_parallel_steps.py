@@ -14,7 +14,7 @@ from foreroute.train.loop import make_trainer
 from foreroute.train.model import make_engine, make_policy
 from foreroute.train.ranks import Ranks, join_ranks
 from foreroute.train.tasks import make_task
-from small_runs import SIZES, small_config
+from tests.train.small_runs import SIZES, small_config
 
 
 @dataclass

@@ -13,8 +13,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from foreroute.train.config.rl import RLConfig
 from foreroute.train.objective import correction_weights, engine_ratio
-from objective_oracle import Case
-from test_objective import ours
+from tests.train.objective_oracle import Case
+from tests.train.test_objective import ours
 
 LENGTHS = [3, 1, 8, 5, 2, 7]
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from counting_runs import counting, counting_config
 from foreroute.capture import load_generation
 from foreroute.errors import CollapseError, ConfigError
 from foreroute.train import RunFolder, Watcher, load_checkpoint, loop, train
 from foreroute.train.alarm_actions import read_rollbacks
 from foreroute.train.rollout import roll_out
-from small_runs import records, same_state, small_config, trainer_of
+from tests.train.counting_runs import counting, counting_config
+from tests.train.small_runs import records, same_state, small_config, trainer_of
 
 POISON = (5, 6, 7)
 

@@ -6,7 +6,6 @@ from dataclasses import fields, is_dataclass, replace
 import numpy as np
 import pytest
 
-from expert_parallel_steps import scored_by_tokens
 from foreroute.errors import ConfigError, DivergedError, RunFolderError, StaleTraceError
 from foreroute.trace import NO_VERSION
 from foreroute.train import Watcher, load_checkpoint, loop, train
@@ -16,7 +15,8 @@ from foreroute.train.checkpoint import Checkpoint, read_checkpoint, write_checkp
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import evaluate, evaluation_record
 from foreroute.train.schedule import make_schedule
-from small_runs import records, same_state, small_config, trainer_of
+from tests.train.expert_parallel_steps import scored_by_tokens
+from tests.train.small_runs import records, same_state, small_config, trainer_of
 
 STEPS = 4
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from foreroute.errors import RunFolderError
 from foreroute.files import seal_file
 from foreroute.train.checkpoint import Checkpoint, load_checkpoint, read_checkpoint, write_checkpoint
-from small_runs import same_state
+from tests.train.small_runs import same_state
 
 
 def state_of(seed=0):

@@ -5,7 +5,7 @@ import pytest
 from foreroute.adapters import hf
 from foreroute.errors import ConfigError
 from foreroute.train import parse_config
-from small_runs import SIZES, small_config
+from tests.train.small_runs import SIZES, small_config
 
 HUGE = 2**62
 

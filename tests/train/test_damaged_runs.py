@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from counting_runs import counting, counting_config
 from foreroute.capture import load_generation
 from foreroute.errors import RunFolderError
 from foreroute.trace import load
 from foreroute.train import RunFolder, Watcher, train
 from foreroute.train.checkpoint import read_checkpoint, write_checkpoint
 from foreroute.train.metrics_file import MetricsFile
-from small_runs import records
+from tests.train.counting_runs import counting, counting_config
+from tests.train.small_runs import records
 
 POISON = (5, 6, 7)
 

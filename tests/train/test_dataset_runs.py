@@ -20,8 +20,8 @@ from foreroute.train import Watcher, load_checkpoint, parse_config, train
 from foreroute.train.model import make_engine, make_policy
 from foreroute.train.tasks import make_task
 from foreroute.train.warm_start import _loss, warm_start
-from small_runs import SIZES, records
-from tiny_model import write_model, write_tokenizer
+from tests.train.small_runs import SIZES, records
+from tests.train.tiny_model import write_model, write_tokenizer
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b, "hard": a > 5} for a in range(9) for b in (1, 4)]
 REWARD = """

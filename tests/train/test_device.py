@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from expert_parallel_steps import scored_by_tokens
 from foreroute.capture import Sampling
 from foreroute.errors import ConfigError
 from foreroute.train import device, load_checkpoint, rollout, train
@@ -20,8 +19,9 @@ from foreroute.train.model import Reference, make_engine, make_policy
 from foreroute.train.rollout import evaluate
 from foreroute.train.tasks import make_task
 from foreroute.train.warm_start import warm_start
-from other_device import DEVICE, MixedDevicesError, OnDevice, other_device
-from small_runs import always_informative, records, small_config
+from tests.other_device import DEVICE, MixedDevicesError, OnDevice, other_device
+from tests.train.expert_parallel_steps import scored_by_tokens
+from tests.train.small_runs import always_informative, records, small_config
 
 FEW = {"prompts": 2, "group_size": 4}
 WARM = {"max_steps": 2, "batch_size": 8}

@@ -10,7 +10,7 @@ from foreroute.train import train
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
 from foreroute.train.tasks.chain import ChainTask
-from small_runs import records, small_config, trainer_of
+from tests.train.small_runs import records, small_config, trainer_of
 
 
 def test_evaluating_changes_nothing_and_is_on_the_report(tmp_path, monkeypatch):

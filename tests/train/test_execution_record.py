@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from compiling import compiled_before_and_after_plans
-from expert_parallel_steps import config_of
-from metering import metered_steps, steps_with_slow_plans
-from processes import Workers
-from small_runs import SIZES
+from tests.processes import Workers
+from tests.train.execution_record_worker import compiled_before_and_after_plans, metered_steps, steps_with_slow_plans
+from tests.train.expert_parallel_steps import config_of
+from tests.train.small_runs import SIZES
 
 RANKS, LAYERS, TOP_K, EXPERTS = 2, SIZES["num_hidden_layers"], SIZES["num_experts_per_tok"], SIZES["num_experts"]
 # gate and up, and down, in float64

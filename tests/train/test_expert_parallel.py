@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from expert_parallel_steps import config_of, dense_elements, parallel_steps, steps_alone, steps_without_sums
 from foreroute.errors import ConfigError
-from small_runs import small_config
+from tests.train.expert_parallel_steps import config_of, dense_elements, parallel_steps, steps_alone, steps_without_sums
+from tests.train.small_runs import small_config
 
 STEPS = 2
 EXACT = {"rtol": 1e-9, "atol": 1e-11}

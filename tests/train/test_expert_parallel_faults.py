@@ -5,7 +5,12 @@ import os
 
 import pytest
 
-from broken_runs import (
+from foreroute.errors import RunFolderError
+from foreroute.train import RunFolder, load_checkpoint, train
+from foreroute.train.alarm_actions import read_rollbacks
+from tests.ep.transfer.faults import Fault
+from tests.processes import Workers
+from tests.train.broken_runs import (
     die_in_update,
     diverge_once,
     faulty_steps,
@@ -15,15 +20,10 @@ from broken_runs import (
     run_unlike,
     state_after,
 )
-from expert_parallel_runs import path_of, resume, run, run_config
-from expert_parallel_steps import config_of
-from faults import Fault
-from foreroute.errors import RunFolderError
-from foreroute.train import RunFolder, load_checkpoint, train
-from foreroute.train.alarm_actions import read_rollbacks
-from processes import Workers
-from small_runs import records, same_state, small_config
-from test_expert_parallel import learned_alike
+from tests.train.expert_parallel_runs import path_of, resume, run, run_config
+from tests.train.expert_parallel_steps import config_of
+from tests.train.small_runs import records, same_state, small_config
+from tests.train.test_expert_parallel import learned_alike
 
 DEADLINE_S = 1.0
 

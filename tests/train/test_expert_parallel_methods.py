@@ -2,9 +2,9 @@
 
 import pytest
 
-from expert_parallel_steps import config_of
 from foreroute.train.config.rl import RLConfig
-from test_expert_parallel import learn_alike
+from tests.train.expert_parallel_steps import config_of
+from tests.train.test_expert_parallel import learn_alike
 
 
 @pytest.mark.parametrize(

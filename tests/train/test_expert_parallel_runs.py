@@ -5,11 +5,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import foreroute as fr
-from expert_parallel_runs import path_of, resume, run, run_config, step_on, stop_early
-from expert_parallel_steps import Steps, config_of, precise_trainer, steps_alone
 from foreroute.errors import ConfigError
 from foreroute.train import RunFolder, load_checkpoint, train
-from small_runs import records, same_state
+from tests.train.expert_parallel_runs import path_of, resume, run, run_config, step_on, stop_early
+from tests.train.expert_parallel_steps import Steps, config_of, precise_trainer, steps_alone
+from tests.train.small_runs import records, same_state
 
 pytestmark = pytest.mark.slow
 

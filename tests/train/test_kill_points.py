@@ -8,13 +8,13 @@ import json
 import pytest
 
 import foreroute as fr
-from counting_runs import counting, counting_config
 from foreroute.capture import load_generation
 from foreroute.errors import RunFolderError
 from foreroute.trace import digest
 from foreroute.train import RunFolder, train
 from foreroute.train.alarm_actions import Rollback, finish_rollback, read_rollbacks, roll_back
-from kill_points import Disk, Killed, on
+from tests.train.counting_runs import counting, counting_config
+from tests.train.kill_points import Disk, Killed, on
 
 pytestmark = pytest.mark.slow
 

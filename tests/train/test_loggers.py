@@ -11,7 +11,7 @@ from foreroute.errors import ConfigError, RunFolderError
 from foreroute.train import RunFolder, Watcher, recorder, train
 from foreroute.train.alarm_actions import Rollback, roll_back
 from foreroute.train.recorder import open_loggers, scalars
-from small_runs import records, small_config
+from tests.train.small_runs import records, small_config
 
 RECORD = {
     "step": 3,

@@ -5,12 +5,12 @@ import sys
 import pytest
 import torch
 
-from expert_parallel_steps import scored_by_tokens
 from foreroute.adapters import hf
 from foreroute.errors import ConfigError
 from foreroute.train import Watcher, load_checkpoint, train
-from models import tiny
-from small_runs import records, same_state, small_config
+from tests.models import tiny
+from tests.train.expert_parallel_steps import scored_by_tokens
+from tests.train.small_runs import records, same_state, small_config
 
 
 def run_config(**rl):

@@ -20,7 +20,7 @@ from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Scores, roll_out
 from foreroute.train.schedule import Stage
 from foreroute.train.tasks import chain
-from small_runs import SIZES, records, small_config, small_values, trainer_of
+from tests.train.small_runs import SIZES, records, small_config, small_values, trainer_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 DISAGREEING = {"rollout": {"precision": "fp8"}}

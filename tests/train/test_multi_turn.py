@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from expert_parallel_steps import parallel_steps, steps_alone
 from foreroute.capture import Generation
 from foreroute.doctor.examine import _response_logprobs
 from foreroute.errors import ConfigError, FunctionError
@@ -21,8 +20,9 @@ from foreroute.train.rollout import roll_out
 from foreroute.train.schedule import make_schedule
 from foreroute.train.tasks import make_task
 from foreroute.train.update import update
-from test_expert_parallel import same_numbers
-from tiny_model import SPECIAL, write_model, write_tokenizer
+from tests.train.expert_parallel_steps import parallel_steps, steps_alone
+from tests.train.test_expert_parallel import same_numbers
+from tests.train.tiny_model import SPECIAL, write_model, write_tokenizer
 
 CHARACTERS = "0123456789+="
 TEMPERATURE = 0.9

@@ -23,7 +23,7 @@ from foreroute.train.objective import (
     policy_log_ratio,
     reinforce,
 )
-from objective_oracle import Case, differences, mini_batch_loss
+from tests.train.objective_oracle import Case, differences, mini_batch_loss
 
 CORRECTIONS = {
     "none": {},

@@ -16,7 +16,7 @@ from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
 from foreroute.train.schedule import make_schedule
 from foreroute.train.tasks.chain import VOCABULARY, ChainTask, decode, encode, right_share, sample_problems
-from small_runs import small_config, trainer_of
+from tests.train.small_runs import small_config, trainer_of
 
 
 def test_answers_are_right_and_verified():

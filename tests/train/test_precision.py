@@ -5,13 +5,13 @@ import io
 import pytest
 import torch
 
-from expert_parallel_steps import scored_by_tokens
 from foreroute.errors import ConfigError
 from foreroute.train import Watcher, load_checkpoint, train
 from foreroute.train.config import ModelConfig
 from foreroute.train.model import in_dtype
 from foreroute.train.optimizer import MasterAdamW, make_optimizer
-from small_runs import records, same_state, small_config, trainer_of
+from tests.train.expert_parallel_steps import scored_by_tokens
+from tests.train.small_runs import records, same_state, small_config, trainer_of
 
 BEGUN = torch.tensor([1.0, -2.0, 0.5]).bfloat16()
 RATE = 1e-4

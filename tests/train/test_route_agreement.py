@@ -5,7 +5,7 @@ import pytest
 
 from foreroute.train import loop, rollout
 from foreroute.train.update import update
-from small_runs import small_config, trainer_of
+from tests.train.small_runs import small_config, trainer_of
 
 
 def watched_step(monkeypatch, config):

@@ -16,8 +16,8 @@ from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
 from foreroute.train.schedule import make_schedule
 from foreroute.train.update import update
-from models import FAMILIES
-from small_runs import SIZES, records, same_state, small_config, small_values, trainer_of
+from tests.models import FAMILIES
+from tests.train.small_runs import SIZES, records, same_state, small_config, small_values, trainer_of
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from expert_parallel_steps import scored_by_tokens
 from foreroute.train import parse_config
-from small_runs import small_values, trainer_of
+from tests.train.expert_parallel_steps import scored_by_tokens
+from tests.train.small_runs import small_values, trainer_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 

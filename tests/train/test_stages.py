@@ -15,7 +15,7 @@ from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Scores, roll_out
 from foreroute.train.schedule import make_schedule
 from foreroute.train.update import update
-from small_runs import small_config, trainer_of
+from tests.train.small_runs import small_config, trainer_of
 
 
 def seen_step(monkeypatch, **sections):

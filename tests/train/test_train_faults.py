@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from counting_runs import counting, counting_config
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import DivergedError, RunFolderError
 from foreroute.train import RunFolder, load_checkpoint, loop, rollout, train
 from foreroute.train.metrics_file import MetricsFile
 from foreroute.train.update import update
-from small_runs import always_informative, records, same_state, small_config, trainer_of
+from tests.train.counting_runs import counting, counting_config
+from tests.train.small_runs import always_informative, records, same_state, small_config, trainer_of
 
 
 def config_of(**rl):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from foreroute.train import parse_config, train
-from small_runs import records
-from tiny_model import write_model, write_tokenizer
+from tests.train.small_runs import records
+from tests.train.tiny_model import write_model, write_tokenizer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "train.md").read_text(encoding="utf-8")
 BASE, *VARIATIONS = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)

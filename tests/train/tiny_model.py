@@ -4,7 +4,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from foreroute.adapters import hf
-from small_runs import SIZES
+from tests.train.small_runs import SIZES
 
 CHARACTERS = "0123456789+-*=;?#() abcdefghijklmnopqrstuvwxyz\n"
 SPECIAL = ["<pad>", "<end>", "<user>", "<bot>"]

@@ -8,12 +8,12 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 
-from driving import gradients, random_routes
-from families import build
-from family_gates import GATES
 from foreroute.adapters import hf
 from foreroute.replay.patching import overridden
 from foreroute.trace import LayerKind, RoutingTrace
+from tests.adapters.hf.families import build
+from tests.adapters.hf.family_gates import GATES
+from tests.adapters.hf.model_runs import gradients, random_routes
 
 TOKENS = torch.randint(1, 50, (2, 9), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}

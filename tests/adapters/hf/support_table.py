@@ -43,10 +43,10 @@ def write():
     import torch
     import transformers
 
-    from families import FAMILIES
-    from family_checks import CHECKS
-    from family_gates import GATES
-    from family_refusals import REFUSED, refusal
+    from tests.adapters.hf.families import FAMILIES
+    from tests.adapters.hf.family_checks import CHECKS
+    from tests.adapters.hf.family_gates import GATES
+    from tests.adapters.hf.family_refusals import REFUSED, refusal
 
     torch.set_num_threads(1)
     names = [check.__name__ for check in CHECKS]
@@ -67,5 +67,5 @@ def _table(rows):
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / "tests")]
+    sys.path.insert(0, str(ROOT))  # run by its path
     write()

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from driving import batch_of, enable_checkpointing, log_probs, loss_of, random_routes
 from foreroute.adapters import hf
 from foreroute.errors import ReplayError
 from foreroute.mismatch import margin_histogram, routing_mismatch
-from models import FAMILIES, GROUPED, tiny
-from test_missing import MISSING, without
+from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, log_probs, loss_of, random_routes
+from tests.adapters.hf.test_missing import MISSING, without
+from tests.models import FAMILIES, GROUPED, tiny
 
 BATCH = batch_of(9, 6, 4)
 KEPT = BATCH["attention_mask"].bool().reshape(-1)

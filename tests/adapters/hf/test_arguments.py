@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from driving import batch_of, random_routes
 from foreroute.adapters import hf
 from foreroute.errors import (
     AttachError,
@@ -18,7 +17,8 @@ from foreroute.errors import (
     TraceError,
 )
 from foreroute.trace import RoutingTrace
-from models import tiny
+from tests.adapters.hf.model_runs import batch_of, random_routes
+from tests.models import tiny
 
 BATCH = batch_of(9, 6, 4)
 

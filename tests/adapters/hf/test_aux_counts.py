@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from driving import batch_of, random_routes
 from foreroute.adapters import hf
 from foreroute.errors import ReplayError
-from models import tiny
+from tests.adapters.hf.model_runs import batch_of, random_routes
+from tests.models import tiny
 
 BATCH = batch_of(9, 6, 4)
 KEPT = BATCH["attention_mask"].bool().reshape(-1)

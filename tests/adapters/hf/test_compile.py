@@ -9,12 +9,18 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from driving import batch_of, enable_checkpointing, gradients, loss_of, random_routes
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
-from models import tiny
-from test_missing import MISSING, without
-from wrapping import CHECKPOINTING
+from tests.adapters.hf.model_runs import (
+    CHECKPOINTING,
+    batch_of,
+    enable_checkpointing,
+    gradients,
+    loss_of,
+    random_routes,
+)
+from tests.adapters.hf.test_missing import MISSING, without
+from tests.models import tiny
 
 BATCH = batch_of(9, 6, 4)
 OTHER = batch_of(9, 6, 4, seed=5)

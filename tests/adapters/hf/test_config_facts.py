@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from families import FAMILIES, build
 from foreroute.adapters import hf
 from foreroute.capture import facts_of_config
 from foreroute.errors import CaptureError
+from tests.adapters.hf.families import FAMILIES, build
 
 NOT_READ = {
     "dbrx": "its experts stand in ffn_config",

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import transformers
 
-import support_table
-from families import FAMILIES
-from family_checks import CHECKS
-from family_gates import GATES
-from family_refusals import REFUSED, refusal
+from tests.adapters.hf import support_table
+from tests.adapters.hf.families import FAMILIES
+from tests.adapters.hf.family_checks import CHECKS
+from tests.adapters.hf.family_gates import GATES
+from tests.adapters.hf.family_refusals import REFUSED, refusal
 
 MODELLING = Path(transformers.__file__).parent / "models"
 ROUTES = re.compile(r"^class (\w*(?:MoE|Moe|MOE|Experts?|Router|TopKGating)\w*)\(", re.MULTILINE)

@@ -10,7 +10,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import foreroute as fr
-from driving import (
+from foreroute.adapters import hf
+from foreroute.mismatch import token_mismatch
+from tests.adapters.hf.model_runs import (
     batch_of,
     enable_checkpointing,
     experts_log,
@@ -20,10 +22,27 @@ from driving import (
     random_routes,
     sequences_of,
 )
-from foreroute.adapters import hf
-from foreroute.mismatch import token_mismatch
-from gates import gate_weights
-from models import FAMILIES, GROUPED, tiny
+from tests.models import FAMILIES, GROUPED, tiny
+
+
+def gate_weights(family, router, logits_RE, ids_RK, config):
+    """[R, K] in the dtype of the logits."""
+    if family in {"qwen3_moe", "olmoe", "mixtral"}:
+        picked = logits_RE.exp().gather(-1, ids_RK)
+        renormalised = family == "mixtral" or config.norm_topk_prob
+        total = picked.sum(-1, keepdim=True) if renormalised else logits_RE.exp().sum(-1, keepdim=True)
+        return picked / total
+    if family == "gpt_oss":
+        picked = logits_RE.gather(-1, ids_RK).exp()
+        return picked / picked.sum(-1, keepdim=True)
+    if family == "deepseek_v3":  # the bias steers selection and takes no part in the weight
+        picked = (1 / (1 + torch.exp(-logits_RE))).gather(-1, ids_RK)
+        return config.routed_scaling_factor * picked / picked.sum(-1, keepdim=True)
+    if family == "deepseek_v2":  # the group limit steers selection and takes no part in the weight
+        probs = logits_RE.exp() / logits_RE.exp().sum(-1, keepdim=True)
+        return config.routed_scaling_factor * probs.gather(-1, ids_RK)
+    raise KeyError(family)
+
 
 ALL = sorted([*FAMILIES, *GROUPED])
 BATCH = batch_of(9, 6, 4)

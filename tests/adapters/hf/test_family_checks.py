@@ -6,10 +6,19 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from driving import random_routes
-from family_checks import attached_once, backends, checkpointing, foreign, gradient, native, record, weights
 from foreroute.adapters.hf.hooks import TransformerHooks
 from foreroute.replay import Recording, forced_selection, selection, told_apart
+from tests.adapters.hf.family_checks import (
+    attached_once,
+    backends,
+    checkpointing,
+    foreign,
+    gradient,
+    native,
+    record,
+    weights,
+)
+from tests.adapters.hf.model_runs import random_routes
 
 
 @pytest.fixture(autouse=True)

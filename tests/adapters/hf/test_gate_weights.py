@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-import families
-from family_checks import attached, run
 from foreroute.adapters import hf
 from foreroute.errors import ReplayError, TraceContentError
 from foreroute.trace import RoutingTrace, concatenate, save
-from models import FAMILIES, tiny
+from tests.adapters.hf import families
+from tests.adapters.hf.family_checks import attached, run
+from tests.models import FAMILIES, tiny
 
 BATCH = torch.arange(1, 25).reshape(2, 12) % 45
 

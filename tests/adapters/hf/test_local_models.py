@@ -17,7 +17,7 @@ from foreroute.adapters import hf
 from foreroute.adapters.hf.local_models import load_local
 from foreroute.engines.vllm.process_engine import ProcessSettings
 from foreroute.errors import ConfigError
-from tiny_model import write_model, write_tokenizer
+from tests.train.tiny_model import write_model, write_tokenizer
 
 ROOT = Path(__file__).parents[3]
 

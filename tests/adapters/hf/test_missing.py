@@ -5,7 +5,9 @@ import pytest
 import torch
 
 import foreroute as fr
-from driving import (
+from foreroute.adapters import hf
+from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
+from tests.adapters.hf.model_runs import (
     batch_of,
     enable_checkpointing,
     experts_log,
@@ -15,9 +17,7 @@ from driving import (
     random_routes,
     sequences_of,
 )
-from foreroute.adapters import hf
-from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
-from models import FAMILIES, tiny
+from tests.models import FAMILIES, tiny
 
 BATCH = batch_of(9, 6, 4)
 MISSING = {"none": [[], [], []], "gap": [[2, 3], [], [0]], "tail": [[7, 8], [4, 5], []], "all": [range(9), [], []]}

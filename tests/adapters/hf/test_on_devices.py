@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from driving import batch_of, log_probs, random_routes
 from foreroute.adapters import hf
 from foreroute.errors import ReplayError
 from foreroute.replay import PassObservation
-from models import tiny
+from tests.adapters.hf.model_runs import batch_of, log_probs, random_routes
+from tests.models import tiny
 
 BATCH = batch_of(9, 6, 4)
 

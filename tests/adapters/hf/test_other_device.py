@@ -7,8 +7,8 @@ import torch
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError
 from foreroute.trace import RoutingTrace
-from models import tiny
-from other_device import DEVICE, other_device
+from tests.models import tiny
+from tests.other_device import DEVICE, other_device
 
 TOKENS = np.arange(24).reshape(3, 8) % 17
 

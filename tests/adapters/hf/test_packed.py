@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import foreroute as fr
-from driving import batch_of, experts_log, random_routes, sequences_of
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
-from models import tiny
+from tests.adapters.hf.model_runs import batch_of, experts_log, random_routes, sequences_of
+from tests.models import tiny
 
 ALONE = batch_of(5, 1, 4, 6, 3, 3)
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from driving import batch_of, experts_log, gradients, loss_of, random_routes
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ConfigError, LayoutError
 from foreroute.layout import pack, pad
-from models import tiny
-from test_packed import ALONE, packed, sequence_order
+from tests.adapters.hf.model_runs import batch_of, experts_log, gradients, loss_of, random_routes
+from tests.adapters.hf.test_packed import ALONE, packed, sequence_order
+from tests.models import tiny
 
 LENGTHS = (9, 6, 4)
 

@@ -8,11 +8,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from driving import batch_of, gradients, loss_of, random_routes
 from foreroute.adapters import hf
-from models import tiny
-from ranks import on_two_ranks
-from wrapping import CHECKPOINTING
+from tests.adapters.hf.model_runs import CHECKPOINTING, batch_of, gradients, loss_of, random_routes
+from tests.models import tiny
+from tests.processes import Workers
+
+
+def on_two_ranks(work, *args):
+    """`work(rank, *args)` on each; returns what each gave back."""
+    workers = Workers(2, timeout_s=300)
+    try:
+        return workers.run(work, *args)
+    finally:
+        workers.close()
+
 
 BATCH = batch_of(9, 9, 6, 6)
 """Each rank takes every second sequence: both have as many tokens, so that the mean of their losses is the loss."""

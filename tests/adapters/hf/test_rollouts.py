@@ -5,11 +5,11 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from driving import batch_of, log_probs
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.trace import digest
-from models import tiny
+from tests.adapters.hf.model_runs import batch_of, log_probs
+from tests.models import tiny
 
 END, PAD = 7, 0
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from families import build
-from family_checks import foreign_routes, ids_of, run
 from foreroute.adapters import hf
 from foreroute.adapters.hf.selection import MaskedScores
 from foreroute.adapters.hf.selection_rules import RULES
 from foreroute.errors import AttachError
+from tests.adapters.hf.families import build
+from tests.adapters.hf.family_checks import foreign_routes, ids_of, run
 
 
 class FutureRouter(Qwen3MoeTopKRouter):

@@ -12,11 +12,19 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import foreroute as fr
-from driving import batch_of, enable_checkpointing, gradients, log_probs, loss_of, random_routes, sequences_of
 from foreroute.adapters import hf
 from foreroute.errors import AttachError, BatchMismatchError, ReplayError, SpecMismatchError, StaleTraceError
 from foreroute.replay import ReplayRows
-from models import FAMILIES, GROUPED, tiny
+from tests.adapters.hf.model_runs import (
+    batch_of,
+    enable_checkpointing,
+    gradients,
+    log_probs,
+    loss_of,
+    random_routes,
+    sequences_of,
+)
+from tests.models import FAMILIES, GROUPED, tiny
 
 BATCH = batch_of(9, 6, 4)
 

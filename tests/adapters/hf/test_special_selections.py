@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from driving import batch_of, random_routes
-from families import build
-from family_checks import attached, checkpointed_gradients, foreign_routes, ids_of, run, watching
 from foreroute.adapters import hf
 from foreroute.errors import AttachError, BatchMismatchError, ReplayError
 from foreroute.trace import LayerKind, RoutingTrace
+from tests.adapters.hf.families import build
+from tests.adapters.hf.family_checks import attached, checkpointed_gradients, foreign_routes, ids_of, run, watching
+from tests.adapters.hf.model_runs import batch_of, random_routes
 
 PADDED = batch_of(9, 6, 4)
 KEPT = PADDED["attention_mask"].bool().reshape(-1)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from driving import batch_of, enable_checkpointing, gradients, loss_of, random_routes
 from foreroute.adapters import hf
 from foreroute.errors import ReplayError
-from models import tiny
+from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, loss_of, random_routes
+from tests.models import tiny
 
 BATCH = batch_of(9, 6, 4)
 

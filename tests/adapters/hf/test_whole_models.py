@@ -5,10 +5,10 @@ import importlib
 import pytest
 import torch
 
-from driving import gradients
-from families import build, config_fields, with_live_values
-from family_checks import run
 from foreroute.adapters import hf
+from tests.adapters.hf.families import build, config_fields, with_live_values
+from tests.adapters.hf.family_checks import run
+from tests.adapters.hf.model_runs import gradients
 
 WHOLE = {
     "ernie4_5_vl_moe": "Ernie4_5_VLMoeForConditionalGeneration",

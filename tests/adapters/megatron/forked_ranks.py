@@ -4,6 +4,7 @@ Importing Megatron takes seconds and forking a process that has imported it take
 processes and nothing of one test is left over for the next.
 """
 
+import ast
 import faulthandler
 import importlib
 import multiprocessing
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from grid import MOST_RANKS
+from tests.adapters.megatron.grid import MOST_RANKS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -33,7 +34,8 @@ def run(function, *args, ranks=1, timeout=120):
     """Call a function on `ranks` processes that form the default process group.
 
     Args:
-        function: "module.name", for the module imports Megatron and this process does not. What it returns is pickled.
+        function: "module.name" of a module beside this one: it imports Megatron, and this process does not. What it
+            returns is pickled.
         timeout: seconds, after which every rank's stack is reported.
 
     Returns:
@@ -62,13 +64,26 @@ def run(function, *args, ranks=1, timeout=120):
                 process.join()
 
 
+def checks_of(module, ranks=1):
+    """One test for every function `check_…` of a module beside this one, which is read and not imported."""
+    tree = ast.parse((HERE / f"{module}.py").read_text())
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")]
+    assert names, f"{module} has no checks"
+
+    @pytest.mark.parametrize("check", names)
+    def test(check):
+        run(f"{module}.{check}", ranks=ranks)
+
+    return test
+
+
 def _context():
     """Children are forked from a server that has imported what `preloaded` imports."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["preloaded"])
+    context.set_forkserver_preload([f"{__package__}.preloaded"])
     with pytest.MonkeyPatch.context() as patch:
         # the server imports before it is told this process's sys.path
-        for folder in (ROOT / "src", ROOT, HERE):
+        for folder in (ROOT / "src", ROOT):
             patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         forkserver.ensure_running()
     return context
@@ -131,7 +146,7 @@ def _with_group(rank, ranks, folder, function, args):
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=600))
     module, name = function.split(".")
-    result = getattr(importlib.import_module(module), name)(*args)
+    result = getattr(importlib.import_module(f"{__package__}.{module}"), name)(*args)
     # a rank that has its result may leave only when the others no longer need it
     dist.barrier()
     return result

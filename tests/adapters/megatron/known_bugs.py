@@ -10,16 +10,15 @@ import pytest
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
-import drivers
-from batches import PACKED_ALIKE, make_batches
 from foreroute import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.errors import TraceContentError
-from grid import Cell
-from model_chunks import build, initialize
-from replayed import assert_followed, assert_same_step
-from routes import made_up
-from shapes import with_settings
-from steps import Dispatched, forward_step, native_routes, step
+from tests.adapters.megatron import replay_drivers
+from tests.adapters.megatron.grid import Cell, with_settings
+from tests.adapters.megatron.grid_checks import assert_followed, assert_same_step
+from tests.adapters.megatron.micro_batch_traces import made_up
+from tests.adapters.megatron.micro_batches import PACKED_ALIKE, make_batches
+from tests.adapters.megatron.model_chunks import build, initialize
+from tests.adapters.megatron.training_step import Dispatched, forward_step, native_routes, step
 
 WHOLE = Cell(packed=True, layers=2)
 RECOMPUTED = Cell(packed=True, layers=2, recompute="uniform")
@@ -92,7 +91,7 @@ def dense_layers_first(driver):
     cell = with_settings({"moe_layer_freq": [0, 1, 1, 1]}, packed=True, pp=2)
     chunks, batches, native, _ = _set_up(cell, driver)
     first = chunks[0].decoder.layers[0].layer_number - 1
-    driven = getattr(drivers, driver)(chunks, [first + i for i in range(len(native.layers))])
+    driven = getattr(replay_drivers, driver)(chunks, [first + i for i in range(len(native.layers))])
     reported = [made_up(batch, range(cell.layers), m, complete=True) for m, batch in enumerate(batches)]
     routed = [trace.select_layers(map(RoutedLayer, cell.routed_layers)) for trace in reported]
     with Dispatched(chunks).watch() as seen:
@@ -154,7 +153,7 @@ def _set_up(cell, driver, own_layers_only=False, lengths=None):
     chunks, batches = build(cell), make_batches(cell, lengths=lengths)
     *_, native = native_routes(chunks, batches)
     layers = sorted(native.layers) if own_layers_only else range(len(cell.routed_layers))
-    return chunks, batches, native, getattr(drivers, driver)(chunks, layers)
+    return chunks, batches, native, getattr(replay_drivers, driver)(chunks, layers)
 
 
 def _traces(batches, cell, seed=0):

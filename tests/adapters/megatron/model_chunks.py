@@ -7,8 +7,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer import TransformerConfig
 
-from cpu_modules import Norm, PackedAttention, RMSNorm
 from examples.megatron import on_cpu
+from tests.adapters.megatron.cpu_modules import Norm, PackedAttention, RMSNorm
 
 RECOMPUTE_SETTINGS = {
     "none": {},

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-import model_chunks
 from foreroute import RoutingTrace
 from foreroute.adapters import megatron
-from grid import Cell
-from model_chunks import RECOMPUTE_SETTINGS, VOCABULARY, initialize
+from tests.adapters.megatron import model_chunks
+from tests.adapters.megatron.grid import Cell
+from tests.adapters.megatron.model_chunks import RECOMPUTE_SETTINGS, VOCABULARY, initialize
 
 ROUTINGS = {
     "softmax after": {},

@@ -3,8 +3,8 @@
 import torch
 
 from foreroute.adapters import hf
-from grid import Cell
-from model_chunks import build, initialize
+from tests.adapters.megatron.grid import Cell
+from tests.adapters.megatron.model_chunks import build, initialize
 
 LAYERS, HIDDEN, HEADS, GROUPS, HEAD, EXPERTS, TOP_K, BASE, EPS = 3, 32, 4, 2, 16, 8, 2, 1e6, 1e-6
 DENSE = (0,)

@@ -2,22 +2,48 @@
 
 import pytest
 
-from cannot_run import CANNOT_RUN, TOO_MANY_RANKS
-from forked_ranks import RankError, run
-from grid import MOST_RANKS, PARALLEL, Cell
+from tests.adapters.megatron.forked_ranks import RankError, run
+from tests.adapters.megatron.grid import MOST_RANKS, PARALLEL, Cell
+
+CANNOT_RUN = {
+    "packed sequences with the attention shipped for the CPU": (
+        Cell(packed=True, as_shipped=True),
+        "Packed sequence is not supported by DotProductAttention",
+        "cpu_modules.PackedAttention",
+    ),
+    "context parallelism with the attention shipped for the CPU": (
+        Cell(cp=2, as_shipped=True),
+        "Context parallelism is only supported by TEDotProductAttention",
+        "cpu_modules.PackedAttention; and the cut alone in test_cuts.py",
+    ),
+    "sequence parallelism with the norm shipped for the CPU": (
+        Cell(tp=2, as_shipped=True),
+        "sequence parallel not supported by torch LayerNorm",
+        "cpu_modules.Norm; and the cut alone in test_cuts.py",
+    ),
+    "expert tensor parallelism with the all-to-all dispatcher": (
+        Cell(ep=2, tp=2, etp=2),
+        "ProcessGroupGloo::allgather: invalid tensor size",
+        "the all-gather dispatcher: routers are cut by TP and never by ETP",
+    ),
+}
+"""name: (cell, what Megatron or gloo says, what covers it)."""
+
+TOO_MANY_RANKS = [Cell(tp=2, cp=2, pp=2, vpp=vpp, ep=ep) for vpp in (1, 2) for ep in (1, 2)]
+"""Eight processes: the cut of their routers is in test_cuts.py, and their pipeline in the cells without CP or TP."""
 
 
 @pytest.mark.parametrize("name", CANNOT_RUN)
 def test_megatron_itself_refuses_the_cell_with_this_reason(name):
     cell, reason, _ = CANNOT_RUN[name]
     with pytest.raises(RankError) as refused:
-        run("on_ranks.trains", cell, ranks=cell.ranks)
+        run("forked_ranks_worker.trains", cell, ranks=cell.ranks)
     assert reason in str(refused.value)
 
 
 def test_a_shipped_cell_runs():
     """The control: what fails above fails for the reason given, not because nothing runs."""
-    assert len(run("on_ranks.trains", Cell(as_shipped=True), ranks=1)[0]) == 3
+    assert len(run("forked_ranks_worker.trains", Cell(as_shipped=True), ranks=1)[0]) == 3
 
 
 def test_every_split_of_the_grid_runs_or_is_listed():

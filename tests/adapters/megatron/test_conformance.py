@@ -2,7 +2,7 @@
 
 import pytest
 
-from forked_ranks import run
+from tests.adapters.megatron.forked_ranks import run
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ ROUTINGS = {
 
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_every_check_passes(name):
-    [(text, checks)] = run("conforming.report_of", name, timeout=300)
+    [(text, checks)] = run("conformance_worker.report_of", name, timeout=300)
     others = {check: given for check, given in checks.items() if given != ("passed", "")}
     assert others == {check: ("not applicable", reason) for check, reason in ROUTINGS[name].items()}, text
 
@@ -48,7 +48,7 @@ BARE_FAILS = {
 
 
 def test_the_bare_primitive_fails_what_known_bugs_are_made_of():
-    [(text, checks)] = run("conforming.bare_report", timeout=300)
+    [(text, checks)] = run("conformance_worker.bare_report", timeout=300)
     failed = {check: reason for check, (outcome, reason) in checks.items() if outcome == "failed"}
     assert set(failed) == set(BARE_FAILS), text
     assert all(words in failed[check] for check, words in BARE_FAILS.items()), text

@@ -7,7 +7,7 @@ hidden states do, also for more ranks than this machine runs.
 import numpy as np
 import pytest
 
-from forked_ranks import run
+from tests.adapters.megatron.forked_ranks import run
 
 SPLITS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (1, 4), (2, 4)]
 
@@ -15,7 +15,7 @@ SPLITS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (1, 4), (2, 4)]
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(("context_ranks", "tensor_ranks"), SPLITS)
 def test_the_adapter_cuts_as_megatron_does(context_ranks, tensor_ranks, packed):
-    [of_ranks] = run("cuts.rows_on_every_rank", context_ranks, tensor_ranks, packed)
+    [of_ranks] = run("placed_rows_worker.rows_on_every_rank", context_ranks, tensor_ranks, packed)
     for rank, (seen_R, placed_R) in enumerate(of_ranks):
         assert np.array_equal(placed_R, seen_R), f"rank {rank} sees {seen_R} and was given {placed_R}"
     rows = np.concatenate([seen_R for seen_R, _ in of_ranks])
@@ -24,5 +24,5 @@ def test_the_adapter_cuts_as_megatron_does(context_ranks, tensor_ranks, packed):
 
 def test_another_layout_is_seen():
     """The control: routes laid out with padding on the other side are on every rank, and in the wrong places."""
-    [of_ranks] = run("cuts.rows_on_every_rank_padded_on_the_left")
+    [of_ranks] = run("placed_rows_worker.rows_on_every_rank_padded_on_the_left")
     assert all(not np.array_equal(placed_R, seen_R) for seen_R, placed_R in of_ranks)

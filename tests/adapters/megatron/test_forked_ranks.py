@@ -5,25 +5,25 @@ from importlib import metadata
 
 import pytest
 
-from forked_ranks import RankError, run
+from tests.adapters.megatron.forked_ranks import RankError, run
 
 
 def test_the_megatron_that_runs_is_the_one_asked_for():
     """`make test-megatron-newest` puts another before the one that is installed, and says which."""
-    [version] = run("on_ranks.version")
+    [version] = run("forked_ranks_worker.version")
     # Megatron adds the commit of a repository that it lies in
     assert version.split("+")[0] == os.environ.get("FOREROUTE_MEGATRON", metadata.version("megatron-core"))
 
 
 def test_every_rank_answers_and_they_form_a_group():
-    assert run("on_ranks.sums_ranks", ranks=3) == [(3, 0), (3, 1), (3, 2)]
+    assert run("forked_ranks_worker.sums_ranks", ranks=3) == [(3, 0), (3, 1), (3, 2)]
 
 
 def test_what_a_rank_raises_is_reported_while_the_others_wait_for_it():
     with pytest.raises(RankError, match=r"rank 1 of 2 raised(.|\n)*did not like it"):
-        run("on_ranks.raises_on_rank_one", ranks=2)
+        run("forked_ranks_worker.raises_on_rank_one", ranks=2)
 
 
 def test_a_rank_that_hangs_is_reported_with_its_stack():
     with pytest.raises(RankError, match=r"ranks \[0, 1\] of 2 did not answer(.|\n)*in hangs_on_rank_one"):
-        run("on_ranks.hangs_on_rank_one", ranks=2, timeout=3)
+        run("forked_ranks_worker.hangs_on_rank_one", ranks=2, timeout=3)

@@ -8,8 +8,8 @@ import os
 
 import pytest
 
-from forked_ranks import run
-from grid import MOST_RANKS, PARALLEL, variants_of
+from tests.adapters.megatron.forked_ranks import run
+from tests.adapters.megatron.grid import MOST_RANKS, PARALLEL, variants_of
 
 pytestmark = pytest.mark.slow
 
@@ -19,4 +19,4 @@ SPLITS = [cell for cell in PARALLEL if cell.ranks <= MOST_RANKS]
 
 @pytest.mark.parametrize("split", SPLITS, ids=[cell.split for cell in SPLITS])
 def test_routes_reach_every_router_as_recorded(split):
-    run("replayed.check_cells", variants_of(split, EVERY), ranks=split.ranks, timeout=300)
+    run("grid_checks.check_cells", variants_of(split, EVERY), ranks=split.ranks, timeout=300)

@@ -5,9 +5,8 @@ import pytest
 
 from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.planner import plan
-from forked_ranks import run
-from grid import Cell
-from shapes import BIASED, with_settings
+from tests.adapters.megatron.forked_ranks import run
+from tests.adapters.megatron.grid import BIASED, Cell, with_settings
 
 EXPERTS = 8
 BALANCED = {**BIASED, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
@@ -29,16 +28,16 @@ CASES = {
 
 
 def test_losses_weights_state_and_routes_are_equal_bit_for_bit():
-    run("moving.check_cases", CASES[2], ranks=2, timeout=300)
+    run("home_move_checks.check_cases", CASES[2], ranks=2, timeout=300)
 
 
 @pytest.mark.parametrize("case", CASES[4], ids=lambda case: f"{case[0]} {case[1]}")
 def test_so_they_are_on_four_ranks(case):
-    run("moving.check_cases", [case], ranks=4)
+    run("home_move_checks.check_cases", [case], ranks=4)
 
 
 def test_the_comparison_sees_what_stays_behind():
-    run("moving.check_the_comparison_sees", ranks=2)
+    run("home_move_checks.check_the_comparison_sees", ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,7 @@ def test_ranks_are_given_the_tokens_that_the_plan_says(cell):
     counts_MLGE = np.array(counts_MGLE).swapaxes(1, 2)
     topology = Topology(cell.ep, cell.ep, redundant_slots=0, links=Links(4e9, 1e9, 2e9, 1e-5, 5e-5))
     step_plan = plan(counts_MLGE, topology, PlanOptions(home_moves=None))
-    measured = run("moving.loads", cell, lengths, routes_GM, step_plan.home_LE, ranks=cell.ep)
+    measured = run("home_move_checks.loads", cell, lengths, routes_GM, step_plan.home_LE, ranks=cell.ep)
     before_MLG, after_MLG = (np.stack(loads, axis=-1) for loads in zip(*measured, strict=True))
     planned = [[step_plan.cell(m, i).loads_G(counts_MLGE[m, i]) for i in range(2)] for m in range(3)]
     assert np.array_equal(after_MLG, planned)
@@ -80,15 +79,15 @@ def count(routes):
     ids=["more picks", "parts of experts"],
 )
 def test_order_of_sums_is_all_that_changes_with_more_summands(settings, cell, ranks):
-    run("moving.check_sums_are_all_that_differs", settings, cell, ranks=ranks)
+    run("home_move_checks.check_sums_are_all_that_differs", settings, cell, ranks=ranks)
 
 
 @pytest.mark.parametrize(
     "check",
     [
-        "refused_moves.check_refusals",
-        "refused_moves.check_gathering_of_weights_must_be_over",
-        "refused_moves.check_checkpoints_wait_until_experts_are_back",
+        "refused_move_checks.check_refusals",
+        "refused_move_checks.check_gathering_of_weights_must_be_over",
+        "refused_move_checks.check_checkpoints_wait_until_experts_are_back",
     ],
 )
 def test_what_cannot_be_is_refused_on_all_ranks(check):
@@ -98,9 +97,9 @@ def test_what_cannot_be_is_refused_on_all_ranks(check):
 @pytest.mark.parametrize(
     "check",
     [
-        "expert_segments.check_segments",
-        "expert_segments.check_gaps_are_refused",
-        "refused_moves.check_experts_of_transformer_engine_are_told_apart_by_name",
+        "expert_segment_checks.check_segments",
+        "expert_segment_checks.check_gaps_are_refused",
+        "refused_move_checks.check_experts_of_transformer_engine_are_told_apart_by_name",
     ],
 )
 def test_on_one_rank(check):

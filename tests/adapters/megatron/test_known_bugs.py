@@ -2,7 +2,7 @@
 
 import pytest
 
-from forked_ranks import RankError, run
+from tests.adapters.megatron.forked_ranks import RankError, run
 
 FAILS = {
     "forward_only_pass": ("Bare", 1, "recompute of micro-batch 0 went elsewhere"),

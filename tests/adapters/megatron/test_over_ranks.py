@@ -2,8 +2,8 @@
 
 import pytest
 
-from forked_ranks import run
-from grid import Cell
+from tests.adapters.megatron.forked_ranks import run
+from tests.adapters.megatron.grid import Cell
 
 CELLS = [
     Cell(pp=2),
@@ -19,14 +19,14 @@ CELLS = [
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_recording_is_put_together_on_every_rank(cell):
-    rows = run("over_ranks.check_recording", cell, ranks=2)
+    rows = run("over_ranks_checks.check_recording", cell, ranks=2)
     assert rows[0] == rows[1] > 0
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_margins_gate_weights_and_rollouts_are_put_together_on_every_rank(cell):
-    run("over_ranks.check_margins_weights_and_rollouts", cell, ranks=2)
+    run("over_ranks_checks.check_margins_weights_and_rollouts", cell, ranks=2)
 
 
 def test_the_refusal_of_one_stage_reaches_all():
-    run("over_ranks.check_a_stage_that_cannot_be_attached", Cell(pp=2), ranks=2, timeout=60)
+    run("over_ranks_checks.check_a_stage_that_cannot_be_attached", Cell(pp=2), ranks=2, timeout=60)

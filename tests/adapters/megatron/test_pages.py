@@ -1,12 +1,11 @@
 """What the documentation says about Megatron runs: its code blocks, and the example."""
 
-import os
 import re
 
 import pytest
 
-from forked_ranks import ROOT, run
-from torchrun import torchrun
+from tests.adapters.megatron.forked_ranks import ROOT, run
+from tests.processes import environment, torchrun
 
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -19,25 +18,24 @@ def blocks_of(text):
 def test_every_block_of_the_page_runs():
     blocks = blocks_of((ROOT / "docs" / "megatron.md").read_text())
     assert len(blocks) == 9
-    run("page.run_blocks", "docs/megatron.md", blocks)
+    run("page_worker.run_blocks", "docs/megatron.md", blocks)
 
 
 def test_the_block_of_the_readme_runs():
     [block] = [b for b in blocks_of((ROOT / "README.md").read_text()) if "adapters import megatron" in b[1]]
-    run("page.run_blocks", "README.md", [block])
+    run("page_worker.run_blocks", "README.md", [block])
 
 
 def test_a_block_that_fails_is_seen():
     with pytest.raises(AssertionError, match=r'File "docs/megatron.md", line 3(.|\n)*NameError'):
-        run("page.run_blocks", "docs/megatron.md", [(2, "no_such_name\n")])
+        run("page_worker.run_blocks", "docs/megatron.md", [(2, "no_such_name\n")])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--pipeline", "2")], ids=["experts", "pipeline"])
 def test_the_example_trains_on_two_ranks(arguments):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     script = ("examples/megatron/grpo.py", "--steps", "3", *arguments)
-    done = torchrun(2, *script, timeout=300, cwd=ROOT, env=environment)
+    done = torchrun(2, *script, timeout=300, cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     lines = re.findall(r"^step \d: .*k3 on own routes (\S+), k3 on the engine's (\S+),", done.stdout, re.MULTILINE)
     assert len(lines) == 3, done.stdout

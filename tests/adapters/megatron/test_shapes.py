@@ -2,15 +2,15 @@
 
 import pytest
 
-from forked_ranks import run
-from shapes import SCORES, SHAPES
+from tests.adapters.megatron.forked_ranks import run
+from tests.adapters.megatron.grid import SCORES, SHAPES
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_routes_find_their_layers(name):
-    run("replayed.check_cells", [SHAPES[name]], ranks=SHAPES[name].ranks)
+    run("grid_checks.check_cells", [SHAPES[name]], ranks=SHAPES[name].ranks)
 
 
 @pytest.mark.parametrize("name", SCORES)
 def test_routes_are_followed_under_every_score_function(name):
-    run("replayed.check_cells", [SCORES[name]], ranks=1)
+    run("grid_checks.check_cells", [SCORES[name]], ranks=1)

@@ -1,8 +1,8 @@
 """Record answers of a running SGLang server, each with the routes of the Hugging Face model on the same tokens.
 
-    PYTHONPATH=src:tests:tests/engines/vllm python tests/engines/sglang/record_sglang.py http://127.0.0.1:30000
+    python -m tests.engines.sglang.record_sglang http://127.0.0.1:30000
 
-The server runs the model of `tests/small.py` (`ModelWriter(policy().model).write(folder)`) in float32.
+The server runs the model of `tests/engines/small_policy.py` (`ModelWriter(policy().model).write(folder)`) in float32.
 """
 
 import json
@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from foreroute.engines.http import Endpoint
-from record_payloads import expected
-from small import END, policy, prompts
+from tests.engines.small_policy import END, policy, prompts
+from tests.engines.vllm.record_payloads import expected
 
 PROMPT, OTHER = (p.tolist() for p in prompts(8, 40, seed=7))
 PARAMS = {"temperature": 0.8, "max_new_tokens": 5, "stop_token_ids": [END]}

@@ -12,8 +12,8 @@ from foreroute.engines import sglang
 from foreroute.engines.base import generation_of
 from foreroute.engines.sglang import sequence_of
 from foreroute.errors import CaptureError, EngineError
-from recorded import assert_routes, payload, serving
-from small import END, policy, seeded
+from tests.engines.recorded_answers import assert_routes, payload, serving
+from tests.engines.small_policy import END, policy, seeded
 
 DATA = Path(__file__).parent / "data"
 WITH_ROUTES = sorted(set(DATA.glob("*.json")) - {DATA / "generate_without_routes.json"})

@@ -1,6 +1,6 @@
 """Record answers of a real vLLM server, each with the routes of the Hugging Face model on the same tokens.
 
-    FOREROUTE_VLLM_PYTHON=.venv-vllm/bin/python PYTHONPATH=src:tests python tests/engines/vllm/record_payloads.py
+    FOREROUTE_VLLM_PYTHON=.venv-vllm/bin/python python -m tests.engines.vllm.record_payloads
 
 What it writes to `data/` needs no engine to be decoded.
 """
@@ -15,8 +15,8 @@ import numpy as np
 from foreroute import RoutingTrace
 from foreroute.adapters.checkpoint import ModelWriter
 from foreroute.engines.http import Endpoint
-from serving import served, wait_for
-from small import END, forward, policy, prompts
+from tests.engines.small_policy import END, forward, policy, prompts
+from tests.engines.vllm.serving import served, wait_for
 
 PROMPT, OTHER = (p.tolist() for p in prompts(8, 40, seed=7))
 COMMON = {

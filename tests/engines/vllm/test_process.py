@@ -21,7 +21,8 @@ from foreroute.engines import vllm
 from foreroute.engines.vllm.ipc import MAGIC, Frame, receive_frame, send_frame
 from foreroute.engines.vllm.worker_process import WorkerProcess
 from foreroute.errors import CaptureError, ConfigError, EngineError
-from small import SAMPLING, policy, prompts, seeded
+from tests.engines.small_policy import SAMPLING, policy, prompts, seeded
+from tests.processes import environment
 
 
 @pytest.fixture(scope="module")
@@ -266,15 +267,14 @@ def test_an_exception_in_the_trainer_ends_the_worker(routed, fake_settings):
 def test_a_killed_trainer_takes_its_worker_with_it(fake_settings):
     """The worker sees its channel close."""
     script = (
-        "import os, sys; from foreroute.engines import vllm; from small import policy; from pathlib import Path\n"
-        "from foreroute.adapters.checkpoint import ServedModel\n"
+        "import os, sys; from foreroute.engines import vllm; from pathlib import Path\n"
+        "from foreroute.adapters.checkpoint import ServedModel; from tests.engines.small_policy import policy\n"
         "settings = vllm.ProcessSettings(python=Path(sys.argv[1]), options={'behaviour': 'good'})\n"
         "engine = vllm.ProcessEngine(ServedModel.of(policy()), settings); engine.counters()\n"
         "print(engine._worker._process.pid, engine._worker.log.parent, flush=True); os.kill(os.getpid(), 9)"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     trainer = subprocess.run(
-        [sys.executable, "-c", script, fake_settings().python], env=environment, capture_output=True, timeout=120
+        [sys.executable, "-c", script, fake_settings().python], env=environment(), capture_output=True, timeout=120
     )
     worker, folder = trainer.stdout.decode().split()
     deadline = time.monotonic() + 10
@@ -291,8 +291,7 @@ def test_a_worker_removes_no_folder_that_was_not_made_for_it(tmp_path):
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", "foreroute.engines.vllm.worker", str(theirs.fileno())]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        worker = subprocess.Popen(command, cwd=folder, pass_fds=(theirs.fileno(),), env=environment)
+        worker = subprocess.Popen(command, cwd=folder, pass_fds=(theirs.fileno(),), env=environment())
     ours.close()
     assert worker.wait(60) == 0
     assert (folder / "kept.txt").read_text() == "mine"

@@ -18,8 +18,8 @@ from foreroute.mismatch import routing_mismatch, token_mismatch
 from foreroute.train.execution import SingleProcess
 from foreroute.train.passes import recompute
 from foreroute.train.schedule import Stage
-from serving import served, wait_for
-from small import SAMPLING, forward, policy, prompts, seeded, set_match
+from tests.engines.small_policy import SAMPLING, forward, policy, prompts, seeded, set_match
+from tests.engines.vllm.serving import served, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 

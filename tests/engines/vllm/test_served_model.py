@@ -1,7 +1,6 @@
 """Engines for trainers on any framework: a checkpoint folder is enough, and transformers is not imported."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,7 +15,8 @@ from foreroute.adapters import checkpoint as checkpoints
 from foreroute.adapters.checkpoint import FolderWriter, ModelWriter, ServedModel
 from foreroute.engines import vllm
 from foreroute.errors import CaptureError, ConfigError
-from small import SAMPLING, SIZES, policy, prompts, seeded
+from tests.engines.small_policy import SAMPLING, SIZES, policy, prompts, seeded
+from tests.processes import environment
 
 WITHOUT_TRANSFORMERS = """
 import sys
@@ -63,9 +63,8 @@ def tensors(folder):
 
 def test_an_engine_samples_and_decodes_without_a_model_of_transformers(routed, folder, fake_settings, tmp_path):
     arguments = [fake_settings().python, folder, tmp_path / "trace.safetensors"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-c", WITHOUT_TRANSFORMERS, *map(str, arguments)]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    child = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
     assert child.returncode == 0, child.stderr
     with vllm.ProcessEngine(ServedModel.of(routed), fake_settings()) as engine:
         engine.load_weights(routed.model.state_dict(), version=4)

@@ -12,8 +12,8 @@ from foreroute.capture import Sampling
 from foreroute.engines import vllm
 from foreroute.engines.vllm.server_engine import EXTENSION, sequences_of
 from foreroute.errors import ConfigError, EngineError
-from recorded import assert_routes, payload, serving
-from small import END, policy, seeded
+from tests.engines.recorded_answers import assert_routes, payload, serving
+from tests.engines.small_policy import END, policy, seeded
 
 DATA = Path(__file__).parent / "data"
 SETTINGS = {

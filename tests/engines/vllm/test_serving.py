@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from serving import LAST_LINES, reserved_port, served, wait_for
+from tests.engines.vllm.serving import LAST_LINES, reserved_port, served, wait_for
 
 IP_LOCAL_PORT_RANGE = 51
 """Linux 6.3 on: the ports from which a socket that asks for any is given one."""

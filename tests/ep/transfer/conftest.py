@@ -1,6 +1,6 @@
 import pytest
 
-from processes import Workers
+from tests.processes import Workers
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import torch
 
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.replica_weights import DirectWeights
-from plans import random_plan
-from toy import SHAPES, peers, served, shard, weight
+from tests.ep.transfer.plans import random_plan
+from tests.ep.transfer.toy import SHAPES, peers, served, shard, weight
 
 
 def fetch_and_return(rank, plan, dtype, spoil):

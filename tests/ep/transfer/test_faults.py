@@ -10,12 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from faults import Fault, FaultyPeers, late_nowhere_else
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.host_memory import open_shared
-from plans import random_plan
-from processes import Workers
-from toy import WITHIN, all_experts, largest_difference, make_engine, peers, reference, run_step, shards, summed
+from tests.ep.transfer.faults import Fault, FaultyPeers, late_nowhere_else
+from tests.ep.transfer.plans import random_plan
+from tests.ep.transfer.toy import (
+    WITHIN,
+    all_experts,
+    largest_difference,
+    make_engine,
+    peers,
+    reference,
+    run_step,
+    shards,
+    summed,
+)
+from tests.processes import Workers
 
 MEMORY = Path("/dev/shm")
 GONE_S = 3.0

@@ -8,7 +8,7 @@ import torch
 
 from foreroute.ep.transfer import peers as transfer_peers
 from foreroute.ep.transfer.peers import Message
-from toy import peers
+from tests.ep.transfer.toy import peers
 
 LATE_S = 0.5
 """Long enough that the other rank has posted, failed and let go before this one asks for its messages."""

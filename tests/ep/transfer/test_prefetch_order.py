@@ -3,7 +3,7 @@
 import pytest
 
 from foreroute.ep.transfer.replica_weights import next_cell
-from plans import asked
+from tests.ep.transfer.plans import asked
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 5])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from foreroute.ep.transfer.engine import TransferOptions
-from plans import random_plan
-from toy import WITHIN, all_experts, largest_difference, make_engine, reference, run_step
+from tests.ep.transfer.plans import random_plan
+from tests.ep.transfer.toy import WITHIN, all_experts, largest_difference, make_engine, reference, run_step
 
 TIGHT = TransferOptions(slots="shared", prefetch=0)
 """One set of slots for all layers: every cell overwrites the one before."""

@@ -11,8 +11,8 @@ from foreroute.ep.transfer import slots as slot_transfers
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.moves import least_fetches_L
 from foreroute.ep.transfer.peers import PeerGroup
-from plans import asked, random_plan
-from toy import (
+from tests.ep.transfer.plans import asked, random_plan
+from tests.ep.transfer.toy import (
     WITHIN,
     Multiplied,
     all_experts,

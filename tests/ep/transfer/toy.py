@@ -14,7 +14,7 @@ import torch.distributed as dist
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from processes import kept
+from tests.processes import kept
 
 DTYPE = torch.float64
 WITHIN = 1e-12

@@ -2,16 +2,11 @@
 
 import logging
 import os
-import sys
-from pathlib import Path
 
 import datasets
 import pytest
 import torch
 import transformers
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[2] / "examples" / "trl"))
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from tiny import tokenizer
+from examples.trl.tiny import tokenizer
 
 END = 1
 

@@ -4,7 +4,7 @@ import os
 
 from foreroute.conformance import conformance_tests
 from foreroute.conformance.trl import TRLUnderTest
-from models import FAMILIES
+from tests.models import FAMILIES
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from tiny import policy, tokenizer, vowels
-from trl_runs import PROMPTS, SETTINGS
+from examples.trl.tiny import policy, tokenizer, vowels
+from tests.trainers.trl.trl_runs import PROMPTS, SETTINGS
 
 ROOT = Path(__file__).parents[3]
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

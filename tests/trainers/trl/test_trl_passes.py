@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from peft import LoraConfig
 
-from routes_book import Book, differing_cells, follows, log_ratios, require_followed, watched
-from tiny import policy
-from trl_runs import SETTINGS, logged, make, saved_policy
+from examples.trl.tiny import policy
+from tests.trainers.trl.routes_book import Book, differing_cells, follows, log_ratios, require_followed, watched
+from tests.trainers.trl.trl_runs import SETTINGS, logged, make, saved_policy
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.0)
 CASES = {

@@ -36,9 +36,9 @@ def _process(rank, folder, work):
 
 def train(rank, folder):
     """What a process logs and saw, and how vLLM's answer to the main process is dealt out."""
-    from routes_book import Book, differing_cells, log_ratios, require_followed, watched
-    from tiny import policy
-    from trl_runs import make
+    from examples.trl.tiny import policy
+    from tests.trainers.trl.routes_book import Book, differing_cells, log_ratios, require_followed, watched
+    from tests.trainers.trl.trl_runs import make
 
     results = {"shares": deal_out(rank)}
     for replay in ("R3", "none"):

@@ -8,14 +8,14 @@ import torch
 import trl
 from peft import PromptTuningConfig, TaskType
 
+from examples.trl.tiny import policy
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ConfigError, ReplayError, StaleTraceError
 from foreroute.trainers.trl import GRPOTrainer, RoutingReplay, rollout_with
 from foreroute.trainers.trl.controller import ROWS
 from foreroute.trainers.trl.trainer import METHODS, require_supported
-from routes_book import Book
-from tiny import policy
-from trl_runs import make
+from tests.trainers.trl.routes_book import Book
+from tests.trainers.trl.trl_runs import make
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import trl
 from peft import LoraConfig
 
 import foreroute as fr
+from examples.trl.tiny import policy
 from foreroute.adapters import hf
-from routes_book import Book
-from tiny import policy
-from trl_runs import logged, make, old_log_probs
+from tests.trainers.trl.routes_book import Book
+from tests.trainers.trl.trl_runs import logged, make, old_log_probs
 
 TIMES = ("time", "_per_second")
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)

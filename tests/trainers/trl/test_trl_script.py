@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from foreroute.trainers.trl import trainer as adapter
-from trl_runs import logged
+from tests.trainers.trl.trl_runs import logged
 
 pytestmark = pytest.mark.slow
 
@@ -20,6 +20,7 @@ MISMATCH = ("k3", "f2", "disagreement", "disagreement_tokens")
 def run(script, folder, monkeypatch):
     """The trainer of a script of examples/trl, once it has run."""
     monkeypatch.setattr(sys, "argv", [script, folder])
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # as Python does for a script
     return runpy.run_path(str(EXAMPLES / script))["trainer"]
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from foreroute.errors import CaptureError, ReplayError
-from trl_runs import logged, make
-from vllm_fakes import colocated, served
+from tests.trainers.trl.trl_runs import logged, make
+from tests.trainers.trl.vllm_fakes import colocated, served
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ from datasets import Dataset
 from transformers import Qwen3MoeForCausalLM
 from trl import GRPOConfig
 
+from examples.trl.tiny import policy, tokenizer, vowels
 from foreroute.trainers.trl import GRPOTrainer
-from tiny import policy, tokenizer, vowels
 
 PROMPTS = [f"{'very ' * (i % 3)}many vowels {i}: " for i in range(32)]
 """Of several lengths, so that batches are padded on the left."""

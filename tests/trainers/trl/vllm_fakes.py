@@ -14,9 +14,9 @@ import torch
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
+from examples.trl.tiny import policy
 from foreroute.capture import Sampling
 from foreroute.engines.embedded import EmbeddedEngine
-from tiny import policy
 
 END = 1
 

@@ -1,18 +1,14 @@
 """verl where it is installed; elsewhere the tests that need it are skipped by name."""
 
 import os
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-for folder_of in (HERE.parents[2] / "examples" / "trl", HERE.parents[2] / "examples" / "verl", HERE.parent / "trl"):
-    sys.path.insert(0, str(folder_of))
 HAS_VERL = find_spec("verl") is not None
 if HAS_VERL:
-    import verl_on_cpu  # noqa: F401  before verl
+    from examples.verl import verl_on_cpu  # noqa: F401  before verl
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +40,6 @@ def verl_python():
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """A tiny checkpoint."""
-    from tiny_checkpoint import save_policy
+    from examples.verl.tiny_checkpoint import save_policy
 
     return save_policy(tmp_path_factory.mktemp("policy"))

@@ -20,7 +20,7 @@ from verl.utils.seqlen_balancing import rearrange_micro_batches
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from foreroute.trainers.verl import trace_of
-from verl_batches import FACTS, PROMPT, RESPONSE, padded, require_told, sequences, telling_routes
+from tests.trainers.verl.verl_batches import FACTS, PROMPT, RESPONSE, padded, require_told, sequences, telling_routes
 
 ENGINES = {
     # what vLLM and SGLang hand to verl: uint8 or int32 of all layers, one row for each token but the last

@@ -14,8 +14,8 @@ from foreroute.errors import AttachError, CaptureError, ConfigError, ReplayError
 from foreroute.trainers.verl import trace_of
 from foreroute.trainers.verl.fsdp import RoutingReplayEngine
 from foreroute.trainers.verl.settings import require_supported
-from verl_book import Book, followed, watched
-from verl_engines import make, old_log_probs, tensordict, update
+from tests.trainers.verl.verl_book import Book, followed, watched
+from tests.trainers.verl.verl_engines import make, old_log_probs, tensordict, update
 
 LAYOUTS = {
     "micro-batches by tokens, no padding": {},

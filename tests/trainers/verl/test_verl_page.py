@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_module
 from verl.utils.config import omega_conf_to_dataclass
 
 from foreroute.trainers.verl.settings import replay_of
-from verl_batches import FACTS, padded, sequences
+from tests.trainers.verl.verl_batches import FACTS, padded, sequences
 
 ROOT = Path(__file__).parents[3]
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -12,7 +12,17 @@ from foreroute.errors import BatchMismatchError, CaptureError, ReplayError
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trainers.verl import routed_experts, trace_of
 from foreroute.trainers.verl.protocol import of_responses, require_routed, response_lengths, sampled_mask
-from verl_batches import FACTS, PROMPT, SPEC, nested, padded, require_told, sequences, telling_routes, unpadded
+from tests.trainers.verl.verl_batches import (
+    FACTS,
+    PROMPT,
+    SPEC,
+    nested,
+    padded,
+    require_told,
+    sequences,
+    telling_routes,
+    unpadded,
+)
 
 LAYOUTS = {"padded": padded, "unpadded": unpadded}
 

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make test-verl`")
 
-from verl_book import Book, followed, watched
+from tests.trainers.verl.verl_book import Book, followed, watched
 
 
 def test_each_rank_replays_its_own_sequences_and_metrics_are_of_all(folder):
@@ -37,8 +37,8 @@ def test_each_rank_replays_its_own_sequences_and_metrics_are_of_all(folder):
 
 
 def _rank(rank, folder, shared):
-    import verl_on_cpu  # noqa: F401  before verl
-    from verl_engines import make, old_log_probs, tensordict, update
+    from examples.verl import verl_on_cpu  # noqa: F401  before verl
+    from tests.trainers.verl.verl_engines import make, old_log_probs, tensordict, update
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{shared}/store", 2), rank=rank, world_size=2)

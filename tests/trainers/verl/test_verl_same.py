@@ -11,15 +11,16 @@ import torch
 import foreroute as fr
 from foreroute.adapters import hf
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[3]
+WORKER = "tests.trainers.verl.verl_log_probs_worker"
 
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory, verl_python):
     """A checkpoint, a rollout with routes that no model would take, and TRL's log-probs of it."""
-    from routes_book import Book
-    from tiny import policy, tokenizer
-    from trl_runs import make, old_log_probs
+    from examples.trl.tiny import policy, tokenizer
+    from tests.trainers.trl.routes_book import Book
+    from tests.trainers.trl.trl_runs import make, old_log_probs
 
     folder = tmp_path_factory.mktemp("same")
     model = policy()
@@ -31,7 +32,7 @@ def given(tmp_path_factory, verl_python):
 
 
 def through_hugging_face(book, dtype):
-    from tiny import policy
+    from examples.trl.tiny import policy
 
     model = policy().eval().to(dtype)
     model.set_experts_implementation("eager")
@@ -50,9 +51,11 @@ def through_verl(folder, book, python):
     for s, (tokens, routes) in enumerate(book.routes.items()):
         arrays |= {f"tokens{s}": np.array(tokens), f"routes{s}": routes, f"prompt{s}": book.prompt_lengths[tokens]}
     np.savez(folder / "given.npz", **arrays)
-    command = [python, HERE / "verl_log_probs.py", folder / "policy", folder / "given.npz", folder / "found.npz"]
+    command = [python, "-m", WORKER, folder / "policy", folder / "given.npz", folder / "found.npz"]
     source = Path(fr.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(source), "TOKENIZERS_PARALLELISM": "false"}
+    # another Python than this one, whose packages it must not see
+    paths = os.pathsep.join([str(source), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     found = np.load(folder / "found.npz")

@@ -65,7 +65,7 @@ class Book:
 
     def batch(self, *, routes=True):
         """As verl's agent loop pads it; the layer axis counts the dense layer."""
-        from verl_batches import padded
+        from tests.trainers.verl.verl_batches import padded
 
         by_tokens = {tuple(np.concatenate(pair)): s for s, pair in enumerate(self.pairs)}
 

@@ -1,0 +1,96 @@
+"""Running a model and seeing what its experts were really given."""
+
+import functools
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+
+import foreroute as fr
+
+
+def batch_of(*lengths, seed=0, side="right"):
+    """Padded tokens, with the mask, of sequences of the given lengths."""
+    rng = np.random.default_rng(seed)
+    width = max(lengths)
+    input_ids = torch.zeros(len(lengths), width, dtype=torch.long)
+    mask = torch.zeros(len(lengths), width, dtype=torch.long)
+    for b, length in enumerate(lengths):
+        kept = slice(0, length) if side == "right" else slice(width - length, width)
+        input_ids[b, kept] = torch.from_numpy(rng.integers(1, 50, length))
+        mask[b, kept] = 1
+    return {"input_ids": input_ids, "attention_mask": mask}
+
+
+def sequences_of(batch):
+    return [ids[mask.bool()].numpy() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+
+
+def random_routes(spec, batch, seed=1):
+    """Routes of no relation to the model."""
+    rng = np.random.default_rng(seed)
+    tokens = sequences_of(batch)
+    ids = [np.argsort(rng.random((len(t), spec.num_layers, spec.num_experts)), axis=-1) for t in tokens]
+    return fr.RoutingTrace.from_sequences(spec, tokens, [i[..., : spec.top_k] for i in ids])
+
+
+def log_probs(model, batch):
+    """[tokens], of every next token that is not padding."""
+    logits = model(**batch, use_cache=False).logits[:, :-1]
+    targets = batch["input_ids"][:, 1:]
+    picked = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    real = (batch["attention_mask"][:, 1:] * batch["attention_mask"][:, :-1]).bool()
+    return picked[real]
+
+
+def loss_of(model, batch):
+    return -log_probs(model, batch).mean()
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def enable_checkpointing(model, use_reentrant):
+    if use_reentrant is not None:
+        model.train()
+        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+
+
+@contextmanager
+def experts_log(model):
+    """Every (path, ids) that an experts module is called with, recomputations included."""
+    log, handles = [], []
+    for path, module in model.named_modules():
+        if type(module).__name__.endswith("Experts"):
+            handles.append(
+                module.register_forward_pre_hook(
+                    lambda _, args, path=path: log.append((path, args[1].detach().clone()))
+                )
+            )
+    yield log
+    for handle in handles:
+        handle.remove()
+
+
+def wrap_layers(model, impl):
+    model.train()
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, checkpoint_impl=impl),
+        check_fn=lambda module: type(module).__name__.endswith("DecoderLayer"),
+    )
+
+
+CHECKPOINTING = {
+    "plain": lambda model: model.train(),
+    "reentrant": lambda model: enable_checkpointing(model, True),
+    "non_reentrant": lambda model: enable_checkpointing(model, False),
+    "wrapper_reentrant": lambda model: wrap_layers(model, CheckpointImpl.REENTRANT),
+    "wrapper_non_reentrant": lambda model: wrap_layers(model, CheckpointImpl.NO_REENTRANT),
+}

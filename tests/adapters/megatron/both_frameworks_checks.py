@@ -1,0 +1,191 @@
+"""One trace, two frameworks, the same weights: both compute what is written down in float64."""
+
+import numpy as np
+import torch
+
+from foreroute.adapters import hf, megatron
+from foreroute.errors import BatchMismatchError
+from tests.adapters.megatron import one_rank as on
+from tests.adapters.megatron import qwen3_moe
+
+LENGTHS = (on.WIDTH, 9, 5)
+ROUNDING = 16
+"""How much further from float64 a framework may be than a float32 run of what is written down: its sums have another
+order, and its norms and softmaxes other intermediate steps."""
+
+
+def check_a_trace_of_transformers_is_replayed_by_both():
+    both = Both()
+    with both.hf.record() as recording:
+        native_BT = both.by_transformers()
+    trace = recording.trace()
+    tolerance = both.require_as_written(trace, both.by_transformers, both.by_megatron)
+    assert np.array_equal(both.by_transformers(trace)[both.real], native_BT[both.real])
+    assert tolerance < 1e-4
+
+
+def check_a_trace_of_megatron_is_replayed_by_both():
+    both = Both()
+    with both.megatron.record() as recording:
+        native_BT = both.by_megatron()
+    trace = recording.trace().truncated(np.array(LENGTHS))
+    both.require_as_written(trace, both.by_transformers, both.by_megatron)
+    # padding that goes elsewhere changes how rows are grouped, and with that the order of sums
+    assert np.array_equal(both.by_megatron(trace, padding="native")[both.real], native_BT[both.real])
+
+
+def check_foreign_routes_are_followed_by_both():
+    both = Both()
+    for complete in (True, False):
+        trace = on.foreign(both.hf.spec, both.tokens, lengths=LENGTHS, complete=complete)
+        both.require_as_written(trace, both.by_transformers, both.by_megatron)
+
+
+def check_other_routes_are_seen():
+    """The control: each framework under another trace is far from what is written down for this one."""
+    both = Both()
+    trace, other = (on.foreign(both.hf.spec, both.tokens, seed, lengths=LENGTHS) for seed in (3, 4))
+    for run in (both.by_transformers, both.by_megatron):
+        off = np.abs(run(other) - both.written(trace, torch.float64))[both.real].max()
+        assert off > 1000 * both.tolerance(trace), off
+        on.refuses(AssertionError, "float32", lambda run=run: both.require_as_written(trace, lambda _: run(other)))
+
+
+def check_gradients_of_routers_agree():
+    both = Both()
+    trace = on.foreign(both.hf.spec, both.tokens, lengths=LENGTHS)
+    wanted = both.gradients_as_written(trace)
+    both.by_transformers(trace, backward=True)
+    both.by_megatron(trace, backward=True)
+    for layer in (1, 2):
+        of_hf = both.transformers.get_parameter(f"model.layers.{layer}.mlp.gate.weight").grad
+        of_megatron = both.model.get_parameter(f"decoder.layers.{layer}.mlp.router.weight").grad
+        size = wanted[layer].abs().max()
+        assert size > 1e-3
+        for seen in (of_hf, of_megatron):
+            assert (seen - wanted[layer]).abs().max() < 1e-4 * size, f"router {layer}"
+
+
+def check_margins_and_gate_weights_agree():
+    """Of the rows that both record: Megatron takes padding without a mask for tokens."""
+    both = Both()
+    seen = []
+    for routed, run in ((both.hf, both.by_transformers), (both.megatron, both.by_megatron)):
+        with routed.record(margins=True, gate_weights=True) as recording:
+            run()
+        trace, margins_NL = recording.trace(), recording.margins_NL()
+        first = np.concatenate([trace.offsets[s] + np.arange(length) for s, length in enumerate(LENGTHS)])
+        order = np.argsort(trace.expert_ids_NLK[first], -1)
+        ids = np.take_along_axis(trace.expert_ids_NLK[first], order, -1)
+        seen.append((ids, np.take_along_axis(trace.gate_weights_NLK[first], order, -1), margins_NL[first]))
+    (ids, weights, margins), (other_ids, other_weights, other_margins) = seen
+    assert np.array_equal(ids, other_ids)
+    assert np.allclose(weights, other_weights, rtol=1e-5, atol=0)
+    # transformers selects by probabilities and Megatron by logits: another scale, and the same order
+    assert (margins > 0).all()
+    assert (other_margins > 0).all()
+    assert np.corrcoef(margins.reshape(-1), other_margins.reshape(-1))[0, 1] > 0.9
+
+
+def check_a_rollout_is_the_same():
+    both = Both()
+    rollouts = []
+    for routed, run in ((both.hf, both.by_transformers), (both.megatron, both.by_megatron)):
+        with routed.record(weight_version=2) as recording:
+            run()
+        rollouts.append(recording.rollout(both.tokens, both.mask))
+        on.refuses(
+            BatchMismatchError,
+            "in the rollout",
+            lambda recording=recording: recording.rollout(both.tokens + 1, both.mask),
+        )
+    for rollout in rollouts:
+        assert rollout.lengths.tolist() == list(LENGTHS)
+        assert np.flatnonzero(~rollout.valid_N).tolist() == (rollout.offsets[1:] - 1).tolist()
+        assert rollout.versions == (2,)
+    ours, theirs = rollouts
+    assert np.array_equal(ours.token_ids_N, theirs.token_ids_N)
+    routed_N = ours.valid_N
+    assert np.array_equal(*(np.sort(each.expert_ids_NLK[routed_N], -1) for each in rollouts))
+    both.require_as_written(theirs, both.by_transformers, both.by_megatron)
+
+
+def check_gate_weights_of_one_are_replayed_by_the_other():
+    both = Both()
+    with both.hf.record(gate_weights=True) as recording:
+        both.by_transformers()
+    trace = recording.trace()
+    live, forced = (both.by_megatron(trace, gate_weights=switch) for switch in (False, True))
+    assert np.allclose(live[both.real], forced[both.real], atol=1e-4)
+    halved = trace.with_gate_weights(trace.gate_weights_NLK / 2)
+    seen = [run(halved, gate_weights=True)[both.real] for run in (both.by_transformers, both.by_megatron)]
+    assert np.allclose(*seen, atol=1e-4)
+    assert not np.allclose(seen[0], live[both.real], atol=1e-2)
+
+
+class Both:
+    """Both models on one batch, padded on the right, attached."""
+
+    def __init__(self):
+        self.transformers = qwen3_moe.of_transformers()
+        self.weights = self.transformers.state_dict()
+        self.model = qwen3_moe.of_megatron(self.weights)
+        self.hf, self.megatron = hf.attach(self.transformers), megatron.attach(self.model)
+        assert self.hf.spec.layers == self.megatron.spec.layers
+        self.tokens = on.tokens(lengths=LENGTHS)
+        self.mask = (torch.arange(on.WIDTH) < torch.tensor(LENGTHS)[:, None]).long()
+        self.real = self.mask[:, 1:].bool().numpy()
+
+    def by_transformers(self, trace=None, backward=False, **more):
+        return self._run(self.hf, trace, backward, self._logprobs_of_transformers, **more)
+
+    def by_megatron(self, trace=None, backward=False, **more):
+        return self._run(self.megatron, trace, backward, self._logprobs_of_megatron, **more)
+
+    def _run(self, routed, trace, backward, logprobs, **more):
+        with torch.set_grad_enabled(backward):
+            if trace is None:
+                return logprobs().numpy()
+            with routed.replay(trace, **more):
+                seen_BT = logprobs()
+            if backward:
+                seen_BT[torch.from_numpy(self.real)].mean().backward()
+            return seen_BT.detach().numpy()
+
+    def _logprobs_of_transformers(self):
+        logits = self.transformers(input_ids=self.tokens, attention_mask=self.mask, use_cache=False).logits
+        return logits[:, :-1].log_softmax(-1).gather(-1, self.tokens[:, 1:, None])[..., 0]
+
+    def _logprobs_of_megatron(self):
+        positions = torch.arange(on.WIDTH).expand_as(self.tokens)
+        causal = torch.ones(on.WIDTH, on.WIDTH, dtype=torch.bool).triu(1)[None, None]
+        return -self.model(self.tokens, positions, causal, labels=self.tokens.roll(-1, 1))[:, :-1]
+
+    def written(self, trace, dtype, weights=None):
+        """[B, T - 1] as written down; a last token without a route is no token's input, so that any will do."""
+        ids = torch.zeros(len(LENGTHS), on.WIDTH, trace.spec.num_layers, trace.spec.top_k, dtype=torch.int64)
+        for s, length in enumerate(LENGTHS):
+            ids[s, :length] = torch.from_numpy(trace.expert_ids_NLK[trace.offsets[s] :][:length].astype(np.int64))
+        seen_BT = qwen3_moe.written_down(weights or self.weights, self.tokens, ids, dtype)
+        return seen_BT if weights else seen_BT.double().numpy()
+
+    def gradients_as_written(self, trace):
+        """By layer, of the mean log-probability, in float64."""
+        names = {layer: f"model.layers.{layer}.mlp.gate.weight" for layer in (1, 2)}
+        weights = {name: weight.double() for name, weight in self.weights.items()}
+        for name in names.values():
+            weights[name] = weights[name].clone().requires_grad_()
+        self.written(trace, torch.float64, weights)[torch.from_numpy(self.real)].mean().backward()
+        return {layer: weights[name].grad for layer, name in names.items()}
+
+    def tolerance(self, trace):
+        exact, rounded = self.written(trace, torch.float64), self.written(trace, torch.float32)
+        return ROUNDING * np.abs(rounded - exact)[self.real].max()
+
+    def require_as_written(self, trace, *runs):
+        """Each of the runs is as near to float64 as float32 lets it be, and so to each other."""
+        tolerance, exact = self.tolerance(trace), self.written(trace, torch.float64)
+        for run in runs:
+            off = np.abs(run(trace) - exact)[self.real].max()
+            assert off <= tolerance, f"{off:.3g} from float64, where float32 explains {tolerance:.3g}"
+        return tolerance

@@ -1,0 +1,152 @@
+"""Native replay changes no bit, foreign routes are followed, and the gate rule is the model's own on live scores."""
+
+import torch
+from megatron.core.transformer.moe.router_replay import RouterReplay
+
+from foreroute.adapters.megatron.router_hook import TopKRouterHook
+from foreroute.errors import BatchMismatchError
+from foreroute.replay import LayerPass, ReplayRows
+from tests.adapters.megatron import one_rank as on
+
+ROWS = 16
+
+
+def check_native_replay_changes_no_bit_under_any_rule():
+    for name, settings in on.ROUTINGS.items():
+        for recompute in ("none", "uniform", "selective") if name == "softmax after" else ("uniform",):
+            built, routed = on.attached(recompute, **settings)
+            ids = on.tokens()
+            loss, grads = on.step(built, ids)
+            trace = on.recorded(routed, ids)
+            with routed.replay(trace):
+                again, again_grads = on.step(built, ids)
+            assert torch.equal(loss, again), f"{name}, {recompute}: {loss} is not {again}"
+            assert on.same(grads, again_grads), f"{name}, {recompute}: gradients differ"
+
+
+def check_foreign_routes_are_followed_in_forward_and_recompute():
+    for name, settings in on.ROUTINGS.items():
+        for recompute, calls in (("none", 1), ("uniform", 2), ("selective", 2)):
+            built, routed = on.attached(recompute, **settings)
+            ids = on.tokens()
+            native, _ = on.step(built, ids)
+            trace = on.foreign(routed.spec, ids)
+            with on.maps_given(routed) as maps, routed.replay(trace):
+                loss, grads = on.step(built, ids)
+            on.assert_followed(maps, trace, calls=calls)
+            assert not torch.equal(native, loss), name
+            routers = [g for parameter, g in grads.items() if parameter.endswith("router.weight")]
+            assert len(routers) == 2
+            assert all(bool((g.abs().sum(1) > 0).any()) for g in routers), f"{name}: a router has no gradient"
+
+
+def check_recompute_replays_to_the_same_gradients():
+    ids = on.tokens()
+    built, routed = on.attached()
+    trace = on.foreign(routed.spec, ids)
+    with routed.replay(trace):
+        expected = on.step(built, ids)
+    for recompute in ("uniform", "block", "selective"):
+        built, routed = on.attached(recompute)
+        with routed.replay(trace):
+            loss, grads = on.step(built, ids)
+        assert torch.equal(loss, expected[0])
+        assert on.same(grads, expected[1]), recompute
+
+
+def check_gates_and_gradients_against_a_dense_oracle():
+    """Router alone: weights at forced ids, and the gradient of any function of them, from autograd in float64."""
+    for name, settings in on.ROUTINGS.items():
+        if "jitter" in name or "capacity" in name:
+            continue
+        _, routed = on.attached(**settings)
+        site = routed.chunks[0].sites[0]
+        router, config = site.module, site.module.config
+        generator = torch.Generator().manual_seed(5)
+        hidden = torch.randn(ROWS, 1, config.hidden_size, generator=generator)
+        ids_RK = torch.rand(ROWS, 8, generator=generator).argsort(-1)[:, : router.topk]
+        mixing_RE = torch.randn(ROWS, 8, generator=generator)
+        probs_RE, map_RE = forced(site, hidden, ids_RK)
+        (probs_RE * mixing_RE).sum().backward()
+        weight = router.weight.detach().double().requires_grad_()
+        gates_RK = oracle(hidden[:, 0].double() @ weight.T, ids_RK, config)
+        (gates_RK * mixing_RE.double().gather(1, ids_RK)).sum().backward()
+        wanted_RE = torch.zeros(ROWS, 8, dtype=torch.float64).scatter(1, ids_RK, gates_RK.detach())
+        assert torch.equal(map_RE, wanted_RE != 0), name
+        assert torch.allclose(probs_RE.double(), wanted_RE, atol=1e-5), f"{name}: gates differ"
+        assert torch.allclose(router.weight.grad.double(), weight.grad, atol=1e-4), f"{name}: gradients differ"
+        live_RK = router(hidden)[1]
+        outside = map_RE & ~live_RK
+        assert outside.any(), "no pick outside the live ones; the check shows nothing"
+        assert (probs_RE[outside] > 0).all(), f"{name}: an expert outside the live picks has no weight"
+
+
+def check_the_oracle_tells_a_wrong_rule_apart():
+    """The control: gates gathered from scores that were zeroed outside the live picks, or of another rule."""
+    _, routed = on.attached(moe_router_score_function="sigmoid")
+    site = routed.chunks[0].sites[0]
+    hidden = torch.randn(ROWS, 1, 32, generator=torch.Generator().manual_seed(5))
+    ids_RK = torch.rand(ROWS, 8, generator=torch.Generator().manual_seed(6)).argsort(-1)[:, :2]
+    probs_RE, _ = forced(site, hidden, ids_RK)
+    logits_RE = hidden[:, 0].double() @ site.module.weight.detach().double().T
+    zeroed_RK = site.module(hidden)[0].detach().double().gather(1, ids_RK)
+    softmax_RK = logits_RE.gather(1, ids_RK).softmax(-1)
+    for wrong_RK in (zeroed_RK, softmax_RK):
+        assert not torch.allclose(probs_RE.double().gather(1, ids_RK), wrong_RK, atol=1e-5)
+
+
+def check_misplaced_routes_are_seen():
+    built, routed = on.attached()
+    ids = on.tokens()
+    trace = on.foreign(routed.spec, ids)
+    late = on.foreign(routed.spec, ids.roll(1, 1))
+    swapped = trace.select([1, 0])
+    for wrong in (late, swapped):
+        on.refuses(BatchMismatchError, "in the batch", lambda wrong=wrong: replayed(built, routed, wrong, ids))
+    on.refuses(BatchMismatchError, "2 sequences", lambda: replayed(built, routed, trace.select([0]), ids))
+    built.zero_grad(set_to_none=True)
+    with on.maps_given(routed) as maps:
+        replayed(built, routed, on.foreign(routed.spec, ids, seed=4), ids)
+    on.refuses(AssertionError, "was not followed", lambda: on.assert_followed(maps, trace))
+
+
+def check_megatrons_own_replay_is_left_alone():
+    built, routed = on.attached()
+    ids = on.tokens()
+    before = [dict(vars(own)) for own in RouterReplay.global_router_replay_instances]
+    assert before, "the model was built without router replay; the check shows nothing"
+    instances = [site.module.router_replay for site in routed.chunks[0].sites]
+    with routed.replay(on.recorded(routed, ids)):
+        on.step(built, ids)
+    assert [dict(vars(own)) for own in RouterReplay.global_router_replay_instances] == before
+    assert all(site.module.router_replay is own for site, own in zip(routed.chunks[0].sites, instances, strict=True))
+
+
+def replayed(built, routed, trace, ids):
+    with routed.replay(trace):
+        return on.forward(built, ids)
+
+
+def forced(site, hidden, ids_RK):
+    every = torch.ones(len(ids_RK), dtype=torch.bool).numpy()
+    rows = ReplayRows.from_host(ids_RK[None], every, every, every, ids_RK.device)
+    now = LayerPass(0, rows, None, torch.zeros(1, dtype=torch.int32), *ids_RK.shape)
+    hook = TopKRouterHook(site, lambda router, forward, *args: router.select(now, forward, *args))
+    hook.now = now
+    hook.install()
+    try:
+        return site.module(hidden)
+    finally:
+        hook.remove()
+
+
+def oracle(logits_RE, ids_RK, config):
+    """Gate weights [R, K] as the configuration's names say, written down a second time."""
+    if config.moe_router_score_function == "sigmoid":
+        scores_RK = logits_RE.sigmoid().gather(1, ids_RK)
+        gates_RK = scores_RK / scores_RK.sum(1, keepdim=True) if config.moe_router_topk > 1 else scores_RK
+    elif config.moe_router_pre_softmax:
+        gates_RK = logits_RE.softmax(1).gather(1, ids_RK)
+    else:
+        gates_RK = logits_RE.gather(1, ids_RK).softmax(1)
+    return gates_RK * (config.moe_router_topk_scaling_factor or 1.0)

@@ -1,0 +1,141 @@
+"""What a cell of the grid must show, seen at its dispatchers."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from foreroute import layout
+from foreroute.adapters import megatron
+from tests.adapters.megatron.micro_batch_traces import made_up, put_together, shifted
+from tests.adapters.megatron.micro_batches import PAD_ROW, expected_rows, make_batches
+from tests.adapters.megatron.model_chunks import build, initialize
+from tests.adapters.megatron.training_step import Dispatched, forward_step, moe_layers, native_routes, same, step
+
+
+def check_cells(cells):
+    """Every check on every cell, on this rank."""
+    for number, cell in enumerate(cells):
+        try:
+            check_cell(cell, thorough=number == 0)
+        except Exception as error:
+            raise AssertionError(f"cell [{cell}]: {error}") from error
+
+
+def check_cell(cell, thorough):
+    """Native routes change no bit, foreign ones reach every dispatcher as recorded; and the negative controls."""
+    initialize(cell)
+    chunks, batches = build(cell), make_batches(cell)
+    losses, grads, picks, native = native_routes(chunks, batches)
+    routed = megatron.attach(chunks)
+    forward = routed.replaying(forward_step, padding="native")
+    own = put_together(picks, batches, cell.routed_layers)
+    assert_same_step(chunks, carrying(batches, own), forward, (losses, grads), "its own routes")
+
+    forward = routed.replaying(forward_step)
+    foreign = [made_up(batch, cell.routed_layers, seed) for seed, batch in enumerate(batches)]
+    with Dispatched(chunks).watch() as seen:
+        foreign_losses, foreign_grads = step(chunks, placed(routed, batches, foreign), forward)
+    assert_followed(seen, batches, foreign, native)
+    assert_trains(chunks, losses, foreign_losses)
+    if thorough:
+        assert_no_residue(chunks, batches, foreign, forward, (foreign_losses, foreign_grads), (losses, grads))
+        assert_a_shift_is_seen(chunks, batches, foreign, forward, native)
+
+
+def carrying(batches, traces):
+    return [dataclasses.replace(batch, routes=trace) for batch, trace in zip(batches, traces, strict=True)]
+
+
+def placed(routed, batches, traces):
+    """Every other trace laid out by hand, the rest left for the adapter to find its place in the batch."""
+    given = carrying(batches, traces)
+    for m in range(0, len(given), 2):
+        batch, trace = given[m], traces[m]
+        whole = (
+            layout.pack(trace.lengths, align=batch.align)
+            if batch.packed
+            else layout.pad(trace.lengths, side="right", order="sbhd", to=batch.width)
+        )
+        given[m] = dataclasses.replace(batch, routes=routed.shard(trace, whole))
+    return given
+
+
+def assert_same_step(chunks, batches, forward, expected, what):
+    losses, grads = step(chunks, batches, forward)
+    assert losses == expected[0], f"{what}: losses {losses}, expected {expected[0]}"
+    assert same(grads, expected[1]), f"{what}: gradients differ in {different(grads, expected[1])}"
+
+
+def different(grads, expected):
+    return [name for name in expected if name not in grads or not bool((grads[name] == expected[name]).all())]
+
+
+def assert_followed(seen, batches, traces, native):
+    """The map that each dispatcher was given has the trace's experts in every row, in forward and in recompute."""
+    for layer in seen.layers:
+        forwards, recomputes = seen.forwards(layer), seen.recomputes(layer)
+        assert len(forwards) == len(batches), f"layer {layer} ran {len(forwards)} forwards"
+        assert len(recomputes) == len(native.recomputes(layer)), f"layer {layer} was recomputed {len(recomputes)} times"
+        for m, (batch, trace, call) in enumerate(zip(batches, traces, forwards, strict=True)):
+            assert_map_is(call[1], trace, expected_rows(batch), layer, f"layer {layer}, micro-batch {m}")
+            assert_weighed_live(forwards[m], seen.layers[layer].router, f"layer {layer}, micro-batch {m}")
+        for m, (_, map_RE, weights_RE, _) in recomputes:
+            assert np.array_equal(map_RE, forwards[m][1]), f"layer {layer}: recompute of micro-batch {m} went elsewhere"
+            assert np.array_equal(weights_RE, forwards[m][2]), f"layer {layer}: recompute of {m} weighed otherwise"
+
+
+def assert_map_is(map_RE, trace, rows_R, layer, where):
+    column = [named.index for named in trace.spec.layers].index(layer)
+    routed_R = (rows_R != PAD_ROW) & trace.valid_N[rows_R]
+    picked = trace.expert_ids_NLK[rows_R[routed_R], column].astype(int)
+    wanted = np.zeros((len(picked), map_RE.shape[1]), bool)
+    np.put_along_axis(wanted, picked, True, 1)
+    wrong = np.flatnonzero((map_RE[routed_R] != wanted).any(1))
+    assert not len(wrong), f"{where}: {len(wrong)} of {len(picked)} rows went to other experts than the trace has"
+    assert (map_RE.sum(1) == trace.spec.top_k).all(), f"{where}: rows have {np.unique(map_RE.sum(1))} experts"
+    load_E = map_RE[rows_R == PAD_ROW].sum(0)
+    assert load_E.max() - load_E.min() <= 1, f"{where}: padding went to {load_E} experts"
+
+
+def assert_weighed_live(call, router, where):
+    """The weights are the softmax of live logits over the picked experts, written out in float64."""
+    hidden, map_RE, weights_RE, _ = call
+    assert not weights_RE[~map_RE].any(), f"{where}: an expert that was not picked has a weight"
+    assert (weights_RE[map_RE] > 0).all(), f"{where}: a picked expert has no weight"
+    if router.score_function == "softmax" and not router.config.moe_router_pre_softmax:
+        gate_EH = router.weight.detach().double().numpy()
+        hidden_RH = np.frombuffer(hidden, np.float32).reshape(-1, gate_EH.shape[1])
+        exp_RE = np.where(map_RE, np.exp(hidden_RH.astype(np.float64) @ gate_EH.T), 0.0)
+        wanted_RE = exp_RE / exp_RE.sum(1, keepdims=True)
+        assert np.allclose(weights_RE, wanted_RE, rtol=1e-4, atol=1e-6), f"{where}: gate weights are of other logits"
+
+
+def assert_trains(chunks, losses, foreign_losses):
+    """Other routes are another loss, and every router learns from it."""
+    for native, foreign in zip(losses, foreign_losses, strict=True):
+        assert np.isfinite(foreign), foreign
+        assert native != foreign, "foreign routes did not change the loss"
+    for layer, module in moe_layers(chunks).items():
+        gradient = module.router.weight.grad
+        assert gradient is not None, f"router {layer} has no gradient"
+        assert bool((gradient.abs().sum(1) > 0).any()), f"router {layer} has a gradient of zeros"
+
+
+def assert_no_residue(chunks, batches, traces, forward, foreign, native):
+    """A forward-only pass between steps, and batches without routes, leave every step as it was."""
+    given = carrying(batches, traces)
+    losses, _ = step(chunks, given, forward, forward_only=True)
+    assert losses == foreign[0], f"forward only: losses {losses}, expected {foreign[0]}"
+    assert_same_step(chunks, given, forward, foreign, "after a forward-only pass")
+    assert_same_step(chunks, batches, forward, native, "batches without routes")
+
+
+def assert_a_shift_is_seen(chunks, batches, traces, forward, native):
+    """The control of every check above: routes one row late do not pass."""
+    with Dispatched(chunks).watch() as seen:
+        step(chunks, carrying(batches, [shifted(trace) for trace in traces]), forward)
+    if not seen.layers:
+        return
+    with pytest.raises(AssertionError, match="went to other experts"):
+        assert_followed(seen, batches, traces, native)

@@ -1,0 +1,245 @@
+"""Which routers belong to a model, rows that have no route, and traces that are recorded."""
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.router import TopKRouter
+
+from foreroute import RoutedLayer, RoutingTrace
+from foreroute.adapters import megatron
+from foreroute.adapters.megatron.forward_args import lengths_of
+from foreroute.errors import BatchMismatchError, LayoutError, ReplayError, SpecMismatchError
+from foreroute.layout import pack, pad
+from tests.adapters.megatron import one_rank as on
+from tests.adapters.megatron.grid import Cell
+from tests.adapters.megatron.model_chunks import VOCABULARY, build, config, initialize
+
+
+def check_layers_are_those_of_the_whole_model_dense_ones_counted():
+    for pattern, routed_layers in (([0, 1, 1], [1, 2]), ([1, 0, 1], [0, 2]), (2, [0, 2]), (1, [0, 1, 2])):
+        built, routed = on.attached(moe_layer_freq=pattern)
+        assert routed.spec.layers == tuple(map(RoutedLayer, routed_layers))
+        ids = on.tokens()
+        trace = on.foreign(routed.spec, ids)
+        with on.maps_given(routed) as maps, routed.replay(trace):
+            on.forward(built, ids)
+        on.assert_followed(maps, trace)
+
+
+def check_mtp_routers_are_not_the_decoders_whatever_their_number():
+    initialize(Cell())
+    configured = config(Cell(layers=2, settings=(("mtp_num_layers", 1),)))
+    block = get_gpt_decoder_block_spec(configured, use_transformer_engine=False)
+    mtp = get_gpt_mtp_block_spec(configured, block, use_transformer_engine=False)
+    torch.manual_seed(0)
+    built = GPTModel(configured, block, VOCABULARY, 64, position_embedding_type="rope", mtp_block_spec=mtp).train()
+    [mtp_router] = [module for module in built.mtp.modules() if isinstance(module, TopKRouter)]
+    mtp_router.set_layer_number(1)  # as newer versions number it: like the first of the decoder
+    routed = megatron.attach(built)
+    assert routed.router_paths == ("decoder.layers.0.mlp.router", "decoder.layers.1.mlp.router")
+    picks = []
+    mtp_router.register_forward_hook(lambda module, args, result: picks.append(result[1]))
+    ids = on.tokens()
+    on.forward(built, ids)
+    with on.maps_given(routed) as maps, routed.replay(on.foreign(routed.spec, ids)) as session:
+        on.forward(built, ids)
+    assert session.num_forwards == 1
+    assert len(picks) == 2
+    assert [len(calls) for calls in maps.values()] == [1, 1]
+
+
+def check_wrapped_models_are_unwrapped():
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args, **kwargs):
+            return self.module(*args, **kwargs)
+
+    built = on.model()
+    wrapped = Wrapper(Wrapper(built))
+    routed = megatron.attach(wrapped)
+    ids = on.tokens()
+    trace = on.foreign(routed.spec, ids)
+    step = routed.replaying(lambda batches, model: on.forward(model, next(batches).ids))
+    batch = type("Batch", (), {"ids": ids, "routes": trace})()
+    with on.maps_given(routed) as maps:
+        step(iter([batch]), wrapped)
+    on.assert_followed(maps, trace)
+
+
+def check_rows_without_a_route_follow_the_policy():
+    lengths = (on.WIDTH, 9)
+    built, routed = on.attached(moe_router_pre_softmax=True, moe_router_num_groups=4, moe_router_group_topk=2)
+    ids = on.tokens(lengths=lengths)
+    whole = on.foreign(routed.spec, ids, lengths=lengths, complete=False)
+    with on.maps_given(routed) as native_maps:
+        on.forward(built, ids, lengths=lengths)
+    trace = without_row(whole, 1, 4)
+    on.refuses(BatchMismatchError, "sequence 1 has no route at position 4", lambda: replay(built, routed, trace, ids))
+    with on.maps_given(routed) as maps, routed.replay(trace, missing="native") as session:
+        on.forward(built, ids, lengths=lengths)
+        assert session.loss_mask_BT.tolist() == kept(lengths)
+    on.assert_followed(maps, trace, lengths)
+    first = routed.spec.layers[0].index
+    assert np.array_equal(maps[first][0][1, 4], native_maps[first][0][1, 4]), "a missing row was not routed natively"
+    assert np.array_equal(maps[first][0][1, 8], native_maps[first][0][1, 8]), "a last row was not routed natively"
+    with routed.replay(trace, missing="drop") as session:
+        on.forward(built, ids, lengths=lengths)
+        mask = session.loss_mask_BT
+    wanted = np.array(kept(lengths))
+    wanted[1, 5:] = False
+    assert mask.tolist() == wanted.tolist()
+    on.refuses(ReplayError, "nobody read the loss mask", lambda: replay(built, routed, trace, ids, missing="drop"))
+
+
+def check_layouts_and_traces_of_other_batches_are_refused():
+    built, routed = on.attached()
+    ids = on.tokens()
+    trace = on.foreign(routed.spec, ids)
+    other, _ = on.attached(moe_layer_freq=1)
+    foreign = on.foreign(megatron.attach(other).spec, ids)
+    on.refuses(SpecMismatchError, "routed layers", lambda: routed.replay(foreign).__enter__())
+    batch_first = pad(trace.lengths, side="right", order="bshd", to=on.WIDTH)
+    on.refuses(LayoutError, "batch first", lambda: routed.shard(trace, batch_first))
+    split = pad(trace.lengths, side="right", order="sbhd", to=on.WIDTH).split_sequence(2, 0)
+    on.refuses(LayoutError, "split already", lambda: routed.shard(trace, split))
+    on.refuses(BatchMismatchError, "packed rows", lambda: routed.shard(trace, pack([3, 4])))
+    wider = pad(trace.lengths, side="right", order="sbhd", to=on.WIDTH + 4)
+    on.refuses(BatchMismatchError, "slots on this rank", lambda: replay(built, routed, routed.shard(trace, wider), ids))
+    longer = on.foreign(routed.spec, torch.cat([ids, ids], 1), lengths=(15, 3))
+    on.refuses(BatchMismatchError, "up to 15", lambda: replay(built, routed, longer, ids))
+
+
+def check_tokens_are_not_taken_for_padding():
+    """The trace of shorter sequences has the tokens of the longer ones, as far as it goes."""
+    _, routed = on.attached()
+    ids = on.tokens()
+    shorter = on.foreign(routed.spec, ids).truncated(np.array([on.WIDTH - 2, on.WIDTH]))
+    on.refuses(BatchMismatchError, "is padding to the trace and a token to the batch", replaying(routed, shorter, ids))
+    lengths = (on.WIDTH - 2, on.WIDTH)
+    padded = on.tokens(lengths=lengths)
+    trace = on.foreign(routed.spec, padded, lengths=lengths)
+    replaying(routed, trace, padded)()
+    mask = torch.arange(on.WIDTH) >= torch.tensor(lengths)[:, None]
+    mixed = torch.where(mask, ids, padded)
+    replaying(routed, trace, mixed, padding_mask=mask)()
+    on.refuses(BatchMismatchError, "pass padding_mask", replaying(routed, trace, mixed))
+    on.refuses(
+        BatchMismatchError, "by its padding_mask; 2 slots", replaying(routed, trace, padded, padding_mask=~mask & mask)
+    )
+    on.refuses(
+        BatchMismatchError,
+        "is a token to the trace",
+        replaying(routed, trace, padded, padding_mask=mask.flip(0) | mask),
+    )
+
+
+def replaying(routed, trace, ids, **more):
+    def run():
+        with routed.replay(trace), torch.no_grad():
+            on.forward(routed.chunks[0].trunk, ids, **more)
+
+    return run
+
+
+def check_what_waits_is_narrow():
+    _, routed = on.attached()
+    ids = on.tokens()
+    trace = on.foreign(routed.spec, ids)
+    placed = routed.shard(trace, pad(trace.lengths, side="right", order="sbhd"))
+    assert placed.ids_LRK.dtype == torch.uint8
+    assert placed.ids_LRK.nbytes == ids.numel() * 2 * 2
+    assert placed.nbytes == ids.numel() * (2 * 2 + 5)
+
+
+def check_recording_a_packed_batch_leaves_padding_out():
+    built, routed = on.attached()
+    lengths, slots = [5, 3, 4], [6, 4, 4]
+    total = sum(slots)
+    ids = torch.randint(1, VOCABULARY, (1, total), generator=torch.Generator().manual_seed(2))
+    ids[0, [5, 9]] = 0
+    offsets = [torch.tensor(np.cumsum([0, *each]), dtype=torch.int32) for each in (lengths, slots)]
+    packed = PackedSeqParams("thd", offsets[0], offsets[0], offsets[1], offsets[1], 6, 6)
+    positions = torch.arange(total)[None]
+    with routed.record() as recording, torch.no_grad():
+        built(ids, positions, None, labels=ids, packed_seq_params=packed)
+    trace = recording.trace()
+    assert trace.lengths.tolist() == lengths
+    starts = np.cumsum([0, *slots])[:-1]
+    for s, start in enumerate(starts):
+        assert trace.tokens(s).tolist() == ids[0, start : start + lengths[s]].tolist()
+    with on.maps_given(routed) as native:
+        built(ids, positions, None, labels=ids, packed_seq_params=packed)
+    with on.maps_given(routed) as maps, routed.replay(trace, padding="native"):
+        built(ids, positions, None, labels=ids, packed_seq_params=packed)
+    assert all(np.array_equal(maps[layer][0], native[layer][0]) for layer in maps)
+
+
+def check_cumulative_lengths_that_do_not_ascend_from_0_are_refused():
+    for wrong in ([0, 2**63 - 1, -(2**63), -1, 3], [0, 4, 2], [1, 3], [[0, 3]], [0.0, 3.0], []):
+        with pytest.raises(BatchMismatchError, match=r"expected integers \[sequences \+ 1\] that ascend from 0"):
+            lengths_of(torch.tensor(wrong))
+    assert lengths_of(torch.tensor([0, 3, 3, 5], dtype=torch.int32)).tolist() == [3, 0, 2]
+
+
+def check_static_inference_is_captured_in_the_same_type():
+    """Prefill and steps over a cache give the routes of one forward over the whole, and replay in training."""
+    initialize(Cell())
+    [built] = build(Cell(layers=2, as_shipped=True))
+    built.eval()
+    routed = megatron.attach(built)
+    ids = on.tokens()
+    context = StaticInferenceContext(2, on.WIDTH)
+    causal = torch.ones(on.WIDTH, on.WIDTH, dtype=torch.bool).triu(1)[None, None]
+    with routed.record(weight_version=4) as recording, torch.no_grad():
+        for start, stop in ((0, 7), (7, 8), (8, 9), (9, 12)):
+            positions = torch.arange(start, stop).expand(2, -1)
+            mask = causal[:, :, start:stop, :stop]
+            built(ids[:, start:stop], positions, mask, inference_context=context, runtime_gather_output=True)
+            context.sequence_len_offset += stop - start
+    trace = recording.trace()
+    assert trace.versions == (4,)
+    assert trace.provenance["engine"] == "megatron-core"
+    assert [trace.tokens(s).tolist() for s in range(2)] == ids.tolist()
+    whole = on.recorded(routed, ids)
+    assert trace.expert_ids_NLK.shape == whole.expert_ids_NLK.shape
+    assert (np.sort(trace.expert_ids_NLK) == np.sort(whole.expert_ids_NLK)).mean() > 0.95
+    built.train()
+    with on.maps_given(routed) as maps, routed.replay(trace):
+        on.step(built, ids)
+    on.assert_followed(maps, trace)
+    with torch.no_grad(), routed.replay(trace):
+        on.refuses(
+            BatchMismatchError,
+            "without a key-value cache",
+            lambda: built.eval()(ids, None, causal, inference_context=context, runtime_gather_output=True),
+        )
+        on.forward(built, ids)
+
+
+def replay(built, routed, trace, ids, **policy):
+    with routed.replay(trace, **policy):
+        on.forward(built, ids)
+
+
+def without_row(trace, sequence, position):
+    """The same, one row never routed."""
+    parts = [slice(a, b) for a, b in zip(trace.offsets, trace.offsets[1:], strict=False)]
+    valid = trace.valid_N.copy()
+    valid[trace.offsets[sequence] + position] = False
+    arrays = (trace.token_ids_N, trace.expert_ids_NLK)
+    tokens, routes = ([array[part] for part in parts] for array in arrays)
+    versions = [trace.weight_versions_N[part] for part in parts]
+    return RoutingTrace.from_rows(
+        trace.spec, tokens, routes, valid=[valid[part] for part in parts], weight_versions=versions
+    )
+
+
+def kept(lengths):
+    return (np.arange(on.WIDTH) < np.array(lengths)[:, None]).tolist()

@@ -1,0 +1,122 @@
+"""Micro-batches of a cell, their cut for one rank, and the rows of the trace that its routers should see."""
+
+import dataclasses
+import itertools
+from inspect import signature
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from tests.adapters.megatron.cpu_modules import zigzag
+from tests.adapters.megatron.model_chunks import VOCABULARY
+
+WIDTH = 16
+PADDED = ((16, 9), (5, 12), (16, 16), (11, 3))
+PACKED = ((10, 7, 3), (16, 2), (5, 9, 8), (4, 4))
+PACKED_ALIKE = ((10, 7, 3), (3, 10, 7), (7, 3, 10), (10, 3, 7))
+PAD_ROW = -1
+# newer versions ask whether sequences have context groups of their own
+PLAIN = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one data-parallel rank.
+
+    Attributes:
+        lengths: tokens of each sequence, without padding.
+        tokens: one integer tensor per sequence.
+        align: sequences are padded to a multiple of this, when packed.
+        width: slots of a sequence, with padding, when padded.
+        routes: what it is replayed on, or None.
+    """
+
+    lengths: tuple
+    tokens: tuple
+    packed: bool
+    align: int
+    width: int = WIDTH
+    routes: object = None
+
+    def laid_out(self, values, fill):
+        """One number per token of each sequence, in the order of the whole batch: [B, width], or [1, total] packed."""
+        if not self.packed:
+            return torch.stack([_padded(v, self.width, fill) for v in values])
+        return torch.cat([_padded(v, n, fill) for v, n in zip(values, self.slots, strict=True)])[None]
+
+    @property
+    def num_slots(self):
+        """Slots of a stream, over all its context ranks: T of a padded batch, the whole of a packed one."""
+        return sum(self.slots) if self.packed else self.width
+
+    @property
+    def slots(self):
+        """Slots of each packed sequence."""
+        return tuple(-(-n // self.align) * self.align for n in self.lengths)
+
+    @property
+    def rows(self):
+        """Rows of a trace of these sequences, in the order of the whole batch; -1 in padding."""
+        ends = np.cumsum((0, *self.lengths))
+        return self.laid_out([torch.arange(a, b) for a, b in itertools.pairwise(ends)], PAD_ROW)
+
+
+def make_batches(cell, seed=0, lengths=None):
+    """Three micro-batches, other ones on every data-parallel rank; four for virtual stages, which want them even."""
+    generator = torch.Generator().manual_seed(1000 * seed + parallel_state.get_data_parallel_rank())
+    default = PADDED if not cell.packed else PACKED_ALIKE if cell.same_shapes else PACKED
+    align = 2 * cell.cp * cell.tp if cell.cp * cell.tp > 1 else 1
+    return [
+        Batch(each, tuple(torch.randint(0, VOCABULARY, (n,), generator=generator) for n in each), cell.packed, align)
+        for each in lengths or default[: 4 if cell.vpp > 1 else 3]
+    ]
+
+
+def cut(batch, values):
+    """One tensor of the whole batch as this context rank gets it, by Megatron's own function where it has one."""
+    context = parallel_state.get_context_parallel_group()
+    if not batch.packed:
+        return get_batch_on_this_cp_rank({"values": values}, cp_group=context, **PLAIN)["values"]
+    starts = np.cumsum((0, *batch.slots))
+    return values[:, [int(starts[s]) + p for s, p in zigzag(batch.slots, context.size(), context.rank())]]
+
+
+def expected_rows(batch):
+    """The trace row that each router row of this rank sees, [R]: rows sent the way that hidden states go."""
+    rows = cut(batch, batch.rows).T.contiguous()
+    return scatter_to_sequence_parallel_region(rows).reshape(-1).numpy()
+
+
+def model_inputs(batch):
+    """What GPTModel is called with on this rank, and the weight of each of its losses."""
+    tokens = batch.laid_out(batch.tokens, 0)
+    positions = batch.laid_out([torch.arange(n) for n in batch.lengths], 0)
+    weights = batch.laid_out([torch.linspace(0.5, 1.5, n) for n in batch.lengths], 0.0)
+    inputs = {
+        "input_ids": cut(batch, tokens),
+        "position_ids": cut(batch, positions),
+        "labels": cut(batch, tokens.roll(-1, 1)),
+        "attention_mask": None if batch.packed else _causal(batch.width),
+        "packed_seq_params": _packed(batch) if batch.packed else None,
+    }
+    return inputs, cut(batch, weights)
+
+
+def _packed(batch):
+    real, padded = (
+        torch.tensor(np.cumsum((0, *lengths)), dtype=torch.int32) for lengths in (batch.lengths, batch.slots)
+    )
+    longest = max(batch.slots)
+    return PackedSeqParams("thd", real, real, padded, padded, longest, longest)
+
+
+def _causal(width):
+    return torch.ones(width, width, dtype=torch.bool).triu(1)[None, None]
+
+
+def _padded(values, width, fill):
+    return torch.cat([values, torch.full((width - len(values),), fill, dtype=values.dtype)])

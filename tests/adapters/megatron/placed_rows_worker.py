@@ -1,0 +1,60 @@
+"""The rows that the adapter places on a rank, beside those that Megatron's own functions send there.
+
+One process takes the place of each rank in turn, by torch's group that sends nothing: what cuts a batch is arithmetic,
+so that more ranks can be asked about than this machine runs.
+"""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from foreroute import RoutedLayer, RoutingSpec, RoutingTrace, layout
+from foreroute.adapters import megatron
+from tests.adapters.megatron.grid import with_settings
+from tests.adapters.megatron.micro_batches import Batch, expected_rows
+from tests.adapters.megatron.model_chunks import build, initialize
+
+EXPERTS = 64
+LENGTHS = {False: (16, 9, 1), True: (10, 7, 3, 16)}
+
+
+def rows_on_every_rank(context_ranks, tensor_ranks, packed, **laid_out):
+    """Per rank: the rows that routers see, and those that the adapter has placed there, -1 for padding."""
+    cell = with_settings(
+        {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": 4}, cp=context_ranks, tp=tensor_ranks, layers=1
+    )
+    batch = Batch(LENGTHS[packed], (), packed, align=2 * context_ranks * tensor_ranks, width=16)
+    return [_rows_on(rank, cell, batch, laid_out) for rank in range(context_ranks * tensor_ranks)]
+
+
+def _rows_on(rank, cell, batch, laid_out):
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=cell.ranks)
+    initialize(cell)
+    routed = megatron.attach(build(cell))
+    assert parallel_state.get_context_parallel_world_size() == cell.cp
+    placed = routed.shard(_canaries(batch), _layout(batch, **laid_out))
+    given = placed.rows(placed.layers, torch.device("cpu"))
+    return expected_rows(batch), np.where(given.real_R, given.ids_LRK[0, :, 0].int(), -1)
+
+
+def _canaries(batch):
+    """Row n of the trace picks expert n."""
+    rows_N = np.arange(sum(batch.lengths))
+    ids_N1K = np.stack([rows_N, (rows_N + 1) % EXPERTS], 1)[:, None]
+    routes = np.split(ids_N1K, np.cumsum(batch.lengths)[:-1])
+    spec = RoutingSpec(EXPERTS, 2, (RoutedLayer(0),))
+    return RoutingTrace.from_sequences(spec, [np.zeros(n, int) for n in batch.lengths], routes)
+
+
+def _layout(batch, side="right"):
+    if batch.packed:
+        return layout.pack(batch.lengths, align=batch.align)
+    return layout.pad(batch.lengths, side=side, order="sbhd", to=batch.width)
+
+
+def rows_on_every_rank_padded_on_the_left():
+    """As `rows_on_every_rank`, with routes laid out on the other side than the batch is."""
+    return rows_on_every_rank(2, 2, False, side="left")

@@ -1,0 +1,198 @@
+"""Moves of experts that are refused, on all ranks alike and before anything has moved; and checkpoints meanwhile."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from foreroute.adapters import megatron
+from foreroute.adapters.megatron.discover import ChunkRouter
+from foreroute.adapters.megatron.expert_placement.layer_transfer import LayerTransfer
+from foreroute.adapters.megatron.expert_placement.parameters import expert_slots
+from foreroute.ep.transfer.peers import Exchange
+from foreroute.errors import PlacementError, PlanError, TransferError
+from foreroute.plan import Links, Topology
+from foreroute.planner import plan
+from foreroute.trace import RoutedLayer
+from tests.adapters.megatron.cpu_optimizers import Trained
+from tests.adapters.megatron.grid import Cell
+from tests.adapters.megatron.model_chunks import build, initialize
+from tests.adapters.megatron.training_step import moe_layers
+
+CELL = Cell(ep=2, layers=2)
+
+
+class OtherLayer(MoELayer):
+    """One that may dispatch wherever it likes."""
+
+    def forward(self, hidden_states, **kwargs):
+        return super().forward(hidden_states, **kwargs)
+
+
+def check_refusals():
+    for refusal in (of_homes, of_plans, of_gradients, of_optimizers, of_layers, of_faults, of_a_second_attach):
+        initialize(CELL)
+        chunks = build(CELL)
+        refusal(megatron.attach(chunks), chunks)
+
+
+def of_homes(routed, chunks):
+    other_LE = swapped(routed)
+    uneven_LE = other_LE.copy()
+    uneven_LE[1, :5] = 0
+    refused(PlanError, r"routed layer 1 has \[\d, \d\] experts on its ranks, expected 4 on each", routed, uneven_LE)
+    refused(PlanError, "homes are 0 to 3, expected ranks 0 to 1", routed, np.arange(16).reshape(2, 8) % 4)
+    one_sided = other_LE if here() else other_LE[:1]
+    refused(PlanError, r"rank 0: homes are int16 \[1, 8\], expected integers \[2, 8\]", routed, one_sided)
+    refused(PlanError, "ranks hold different homes, by their digests", routed, np.roll(other_LE, here(), axis=1))
+
+
+def of_plans(routed, chunks):
+    counts_MLGE = np.ones((1, 2, 2, 8), np.int32)
+    counts_MLGE[..., 0] = 100
+    links = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
+    with_replicas = plan(counts_MLGE, Topology(2, 2, redundant_slots=1, links=links))
+    refused(PlanError, "replicas, which Megatron does not execute", routed, with_replicas)
+
+
+def of_gradients(routed, chunks):
+    trained = Trained(chunks, "adamw")
+    parameter = some_parameter(chunks)
+    if here():
+        parameter.main_grad[0, 0] = 1.0
+    refused(TransferError, "rank 1: .* has a gradient; move homes between two steps", routed, swapped(routed), trained)
+
+
+def of_optimizers(routed, chunks):
+    strange = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    refused(TransferError, "is trained, and is no parameter of the optimizer", routed, swapped(routed), strange)
+    refused(TransferError, "not known where a dict keeps its state", routed, swapped(routed), {})
+    adamw = torch.optim.AdamW(chunks[0].parameters())
+    parameter = some_parameter(chunks)
+    if here():
+        adamw.state[parameter] = {"exp_avg": torch.zeros_like(parameter), "step": torch.tensor(1.0)}
+    refused(TransferError, "Step the optimizer on all ranks or on none", routed, swapped(routed), adamw)
+    adamw.state[parameter] = {"exp_avg": torch.zeros_like(parameter, device="meta")}
+    refused(TransferError, "exp_avg of .* is on meta and the parameter on cpu", routed, swapped(routed), adamw)
+    for p in chunks[0].parameters():
+        adamw.state[p] = {"step": torch.tensor(3.0 + (here() and p is parameter))}
+    refused(TransferError, r"counts differently .*\('step', 3.0\), \('step', 4.0\)", routed, swapped(routed), adamw)
+
+
+def of_layers(routed, chunks):
+    block = moe_layers(chunks)[0]
+    with mock.patch.object(block.config, "fp8", "e4m3"):
+        refused(TransferError, "run in fp8 or fp4", routed, swapped(routed))
+    block.__class__ = OtherLayer
+    refused(TransferError, "has a forward of its own", routed, swapped(routed))
+    block.__class__ = MoELayer
+    block.experts.register_parameter("scale", torch.nn.Parameter(torch.ones(4)))
+    refused(TransferError, "have scale, of which it is not known whose it is", routed, swapped(routed))
+
+
+def of_faults(routed, chunks):
+    inner = Exchange.wait
+
+    def fails_on_rank_one(exchange):
+        inner(exchange)
+        if here():
+            raise TransferError("the network is down")
+
+    out_of_memory = mock.Mock(side_effect=torch.OutOfMemoryError("out of memory") if here() else None)
+    with mock.patch.object(LayerTransfer, "allocate", out_of_memory):
+        refused(TransferError, "none were: rank 1: out of memory", routed, swapped(routed))
+    with mock.patch.object(Exchange, "wait", fails_on_rank_one):
+        refused(TransferError, "none were: rank 1: the network is down", routed, swapped(routed))
+
+
+def of_a_second_attach(routed, chunks):
+    other = megatron.attach(chunks)
+    other.move_homes(swapped(routed), None)
+    refused(PlanError, "attached twice", routed, routed.block_home_LE)
+
+
+def check_gathering_of_weights_must_be_over():
+    """With overlap_param_gather, weights of other ranks are stale until they are gathered."""
+    initialize(CELL)
+    chunks = build(CELL)
+    routed = megatron.attach(chunks)
+    trained = Trained(chunks, "distributed", overlap_param_gather=True, overlap_grad_reduce=True)
+    refused(TransferError, "disable_forward_pre_hook", routed, swapped(routed), trained)
+    for chunk in trained.chunks:
+        chunk.disable_forward_pre_hook()
+    assert routed.move_homes(swapped(routed), trained.optimizer) > 0
+
+
+def check_checkpoints_wait_until_experts_are_back():
+    initialize(CELL)
+    chunks = build(CELL)
+    routed = megatron.attach(chunks)
+    trained = Trained(chunks, "distributed")
+    [block, *_] = moe_layers(chunks).values()
+    untouched = set(block.__dict__), set(block.experts.__dict__)
+    kept = {name: tensor.clone() for name, tensor in chunks[0].state_dict().items() if torch.is_tensor(tensor)}
+    inner = trained.optimizer.chained_optimizers[1].optimizer
+    state = inner.state_dict()
+    routed.move_homes(swapped(routed), trained.optimizer)
+    for use in (
+        chunks[0].state_dict,
+        lambda: chunks[0].load_state_dict(kept),
+        chunks[0].sharded_state_dict,
+        trained.optimizer.state_dict,
+        lambda: inner.load_state_dict(state),
+    ):
+        with pytest.raises(PlacementError, match=r"routed.move_homes\(routed.block_home_LE, optimizer\)"):
+            use()
+    routed.move_homes(routed.block_home_LE, trained.optimizer)
+    assert (set(block.__dict__), set(block.experts.__dict__)) == untouched
+    after = chunks[0].state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in kept.items())
+    assert chunks[0].sharded_state_dict()
+    assert inner.state_dict()
+    inner.load_state_dict(state)
+
+
+def check_experts_of_transformer_engine_are_told_apart_by_name():
+    experts = TEGroupedMLP.__new__(TEGroupedMLP)
+    torch.nn.Module.__init__(experts)
+    for name in ("linear_fc1", "linear_fc2"):
+        linear = torch.nn.Module()
+        for slot in range(12):
+            linear.register_parameter(f"weight{slot}", torch.nn.Parameter(torch.zeros(2)))
+        experts.add_module(name, linear)
+    initialize(Cell())
+    [block, *_] = moe_layers(build(Cell())).values()
+    block.experts, block.num_local_experts = experts, 12
+    slots = expert_slots(ChunkRouter("router", block.router, block, RoutedLayer(0)))
+    assert [list(slot) for slot in slots] == [["linear_fc1.weight", "linear_fc2.weight"]] * 12
+    assert slots[11]["linear_fc2.weight"] is experts.linear_fc2.weight11
+
+
+def here():
+    return dist.get_rank()
+
+
+def swapped(routed):
+    """Every expert on the other rank."""
+    return 1 - routed.home_LE
+
+
+def some_parameter(chunks):
+    return moe_layers(chunks)[1].experts.local_experts[2].linear_fc2.weight
+
+
+def refused(error, message, routed, homes, trained=None):
+    """On every rank, with one message, and nothing has moved."""
+    blocks = moe_layers([chunk for part in routed.chunks for chunk in [part.trunk]]).values()
+    before = [p.detach().clone() for block in blocks for p in block.experts.parameters()]
+    with pytest.raises(error, match=message) as caught:
+        routed.move_homes(homes, getattr(trained, "optimizer", trained))
+    said = [None] * dist.get_world_size()
+    dist.all_gather_object(said, str(caught.value))
+    assert len(set(said)) == 1, said
+    after = [p for block in blocks for p in block.experts.parameters()]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))

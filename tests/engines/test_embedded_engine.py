@@ -1,0 +1,132 @@
+"""The embedded engine against full forwards of the model that it copied."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.adapters import hf
+from foreroute.capture import Generation, Sampling
+from foreroute.engines.embedded import EmbeddedEngine, _through_e4m3
+from foreroute.errors import TraceContentError
+from tests.models import tiny
+
+END = 3
+PROMPTS = [np.array(p, np.int32) for p in ([5, 6, 7, 8], [9, 10], [11, 12, 13, 14], [15, 16])]
+
+
+def sampled(engine, seed=1, **changes):
+    sampling = replace(Sampling(group_size=3, max_new_tokens=7, end_token=END), **changes)
+    return engine.generate(PROMPTS, sampling, torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_routes_and_log_probs_are_those_of_a_full_forward(family, temperature):
+    """In float32 the engine's cached decode and the model's full forward agree; order, groups and lengths are kept."""
+    model = tiny(family).eval()
+    engine = EmbeddedEngine(model, "float32")
+    engine.load_weights(model.state_dict(), 4)
+    generation = sampled(engine, temperature=temperature)
+    assert len(generation) == len(PROMPTS) * 3
+    assert generation.trace.versions == (4,)
+    routed = hf.attach(model)
+    for s in range(len(generation)):
+        tokens = generation.trace.tokens(s)
+        prompt = PROMPTS[s // 3]
+        assert np.array_equal(tokens[: len(prompt)], prompt)
+        with routed.record() as recording, torch.no_grad():
+            logits = model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
+        mine = generation.trace.select([s])
+        assert mine.valid_N.tolist() == [True] * (len(tokens) - 1) + [False]
+        full = np.sort(recording.trace().expert_ids_NLK[:-1], -1)
+        assert np.array_equal(np.sort(mine.expert_ids_NLK[:-1], -1), full)
+        logprobs = (logits / temperature).log_softmax(-1)
+        expected = [logprobs[t - 1, tokens[t]].item() for t in range(len(prompt), len(tokens))]
+        np.testing.assert_allclose(generation.select([s]).logprobs_R, expected, atol=2e-5)
+
+
+def test_responses_end_with_the_end_token_or_at_the_limit():
+    model = tiny("qwen3_moe")
+    with torch.no_grad():
+        model.lm_head.weight[END] = 0.25 * model.lm_head.weight.sum(0)  # makes ends frequent
+    generation = sampled(EmbeddedEngine(model, "float32"), max_new_tokens=6)
+    lengths = set()
+    for s in range(len(generation)):
+        response = generation.response(s)
+        lengths.add(len(response))
+        assert END not in response[:-1]
+        assert response[-1] == END or len(response) == 6
+    assert len(lengths) > 1, "the case must hold responses of several lengths"
+
+
+def test_one_new_token_needs_no_decode_step():
+    generation = sampled(EmbeddedEngine(tiny("qwen3_moe"), "float32"), max_new_tokens=1)
+    assert generation.response_lengths.tolist() == [1] * 12
+
+
+def test_the_same_generator_state_gives_the_same_rollout():
+    engine = EmbeddedEngine(tiny("mixtral"))
+    one, two = sampled(engine), sampled(engine)
+    assert one.trace.equals(two.trace)
+    assert np.array_equal(one.logprobs_R, two.logprobs_R)
+    other = sampled(engine, seed=2)
+    assert not np.array_equal(one.trace.token_ids_N, other.trace.token_ids_N)
+
+
+def test_new_weights_are_used_and_stamped():
+    old, new = tiny("qwen3_moe"), tiny("qwen3_moe", seed=1)
+    engine = EmbeddedEngine(old, "float32")
+    engine.load_weights(new.state_dict(), 7)
+    generation = sampled(engine)
+    assert generation.trace.versions == (7,)
+    fresh = EmbeddedEngine(new, "float32")
+    fresh.load_weights(new.state_dict(), 7)
+    assert generation.trace.equals(sampled(fresh).trace)
+    assert not np.array_equal(sampled(EmbeddedEngine(old, "float32")).logprobs_R, generation.logprobs_R)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_fp8_rounds_projections_and_experts_and_leaves_routers(family):
+    model = tiny(family)
+    bf16, fp8 = EmbeddedEngine(model, "bfloat16"), EmbeddedEngine(model, "fp8")
+    plain, rounded = bf16._model.state_dict(), fp8._model.state_dict()
+    changed = {name for name in plain if not torch.equal(plain[name], rounded[name])}
+    assert any("experts" in name for name in changed)
+    assert any("attn" in name for name in changed)
+    kept = [name for name in plain if any(w in name for w in ("gate.weight", "router", "embed", "lm_head", "norm"))]
+    assert kept
+    assert not changed & set(kept)
+
+
+@pytest.mark.parametrize("input_axis", [-1, -2])
+def test_e4m3_round_trip_has_one_scale_per_output_channel(input_axis):
+    weight = torch.randn(16, 64) * torch.logspace(-3, 3, 16)[:, None]
+    weight = weight if input_axis == -1 else weight.T.contiguous()
+    error = (_through_e4m3(weight, input_axis) - weight).abs()
+    bound = weight.abs() * 2**-4 + weight.abs().amax(input_axis, keepdim=True) / 448 * 2**-10
+    assert (error <= bound).all()
+    assert error.max() > 0
+
+
+def test_transposed_experts_are_scaled_along_their_own_input():
+    gpt_oss, qwen3 = EmbeddedEngine(tiny("gpt_oss"), "fp8"), EmbeddedEngine(tiny("qwen3_moe"), "fp8")
+    assert set(gpt_oss._input_axis.values()) == {-2}
+    assert any(name.endswith("experts.gate_up_proj") for name in gpt_oss._input_axis)
+    assert not qwen3._input_axis
+
+
+def test_rotary_frequencies_and_router_biases_stay_in_float32():
+    buffers = dict(EmbeddedEngine(tiny("deepseek_v3"), "bfloat16")._model.named_buffers())
+    assert any("inv_freq" in name for name in buffers)
+    assert any("e_score_correction_bias" in name for name in buffers)
+    assert all(buffer.dtype == torch.float32 for buffer in buffers.values() if buffer.is_floating_point())
+
+
+def test_generations_that_do_not_add_up_are_refused():
+    generation = sampled(EmbeddedEngine(tiny("qwen3_moe"), "float32"))
+    with pytest.raises(TraceContentError, match="log-probs for"):
+        Generation(generation.trace, generation.prompt_lengths, generation.logprobs_R[1:])
+    with pytest.raises(TraceContentError, match="at least one token each"):
+        Generation(generation.trace, generation.trace.lengths, generation.logprobs_R)

@@ -1,0 +1,117 @@
+"""The folder that weights go through: nothing of anybody else's is touched, and no checkpoint is seen half written."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from foreroute.adapters.checkpoint import ModelWriter
+from foreroute.engines.weights_folder import MARKER, WeightsFolder
+from foreroute.errors import ConfigError
+from tests.processes import environment
+
+
+class Model:
+    """Saves a file, and as much of a second one as there is room for."""
+
+    room = True
+
+    def save_pretrained(self, folder, state_dict):
+        (folder / "config.json").write_text("{}")
+        torch.save(state_dict, folder / "model.bin")
+        if not self.room:
+            raise OSError(28, "No space left on device")
+
+
+@pytest.fixture
+def model():
+    return Model()
+
+
+def contents(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "weights/thesis.txt", ".hidden", "weights-0123abcd/mine"])
+def test_a_folder_with_other_things_is_refused_and_left_as_it_is(tmp_path, model, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match="holds files that no trainer of foreroute put there"):
+        WeightsFolder(tmp_path, ModelWriter(model))
+    with pytest.raises(ConfigError, match="is not empty; nothing was written"):
+        ModelWriter(model).write(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_each_checkpoint_has_a_name_of_its_own_and_takes_the_place_of_the_last(tmp_path, model):
+    folder = WeightsFolder(tmp_path / "a" / "new", ModelWriter(model))
+    first = folder.put({"x": torch.zeros(1)})
+    second = folder.put({"x": torch.ones(1)})
+    assert first != second
+    assert second.is_absolute()
+    assert contents(tmp_path / "a" / "new") == [
+        MARKER,
+        second.name,
+        f"{second.name}/config.json",
+        f"{second.name}/model.bin",
+    ]
+
+
+def test_what_else_came_into_the_folder_meanwhile_is_kept(tmp_path, model):
+    folder = WeightsFolder(tmp_path, ModelWriter(model))
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "weights").mkdir()
+    folder.put({})
+    folder.close()
+    WeightsFolder(tmp_path, ModelWriter(model)).put({})
+    assert {"notes.txt", "weights"} < set(contents(tmp_path))
+
+
+def test_one_trainer_at_a_time(tmp_path, model):
+    first = WeightsFolder(tmp_path, ModelWriter(model))
+    with pytest.raises(ConfigError, match="is in use by another trainer"):
+        WeightsFolder(tmp_path, ModelWriter(model))
+    first.close()
+    first.close()
+    WeightsFolder(tmp_path, ModelWriter(model)).put({})
+
+
+def test_what_a_killed_trainer_left_half_written_is_removed(tmp_path):
+    script = (
+        "import os, sys, pathlib\n"
+        "from foreroute.adapters.checkpoint import ModelWriter\n"
+        "from foreroute.engines.weights_folder import WeightsFolder\n"
+        "class Model:\n"
+        "    def save_pretrained(self, folder, state_dict):\n"
+        "        (folder / 'config.json').write_text('half')\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "WeightsFolder(pathlib.Path(sys.argv[1]), ModelWriter(Model())).put({})"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment(), timeout=120)
+    (half,) = [path for path in tmp_path.iterdir() if path.name != MARKER]
+    assert half.name.startswith(".weights-")
+    whole = WeightsFolder(tmp_path, ModelWriter(Model())).put({})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [MARKER, whole.name]
+
+
+def test_a_full_disk_is_one_error_and_leaves_no_half_checkpoint(tmp_path, model):
+    folder = WeightsFolder(tmp_path, ModelWriter(model))
+    model.room = False
+    with pytest.raises(ConfigError, match=r"cannot be written \(No space left"):
+        folder.put({})
+    assert contents(tmp_path) == [MARKER]
+
+
+def test_a_place_that_is_no_folder_is_one_error(tmp_path, model):
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            WeightsFolder(path, ModelWriter(model))
+    assert (tmp_path / "file").read_text() == "mine"
+    os.symlink(tmp_path / "elsewhere", tmp_path / MARKER)
+    with pytest.raises(ConfigError):
+        WeightsFolder(tmp_path, ModelWriter(model))
+    assert not (tmp_path / "elsewhere").exists()

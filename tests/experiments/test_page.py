@@ -1,0 +1,164 @@
+"""The page: what it says follows from the results, and nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.__main__ import PAGE, RESULTS
+from experiments.arms import Arms
+from experiments.claims import claims, verdict
+from experiments.grid import FRESH, SEEDS, grid
+from experiments.intervals import Interval
+from experiments.page import page_text, write_page
+from experiments.plots import PICTURES
+from experiments.runner import current, digest_of
+from experiments.tables import boundary_table, static_table
+
+K3 = {"none": 4e-3, "R3": 1e-4, "R3+weights": 9e-5, "shifted": 2.0}
+
+
+def line(cell, reward=0.5):
+    """Of a cell: figures that vary with the seed by a known factor."""
+    factor = 1 + 0.1 * cell.seed
+    return {
+        "cell": cell.name,
+        "digest": digest_of(cell),
+        "arm": cell.arm,
+        "seed": cell.seed,
+        "figures": static(cell, factor) if cell.kind == "static" else run(cell, factor, reward),
+        "processor_s": 36.0,
+        "versions": {"torch": "2.13.0"},
+    }
+
+
+def static(cell, factor):
+    dense = cell.start == "dense"
+    names = ["none"] if dense else list(K3)
+    share = 1e-3 if dense else 1e-2
+    return {
+        name: {"k3": (2e-4 if dense else K3[name]) * factor, "f2": share, "f1.5": share, "differing_share": 0.02}
+        for name in names
+    }
+
+
+def run(cell, factor, reward):
+    mean = {"k3": 1e-3 * factor, "f2": 1e-4, "clip_share": 0.01}
+    mini_steps = cell.settings["rl"]["mini_steps"]
+    stale = [] if cell.settings["rl"]["routing"] == "none" else [0.01 * n for n in range(mini_steps)]
+    return {
+        "reward": [reward] * 60,
+        "reward_last": reward + 0.001 * cell.seed,
+        "reward_mean": reward,
+        "collapsed_at": None,
+        "diverged": False,
+        "spikes": 0.25,
+        "mean": mean,
+        "binned": {"k3": [1e-3] * 4 + [2e-3] * 4 + [3e-3 * factor] * 4},
+        "stale_share_by_mini_step": stale,
+    }
+
+
+def results_of(cells, **changes):
+    return {cell.name: line(cell, **changes) for cell in cells}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "seeds", "expected"),
+    [
+        (0.1, 0.3, 5, "holds"),
+        (-0.3, -0.1, 5, "the opposite"),
+        (-0.1, 0.3, 5, "not shown"),
+        (0.1, 0.3, 2, "too few seeds"),
+    ],
+)
+def test_verdicts_follow_from_the_interval(low, high, seeds, expected):
+    interval = Interval((low + high) / 2, low, high, seeds)
+    assert verdict(interval, 0.0, "above") == expected
+    mirrored = Interval(-interval.mean, -high, -low, seeds)
+    assert verdict(mirrored, 0.0, "below") == expected
+
+
+def test_claims_are_decided_by_the_arms_that_they_name():
+    cells = grid()
+    done = results_of(cells)
+    for cell in cells:
+        if cell.arm == "B/R3/plain/8":
+            done[cell.name]["figures"]["reward_last"] += 0.1 + 0.001 * (cell.seed % 2)
+    verdicts = {row.claim: row for row in claims(Arms(done))}
+    assert all(row.seeds == len(FRESH if "fresh seeds" in row.claim else SEEDS) for row in verdicts.values())
+    for claim, expected in {
+        "Routing causes the excess: R3 lowers the mismatch (fp8)": "holds",
+        "The MoE model's mismatch is larger than a dense model's (bfloat16)": "holds",
+        "R3 raises the reward (8 mini-steps)": "holds",
+        "R3 raises the reward (1 mini-step; Qwen: no gain)": "not shown",
+        "R3 is the better replay at 8 mini-steps (Qwen)": "holds",
+        "TIS on top of R3 is worse than R3 (8 mini-steps)": "holds",
+        "Without R3 the mismatch grows through RL (8 mini-steps)": "holds",
+        "GSPO + R3 is better than GSPO (8 mini-steps)": "not shown",
+    }.items():
+        assert verdicts[claim].verdict == expected, claim
+    assert verdicts["Routing causes the excess: R3 lowers the mismatch (fp8)"].found.startswith("40 times")
+
+
+def test_tables_hold_means_over_seeds():
+    done = results_of(grid())
+    row = next(row for row in static_table(Arms(done)) if row[:3] == ["MoE", "bfloat16", "none"])
+    assert row[3:5] == ["5", "2 %"]
+    assert row[5].startswith(f"{K3['none'] * 1.2:.3g} [")
+    regimes = boundary_table(Arms(done))
+    assert len(regimes) == 6
+    assert all(row[1].endswith("; 0 of 5") for row in regimes)
+
+
+def test_a_page_without_results_says_so(tmp_path):
+    write_page(grid(), tmp_path / "results.jsonl", tmp_path / "page.md")
+    text = (tmp_path / "page.md").read_text()
+    assert f"0 of\n{len(grid())} cells" in text
+    assert text.count("Not finished.") == 3
+    assert not list((tmp_path / "page").iterdir())
+
+
+def test_a_page_of_a_part_of_the_grid_is_whole(tmp_path):
+    cells = [cell for cell in grid() if cell.seed < 2]
+    results = tmp_path / "results.jsonl"
+    results.write_text("".join(json.dumps(one) + "\n" for one in results_of(cells).values()))
+    write_page(grid(), results, tmp_path / "page.md")
+    text = (tmp_path / "page.md").read_text()
+    drawn = [path.name for path in (tmp_path / "page").iterdir()]
+    assert set(drawn) == {f"{name}.svg" for name in PICTURES}
+    assert all(f"(page/{picture})" in text for picture in drawn)
+    assert "too few seeds" in text
+
+
+def test_the_page_in_the_documentation_is_that_of_the_results():
+    done = current(grid(), RESULTS)
+    folder = PAGE.with_suffix("")
+    pictures = {name: words for name, (_, words) in PICTURES.items() if (folder / f"{name}.svg").exists()}
+    expected = page_text(grid(), done, pictures, PAGE.stem)
+    assert Path(PAGE).read_text() == expected, "redraw it with: python -m experiments page"
+
+
+def test_what_the_page_says_in_short_rests_on_verdicts():
+    found = {row.claim: row.verdict for row in claims(Arms(current(grid(), RESULTS)))}
+    fresh = "(8 mini-steps, fresh seeds)"
+    said = {
+        "holds": [
+            "Routing causes the excess: R3 lowers the mismatch (bfloat16)",
+            "Routing causes the excess: R3 lowers the mismatch (fp8)",
+            "R3 keeps the mismatch low through RL (8 mini-steps)",
+            "R3 spares the run gradient spikes (8 mini-steps, fresh seeds; asked after the runs)",
+            "Shifted routes do harm in RL (1 mini-step)",
+            "Shifted routes do harm in RL (8 mini-steps)",
+            "Mismatch costs reward at all (8 mini-steps)",
+            "GSPO + R3 is better than GSPO (8 mini-steps)",
+        ],
+        "not shown": [
+            f"Mismatch costs reward {fresh}",
+            f"R3 raises the reward {fresh}",
+            f"GSPO + R3 is better than GSPO {fresh}",
+            *(claim for claim in found if "is the better replay" in claim or "TIS" in claim),
+        ],
+    }
+    for verdict_said, those in said.items():
+        assert {claim: found[claim] for claim in those} == dict.fromkeys(those, verdict_said)

@@ -1,0 +1,101 @@
+"""The runner: a cell that is finished never runs again, whatever happened meanwhile."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from experiments.cells import Cell
+from experiments.grid import grid
+from experiments.runner import GridError, _next, current, finished, run_cells
+from tests.experiments import cell_worker
+from tests.processes import environment
+
+
+def ran(folder):
+    return Counter(line.split()[0] for line in (folder / "ran").read_text().splitlines())
+
+
+def wait_for(there):
+    deadline = time.monotonic() + 240
+    while not there():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def gone(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_killed_runner_goes_on_where_it_was(tmp_path):
+    results = tmp_path / "results.jsonl"
+    runner = subprocess.Popen([sys.executable, "-m", cell_worker.__name__, str(tmp_path)], env=environment())
+    wait_for(lambda: (tmp_path / "stuck").exists() and len(finished(results)) == 5)
+    with pytest.raises(GridError, match="another runner writes to"):
+        run_cells(cell_worker.cells(6), results, tmp_path, processes=1, work=cell_worker.work)
+    runner.send_signal(signal.SIGKILL)
+    runner.wait()
+    process = int((tmp_path / "stuck").read_text())
+    wait_for(lambda: gone(process))
+
+    whole = results.read_text()
+    results.write_text(whole + whole[:30])  # a line that was being written
+    wanted = [*cell_worker.cells(6), Cell("T/bad", "train", 0, "moe"), Cell("T/7", "train", 0, "moe")]
+    said = []
+    with pytest.raises(GridError, match=r"1 cells failed: T/bad/0\. The others have their results"):
+        run_cells(wanted, results, tmp_path, processes=2, say=said.append, work=cell_worker.work)
+    assert said[0] == "5 of 8 cells have a result, 3 to run"
+    assert any("T/bad/0 failed: ValueError: no such thing" in line for line in said)
+    assert ran(tmp_path) == {cell.name: 1 for cell in wanted}
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert Counter(line["cell"] for line in lines) == {cell.name: 1 for cell in wanted if cell.arm != "T/bad"}
+    assert run_cells(cell_worker.cells(6), results, tmp_path, processes=2, work=cell_worker.work) == 0
+    with pytest.raises(GridError, match="a process was killed"):
+        run_cells([Cell("T/killed", "train", 0, "moe")], results, tmp_path, processes=1, work=cell_worker.work)
+
+
+def test_a_cell_whose_settings_changed_has_no_result(tmp_path):
+    results = tmp_path / "results.jsonl"
+    cell = Cell("T/0", "train", 0, "moe", {"rl": {"steps": 3}})
+    results.write_text(json.dumps(cell_worker.work(cell, tmp_path)) + "\n")
+    assert set(current([cell], results)) == {"T/0/0"}
+    assert not current([Cell("T/0", "train", 0, "moe", {"rl": {"steps": 4}})], results)
+    assert not current([Cell("T/0", "train", 0, "long", {"rl": {"steps": 3}})], results)
+    assert not current([Cell("T/0", "train", 0, "moe", {"rl": {"steps": 3}}, shifted=True)], results)
+
+
+def test_nobody_waits_for_a_start_that_another_makes(tmp_path):
+    waiting = [Cell(arm, "train", seed, "moe") for arm, seed in (("a", 0), ("b", 0), ("c", 1), ("d", 0))]
+    running = [_next(waiting, [], tmp_path)]
+    running.append(_next(waiting, running, tmp_path))
+    assert [cell.arm for cell in running] == ["a", "c"]
+    (tmp_path / "moe-0.safetensors").touch()
+    assert _next(waiting, running, tmp_path).arm == "b"
+    (tmp_path / "moe-0.safetensors").unlink()
+    assert _next(waiting, running, tmp_path).arm == "d", "it may wait as well as nobody"
+
+
+def test_a_part_of_the_grid_is_of_use():
+    cells = grid()
+    assert len({cell.name for cell in cells}) == len(cells)
+    core = [cell.seed for cell in cells if cell.arm.endswith(("plain/8", "plain/1"))]
+    assert core == sorted(core), "seeds are outermost"
+    arms = {(cell.arm, json.dumps(cell.settings), cell.start, cell.shifted) for cell in cells}
+    assert len(arms) == len({cell.arm for cell in cells}), "cells of an arm differ in the seed alone"
+    seeds = Counter(cell.arm for cell in cells)
+    for routing in ("none", "R2", "R3"):
+        for correction in ("plain", "tis"):
+            for mini_steps in (1, 2, 4, 8):
+                assert seeds[f"B/{routing}/{correction}/{mini_steps}"] >= (
+                    1 if (routing, mini_steps) == ("R2", 1) else 5
+                )
