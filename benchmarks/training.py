@@ -30,8 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
-from types import SimpleNamespace
+from functools import cache, partial
 from typing import Any
 from zlib import crc32
 
@@ -169,7 +168,7 @@ class _Ours:
         self._optimizer = make_trainer(self._config, task, self.routed, self._execution, engine).optimizer
 
     def order(self, experience: Experience, number: int) -> list[int]:
-        """The sequences of each mini-step, one after another."""
+        """The sequences of each mini-batch, one after another."""
         stages = make_schedule(experience, self._config.rl, Ranks(), seed=(0, number)).update
         return [int(s) for stage in stages for part in stage.micro_steps for s in part]
 
@@ -232,7 +231,7 @@ def _r3_cost(pairs: int) -> PairedRatio:
             rollout={"prompts": 4, "group_size": 4},  # type: ignore[arg-type]
             # weights stay, to the bit where it matters, and so do the sampled tokens
             rl={"routing": routing, "learning_rate": 1e-12, "mini_steps": 2},  # type: ignore[arg-type]
-            measure={"compare_every": 10**9},  # type: ignore[arg-type]
+            measure={"compare_every": 999_999},  # type: ignore[arg-type]
         )
         task = _Told(config.task)
         policy = make_policy(config, task)
@@ -259,7 +258,7 @@ class _Silent(EmbeddedEngine):
     """Records the first rollout, and hands out its routes with all others, which have the same tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._kept: list[RoutingTrace] = []
+        self._kept: list[_Kept] = []
         self._next = 0
         super().__init__(*args, **kwargs)
 
@@ -272,12 +271,26 @@ class _Silent(EmbeddedEngine):
     def _recording(self) -> Iterator[Any]:
         if self._next == len(self._kept):
             with super()._recording() as recording:
-                yield recording
-            self._kept.append(recording.trace())
+                self._kept.append(_Kept(recording))
+                yield self._kept[-1]
         else:
-            kept = self._kept[self._next]
-            yield SimpleNamespace(trace=lambda: kept)
+            yield self._kept[self._next]
         self._next += 1
+
+
+class _Kept:
+    """A recording that is asked once, and answers the same from then on."""
+
+    def __init__(self, recording: Any) -> None:
+        self.trace = cache(recording.trace)
+        self._rollout = recording.rollout
+        self._answer: RoutingTrace | None = None
+
+    def rollout(self, *args: Any) -> RoutingTrace:
+        """As `Recording.rollout`."""
+        if self._answer is None:
+            self._answer = self._rollout(*args)
+        return self._answer
 
 
 def _apart(weights: dict[str, Tensor], others: dict[str, Tensor], begun: dict[str, Tensor]) -> float:

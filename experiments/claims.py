@@ -95,7 +95,7 @@ def _static(arms: Arms) -> Iterator[Row]:
 def _training(arms: Arms) -> Iterator[Row]:
     for steps in (1, 8):
         none, replayed = f"B/none/plain/{steps}", f"B/R3/plain/{steps}"
-        words = f"{steps} mini-step{'s' * (steps > 1)}"
+        words = f"{steps} mini-batch{'es' * (steps > 1)}"
         yield _ratio(
             f"R3 keeps the mismatch low through RL ({words})",
             "k3 over the run, none / R3",
@@ -110,7 +110,7 @@ def _training(arms: Arms) -> Iterator[Row]:
         )
     for steps in MINI_STEPS:
         yield _difference(
-            f"R3 raises the reward ({steps} mini-step{'s' if steps > 1 else '; Qwen: no gain'})",
+            f"R3 raises the reward ({steps} mini-batch{'es' if steps > 1 else '; Qwen: no gain'})",
             "reward of the last 10 steps, R3 minus none",
             arms.difference(f"B/R3/plain/{steps}", f"B/none/plain/{steps}", reward_last),
             "above",
@@ -121,7 +121,7 @@ def _replays(arms: Arms) -> Iterator[Row]:
     for steps, better, claimed in ((2, "R2", "below"), (4, "R3", "above"), (8, "R3", "above")):
         for correction, words in (("plain", ""), ("tis", ", with TIS")):
             yield _difference(
-                f"{better} is the better replay at {steps} mini-steps{words} (Qwen)",
+                f"{better} is the better replay at {steps} mini-batches{words} (Qwen)",
                 "reward of the last 10 steps, R3 minus R2",
                 arms.difference(f"B/R3/{correction}/{steps}", f"B/R2/{correction}/{steps}", reward_last),
                 claimed,
@@ -130,15 +130,15 @@ def _replays(arms: Arms) -> Iterator[Row]:
 
 def _others(arms: Arms) -> Iterator[Row]:
     pairs = (
-        ("GSPO + R3 is better than GSPO (8 mini-steps)", "C/gspo/R3", "C/gspo/none", "above"),
-        ("TIS on top of R3 is worse than R3 (1 mini-step)", "B/R3/tis/1", "B/R3/plain/1", "below"),
-        ("TIS on top of R3 is worse than R3 (8 mini-steps)", "B/R3/tis/8", "B/R3/plain/8", "below"),
-        ("R3 is better than TIS (1 mini-step)", "B/R3/plain/1", "B/none/tis/1", "above"),
-        ("R3 is better than TIS (8 mini-steps)", "B/R3/plain/8", "B/none/tis/8", "above"),
-        ("With frozen routers R3 still helps (8 mini-steps)", "D/frozen/R3", "D/frozen/none", "above"),
-        ("Shifted routes do harm in RL (1 mini-step)", "E/shifted/1", "B/none/plain/1", "below"),
-        ("Shifted routes do harm in RL (8 mini-steps)", "E/shifted/8", "B/none/plain/8", "below"),
-        ("Mismatch costs reward at all (8 mini-steps)", "F/part B/exact", "B/none/plain/8", "above"),
+        ("GSPO + R3 is better than GSPO (8 mini-batches)", "C/gspo/R3", "C/gspo/none", "above"),
+        ("TIS on top of R3 is worse than R3 (1 mini-batch)", "B/R3/tis/1", "B/R3/plain/1", "below"),
+        ("TIS on top of R3 is worse than R3 (8 mini-batches)", "B/R3/tis/8", "B/R3/plain/8", "below"),
+        ("R3 is better than TIS (1 mini-batch)", "B/R3/plain/1", "B/none/tis/1", "above"),
+        ("R3 is better than TIS (8 mini-batches)", "B/R3/plain/8", "B/none/tis/8", "above"),
+        ("With frozen routers R3 still helps (8 mini-batches)", "D/frozen/R3", "D/frozen/none", "above"),
+        ("Shifted routes do harm in RL (1 mini-batch)", "E/shifted/1", "B/none/plain/1", "below"),
+        ("Shifted routes do harm in RL (8 mini-batches)", "E/shifted/8", "B/none/plain/8", "below"),
+        ("Mismatch costs reward at all (8 mini-batches)", "F/part B/exact", "B/none/plain/8", "above"),
     )
     yield from _compared(arms, pairs)
 
@@ -146,21 +146,21 @@ def _others(arms: Arms) -> Iterator[Row]:
 def _confirmed(arms: Arms) -> Iterator[Row]:
     """On seeds of their own."""
     pairs = (
-        ("Mismatch costs reward (8 mini-steps, fresh seeds)", "G/exact", "G/none", "above"),
-        ("R3 raises the reward (8 mini-steps, fresh seeds)", "G/R3", "G/none", "above"),
-        ("R3 leaves less reward than no mismatch at all (8 mini-steps, fresh seeds)", "G/R3", "G/exact", "below"),
-        ("GSPO + R3 is better than GSPO (8 mini-steps, fresh seeds)", "G/gspo/R3", "G/gspo/none", "above"),
+        ("Mismatch costs reward (8 mini-batches, fresh seeds)", "G/exact", "G/none", "above"),
+        ("R3 raises the reward (8 mini-batches, fresh seeds)", "G/R3", "G/none", "above"),
+        ("R3 leaves less reward than no mismatch at all (8 mini-batches, fresh seeds)", "G/R3", "G/exact", "below"),
+        ("GSPO + R3 is better than GSPO (8 mini-batches, fresh seeds)", "G/gspo/R3", "G/gspo/none", "above"),
     )
     yield from _compared(arms, pairs)
     spiking = (
         (
-            "R3 spares the run gradient spikes (8 mini-steps; asked after the runs)",
+            "R3 spares the run gradient spikes (8 mini-batches; asked after the runs)",
             "B/R3/plain/8",
             "B/none/plain/8",
             "below",
         ),
         (
-            "R3 spares the run gradient spikes (8 mini-steps, fresh seeds; asked after the runs)",
+            "R3 spares the run gradient spikes (8 mini-batches, fresh seeds; asked after the runs)",
             "G/R3",
             "G/none",
             "below",

@@ -28,7 +28,7 @@ REGIMES: dict[str, tuple[str, dict[str, Any]]] = {
     "12 operands": ("long", {}),
     "12 operands, learning rate 8e-4": ("long", {"learning_rate": 8e-4}),
 }
-"""Where mismatch may matter more than in part B at 8 mini-steps: the start, and what differs."""
+"""Where mismatch may matter more than in part B at 8 mini-batches: the start, and what differs."""
 
 EXACT = {"rollout": {"precision": "float32"}}
 """An engine of the trainer's precision: nothing is left to be corrected."""

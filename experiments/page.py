@@ -19,12 +19,12 @@ from experiments.tables import boundary_table, grid_table, static_table
 TEMPLATE = "evidence.md.j2"
 PARTS = {
     "A": "mismatch at fixed weights: dense and MoE, bfloat16, FP8-like and float32 engines",
-    "B": "RL without replay, with R2 and R3, at 1, 2, 4 and 8 mini-steps, with and without TIS",
+    "B": "RL without replay, with R2 and R3, at 1, 2, 4 and 8 mini-batches, with and without TIS",
     "C": "GSPO, without and with R3 (TIS and TIS + R3 are in B)",
     "D": "frozen routers (staleness is measured in all runs with replay)",
     "E": "RL on routes shifted by one token",
     "F": "regimes in which mismatch may matter more, and runs without any mismatch",
-    "G": "what B, C and F leave open at 8 mini-steps, asked again on seeds of its own",
+    "G": "what B, C and F leave open at 8 mini-batches, asked again on seeds of its own",
 }
 
 

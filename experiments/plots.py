@@ -108,7 +108,7 @@ def _against_mini_steps(
         axes.set_xticks(MINI_STEPS, [str(n) for n in MINI_STEPS])
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.tick_params(axis="x", which="minor", length=0)
-        axes.set_xlabel("mini-steps for each rollout")
+        axes.set_xlabel("mini-batches for each rollout")
         axes.set_title(title, fontsize=11)
         if log:
             axes.set_yscale("log")
@@ -143,7 +143,7 @@ def _curves(arms: Arms, figure: Figure) -> bool:
                 xs = np.arange(len(average)) + WINDOW - 1
                 axes.plot(xs, average, color=LOOKS[routing][0], linewidth=1.1, alpha=0.75, label=label)
                 shown = True
-        axes.set_title(f"{steps} mini-step{'s' * (steps > 1)}", fontsize=11)
+        axes.set_title(f"{steps} mini-batch{'es' * (steps > 1)}", fontsize=11)
         axes.set_xlabel("step")
     grid[0].set_ylabel(f"reward, mean of {WINDOW} steps")
     if shown:
@@ -166,7 +166,7 @@ def _staleness(arms: Arms, figure: Figure) -> bool:
         axes.containers[-1].set_label(label)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("mini-step")
+    axes.set_xlabel("mini-batch")
     axes.set_ylabel("replayed sets that the router\nwould no longer choose")
     if shown:
         axes.legend(frameon=False, fontsize=10)
@@ -208,9 +208,9 @@ def _legend(figure: Figure, axes: Any) -> None:
 _REPLAYS = {"none": "no replay", "R3": "R3", "R3+weights": "R3 + weights", "shifted": "R3, shifted"}
 PICTURES: dict[str, tuple[Callable[[Arms, Figure], bool], str]] = {
     "static": (_static, "Mismatch at fixed weights, a point for each seed, a bar at their mean"),
-    "reward": (_by_mini_steps, "Reward at the end of a run against mini-steps, without replay, with R2 and R3"),
-    "mismatch": (_mismatch, "Mismatch over a run against mini-steps, without replay, with R2 and R3"),
-    "curves": (_curves, "Reward of every run against the step, at 1 and 8 mini-steps"),
-    "staleness": (_staleness, "Share of replayed routes that the routers would no longer choose, by mini-step"),
+    "reward": (_by_mini_steps, "Reward at the end of a run against mini-batches, without replay, with R2 and R3"),
+    "mismatch": (_mismatch, "Mismatch over a run against mini-batches, without replay, with R2 and R3"),
+    "curves": (_curves, "Reward of every run against the step, at 1 and 8 mini-batches"),
+    "staleness": (_staleness, "Share of replayed routes that the routers would no longer choose, by mini-batch"),
     "boundary": (_boundary, "Reward at the end of a run in each regime, without replay, with R3, and without mismatch"),
 }

@@ -38,9 +38,9 @@ def collapse_step(rewards: Sequence[float]) -> int | None:
 
 
 def stale_shares(records: Sequence[dict[str, Any]]) -> list[float]:
-    """For each mini-step, share of (token, layer) whose live choice is not the replayed one, over the watched steps.
+    """For each mini-batch, share of (token, layer) whose live choice is not the replayed one, over the watched steps.
 
-    Empty where nothing is replayed. Steps whose rollout filled fewer mini-steps are left out.
+    Empty where nothing is replayed. Steps whose rollout filled fewer mini-batches are left out.
     """
     watched = [record["live_agreement"] for record in records if "live_agreement" in record]
     most = max((len(agreement) for agreement in watched), default=0)

@@ -38,7 +38,7 @@ def grid_table(arms: Arms) -> Table:
 def boundary_table(arms: Arms) -> Table:
     """Part F: regime, and for each arm the reward and the collapses; then what R3 and exactness change."""
     rows = []
-    regimes = {"part B, 8 mini-steps": ("B/none/plain/8", "B/R3/plain/8", "F/part B/exact")}
+    regimes = {"part B, 8 mini-batches": ("B/none/plain/8", "B/R3/plain/8", "F/part B/exact")}
     regimes |= {name: (f"F/{name}/none", f"F/{name}/R3", f"F/{name}/exact") for name in REGIMES}
     for regime, (none, replayed, exact) in regimes.items():
         if not any(arm in arms for arm in (none, replayed, exact)):

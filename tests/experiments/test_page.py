@@ -90,12 +90,12 @@ def test_claims_are_decided_by_the_arms_that_they_name():
     for claim, expected in {
         "Routing causes the excess: R3 lowers the mismatch (fp8)": "holds",
         "The MoE model's mismatch is larger than a dense model's (bfloat16)": "holds",
-        "R3 raises the reward (8 mini-steps)": "holds",
-        "R3 raises the reward (1 mini-step; Qwen: no gain)": "not shown",
-        "R3 is the better replay at 8 mini-steps (Qwen)": "holds",
-        "TIS on top of R3 is worse than R3 (8 mini-steps)": "holds",
-        "Without R3 the mismatch grows through RL (8 mini-steps)": "holds",
-        "GSPO + R3 is better than GSPO (8 mini-steps)": "not shown",
+        "R3 raises the reward (8 mini-batches)": "holds",
+        "R3 raises the reward (1 mini-batch; Qwen: no gain)": "not shown",
+        "R3 is the better replay at 8 mini-batches (Qwen)": "holds",
+        "TIS on top of R3 is worse than R3 (8 mini-batches)": "holds",
+        "Without R3 the mismatch grows through RL (8 mini-batches)": "holds",
+        "GSPO + R3 is better than GSPO (8 mini-batches)": "not shown",
     }.items():
         assert verdicts[claim].verdict == expected, claim
     assert verdicts["Routing causes the excess: R3 lowers the mismatch (fp8)"].found.startswith("40 times")
@@ -141,17 +141,17 @@ def test_the_page_in_the_documentation_is_that_of_the_results():
 
 def test_what_the_page_says_in_short_rests_on_verdicts():
     found = {row.claim: row.verdict for row in claims(Arms(current(grid(), RESULTS)))}
-    fresh = "(8 mini-steps, fresh seeds)"
+    fresh = "(8 mini-batches, fresh seeds)"
     said = {
         "holds": [
             "Routing causes the excess: R3 lowers the mismatch (bfloat16)",
             "Routing causes the excess: R3 lowers the mismatch (fp8)",
-            "R3 keeps the mismatch low through RL (8 mini-steps)",
-            "R3 spares the run gradient spikes (8 mini-steps, fresh seeds; asked after the runs)",
-            "Shifted routes do harm in RL (1 mini-step)",
-            "Shifted routes do harm in RL (8 mini-steps)",
-            "Mismatch costs reward at all (8 mini-steps)",
-            "GSPO + R3 is better than GSPO (8 mini-steps)",
+            "R3 keeps the mismatch low through RL (8 mini-batches)",
+            "R3 spares the run gradient spikes (8 mini-batches, fresh seeds; asked after the runs)",
+            "Shifted routes do harm in RL (1 mini-batch)",
+            "Shifted routes do harm in RL (8 mini-batches)",
+            "Mismatch costs reward at all (8 mini-batches)",
+            "GSPO + R3 is better than GSPO (8 mini-batches)",
         ],
         "not shown": [
             f"Mismatch costs reward {fresh}",

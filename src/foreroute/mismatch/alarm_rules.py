@@ -30,7 +30,7 @@ class AlarmRules:
         disagreement_growth: "disagreement": the share of (token, layer) that the trainer by itself routes otherwise
             than the engine is more than so many times that of the run's first `window` measurements,
         disagreement_above: and more than this.
-        agreement_below: "stale_routes": in the last mini-step of an update, the share of (token, layer) whose live
+        agreement_below: "stale_routes": in the last mini-batch of an update, the share of (token, layer) whose live
             top-k is the replayed set.
         effective_share_below: "effective_share": effective sample size of the importance weights, over the tokens.
     """

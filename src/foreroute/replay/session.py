@@ -93,8 +93,8 @@ class RoutedModel(ABC):
         self._session: Callable[[], ReplaySession | None] | None = None
 
     @abstractmethod
-    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> tuple[Routes, tuple[int, ...]]:
-        """What a session replays, and the weight versions of its rows. Raises for what cannot be replayed here."""
+    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> Routes:
+        """What a session replays. Raises for what cannot be replayed here."""
 
     @abstractmethod
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
@@ -217,9 +217,9 @@ class RoutedModel(ABC):
                 open on the model or runs it.
         """
         policy = Policy(missing, self.padding if padding is None else padding, counts, telemetry, gate_weights)
-        found, versions = self.routes_of(routes, layout, policy)
+        found = self.routes_of(routes, layout, policy)
         if weight_version is not None:
-            require_version(versions, weight_version, "what is to be replayed")
+            require_version(found.versions, weight_version, "what is to be replayed")
         session = ReplaySession(found, policy, self._chunk_specs)
         with self._listening(session), self.replaying_now(lambda: session):
             yield session
@@ -260,6 +260,10 @@ class PassRoutes(NamedTuple):
 
 class Routes(Protocol):
     """The routes of a session, and where a framework's batches take them. Every framework has its own."""
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Weight versions of the routed rows, ascending."""
 
     def of_pass(self, chunk: int, args: Any) -> PassRoutes:
         """Those of a pass that begins. Raises `BatchMismatchError` when batch and routes do not belong together."""

@@ -82,7 +82,7 @@ def describe(run: Run) -> list[str]:
     facts = [ROUTING.get(run.routing, f"Routing {run.routing}"), f"rollout in {run.precision}"]
     facts += _method(rl)
     if "mini_steps" in rl:
-        facts.append(f"{rl['mini_steps']} mini-step{'' if rl['mini_steps'] == 1 else 's'} per step")
+        facts.append(f"{rl['mini_steps']} mini-batch{'' if rl['mini_steps'] == 1 else 'es'} per step")
     if "learning_rate" in rl:
         facts.append(f"learning rate {rl['learning_rate']}")
     facts += _devices(run)

@@ -105,7 +105,7 @@ def _entropy(runs: Sequence[Run]) -> Plot:
 def _gradient_norm(runs: Sequence[Run]) -> Plot:
     caption = Caption(
         title="Gradient norm",
-        sentence="Norm of the gradient, averaged over the mini-steps of a step; spikes are unstable updates.",
+        sentence="Norm of the gradient, averaged over the mini-batches of a step; spikes are unstable updates.",
         x_label=STEP,
         y_label="norm, before clipping",
         absent="No gradient norm was recorded (grad_norm).",
@@ -182,7 +182,7 @@ _EFFECTIVE = Caption(
 )
 _LIVE = Caption(
     title="Live routes",
-    sentence="Share of routing decisions in which the policy's own experts, in the last mini-step of an update, are "
+    sentence="Share of routing decisions in which the policy's own experts, in the last mini-batch of an update, are "
     "still the replayed ones.",
     x_label=STEP,
     y_label="share of routing decisions",

@@ -13,7 +13,7 @@ from tests.trainers.trl.trl_runs import SETTINGS, logged, make, saved_policy
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.0)
 CASES = {
     # settings, and how often TRL's old and update passes run over each sequence of a rollout
-    "mini-steps": ({}, 1, 2),
+    "mini-batches": ({}, 1, 2),
     "one-update": ({"num_iterations": 1, "steps_per_generation": 2, "per_device_train_batch_size": 4}, 0, 1),
     "reference": ({"beta": 0.1}, 1, 2),
     "lora": ({"beta": 0.1, "peft_config": LORA}, 1, 2),

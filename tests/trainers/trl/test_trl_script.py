@@ -58,6 +58,6 @@ def test_mismatch_with_a_bfloat16_rollout_falls_and_routes_no_longer_differ(runs
 
 
 def test_the_router_left_alone_drifts_from_the_rollout_within_a_step(runs):
-    """Mini-step by mini-step; the second update of a rollout runs under weights that the first has changed."""
+    """Mini-batch by mini-batch; the second update of a rollout runs under weights that the first has changed."""
     drift = logged(runs["R3"], "mismatch/native_disagreement")
     assert drift[1] > drift[0] > 0

@@ -169,6 +169,11 @@ class BatchRoutes:
         self._policy = policy
         self._compared: list[tuple[ForwardTokens, Tensor]] = []
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """See `foreroute.replay.Routes`."""
+        return self._trace.versions
+
     def of_pass(self, chunk: int, batch: ForwardTokens) -> PassRoutes:
         """See `foreroute.replay.Routes`."""
         if batch.past:

@@ -43,7 +43,7 @@ class RoutedTransformer(RoutedModel):
         """The parameters of all routers, in layer order: those that decide which experts a token is sent to."""
         return [parameter for site in self._sites for parameter in site.module.parameters()]
 
-    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> tuple[BatchRoutes, tuple[int, ...]]:
+    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> BatchRoutes:
         """The rows of a trace, found for each batch. See `RoutedModel`."""
         if not isinstance(routes, RoutingTrace):
             raise not_of_kind("what is to be replayed", routes, "a RoutingTrace, from a recording, `load` or `decode`")
@@ -57,7 +57,7 @@ class RoutedTransformer(RoutedModel):
         for position, site in enumerate(self._sites):
             if site.rule.is_lookup:
                 require_looked_up(trace, position, site.module)
-        return BatchRoutes(trace, layout, policy), trace.versions
+        return BatchRoutes(trace, layout, policy)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Of one chunk and one rank. See `RoutedModel`."""

@@ -132,7 +132,7 @@ class RoutedMegatron(RoutedModel):
                 raise ConfigError(f"{name} is a {type(given).__name__}; expected a function")
 
         def open_session(routes: Any, sums: dict[int, Telemetry]) -> ReplaySession:
-            return ReplaySession(self.routes_of(routes, None, policy)[0], policy, self._chunk_specs, sums)
+            return ReplaySession(self.routes_of(routes, None, policy), policy, self._chunk_specs, sums)
 
         return ReplayingStep(forward_step, routes_of, open_session, self._running, policy)
 
@@ -170,7 +170,7 @@ class RoutedMegatron(RoutedModel):
         """
         return self._homes.move(homes, optimizer)
 
-    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> tuple[MicroBatchRoutes, tuple[int, ...]]:
+    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> MicroBatchRoutes:
         """Those of one micro-batch, cut to this rank when its forward begins. See `RoutedModel`."""
         if layout is not None:
             _require_layout(layout)
@@ -181,7 +181,7 @@ class RoutedMegatron(RoutedModel):
                 raise BatchMismatchError(
                     "the routes are cut to a rank already: give no layout with them, and only those of this rank"
                 )
-            return MicroBatchRoutes(lambda call: routes, self._chunk_hooks, policy.counts), routes.versions
+            return MicroBatchRoutes(routes, lambda call: routes, self._chunk_hooks, policy.counts)
         if not isinstance(routes, RoutingTrace):
             raise not_of_kind("what is to be replayed", routes, "a RoutingTrace, or what `shard` made of one")
         trace = routes
@@ -191,7 +191,7 @@ class RoutedMegatron(RoutedModel):
         def cut(call: Call) -> RouteShard:
             return self._cut(trace, find_layout(trace, call) if layout is None else layout, policy)
 
-        return MicroBatchRoutes(cut, self._chunk_hooks, policy.counts), trace.versions
+        return MicroBatchRoutes(trace, cut, self._chunk_hooks, policy.counts)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Over all ranks of the model. See `RoutedModel`."""
@@ -240,16 +240,29 @@ class MicroBatchRoutes:
     """The routes of one micro-batch on one rank.
 
     Args:
+        routes: what they are cut of, or are already.
         cut: gives those of this rank, when the first forward begins.
         hooks: of the chunks.
         counts: which selection is to be counted.
     """
 
-    def __init__(self, cut: Callable[[Call], RouteShard], hooks: Sequence[ChunkHooks], counts: Counts) -> None:
+    def __init__(
+        self,
+        routes: RoutingTrace | RouteShard,
+        cut: Callable[[Call], RouteShard],
+        hooks: Sequence[ChunkHooks],
+        counts: Counts,
+    ) -> None:
+        self._routes = routes
         self._shard: RouteShard | None = None
         self._cut = cut
         self._hooks = hooks
         self._counts = counts
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """See `foreroute.replay.Routes`."""
+        return self._routes.versions
 
     def of_pass(self, chunk: int, call: Call) -> PassRoutes:
         """Cut the routes, compare the tokens, and move the chunk's part to the device. See `Routes`."""
