@@ -43,9 +43,9 @@ EXTRAS = {
     ],
     "megatron": ["adapters.megatron", "conformance.megatron"],
     "trl": ["trainers.trl", "conformance.trl"],
-    "tensorboard": ["train.loggers"],
-    "wandb": ["train.loggers"],
-    "report": ["report.curves", "report.plan_plots", "report.simulation_plots"],
+    "tensorboard": ["train.recorder"],
+    "wandb": ["train.recorder"],
+    "report": ["report.training_plots", "report.plan_plots", "report.simulation_plots"],
 }
 
 A_TRACE = """
