@@ -1,4 +1,4 @@
-"""Attributes of one module overridden for a while, never those of its class."""
+"""Attributes of one module overridden for a while, never those of its class, and torch functions run in our way."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any
 
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from foreroute.errors import ReplayError
 
@@ -22,6 +23,24 @@ COPYING = ("__deepcopy__", "__reduce_ex__")
 
 Override = tuple[nn.Module, str, Callable[..., Any]]
 """A module, the name of an attribute, and the wrapper that stands in for it: arguments of `overridden`."""
+
+
+class CallMode(TorchFunctionMode):
+    """Runs every torch function that is called while it is open by `call`."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """See `TorchFunctionMode`."""
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a torch function."""
+        return func(*args, **kwargs)
 
 
 @contextmanager

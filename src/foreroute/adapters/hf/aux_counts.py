@@ -7,19 +7,19 @@ selection instead. The probabilities that the loss multiplies the counts with st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from foreroute.errors import ReplayError
+from foreroute.replay import CallMode
 
 TOP_K = frozenset({torch.topk, Tensor.topk})
 
 
-class ExecutedCounts(TorchFunctionMode):
+class ExecutedCounts(CallMode):
     """Watches one forward of the whole model.
 
     Args:
@@ -33,18 +33,12 @@ class ExecutedCounts(TorchFunctionMode):
         self._num_experts = num_experts
         self._used = 0
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs everything as it is, but for the top-k of router probabilities after the trunk."""
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if func not in TOP_K:
             return result
-        scores = args[0] if args else (kwargs or {})["input"]
+        scores = args[0] if args else kwargs["input"]
         ids = self._next(scores, result.indices)
         return result if ids is None else torch.return_types.topk((scores.gather(-1, ids), ids))
 

@@ -7,17 +7,16 @@ family's own code, so that no gate formula is written down here a second time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from foreroute.errors import ReplayError
-from foreroute.replay import LayerPass, RouterHook
+from foreroute.replay import CallMode, LayerPass, RouterHook
 
 TOP_K = frozenset({torch.topk, Tensor.topk})
 SQUASHING = frozenset(
@@ -42,7 +41,7 @@ class Selection:
     by_probability: bool = False
 
 
-class SelectionMode(TorchFunctionMode):
+class SelectionMode(CallMode):
     """Watches one call of a router that selects by top-k. Other routers have a subclass in `selection_rules`.
 
     Args:
@@ -62,15 +61,8 @@ class SelectionMode(TorchFunctionMode):
         self._squashed = False
         self.masked = MaskedScores()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs every torch function of the router, and the final top-k in our way."""
-        kwargs = kwargs or {}
         if func in TOP_K:
             return self._top_k(func, args, kwargs)
         self._squashed = self._squashed or func in SQUASHING

@@ -6,7 +6,7 @@ upstream changes under the same name is caught by the self-check on attach.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,15 +34,8 @@ class ArgMaxMode(SelectionMode):
 
     _ids: Tensor | None = None
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs every torch function of the router, and the two that select in our way."""
-        kwargs = kwargs or {}
         if func in ARG_MAX:
             return self._arg_max(func, args, kwargs)
         if func in MAX and self._ids is not None:
@@ -71,15 +64,9 @@ class HashLookupMode(SelectionMode):
     together. The looked-up ids are seen where the router gathers its scores at them.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs every torch function of the router."""
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if func in GATHER:
             self.seen.append(Selection(args[0], args[2], args[2]))
         return result
@@ -100,15 +87,8 @@ class SparseMixerMode(SelectionMode):
         self._picks: list[Tensor] = []  # int64 [R, 1], one for each pick so far
         self._in_band = False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs every torch function of the router; the picks and their bands in our way."""
-        kwargs = kwargs or {}
         if func in FILLING and self._picks:
             scores, outside, value = args
             self._in_band = True
