@@ -3,12 +3,29 @@
 It knows torch and no framework. An adapter derives a `RoutedModel` and its `ModelHooks`.
 """
 
-from foreroute.replay.arguments import WANTED_MASK, PaddingRows, Policy, kept_by, not_of_kind
-from foreroute.replay.hooks import ModelHooks, runs_without_gradients_in, saves_for_checkpoint, told_apart
+from foreroute.replay.arguments import WANTED_MASK, kept_by, not_of_kind
+from foreroute.replay.hooks import (
+    ModelHooks,
+    Override,
+    is_hooked,
+    overridden,
+    patched,
+    runs_without_gradients_in,
+    saves_for_checkpoint,
+    told_apart,
+)
 from foreroute.replay.passes import Listener, Pass, PassInput, RouterHook, require_each_router_once
-from foreroute.replay.patching import CallMode, Override, is_hooked, overridden, patched
 from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
-from foreroute.replay.rows import Counts, MissingRows, ReplayRows, is_faithful, refuse_missing, to_device
+from foreroute.replay.rows import (
+    Counts,
+    MissingRows,
+    PaddingRows,
+    Policy,
+    ReplayRows,
+    is_faithful,
+    refuse_missing,
+    to_device,
+)
 from foreroute.replay.selection import (
     Forced,
     LayerObservation,
@@ -23,7 +40,6 @@ from foreroute.replay.telemetry import Telemetry
 
 __all__ = [
     "WANTED_MASK",
-    "CallMode",
     "Counts",
     "Forced",
     "ForwardRows",

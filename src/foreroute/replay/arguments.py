@@ -3,68 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import BatchMismatchError, ConfigError, StaleTraceError, TraceError
-from foreroute.replay.rows import Counts, MissingRows
-from foreroute.replay.selection import Watch
 from foreroute.trace import NO_VERSION
 
 LARGEST_VERSION = np.iinfo(np.int32).max
 SHOWN_VERSIONS = 8
-
-
-PaddingRows = Literal["spread", "native"]
-"""Who picks for padding: replay, evenly over expert-parallel ranks and experts ("spread"), or the model ("native")."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How to replay, as `RoutedModel.replay` describes it.
-
-    Attributes:
-        missing: what to do with rows that have no route.
-        padding: who picks for padding.
-        counts: which selection auxiliary losses and expert-bias counters count.
-        telemetry: whether routers also select by themselves, for the agreement.
-        gate_weights: whether the gate weights of the trace are forced too.
-    """
-
-    missing: MissingRows
-    padding: PaddingRows
-    counts: Counts
-    telemetry: bool
-    gate_weights: bool
-
-    def __post_init__(self) -> None:
-        """Raise `ConfigError` for a choice that there is not."""
-        require_choice("missing", self.missing, MissingRows)
-        require_choice("padding", self.padding, PaddingRows)
-        require_choice("counts", self.counts, Counts)
-        require_switch("telemetry", self.telemetry)
-        require_switch("gate_weights", self.gate_weights)
-
-    @property
-    def watch(self) -> Watch:
-        """What its passes observe."""
-        return Watch(ids=self.counts == "replayed", own=self.telemetry)
-
-
-def require_choice(name: str, value: object, choices: Any) -> None:
-    """Raise `ConfigError` unless `value` is one of the words of a `Literal`."""
-    if not (isinstance(value, str) and value in get_args(choices)):
-        raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(choices)))}")
-
-
-def require_switch(name: str, value: object) -> None:
-    """Raise `ConfigError` unless `value` is True or False."""
-    if not isinstance(value, bool | np.bool_):
-        raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}; expected True or False")
 
 
 def not_of_kind(argument: str, value: object, wanted: str) -> TraceError:

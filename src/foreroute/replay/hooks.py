@@ -17,7 +17,8 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
 from types import CodeType
 from typing import Any
 
@@ -29,15 +30,27 @@ from foreroute.errors import ReplayError
 from foreroute.replay.passes import (
     ForwardArgs,
     Listener,
+    OneThread,
     Pass,
     PassInput,
+    PassStack,
     RouterHook,
     require_each_router_once,
 )
-from foreroute.replay.patching import ATTACHED_TWICE, Override, is_hooked, patched
 from foreroute.replay.rows import ReplayRows
-from foreroute.replay.selection import LayerPass, Watch
+from foreroute.replay.selection import Watch
 from foreroute.trace import RoutingSpec
+
+ATTACHED_TWICE = (
+    "this model was attached twice, and a session of the other is open; attach it once, and record and replay by what "
+    "attach() returned"
+)
+
+COPYING = ("__deepcopy__", "__reduce_ex__")
+"""What `copy.deepcopy` and `pickle` ask an instance for."""
+
+Override = tuple[nn.Module, str, Callable[..., Any]]
+"""A module, the name of an attribute, and the wrapper that stands in for it: arguments of `overridden`."""
 
 
 class ModelHooks(ABC):
@@ -226,14 +239,14 @@ class ModelHooks(ABC):
             result = router.select(now, forward, *args, **kwargs)
             now.calls_1.add_(1)
             return result
-        self.look_for_checkpoint(router.path)
+        current = self.passes.top
+        self.look_for_checkpoint(router.path, current)
         result = router.select(now, forward, *args, **kwargs)
-        self.passes.top.calls[now.layer] += 1
+        current.calls[now.layer] += 1
         return result
 
-    def look_for_checkpoint(self, path: str) -> None:
-        """Called when a router, or a compiled layer with one, is. Raises as `in_checkpoint`."""
-        current = self.passes.top
+    def look_for_checkpoint(self, path: str, current: Pass) -> None:
+        """Called when a router, or a compiled layer with one, is in a pass. Raises as `in_checkpoint`."""
         # use_reentrant=True runs its first forward without gradients
         reentrant = current.with_grad and not torch.is_grad_enabled()
         if reentrant or saves_for_checkpoint():
@@ -262,106 +275,6 @@ class ModelHooks(ABC):
             own=any(listener.watch.own for listener in listeners),
             weights=any(listener.watch.weights for listener in listeners),
         )
-
-
-class PassStack:
-    """Passes, the last to begin on top. Truth value: whether there is one.
-
-    Args:
-        routers: whose `now` is their part of the pass on top, or None.
-    """
-
-    def __init__(self, routers: Sequence[RouterHook]) -> None:
-        self._routers = routers
-        self._passes: list[Pass] = []
-        self._thread = OneThread("is in the middle of a forward or a recomputation of it")
-
-    def __bool__(self) -> bool:
-        return bool(self._passes)
-
-    @property
-    def top(self) -> Pass:
-        """The pass that decides."""
-        return self._passes[-1]
-
-    @contextmanager
-    def on_top(self, current: Pass) -> Iterator[None]:
-        """Let this pass decide until the end of the block.
-
-        Raises:
-            ReplayError: while another thread is in the middle of a pass.
-        """
-        # a graph is traced in the thread that runs it, and holds no locks
-        with nullcontext() if torch.compiler.is_compiling() else self._thread.held("runs a model"):
-            self._passes.append(current)
-            self._arm()
-            try:
-                yield
-            finally:
-                self._passes.pop()
-                self._arm()
-
-    def require_own_thread(self, path: str) -> None:
-        """Raise `ReplayError` if the pass on top is another thread's, which runs this router or layer too."""
-        self._thread.require_mine(f"runs {path} of a model")
-
-    def _arm(self) -> None:
-        layers: Sequence[LayerPass | None] = self._passes[-1].layers if self._passes else [None] * len(self._routers)
-        for router, layer in zip(self._routers, layers, strict=True):
-            router.now = layer
-
-
-ADVICE = (
-    "One model is recorded and replayed by one thread at a time: run it in the thread that opened the session, close "
-    "the session first, or give each thread a copy of the model"
-)
-
-
-class OneThread:
-    """Belongs to a thread while it is held, which that thread may do several times over.
-
-    Args:
-        held_for: what the holder does, for messages.
-    """
-
-    def __init__(self, held_for: str) -> None:
-        self._held_for = held_for
-        self._lock = threading.RLock()  # a session may be collected, and so closed, at any moment
-        self._times = 0
-        self._number: int | None = None
-        self._name = ""
-
-    @contextmanager
-    def held(self, doing: str) -> Iterator[None]:
-        """Hold it while the context is open, which may be closed in any thread.
-
-        Args:
-            doing: what this thread is about to do, for the message.
-
-        Raises:
-            ReplayError: when another thread holds it.
-        """
-        with self._lock:
-            self.require_mine(doing)
-            self._times += 1
-            self._number, self._name = threading.get_ident(), threading.current_thread().name
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._times -= 1
-                if not self._times:
-                    self._number = None
-
-    def require_mine(self, doing: str) -> None:
-        """Raise `ReplayError` if another thread holds it."""
-        # Read once: another thread may let go at any moment, and no lock is taken on the way of every router.
-        number = self._number
-        if number is not None and number != threading.get_ident():
-            raise ReplayError(
-                f"thread {threading.current_thread().name!r} {doing}, while thread {self._name!r} {self._held_for}. "
-                f"{ADVICE}"
-            )
 
 
 def told_apart(
@@ -399,3 +312,67 @@ def runs_without_gradients_in(*forwards: CodeType) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+@contextmanager
+def patched(overrides: Iterable[Override], *, uncopyable_too: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Override all of these while the context is open, and refuse to copy some modules."""
+    with ExitStack() as stack:
+        for override in overrides:
+            stack.enter_context(overridden(*override))
+        for module in uncopyable_too:
+            stack.enter_context(uncopyable(module))
+        yield
+
+
+@contextmanager
+def overridden(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Let `wrapper(original, ...)` stand in for an attribute of the instance; restore exactly what was there.
+
+    Somebody who wraps the attribute meanwhile keeps the stand-in below theirs for good. It then only hands on.
+    """
+    original = getattr(module, name)
+    is_over = False
+
+    @wraps(original)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        if is_over:
+            return original(*args, **kwargs)
+        return wrapper(original, *args, **kwargs)
+
+    try:
+        with _in_place(module, name, stand_in):
+            yield
+    finally:
+        is_over = True
+
+
+@contextmanager
+def uncopyable(module: nn.Module) -> Iterator[None]:
+    """Refuse `copy.deepcopy` and pickling while hooks are in place: the copy's hooks would run the original."""
+    with ExitStack() as stack:
+        for name in COPYING:
+            stack.enter_context(_in_place(module, name, _refuse_copy))
+        yield
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a session is open on this trunk or router."""
+    return module.__dict__.get(COPYING[0]) is _refuse_copy
+
+
+@contextmanager
+def _in_place(module: nn.Module, name: str, stand_in: Callable[..., Any]) -> Iterator[None]:
+    own = module.__dict__
+    before = {name: own[name]} if name in own else {}
+    own[name] = stand_in
+    try:
+        yield
+    finally:
+        if own.get(name) is stand_in:  # else somebody replaced it meanwhile; theirs stays
+            del own[name]
+            own.update(before)
+
+
+def _refuse_copy(memo_or_protocol: object) -> nn.Module:
+    raise ReplayError("the model cannot be copied inside a record() or replay() session; copy it before or after")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -146,6 +148,106 @@ class Pass:
     with_grad: bool
     is_recompute: bool = False
     is_checkpointed: bool = False
+
+
+class PassStack:
+    """Passes, the last to begin on top. Truth value: whether there is one.
+
+    Args:
+        routers: whose `now` is their part of the pass on top, or None.
+    """
+
+    def __init__(self, routers: Sequence[RouterHook]) -> None:
+        self._routers = routers
+        self._passes: list[Pass] = []
+        self._thread = OneThread("is in the middle of a forward or a recomputation of it")
+
+    def __bool__(self) -> bool:
+        return bool(self._passes)
+
+    @property
+    def top(self) -> Pass:
+        """The pass that decides."""
+        return self._passes[-1]
+
+    @contextmanager
+    def on_top(self, current: Pass) -> Iterator[None]:
+        """Let this pass decide until the end of the block.
+
+        Raises:
+            ReplayError: while another thread is in the middle of a pass.
+        """
+        # a graph is traced in the thread that runs it, and holds no locks
+        with nullcontext() if torch.compiler.is_compiling() else self._thread.held("runs a model"):
+            self._passes.append(current)
+            self._arm()
+            try:
+                yield
+            finally:
+                self._passes.pop()
+                self._arm()
+
+    def require_own_thread(self, path: str) -> None:
+        """Raise `ReplayError` if the pass on top is another thread's, which runs this router or layer too."""
+        self._thread.require_mine(f"runs {path} of a model")
+
+    def _arm(self) -> None:
+        layers: Sequence[LayerPass | None] = self._passes[-1].layers if self._passes else [None] * len(self._routers)
+        for router, layer in zip(self._routers, layers, strict=True):
+            router.now = layer
+
+
+ADVICE = (
+    "One model is recorded and replayed by one thread at a time: run it in the thread that opened the session, close "
+    "the session first, or give each thread a copy of the model"
+)
+
+
+class OneThread:
+    """Belongs to a thread while it is held, which that thread may do several times over.
+
+    Args:
+        held_for: what the holder does, for messages.
+    """
+
+    def __init__(self, held_for: str) -> None:
+        self._held_for = held_for
+        self._lock = threading.RLock()  # a session may be collected, and so closed, at any moment
+        self._times = 0
+        self._number: int | None = None
+        self._name = ""
+
+    @contextmanager
+    def held(self, doing: str) -> Iterator[None]:
+        """Hold it while the context is open, which may be closed in any thread.
+
+        Args:
+            doing: what this thread is about to do, for the message.
+
+        Raises:
+            ReplayError: when another thread holds it.
+        """
+        with self._lock:
+            self.require_mine(doing)
+            self._times += 1
+            self._number, self._name = threading.get_ident(), threading.current_thread().name
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._times -= 1
+                if not self._times:
+                    self._number = None
+
+    def require_mine(self, doing: str) -> None:
+        """Raise `ReplayError` if another thread holds it."""
+        # Read once: another thread may let go at any moment, and no lock is taken on the way of every router.
+        number = self._number
+        if number is not None and number != threading.get_ident():
+            raise ReplayError(
+                f"thread {threading.current_thread().name!r} {doing}, while thread {self._name!r} {self._held_for}. "
+                f"{ADVICE}"
+            )
 
 
 def require_each_router_once(routers: Sequence[RouterHook], calls: Sequence[int], in_graph_L: Tensor) -> None:

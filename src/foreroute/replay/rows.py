@@ -8,14 +8,14 @@ last token of a sequence is before no token: no engine computes it, and it is ro
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.errors import BatchMismatchError
+from foreroute.errors import BatchMismatchError, ConfigError
 from foreroute.layout import fill_padding
 from foreroute.trace import RoutingTrace
 from foreroute.trace.container import weights_of
@@ -29,6 +29,36 @@ MissingRows = Literal["error", "native", "drop"]
 "error" refuses the batch. "native" lets the model route the row itself and uses every token. "drop" routes likewise and
 takes every later token of the sequence out of the loss.
 """
+
+PaddingRows = Literal["spread", "native"]
+"""Who picks for padding: replay, evenly over expert-parallel ranks and experts ("spread"), or the model ("native")."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How to replay, as `RoutedModel.replay` describes it.
+
+    Attributes:
+        missing: what to do with rows that have no route.
+        padding: who picks for padding.
+        counts: which selection auxiliary losses and expert-bias counters count.
+        telemetry: whether routers also select by themselves, for the agreement.
+        gate_weights: whether the gate weights of the trace are forced too.
+    """
+
+    missing: MissingRows
+    padding: PaddingRows
+    counts: Counts
+    telemetry: bool
+    gate_weights: bool
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a choice that there is not."""
+        require_choice("missing", self.missing, MissingRows)
+        require_choice("padding", self.padding, PaddingRows)
+        require_choice("counts", self.counts, Counts)
+        require_switch("telemetry", self.telemetry)
+        require_switch("gate_weights", self.gate_weights)
 
 
 @dataclass(frozen=True)
@@ -136,6 +166,18 @@ class ReplayRows:
             counts,
             None if weights_LRK is None else to_device(weights_LRK, device),
         )
+
+
+def require_choice(name: str, value: object, choices: Any) -> None:
+    """Raise `ConfigError` unless `value` is one of the words of a `Literal`."""
+    if not (isinstance(value, str) and value in get_args(choices)):
+        raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(choices)))}")
+
+
+def require_switch(name: str, value: object) -> None:
+    """Raise `ConfigError` unless `value` is True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}; expected True or False")
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from foreroute.errors import ReplayError
-from foreroute.replay.rows import ReplayRows
+from foreroute.replay.rows import Policy, ReplayRows
 from foreroute.trace import RoutingSpec
 
 
@@ -177,6 +177,11 @@ class Watch:
     ids: bool = False
     own: bool = False
     weights: bool = False
+
+    @classmethod
+    def under(cls, policy: Policy) -> Watch:
+        """What a replay under this policy observes."""
+        return cls(ids=policy.counts == "replayed", own=policy.telemetry)
 
     @property
     def nothing(self) -> bool:

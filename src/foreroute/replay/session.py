@@ -16,11 +16,11 @@ from torch import Tensor
 from foreroute.errors import ReplayError
 from foreroute.layout import Layout
 from foreroute.mismatch import LiveAgreement
-from foreroute.replay.arguments import PaddingRows, Policy, as_version, require_switch, require_version
+from foreroute.replay.arguments import as_version, require_version
 from foreroute.replay.hooks import ModelHooks
 from foreroute.replay.passes import Listener
 from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
-from foreroute.replay.rows import Counts, MissingRows, ReplayRows
+from foreroute.replay.rows import Counts, MissingRows, PaddingRows, Policy, ReplayRows, require_switch
 from foreroute.replay.selection import PassObservation, Watch
 from foreroute.replay.telemetry import Telemetry
 from foreroute.trace import NO_VERSION, RoutingSpec
@@ -295,7 +295,7 @@ class ReplaySession(Listener):
         telemetry: dict[int, Telemetry] | None = None,
     ) -> None:
         self.num_forwards = 0
-        self.watch = Watch(ids=policy.counts == "replayed", own=policy.telemetry)
+        self.watch = Watch.under(policy)
         self.counts_executed = policy.counts == "replayed"
         self._routes = routes
         self._policy = policy

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from foreroute.adapters import hf
-from foreroute.replay.patching import overridden
+from foreroute.replay import overridden
 from foreroute.trace import LayerKind, RoutingTrace
 from tests.adapters.hf.families import build
 from tests.adapters.hf.family_gates import GATES

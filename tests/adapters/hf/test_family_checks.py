@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from foreroute.adapters.hf.hooks import TransformerHooks
+from foreroute.adapters.hf.model import TransformerHooks
 from foreroute.replay import Recording, forced_selection, selection, told_apart
 from tests.adapters.hf.family_checks import (
     attached_once,

@@ -15,7 +15,7 @@ from benchmarks.gpu.jobs_graphs import check_captures
 from benchmarks.gpu.part import Part, Skipped
 from foreroute.adapters.hf import selection as hf_selection
 from foreroute.adapters.hf.discover import PROBE_TOKENS
-from foreroute.adapters.hf.hooks import TransformerHooks
+from foreroute.adapters.hf.model import TransformerHooks
 from foreroute.replay import ModelHooks, selection, told_apart
 
 NAME = "qwen3_moe/float32/grouped_mm"

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from foreroute.adapters.hf.discover import PROBE_TOKENS, Probe, RouterSite, find_routers, hidden, probe
-from foreroute.adapters.hf.hooks import TransformerHooks
-from foreroute.adapters.hf.model import RoutedTransformer
+from foreroute.adapters.hf.model import RoutedTransformer, TransformerHooks
 from foreroute.errors import AttachError, TraceContentError
 from foreroute.replay import is_hooked, overridden
 from foreroute.trace import RoutingSpec, RoutingTrace

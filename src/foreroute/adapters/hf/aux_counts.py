@@ -7,19 +7,19 @@ selection instead. The probabilities that the loss multiplies the counts with st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from foreroute.errors import ReplayError
-from foreroute.replay import CallMode
 
 TOP_K = frozenset({torch.topk, Tensor.topk})
 
 
-class ExecutedCounts(CallMode):
+class ExecutedCounts(TorchFunctionMode):
     """Watches one forward of the whole model.
 
     Args:
@@ -33,8 +33,15 @@ class ExecutedCounts(CallMode):
         self._num_experts = num_experts
         self._used = 0
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         """Runs everything as it is, but for the top-k of router probabilities after the trunk."""
+        kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func not in TOP_K:
             return result

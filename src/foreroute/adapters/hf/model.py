@@ -1,30 +1,62 @@
-"""A Hugging Face model whose routing can be recorded and replayed: where its batches take their routes from."""
+"""A Hugging Face model whose routing can be recorded and replayed, and the hooks on it while a session is open.
+
+Hooks are put on instances, never on classes, and taken off when the last session closes: on the forward of the trunk
+(to know where one pass over a batch begins and ends), on the forward of each router (to watch or force its selection),
+and on the activation-checkpointing function of each layer (to know which pass a recomputation belongs to).
+
+Compiled by `torch.compile`, the same code is traced: routes and observations are tensors of the graph, the host is
+called at both ends of a pass (`graph_ops`), and a recomputation inside the graph needs nothing, since the graph kept
+the routes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
+from foreroute.adapters.hf import graph_ops
+from foreroute.adapters.hf.aux_counts import ExecutedCounts
 from foreroute.adapters.hf.discover import RouterSite
-from foreroute.adapters.hf.forward_args import BatchRoutes, ForwardTokens
-from foreroute.adapters.hf.hooks import TransformerHooks
+from foreroute.adapters.hf.forward_args import BatchRoutes, BatchTensors, ForwardTokens, parameter_names
+from foreroute.adapters.hf.selection import SelectingRouter
 from foreroute.adapters.hf.selection_rules import require_looked_up
 from foreroute.errors import ReplayError, TraceContentError
 from foreroute.layout import Layout
 from foreroute.replay import (
     ForwardRows,
+    Listener,
+    ModelHooks,
+    Override,
+    Pass,
+    PassInput,
+    PassObservation,
     Policy,
     RecordedPass,
+    ReplayRows,
     RoutedModel,
+    Watch,
+    id_dtype,
     not_of_kind,
     overridden,
+    patched,
+    require_each_router_once,
+    runs_without_gradients_in,
+    saves_for_checkpoint,
+    told_apart,
 )
 from foreroute.trace import RoutingSpec, RoutingTrace
+
+CHECKPOINTS_IN = ("_gradient_checkpointing_func", "checkpoint_fn")
+"""The attributes in which a layer of transformers, and torch's CheckpointWrapper, keep what checkpoints them."""
 
 
 class RoutedTransformer(RoutedModel):
@@ -66,6 +98,206 @@ class RoutedTransformer(RoutedModel):
     def while_recording(self) -> AbstractContextManager[None]:
         """Have `model.generate` refuse to sample in beams."""
         return _refusing_beams(self.model)
+
+
+class TransformerHooks(ModelHooks):
+    """The hooks of one model.
+
+    Args:
+        model: the whole model, whose forward may go on to losses after the trunk's.
+        trunk: the module whose forward is one pass.
+        sites: the routers, in layer order.
+        finals: which top-k of each router's forward is its selection.
+        spec: of the model.
+    """
+
+    routers: Sequence[SelectingRouter]
+    spec: RoutingSpec
+
+    def __init__(
+        self, model: nn.Module, trunk: nn.Module, sites: list[RouterSite], finals: list[int], spec: RoutingSpec
+    ) -> None:
+        routers = [
+            SelectingRouter(site.path, site.rule, site.selecting, final)
+            for site, final in zip(sites, finals, strict=True)
+        ]
+        hooked = list({trunk, *(router.selecting[0] for router in routers)})
+        super().__init__(0, trunk, routers, spec, hooked)
+        self.counting = [(model, "forward", self._run_model)]
+        self._names = parameter_names(trunk.forward)
+        self._checkpoints_open = 0
+        self._number = graph_ops.register(self)
+        # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
+        self._ledger = torch.zeros(1, dtype=torch.int64)
+        self._executed: Tensor | None = None
+        self._begun_in_graph: ForwardTokens | None = None
+
+    @property
+    def watch_again(self) -> Watch:
+        """The same: torch compares what a checkpoint saves the second time, and a compiled layer has one graph."""
+        return self.watch
+
+    def session_overrides(self) -> list[Override]:
+        """The trunk, and whatever checkpoints a part of it, or was compiled on its own with a router in it."""
+        overrides: list[Override] = [(self.trunk, "forward", self._run_trunk)]
+        routers = {router.selecting[0] for router in self.routers}
+        for path, module in self.trunk.named_modules():
+            own = module.__dict__
+            checkpoints = [name for name in CHECKPOINTS_IN if callable(own.get(name))]
+            overrides += [(module, name, self._run_checkpoint) for name in checkpoints]
+            # torch.compile(module) makes a wrapper with a `forward` of its own; module.compile() leaves the other
+            # attribute
+            compiled = "forward" if "dynamo_ctx" in own else "_compiled_call_impl"
+            if own.get(compiled) is not None and not routers.isdisjoint(module.modules()):
+                overrides.append((module, compiled, partial(self._run_compiled, path)))
+        return overrides
+
+    def hook_routers(self) -> Callable[[], None]:
+        """On the method of each router, or of the block around it, that selects."""
+        stack = ExitStack()
+        stack.enter_context(patched([(*router.selecting, partial(self.run_router, router)) for router in self.routers]))
+        return stack.close
+
+    @contextmanager
+    def listening(self, listener: Listener) -> Iterator[None]:
+        """See `ModelHooks`."""
+        checkpoints = any(
+            callable(module.__dict__.get(name)) for module in self.trunk.modules() for name in CHECKPOINTS_IN
+        )
+        with super().listening(listener), _compilable_under_checkpointing() if checkpoints else nullcontext():
+            yield
+
+    def in_checkpoint(self, path: str, current: Pass | None, *, reentrant: bool) -> None:
+        """Raise `ReplayError` if the checkpoint is not one of the model's own, which is prepared."""
+        if current is None or not (current.is_recompute or self._checkpoints_open):
+            raise _by_hand(path)
+
+    def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        counts = ExecutedCounts(lambda: self._executed, self.spec.num_experts)
+        self._executed = None
+        try:
+            with counts:
+                result = forward(*args, **kwargs)
+            counts.require_counted(result)
+        finally:
+            self._executed = None
+        return result
+
+    def _run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            tensors = BatchTensors.of_call(self._names, args, kwargs)
+            return self._run_trunk_in_graph(tensors, forward, args, kwargs)
+        return self.run_pass(
+            partial(ForwardTokens.of_call, self._names, args, kwargs), partial(forward, *args, **kwargs)
+        )
+
+    def after_pass(self, output: Any, current: Pass) -> None:
+        """Let the auxiliary loss that follows the trunk see what was executed."""
+        if not current.is_recompute:
+            self._executed = current.observed.ids_LRK if self.counts_executed else None
+
+    def _run_compiled(self, path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A layer with a graph of its own, in which its router cannot look around."""
+        if self.passes and not torch.compiler.is_compiling():
+            self.look_for_checkpoint(path, self.passes.top)
+        return call(*args, **kwargs)
+
+    def _run_checkpoint(
+        self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if torch.compiler.is_compiling() or not self.passes:
+            return checkpoint(function, *args, **kwargs)
+        again = partial(self.recomputing, self.passes.top.input)
+        return checkpoint(told_apart(function, self._in_checkpoint, again), *args, **kwargs)
+
+    @contextmanager
+    def _in_checkpoint(self) -> Iterator[None]:
+        self._checkpoints_open += 1
+        try:
+            yield
+        finally:
+            self._checkpoints_open -= 1
+
+    # a pass in a compiled graph
+
+    def _run_trunk_in_graph(
+        self, tensors: BatchTensors, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        ids_LRK, routed_R = graph_ops.begin_pass(
+            self._number,
+            self._ledger,
+            tensors.input_ids_BT,
+            tensors.mask,
+            tensors.position_ids,
+            tensors.cumulative,
+            tensors.past,
+        )
+        rows = ReplayRows(ids_LRK, routed_R, None, routed_R, routed_R) if self.is_forcing else None
+        slots = tensors.input_ids_BT
+        current = PassInput(self.spec, rows, slots.numel(), slots.device, self.watch, self.watch).open()
+        with self.passes.on_top(current):
+            result = forward(*args, **kwargs)
+        self._executed = current.observed.ids_LRK if self.counts_executed else None
+        graph_ops.end_pass(self._number, self._ledger, current.calls_L, current.observed.tensors())
+        return result
+
+    def begin_from_graph(
+        self, input_ids: Tensor, mask: Tensor | None, positions: Tensor | None, cumulative: Tensor | None, past: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `graph_ops.Host`."""
+        self.sessions.require_mine("runs a model")
+        self._require_no_capture()
+        batch = ForwardTokens.read(BatchTensors(input_ids, mask, positions, cumulative, past))
+        rows = self.begin(batch)
+        if self.watch.weights or (rows is not None and rows.weights_LRK is not None):
+            raise ReplayError(
+                "gate weights are recorded and replayed in eager mode alone; take torch.compile off the model, or "
+                "leave gate_weights out"
+            )
+        self._begun_in_graph = batch
+        if rows is not None:
+            return rows.ids_LRK, rows.routed_R
+        num_slots = batch.num_slots
+        shape, dtype = self.shapes_for_graph(num_slots)
+        nothing = torch.zeros(num_slots, dtype=torch.bool, device=batch.device)
+        return torch.empty(shape, dtype=dtype, device=batch.device), nothing
+
+    def end_from_graph(self, calls_L: Tensor, observed: list[Tensor]) -> None:
+        """See `graph_ops.Host`."""
+        require_each_router_once(self.routers, [0] * len(self.routers), calls_L)
+        assert self._begun_in_graph is not None, "a compiled pass ends after it has begun"
+        batch, self._begun_in_graph = self._begun_in_graph, None
+        # a CUDA graph writes what it observes of the next pass to the same addresses
+        kept = PassObservation.from_tensors(self.watch, [tensor.clone() for tensor in observed])
+        for listener in list(self.listeners):
+            listener.end(self.chunk, batch, kept)
+
+    def shapes_for_graph(self, num_slots: int) -> tuple[list[int], torch.dtype]:
+        """See `graph_ops.Host`."""
+        return [self.spec.num_layers, num_slots if self.is_forcing else 0, self.spec.top_k], id_dtype(self.spec)
+
+
+def require_prepared(path: str) -> None:
+    """Raise `ReplayError` if a checkpoint called by hand is running its function now."""
+    if saves_for_checkpoint() or runs_without_gradients_in(CheckpointFunction.forward.__code__):
+        raise _by_hand(path)
+
+
+def _compilable_under_checkpointing() -> AbstractContextManager[Any]:
+    """Let Dynamo trace a checkpointed region with a function mode in it, as long as the context is open.
+
+    It refuses by default, because a recomputation would not enter the mode again. It need not: the graph keeps routes.
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # where nothing was compiled yet, importing it would cost seconds
+    return nullcontext() if dynamo is None else dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+
+
+def _by_hand(path: str) -> ReplayError:
+    return ReplayError(
+        f"{path} runs inside torch.utils.checkpoint called by hand, whose recomputation cannot be told which forward "
+        "it belongs to. Use the model's own activation checkpointing (model.gradient_checkpointing_enable()) or "
+        "torch's CheckpointWrapper, switched on before the session is opened"
+    )
 
 
 def _rows_of_pass(recorded: RecordedPass, spec: RoutingSpec) -> ForwardRows:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from foreroute.adapters.hf.hooks import CHECKPOINTS_IN, require_prepared
+from foreroute.adapters.hf.model import CHECKPOINTS_IN, require_prepared
 from foreroute.ep import ExpertLayer
 from foreroute.ep.execution import Execution, ExecutionStack
 from foreroute.replay import overridden, told_apart

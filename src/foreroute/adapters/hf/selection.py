@@ -7,16 +7,17 @@ family's own code, so that no gate formula is written down here a second time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from foreroute.errors import ReplayError
-from foreroute.replay import CallMode, LayerPass, RouterHook
+from foreroute.replay import LayerPass, RouterHook
 
 TOP_K = frozenset({torch.topk, Tensor.topk})
 SQUASHING = frozenset(
@@ -41,7 +42,7 @@ class Selection:
     by_probability: bool = False
 
 
-class SelectionMode(CallMode):
+class SelectionMode(TorchFunctionMode):
     """Watches one call of a router that selects by top-k. Other routers have a subclass in `selection_rules`.
 
     Args:
@@ -61,8 +62,18 @@ class SelectionMode(CallMode):
         self._squashed = False
         self.masked = MaskedScores()
 
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs every torch function of the router by `call`."""
+        return self.call(func, args, kwargs or {})
+
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs every torch function of the router, and the final top-k in our way."""
+        """The result of a torch function: of the final top-k, in our way."""
         if func in TOP_K:
             return self._top_k(func, args, kwargs)
         self._squashed = self._squashed or func in SQUASHING

@@ -7,7 +7,7 @@ scores, the normalisation and the scaling around it stay Megatron's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.errors import ReplayError
-from foreroute.replay import CallMode, Counts, LayerPass, RouterHook
+from foreroute.replay import Counts, LayerPass, RouterHook
 
 AUX_LOSSES = ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss")
 """The methods of Megatron's `TopKRouter` that count tokens for a load-balancing loss."""
@@ -202,7 +203,7 @@ class TopKRouterHook(RouterHook):
         return apply(probs, scores, routing_map, *args, **kwargs)
 
 
-class TopKInput(CallMode):
+class TopKInput(TorchFunctionMode):
     """Notes what the last top-k over all experts selects from: the scores, masked where groups are closed.
 
     Args:
@@ -213,8 +214,15 @@ class TopKInput(CallMode):
         super().__init__()
         self.scores_RE = scores_RE
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         """Runs everything as it is."""
+        kwargs = kwargs or {}
         if func in (torch.topk, Tensor.topk):
             given: Tensor = args[0] if args else kwargs["input"]
             if given.shape == self.scores_RE.shape:

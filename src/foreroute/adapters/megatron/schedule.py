@@ -15,7 +15,7 @@ from foreroute.adapters.megatron.forward_args import Call
 from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.mismatch import LiveAgreement
-from foreroute.replay import Listener, PassObservation, Policy, ReplayRows, ReplaySession, Telemetry, added_up
+from foreroute.replay import Listener, PassObservation, Policy, ReplayRows, ReplaySession, Telemetry, Watch, added_up
 from foreroute.trace import RoutingTrace
 
 BatchRoutes = RoutingTrace | RouteShard
@@ -134,7 +134,7 @@ class StepListener(Listener):
     def __init__(
         self, batches: WatchedBatches, open_session: Callable[[BatchRoutes], ReplaySession], policy: Policy
     ) -> None:
-        self.watch = policy.watch
+        self.watch = Watch.under(policy)
         self.session: ReplaySession | None = None
         self._batches = batches
         self._open = open_session

@@ -15,8 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.adapters.hf.model import require_no_beams
 from foreroute.errors import ReplayError
-from foreroute.replay import Recording
-from foreroute.replay.patching import overridden
+from foreroute.replay import Recording, overridden
 from foreroute.trace import RoutingTrace
 from foreroute.trainers.trl.rollout import joined_tokens
 

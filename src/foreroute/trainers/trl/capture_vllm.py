@@ -18,7 +18,7 @@ from trl.generation import vllm_generation
 
 from foreroute.capture import ModelFacts, decode
 from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ForerouteError, ReplayError
-from foreroute.replay.patching import overridden
+from foreroute.replay import overridden
 from foreroute.trace import RoutingTrace
 from foreroute.trainers.trl.rollout import joined_tokens
 
