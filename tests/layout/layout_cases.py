@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreroute import LayerKind, RoutedLayer, RoutingSpec, layout
-from foreroute.conformance import oracle
+from tests.layout import layout_oracle as oracle
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from foreroute import layout
-from foreroute.conformance import oracle
 from foreroute.errors import LayoutError
 from foreroute.trace import count_assignments
+from tests.layout import layout_oracle
 from tests.traces import random_trace
 
 
@@ -19,7 +19,7 @@ def test_in_order_equals_the_loop(seed, padded):
     costs = [-(-int(n) // align) * align for n in lengths]
     budget = max(costs) + int(rng.integers(0, 60))
     micro = layout.by_token_budget(lengths, budget, padded=padded, align=align)
-    assert [m.tolist() for m in micro] == oracle.greedy_micro_batches(costs, budget, padded=padded)
+    assert [m.tolist() for m in micro] == layout_oracle.greedy_micro_batches(costs, budget, padded=padded)
 
 
 @pytest.mark.parametrize("seed", range(100))

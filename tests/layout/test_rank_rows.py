@@ -7,16 +7,10 @@ from foreroute import layout
 from foreroute.errors import LayoutError
 
 
-def test_slot_of_row_inverts():
+def test_padding_is_told_from_rows():
     rows = layout.pack([3, 2], align=4).rows()
-    assert rows.slot_of_row().tolist() == [0, 1, 2, 4, 5]
     assert rows.is_pad_R.tolist() == [False, False, False, True, False, False, True, True]
     assert repr(rows) == "RankRows(8 slots, 3 padding, of 5 rows)"
-
-
-def test_a_sequence_laid_out_twice_has_no_inverse():
-    with pytest.raises(LayoutError, match="row 0 stands in two slots"):
-        layout.pack([3], sequences=[0, 0]).rows().slot_of_row()
 
 
 def test_collect_keeps_the_trailing_shape_and_drops_padding():

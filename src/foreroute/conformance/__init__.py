@@ -1,4 +1,4 @@
-"""The kit that shows an integration right: named checks of the known bugs, canary routes, and an oracle of layouts.
+"""The kit that shows an integration right: named checks of the known bugs, and canary routes.
 
 Importing this room loads no torch; `conformance.huggingface` does.
 """
@@ -14,6 +14,7 @@ from foreroute.conformance.adapter import (
     Step,
     Unsupported,
 )
+from foreroute.conformance.canary import Canary, canary_capacity, canary_trace
 from foreroute.conformance.check import Check, CheckResult, Outcome
 from foreroute.conformance.kit import (
     ALL_CHECKS,
@@ -24,7 +25,6 @@ from foreroute.conformance.kit import (
     conformance_tests,
     run_conformance,
 )
-from foreroute.conformance.oracle import Canary, canary_capacity, canary_trace
 
 __all__ = [
     "ALL_CHECKS",

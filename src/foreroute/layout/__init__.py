@@ -2,7 +2,6 @@
 
 from foreroute.layout.match_tokens import locate_rows, starts_from_cumulative_lengths, starts_from_positions
 from foreroute.layout.micro_batches import MicroBatches, by_token_budget
-from foreroute.layout.pipeline import PipelineStages
 from foreroute.layout.rank_rows import PAD, RankRoutes, RankRows, block_homes, collect, fill_padding, take
 from foreroute.layout.slots import Layout, pack, pad
 
@@ -10,7 +9,6 @@ __all__ = [
     "PAD",
     "Layout",
     "MicroBatches",
-    "PipelineStages",
     "RankRoutes",
     "RankRows",
     "block_homes",

@@ -43,21 +43,6 @@ class RankRows:
         """Where a slot sees no token, bool [R]."""
         return self.row_of_slot_R < 0
 
-    def slot_of_row(self) -> NDArray[Any]:
-        """The inverse, [N]: the slot that sees each row, -1 where this rank has none.
-
-        Raises:
-            LayoutError: when a row stands in two slots, so that there is no inverse.
-        """
-        slots = np.flatnonzero(~self.is_pad_R)
-        rows = self.row_of_slot_R[slots]
-        inverse = np.full(self.num_rows, PAD, self.row_of_slot_R.dtype)
-        inverse[rows] = slots
-        if not np.array_equal(inverse[rows], slots):
-            twice = int(rows[inverse[rows] != slots][0])
-            raise LayoutError(f"row {twice} stands in two slots; lay out every sequence once to have an inverse")
-        return inverse
-
 
 def collect(parts: Iterable[tuple[RankRows, NDArray[Any]]]) -> NDArray[Any]:
     """Put what the ranks computed back into packed rows: the inverse of laying out.
@@ -120,7 +105,7 @@ def take(trace: RoutingTrace, rank_rows: RankRows, layers: Sequence[RoutedLayer]
     Args:
         trace: N packed rows.
         rank_rows: made for sequences of the same lengths.
-        layers: the layers of this rank, by name (`PipelineStages.layers`); the whole table by default.
+        layers: the layers of this rank, by name; the whole table by default.
 
     Raises:
         BatchMismatchError: when the indices are for another number of rows.

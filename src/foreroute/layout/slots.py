@@ -5,8 +5,7 @@
 
 Each stage maps slots to slots and knows nothing of the stage before it; `rows` writes the indices of this rank's own
 slots and no others. Until then a layout is ranges of consecutive slots (`SlotRanges`): a part of a range is a range, so
-splitting costs as much as there are sequences, and only writing costs as much as there are slots. Which layers a
-pipeline rank holds is in `foreroute.layout.pipeline`.
+splitting costs as much as there are sequences, and only writing costs as much as there are slots.
 """
 
 from __future__ import annotations

@@ -80,3 +80,11 @@ def asked(num_micro_steps, num_layers, *, updating, checkpointed):
         yield from cells
         for cell in reversed(cells) if updating else ():
             yield from [cell] * (1 + checkpointed)
+
+
+def least_fetches_L(plan):
+    """int64 [L], the fewest experts that one pass over a step can fetch for each layer: what the plan does not keep."""
+    num_micro_steps, num_layers, _ = plan.shape
+    before_R = np.concatenate([[0], np.cumsum(plan.fetched_R, dtype=np.int64)])
+    fetches_ML = np.diff(before_R[plan.offsets]).reshape(num_micro_steps, num_layers)
+    return fetches_ML.sum(axis=0)

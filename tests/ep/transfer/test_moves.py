@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreroute.ep import transfer
-from foreroute.ep.transfer.moves import held_after, least_fetches_L, rounds
+from foreroute.ep.transfer.moves import held_after, rounds
 from foreroute.errors import PlanError
-from tests.ep.transfer.plans import random_homes, random_plan
+from tests.ep.transfer.plans import least_fetches_L, random_homes, random_plan
 
 seeds = st.integers(0, 10**6)
 

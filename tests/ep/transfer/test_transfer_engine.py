@@ -9,9 +9,8 @@ import torch
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer import slots as slot_transfers
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
-from foreroute.ep.transfer.moves import least_fetches_L
 from foreroute.ep.transfer.peers import PeerGroup
-from tests.ep.transfer.plans import asked, random_plan
+from tests.ep.transfer.plans import asked, least_fetches_L, random_plan
 from tests.ep.transfer.toy import (
     WITHIN,
     Multiplied,

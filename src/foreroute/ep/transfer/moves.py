@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import PlanError
-from foreroute.plan import CellPlan, StepPlan, Topology
+from foreroute.plan import CellPlan, Topology
 
 PathChoice = Literal["auto", "host", "direct"]
 """Which path weights take, as in `choose_host_V`."""
@@ -135,14 +135,6 @@ def held_after(moves: Moves, held_GP: NDArray[np.int64]) -> NDArray[np.int64]:
     held_GP = held_GP.copy()
     held_GP[moves.target_V, moves.target_row_V] = moves.expert_V
     return held_GP
-
-
-def least_fetches_L(plan: StepPlan) -> NDArray[np.int64]:
-    """int64 [L], the fewest experts that one pass over a step can fetch for each layer: what the plan does not keep."""
-    num_micro_steps, num_layers, _ = plan.shape
-    before_R = np.concatenate([[0], np.cumsum(plan.fetched_R, dtype=np.int64)])
-    fetches_ML: NDArray[np.int64] = np.diff(before_R[plan.offsets]).reshape(num_micro_steps, num_layers)
-    return np.asarray(fetches_ML.sum(axis=0))
 
 
 def rounds(source_V: NDArray[np.integer], target_V: NDArray[np.integer]) -> NDArray[np.int64]:

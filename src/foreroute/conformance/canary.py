@@ -1,4 +1,4 @@
-"""What proves that rows arrive where they should: routes that say where they belong, and layouts spelled out by hand.
+"""Routes that say where they belong: what proves that rows arrive where they should.
 
 A canary row is a set of K distinct experts, as any row is, so it survives whatever real routes survive: narrowing to
 uint8, a codec that drops pick order, a router's own checks. Whatever arrives at a router is decoded and names the place
@@ -6,15 +6,10 @@ that it was cut from; a shift, a swap or a neighbour's row is seen at once, wher
 
 The code is the row's number times L plus its layer, written as the combination of that rank (combinatorial number
 system). There are C(E, K) combinations, which bounds how many rows times layers one canary trace holds.
-
-The layouts are lists and loops from their definitions: slow, obviously right, nothing from `layout/`. A cell is what
-one slot sees: (sequence, position), or None for padding. A lane is a list of cells, one sequence as it is padded; a
-batch is a list of lanes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 from typing import Any
@@ -26,8 +21,6 @@ from foreroute.errors import TraceContentError
 from foreroute.trace import RoutingSpec, RoutingTrace
 
 _LARGEST_CODE = 2**61
-Cell = tuple[int, int] | None
-Lane = list[Cell]
 
 
 def canary_trace(lengths: ArrayLike, spec: RoutingSpec, *, last_absent: bool = True) -> Canary:
@@ -119,88 +112,3 @@ def _rank(picks: NDArray[np.int64], spec: RoutingSpec) -> NDArray[Any]:
 def _binomials(spec: RoutingSpec, size: int) -> NDArray[np.int64]:
     """C(c, size) for c = 0 ... E - 1, cut off at `_LARGEST_CODE`; two of them still add up within int64."""
     return np.array([min(comb(c, size), _LARGEST_CODE) for c in range(spec.num_experts)], dtype=np.int64)
-
-
-def packed_lanes(lengths: Sequence[int], sequences: Sequence[int], align: int) -> list[Lane]:
-    """THD: every sequence, padded on the right until its length is a multiple of `align`."""
-    lanes = []
-    for s in sequences:
-        lane: Lane = [(s, position) for position in range(lengths[s])]
-        while len(lane) % align != 0:
-            lane.append(None)
-        lanes.append(lane)
-    return lanes
-
-
-def padded_lanes(lengths: Sequence[int], sequences: Sequence[int], side: str, width: int) -> list[Lane]:
-    """A grid: every sequence, padded on one side to `width` cells."""
-    lanes = []
-    for s in sequences:
-        lane: Lane = [(s, position) for position in range(lengths[s])]
-        padding: Lane = [None] * (width - len(lane))
-        lanes.append(padding + lane if side == "left" else lane + padding)
-    return lanes
-
-
-def tail_to_multiple(lane: Lane, multiple: int) -> Lane:
-    """The cells of padding that bring a lane to a multiple."""
-    tail: Lane = []
-    while (len(lane) + len(tail)) % multiple != 0:
-        tail.append(None)
-    return tail
-
-
-def context_share(lane: Lane, ranks: int, rank: int, scheme: str) -> Lane:
-    """The chunks of one lane that a context-parallel rank holds."""
-    if scheme == "contiguous":
-        return _chunks(lane, ranks)[rank]
-    if ranks == 1:
-        return lane
-    chunks = _chunks(lane, 2 * ranks)
-    return chunks[rank] + chunks[2 * ranks - 1 - rank]
-
-
-def sequence_share(lane: Lane, ranks: int, rank: int) -> Lane:
-    """The chunk of a stream that a sequence-parallel rank holds, after padding at the end."""
-    return _chunks(lane + tail_to_multiple(lane, ranks), ranks)[rank]
-
-
-def one_stream(lanes: list[Lane]) -> Lane:
-    """Lanes one after the other: THD, and BSHD flattened batch first."""
-    return [cell for lane in lanes for cell in lane]
-
-
-def sequence_first(lanes: list[Lane]) -> Lane:
-    """SBHD flattened: the first cell of every lane, then the second of every lane, and so on."""
-    width = len(lanes[0]) if lanes else 0
-    return [lane[t] for t in range(width) for lane in lanes]
-
-
-def greedy_micro_batches(costs: Sequence[int], budget: int, *, padded: bool = False) -> list[list[int]]:
-    """Sequences in order, each into the micro-batch at hand if it fits and into a new one if not."""
-    batches: list[list[int]] = []
-    for s in range(len(costs)):
-        if batches:
-            tried = [*batches[-1], s]
-            longest = max(costs[i] for i in tried)
-            taken = len(tried) * longest if padded else sum(costs[i] for i in tried)
-            if taken <= budget:
-                batches[-1] = tried
-                continue
-        batches.append([s])
-    return batches
-
-
-def stage_of_layer(counts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """(rank, chunk) of every decoder layer, walking the model: chunk 0 of every rank, then chunk 1, and so on."""
-    stages = []
-    for chunk in range(len(counts)):
-        for rank in range(len(counts[chunk])):
-            stages += [(rank, chunk)] * counts[chunk][rank]
-    return stages
-
-
-def _chunks(lane: Lane, count: int) -> list[Lane]:
-    assert len(lane) % count == 0, f"a lane of {len(lane)} cells has no {count} equal chunks"
-    size = len(lane) // count
-    return [lane[i * size : (i + 1) * size] for i in range(count)]
