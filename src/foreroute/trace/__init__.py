@@ -2,7 +2,7 @@
 
 spec         experts, picks and routed layers of a model       RoutingSpec, RoutedLayer, LayerKind
 container    the routes of sequences, and cutting them         RoutingTrace, concatenate
-operations   what is done with whole traces                    extended, from_masks, overlap, digest, count_assignments
+operations   what is done with whole traces                    extended, overlap, digest, count_assignments
 checks       arrays from outside: dtypes, ranges, offsets
 file/        a trace on disk                                   save, load, TraceStore, CODECS
 synthetic    made-up routes                                    synthetic_trace
@@ -19,7 +19,6 @@ from foreroute.trace.operations import (
     count_assignments,
     digest,
     extended,
-    from_masks,
     overlap,
 )
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
@@ -41,7 +40,6 @@ __all__ = [
     "digest",
     "encoded_size",
     "extended",
-    "from_masks",
     "load",
     "overlap",
     "save",
