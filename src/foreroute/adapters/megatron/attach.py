@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from foreroute.adapters.megatron.discover import Chunk, ChunkRouter, find_chunks, require_idle, require_replayable
+from foreroute.adapters.megatron.discover import Chunk, ChunkRouter, find_chunks, require_replayable
+from foreroute.adapters.megatron.hooks import require_idle
 from foreroute.adapters.megatron.model import RoutedMegatron
 from foreroute.adapters.megatron.route_shard import Share
 from foreroute.adapters.megatron.router_hook import TopKRouterHook

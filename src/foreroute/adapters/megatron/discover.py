@@ -17,7 +17,7 @@ import megatron.core
 from megatron.core.transformer.moe.router import Router, TopKRouter
 from torch import nn
 
-from foreroute.errors import AttachError, ReplayError
+from foreroute.errors import AttachError
 from foreroute.trace import RoutedLayer
 
 BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
@@ -116,18 +116,6 @@ def require_replayable(sites: list[ChunkRouter]) -> None:
         reason = _refusal(site.module)
         if reason:
             raise AttachError(f"router {site.path} cannot be replayed: {reason}")
-
-
-def require_idle(sites: Sequence[ChunkRouter]) -> None:
-    """Raise `ReplayError` if Megatron's own router replay is switched on."""
-    for site in sites:
-        own: Any = getattr(site.module, "router_replay", None)
-        action = getattr(own, "router_replay_action", None)
-        if action is not None:
-            raise ReplayError(
-                f"Megatron's own router replay is active at {site.path} ({action}); clear it with "
-                "RouterReplay.clear_global_router_replay_action(), two replays cannot drive one router"
-            )
 
 
 def _require_known_class(site: ChunkRouter) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
 
-from foreroute.adapters.megatron.discover import Chunk, require_idle
+from foreroute.adapters.megatron.discover import Chunk, ChunkRouter
 from foreroute.adapters.megatron.forward_args import Call, parameter_names, require_plain
 from foreroute.adapters.megatron.route_shard import Share
 from foreroute.adapters.megatron.router_hook import TopKRouterHook
@@ -129,6 +129,18 @@ class ChunkHooks(ModelHooks):
             return result
 
         return run
+
+
+def require_idle(sites: Sequence[ChunkRouter]) -> None:
+    """Raise `ReplayError` if Megatron's own router replay is switched on."""
+    for site in sites:
+        own: Any = getattr(site.module, "router_replay", None)
+        action = getattr(own, "router_replay_action", None)
+        if action is not None:
+            raise ReplayError(
+                f"Megatron's own router replay is active at {site.path} ({action}); clear it with "
+                "RouterReplay.clear_global_router_replay_action(), two replays cannot drive one router"
+            )
 
 
 def _graph_of(output: Any) -> list[Any]:
