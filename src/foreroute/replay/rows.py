@@ -74,6 +74,7 @@ class ReplayRows:
         padding_R: bool [R], padding that statistics of the routers leave out; None where that is the framework's work.
         counts: which selection auxiliary losses and expert-bias counters count.
         weights_LRK: float32 [L, R, K], gate weights to force where a slot has a route; None leaves them live.
+        drops: whether the policy takes a token out of the loss.
     """
 
     ids_LRK: Tensor
@@ -84,6 +85,7 @@ class ReplayRows:
     padding_R: Tensor | None = None
     counts: Counts = "native"
     weights_LRK: Tensor | None = None
+    drops: bool = False
 
     @classmethod
     def gather(
@@ -165,6 +167,7 @@ class ReplayRows:
             to_device(~real_R, device) if mask_padding else None,
             counts,
             None if weights_LRK is None else to_device(weights_LRK, device),
+            bool((counted_R != real_R).any()),
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows, starts_from_cumulative_lengths, starts_from_positions
-from foreroute.replay import WANTED_MASK, PassRoutes, Policy, ReplayRows, is_faithful, kept_by, to_device
+from foreroute.replay import WANTED_MASK, PassRoutes, Policy, ReplayRows, kept_by, to_device
 from foreroute.trace import RoutingTrace
 
 
@@ -194,8 +194,7 @@ class BatchRoutes:
             spread_padding=policy.padding == "spread",
             counts=policy.counts,
         )
-        drops = policy.missing == "drop" and bool((is_faithful(self._trace, row_of_slot) != (row_of_slot >= 0)).any())
-        return PassRoutes(rows, rows.counted_R.view(batch.shape), drops)
+        return PassRoutes(rows, rows.counted_R.view(batch.shape), rows.drops)
 
     def close(self) -> None:
         """Waits for the device where tokens were compared there. See `foreroute.replay.Routes`."""
