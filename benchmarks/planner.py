@@ -29,7 +29,7 @@ from foreroute.planner.balancers import BalancerInput
 from foreroute.planner.bounds import best_split
 from foreroute.planner.compare import BalancerRecord, compare, record_of
 from foreroute.planner.homes import place_homes
-from foreroute.planner.workload import WORKLOADS
+from foreroute.simulate.workload import WORKLOADS
 
 CELLS = ("G8", "G16", "G32", "G64", "E256")
 MODES = {"exact_r1": (0.0, 1), "exact_r2": (0.0, 2), "eps02_r2": (0.02, 2)}

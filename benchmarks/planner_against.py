@@ -16,7 +16,7 @@ from foreroute.plan import PlanOptions, StepPlan, Topology
 from foreroute.planner import plan
 from foreroute.planner.balancers import BALANCERS, BalancerInput
 from foreroute.planner.compare import compare, record_of
-from foreroute.planner.workload import WORKLOADS, Workload
+from foreroute.simulate.workload import WORKLOADS, Workload
 
 PUBLISHED_CELLS = 4
 TOKENS = {"8k": 8192, "2k": 2048}

@@ -1,7 +1,7 @@
 """What plans are worth on 64 GPUs, simulated: every method over ours, and ours over forced balance, in both stages.
 
 8 nodes of 8 H100-class GPUs; Qwen3-30B-A3B and Qwen3-235B-A22B with expert parallelism over 8 to 64 of them; workloads
-of `planner.workload`, the same tokens for every method. **Every second is modelled.** Planning is measured here.
+of `simulate.workload`, the same tokens for every method. **Every second is modelled.** Planning is measured here.
 
 `metrics.<model>.EP<n>` is for 8k tokens of a GPU in a micro-step, deduplicated dispatch and ours with two slots,
 stopping at 1.02 times the mean; under `by_tokens` the same for other sizes and for plain copies.

@@ -13,7 +13,7 @@ from foreroute.errors import ConfigError, CountsError, LayoutError
 from foreroute.plan.counts import Packing, packed_counts
 from foreroute.planner import bounds
 from foreroute.planner.packing import pack_sequences
-from foreroute.planner.workload import WORKLOADS
+from foreroute.simulate.workload import WORKLOADS
 
 
 def cost(lengths, square):

@@ -12,7 +12,7 @@ from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.planner import plan
 from foreroute.planner.bounds import best_split, fixed_placement
-from foreroute.planner.workload import WORKLOADS
+from foreroute.simulate.workload import WORKLOADS
 from tests.plan.random_plans import LINKS
 
 EXACT = PlanOptions(tolerance=0.0, slots="shared")

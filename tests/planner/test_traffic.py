@@ -17,7 +17,7 @@ from foreroute.plan.step_plan import CellPlan
 from foreroute.planner import plan
 from foreroute.planner.refine import prune_replicas, prune_step
 from foreroute.planner.traffic import replicate_for_traffic, replicate_step
-from foreroute.planner.workload import WORKLOADS
+from foreroute.simulate.workload import WORKLOADS
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 
 SMALL = replace(MODELS["qwen3-30b-a3b"], top_k=2, num_experts=8)

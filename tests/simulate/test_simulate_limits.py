@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from foreroute.errors import ConfigError, InputError
-from foreroute.planner.workload import WORKLOADS
 from foreroute.simulate import load_config, parse_config, simulate
+from foreroute.simulate.workload import WORKLOADS
 from tests.simulate.simulate_cases import small_config
 
 CLUSTER = {"cluster": {"gpus": 64, "expert_parallel": 16}}
