@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.balancers import OTHER_BALANCERS
 from foreroute.simulate import SimulateConfig, SimulationRecord, parse_config, simulate
 
 MODELS = {"qwen3-30b-a3b": "qwen3_30b_a3b", "qwen3-235b-a22b": "qwen3_235b_a22b"}
@@ -22,8 +23,6 @@ METHODS = (
     "eplb_previous",
     "eplb_step",
     "eplb_micro_step",
-    "relibra",
-    "laer",
     "ours",
     "ours_exact",
     "ours_traffic",
@@ -39,7 +38,8 @@ def run(quick: bool) -> dict[str, Any]:
     for preset, name in MODELS.items():
         metrics[name], seconds[name] = {}, {}
         for ranks in RANKS:
-            main = simulate(config_of(preset, ranks, "8k", "dedup", METHODS, quick))
+            config = config_of(preset, ranks, "8k", "dedup", METHODS, quick)
+            main = simulate(config, balancers={name: OTHER_BALANCERS[name] for name in ("relibra", "laer")})
             metrics[name][f"EP{ranks}"] = figures(main) | {
                 "by_tokens": {
                     f"{tokens}_{dispatcher}": _short(simulate(config_of(preset, ranks, tokens, dispatcher, FEW, quick)))

@@ -27,8 +27,9 @@ from pydantic import Field, field_validator, model_validator
 from foreroute.costs.cluster_file import Cluster, parse_cluster
 from foreroute.errors import ConfigError
 from foreroute.files.config_file import MOST_SECONDS, Count, Natural, Ranks, Section, Slots, Tokens, checked, read_toml
+from foreroute.planner.methods import METHODS
 from foreroute.simulate.cell_costs import TransferPath
-from foreroute.simulate.methods import METHODS, check_methods
+from foreroute.simulate.methods import check_methods
 from foreroute.simulate.steps import MOST_WORK, Size, drawn_size
 from foreroute.simulate.workload import WORKLOADS
 
@@ -239,7 +240,7 @@ class SimulateConfig(Section):
 
     cluster: ClusterConfig
     workload: WorkloadConfig = WorkloadConfig()
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = tuple(METHODS)
     """To simulate, in this order; `static` is always among them."""
     execution: ExecutionConfig = ExecutionConfig()
     sweep: SweepConfig = SweepConfig()
