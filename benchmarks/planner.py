@@ -20,16 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import planner_against, planner_oracles
+from benchmarks.balancers import OTHER_BALANCERS
 from foreroute.costs.figures import least_seconds
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.plan import PlanOptions, StepPlan, Topology
 from foreroute.planner import plan
-from foreroute.planner.balancers import BalancerInput
-from foreroute.planner.bounds import best_split
+from foreroute.planner.balancers import BALANCERS, BalancerInput
 from foreroute.planner.compare import BalancerRecord, compare, record_of
 from foreroute.planner.homes import place_homes
-from foreroute.planner.workload import WORKLOADS
+from foreroute.simulate.workload import WORKLOADS
 
 CELLS = ("G8", "G16", "G32", "G64", "E256")
 MODES = {"exact_r1": (0.0, 1), "exact_r2": (0.0, 2), "eps02_r2": (0.02, 2)}
@@ -77,7 +77,9 @@ def _cell(
         "unlimited_ms_per_layer": round(unlimited * 1e3 / counts.shape[1], 3),
     }
     problem = BalancerInput(counts, topology, contiguous, previous_LE)
-    others: dict[str, Any] = {record.name: _figures(record) for record in compare(problem, costs, plans={})}
+    others: dict[str, Any] = {
+        record.name: _figures(record) for record in compare(problem, costs, BALANCERS | OTHER_BALANCERS)
+    }
     others["least_seconds"] = round(float(least_seconds(counts, topology, costs).sum()), 4)
     figures["static"] = others["static"]
     figures["against_eplb"] = {
@@ -127,7 +129,7 @@ def _mode(
         "persistent_seconds": kept.seconds,
     }
     if tolerance == 0:
-        gap_ML = found["shared"].max_load_ML / np.maximum(best_split(counts, found["shared"]), 1) - 1
+        gap_ML = found["shared"].max_load_ML / np.maximum(planner_oracles.best_split(counts, found["shared"]), 1) - 1
         figures |= {"split_gap_mean": float(gap_ML.mean()), "split_gap_worst": float(gap_ML.max())}
     elif topology.num_nodes > 1:
         for slots, name in (("shared", "cross_node_gap"), ("layer", "persistent_cross_node_gap")):

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.balancers import OTHER_BALANCERS
 from benchmarks.eplb_published import published_placement
 from foreroute.costs.model import CostModel
 from foreroute.plan import PlanOptions, StepPlan, Topology
 from foreroute.planner import plan
 from foreroute.planner.balancers import BALANCERS, BalancerInput
 from foreroute.planner.compare import compare, record_of
-from foreroute.planner.workload import WORKLOADS, Workload
+from foreroute.simulate.workload import WORKLOADS, Workload
 
 PUBLISHED_CELLS = 4
 TOKENS = {"8k": 8192, "2k": 2048}
@@ -85,7 +86,8 @@ def traffic(name: str, costs: CostModel, *, quick: bool) -> dict[str, float]:
         balanced, _ = _planned(counts, PlanOptions(slots="shared", pay_off=False), 2, priced)
         short, us = _planned(counts, PlanOptions(slots="shared", traffic=True, pay_off=False), 8, priced)
         seconds = [record_of(one, counts, priced, label="", planning_s=0.0).seconds for one in (balanced, short)]
-        (laer,) = compare(BalancerInput(counts, short.topology, short.home_LE), priced, plans={}, baselines=["laer"])
+        problem = BalancerInput(counts, short.topology, short.home_LE)
+        (laer,) = compare(problem, priced, {"laer": OTHER_BALANCERS["laer"]})
         suffix = "" if label == "8k" else f"_{label}"
         figures[f"time_gain{suffix}"] = round(seconds[0] / seconds[1], 4)
         figures[f"laer_time_gain{suffix}"] = round(seconds[0] / laer.seconds, 4)

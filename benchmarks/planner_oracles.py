@@ -1,4 +1,4 @@
-"""Linear programs that a plan is held against."""
+"""The best that the replicas of a plan allow: loads by maximum flow, and traffic by linear program."""
 
 from __future__ import annotations
 
@@ -8,8 +8,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.balancers.splits import level_quotas
 from foreroute.plan import StepPlan
 from foreroute.plan.step_plan import CellHosts
+
+
+def best_split(counts_MLGE: NDArray[np.integer], plan: StepPlan) -> NDArray[np.int64]:
+    """The least `max_load_ML` that the homes and replicas of a plan allow, however tokens are split. int64 [M, L]."""
+    least_ML = np.empty(plan.shape[:2], np.int64)
+    for m, layer in np.ndindex(*plan.shape[:2]):
+        hosts = CellHosts.of(plan.cell(m, layer), counts_MLGE[m, layer])
+        loads_E = counts_MLGE[m, layer].sum(axis=0, dtype=np.int64)
+        _, least_ML[m, layer] = level_quotas(hosts.expert_H, hosts.rank_H, loads_E, plan.topology.num_ranks)
+    return least_ML
 
 
 def cross_node_gap(plan: StepPlan, counts_MLGE: NDArray[np.integer], tolerance: float, sampled: int) -> float:

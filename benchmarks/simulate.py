@@ -1,7 +1,7 @@
 """What plans are worth on 64 GPUs, simulated: every method over ours, and ours over forced balance, in both stages.
 
 8 nodes of 8 H100-class GPUs; Qwen3-30B-A3B and Qwen3-235B-A22B with expert parallelism over 8 to 64 of them; workloads
-of `planner.workload`, the same tokens for every method. **Every second is modelled.** Planning is measured here.
+of `simulate.workload`, the same tokens for every method. **Every second is modelled.** Planning is measured here.
 
 `metrics.<model>.EP<n>` is for 8k tokens of a GPU in a micro-step, deduplicated dispatch and ours with two slots,
 stopping at 1.02 times the mean; under `by_tokens` the same for other sizes and for plain copies.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.balancers import OTHER_BALANCERS
 from foreroute.simulate import SimulateConfig, SimulationRecord, parse_config, simulate
 
 MODELS = {"qwen3-30b-a3b": "qwen3_30b_a3b", "qwen3-235b-a22b": "qwen3_235b_a22b"}
@@ -22,8 +23,6 @@ METHODS = (
     "eplb_previous",
     "eplb_step",
     "eplb_micro_step",
-    "relibra",
-    "laer",
     "ours",
     "ours_exact",
     "ours_traffic",
@@ -39,7 +38,8 @@ def run(quick: bool) -> dict[str, Any]:
     for preset, name in MODELS.items():
         metrics[name], seconds[name] = {}, {}
         for ranks in RANKS:
-            main = simulate(config_of(preset, ranks, "8k", "dedup", METHODS, quick))
+            config = config_of(preset, ranks, "8k", "dedup", METHODS, quick)
+            main = simulate(config, balancers={name: OTHER_BALANCERS[name] for name in ("relibra", "laer")})
             metrics[name][f"EP{ranks}"] = figures(main) | {
                 "by_tokens": {
                     f"{tokens}_{dispatcher}": _short(simulate(config_of(preset, ranks, tokens, dispatcher, FEW, quick)))

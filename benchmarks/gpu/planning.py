@@ -22,7 +22,7 @@ from foreroute.ep.transfer.consensus import plan_digest
 from foreroute.plan import PlanOptions, StepPlan, Topology
 from foreroute.plan.checker import verify
 from foreroute.planner import plan
-from foreroute.planner.workload import WORKLOADS
+from foreroute.simulate.workload import WORKLOADS
 
 SLOTS = 2
 MOVES = 16

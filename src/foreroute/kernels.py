@@ -33,7 +33,7 @@ from foreroute.errors import InputError
 from foreroute.files import RegularFile, write_atomically
 
 PACKAGE = Path(__file__).parent
-_IMPORT = re.compile(r"^\s*(?:from|import)\s+(foreroute[\w.]*)(?:\s+import\s+(\([^)]*\)|[^\n]*))?", re.MULTILINE)
+_IMPORT = re.compile(r"^\s*(?:from|import)\s+([\w.]+)(?:\s+import\s+(\([^)]*\)|[^\n]*))?", re.MULTILINE)
 _SEAL_BYTES = sha256().digest_size
 
 
@@ -43,7 +43,7 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     A decorator, with or without arguments. Other threads run while a kernel runs.
 
     Args:
-        function: of the `foreroute` package, at the top of its module.
+        function: at the top of its module, which takes code from its own package and from `foreroute` alone.
         **options: of `numba.njit`.
     """
     if function is None:
@@ -165,7 +165,7 @@ def _described(type_: Any) -> str:
 
 @cache
 def sources_digest(path: Path) -> str:
-    """A digest of a source file and of all files of the package that it imports, and so on."""
+    """A digest of a source file and of all files of its package and of `foreroute` that it imports, and so on."""
     reached, waiting = {path}, [path]
     while waiting:
         new = set(_source(waiting.pop())[1]) - reached
@@ -176,11 +176,18 @@ def sources_digest(path: Path) -> str:
 
 @cache
 def _source(path: Path) -> tuple[bytes, tuple[Path, ...]]:
-    """The digest of one file, and the files of the package that it imports."""
+    """The digest of one file, and the files of its package and of `foreroute` that it imports."""
     content = path.read_bytes()
+    own = path.parent
+    while (own.parent / "__init__.py").exists():
+        own = own.parent
+    packages = {own.name: own, PACKAGE.name: PACKAGE}
     imported = []
     for module, names in _IMPORT.findall(content.decode()):
-        base = PACKAGE.joinpath(*module.split(".")[1:])
+        package, *parts = module.split(".")
+        if package not in packages:
+            continue
+        base = packages[package].joinpath(*parts)
         for place in (base, *(base / name for name in re.findall(r"\w+", names))):
             imported += [file for file in (place.with_name(f"{place.name}.py"), place / "__init__.py") if file.exists()]
     return sha256(content).digest(), tuple(imported)

@@ -61,7 +61,7 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     lines = result.stdout.splitlines()
     paths = [line for line in lines if str(tmp_path) in line]
     assert max(len(line.rstrip()) for line in lines if line not in paths) <= 80
-    for label in ("static", "EPLB, previous step", "ReLibra-style", "foreroute", "no plan beats"):
+    for label in ("static", "EPLB, previous step", "EPLB, per micro-step", "foreroute", "no plan beats"):
         assert sum(line.startswith(label) for line in lines) == 1
     assert "modelled" in result.stdout
     found = load_plan(output)
@@ -71,12 +71,12 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     assert again.returncode == 2
     assert "already exists" in again.stderr
     warm = ("--counts", "before.npz", "--previous-plan", output, "--output", tmp_path / "next.safetensors")
-    chosen = ("--baseline", "fastermoe", "--threads", "2")
+    chosen = ("--baseline", "eplb_step", "--threads", "2")
     result = plan("--topology", "cluster.toml", *warm, *chosen, folder=files)
     assert result.returncode == 0, result.stderr
     assert np.array_equal(load_plan(tmp_path / "next.safetensors").previous_home_LE, found.home_LE)
-    assert "FasterMoE-style" in result.stdout
-    assert "ReLibra-style" not in result.stdout
+    assert "EPLB, this step" in result.stdout
+    assert "EPLB, per micro-step" not in result.stdout
     paid = load_plan(tmp_path / "next.safetensors")
     free = ("--no-pay-off", "--no-baselines", "--overwrite")
     result = plan("--topology", "cluster.toml", *warm, *free, folder=files)
@@ -140,7 +140,7 @@ def test_the_step_before_from_traces(files):
         (("--counts", "counts.npz", "--baseline", "eplp"), "there is no baseline called eplp"),
         (("--counts", "counts.npz", "--baseline", "eplb_previous"), "give it with --previous-step"),
         (("--counts", "counts.npz", "--traffic"), "use slots='shared'"),
-        (("--counts", "counts.npz", "--baseline", "lplb", "--no-baselines"), "contradict each other"),
+        (("--counts", "counts.npz", "--baseline", "eplb_step", "--no-baselines"), "contradict each other"),
         (("--counts", "counts.npz", "--previous-step", "three.npz"), "three.npz has 3 layers of 8 experts"),
         (("step-000000.safetensors", "other.safetensors"), "other.safetensors"),
         (("--counts", "counts.npz", "--output", "plan.html"), "is the name of the page"),

@@ -14,7 +14,7 @@ from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.costs.token_hosts import CellRoutes, assign_picks, tokens_reaching
 from foreroute.errors import CountsError
 from foreroute.plan import CellHosts, Topology
-from foreroute.planner.workload import WORKLOADS
+from foreroute.simulate.workload import WORKLOADS
 from tests.costs.cost_oracle import expected_messages, messages, seconds
 from tests.plan.random_plans import LINKS, random_plan
 

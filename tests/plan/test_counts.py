@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from foreroute.errors import CountsError, SpecMismatchError, TraceContentError
 from foreroute.plan.counts import Packing, check_counts, packed_counts
-from foreroute.planner.workload import WORKLOADS
+from foreroute.simulate.workload import WORKLOADS
 from foreroute.trace.operations import add_assignments
 from tests.traces import mixed_trace, random_trace
 

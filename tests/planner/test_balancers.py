@@ -6,13 +6,17 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from benchmarks.balancers import OTHER_BALANCERS
+from benchmarks.balancers.lending import lend
+from benchmarks.balancers.lplb import linked_ranks
+from benchmarks.balancers.relibra import anneal_layer, replicate_in_nodes
 from foreroute.errors import CountsError
 from foreroute.plan import Topology
-from foreroute.planner.balancers import BALANCERS, BalancerInput
-from foreroute.planner.balancers.eplb import linked_ranks
-from foreroute.planner.balancers.lending import lend
-from foreroute.planner.balancers.relibra import anneal_layer, replicate_in_nodes
+from foreroute.planner.balancers import BALANCERS as IN_THE_WHEEL
+from foreroute.planner.balancers import BalancerInput
 from tests.plan.random_plans import LINKS
+
+BALANCERS = IN_THE_WHEEL | OTHER_BALANCERS
 
 REFILLED = ("feplb", "relibra")
 """Methods whose slots hold nothing from cell to cell."""

@@ -5,11 +5,11 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.planner_oracles import cross_node_gap, least_crossing
+from benchmarks.planner_oracles import best_split, cross_node_gap, least_crossing
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.step_plan import CellHosts
 from foreroute.planner import plan
-from tests.plan.random_plans import LINKS
+from tests.plan.random_plans import LINKS, random_plan
 
 NODE_G = np.array([0, 0, 1, 1])
 
@@ -60,3 +60,17 @@ def test_a_plan_with_locality_is_at_the_least_and_one_without_is_not():
     gaps = [cross_node_gap(plan(counts, topology, PlanOptions(locality=on)), counts, 0.02, 4) for on in (True, False)]
     assert 0 <= gaps[0] < 1e-3
     assert gaps[1] > 0.02
+
+
+def test_the_best_split_of_a_plan_is_that_of_each_of_its_cells():
+    """By minimum cuts: for some set of ranks, what only they host, per rank."""
+    rng = np.random.default_rng(0)
+    counts = rng.integers(0, 30, (2, 3, 4, 8))
+    topology = Topology(4, 2, 2, LINKS)
+    found = random_plan(counts, topology)
+    for (m, layer), best in np.ndenumerate(best_split(counts, found)):
+        cell, loads_E = found.cell(m, layer), counts[m, layer].sum(axis=0)
+        hosts_E = [{cell.home_E[e], *cell.rank_R[cell.expert_R == e]} for e in range(8)]
+        sets = [set(s) for n in range(1, 5) for s in itertools.combinations(range(4), n)]
+        inside = [sum(w for w, hosts in zip(loads_E, hosts_E, strict=True) if hosts <= s) for s in sets]
+        assert best == max(-(-w // len(s)) for w, s in zip(inside, sets, strict=True))

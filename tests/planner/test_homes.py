@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from foreroute.errors import ConfigError, CountsError, TopologyError
 from foreroute.plan import Links, Topology
 from foreroute.planner.homes import place_homes
-from foreroute.planner.workload import WORKLOADS
+from foreroute.simulate.workload import WORKLOADS
 
 LINKS = Links(3.4e11, 4.5e10, 5e10, 2e-5, 5e-5)
 

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+from benchmarks.balancers import OTHER_BALANCERS
+from foreroute.planner.methods import METHODS
 from foreroute.simulate import MethodRecord, SimulationRecord, SweepRecord, Timeline, parse_config
 from foreroute.simulate.engine import PARTS
-from foreroute.simulate.methods import METHODS, label_of
 from foreroute.simulate.records import StageSeconds
 from foreroute.simulate.timelines import Span
 
@@ -25,6 +26,7 @@ TRAINING = {
     "ours_traffic": 9.8,
 }
 """Seconds of recompute and update."""
+LABELS = {name: method.label for name, method in (METHODS | OTHER_BALANCERS).items()}
 FORCED, BOUND = 13.1, 6.2
 
 
@@ -44,7 +46,7 @@ def method(name, training=None, imbalance=1.02, planning=2.13):
     stages = StageSeconds(waits, 0.31 if name == "relibra" else 0.0, recompute, update, 0.42, 0.011)
     return MethodRecord(
         name=name,
-        label=label_of(name),
+        label=LABELS[name],
         stages=stages,
         recompute_parts=parts[0],
         update_parts=parts[1],
@@ -60,7 +62,7 @@ def method(name, training=None, imbalance=1.02, planning=2.13):
     )
 
 
-def record(names=METHODS, *, imbalance=2.09, scale=1.0):
+def record(names=tuple(TRAINING), *, imbalance=2.09, scale=1.0):
     """Gains over static are `scale` times those of `TRAINING`."""
     static = replace(method("static"), imbalance=imbalance)
     others = [method(name, TRAINING[name] / scale) for name in names if name != "static"]
@@ -122,7 +124,7 @@ def timeline(name, num_ranks=16, num_layers=5, *, fetches=True):
         now = end + 3e-4
     return Timeline(
         method=name,
-        label=label_of(name),
+        label=LABELS[name],
         stage="recompute",
         micro_step=1,
         num_ranks=num_ranks,

@@ -10,7 +10,7 @@ from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.errors import InputError
 from foreroute.plan import Topology
-from foreroute.planner.balancers import BalancerInput
+from foreroute.planner.balancers import BALANCERS, BalancerInput
 from foreroute.planner.compare import compare, record_of
 from foreroute.report import method_rows, plan_summary, write_plan_page
 from foreroute.report.figure import integer_ticks, ticks_above_one
@@ -27,7 +27,7 @@ def case(topology=None, shape=(3, 2, 4, 8), *, known=True, empty=False):
     plan = random_plan(counts, topology, seed=1, moves=4)
     seen = summarize(plan, counts, COSTS, previous_LE=np.ones((shape[1], shape[3]), np.int64) if known else None)
     problem = BalancerInput(counts, topology, plan.previous_home_LE)
-    others = compare(problem, COSTS, plans={}, baselines=["static", "fastermoe"])
+    others = compare(problem, COSTS, {name: BALANCERS[name] for name in ("static", "eplb_micro_step")})
     ours = record_of(plan, counts, COSTS, label="foreroute", planning_s=0.0123)
     return plan, seen, [*others, ours]
 

@@ -5,9 +5,9 @@ from itertools import pairwise
 import pytest
 
 from foreroute.errors import ConfigError, TopologyError
+from foreroute.planner.methods import METHODS
 from foreroute.simulate import load_config, parse_config, sweep, timeline
 from foreroute.simulate.config import varied
-from foreroute.simulate.methods import METHODS
 from tests.simulate.simulate_cases import small_config
 
 SMALLEST = {"cluster": {"gpus": 64, "expert_parallel": 16}}
@@ -18,7 +18,7 @@ def test_the_smallest_configuration_has_the_planners_presets_and_every_method():
     cluster = config.described()
     assert (cluster.topology.num_ranks, cluster.topology.num_nodes, config.cluster.groups) == (16, 2, 4)
     assert cluster.costs.model.num_layers == 48
-    assert config.methods == METHODS
+    assert config.methods == tuple(METHODS)
 
 
 @pytest.mark.parametrize(

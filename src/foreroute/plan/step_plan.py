@@ -8,13 +8,12 @@ letters: M micro-steps, L layers, G ranks, E logical experts, R replicas, H host
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import CountsError
 from foreroute.plan.topology import Topology
 
 
@@ -109,33 +108,6 @@ class StepPlan:
             self.slot_R[part],
             self.fetched_R[part],
             self.tokens_RG[part],
-        )
-
-    def require_counts(self, counts_MLGE: NDArray[np.integer]) -> None:
-        """Refuse counts of another shape than the plan's. `verify` compares their values too.
-
-        Raises:
-            CountsError: when they have another shape.
-        """
-        num_micro_steps, num_layers, num_experts = self.shape
-        expected = (num_micro_steps, num_layers, self.topology.num_ranks, num_experts)
-        if counts_MLGE.shape != expected:
-            raise CountsError(f"counts are {list(counts_MLGE.shape)}; the plan is for {list(expected)}")
-
-    def with_cells(self, cells: Sequence[CellPlan], counts_MLGE: NDArray[np.integer]) -> StepPlan:
-        """The plan with these cells, M * L in execution order, and with their largest loads.
-
-        Bounds and homes stay: they do not depend on replicas.
-        """
-        if not cells:
-            return self
-        num_micro_steps, num_layers, _ = self.shape
-        loads = [cell.loads_G(counts_MLGE[c // num_layers, c % num_layers]).max() for c, cell in enumerate(cells)]
-        return replace(
-            self,
-            offsets=np.concatenate([[0], np.cumsum([len(cell.expert_R) for cell in cells])]).astype(np.int64),
-            max_load_ML=np.array(loads, np.int64).reshape(num_micro_steps, num_layers),
-            **replicas_of(cells),
         )
 
     @property

@@ -1,9 +1,8 @@
-"""Ours and the baselines on the same counts: one record per method, cell by cell and without keeping cells."""
+"""Plans and other balancers on the same counts: one record for each, cell by cell and without keeping cells."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -12,13 +11,12 @@ from numpy.typing import NDArray
 
 from foreroute.costs.figures import price_cell
 from foreroute.costs.model import CostModel
-from foreroute.errors import ConfigError, CountsError
+from foreroute.errors import CountsError
 from foreroute.plan.counts import check_counts
-from foreroute.plan.options import PlanOptions
 from foreroute.plan.step_plan import CellHosts, StepPlan
 from foreroute.plan.topology import Topology
-from foreroute.planner.balancers import BALANCERS, BalancerInput
-from foreroute.planner.plan_step import plan
+from foreroute.planner.balancers import BALANCERS, Balancer, BalancerInput
+from foreroute.planner.methods import run_method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +36,7 @@ class BalancerRecord:
         node_bytes, cluster_bytes: of those weights in the whole step, from a home in the same node and in another.
         home_moves: experts that get another home before the step.
         cross_node_share: of all assignments, those served on another node than their token's.
-        planning_s: wall time of planning, from counts to token splits, on one thread unless the options say otherwise.
+        planning_s: seconds of planning, from counts to token splits: processor time, or as `record_of` was told.
     """
 
     name: str
@@ -63,40 +61,31 @@ class BalancerRecord:
 
 
 def compare(
-    problem: BalancerInput,
-    costs: CostModel,
-    *,
-    plans: Mapping[str, PlanOptions] | None = None,
-    baselines: Iterable[str] = tuple(BALANCERS),
-    packed_MLGE: NDArray[np.integer] | None = None,
+    problem: BalancerInput, costs: CostModel, balancers: Mapping[str, Balancer] = BALANCERS
 ) -> Iterator[BalancerRecord]:
-    """Yield a record for each baseline, for packing alone, and for each of our plans.
+    """Yield a record for each balancer. Those that plan from the step before are skipped when it is not known.
 
     Args:
         problem: the step. Its prices are those of `costs`, whatever it says.
         costs: the cost model.
-        plans: options of ours by label; the default ones as "ours" when left out.
-        baselines: which of `BALANCERS`. Those that plan from the step before are skipped when it is not known.
-        packed_MLGE: counts of the same sequences, packed with the routes in view, served without any balancing.
+        balancers: by short name.
 
     Raises:
-        ConfigError: for an unknown baseline.
         CountsError, TopologyError: when counts, homes and ranks do not fit each other.
     """
-    baselines = list(baselines)
-    unknown = sorted(set(baselines) - set(BALANCERS))
-    if unknown:
-        raise ConfigError(f"there is no baseline called {', '.join(unknown)}; expected some of {', '.join(BALANCERS)}")
-    problem = priced(_checked(problem), costs)
-    for name in baselines:
-        if BALANCERS[name].knows == "previous step" and problem.previous_LE is None:
+    problem = _checked(problem)
+    num_layers = len(problem.home_LE)
+    for name, balancer in balancers.items():
+        if balancer.knows == "previous step" and problem.previous_LE is None:
             continue
-        yield _run_baseline(name, BALANCERS[name].label, problem, costs)
-    if packed_MLGE is not None:
-        packed = _checked(replace(problem, counts_MLGE=packed_MLGE))
-        yield replace(_run_baseline("static", "sequence packing alone", packed, costs), name="packing")
-    for label, options in ({"ours": PlanOptions()} if plans is None else plans).items():
-        yield _run_ours(label, options, problem, costs)
+        sums, run = _Sums(), run_method(balancer, problem, costs)
+        for cell, hosts in enumerate(run.cells):
+            home_E = run.home_LE[cell % num_layers]
+            if cell < num_layers:  # what moves home before the step is no transfer of its first cell
+                fetched_H = hosts.fetched_H & (home_E[hosts.expert_H] != hosts.rank_H)
+                hosts = replace(hosts, fetched_H=fetched_H)
+            sums.add(hosts, home_E, problem.topology, costs)
+        yield sums.record(name, balancer.label, costs, len(run.home_moves), run.planning_s)
 
 
 def record_of(
@@ -109,30 +98,12 @@ def record_of(
         counts_MLGE: integers [M, L, G, E].
         costs: the cost model.
         label: its name.
-        planning_s: wall time that it took.
+        planning_s: seconds that it took.
     """
     sums = _Sums()
     for m, layer in np.ndindex(counts_MLGE.shape[:2]):
         sums.add(CellHosts.of(plan.cell(m, layer), counts_MLGE[m, layer]), plan.home_LE[layer], plan.topology, costs)
     return sums.record(label, label, costs, len(plan.home_moves), planning_s)
-
-
-def priced(problem: BalancerInput, costs: CostModel) -> BalancerInput:
-    """The problem with seconds of a whole step: of one assignment, of one that crosses nodes, of one fetch."""
-    prices = costs.prices(problem.topology)
-    groups = prices.groups
-    serve_s = sum(
-        forward * (prices.row_s + prices.pair_s)
-        + backward * (prices.row_s * prices.backward_gemm + prices.pair_s * prices.backward_memory)
-        for _, forward, backward in groups
-    )
-    legs = 2 * sum(forward + backward for _, forward, backward in groups)  # a dispatch and a combine in each pass
-    return replace(
-        problem,
-        assignment_s=serve_s,
-        crossing_s=legs * prices.cluster_row_s,
-        transfer_s=len(groups) * prices.host_fetch_s,
-    )
 
 
 def _checked(problem: BalancerInput) -> BalancerInput:
@@ -194,43 +165,3 @@ class _Sums:
             cross_node_share=self.crossing / self.total if self.total else 0.0,
             planning_s=planning_s,
         )
-
-
-def _run_baseline(name: str, label: str, problem: BalancerInput, costs: CostModel) -> BalancerRecord:
-    baseline = BALANCERS[name]
-    # The first call compiles, which is no part of planning.
-    next(baseline.method(_first_cell(problem)))
-    sums, homes, home_moves = _Sums(), {}, 0
-    num_layers = len(problem.home_LE)
-    before = time.perf_counter()
-    planning_s = 0.0
-    for cell, hosts in enumerate(baseline.method(problem)):
-        planning_s += time.perf_counter() - before
-        layer = cell % num_layers
-        if layer not in homes:
-            homes[layer] = _homes(hosts) if baseline.rehomes else problem.home_LE[layer]
-            moved_H = hosts.fetched_H & (homes[layer][hosts.expert_H] == hosts.rank_H)
-            home_moves += int(moved_H.sum())
-            hosts = replace(hosts, fetched_H=hosts.fetched_H & ~moved_H)
-        sums.add(hosts, homes[layer], problem.topology, costs)
-        before = time.perf_counter()
-    return sums.record(name, label, costs, home_moves, planning_s)
-
-
-def _run_ours(label: str, options: PlanOptions, problem: BalancerInput, costs: CostModel) -> BalancerRecord:
-    first = _first_cell(problem)
-    plan(first.counts_MLGE, problem.topology, options, home_LE=first.home_LE, costs=costs)  # compiles
-    before = time.perf_counter()
-    found = plan(problem.counts_MLGE, problem.topology, options, home_LE=problem.home_LE, costs=costs)
-    return record_of(found, problem.counts_MLGE, costs, label=label, planning_s=time.perf_counter() - before)
-
-
-def _first_cell(problem: BalancerInput) -> BalancerInput:
-    previous = None if problem.previous_LE is None else problem.previous_LE[:1]
-    return replace(problem, counts_MLGE=problem.counts_MLGE[:1, :1], home_LE=problem.home_LE[:1], previous_LE=previous)
-
-
-def _homes(hosts: CellHosts) -> NDArray[np.int32]:
-    """int32 [E], the first host of each expert."""
-    _, first_E = np.unique(hosts.expert_H, return_index=True)
-    return hosts.rank_H[first_E]

@@ -13,7 +13,7 @@ from foreroute.costs.model import CostModel
 from foreroute.costs.pricing import EXPOSED, NODE_OUT, cell_seconds, pairs_between, rows_sent, transfer_seconds
 from foreroute.kernels import kernel
 from foreroute.plan.options import PlanOptions
-from foreroute.plan.step_plan import CellHosts, CellPlan, StepPlan
+from foreroute.plan.step_plan import CellHosts, CellPlan
 from foreroute.plan.topology import Topology
 from foreroute.planner.progress import Block, block_of
 from foreroute.planner.traffic import replicate_for_traffic
@@ -70,8 +70,6 @@ def prune_replicas(
     counts_GE: NDArray[np.integer],
     topology: Topology,
     costs: CostModel,
-    *,
-    squares_G: NDArray[np.integer] | None = None,
 ) -> CellPlan:
     """Drop replicas of one cell while their transfers expose time.
 
@@ -83,7 +81,6 @@ def prune_replicas(
         counts_GE: integers [G, E], of the cell.
         topology: ranks and links.
         costs: the cost model.
-        squares_G: as in `evaluate`.
 
     Returns:
         A plan that takes less time, or `cell` itself.
@@ -98,7 +95,7 @@ def prune_replicas(
         tokens_HG,
         hosts.fetched_H,
         cell.home_E.astype(np.int64),
-        slowest_attention(counts.sum(axis=1), costs, squares_G),
+        slowest_attention(counts.sum(axis=1), costs),
         costs.prices(topology),
     )
     if not dropped.any():
@@ -112,42 +109,6 @@ def prune_replicas(
         cell.fetched_R[keep_R],
         tokens_HG[num_experts:][keep_R].astype(np.int32),
     )
-
-
-def prune_step(
-    plan: StepPlan,
-    counts_MLGE: NDArray[np.integer],
-    costs: CostModel,
-    *,
-    squares_MG: NDArray[np.integer] | None = None,
-) -> StepPlan:
-    """The same for a whole step. What a slot holds follows from what was declined, so fetches are set anew.
-
-    Args:
-        plan: of the step. Whether slots are kept from micro-step to micro-step shows in it.
-        counts_MLGE: what was planned.
-        costs: the cost model.
-        squares_MG: [M, G], as in `evaluate`.
-
-    Raises:
-        CountsError: when the counts have another shape than the plan.
-    """
-    num_micro_steps, num_layers, _ = plan.shape
-    plan.require_counts(counts_MLGE)
-    kept = not plan.fetched_R.all()
-    held_LGP = np.full((num_layers, plan.topology.num_ranks, max(plan.topology.redundant_slots, 1)), -1, np.int64)
-    cells = []
-    for m in range(num_micro_steps):
-        for layer in range(num_layers):
-            cell = plan.cell(m, layer)
-            place = held_LGP[layer]
-            if kept:
-                cell = replace(cell, fetched_R=place[cell.rank_R, cell.slot_R] != cell.expert_R)
-            squares_G = None if squares_MG is None else squares_MG[m]
-            cell = prune_replicas(cell, counts_MLGE[m, layer], plan.topology, costs, squares_G=squares_G)
-            place[cell.rank_R, cell.slot_R] = cell.expert_R
-            cells.append(cell)
-    return plan.with_cells(cells, counts_MLGE)
 
 
 @kernel

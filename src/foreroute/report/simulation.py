@@ -143,7 +143,7 @@ def strongest_rival(record: SimulationRecord) -> MethodRecord | None:
 
 def is_ours(name: str) -> bool:
     """Whether the method of this short name is a plan of ours."""
-    from foreroute.simulate.methods import OURS
+    from foreroute.planner.methods import OURS
 
     return name in OURS
 

@@ -27,10 +27,11 @@ from pydantic import Field, field_validator, model_validator
 from foreroute.costs.cluster_file import Cluster, parse_cluster
 from foreroute.errors import ConfigError
 from foreroute.files.config_file import MOST_SECONDS, Count, Natural, Ranks, Section, Slots, Tokens, checked, read_toml
-from foreroute.planner.workload import WORKLOADS
+from foreroute.planner.methods import METHODS
 from foreroute.simulate.cell_costs import TransferPath
-from foreroute.simulate.methods import METHODS, check_methods
+from foreroute.simulate.methods import check_methods
 from foreroute.simulate.steps import MOST_WORK, Size, drawn_size
+from foreroute.simulate.workload import WORKLOADS
 
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
 Skew = Annotated[float, Field(ge=1e-3, le=1e3)]
@@ -148,7 +149,8 @@ class WorkloadConfig(Section):
     """Which tokens are routed where: drawn, or counts of your own."""
 
     preset: str | None = None
-    """Of `planner.workload.WORKLOADS`, for its unevenness; by default that for `expert_parallel` ranks, or the next."""
+    """Of `simulate.workload.WORKLOADS`, for its unevenness; by default that for `expert_parallel` ranks, or the
+    next."""
     counts: str | None = None
     """An .npz file with integers `counts` [M, L, G, E] instead, the same for all groups."""
     previous_counts: str | None = None
@@ -238,7 +240,7 @@ class SimulateConfig(Section):
 
     cluster: ClusterConfig
     workload: WorkloadConfig = WorkloadConfig()
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = tuple(METHODS)
     """To simulate, in this order; `static` is always among them."""
     execution: ExecutionConfig = ExecutionConfig()
     sweep: SweepConfig = SweepConfig()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,10 +11,12 @@ import numpy as np
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
 from foreroute.plan.topology import Topology
+from foreroute.planner.balancers import Balancer
+from foreroute.planner.methods import METHODS, Ours
 from foreroute.simulate.config import SimulateConfig, SweepConfig, varied
 from foreroute.simulate.engine import PARTS, Floats, StageRun
 from foreroute.simulate.ep_group import EPGroup, plan_ready
-from foreroute.simulate.methods import PlannedStep, forced_balance, label_of, plan_with
+from foreroute.simulate.methods import PlannedStep, forced_balance, plan_with
 from foreroute.simulate.optimizer_step import move_seconds, optimizer_seconds, publish_seconds, reduction_seconds
 from foreroute.simulate.records import MethodRecord, SimulationRecord, StageSeconds
 from foreroute.simulate.steps import GroupStep, group_steps
@@ -23,10 +25,17 @@ OnProgress = Callable[[str, int, int], None]
 """Called with what is simulated, how much of it is done, and how much there is in all."""
 
 
-def simulate(config: SimulateConfig, *, on_progress: OnProgress | None = None) -> SimulationRecord:
+def simulate(
+    config: SimulateConfig, *, balancers: Mapping[str, Balancer] | None = None, on_progress: OnProgress | None = None
+) -> SimulationRecord:
     """Simulate one RL step from the end of the rollout, under every method of the configuration, on the same tokens.
 
     Planning is really done, here and now; everything else is computed from the cost model.
+
+    Args:
+        config: of the simulation.
+        balancers: of yours, by short name, after the methods of the configuration.
+        on_progress: told of every method that is simulated.
 
     Raises:
         ConfigError, TopologyError, CountsError: when the configuration describes what cannot be.
@@ -38,18 +47,21 @@ def simulate(config: SimulateConfig, *, on_progress: OnProgress | None = None) -
             f"pipeline is {config.cluster.pipeline}, the model has {costs.model.num_layers} routed layers; "
             "expected one layer for each stage at least"
         )
-    sums = {name: _Sums() for name in ("forced_balance", "bound", *config.methods)}
     steps = list(group_steps(config, topology, costs.model))
-    known = [name for name in config.methods if _is_possible(name, steps[0])]
+    methods = {name: METHODS[name] for name in config.methods} | dict(balancers or {})
+    # Counts from files may come without the step before.
+    known_before = steps[0].problem.previous_LE is not None
+    known = {name: how for name, how in methods.items() if known_before or how.knows != "previous step"}
+    sums = {name: _Sums() for name in ("forced_balance", "bound", *known)}
     done, total = 0, len(steps) * len(known)
     for step in steps:
         forced = EPGroup.of(forced_balance(step.problem), step, config, topology, costs)
         sums["forced_balance"].add(forced.run())
         sums["bound"].add(forced.bound(step, topology, costs).run())
-        for name in known:
+        for name, method in known.items():
             if on_progress is not None:
-                on_progress(label_of(name), done, total)
-            _add(sums[name], plan_with(name, step.problem, costs), step, config, topology, costs)
+                on_progress(method.label, done, total)
+            _add(sums[name], plan_with(method, step.problem, costs), step, config, topology, costs)
             done += 1
     if on_progress is not None:
         on_progress("done", total, total)
@@ -84,14 +96,6 @@ class SweepRecord:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self) | {"simulation": self.simulation.as_dict()}
-
-
-def _is_possible(name: str, step: GroupStep) -> bool:
-    """Whether all that a method plans from is known: counts from files may come without the step before."""
-    from foreroute.planner.balancers import BALANCERS
-
-    known_before = step.problem.previous_LE is not None
-    return known_before or name not in BALANCERS or BALANCERS[name].knows != "previous step"
 
 
 @dataclass
@@ -142,7 +146,7 @@ def _add(
 
 def _record(
     config: SimulateConfig,
-    methods: list[str],
+    methods: Mapping[str, Balancer | Ours],
     sums: dict[str, _Sums],
     steps: list[GroupStep],
     topology: Topology,
@@ -151,9 +155,9 @@ def _record(
     forced_balance_s, bound_s = sums["forced_balance"].training_s, sums["bound"].training_s
     after = (reduction_seconds(config.cluster, topology, costs), optimizer_seconds(config.cluster, topology, costs))
     records: list[MethodRecord] = []
-    for name in methods:
+    for name, method in methods.items():
         static = records[0] if records else None
-        records.append(_method(name, sums[name], config, forced_balance_s, bound_s, after, static))
+        records.append(_method(name, method.label, sums[name], config, forced_balance_s, bound_s, after, static))
     counts = np.concatenate([step.problem.counts_MLGE[:, 0] for step in steps])
     return SimulationRecord(
         facts=_facts(config, costs),
@@ -173,6 +177,7 @@ def _record(
 
 def _method(
     name: str,
+    label: str,
     sums: _Sums,
     config: SimulateConfig,
     forced_balance_s: float,
@@ -190,7 +195,7 @@ def _method(
     hours = (sum(split) + config.execution.rollout_s) * config.cluster.gpus / 3600
     return MethodRecord(
         name=name,
-        label=label_of(name),
+        label=label,
         stages=split,
         recompute_parts=_parts(slowest[0]),
         update_parts=_parts(slowest[1]),

@@ -15,7 +15,7 @@ from foreroute.errors import ConfigError, CountsError
 from foreroute.plan.counts import check_counts, load_counts
 from foreroute.plan.topology import Topology
 from foreroute.planner.balancers import BalancerInput
-from foreroute.planner.workload import WORKLOADS, DrawnStep, Workload
+from foreroute.simulate.workload import WORKLOADS, DrawnStep, Workload
 
 if TYPE_CHECKING:
     from foreroute.simulate.config import SimulateConfig, WorkloadConfig

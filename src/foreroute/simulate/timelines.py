@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from foreroute.errors import ConfigError
+from foreroute.planner.methods import METHODS
 from foreroute.simulate.cell_costs import StagePass
 from foreroute.simulate.config import SimulateConfig
 from foreroute.simulate.engine import StageRun
 from foreroute.simulate.ep_group import EPGroup, forward_only, update_orders
-from foreroute.simulate.methods import check_methods, label_of, plan_with
+from foreroute.simulate.methods import check_methods, plan_with
 from foreroute.simulate.steps import group_steps
 
 RESOURCES = ("compute", "links", "copy engine")
@@ -86,7 +87,7 @@ def timeline(
         raise ConfigError(f"stage is {stage!r}; expected 'recompute' or 'update'")
     cluster = config.described()
     step = next(iter(group_steps(config, cluster.topology, cluster.costs.model)))
-    planned = plan_with(method, step.problem, cluster.costs)
+    planned = plan_with(METHODS[method], step.problem, cluster.costs)
     group = EPGroup.of(planned, step, config, cluster.topology, cluster.costs)
     num_micro_steps = len(group.compute.all_to_all_ML)
     chosen = group.parts[0] if layers is None else layers
@@ -107,7 +108,7 @@ def timeline(
     ]
     return Timeline(
         method=method,
-        label=label_of(method),
+        label=METHODS[method].label,
         stage=stage,
         micro_step=micro_step,
         num_ranks=cluster.topology.num_ranks,

@@ -1,4 +1,4 @@
-"""EPLB, and LPLB-style on it: replicas and homes placed anew by total loads.
+"""EPLB: replicas and homes placed anew by total loads.
 
 Under EPLB every source splits its tokens evenly over the copies of an expert. Whoever runs it decides which loads it
 sees: those of the step before, as in practice; those of this step, which a trace tells; or those of the very
@@ -9,11 +9,6 @@ The placement is that of github.com/deepseek-ai/EPLB, with heaps instead of scan
 replicate inside each node whatever has the largest load per copy, pack the copies into ranks. Both packings take items
 from the heaviest down and put each into the lightest bin that has room. Ties go to the lower number, and loads are
 float32, as published, so that placements are equal to the published ones, copy by copy.
-
-LPLB-style is after github.com/deepseek-ai/LPLB, which needs a GPU. Experts are ordered by EPLB without copies. Each
-rank has, in its redundant slots, copies of the heaviest experts of R other ranks, those that a torus or hypercube links
-it to. Per cell, the tokens of the copied experts are divided so that the slowest rank has least. Here the order and the
-choice of copies know this step's loads, and the program is solved exactly.
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ from foreroute.errors import TopologyError
 from foreroute.kernels import kernel
 from foreroute.plan.step_plan import CellHosts
 from foreroute.planner.balancers.problem import BalancerInput, SlotContents
-from foreroute.planner.balancers.splits import even_split, level_quotas, split_by_quota
 
 Hosts = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
 """Expert, rank and copies there, of every host."""
@@ -42,17 +36,6 @@ def eplb_previous(problem: BalancerInput) -> Iterator[CellHosts]:
 def eplb_step(problem: BalancerInput) -> Iterator[CellHosts]:
     """Placed once by the loads of this step."""
     return _fixed(problem, problem.loads_LE())
-
-
-def eplb_step_lp(problem: BalancerInput) -> Iterator[CellHosts]:
-    """Placed once by the loads of this step; tokens are split as well as those copies allow, in every cell."""
-    hosts_L = [eplb_hosts(loads_E, problem) for loads_E in problem.loads_LE()]
-    contents = SlotContents(problem)
-    node_G = problem.topology.node_G
-    for layer, counts_GE in problem.cells():
-        expert_H, rank_H, _ = hosts_L[layer]
-        quota_H, _ = level_quotas(expert_H, rank_H, counts_GE.sum(axis=0), len(node_G))
-        yield contents.host(layer, expert_H, rank_H, split_by_quota(expert_H, rank_H, quota_H, node_G, counts_GE))
 
 
 def eplb_micro_step(problem: BalancerInput) -> Iterator[CellHosts]:
@@ -82,48 +65,55 @@ def _fixed(problem: BalancerInput, loads_LE: NDArray[np.int64]) -> Iterator[Cell
         yield contents.host(layer, expert_H, rank_H, even_split(expert_H, copies_H, counts_GE))
 
 
-def lplb_style(problem: BalancerInput) -> Iterator[CellHosts]:
-    """Fixed homes and copies, tokens split by the linear program of each cell."""
-    hosts_L = [_lplb_hosts(loads_E, problem) for loads_E in problem.loads_LE()]
-    contents = SlotContents(problem)
-    node_G = problem.topology.node_G
-    for layer, counts_GE in problem.cells():
-        expert_H, rank_H = hosts_L[layer]
-        quota_H, _ = level_quotas(expert_H, rank_H, counts_GE.sum(axis=0), len(node_G))
-        yield contents.host(layer, expert_H, rank_H, split_by_quota(expert_H, rank_H, quota_H, node_G, counts_GE))
+@kernel
+def even_split(expert_H: Any, copies_H: Any, counts_GE: Any) -> Any:
+    """Every source divides its assignments evenly over the copies of an expert; remainders go round.
 
+    Args:
+        expert_H: int32 [H].
+        copies_H: int32 [H], copies of the expert on this rank.
+        counts_GE: int64 [G, E].
 
-def linked_ranks(num_ranks: int, degree: int) -> NDArray[np.int64]:
-    """int64 [degree, G], the ranks that hold the copies of each rank's experts.
-
-    A hypercube where the degree is that of one, else the nearest to a torus of that many dimensions: steps of
-    G^(k / degree), k from 0. No rank is its own neighbour, and none is twice.
+    Returns:
+        tokens_HG: int64 [H, G]. The copies of an expert serve the same, give or take one.
     """
-    rank_G = np.arange(num_ranks)
-    if 1 << degree == num_ranks:
-        return rank_G ^ (1 << np.arange(degree))[:, None]
-    steps: list[int] = []
-    for k in range(min(degree, num_ranks - 1)):
-        step = max(1, round(num_ranks ** (k / degree)))
-        # where rounding gives a step twice, the next free one is taken
-        while step in steps:
-            step = step % (num_ranks - 1) + 1
-        steps.append(step)
-    return (rank_G + np.array(steps, np.int64)[:, None]) % num_ranks
+    num_ranks, num_experts = counts_GE.shape
+    first_E, host_H = by_key(expert_H, num_experts)
+    tokens_HG = np.zeros((len(expert_H), num_ranks), np.int64)
+    for e in range(num_experts):
+        hosts = host_H[first_E[e] : first_E[e + 1]]
+        copies = 0
+        for h in hosts:
+            copies += copies_H[h]
+        if copies == 0:
+            continue
+        turn = 0
+        for g in range(num_ranks):
+            share = counts_GE[g, e] // copies
+            left = counts_GE[g, e] - share * copies
+            place = copies - turn if turn > 0 else 0  # of the host's first copy, counted from the one whose turn it is
+            for h in hosts:
+                tokens = share * copies_H[h]
+                for _ in range(copies_H[h]):
+                    tokens += place < left
+                    place = place + 1 if place + 1 < copies else 0
+                tokens_HG[h, g] = tokens
+            turn = turn + left if turn + left < copies else turn + left - copies
+    return tokens_HG
 
 
-def _lplb_hosts(loads_E: NDArray[np.int64], problem: BalancerInput) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    num_ranks, num_experts = problem.topology.num_ranks, problem.num_experts
-    per_rank = num_experts // num_ranks
-    home_GP = eplb_placement(loads_E, num_experts, 1, 1, num_ranks).reshape(num_ranks, per_rank)
-    heaviest = np.argsort(-loads_E[home_GP], axis=1, kind="stable")
-    sorted_GP = np.take_along_axis(home_GP, heaviest, axis=1)
-    helpers = linked_ranks(num_ranks, problem.topology.redundant_slots)
-    # a rank with fewer experts than linked ranks has each of them copied to more than one.
-    copied_RG = sorted_GP.T[np.arange(len(helpers)) % per_rank]
-    expert_H = np.concatenate([home_GP.reshape(-1), copied_RG.reshape(-1)])
-    rank_H = np.concatenate([np.repeat(np.arange(num_ranks), per_rank), helpers.reshape(-1)])
-    return expert_H.astype(np.int32), rank_H.astype(np.int32)
+@kernel
+def by_key(key_H: Any, size: int) -> Any:
+    """Hosts in order of an integer key: int64 [size + 1], where those of each key begin, and int64 [H], the hosts."""
+    first = np.zeros(size + 1, np.int64)
+    for key in key_H:
+        first[key + 1] += 1
+    first = np.cumsum(first)
+    place, host_H = first.copy(), np.empty(len(key_H), np.int64)
+    for h in range(len(key_H)):
+        host_H[place[key_H[h]]] = h
+        place[key_H[h]] += 1
+    return first, host_H
 
 
 def eplb_placement(

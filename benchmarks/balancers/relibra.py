@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.balancers.splits import level_quotas, split_by_quota
 from foreroute.kernels import kernel
 from foreroute.plan.step_plan import CellHosts
 from foreroute.planner.balancers.problem import BalancerInput, SlotContents
-from foreroute.planner.balancers.splits import level_quotas, split_by_quota
 
 SWAPS = 20_000
 """Proposals per layer."""

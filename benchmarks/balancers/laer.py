@@ -16,9 +16,8 @@ import numpy as np
 
 from foreroute.kernels import kernel
 from foreroute.plan.step_plan import CellHosts
-from foreroute.planner.balancers.eplb import by_heap
+from foreroute.planner.balancers.eplb import by_heap, by_key
 from foreroute.planner.balancers.problem import BalancerInput, SlotContents
-from foreroute.planner.balancers.splits import by_key
 
 COMMUNICATION, COMPUTE = 4, 3
 """Weights of the two terms of the published score."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from foreroute.errors import ConfigError
-from foreroute.planner.workload import WORKLOADS, Workload
+from foreroute.simulate.workload import WORKLOADS, Workload
 from foreroute.trace.operations import count_assignments
 
 SMALL = Workload(

@@ -198,7 +198,7 @@ class DrawnStep:
 
     def counts(self) -> NDArray[np.int32]:
         """counts_MLGE: int32 [M, L, G, E], assignments per micro-step, layer, source rank and expert."""
-        from foreroute.planner.workload_kernels import draw_cells
+        from foreroute.simulate.workload_kernels import draw_cells
 
         load = self.workload
         counts = np.zeros((load.num_micro_steps, load.num_layers, load.num_ranks, load.num_experts), np.int32)
@@ -216,7 +216,7 @@ class DrawnStep:
 
     def sequence_counts(self, micro_step: int, layer: int) -> NDArray[np.int32]:
         """int32 [sequences of the micro-step, E], assignments of each, in the order of the attributes."""
-        from foreroute.planner.workload_kernels import draw_sequences
+        from foreroute.simulate.workload_kernels import draw_sequences
 
         load, part = self.workload, self._part(micro_step)
         counts_SE = np.empty((part.stop - part.start, load.num_experts), np.int32)
@@ -239,7 +239,7 @@ class DrawnStep:
             expert_ids_NK: int32 [N, K], pairwise distinct in a row.
             rank_N: int32 [N], the source rank of each row.
         """
-        from foreroute.planner.workload_kernels import draw_rows
+        from foreroute.simulate.workload_kernels import draw_rows
 
         part = self._part(micro_step)
         rows_S = self.rows_S[part]

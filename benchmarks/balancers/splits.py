@@ -1,4 +1,4 @@
-"""Integer splits of tokens over given hosts: evenly, or by quotas that level the ranks, with the nearest sources first.
+"""Integer splits of tokens over given hosts by quotas that level the ranks, with the nearest sources first.
 
 Quotas with the least largest load are the linear program of token splits, solved exactly by flow. A rank above the
 target passes load along the shortest chain of ranks that share experts to one below it. Where no chain is left, the
@@ -11,46 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from foreroute.kernels import kernel
-
-
-@kernel
-def even_split(expert_H: Any, copies_H: Any, counts_GE: Any) -> Any:
-    """Every source divides its assignments evenly over the copies of an expert; remainders go round.
-
-    Args:
-        expert_H: int32 [H].
-        copies_H: int32 [H], copies of the expert on this rank.
-        counts_GE: int64 [G, E].
-
-    Returns:
-        tokens_HG: int64 [H, G]. The copies of an expert serve the same, give or take one.
-    """
-    num_ranks, num_experts = counts_GE.shape
-    first_E, host_H = by_key(expert_H, num_experts)
-    tokens_HG = np.zeros((len(expert_H), num_ranks), np.int64)
-    for e in range(num_experts):
-        hosts = host_H[first_E[e] : first_E[e + 1]]
-        copies = 0
-        for h in hosts:
-            copies += copies_H[h]
-        if copies == 0:
-            continue
-        turn = 0
-        for g in range(num_ranks):
-            share = counts_GE[g, e] // copies
-            left = counts_GE[g, e] - share * copies
-            place = copies - turn if turn > 0 else 0  # of the host's first copy, counted from the one whose turn it is
-            for h in hosts:
-                tokens = share * copies_H[h]
-                for _ in range(copies_H[h]):
-                    tokens += place < left
-                    place = place + 1 if place + 1 < copies else 0
-                tokens_HG[h, g] = tokens
-            turn = turn + left if turn + left < copies else turn + left - copies
-    return tokens_HG
+from foreroute.planner.balancers.eplb import by_key
 
 
 @kernel
@@ -86,27 +49,6 @@ def split_by_quota(expert_H: Any, rank_H: Any, quota_H: Any, node_G: Any, counts
                         quota_H[h] -= tokens
                         rest_G[g] -= tokens
     return tokens_HG
-
-
-@kernel
-def by_key(key_H: Any, size: int) -> Any:
-    """Hosts in order of an integer key: int64 [size + 1], where those of each key begin, and int64 [H], the hosts."""
-    first = np.zeros(size + 1, np.int64)
-    for key in key_H:
-        first[key + 1] += 1
-    first = np.cumsum(first)
-    place, host_H = first.copy(), np.empty(len(key_H), np.int64)
-    for h in range(len(key_H)):
-        host_H[place[key_H[h]]] = h
-        place[key_H[h]] += 1
-    return first, host_H
-
-
-def loads(rank_H: NDArray[np.int32], tokens_HG: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [G], assignments that each rank serves."""
-    loads_G = np.zeros(tokens_HG.shape[1], np.int64)
-    np.add.at(loads_G, rank_H, tokens_HG.sum(axis=1))
-    return loads_G
 
 
 @kernel

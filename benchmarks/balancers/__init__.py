@@ -1,0 +1,23 @@
+"""Balancers of others, built here from published descriptions, in the form that the comparison and the simulator take.
+
+None is tuned against; where a choice was open, the better one for the method was taken, and methods that plan from
+predictions are given the true loads.
+"""
+
+from __future__ import annotations
+
+from benchmarks.balancers.laer import laer_style
+from benchmarks.balancers.lending import fastermoe_style, feplb_style
+from benchmarks.balancers.lplb import eplb_step_lp, lplb_style
+from benchmarks.balancers.relibra import relibra_style
+from foreroute.planner.balancers import Balancer
+
+OTHER_BALANCERS = {
+    "eplb_step_lp": Balancer("EPLB, this step + LP split", "micro-step", eplb_step_lp, rehomes=True),
+    "lplb": Balancer("LPLB-style", "micro-step", lplb_style, rehomes=True),
+    "fastermoe": Balancer("FasterMoE-style", "micro-step", fastermoe_style),
+    "laer": Balancer("LAER-style", "micro-step", laer_style),
+    "feplb": Balancer("FEPLB-style", "micro-step", feplb_style, slots="shared"),
+    "relibra": Balancer("ReLibra-style", "micro-step", relibra_style, rehomes=True, slots="shared"),
+}
+"""By short name, in the order of tables."""
