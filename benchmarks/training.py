@@ -48,14 +48,12 @@ from foreroute.capture import Generation
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.trace import RoutingTrace
 from foreroute.train import TrainConfig
-from foreroute.train.execution import SingleProcess
 from foreroute.train.loop import Trainer, make_trainer
 from foreroute.train.model import make_policy
 from foreroute.train.objective import group_advantages
-from foreroute.train.passes import recompute
+from foreroute.train.passes import SingleProcess, make_schedule, recompute
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Experience, SamplingRounds
-from foreroute.train.schedule import make_schedule
 from foreroute.train.tasks import Problem, make_task
 from foreroute.train.tasks.chain import ChainTask
 from foreroute.train.update import update

@@ -6,9 +6,9 @@ import numpy as np
 
 from benchmarks import resume
 from foreroute.train import parse_config
-from foreroute.train.execution import SingleProcess
 from foreroute.train.loop import make_trainer
 from foreroute.train.model import make_engine, make_policy
+from foreroute.train.passes import SingleProcess
 from foreroute.train.rollout import Scores
 from foreroute.train.tasks import make_task
 

@@ -11,13 +11,11 @@ from foreroute.capture import Generation
 from foreroute.doctor.examine import _response_logprobs
 from foreroute.errors import ConfigError, FunctionError
 from foreroute.train import parse_config
-from foreroute.train.execution import SingleProcess
 from foreroute.train.loop import make_trainer
 from foreroute.train.model import make_engine, make_policy
-from foreroute.train.passes import inputs, response_logprobs
+from foreroute.train.passes import SingleProcess, inputs, make_schedule, response_logprobs
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
-from foreroute.train.schedule import make_schedule
 from foreroute.train.tasks import make_task
 from foreroute.train.update import update
 from tests.train.expert_parallel_steps import parallel_steps, steps_alone

@@ -29,11 +29,9 @@ from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.trace import RoutingTrace, count_assignments
 from foreroute.train.config import ParallelConfig, TrainConfig
-from foreroute.train.execution import SingleProcess
 from foreroute.train.optimizer import load_state
-from foreroute.train.passes import pad
+from foreroute.train.passes import SingleProcess, Stage, pad
 from foreroute.train.ranks import Ranks
-from foreroute.train.schedule import Stage
 
 LINKS = Links(2e9, 1e9, 1e10, 5e-5, 1e-4)
 """Orders of magnitude of gloo and of memory in one machine. They choose the paths of replicas,

@@ -23,11 +23,10 @@ from foreroute.train.alarm_actions import (
 )
 from foreroute.train.checkpoint import load_checkpoint
 from foreroute.train.config import TrainConfig
-from foreroute.train.device import find_device, use_device
 from foreroute.train.expert_parallel import compile_planner, make_execution
 from foreroute.train.loop import Trainer, make_trainer
 from foreroute.train.model import load_reference, make_engine, make_policy, write_model
-from foreroute.train.ranks import Ranks, join_ranks
+from foreroute.train.ranks import Ranks, find_device, join_ranks, use_device
 from foreroute.train.recorder import Recorder, require_loggers
 from foreroute.train.run_folder import RunFolder, by_key, misfit_named
 from foreroute.train.tasks import Task, make_task

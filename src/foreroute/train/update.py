@@ -15,16 +15,33 @@ from torch import Tensor
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.errors import ConfigError, DivergedError
 from foreroute.mismatch import RoutingMismatch
+from foreroute.replay import to_device
 from foreroute.trace import RoutingTrace
-from foreroute.train.config.rl import RLConfig
-from foreroute.train.device import device_of
-from foreroute.train.execution import PolicyExecution
-from foreroute.train.loss import Importance, LossSums, RolloutTokens, token_losses
-from foreroute.train.objective import coefficients, denominator
-from foreroute.train.passes import inputs, sampled_logprobs
+from foreroute.trace.checks import as_offsets, join_ranges
+from foreroute.train.config import RejectionConfig, RLConfig
+from foreroute.train.objective import TokenLosses, Tokens, accepted_sequences, coefficients, denominator, token_losses
+from foreroute.train.passes import MicroSteps, PolicyExecution, Stage, inputs, sampled_logprobs
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Experience
-from foreroute.train.schedule import MicroSteps, Stage
+
+
+@dataclass(frozen=True)
+class Importance:
+    """How far the probabilities of trainer and engine are apart, over the trained tokens, and what was done about it.
+
+    Attributes:
+        ratio_mean: of trainer over engine; its expectation is 1.
+        ratio_max: the largest.
+        effective_share: (Σ rho)^2 / (n Σ rho^2): tokens of equal weight that would be worth as much, as a share of all.
+        weight_mean: what losses were multiplied by.
+        cut_share: share of tokens whose weight a correction changed.
+    """
+
+    ratio_mean: float
+    ratio_max: float
+    effective_share: float
+    weight_mean: float
+    cut_share: float
 
 
 @dataclass(frozen=True)
@@ -141,6 +158,111 @@ class RouteAgreement:
 
 
 @dataclass(frozen=True, eq=False)
+class RolloutTokens:
+    """A rollout with the log-probs float32 [R] of three policies, sequence after sequence, on the host.
+
+    Attributes:
+        experience: the rollout.
+        old_R: of the policy before the update, in the trainer.
+        engine_R: of the rollout engine.
+        reference_R: of the reference, or None.
+        trained_S: bool [S], sequences that are informative and were not rejected.
+    """
+
+    experience: Experience
+    old_R: NDArray[np.float32]
+    engine_R: NDArray[np.float32]
+    reference_R: NDArray[np.float32] | None
+    trained_S: NDArray[np.bool_]
+
+    @classmethod
+    def of(
+        cls,
+        experience: Experience,
+        old_logprobs_R: NDArray[np.float32],
+        reference_logprobs_R: NDArray[np.float32] | None,
+        rule: RejectionConfig,
+    ) -> RolloutTokens:
+        """Decide which sequences are trained."""
+        generation = experience.generation
+        old_R, engine_R = old_logprobs_R, generation.logprobs_R
+        low, high = rule.low or 0.0, rule.high or math.inf
+        old, engine, lengths_S = map(torch.from_numpy, (old_R, engine_R, generation.response_lengths))
+        accepted_S = accepted_sequences(old, engine, lengths_S, rule.kind, low, high).numpy()
+        return cls(experience, old_R, engine_R, reference_logprobs_R, experience.informative_S & accepted_S)
+
+    @property
+    def rejected(self) -> int:
+        """How many sequences are informative and not trained."""
+        return int((self.experience.informative_S & ~self.trained_S).sum())
+
+    def trained(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Pick those of the sequences that are trained."""
+        return sequences[self.trained_S[sequences]]
+
+    def lengths(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Count the response tokens of each."""
+        return np.asarray(self.experience.generation.response_lengths[sequences])
+
+    def trained_tokens(self, sequences: NDArray[np.int64], logprobs_R: Tensor) -> Tokens:
+        """Select the tokens of those that are trained.
+
+        Args:
+            sequences: of a micro-step, in their order.
+            logprobs_R: [R], of all their response tokens under the policy as it is now.
+        """
+        trained = self.trained(sequences)
+        of_trained_R = np.repeat(self.trained_S[sequences], self.lengths(sequences))
+        # where the response of each sequence begins in all tokens
+        starts_S = as_offsets(self.experience.generation.response_lengths)[trained]
+        rows_R = join_ranges(starts_S, self.lengths(trained))
+        advantages_S = self.experience.advantages_S[trained].astype(np.float32)
+        device = logprobs_R.device
+        return Tokens(
+            logprobs_R.index_select(0, to_device(np.flatnonzero(of_trained_R), device)),
+            to_device(self.old_R[rows_R], device),
+            to_device(self.engine_R[rows_R], device),
+            None if self.reference_R is None else to_device(self.reference_R[rows_R], device),
+            to_device(np.repeat(advantages_S, self.lengths(trained)), device),
+            to_device(self.lengths(trained), device),
+        )
+
+
+class LossSums:
+    """Adds up the figures of the micro-steps of one rank."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(7)
+        self._largest = 0.0
+
+    def add(self, losses: TokenLosses) -> None:
+        """Add the trained tokens of one micro-step."""
+        if not len(losses.ratio_R):
+            return
+        ratio_R, weights_R = losses.ratio_R.double(), losses.weights_R.double()
+        kl = ratio_R.new_zeros(()) if losses.kl_R is None else losses.kl_R.detach().double().sum()
+        ratios = [ratio_R.sum(), ratio_R.square().sum()]
+        parts = [losses.clipped_R.sum(), *ratios, weights_R.sum(), losses.cut_R.sum(), kl, ratio_R.max()]
+        # one copy, for which the device is waited for once
+        *sums, largest = torch.stack([part.double() for part in parts]).cpu().tolist()
+        self._sums += np.array([len(ratio_R), *sums])
+        self._largest = max(self._largest, largest)
+
+    def total(self, ranks: Ranks) -> tuple[Importance, float, float]:
+        """Sum up over all ranks; a collective call.
+
+        Returns:
+            The importance, the share of clipped tokens, and the mean divergence from the reference; 0 without tokens.
+        """
+        each_G7 = ranks.all_gather(np.array([*self._sums, self._largest]))
+        tokens, clipped, ratio, square, weight, cut, kl = each_G7[:, :-1].sum(axis=0).tolist()
+        count = max(tokens, 1.0)
+        effective = ratio**2 / (count * square) if square else 0.0
+        importance = Importance(ratio / count, float(each_G7[:, -1].max()), effective, weight / count, cut / count)
+        return importance, clipped / count, kl / count
+
+
+@dataclass(frozen=True, eq=False)
 class _Batch:
     """What every micro-step of an update needs, and what the update adds up."""
 
@@ -187,14 +309,15 @@ class _Batch:
         """
         ranks, trained = self.execution.ranks, self.tokens.trained(np.concatenate(micro_steps))
         divisor = int(ranks.sum([denominator(self.tokens.lengths(trained), self.config.mean)])[0])
-        total = torch.zeros((), dtype=torch.float64, device=device_of(self.routed.model))
+        losses: list[Tensor] = []
         # gradients add up over micro-steps and ranks, so each part is divided by the divisor of the whole mini-batch
         for number, sequences in enumerate(micro_steps):
             with self._replaying(number, sequences):
                 loss = self._loss(sequences)
                 (loss / max(divisor, 1)).backward()
-            total += loss.detach()
-        return float(ranks.sum([total.item()])[0]), divisor
+            losses.append(loss.detach().double())
+        # one read of the device for all of them
+        return float(ranks.sum([float(sum(losses))])[0]), divisor
 
     def _loss(self, sequences: NDArray[np.int64]) -> Tensor:
         """Sum the loss over the sequences that are trained; the others take part in the forward alone."""

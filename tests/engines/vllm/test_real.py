@@ -15,9 +15,7 @@ from safetensors.torch import load_file
 from foreroute.adapters.checkpoint import ModelWriter, ServedModel
 from foreroute.engines import vllm
 from foreroute.mismatch import routing_mismatch, token_mismatch
-from foreroute.train.execution import SingleProcess
-from foreroute.train.passes import recompute
-from foreroute.train.schedule import Stage
+from foreroute.train.passes import SingleProcess, Stage, recompute
 from tests.engines.small_policy import SAMPLING, forward, policy, prompts, seeded, set_match
 from tests.engines.vllm.serving import served, wait_for
 
