@@ -14,7 +14,7 @@ from foreroute.train import load_checkpoint, ranks, rollout, train
 from foreroute.train.checkpoint import Checkpoint, write_checkpoint
 from foreroute.train.loop import make_trainer
 from foreroute.train.model import Reference, make_engine, make_policy
-from foreroute.train.passes import SingleProcess
+from foreroute.train.passes import PolicyExecution
 from foreroute.train.ranks import find_device
 from foreroute.train.rollout import evaluate
 from foreroute.train.tasks import make_task
@@ -99,7 +99,7 @@ def made(config, where):
     task = make_task(config)
     policy = make_policy(config, task, where)
     warm_start(policy.model, config, task, lambda step, loss: None, lambda: False)
-    trainer = make_trainer(config, task, policy, SingleProcess(policy), make_engine(config, policy))
+    trainer = make_trainer(config, task, policy, PolicyExecution(policy), make_engine(config, policy))
     if config.rl.kl_coefficient:
         trainer.reference = Reference(copy.deepcopy(policy.model))
     return trainer

@@ -9,7 +9,8 @@
 
 `rl.routing` decides whose experts stages 2 and 3 use:  none, the trainer's own in each forward;  R2, those of stage 2
 again in stage 3;  R3, those of stage 1 in both;  R3+weights, those of stage 1 with the gate weights they had there.
-What stage 3 minimises is in `objective.py`.
+A step is read in `rollout.py`, `passes.py`, `update.py` and `objective.py` (what stage 3 minimises); `measure.py` makes
+its record, `ranks.py` is what processes tell each other, and a task is a file of `tasks/`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from foreroute.train.config.model import LoRAConfig, ModelConfig, WarmStartConfig
 from foreroute.train.config.monitoring import AlarmsConfig, CheckpointConfig, LoggingConfig, MeasureConfig
-from foreroute.train.config.rl import RejectionConfig, RLConfig
+from foreroute.train.config.rl import RLConfig
 from foreroute.train.config.rollout import EvaluationConfig, RolloutConfig, VLLMConfig
 from foreroute.train.config.run import ParallelConfig, TrainConfig, load_config, parse_config
 from foreroute.train.config.task import TaskConfig
@@ -17,7 +17,6 @@ __all__ = [
     "ModelConfig",
     "ParallelConfig",
     "RLConfig",
-    "RejectionConfig",
     "RolloutConfig",
     "TaskConfig",
     "TrainConfig",
