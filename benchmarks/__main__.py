@@ -30,6 +30,7 @@ HARNESS = {
     "pairs",
     "planner_against",
     "planner_oracles",
+    "tiny_run",
     "training_trl",
     "wires",
 }

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import flips
-from benchmarks.resume import VALUES, same_state
+from benchmarks.tiny_run import VALUES, same_state
 from foreroute.capture import load_generation
 from foreroute.cli.main import main as command_line
 from foreroute.errors import ForerouteError

@@ -48,14 +48,12 @@ from foreroute.capture import Generation
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.trace import RoutingTrace
 from foreroute.train import TrainConfig
-from foreroute.train.execution import SingleProcess
 from foreroute.train.loop import Trainer, make_trainer
 from foreroute.train.model import make_policy
 from foreroute.train.objective import group_advantages
-from foreroute.train.passes import recompute
+from foreroute.train.passes import PolicyExecution, make_schedule, recompute
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Experience, SamplingRounds
-from foreroute.train.schedule import make_schedule
 from foreroute.train.tasks import Problem, make_task
 from foreroute.train.tasks.chain import ChainTask
 from foreroute.train.update import update
@@ -162,7 +160,7 @@ class _Ours:
                 "warmup_steps": 0,
             },
         )
-        self._execution = SingleProcess(self.routed)
+        self._execution = PolicyExecution(self.routed)
         engine = EmbeddedEngine(model, "float32")  # samples nothing here
         task = make_task(self._config)  # none of its problems are asked for
         self._optimizer = make_trainer(self._config, task, self.routed, self._execution, engine).optimizer
@@ -236,7 +234,7 @@ def _r3_cost(pairs: int) -> PairedRatio:
         task = _Told(config.task)
         policy = make_policy(config, task)
         engine = (EmbeddedEngine if routing == "R3" else _Silent)(policy.model, "bfloat16")
-        steps[routing] = partial(_step, make_trainer(config, task, policy, SingleProcess(policy), engine))
+        steps[routing] = partial(_step, make_trainer(config, task, policy, PolicyExecution(policy), engine))
     return compare(steps["R3"], steps["none"], pairs=pairs, clock=time.thread_time)
 
 

@@ -15,14 +15,12 @@ from experiments.starts import configuration
 from experiments.tampering import shifted
 from foreroute.capture import Generation
 from foreroute.train import load_checkpoint
-from foreroute.train.execution import SingleProcess
 from foreroute.train.loop import make_trainer
 from foreroute.train.measure import mismatch_of, mismatch_record
 from foreroute.train.model import make_engine, make_policy
-from foreroute.train.passes import Recomputed, recompute
+from foreroute.train.passes import PolicyExecution, Recomputed, make_schedule, recompute
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
-from foreroute.train.schedule import make_schedule
 from foreroute.train.tasks import make_task
 
 KEPT = ("response_tokens", "k3", "f2", "f1.5", "differing_share", "differing_tokens_share", "max_abs_log_ratio")
@@ -38,7 +36,7 @@ def run_static(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str, 
     task = make_task(config)
     policy = make_policy(config, task)
     policy.model.load_state_dict(load_checkpoint(checkpoint)["model"])
-    trainer = make_trainer(config, task, policy, SingleProcess(policy), make_engine(config, policy))
+    trainer = make_trainer(config, task, policy, PolicyExecution(policy), make_engine(config, policy))
     trainer.engine.load_weights(policy.model.state_dict(), version=0)
     experience = roll_out(trainer.engine, task, config, 0, Ranks())
     generation = experience.generation

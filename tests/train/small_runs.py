@@ -4,16 +4,16 @@ import json
 
 import numpy as np
 
-from benchmarks import resume
+from benchmarks import tiny_run
 from foreroute.train import parse_config
-from foreroute.train.execution import SingleProcess
 from foreroute.train.loop import make_trainer
 from foreroute.train.model import make_engine, make_policy
+from foreroute.train.passes import PolicyExecution
 from foreroute.train.rollout import Scores
 from foreroute.train.tasks import make_task
 
-SIZES = resume.SIZES
-same_state = resume.same_state
+SIZES = tiny_run.SIZES
+same_state = tiny_run.same_state
 
 
 def small_values(**sections):
@@ -47,7 +47,7 @@ def trainer_of(config):
     """A trainer at its initial weights, with the embedded engine."""
     task = make_task(config)
     policy = make_policy(config, task)
-    return make_trainer(config, task, policy, SingleProcess(policy), make_engine(config, policy))
+    return make_trainer(config, task, policy, PolicyExecution(policy), make_engine(config, policy))
 
 
 def always_informative(task, problems, generation, group_size):

@@ -12,9 +12,9 @@ from foreroute.train import Watcher, load_checkpoint, loop, train
 from foreroute.train.alarm_actions import read_rollbacks
 from foreroute.train.async_rollout import restored, stored
 from foreroute.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from foreroute.train.passes import make_schedule
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import evaluate, evaluation_record
-from foreroute.train.schedule import make_schedule
 from tests.train.expert_parallel_steps import scored_by_tokens
 from tests.train.small_runs import records, same_state, small_config, trainer_of
 

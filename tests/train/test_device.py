@@ -10,12 +10,12 @@ import torch
 
 from foreroute.capture import Sampling
 from foreroute.errors import ConfigError
-from foreroute.train import device, load_checkpoint, rollout, train
+from foreroute.train import load_checkpoint, ranks, rollout, train
 from foreroute.train.checkpoint import Checkpoint, write_checkpoint
-from foreroute.train.device import find_device
-from foreroute.train.execution import SingleProcess
 from foreroute.train.loop import make_trainer
 from foreroute.train.model import Reference, make_engine, make_policy
+from foreroute.train.passes import PolicyExecution
+from foreroute.train.ranks import find_device
 from foreroute.train.rollout import evaluate
 from foreroute.train.tasks import make_task
 from foreroute.train.warm_start import warm_start
@@ -74,14 +74,14 @@ def test_processes_cannot_share_a_device():
 
 
 def test_processes_that_found_each_other_without_nccl_are_refused():
-    with patch.object(device.dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo"):
-        device.require_backend(torch.device("cpu"))
+    with patch.object(ranks.dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo"):
+        ranks.require_backend(torch.device("cpu"))
         with pytest.raises(ConfigError, match=r'start it with backend "cuda:nccl,cpu:gloo", or set device = "cpu"'):
-            device.require_backend(torch.device("cuda", 0))
-    with patch.object(device.dist, "get_backend_config", lambda: "cuda:nccl"):
-        device.require_backend(torch.device("cuda", 0))
+            ranks.require_backend(torch.device("cuda", 0))
+    with patch.object(ranks.dist, "get_backend_config", lambda: "cuda:nccl"):
+        ranks.require_backend(torch.device("cuda", 0))
         with pytest.raises(ConfigError, match="carries no tensors of cpu"):
-            device.require_backend(torch.device("cpu"))
+            ranks.require_backend(torch.device("cpu"))
 
 
 def test_a_run_says_where_it_ran_and_goes_on_elsewhere(tmp_path):
@@ -99,7 +99,7 @@ def made(config, where):
     task = make_task(config)
     policy = make_policy(config, task, where)
     warm_start(policy.model, config, task, lambda step, loss: None, lambda: False)
-    trainer = make_trainer(config, task, policy, SingleProcess(policy), make_engine(config, policy))
+    trainer = make_trainer(config, task, policy, PolicyExecution(policy), make_engine(config, policy))
     if config.rl.kl_coefficient:
         trainer.reference = Reference(copy.deepcopy(policy.model))
     return trainer

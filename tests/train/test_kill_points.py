@@ -1,6 +1,6 @@
 """A run that dies at any point, and is taken up again, ends as if nothing had been.
 
-`python -m benchmarks resume` does it to real runs, with real kills.
+`python -m benchmarks kills` does it to real runs, with real kills.
 """
 
 import json

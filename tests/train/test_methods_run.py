@@ -16,9 +16,9 @@ from foreroute.train import load_checkpoint, parse_config, train
 from foreroute.train import rollout as rollout_module
 from foreroute.train.config.rl import METHODS
 from foreroute.train.model import Reference
+from foreroute.train.passes import Stage
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Scores, roll_out
-from foreroute.train.schedule import Stage
 from foreroute.train.tasks import chain
 from tests.train.small_runs import SIZES, records, small_config, small_values, trainer_of
 

@@ -11,16 +11,12 @@ from foreroute.capture import Generation
 from foreroute.doctor.examine import _response_logprobs
 from foreroute.errors import ConfigError, FunctionError
 from foreroute.train import parse_config
-from foreroute.train.execution import SingleProcess
-from foreroute.train.loop import make_trainer
-from foreroute.train.model import make_engine, make_policy
-from foreroute.train.passes import inputs, response_logprobs
+from foreroute.train.passes import PolicyExecution, inputs, make_schedule, response_logprobs
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
-from foreroute.train.schedule import make_schedule
-from foreroute.train.tasks import make_task
 from foreroute.train.update import update
 from tests.train.expert_parallel_steps import parallel_steps, steps_alone
+from tests.train.small_runs import trainer_of
 from tests.train.test_expert_parallel import same_numbers
 from tests.train.tiny_model import SPECIAL, write_model, write_tokenizer
 
@@ -72,12 +68,6 @@ def config_of(home, *, environment="tool", **sections):
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
     return parse_config(values, source="test")
-
-
-def trainer_of(config):
-    task = make_task(config)
-    policy = make_policy(config, task)
-    return make_trainer(config, task, policy, SingleProcess(policy), make_engine(config, policy))
 
 
 class Listening:
@@ -177,7 +167,7 @@ def loss_by_hand(trainer, experience, masks, old):
 def updated(trainer, experience, old_R):
     """Loss and gradients of the trainer's update, without a step."""
     gradients, model = {}, trainer.policy.model
-    execution = SingleProcess(trainer.policy)
+    execution = PolicyExecution(trainer.policy)
 
     def kept(max_norm):
         gradients.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})

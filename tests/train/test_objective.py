@@ -7,7 +7,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from foreroute.train import loss as loss_module
 from foreroute.train import objective
 from foreroute.train.config.rl import METHODS, RLConfig
 from foreroute.train.objective import (
@@ -44,7 +43,7 @@ def tensors(case, sequences=None):
     )
     lengths = torch.from_numpy(case.lengths[chosen])
     advantages = torch.from_numpy(case.advantages[chosen]).repeat_interleave(lengths)
-    return loss_module.Tokens(now.requires_grad_(), old, engine, reference, advantages, lengths), rows
+    return objective.Tokens(now.requires_grad_(), old, engine, reference, advantages, lengths), rows
 
 
 def ours(case, config, cut=None):
@@ -55,7 +54,7 @@ def ours(case, config, cut=None):
         tokens, rows = tensors(case, part)
         if not config.kl_coefficient:
             tokens = tokens._replace(reference_logprobs_R=None)
-        losses = loss_module.token_losses(tokens, config).losses_R
+        losses = objective.token_losses(tokens, config).losses_R
         weights = coefficients(tokens.lengths_S, config.mean, case.max_length, losses.dtype)
         summed = (weights * losses).sum() / divisor
         summed.backward()
@@ -300,7 +299,7 @@ def with_gradient_through_the_ratio(logprobs_R, engine_logprobs_R, lengths_S, le
 def test_a_broken_method_is_seen(monkeypatch, method, function, broken):
     config = RLConfig(method=method, kl_coefficient=0.1)
     require_right(Case.random(7), config)
-    monkeypatch.setattr(loss_module, function, broken)
+    monkeypatch.setattr(objective, function, broken)
     with pytest.raises(AssertionError):
         require_right(Case.random(7), config)
 

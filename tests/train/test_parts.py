@@ -11,10 +11,9 @@ from foreroute.layout import by_token_budget
 from foreroute.train import loop
 from foreroute.train.config import RLConfig
 from foreroute.train.expert_parallel import ExpertParallel, _Planned
-from foreroute.train.passes import inputs, pad, response_logprobs, sampled_logprobs
+from foreroute.train.passes import inputs, make_schedule, pad, response_logprobs, sampled_logprobs
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
-from foreroute.train.schedule import make_schedule
 from foreroute.train.tasks.chain import VOCABULARY, ChainTask, decode, encode, right_share, sample_problems
 from tests.train.small_runs import small_config, trainer_of
 

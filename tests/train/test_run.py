@@ -12,9 +12,9 @@ import foreroute as fr
 from foreroute.errors import ConfigError, DivergedError, RunFolderError, StaleTraceError
 from foreroute.train import RunFolder, Watcher, load_checkpoint, load_config, parse_config, train
 from foreroute.train.checkpoint import read_checkpoint, write_checkpoint
+from foreroute.train.passes import make_schedule
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
-from foreroute.train.schedule import make_schedule
 from foreroute.train.update import update
 from tests.models import FAMILIES
 from tests.train.small_runs import SIZES, records, same_state, small_config, small_values, trainer_of

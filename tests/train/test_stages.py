@@ -10,10 +10,9 @@ import torch
 from foreroute.errors import StaleTraceError
 from foreroute.plan import contiguous_imbalance
 from foreroute.train import loop, rollout
-from foreroute.train.passes import inputs, pad
+from foreroute.train.passes import inputs, make_schedule, pad
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Scores, roll_out
-from foreroute.train.schedule import make_schedule
 from foreroute.train.update import update
 from tests.train.small_runs import small_config, trainer_of
 

@@ -29,11 +29,9 @@ from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.trace import RoutingTrace, count_assignments
 from foreroute.train.config import ParallelConfig, TrainConfig
-from foreroute.train.execution import SingleProcess
 from foreroute.train.optimizer import load_state
-from foreroute.train.passes import pad
+from foreroute.train.passes import PolicyExecution, Stage, pad
 from foreroute.train.ranks import Ranks
-from foreroute.train.schedule import Stage
 
 LINKS = Links(2e9, 1e9, 1e10, 5e-5, 1e-4)
 """Orders of magnitude of gloo and of memory in one machine. They choose the paths of replicas,
@@ -55,8 +53,8 @@ class _Planned:
     plan: Future[tuple[StepPlan, float]]
 
 
-class ExpertParallel:
-    """The `PolicyExecution` with experts spread over the ranks. Made on all ranks, with the same whole policy.
+class ExpertParallel(PolicyExecution):
+    """The execution with experts spread over the ranks. Made on all ranks, with the same whole policy.
 
     Raises:
         AttachError, TopologyError: when its experts cannot be spread over these ranks.
@@ -64,6 +62,7 @@ class ExpertParallel:
     """
 
     def __init__(self, policy: RoutedTransformer, config: ParallelConfig, ranks: Ranks) -> None:
+        super().__init__(policy)
         self.ranks = ranks
         per_node = config.ranks_per_node or ranks.size
         self._topology = Topology(ranks.size, per_node, config.redundant_slots, LINKS)
@@ -175,9 +174,9 @@ class ExpertParallel:
         return {**state, "state": converted}
 
 
-def make_execution(config: TrainConfig, policy: RoutedTransformer, ranks: Ranks) -> SingleProcess | ExpertParallel:
+def make_execution(config: TrainConfig, policy: RoutedTransformer, ranks: Ranks) -> PolicyExecution:
     """Execute the policy in one process, or with its experts spread over all ranks."""
-    return SingleProcess(policy) if ranks.size == 1 else ExpertParallel(policy, config.parallel, ranks)
+    return PolicyExecution(policy) if ranks.size == 1 else ExpertParallel(policy, config.parallel, ranks)
 
 
 def compile_planner(config: ParallelConfig) -> None:

@@ -9,7 +9,8 @@
 
 `rl.routing` decides whose experts stages 2 and 3 use:  none, the trainer's own in each forward;  R2, those of stage 2
 again in stage 3;  R3, those of stage 1 in both;  R3+weights, those of stage 1 with the gate weights they had there.
-What stage 3 minimises is in `objective.py` and `loss.py`.
+A step is read in `rollout.py`, `passes.py`, `update.py` and `objective.py` (what stage 3 minimises); `measure.py` makes
+its record, `ranks.py` is what processes tell each other, and a task is a file of `tasks/`.
 """
 
 from __future__ import annotations
@@ -29,16 +30,13 @@ from foreroute.adapters import hf
 from foreroute.engines.base import Engine
 from foreroute.trace import RoutingTrace
 from foreroute.train.async_rollout import AsyncRollouts
-from foreroute.train.config import TrainConfig
-from foreroute.train.device import device_of, device_record, memory_peak, reset_memory_peak, synchronize
-from foreroute.train.execution import PolicyExecution
-from foreroute.train.measure import StepPart, merged, step_record
+from foreroute.train.config import RLConfig, TrainConfig
+from foreroute.train.measure import StepPart, device_record, memory_peak, merged, reset_memory_peak, step_record
 from foreroute.train.model import Reference, trainable
-from foreroute.train.optimizer import make_optimizer, set_learning_rate
-from foreroute.train.passes import Recomputed, recompute
+from foreroute.train.optimizer import make_optimizer
+from foreroute.train.passes import PolicyExecution, Recomputed, Schedule, Stage, make_schedule, recompute
 from foreroute.train.rollout import Experience, evaluate, evaluation_record, roll_out
 from foreroute.train.run_folder import misfit_named
-from foreroute.train.schedule import Schedule, Stage, make_schedule
 from foreroute.train.tasks import Task
 from foreroute.train.update import Updated, update
 
@@ -76,7 +74,7 @@ class Trainer:
     @property
     def device(self) -> torch.device:
         """The device that the policy is on."""
-        return device_of(self.policy.model)
+        return next(self.policy.model.parameters()).device
 
     def close(self) -> None:
         """End the thread of rollouts, if there is one."""
@@ -252,7 +250,8 @@ class Trainer:
         start = time.perf_counter()
         try:
             yield
-            synchronize(self.device)
+            if self.device.type == "cuda":  # so that the clock sees what was launched
+                torch.cuda.synchronize(self.device)
         finally:
             self.seconds[stage] = time.perf_counter() - start
 
@@ -264,3 +263,10 @@ def make_trainer(
     policy = trainable(config, policy)
     optimizer = make_optimizer(policy.model, lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     return Trainer(config, task, policy, execution, engine, optimizer)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: RLConfig, step: int) -> None:
+    """Set the learning rate of a step, from 0: it rises linearly over `warmup_steps`, and stays."""
+    share = min(1.0, (step + 1) / (config.warmup_steps + 1))
+    for group in optimizer.param_groups:
+        group["lr"] = config.learning_rate * share

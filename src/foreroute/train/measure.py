@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from foreroute.capture import Generation
 from foreroute.mismatch import (
@@ -148,6 +150,30 @@ def mismatch_record(tokens: TokenMismatch, routes: RoutingMismatch) -> dict[str,
         "differing_layers_histogram": routes.by_differing_layers.tolist(),
         "first_differing_layer": routes.first_differing_L.tolist(),
     }
+
+
+def reset_memory_peak(device: torch.device) -> None:
+    """Count anew what `memory_peak` gives."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def memory_peak(device: torch.device) -> int:
+    """Give the most bytes that tensors took at a time on the device; 0 on the CPU, where torch counts none."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def device_record(device: torch.device, most_bytes: int) -> dict[str, Any]:
+    """Make the record "device" of a step.
+
+    Args:
+        device: of the policy on rank 0.
+        most_bytes: `memory_peak` of the rank that had the highest.
+    """
+    if device.type != "cuda":
+        return {"device": {"kind": device.type, "name": platform.machine()}}
+    record = {"kind": device.type, "name": torch.cuda.get_device_name(device), "peak_memory_bytes": most_bytes}
+    return {"device": record}
 
 
 def _expert_load(generation: Generation, updated: Updated) -> dict[str, float]:

@@ -19,10 +19,9 @@ from foreroute.engines.base import Engine
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import AttachError, ConfigError, RunFolderError
 from foreroute.train.config import ModelConfig, TrainConfig
-from foreroute.train.device import CPU
-from foreroute.train.passes import sampled_logprobs
+from foreroute.train.passes import Stage, sampled_logprobs
+from foreroute.train.ranks import CPU
 from foreroute.train.run_folder import RunFolder, misfit_named
-from foreroute.train.schedule import Stage
 from foreroute.train.tasks import Task
 
 

@@ -8,22 +8,22 @@
 
 A mini-batch's loss is Σ c_t l_t / D with a coefficient c_t that depends on nothing but the token's own sequence, and
 one number D of the whole mini-batch. So it does not depend on how the mini-batch is cut into micro-steps, nor on
-which rank takes which sequence. `loss.py` puts the functions together as the configuration says.
+which rank takes which sequence. `token_losses` puts the functions together as the configuration says.
 
 Axis letters: R response tokens, packed sequence after sequence, S sequences; `lengths_S` are the tokens of each.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Advantage = Literal["group_std", "group_mean"]
-"""Reward minus the group's mean, over its standard deviation ("group_std") or as it is ("group_mean")."""
+from foreroute.train.config.rl import Advantage, Correction, Level, Mean, Rejection, RLConfig
 
 
 def group_advantages(
@@ -49,9 +49,6 @@ def group_advantages(
     return advantages.reshape(-1), np.broadcast_to(differs, groups.shape).reshape(-1)
 
 
-Level = Literal["token", "sequence"]
-
-
 def sequence_sum(values_R: Tensor, lengths_S: Tensor) -> Tensor:
     """Sum over each sequence: [S]."""
     number_R = torch.repeat_interleave(torch.arange(len(lengths_S), device=values_R.device), lengths_S)
@@ -73,9 +70,6 @@ def policy_log_ratio(logprobs_R: Tensor, old_logprobs_R: Tensor, lengths_S: Tens
     if level == "token":
         return log_ratio_R
     return sequence_mean(log_ratio_R, lengths_S).repeat_interleave(lengths_S)
-
-
-Loss = Literal["clip", "cispo", "reinforce"]
 
 
 class Surrogate(NamedTuple):
@@ -132,10 +126,6 @@ def reinforce(
     ratio_R = log_ratio_R.detach().exp()
     too_far_R = ((advantages_R > 0) & (ratio_R > 1 + clip_high)) | ((advantages_R < 0) & (ratio_R < 1 - clip_low))
     return Surrogate(-(advantages_R * ~too_far_R) * logprobs_R, too_far_R)
-
-
-Correction = Literal["none", "tis", "mis", "icepop"]
-Rejection = Literal["none", "sequence", "geometric"]
 
 
 def engine_ratio(logprobs_R: Tensor, engine_logprobs_R: Tensor, lengths_S: Tensor, level: Level) -> Tensor:
@@ -198,10 +188,6 @@ def kl_to_reference(logprobs_R: Tensor, reference_logprobs_R: Tensor) -> Tensor:
     return log_x_R.exp() - log_x_R - 1
 
 
-Mean = Literal["token", "sequence", "constant"]
-"""What is averaged over: all tokens alike, sequences of equal weight, or tokens over a constant length."""
-
-
 def coefficients(lengths_S: Tensor, mean: Mean, max_length: int, dtype: torch.dtype) -> Tensor:
     """Compute [R], c_t, which the loss of each token is multiplied by.
 
@@ -224,3 +210,76 @@ def coefficients(lengths_S: Tensor, mean: Mean, max_length: int, dtype: torch.dt
 def denominator(lengths_S: NDArray[np.int64], mean: Mean) -> int:
     """Compute the part of D that these sequences make up."""
     return int(lengths_S.sum()) if mean == "token" else len(lengths_S)
+
+
+class Tokens(NamedTuple):
+    """Response tokens of whole sequences, packed.
+
+    Attributes:
+        logprobs_R: [R], of the policy as it is now, differentiable.
+        old_logprobs_R: [R], of the policy before the update, in the trainer.
+        engine_logprobs_R: [R], of the rollout.
+        reference_logprobs_R: [R], of the reference; None without one.
+        advantages_R: [R].
+        lengths_S: int64 [S].
+    """
+
+    logprobs_R: Tensor
+    old_logprobs_R: Tensor
+    engine_logprobs_R: Tensor
+    reference_logprobs_R: Tensor | None
+    advantages_R: Tensor
+    lengths_S: Tensor
+
+
+class TokenLosses(NamedTuple):
+    """Losses of response tokens, and what clipping and correction did to them.
+
+    Attributes:
+        losses_R: [R], differentiable, the penalty of `kl_R` in it.
+        clipped_R: bool [R], tokens whose update the clip bounds changed.
+        ratio_R: [R], trainer over engine, by the level of the correction.
+        weights_R: [R], what the correction made of it; 1 without one.
+        cut_R: bool [R], tokens for which it is another than the ratio.
+        kl_R: [R], differentiable; None without a reference.
+    """
+
+    losses_R: Tensor
+    clipped_R: Tensor
+    ratio_R: Tensor
+    weights_R: Tensor
+    cut_R: Tensor
+    kl_R: Tensor | None
+
+
+def token_losses(tokens: Tokens, config: RLConfig) -> TokenLosses:
+    """w(rho) l(r, A) + kl_coefficient · kl, without coefficients of the mean.
+
+    rho compares the policy before the update with the engine, since r takes over from there. In REINFORCE it compares
+    the policy as it is now; without a correction its weight is r, which leaves out the engine's deviation alone.
+    """
+    now, old, lengths_S = tokens.logprobs_R, tokens.old_logprobs_R, tokens.lengths_S
+    correction = config.correction
+    behind = now if config.loss == "reinforce" else old
+    ratio_R = engine_ratio(behind, tokens.engine_logprobs_R, lengths_S, correction.level)
+    weights_R = correction_weights(ratio_R, correction.kind, correction.low or 0.0, correction.high or math.inf)
+    losses_R, clipped_R = _surrogate(tokens, config)
+    if config.loss == "reinforce" and correction.kind == "none":
+        losses_R = losses_R * (now - old).detach().exp()
+    elif correction.kind != "none":
+        losses_R = losses_R * weights_R
+    kl_R = None
+    if tokens.reference_logprobs_R is not None:
+        kl_R = kl_to_reference(now, tokens.reference_logprobs_R)
+        losses_R = losses_R + config.kl_coefficient * kl_R
+    cut_R = (weights_R != ratio_R) & (correction.kind != "none")
+    return TokenLosses(losses_R, clipped_R, ratio_R, weights_R, cut_R, kl_R)
+
+
+def _surrogate(tokens: Tokens, config: RLConfig) -> Surrogate:
+    now, advantages_R = tokens.logprobs_R, tokens.advantages_R
+    log_ratio_R = policy_log_ratio(now, tokens.old_logprobs_R, tokens.lengths_S, config.ratio)
+    if config.loss == "clip":
+        return clipped_ratio(log_ratio_R, advantages_R, config.clip_low, config.clip_high)
+    surrogate = cispo if config.loss == "cispo" else reinforce
+    return surrogate(now, log_ratio_R, advantages_R, config.clip_low, config.clip_high)

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from foreroute.train.config import RLConfig
-
 IN_FLOAT32 = ("master", "exp_avg", "exp_avg_sq")
 """What `MasterAdamW` keeps of each parameter, next to the number of its steps."""
 
@@ -37,13 +35,6 @@ def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> No
                     raise ValueError(
                         f"{name} of shape {list(value.shape)} is not that of a weight of shape {list(parameter.shape)}"
                     )
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, config: RLConfig, step: int) -> None:
-    """Set the learning rate of a step, from 0: it rises linearly over `warmup_steps`, and stays."""
-    share = min(1.0, (step + 1) / (config.warmup_steps + 1))
-    for group in optimizer.param_groups:
-        group["lr"] = config.learning_rate * share
 
 
 class MasterAdamW(torch.optim.AdamW):

@@ -1,14 +1,15 @@
-"""Stage 2, recompute: log-probs of the rollout under the policy that starts the step, before it is updated.
+"""Passes of the policy over a rollout: the micro-steps that they take, who executes them, and what a forward computes.
 
-The forward pass over the sequences of one micro-step is here too; stage 3 and the reference run the same one.
+Stage 2, recompute, is such a pass: log-probs of the rollout under the policy that starts the step, before the update.
+Stage 3 and the reference run the same forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,11 +19,94 @@ from torch.nn.functional import cross_entropy
 
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.capture import Generation
+from foreroute.layout import by_token_budget
 from foreroute.replay import to_device
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.train.device import device_of
-from foreroute.train.execution import PolicyExecution
-from foreroute.train.schedule import Stage
+from foreroute.trace.checks import as_offsets, join_ranges
+from foreroute.train.config import RLConfig
+from foreroute.train.optimizer import load_state
+from foreroute.train.ranks import Ranks
+from foreroute.train.rollout import Experience
+
+ValueT = TypeVar("ValueT", bound=np.generic)
+MicroSteps = list[NDArray[np.int64]]
+"""The sequences of each micro-step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """Micro-steps that run on the same weights.
+
+    Attributes:
+        name: "recompute", or "update 0" and so on for the mini-batches of the update.
+        after: how many optimizer steps of this rollout come before it.
+        micro_steps: the sequences of each.
+    """
+
+    name: str
+    after: int
+    micro_steps: MicroSteps
+
+    @property
+    def restore_S(self) -> NDArray[np.int64]:
+        """int64 [S], for a stage that takes all sequences: its joined results, `[restore_S]`, are in their order."""
+        return np.argsort(np.concatenate(self.micro_steps))
+
+    def in_order(self, parts: Sequence[NDArray[ValueT]], lengths_S: NDArray[np.int64]) -> NDArray[ValueT]:
+        """Put rows of all micro-steps in the order of the sequences, of which each has `lengths_S` rows."""
+        sequences, joined = np.concatenate(self.micro_steps), np.concatenate(parts)
+        ordered = np.empty_like(joined)
+        # row r of the joined parts belongs to a sequence that starts at that sequence's offset in the result
+        ordered[join_ranges(as_offsets(lengths_S)[sequences], lengths_S[sequences])] = joined
+        return ordered
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The micro-steps of one rank in one step. Sequences of like lengths share one, so that little is padded.
+
+    Attributes:
+        recompute: all sequences.
+        update: for each mini-batch, the informative sequences that it trains on. A rank that has too few for as many
+            micro-steps as another takes some of no advantage beside them, which add nothing to the gradient.
+    """
+
+    recompute: Stage
+    update: list[Stage]
+
+
+def make_schedule(experience: Experience, config: RLConfig, ranks: Ranks, *, seed: tuple[int, int]) -> Schedule:
+    """Assign the sequences of this rank to micro-steps. A collective call.
+
+    Args:
+        experience: the rollout of this rank; all ranks have equally many sequences.
+        config: of the batches.
+        ranks: that must take the same number of micro-steps.
+        seed: of the order of the sequences.
+    """
+    # the last token of a sequence is not put into the model
+    lengths_S = experience.generation.trace.lengths - 1
+
+    def packed(sequences: NDArray[np.int64], fewest: int = 0) -> MicroSteps:
+        longest_first = np.argsort(-lengths_S[sequences], kind="stable")
+        cost_S = lengths_S[sequences[longest_first]]
+        parts = by_token_budget(cost_S, config.micro_step_tokens, padded=True, min_count=fewest)
+        return [sequences[np.sort(longest_first[picked])] for picked in parts]
+
+    everything = np.arange(len(lengths_S))
+    order = np.random.default_rng([*seed, 2]).permutation(np.flatnonzero(experience.informative_S))
+    spare = np.flatnonzero(~experience.informative_S)
+    parts = np.array_split(order, config.mini_steps)
+    # every rank takes part in the collectives of every micro-step, so all need as many as the rank with the most
+    num_recompute, *num_update = ranks.max([len(packed(part)) for part in [everything, *parts]]).tolist()
+    update: list[Stage] = []
+    for part, count in zip(parts, num_update, strict=True):
+        # a micro-step holds one sequence at least
+        missing = max(0, count - len(part))
+        taken, spare = np.concatenate([part, spare[:missing]]), spare[missing:]
+        if count:
+            update.append(Stage(f"update {len(update)}", len(update), packed(taken, count)))
+    return Schedule(Stage("recompute", 0, packed(everything, num_recompute)), update)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +205,7 @@ def _response_logits(model: Any, generation: Generation, temperature: float) -> 
     # the logits at position p are those of token p + 1
     predicts_BT = mask_BT.astype(bool)
     predicts_BT[predicts_BT] = generation.targets_N
-    device = device_of(model)
+    device = model.device
     picked_R = to_device(np.flatnonzero(predicts_BT), device)
     with _head_on(model, picked_R):
         logits = model(
@@ -172,3 +256,55 @@ def pad(trace: RoutingTrace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     input_ids_BT = np.zeros(mask_BT.shape, np.int64)
     input_ids_BT[mask_BT] = trace.token_ids_N
     return input_ids_BT, mask_BT.astype(np.int64)
+
+
+class PolicyExecution:
+    """Runs the forwards and backwards of a policy: here in one process, where there is nothing to plan.
+
+    `expert_parallel.py` has the one of several ranks, on which all of them make the same calls.
+
+    Attributes:
+        ranks: of the run.
+    """
+
+    def __init__(self, policy: RoutedTransformer) -> None:
+        self.ranks = Ranks()
+        self._policy = policy
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Give the weights of the whole policy."""
+        return self._policy.model.state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Give the state dict of the optimizer as one process with the whole policy would have it."""
+        return optimizer.state_dict()
+
+    def load(self, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Take up the weights and the optimizer state of a whole policy."""
+        self._policy.model.load_state_dict(weights)
+        load_state(optimizer, state)
+
+    def plan(self, first: int, routes: RoutingTrace, stages: Sequence[Stage]) -> None:
+        """Announce stages, in their order, and the routes to replay; `first` optimizer steps come before them."""
+
+    def running(self, stage: Stage, *, updating: bool = False) -> AbstractContextManager[None]:
+        """Run the micro-steps of a stage that replays routes, by its plan if it was announced."""
+        return nullcontext()
+
+    def micro_step(self, number: int, routes: RoutingTrace) -> AbstractContextManager[None]:
+        """Run one forward and its backward on rows that `routes` are replayed on."""
+        return nullcontext()
+
+    def finish_gradients(self, max_norm: float) -> float:
+        """Add up and clip the gradients of all ranks. Returns their norm before clipping."""
+        return torch.nn.utils.clip_grad_norm_(self._policy.model.parameters(), max_norm).item()
+
+    def weights_changed(self) -> None:
+        """Note that the optimizer has stepped: replicas of earlier weights are of no use."""
+
+    def record(self) -> dict[str, Any]:
+        """Give what is to be recorded about the step's execution; empty on all ranks but the first."""
+        return {}
+
+    def close(self) -> None:
+        """Give back the memory and threads that are held for it."""

@@ -1,4 +1,4 @@
-"""The processes of a run: what they tell each other between the stages of a step."""
+"""The processes of a run: the device of each, how they find each other, and what they tell each other in a step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import lost_rank
 from foreroute.errors import ConfigError, DivergedError, ForerouteError, RankError
-from foreroute.train.device import CPU, backend_of, require_backend
 
+CPU = torch.device("cpu")
 WORK_TIMEOUT_S = 86400.0
 """A day. Ranks wait this long for the work of others, such as a warm start; one that dies is noticed at once, since its
 connection closes. `parallel.timeout_s` is for exchanges in the middle of a stage."""
@@ -151,6 +151,60 @@ def _words(error: Exception | None) -> str | None:
     return str(error) or words if isinstance(error, ForerouteError) else words
 
 
+def find_device(asked: str) -> torch.device:
+    """Find the device of this process.
+
+    Args:
+        asked: "cpu"; "cuda", that of this process among those of the machine (`LOCAL_RANK` under torchrun, else the
+            first); "cuda:N"; or "auto", which is "cuda" where every process of the machine has a CUDA device of its
+            own, and else "cpu". So all processes of a machine decide alike.
+
+    Raises:
+        ConfigError: when the device is not there, or the environment says nonsense.
+    """
+    if asked == "cpu":
+        return CPU
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    rank, processes = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
+    if asked == "auto":
+        return torch.device("cuda", rank) if max(rank + 1, processes) <= there else CPU
+    wanted = torch.device(asked).index if ":" in asked else rank
+    if wanted is None or wanted >= there:
+        whose = f", that of process {rank} of the machine," if ":" not in asked and processes > 1 else ""
+        raise ConfigError(
+            f'device = "{asked}" needs CUDA device {wanted}{whose} and torch {torch.__version__} sees {there}; '
+            'set device = "auto" or "cpu", start no more processes than there are devices, or install a torch for CUDA'
+        )
+    return torch.device("cuda", wanted)
+
+
+def use_device(device: torch.device, threads: int) -> None:
+    """Have the thread that calls this launch on the device by default, and torch use so many threads on the CPU."""
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def backend_of(device: torch.device) -> str:
+    """Name the backend for torch.distributed. Plans, votes and records are exchanged on the host in any case."""
+    return "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+
+
+def require_backend(device: torch.device) -> None:
+    """Make sure that the processes, who found each other already, can exchange tensors of the device.
+
+    Raises:
+        ConfigError: when they cannot.
+    """
+    given = dist.get_backend_config()
+    # gloo takes tensors of a GPU in some collectives, and in the exchange of rows not
+    if ("cuda:nccl" if device.type == "cuda" else "cpu:") not in given:
+        raise ConfigError(
+            f"torch.distributed was started with {given}, which carries no tensors of {device}; start it with "
+            f'backend "{backend_of(device)}", or set device = "cpu"'
+        )
+
+
 def num_started() -> int:
     """Read how many processes torchrun says that it started; 1 without it.
 
@@ -204,3 +258,10 @@ def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> 
     finally:
         if made_here:
             dist.destroy_process_group()
+
+
+def _number(variable: str, default: int) -> int:
+    said = os.environ.get(variable, str(default))
+    if not (said.isascii() and said.isdecimal()):
+        raise ConfigError(f"the environment has {variable}={said!r:.40}, no number; unset it, or use torchrun")
+    return int(said)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from foreroute.errors import ConfigError, RunFolderError, how_to_install
 from foreroute.files import read_text, write_atomically
@@ -31,19 +31,20 @@ class Recorder:
 
     def __init__(self, config: TrainConfig, run: RunFolder, alarm_actions: AlarmActions) -> None:
         self._config, self._run, self._alarm_actions = config, run, alarm_actions
-        self._loggers: list[Logger] = []
+        self._loggers: list[TensorBoard | WeightsAndBiases] = []
 
     def open(self, first_step: int) -> None:
         """Open the loggers; `first_step` is the next."""
         self._loggers = open_loggers(self._config, self._run, first_step)
 
-    def write(self, step: int, experience: Experience, record: dict[str, Any]) -> Path | None:
+    def write(self, experience: Experience, record: dict[str, Any]) -> Path | None:
         """Write everything about one step. Adds the alarms to the record.
 
         Returns:
             Where what was recorded of this step and of later ones was put, if it was something else.
         """
         self._alarm_actions.examine(record)
+        step = record["step"]
         aside = self._run.supersede(record)
         if step % self._config.measure.save_trace_every == 0:
             generation = experience.generation
@@ -62,16 +63,6 @@ class Recorder:
 IDENTITY = re.compile(r"[0-9a-f]{12}")
 
 
-class Logger(Protocol):
-    """Takes the numbers of a run, besides metrics.jsonl."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of one step, by name."""
-
-    def close(self) -> None:
-        """End: no step follows."""
-
-
 def require_loggers(config: LoggingConfig) -> None:
     """Refuse loggers that are not installed.
 
@@ -86,7 +77,7 @@ def require_loggers(config: LoggingConfig) -> None:
             )
 
 
-def open_loggers(config: TrainConfig, run: RunFolder, first_step: int) -> list[Logger]:
+def open_loggers(config: TrainConfig, run: RunFolder, first_step: int) -> list[TensorBoard | WeightsAndBiases]:
     """Open the loggers that the configuration asks for.
 
     Args:
@@ -94,12 +85,8 @@ def open_loggers(config: TrainConfig, run: RunFolder, first_step: int) -> list[L
         run: its folder.
         first_step: the next step; what was logged of it and of later ones, before a kill or a rollback, is superseded.
     """
-    loggers: list[Logger] = []
-    if config.logging.tensorboard:
-        loggers.append(TensorBoard(run, first_step))
-    if config.logging.wandb:
-        loggers.append(WeightsAndBiases(config, run))
-    return loggers
+    tensorboard = [TensorBoard(run, first_step)] if config.logging.tensorboard else []
+    return tensorboard + ([WeightsAndBiases(config, run)] if config.logging.wandb else [])
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
@@ -165,6 +152,7 @@ class WeightsAndBiases:
         self._first_new = int(self._run.step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the numbers of a step, unless it is there."""
         if step >= self._first_new:
             self._run.log(dict(values), step=step)
 

@@ -116,8 +116,7 @@ def _sample_round(
         group_size=config.rollout.group_size,
         temperature=config.rollout.temperature,
     )
-    conversations = converse(engine, task, problems, sampling, generator)
-    return conversations.generation, scored(task, problems, conversations, config.rollout.group_size)
+    return sample(engine, task, problems, sampling, generator)
 
 
 def _replaced(informative_S: NDArray[np.bool_], new_S: NDArray[np.bool_], group_size: int) -> NDArray[np.int64]:
@@ -130,19 +129,24 @@ def _replaced(informative_S: NDArray[np.bool_], new_S: NDArray[np.bool_], group_
     return np.asarray((groups[:, None] * group_size + np.arange(group_size)).reshape(-1))
 
 
-def scored(task: Task, problems: Sequence[Problem], conversations: Conversations, group_size: int) -> Scores:
-    """Score responses; those whose environment failed get no reward.
+def sample(
+    engine: Engine, task: Task, problems: Sequence[Problem], sampling: Sampling, generator: torch.Generator
+) -> tuple[Generation, Scores]:
+    """Sample responses and score them; those whose environment failed get no reward.
+
+    Returns:
+        S = problems * group size sequences, grouped by problem; and what they are worth.
 
     Raises:
-        FunctionError: when not one of them got any.
+        FunctionError: when not one of them got a reward.
     """
-    scores = score(task, problems, conversations.generation, group_size)
-    rewards_S = scores.rewards_S.copy()
-    rewards_S[list(conversations.failures)] = np.nan
-    failures = {**scores.failures, **conversations.failures}
+    generation, failed = converse(engine, task, problems, sampling, generator)
+    scores = score(task, problems, generation, sampling.group_size)
+    rewards_S, failures = scores.rewards_S.copy(), {**scores.failures, **failed}
+    rewards_S[list(failed)] = np.nan
     if np.isnan(rewards_S).all():
         raise FunctionError(f"none of {len(rewards_S)} responses got a reward. The first: {failures[0]}")
-    return Scores(rewards_S, failures)
+    return generation, Scores(rewards_S, failures)
 
 
 def score(task: Task, problems: Sequence[Problem], generation: Generation, group_size: int) -> Scores:
@@ -156,26 +160,17 @@ def score(task: Task, problems: Sequence[Problem], generation: Generation, group
     return Scores(rewards_S, failures)
 
 
-@dataclass(frozen=True, eq=False)
-class Conversations:
-    """Responses of one turn or several.
-
-    Attributes:
-        generation: S = problems * group size sequences, grouped by problem.
-        failures: why the environment failed in a sequence, which ended there, by its number.
-    """
-
-    generation: Generation
-    failures: dict[int, str]
-
-
 def converse(
     engine: Engine, task: Task, problems: Sequence[Problem], sampling: Sampling, generator: torch.Generator
-) -> Conversations:
+) -> tuple[Generation, dict[int, str]]:
     """Sample responses, of up to `task.max_turns` turns where the task has an environment.
 
     A turn that was cut before its end token is the last. Each turn is sampled after all tokens so far; rows that an
     earlier turn routed keep those routes, because the log-probs of their tokens come from there.
+
+    Returns:
+        S = problems * group size sequences, grouped by problem; and why the environment failed in a sequence, which
+        ended there, by its number.
     """
     generation = engine.generate([problem.tokens for problem in problems], sampling, generator)
     failures: dict[int, str] = {}
@@ -201,7 +196,7 @@ def converse(
         order = np.arange(len(generation))
         order[open_S] = len(generation) + np.arange(len(open_S))
         generation = Generation.concatenate([generation, longer]).select(order)
-    return Conversations(generation, failures)
+    return generation, failures
 
 
 def last_turn(task: Task, problem: Problem, generation: Generation, sequence: int) -> tuple[Problem, str]:
@@ -267,9 +262,8 @@ def evaluate(engine: Engine, task: Task, config: TrainConfig, step: int, ranks: 
     seed = int(np.random.default_rng([config.seed, step, 4]).integers(2**62))
     sampling = Sampling(task.max_response_tokens, task.end_token, settings.group_size, settings.temperature)
     generator = torch.Generator().manual_seed(seed + ranks.rank)
-    conversations = converse(engine, task, mine, sampling, generator)
-    scores = scored(task, mine, conversations, settings.group_size)
-    return Evaluated(scores, conversations.generation.response_lengths)
+    generation, scores = sample(engine, task, mine, sampling, generator)
+    return Evaluated(scores, generation.response_lengths)
 
 
 def evaluation_record(parts: Sequence[Evaluated]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from foreroute.adapters import hf
 from foreroute.errors import ConfigError, DivergedError, RunFolderError
 from foreroute.train.alarm_actions import (
     AlarmActions,
@@ -23,12 +22,12 @@ from foreroute.train.alarm_actions import (
 )
 from foreroute.train.checkpoint import load_checkpoint
 from foreroute.train.config import TrainConfig
-from foreroute.train.device import find_device, use_device
 from foreroute.train.expert_parallel import compile_planner, make_execution
 from foreroute.train.loop import Trainer, make_trainer
 from foreroute.train.model import load_reference, make_engine, make_policy, write_model
-from foreroute.train.ranks import Ranks, join_ranks
+from foreroute.train.ranks import Ranks, find_device, join_ranks, use_device
 from foreroute.train.recorder import Recorder, require_loggers
+from foreroute.train.rollout import Experience
 from foreroute.train.run_folder import RunFolder, by_key, misfit_named
 from foreroute.train.tasks import Task, make_task
 from foreroute.train.warm_start import warm_start
@@ -102,7 +101,10 @@ def _run_from_last_checkpoint(
     rollbacks = read_rollbacks(run)
     config = as_rolled_back(config, rollbacks)
     policy = make_policy(config, task, device)
-    _require_divisible(policy, ranks)
+    if policy.spec.num_experts % ranks.size:  # before the warm start, which takes long
+        raise ConfigError(
+            f"the model's {policy.spec.num_experts} experts cannot be dealt to parallel.expert = {ranks.size} evenly"
+        )
     with closing(make_engine(config, policy)) as engine:
         last = _last_checkpoint(run, ranks)
         if last is None and not _begin(policy.model, config, task, ranks, watcher):
@@ -128,14 +130,6 @@ def _open(config: TrainConfig, run: RunFolder, held: ExitStack, *, resume: bool)
     held.enter_context(run.held())
     finish_rollback(run)
     require_matching_metrics(run)
-
-
-def _require_divisible(policy: hf.RoutedTransformer, ranks: Ranks) -> None:
-    """Check this before the warm start, which takes long."""
-    if policy.spec.num_experts % ranks.size:
-        raise ConfigError(
-            f"the model's {policy.spec.num_experts} experts cannot be dealt to parallel.expert = {ranks.size} evenly"
-        )
 
 
 def _last_checkpoint(run: RunFolder, ranks: Ranks) -> Path | None:
@@ -211,9 +205,8 @@ def _take_steps(
     while trainer.step < last and not ranks.max([watcher.should_stop()])[0]:
         step = trainer.step
         try:
-            record = _take_step(trainer, recorder, watcher)
-            if record:
-                watcher.on_step(record)
+            write = partial(_write, recorder, watcher, *trainer.run_step())
+            ranks.on_rank_0(f"writing the metrics of step {step}", write)
             # before a checkpoint is saved, so that a run that is killed here comes to the same decision again
             if alarm_actions.act(step):
                 return True
@@ -229,17 +222,11 @@ def _take_steps(
     return False
 
 
-def _take_step(trainer: Trainer, recorder: Recorder, watcher: Watcher) -> dict[str, Any]:
-    """Take a step and write its record down; returns the record on rank 0, elsewhere an empty one."""
-    step = trainer.step
-    experience, record = trainer.run_step()
-
-    def write() -> None:
-        if (aside := recorder.write(step, experience, record)) is not None:
-            watcher.on_superseded(step, aside)
-
-    trainer.execution.ranks.on_rank_0(f"writing the metrics of step {step}", write)
-    return record
+def _write(recorder: Recorder, watcher: Watcher, experience: Experience, record: dict[str, Any]) -> None:
+    """Write the record of a step down, and show it."""
+    if (aside := recorder.write(experience, record)) is not None:
+        watcher.on_superseded(record["step"], aside)
+    watcher.on_step(record)
 
 
 def _save(trainer: Trainer, run: RunFolder) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 from foreroute.capture import Generation, save_generation
 from foreroute.errors import ConfigError, ForerouteError, RunFolderError
 from foreroute.files import TensorFile, parse_json, read_text, write_atomically
-from foreroute.trace import save
+from foreroute.trace import TraceStore
 from foreroute.train.checkpoint import NAME, Checkpoint, read_checkpoint, write_checkpoint
 from foreroute.train.config import TrainConfig, parse_config
 from foreroute.train.metrics_file import MetricsFile, require_shallow, writing
@@ -262,10 +262,15 @@ class RunFolder:
             save_generation(generation, rollout, overwrite=True)
         trace = self.path / "traces" / rollout.name
         with writing(trace):
+            store = TraceStore(trace.parent)
             with TensorFile(rollout, RunFolderError) as file:
                 beside = rollout.with_name(file.metadata["foreroute.trace"])
-            if not _linked(beside, trace):
-                save(generation.trace, trace, overwrite=True)
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            trace.unlink(missing_ok=True)
+            try:
+                os.link(beside, trace)
+            except OSError:  # a file system without links
+                store.append(generation.trace, step=step)
 
     def _checkpoints(self) -> dict[int, Path]:
         found = ((path, NAME.fullmatch(path.name)) for path in _entries(self.path / "checkpoints"))
@@ -332,17 +337,6 @@ def _move(source: Path, target: Path, first: int) -> None:
         for path, match in found:
             if match and int(match[1]) >= first:
                 os.replace(path, target / path.name)
-
-
-def _linked(source: Path, target: Path) -> bool:
-    """Give a file a second name, where the file system has links."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        return False
-    return True
 
 
 def _locked(path: Path) -> int:

@@ -14,17 +14,33 @@ from torch import Tensor
 
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.errors import ConfigError, DivergedError
-from foreroute.mismatch import RoutingMismatch
+from foreroute.replay import to_device
 from foreroute.trace import RoutingTrace
-from foreroute.train.config.rl import RLConfig
-from foreroute.train.device import device_of
-from foreroute.train.execution import PolicyExecution
-from foreroute.train.loss import Importance, LossSums, RolloutTokens, token_losses
-from foreroute.train.objective import coefficients, denominator
-from foreroute.train.passes import inputs, sampled_logprobs
+from foreroute.trace.checks import as_offsets, join_ranges
+from foreroute.train.config import RLConfig
+from foreroute.train.objective import TokenLosses, Tokens, accepted_sequences, coefficients, denominator, token_losses
+from foreroute.train.passes import MicroSteps, PolicyExecution, Stage, inputs, sampled_logprobs
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Experience
-from foreroute.train.schedule import MicroSteps, Stage
+
+
+@dataclass(frozen=True)
+class Importance:
+    """How far the probabilities of trainer and engine are apart, over the trained tokens, and what was done about it.
+
+    Attributes:
+        ratio_mean: of trainer over engine; its expectation is 1.
+        ratio_max: the largest.
+        effective_share: (Σ rho)^2 / (n Σ rho^2): tokens of equal weight that would be worth as much, as a share of all.
+        weight_mean: what losses were multiplied by.
+        cut_share: share of tokens whose weight a correction changed.
+    """
+
+    ratio_mean: float
+    ratio_max: float
+    effective_share: float
+    weight_mean: float
+    cut_share: float
 
 
 @dataclass(frozen=True)
@@ -97,56 +113,89 @@ def update(
         raise ConfigError(
             f"rl.kl_coefficient = {config.kl_coefficient} needs a reference; give the trainer one, or set it to 0"
         )
-    tokens = RolloutTokens.of(experience, old_logprobs_R, reference_logprobs_R, config.rejection)
-    versions = {weight_version} if accepted is None else accepted
-    batch = _Batch(routed, execution, tokens, routes, config, weight_version, versions, temperature, watch_routes)
-    taken = [batch.take_optimizer_step(stage, optimizer) for stage in mini_batches]
-    importance, clip_share, kl = batch.sums.total(execution.ranks)
+    generation, rule = experience.generation, config.rejection
+    old, engine, lengths_S = map(torch.from_numpy, (old_logprobs_R, generation.logprobs_R, generation.response_lengths))
+    bounds = rule.low or 0.0, rule.high or math.inf
+    accepted_S = accepted_sequences(old, engine, lengths_S, rule.kind, *bounds).numpy()
+    ongoing = _Update(
+        routed=routed,
+        execution=execution,
+        experience=experience,
+        trained_S=experience.informative_S & accepted_S,
+        old_R=old_logprobs_R,
+        reference_R=reference_logprobs_R,
+        routes=routes,
+        config=config,
+        weight_version=weight_version,
+        versions={weight_version} if accepted is None else accepted,
+        temperature=temperature,
+        watch_routes=watch_routes,
+    )
+    taken = [ongoing.take_optimizer_step(stage, optimizer) for stage in mini_batches]
+    agreement_M2 = execution.ranks.sum(np.array(ongoing.agreement, np.float64).reshape(-1, 2))
+    importance, clip_share, kl = ongoing.sums.total(execution.ranks)
     return Updated(
         float(np.mean([loss for loss, _ in taken] or [0.0])),
         float(np.mean([norm for _, norm in taken] or [0.0])),
         clip_share,
         importance,
-        int(execution.ranks.sum([tokens.rejected])[0]),
+        int(execution.ranks.sum([(experience.informative_S & ~accepted_S).sum()])[0]),
         None if reference_logprobs_R is None else kl,
         _micro_step_S(mini_batches, len(experience.generation)),
-        batch.agreement.shares(execution.ranks),
+        tuple(float(1 - differing / cells) for differing, cells in agreement_M2 if cells),
     )
 
 
-class RouteAgreement:
-    """Adds up, over the replayed forwards of one update, how often a router's own choice is the replayed one."""
+class LossSums:
+    """Adds up the figures of the micro-steps of one rank."""
 
     def __init__(self) -> None:
-        self._ended: list[tuple[int, int]] = []
-        self._now = (0, 0)
+        self._sums = np.zeros(7)
+        self._largest = 0.0
 
-    def add(self, live: RoutingMismatch) -> None:
-        """Add one forward: the live selection against the replayed one."""
-        differing, cells = int(live.differing_L.sum()), live.rows * len(live.differing_L)
-        self._now = (self._now[0] + differing, self._now[1] + cells)
+    def add(self, losses: TokenLosses) -> None:
+        """Add the trained tokens of one micro-step."""
+        if not len(losses.ratio_R):
+            return
+        ratio_R, weights_R = losses.ratio_R.double(), losses.weights_R.double()
+        kl = ratio_R.new_zeros(()) if losses.kl_R is None else losses.kl_R.detach().double().sum()
+        ratios = [ratio_R.sum(), ratio_R.square().sum()]
+        parts = [losses.clipped_R.sum(), *ratios, weights_R.sum(), losses.cut_R.sum(), kl, ratio_R.max()]
+        # one copy, for which the device is waited for once
+        *sums, largest = torch.stack([part.double() for part in parts]).cpu().tolist()
+        self._sums += np.array([len(ratio_R), *sums])
+        self._largest = max(self._largest, largest)
 
-    def end_mini_batch(self) -> None:
-        """Note that what follows runs on other weights."""
-        self._ended.append(self._now)
-        self._now = (0, 0)
+    def total(self, ranks: Ranks) -> tuple[Importance, float, float]:
+        """Sum up over all ranks; a collective call.
 
-    def shares(self, ranks: Ranks) -> tuple[float, ...]:
-        """Give the share of (token, layer) that agree, for each mini-batch in which something was replayed.
-
-        Of all ranks; a collective call.
+        Returns:
+            The importance, the share of clipped tokens, and the mean divergence from the reference; 0 without tokens.
         """
-        each_M2 = ranks.sum(np.array(self._ended, np.float64).reshape(-1, 2))
-        return tuple(float(1 - differing / cells) for differing, cells in each_M2 if cells)
+        each_G7 = ranks.all_gather(np.array([*self._sums, self._largest]))
+        tokens, clipped, ratio, square, weight, cut, kl = each_G7[:, :-1].sum(axis=0).tolist()
+        count = max(tokens, 1.0)
+        effective = ratio**2 / (count * square) if square else 0.0
+        importance = Importance(ratio / count, float(each_G7[:, -1].max()), effective, weight / count, cut / count)
+        return importance, clipped / count, kl / count
 
 
-@dataclass(frozen=True, eq=False)
-class _Batch:
-    """What every micro-step of an update needs, and what the update adds up."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Update:
+    """What every micro-step of an update needs, by the names that `update` has for it, and what is added up.
+
+    Attributes:
+        trained_S: bool [S], sequences that are informative and were not rejected.
+        sums: over all mini-batches.
+        agreement: for each mini-batch, the (token, layer) whose live top-k is not the replayed set, and all of them.
+    """
 
     routed: RoutedTransformer
     execution: PolicyExecution
-    tokens: RolloutTokens
+    experience: Experience
+    trained_S: NDArray[np.bool_]
+    old_R: NDArray[np.float32]
+    reference_R: NDArray[np.float32] | None
     routes: RoutingTrace | None
     config: RLConfig
     weight_version: int
@@ -154,7 +203,7 @@ class _Batch:
     temperature: float
     watch_routes: bool
     sums: LossSums = field(default_factory=LossSums)
-    agreement: RouteAgreement = field(default_factory=RouteAgreement)
+    agreement: list[list[int]] = field(default_factory=list)
 
     def take_optimizer_step(self, stage: Stage, optimizer: torch.optim.Optimizer) -> tuple[float, float]:
         """Take one optimizer step, or none where nothing is trained.
@@ -165,6 +214,7 @@ class _Batch:
         Raises:
             DivergedError: when one of them is not finite.
         """
+        self.agreement.append([0, 0])
         with nullcontext() if self.routes is None else self.execution.running(stage, updating=True):
             summed, divisor = self._accumulate(stage.micro_steps)
         loss, norm = summed / max(divisor, 1), self.execution.finish_gradients(self.config.max_grad_norm)
@@ -176,7 +226,6 @@ class _Batch:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.execution.weights_changed()
-        self.agreement.end_mini_batch()
         return loss, norm
 
     def _accumulate(self, micro_steps: MicroSteps) -> tuple[float, int]:
@@ -185,27 +234,44 @@ class _Batch:
         Returns:
             Its sum over the tokens of all ranks, and what that is to be divided by; 0 where nothing is trained.
         """
-        ranks, trained = self.execution.ranks, self.tokens.trained(np.concatenate(micro_steps))
-        divisor = int(ranks.sum([denominator(self.tokens.lengths(trained), self.config.mean)])[0])
-        total = torch.zeros((), dtype=torch.float64, device=device_of(self.routed.model))
+        ranks, sequences = self.execution.ranks, np.concatenate(micro_steps)
+        lengths_S = self.experience.generation.response_lengths[sequences[self.trained_S[sequences]]]
+        divisor = int(ranks.sum([denominator(lengths_S, self.config.mean)])[0])
+        losses: list[Tensor] = []
         # gradients add up over micro-steps and ranks, so each part is divided by the divisor of the whole mini-batch
         for number, sequences in enumerate(micro_steps):
             with self._replaying(number, sequences):
                 loss = self._loss(sequences)
                 (loss / max(divisor, 1)).backward()
-            total += loss.detach()
-        return float(ranks.sum([total.item()])[0]), divisor
+            losses.append(loss.detach().double())
+        # one read of the device for all of them
+        return float(ranks.sum([float(sum(losses))])[0]), divisor
 
     def _loss(self, sequences: NDArray[np.int64]) -> Tensor:
         """Sum the loss over the sequences that are trained; the others take part in the forward alone."""
-        experience = self.tokens.experience
-        part = experience.generation.select(sequences)
-        logprobs_R = sampled_logprobs(self.routed.model, part, self.temperature)
-        tokens = self.tokens.trained_tokens(sequences, logprobs_R)
+        part = self.experience.generation.select(sequences)
+        tokens = self._trained_tokens(sequences, sampled_logprobs(self.routed.model, part, self.temperature))
         losses = token_losses(tokens, self.config)
         self.sums.add(losses)
-        mean, longest = self.config.mean, experience.max_response_tokens
+        mean, longest = self.config.mean, self.experience.max_response_tokens
         return (coefficients(tokens.lengths_S, mean, longest, losses.losses_R.dtype) * losses.losses_R).sum()
+
+    def _trained_tokens(self, sequences: NDArray[np.int64], logprobs_R: Tensor) -> Tokens:
+        """Select the tokens of those that are trained; `logprobs_R`, of the policy as it is now, are of all of them."""
+        lengths_S, trained = self.experience.generation.response_lengths, sequences[self.trained_S[sequences]]
+        of_trained_R = np.repeat(self.trained_S[sequences], lengths_S[sequences])
+        # the response of each sequence in all tokens of the rollout
+        rows_R = join_ranges(as_offsets(lengths_S)[trained], lengths_S[trained])
+        advantages_S = self.experience.advantages_S[trained].astype(np.float32)
+        device = logprobs_R.device
+        return Tokens(
+            logprobs_R.index_select(0, to_device(np.flatnonzero(of_trained_R), device)),
+            to_device(self.old_R[rows_R], device),
+            to_device(self.experience.generation.logprobs_R[rows_R], device),
+            None if self.reference_R is None else to_device(self.reference_R[rows_R], device),
+            to_device(np.repeat(advantages_S, lengths_S[trained]), device),
+            to_device(lengths_S[trained], device),
+        )
 
     @contextmanager
     def _replaying(self, number: int, sequences: NDArray[np.int64]) -> Iterator[None]:
@@ -220,7 +286,9 @@ class _Batch:
         with replay as session, self.execution.micro_step(number, routes):
             yield
         if self.watch_routes:
-            self.agreement.add(session.agreement().routing)
+            live = session.agreement().routing
+            self.agreement[-1][0] += int(live.differing_L.sum())
+            self.agreement[-1][1] += live.rows * len(live.differing_L)
 
 
 def _micro_step_S(mini_batches: list[Stage], num_sequences: int) -> NDArray[np.int64]:

@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 from foreroute.errors import ConfigError
 from foreroute.replay import to_device
 from foreroute.train.config import TrainConfig, WarmStartConfig
-from foreroute.train.device import device_of
 from foreroute.train.optimizer import make_optimizer
 from foreroute.train.tasks import Demonstration, Task
 
@@ -69,7 +68,7 @@ def warm_start(
 
 def _loss(model: Any, settings: WarmStartConfig, demonstrations: list[Demonstration]) -> torch.Tensor:
     tokens, there, answers = _padded(demonstrations)
-    device = device_of(model)
+    device = model.device
     tokens_BT, answers_BT = to_device(tokens, device), to_device(answers, device)
     mask = None if there.all() else to_device(there.astype(np.int64), device)
     output = model(

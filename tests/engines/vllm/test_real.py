@@ -15,9 +15,7 @@ from safetensors.torch import load_file
 from foreroute.adapters.checkpoint import ModelWriter, ServedModel
 from foreroute.engines import vllm
 from foreroute.mismatch import routing_mismatch, token_mismatch
-from foreroute.train.execution import SingleProcess
-from foreroute.train.passes import recompute
-from foreroute.train.schedule import Stage
+from foreroute.train.passes import PolicyExecution, Stage, recompute
 from tests.engines.small_policy import SAMPLING, forward, policy, prompts, seeded, set_match
 from tests.engines.vllm.serving import served, wait_for
 
@@ -136,7 +134,7 @@ def test_replay_takes_the_mismatch_of_bfloat16_away(real, capsys):
     for replay in (False, True):
         passed = recompute(
             routed,
-            SingleProcess(routed),
+            PolicyExecution(routed),
             generation,
             Stage("recompute", 0, [np.arange(len(generation))]),
             temperature=SAMPLING.temperature,

@@ -7,9 +7,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from foreroute.files.config_file import Count, Natural, NotNegative, Positive, Section, Tokens
-from foreroute.train.objective import Advantage, Correction, Level, Loss, Mean, Rejection
 
 Routing = Literal["none", "R2", "R3", "R3+weights"]
+Advantage = Literal["group_std", "group_mean"]
+"""Reward minus the group's mean, over its standard deviation ("group_std") or as it is ("group_mean")."""
+Level = Literal["token", "sequence"]
+Loss = Literal["clip", "cispo", "reinforce"]
+Mean = Literal["token", "sequence", "constant"]
+"""What is averaged over: all tokens alike, sequences of equal weight, or tokens over a constant length."""
+Correction = Literal["none", "tis", "mis", "icepop"]
+Rejection = Literal["none", "sequence", "geometric"]
 Method = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "minirl"]
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -8,25 +8,20 @@ the rest, as in a chain of reasoning.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.train.config import TaskConfig
-from foreroute.train.tasks.task import Demonstration, Problem
+from foreroute.train.tasks.task import Demonstration, Problem, Task
 
 VOCABULARY = "0123456789+-*=;_"
 
 
-class ChainTask:
-    """Random chains of digits, and the share of each answer that was right; implements `Task`."""
+class ChainTask(Task):
+    """Random chains of digits, and the share of each answer that was right."""
 
     end_token = VOCABULARY.index(";")
     vocabulary_size = len(VOCABULARY)
-    max_turns = 1
-    skipped = 0
-    data_digest = ""
 
     def __init__(self, config: TaskConfig) -> None:
         self._operands = config.min_operands, config.max_operands
@@ -48,20 +43,8 @@ class ChainTask:
     def text(self, tokens: NDArray[np.int32]) -> str:
         return decode(tokens)
 
-    def transcript(self, tokens: NDArray[np.int32]) -> str:
-        return decode(tokens)
-
-    def tool_reply(self, problem: Problem, response: str) -> NDArray[np.int32] | None:
-        return None
-
     def reward(self, problem: Problem, response: str) -> float:
         return right_share(problem.row["answer"], response)
-
-    def save_tokenizer(self, folder: Path) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def encode(text: str) -> NDArray[np.int32]:

@@ -16,12 +16,12 @@ from foreroute.files import read_file
 from foreroute.train.config import TrainConfig
 from foreroute.train.tasks.function import UserFunction
 from foreroute.train.tasks.jsonl import Row, parse_rows
-from foreroute.train.tasks.task import Demonstration, Problem
+from foreroute.train.tasks.task import Demonstration, Problem, Task
 from foreroute.train.tasks.verifiers import Verifier, make_verifier
 
 
-class DatasetTask:
-    """Rows of a JSONL file, in an order that follows from the seed; implements `Task`.
+class DatasetTask(Task):
+    """Rows of a JSONL file, in an order that follows from the seed.
 
     Step s takes the rows from s * prompts on, of one permutation of the file after another, so that a run can go on at
     any step. Further rounds of dynamic sampling draw from the whole file at random.

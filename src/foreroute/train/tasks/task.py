@@ -56,9 +56,9 @@ class Task(Protocol):
     end_token: int
     vocabulary_size: int
     max_response_tokens: int
-    max_turns: int
-    skipped: int
-    data_digest: str
+    max_turns: int = 1
+    skipped: int = 0
+    data_digest: str = ""
 
     def problems(self, count: int, step: int, number: int, rng: np.random.Generator) -> list[Problem]:
         """Give the problems of a round of a step.
@@ -90,6 +90,7 @@ class Task(Protocol):
 
     def transcript(self, tokens: NDArray[np.int32]) -> str:
         """Give all that tokens say, with what marks turns and their ends."""
+        return self.text(tokens)
 
     def tool_reply(self, problem: Problem, response: str) -> NDArray[np.int32] | None:
         """Give what a tool says to a turn, int32 [T] of at least one token; None where the response ends.
@@ -101,6 +102,7 @@ class Task(Protocol):
         Raises:
             FunctionError: when the environment did not say.
         """
+        return None
 
     def reward(self, problem: Problem, response: str) -> float:
         """Give what a response is worth.
@@ -115,6 +117,8 @@ class Task(Protocol):
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer beside a model, if there is one."""
+        return
 
     def close(self) -> None:
         """End the processes that were started to score. May be called again."""
+        return
