@@ -5,8 +5,7 @@ Importing this room loads neither matplotlib nor jinja2; `write_report` does, an
 
 from foreroute.report.diagnosis import MeasureRow, measure_rows, write_diagnosis
 from foreroute.report.plan import MethodRow, method_rows, plan_summary, write_plan_page
-from foreroute.report.reading import read_run, read_runs
-from foreroute.report.records import Run
+from foreroute.report.reading import Run, read_run, read_runs
 from foreroute.report.run import write_report
 from foreroute.report.run_rows import LoadRow, Sides, SummaryRow, load_rows, summary_rows
 from foreroute.report.simulation import (

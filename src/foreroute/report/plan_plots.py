@@ -83,7 +83,6 @@ def by_layer(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
         "once per step can level, and on average over its micro-steps.",
         x_label=layer_label(layers),
         y_label="slowest rank over mean",
-        absent="",
     )
     lines = (
         ("whole step at once", STEP, summary.step_imbalance_L),
@@ -111,7 +110,6 @@ def load_of_ranks(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
         "Each column is a cell, which lasts as long as its slowest rank.",
         x_label="micro-step",
         y_label="rank",
-        absent="",
     )
     sides = (summary.before.over_mean_MLG[:, layer].T, summary.after.over_mean_MLG[:, layer].T)
     return _heat_maps(caption, sides, least=0.0)
@@ -124,7 +122,6 @@ def load_of_cells(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
         sentence="Its load over the mean of the cell, in all layers and micro-steps.",
         x_label="micro-step",
         y_label=layer_label(layers),
-        absent="",
     )
     sides = (summary.before.imbalance_ML.T, summary.after.imbalance_ML.T)
     return _heat_maps(caption, sides, least=None, layers=layers)
@@ -142,7 +139,6 @@ def gap_to_bound(summary: StepSummary) -> Plot:
         "reach, for all cells from the best to the worst.",
         x_label="share of cells",
         y_label="above the bound (logarithmic)",
-        absent="",
     )
     least = 1e-4  # the axis is linear below it, so that a gap of exactly 0 can be shown
 
@@ -219,7 +215,6 @@ def time_by_part(summary: StepSummary) -> Plot:
         sentence="Seconds of the step by the cost model, not measured: without balancing and under the plan.",
         x_label="seconds, modelled",
         y_label="",
-        absent="",
     )
     sides = (("without", summary.before), ("plan", summary.after))
     bars = [
@@ -249,7 +244,6 @@ def by_method(records: Sequence[BalancerRecord], summary: StepSummary) -> Plot:
         "beat: experts level to the last row, and not one byte over any link.",
         x_label="seconds, modelled",
         y_label="",
-        absent="",
     )
 
     def draw(axes: Any) -> None:

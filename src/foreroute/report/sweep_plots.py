@@ -73,7 +73,6 @@ def against_imbalance(record: SimulationRecord, sweeps: Sequence[SweepRecord]) -
         "more tokens in their node than uniform traffic would.",
         x_label="static: load of the slowest rank over the mean",
         y_label="speed over that of forced balance",
-        absent="",
     )
     return [_scatter(gains, record, points, note, shares=False), _scatter(shares, record, points, note, shares=True)]
 
@@ -124,7 +123,6 @@ def _card(
         sentence=_said(key, configured, config) + NOTES.get(key, ""),
         x_label=x_label,
         y_label="recompute waits, s" if waits else "static / this",
-        absent="",
     )
     known = {point.value: point.simulation for point in points}
     places = sorted(({configured: record} | known).items())
