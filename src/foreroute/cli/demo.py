@@ -17,7 +17,7 @@ from rich.table import Table
 from foreroute.cli.terminal import Console, is_first_rank, write_page
 from foreroute.cli.train import console_of_rank, train_and_report, watching
 from foreroute.errors import ConfigError
-from foreroute.report import LoadRow, SummaryRow, load_rows, read_runs, summary_rows, write_report
+from foreroute.report import SummaryRow, TableRow, load_rows, read_runs, summary_rows, write_report
 from foreroute.train import TrainConfig, parse_config, train
 from foreroute.train.ranks import num_started
 
@@ -136,7 +136,7 @@ def _num_ranks() -> int:
     return started
 
 
-def _print(row: LoadRow, console: Console) -> None:
+def _print(row: TableRow, console: Console) -> None:
     table = Table(title="Load of the ranks, per step", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from foreroute.mismatch import Alarm, Kind
 from foreroute.mismatch.alarm_rules import WORDS
 from foreroute.records import ExecutionRecord, Load, Side, StepRecord
-from foreroute.report.format import ABSENT, percentage, seconds
+from foreroute.report.format import ABSENT, TableRow, percentage, seconds
 from foreroute.report.reading import Run
 
 Measure = Literal["k3", "f2", "differing_share", "differing_tokens_share"]
@@ -168,25 +168,10 @@ def _excess(alarm: Alarm) -> float:
     return abs(alarm.value - alarm.threshold)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadRow:
-    """One expert-parallel run.
-
-    Attributes:
-        position: of the run in the report.
-        run: its label.
-        cells: of the table, by heading, as text.
-    """
-
-    position: int
-    run: str
-    cells: dict[str, str]
-
-
-def load_rows(runs: Sequence[Run]) -> list[LoadRow]:
+def load_rows(runs: Sequence[Run]) -> list[TableRow]:
     """A row for every run that was expert-parallel under a plan."""
     return [
-        LoadRow(position=position, run=run.label, cells=_cells([execution for _, execution in planned]))
+        TableRow(position=position, label=run.label, cells=_cells([execution for _, execution in planned]))
         for position, run in enumerate(runs)
         if (planned := planned_steps(run))
     ]
