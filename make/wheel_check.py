@@ -45,6 +45,7 @@ EXTRAS = {
     "trl": ["trainers.trl", "conformance.trl"],
     "tensorboard": ["train.recorder"],
     "wandb": ["train.recorder"],
+    "fit": ["simulate.fit"],
     "report": ["report.training_plots", "report.plan_plots", "report.simulation_plots"],
 }
 

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
@@ -34,15 +35,17 @@ from foreroute.simulate import (
     timeline,
 )
 from foreroute.simulate.config import SweepConfig
-from foreroute.simulate.fit import FitRecord, fit
 from foreroute.simulate.measurements import load_measurements
 from foreroute.simulate.simulation import OnProgress
+
+if TYPE_CHECKING:  # it needs scipy
+    from foreroute.simulate.fit import FitRecord
 
 TIMELINE_LAYERS = 5
 """Layers that a timeline shows."""
 DEFAULT_RATES = ("gemm_flops_per_s", "layer_s")
 
-Fitted = tuple[FitRecord, Mapping[str, float]]
+Fitted = tuple["FitRecord", Mapping[str, float]]
 
 
 def run_simulation(
@@ -103,6 +106,8 @@ def _fitted(
     config: SimulateConfig, measurements: Path, rates: Sequence[str], console: Console
 ) -> tuple[SimulateConfig, Fitted]:
     """Fit rates; returns the configuration with them, what was fitted, and the rates before."""
+    from foreroute.simulate.fit import fit
+
     described = config.described()
     measured = load_measurements(measurements, described.topology)
     with working(f"fitting to {len(measured)} measurements", console):
