@@ -8,7 +8,7 @@ from foreroute.report.format import TableRow
 from foreroute.report.plan import method_rows, plan_summary, write_plan_page
 from foreroute.report.reading import Run, read_run, read_runs
 from foreroute.report.run import write_report
-from foreroute.report.run_rows import Sides, SummaryRow, load_rows, summary_rows
+from foreroute.report.run_rows import SummaryRow, load_rows, summary_rows
 from foreroute.report.simulation import (
     compared_methods,
     fit_rows,
@@ -21,7 +21,6 @@ from foreroute.report.template import check_page
 
 __all__ = [
     "Run",
-    "Sides",
     "SummaryRow",
     "TableRow",
     "check_page",

@@ -126,7 +126,7 @@ def _table_notes(rows: Sequence[SummaryRow]) -> list[str]:
     for row in rows:
         if row.routing == "R3+weights":
             notes.append(f"{row.run}: replays the engine's gate weights too, where it says with replay.")
-        if not row.paired_steps and row.k3.native is None and row.k3.replayed is None:
+        if not row.paired_steps and set(row.k3.values()) == {None}:
             notes.append(f"{row.run}: the mismatch of trainer and rollout engine was not recorded.")
         elif not row.paired_steps:
             notes.append(

@@ -12,21 +12,15 @@ from typing import Literal, get_args
 
 from foreroute.mismatch import Alarm, Kind
 from foreroute.mismatch.alarm_rules import WORDS
-from foreroute.records import ExecutionRecord, Load, Side, StepRecord
+from foreroute.records import SIDES, ExecutionRecord, Load, Side, StepRecord
 from foreroute.report.format import ABSENT, TableRow, percentage, seconds
 from foreroute.report.reading import Run
 
 Measure = Literal["k3", "f2", "differing_share", "differing_tokens_share"]
+BySide = dict[Side, float | None]
+"""One measure without replay and with it. None: never measured."""
 WINDOW = 10
 """Steps at each end of a run whose reward is averaged."""
-
-
-@dataclass(frozen=True)
-class Sides:
-    """One measure without replay and with it. None: never measured."""
-
-    native: float | None
-    replayed: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +40,10 @@ class SummaryRow:
     reward_first: float | None
     reward_last: float | None
     paired_steps: int
-    k3: Sides
-    f2: Sides
-    differing_share: Sides
-    differing_tokens_share: Sides
+    k3: BySide
+    f2: BySide
+    differing_share: BySide
+    differing_tokens_share: BySide
     seconds_per_step: float | None
     seconds_by_phase: dict[str, float]
 
@@ -71,10 +65,10 @@ def _row(run: Run) -> SummaryRow:
         reward_first=_reward(run.steps[:WINDOW]),
         reward_last=_reward(run.steps[-WINDOW:]),
         paired_steps=len(run.paired_steps()),
-        k3=_sides(run, "k3"),
-        f2=_sides(run, "f2"),
-        differing_share=_sides(run, "differing_share"),
-        differing_tokens_share=_sides(run, "differing_tokens_share"),
+        k3=_by_side(run, "k3"),
+        f2=_by_side(run, "f2"),
+        differing_share=_by_side(run, "differing_share"),
+        differing_tokens_share=_by_side(run, "differing_tokens_share"),
         seconds_per_step=_mean(sum(seconds.values()) for seconds in timed),
         seconds_by_phase={phase: fmean(seconds.get(phase, 0.0) for seconds in timed) for phase in phases},
     )
@@ -84,11 +78,8 @@ def _reward(steps: Sequence[StepRecord]) -> float | None:
     return _mean(reward for step in steps if (reward := step.get("reward_mean")) is not None)
 
 
-def _sides(run: Run, measure: Measure) -> Sides:
-    def mean(side: Side) -> float | None:
-        return _mean(step["mismatch"][side][measure] for step in run.steps_to_compare(side))
-
-    return Sides(mean("native"), mean("replayed"))
+def _by_side(run: Run, measure: Measure) -> BySide:
+    return {side: _mean(step["mismatch"][side][measure] for step in run.steps_to_compare(side)) for side in SIDES}
 
 
 def _mean(values: Iterable[float]) -> float | None:
@@ -96,46 +87,26 @@ def _mean(values: Iterable[float]) -> float | None:
     return fmean(known) if known else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class AlarmRow:
-    """An alarm that was on for some steps in a row, or a rollback.
+def alarm_rows(runs: Sequence[Run]) -> list[TableRow]:
+    """For each run its rollbacks, whose own steps are no longer part of it, then its alarms.
 
-    Attributes:
-        position: of the run in the report.
-        run: its label.
-        steps: as text.
-        what: happened.
-        advice: what to do.
-        figures: value and limit where it was farthest from it, as text.
+    The cells are the steps, what happened and what to do, and value and limit where it was farthest from it.
     """
-
-    position: int
-    run: str
-    steps: str
-    what: str
-    advice: str = ""
-    figures: str = ""
-
-
-def alarm_rows(runs: Sequence[Run]) -> list[AlarmRow]:
-    """For each run its rollbacks, whose own steps are no longer part of it, then its alarms."""
     rows = []
     for position, run in enumerate(runs):
         for back in run.rollbacks:
             what = f"Rolled back to step {back.to_step}, and on with replay and other data. {_sentence(back.because)}"
-            rows.append(AlarmRow(position=position, run=run.label, steps=str(back.at_step), what=what))
+            cells = {"Steps": str(back.at_step), "What happened": what, "Advice": "", "Worst value": ""}
+            rows.append(TableRow(position=position, label=run.label, cells=cells))
         for kind in get_args(Kind):
             for steps, worst in _episodes(run, kind):
-                rows.append(
-                    AlarmRow(
-                        position=position,
-                        run=run.label,
-                        steps=f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0]),
-                        what=_sentence(WORDS[kind]),
-                        advice=worst.advice,
-                        figures=f"{worst.value:.3g}, limit {worst.threshold:.3g}",
-                    )
-                )
+                cells = {
+                    "Steps": f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0]),
+                    "What happened": _sentence(WORDS[kind]),
+                    "Advice": worst.advice,
+                    "Worst value": f"{worst.value:.3g}, limit {worst.threshold:.3g}",
+                }
+                rows.append(TableRow(position=position, label=run.label, cells=cells))
     return rows
 
 
