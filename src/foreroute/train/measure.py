@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import cast
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from foreroute.mismatch import (
 )
 from foreroute.mismatch.measures import LOG10_EDGES
 from foreroute.plan import contiguous_imbalance
+from foreroute.records import ImportanceRecord, MismatchRecord, Side, StepRecord
 from foreroute.trace import concatenate, count_assignments
 from foreroute.train.passes import Recomputed
 from foreroute.train.rollout import Experience, SamplingRounds
@@ -38,7 +39,7 @@ class StepPart:
     """
 
     experience: Experience
-    passes: dict[str, Recomputed]
+    passes: dict[Side, Recomputed]
     updated: Updated
 
 
@@ -73,7 +74,7 @@ def merged(parts: list[StepPart]) -> StepPart:
     return StepPart(experience, passes, replace(parts[0].updated, micro_step_S=micro_step_S))
 
 
-def step_record(step: int, whole: StepPart, trained_with: str, seconds: dict[str, float]) -> dict[str, Any]:
+def step_record(step: int, whole: StepPart, trained_with: Side, seconds: dict[str, float]) -> StepRecord:
     """Make one line of metrics.jsonl.
 
     Args:
@@ -85,7 +86,8 @@ def step_record(step: int, whole: StepPart, trained_with: str, seconds: dict[str
     experience, passes, updated = whole.experience, whole.passes, whole.updated
     generation, rewards_S = experience.generation, experience.sampled.first_rewards_S
     rewards_S = rewards_S[~np.isnan(rewards_S)]
-    record: dict[str, Any] = {
+    figures = asdict(updated.importance)
+    record: StepRecord = {
         "step": step,
         "weight_version": max(generation.trace.versions),
         "staleness": step - min(generation.trace.versions),
@@ -102,7 +104,7 @@ def step_record(step: int, whole: StepPart, trained_with: str, seconds: dict[str
         "trained_with": trained_with,
         "mismatch": {name: mismatch_record(*mismatch_of(generation, result)) for name, result in passes.items()},
         "expert_load": _expert_load(generation, updated),
-        "importance": asdict(updated.importance) | {"rejected_sequences": updated.rejected_sequences},
+        "importance": cast("ImportanceRecord", figures | {"rejected_sequences": updated.rejected_sequences}),
         "reward_failures": len(experience.sampled.failures),
         "sampling": {
             "rounds": experience.sampled.rounds,
@@ -132,7 +134,7 @@ def mismatch_of(generation: Generation, result: Recomputed) -> tuple[TokenMismat
     )
 
 
-def mismatch_record(tokens: TokenMismatch, routes: RoutingMismatch) -> dict[str, Any]:
+def mismatch_record(tokens: TokenMismatch, routes: RoutingMismatch) -> MismatchRecord:
     """Give the measures of `foreroute.mismatch` as plain data."""
     return {
         "response_tokens": tokens.count,
