@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,5 +69,5 @@ def run_static(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str, 
 
 
 def _figures(generation: Generation, result: Recomputed) -> dict[str, float]:
-    record = mismatch_record(*mismatch_of(generation, result))
+    record: Mapping[str, Any] = mismatch_record(*mismatch_of(generation, result))
     return {name: record[name] for name in KEPT}

@@ -1,7 +1,7 @@
-"""Writes docs/configuration.md from the configurations in the code: `make config-reference`.
+"""Writes docs/configuration.md from the configurations in the code, and the keys of metrics.jsonl into docs/metrics.md.
 
-A key's text is the string under it, or its entry under "Attributes:" where a table is a plain dataclass. A key without
-one is an error.
+`make config-reference` runs it. A key's text is the string under it, or its entry under "Attributes:" where a table is
+a plain dataclass. A key without one is an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Required, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
@@ -24,10 +24,18 @@ from foreroute.costs.cluster_file import TABLES
 from foreroute.costs.model import CostModel, Hardware, ModelShape
 from foreroute.files.config_file import Section
 from foreroute.plan.topology import Links, Topology
+from foreroute.records import step_record
 from foreroute.simulate.config import SimulateConfig
 from foreroute.train.config import TrainConfig
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+METRICS = PAGE.with_name("metrics.md")
+RECORDED = "## What a run records\n"
+RECORDS = """
+Each line of `metrics.jsonl` is a JSON object, one for each step from 0 on. Only keys in bold are in every one of their
+table; the others are left out where nothing was measured. Readers pass over keys that are not listed, so a line may
+have more. Types are those of `foreroute.records`, which the trainer writes by and the report reads by.
+"""
 INTRO = """# Configuration
 
 Every key of the TOML files that `foreroute train`, `foreroute simulate` and `foreroute plan` read: its type, its
@@ -89,6 +97,52 @@ def topology_tables() -> Iterator[str]:
                 0, ("preset", PLAIN[str], "not set", "Values for all keys of this table; a key beside it overrides it.")
             )
         yield from _table(rows)
+
+
+def metrics_page(text: str) -> str:
+    """docs/metrics.md with the keys of `foreroute.records.StepRecord` in their section."""
+    before, _, rest = text.partition(RECORDED)
+    after = rest[rest.index("\n## ") + 1 :]
+    rows = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in record_rows(step_record.StepRecord)]
+    table = "".join(f"| {row} |\n" for row in ["key | type | ", "---|---|---", *rows])
+    return f"{before}{RECORDED}{RECORDS}\n{table}\n{after}"
+
+
+def record_rows(kind: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
+    """Key, type and meaning of everything in a record, those of the records in it after their own key."""
+    texts = {"f1.5": "The same for one and a half, F(1.5)."} | _attribute_docstrings(kind)
+    for key, hint in get_type_hints(kind, include_extras=True).items():
+        name = f"`{path}{key}`"
+        inner, between = _record_in(hint)
+        yield (
+            f"**{name}**" if key in kind.__required_keys__ else name,
+            ("object" if not between else "object of objects") if inner else _record_type(hint),
+            _required(texts, key, kind),
+        )
+        if inner:
+            yield from record_rows(inner, f"{path}{key}.{between}")
+
+
+def _record_in(hint: Any) -> tuple[Any, str]:
+    """The record that a value is, or holds by name, with a star for the name; or none."""
+    if hasattr(hint, "__required_keys__"):
+        return hint, ""
+    star = "*." if get_origin(hint) is dict else ""
+    found = [_record_in(each) for each in get_args(hint)]
+    return next(((inner, star + between) for inner, between in found if inner), (None, ""))
+
+
+def _record_type(hint: Any) -> str:
+    if hint is step_record.Share:
+        return "share"
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is dict:
+        return f"object of {_record_type(arguments[1])}"
+    if origin is list:
+        return f"list of {_record_type(arguments[0])}"
+    if origin in (Required, Union, types.UnionType):
+        return " or ".join(_record_type(each) for each in arguments if each is not type(None))
+    return type_words(hint)
 
 
 def type_words(annotation: Any) -> str:
@@ -185,3 +239,4 @@ def _joined(text: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    METRICS.write_text(metrics_page(METRICS.read_text(encoding="utf-8")), encoding="utf-8")

@@ -26,7 +26,7 @@ IN_SDIST = [
 ]  # fmt: skip
 NOT_IN_SDIST = {".venv", ".venv-vllm", "runs", "site", "dist", "build", "__pycache__", ".numba_cache", ".mypy_cache"}
 LIGHT_ROOMS = [
-    "trace", "layout", "capture", "mismatch", "plan", "costs", "planner", "simulate", "report",
+    "trace", "layout", "capture", "mismatch", "plan", "costs", "planner", "records", "simulate", "report",
     "conformance", "doctor", "cli.main",
 ]  # fmt: skip
 EXTRAS = {
@@ -45,6 +45,7 @@ EXTRAS = {
     "trl": ["trainers.trl", "conformance.trl"],
     "tensorboard": ["train.recorder"],
     "wandb": ["train.recorder"],
+    "fit": ["simulate.fit"],
     "report": ["report.training_plots", "report.plan_plots", "report.simulation_plots"],
 }
 

@@ -29,6 +29,7 @@ def test_importing_the_package_loads_numpy_and_nothing_heavier():
         "layout",
         "capture",
         "mismatch",
+        "records",
         "plan",
         "costs",
         "planner",

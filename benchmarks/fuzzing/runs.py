@@ -14,8 +14,7 @@ from benchmarks.fuzzing.mutations import damage, forge, forge_text
 from benchmarks.fuzzing.target import Target, written
 from benchmarks.fuzzing.texts import json_lines, require_unchanged, toml_target
 from foreroute.files import seal_file
-from foreroute.report.reading import read_run
-from foreroute.report.records import Run
+from foreroute.report.reading import Run, read_run
 from foreroute.train import TrainConfig, load_config, parse_config
 from foreroute.train.alarm_actions import Rollback, read_rollbacks
 from foreroute.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
@@ -135,7 +134,7 @@ def _require_rows(raw: bytes, rows: list[Row]) -> None:
 
 
 def _require_steps(raw: bytes, run: Run) -> None:
-    numbers = [step.step for step in run.steps]
+    numbers = [step["step"] for step in run.steps]
     assert numbers == sorted(set(numbers))
     assert all(type(number) is int and number >= 0 for number in numbers)
     given = {}
@@ -147,9 +146,9 @@ def _require_steps(raw: bytes, run: Run) -> None:
             continue
     for step in run.steps:
         # a key that is not there was not recorded; a number is read as the nearest that 64 bits hold, or as infinity
-        reward = given[step.step].get("reward_mean")
-        assert step.reward_mean == (None if reward is None else float(str(reward)))
-        assert type(given[step.step]["step"]) is int
+        reward = given[step["step"]].get("reward_mean")
+        assert step.get("reward_mean") == (None if reward is None else float(str(reward)))
+        assert type(given[step["step"]]["step"]) is int
 
 
 def _run_folder(raw: bytes, folder: Path) -> Path:

@@ -16,7 +16,7 @@ from tests.cli.command import foreroute
 from tests.traces import random_trace
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL = ("torch", "transformers", "jinja2", "matplotlib", "megatron", "trl", "tensorboard", "wandb", "peft")
+OPTIONAL = ("torch", "transformers", "jinja2", "matplotlib", "megatron", "trl", "tensorboard", "wandb", "peft", "scipy")
 BRINGS_HF = "pip install '.[hf]' in a clone of foreroute brings it"
 
 
@@ -180,6 +180,7 @@ def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
     fr.save(random_trace(0, num_experts=8, top_k=2), tmp_path / "t")
     (tmp_path / "run.toml").write_text('name = "light"')
     (tmp_path / "cluster.toml").write_text(TOPOLOGY)
+    (tmp_path / "simulate.toml").write_text("cluster = {gpus = 8, expert_parallel = 8}")
     (tmp_path / "run").mkdir()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -199,6 +200,7 @@ def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
         "doctor --model model --trace t": "hf",
         "doctor --model run.toml --trace t": "hf",
         "report run": "report",
+        "simulate simulate.toml --fit measured.jsonl": "fit",
         "doctor --trainer-trace t --trace t --output page.html": "report",
     }
     done = subprocess.run(

@@ -38,7 +38,9 @@ def test_everything_that_was_measured_is_on_the_page(tmp_path):
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))
     for finding in diagnosis.findings:
         assert finding.sentence[:60] in text.replace("&#39;", "'").replace("&gt;", ">")
-    assert [row.name for row in measure_rows(diagnosis.measures)] == re.findall(r'<tr><th scope="row">(.*?)</th>', html)
+    assert [row.label for row in measure_rows(diagnosis.measures)] == re.findall(
+        r'<tr><th scope="row">(.*?)</th>', html
+    )
     assert html.count("data:image/svg+xml;base64,") == 2
     assert not re.search(r"<script|<link|https?://|@import|url\(", html)
 

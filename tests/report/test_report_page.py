@@ -271,7 +271,7 @@ def test_what_plans_did_is_averaged_over_steps(tmp_path):
     spread = write_run(tmp_path / "spread", config("spread"), lines)
     alone = write_run(tmp_path / "alone", config("alone"), [step_line(0)])
     (row,) = load_rows(read_runs([alone, spread]))
-    assert (row.position, row.run) == (1, "spread")
+    assert (row.position, row.label) == (1, "spread")
     at_home = sum(each["max_over_mean"]["at_home"] for each in executions) / 4
     assert row.cells == {
         "Ranks": "4",

@@ -9,7 +9,7 @@ import pytest
 from foreroute.errors import RunFolderError
 from foreroute.mismatch import Kind
 from foreroute.mismatch.alarm_rules import ADVICE
-from foreroute.report import Sides, read_runs, summary_rows, write_report
+from foreroute.report import read_runs, summary_rows, write_report
 from foreroute.report.run_rows import alarm_rows
 from tests.report.report_runs import config, step_line, write_run
 
@@ -32,17 +32,17 @@ def test_sides_are_averaged_over_the_steps_where_both_were_measured(tmp_path):
     ]
     row = row_of(tmp_path, lines)
     assert (row.steps, row.paired_steps) == (4, 2)
-    assert (row.k3.native, row.k3.replayed) == pytest.approx((0.2, 0.02))
-    assert (row.f2.native, row.f2.replayed) == pytest.approx((0.3, 0.01))
-    assert (row.differing_share.native, row.differing_share.replayed) == pytest.approx((0.4, 0.05))
-    assert (row.differing_tokens_share.native, row.differing_tokens_share.replayed) == pytest.approx((0.5, 0.1))
+    assert (row.k3["native"], row.k3["replayed"]) == pytest.approx((0.2, 0.02))
+    assert (row.f2["native"], row.f2["replayed"]) == pytest.approx((0.3, 0.01))
+    assert (row.differing_share["native"], row.differing_share["replayed"]) == pytest.approx((0.4, 0.05))
+    assert (row.differing_tokens_share["native"], row.differing_tokens_share["replayed"]) == pytest.approx((0.5, 0.1))
 
 
 def test_a_run_measured_one_way_shows_that_way_alone(tmp_path):
     lines = [{"step": i, "mismatch": {"native": side(0.1 * (i + 1))}} for i in range(3)]
     row = row_of(tmp_path, lines, routing="R2")
-    assert row.k3.native == pytest.approx(0.2)
-    assert row.k3.replayed is None
+    assert row.k3["native"] == pytest.approx(0.2)
+    assert row.k3["replayed"] is None
     assert (row.paired_steps, row.trains_with, row.routing) == (0, "native", "R2")
 
 
@@ -70,7 +70,7 @@ def test_time_is_the_mean_sum_of_phases(tmp_path):
 
 def test_what_was_never_recorded_is_none(tmp_path):
     row = row_of(tmp_path, [{"step": 0}])
-    assert row.k3 == row.f2 == row.differing_share == row.differing_tokens_share == Sides(None, None)
+    assert row.k3 == row.f2 == row.differing_share == row.differing_tokens_share == {"native": None, "replayed": None}
     assert row.reward_first is row.reward_last is row.seconds_per_step is None
     assert row.seconds_by_phase == {}
 
@@ -96,13 +96,13 @@ def test_steps_in_a_row_are_one_row_with_the_worst_value(tmp_path):
         6: [alarm("f2", 0.11)],
     }
     rows = alarm_rows(read_runs([run_with(tmp_path / "run", by_step)]))
-    assert [(row.steps, row.figures) for row in rows] == [
+    assert [(row.cells["Steps"], row.cells["Worst value"]) for row in rows] == [
         ("2 to 4", "0.3, limit 0.1"),
         ("6", "0.11, limit 0.1"),
         ("3", "0.5, limit 0.88"),
     ]
-    assert rows[0].what.startswith("Too many tokens are far apart")
-    assert [row.advice for row in rows] == [ADVICE[kind] for kind in ("f2", "f2", "stale_routes")]
+    assert rows[0].cells["What happened"].startswith("Too many tokens are far apart")
+    assert [row.cells["Advice"] for row in rows] == [ADVICE[kind] for kind in ("f2", "f2", "stale_routes")]
 
 
 def test_the_page_says_what_to_do_about_every_alarm(tmp_path):

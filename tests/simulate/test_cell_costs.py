@@ -7,8 +7,9 @@ from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.plan import Links, Topology
 from foreroute.plan.step_plan import CellHosts
-from foreroute.simulate.cell_costs import Hosts, StagePass, fetched_hosts, transfers_of
+from foreroute.simulate.cell_costs import StagePass, fetched_hosts, transfers_of
 from foreroute.simulate.ep_group import forward_only, layer_parts, one_forward_one_backward
+from foreroute.simulate.methods import PlannedStep
 
 TOPOLOGY = Topology(4, 2, 1, Links(340e9, 45e9, 50e9, 20e-6, 50e-6))
 COSTS = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
@@ -18,7 +19,7 @@ BYTES = 3 * 2048 * 768
 REPLICAS = [[(1, 0, True)], [(1, 0, False)], [(3, 0, True)]]
 
 
-def hosts(slots):
+def planned(slots):
     assignments = []
     for replicas in REPLICAS:
         for _ in range(2):
@@ -30,12 +31,12 @@ def hosts(slots):
                 np.concatenate([np.zeros(4, bool), fetched]),
             )
             assignments.append(one)
-    return Hosts.of(assignments, (3, 2), np.tile(HOME_E, (2, 1)), slots)
+    return PlannedStep(assignments, np.tile(HOME_E, (2, 1)), np.empty((0, 4), np.int64), slots, 0.0)
 
 
 def fetched(slots, order):
     found = {}
-    for stage_pass, layer, expert_H, rank_H in fetched_hosts(hosts(slots), order):
+    for stage_pass, layer, expert_H, rank_H in fetched_hosts(planned(slots), order):
         assert rank_H.tolist() == [0] * len(expert_H)
         found.setdefault((stage_pass.backward, stage_pass.micro_step), []).append((layer, expert_H.tolist()))
     return found
@@ -63,7 +64,7 @@ def test_shared_slots_are_filled_in_every_visit():
 @pytest.mark.parametrize(("prefetch", "found_layers"), [(0, [1]), (1, [0, 1])])
 def test_shared_slots_still_hold_the_last_cells_where_the_order_turns(prefetch, found_layers):
     order = one_forward_one_backward(0, 1, 3)
-    moved = transfers_of(hosts("shared"), np.arange(2), order, "host", TOPOLOGY, COSTS, prefetch=prefetch)
+    moved = transfers_of(planned("shared"), np.arange(2), order, "host", TOPOLOGY, COSTS, prefetch=prefetch)
     assert (moved.host_KMLG[0, :, :, 0] > 0).all()
     for layer in range(2):
         assert (moved.host_KMLG[1, :, layer, 0] > 0).all() == (layer not in found_layers)
@@ -78,7 +79,7 @@ def test_shared_slots_still_hold_the_last_cells_where_the_order_turns(prefetch, 
     ],
 )
 def test_paths_by_hand(path, near, far):
-    moved = transfers_of(hosts("layer"), np.arange(2), forward_only(3), path, TOPOLOGY, COSTS, prefetch=1)
+    moved = transfers_of(planned("layer"), np.arange(2), forward_only(3), path, TOPOLOGY, COSTS, prefetch=1)
     for m, (lane, seconds) in ((0, near), (2, far)):
         host_s, direct_G4 = moved.host_KMLG[0, m, 0, 0], moved.direct_KMLG4[0, m, 0]
         if lane == "host":
@@ -93,7 +94,7 @@ def test_gradients_return_in_every_micro_step_or_once_for_each_fetch():
     order = one_forward_one_backward(0, 1, 3)
     every, once = (
         transfers_of(
-            hosts("layer"), np.arange(2), order, "host", TOPOLOGY, COSTS, prefetch=1, every_micro_step=each
+            planned("layer"), np.arange(2), order, "host", TOPOLOGY, COSTS, prefetch=1, every_micro_step=each
         ).gradient_MLG4[:, 0]
         for each in (True, False)
     )

@@ -1,6 +1,5 @@
 """The recurrence against a play of events, by hand, and what must hold of any schedule."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,11 +26,11 @@ def engine_and_oracle(
 ):
     compute, moved = random_work(seed, micro_steps=micro_steps, layers=layers, ranks=ranks, transfers=transfers)
     # many gradients are still on their way when the stage has ended
-    moved = replace(moved, gradient_MLG4=moved.gradient_MLG4 * (0.0 if stage == 0 else gradients))
+    moved = moved._replace(gradient_MLG4=moved.gradient_MLG4 * (0.0 if stage == 0 else gradients))
     ready_M = planned * np.arange(1, micro_steps + 1)
     orders, parts, how = orders_of(stage, stages, micro_steps), layer_parts(layers, stages), rules(**rule)
     found = run(orders, parts, compute, moved, how, stage=stage, ready_M=ready_M)
-    work = SimpleNamespace(**vars(compute), **vars(moved))
+    work = SimpleNamespace(**compute._asdict(), **moved._asdict())
     return found, play(orders, parts, work, how, STAGES[stage].groups, ready_M)
 
 
@@ -101,8 +100,7 @@ def test_one_forward_one_backward_of_even_stages_takes_the_textbook_time():
     """(M + P - 1) times forward and backward of a stage, when all stages take the same and sending takes no time."""
     stages, micro_steps = 3, 5
     compute, moved = random_work(0, micro_steps=micro_steps, layers=stages)
-    compute = replace(
-        compute,
+    compute = compute._replace(
         attention_MG2=np.ones_like(compute.attention_MG2),
         experts_MLG2=np.ones_like(compute.experts_MLG2),
         all_to_all_ML=np.full_like(compute.all_to_all_ML, 0.25),
@@ -125,8 +123,8 @@ def test_one_forward_one_backward_of_even_stages_takes_the_textbook_time():
 def test_overlap_hides_all_to_alls_behind_its_share_of_computing(overlap, expected):
     compute, moved = random_work(0, micro_steps=1, layers=1)
     ones = {name: np.ones_like(getattr(compute, name)) for name in ("attention_MG2", "experts_MLG2")}
-    compute = replace(
-        compute, **ones, all_to_all_ML=np.array([[0.75]]), head_MG=np.zeros_like(compute.head_MG), layer_s=0.0
+    compute = compute._replace(
+        **ones, all_to_all_ML=np.array([[0.75]]), head_MG=np.zeros_like(compute.head_MG), layer_s=0.0
     )
     assert plain(compute, without_cost(moved), overlap=overlap).end_P == pytest.approx([expected])
 
@@ -135,8 +133,8 @@ def test_fetches_share_the_links_with_all_to_alls_that_are_hidden():
     """Computing of 1 + 1 hides 0.75 of all-to-alls, so links have 5/8 of it left: 0.5 takes 0.8 of the experts."""
     compute, moved = random_work(0, micro_steps=1, layers=1)
     ones = {name: np.ones_like(getattr(compute, name)) for name in ("attention_MG2", "experts_MLG2")}
-    compute = replace(
-        compute, **ones, all_to_all_ML=np.array([[0.375]]), head_MG=np.zeros_like(compute.head_MG), layer_s=0.0
+    compute = compute._replace(
+        **ones, all_to_all_ML=np.array([[0.375]]), head_MG=np.zeros_like(compute.head_MG), layer_s=0.0
     )
     moved = without_cost(moved)
     moved.direct_KMLG4[0, 0, 0, 1, 2] = 0.5
@@ -148,8 +146,7 @@ def test_fetches_share_the_links_with_all_to_alls_that_are_hidden():
 def test_ranks_that_share_processors_take_turns():
     """Works of 1, 2, 3 on two processors: all three run at 2/3 until 1.5, then two at full speed until 2.5 and 3.5."""
     compute, moved = random_work(0, micro_steps=1, layers=1, ranks=3)
-    compute = replace(
-        compute,
+    compute = compute._replace(
         attention_MG2=np.broadcast_to(np.array([2.0, 3.0, 1.0])[:, None], (1, 3, 2)),
         experts_MLG2=np.zeros_like(compute.experts_MLG2),
         head_MG=np.zeros_like(compute.head_MG),
@@ -178,7 +175,7 @@ def test_faster_links_and_ranks_never_slow_a_step(seed, name, factor, stages, ru
     orders, parts = orders_of(1, stages, 3), layer_parts(4, stages)
     slow = run(orders, parts, compute, moved, rules(**rule), stage=1)
     holder = compute if hasattr(compute, name) else moved
-    faster = replace(holder, **{name: factor * getattr(holder, name)})
+    faster = holder._replace(**{name: factor * getattr(holder, name)})
     pair = (faster, moved) if holder is compute else (compute, faster)
     quick = run(orders, parts, *pair, rules(**rule), stage=1)
     assert quick.end_P.max() <= slow.end_P.max() + 1e-9

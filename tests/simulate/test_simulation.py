@@ -11,6 +11,7 @@ from foreroute.costs.model import BACKWARD, FORWARD
 from foreroute.errors import ConfigError
 from foreroute.planner.methods import METHODS
 from foreroute.simulate import parse_config, simulate
+from foreroute.simulate.cell_costs import without_cost
 from foreroute.simulate.engine import PARTS
 from foreroute.simulate.ep_group import EPGroup, plan_ready
 from foreroute.simulate.methods import PlannedStep, all_at_home, forced_balance, plan_with
@@ -115,7 +116,8 @@ def test_without_transfers_and_overlap_it_is_the_planners_cost_model(method, dis
     cluster = config.described()
     step = GroupStep(next(iter(group_steps(config, cluster.topology, cluster.costs.model))).problem, None)
     planned = plan_with(METHODS[method], step.problem, cluster.costs)
-    group = EPGroup.of(planned, step, config, cluster.topology, cluster.costs).with_free_transfers()
+    group = EPGroup.of(planned, step, config, cluster.topology, cluster.costs)
+    group = replace(group, recompute=without_cost(group.recompute), update=without_cost(group.update))
     parts = np.zeros((2, 4))
     for one, (layer, _) in zip(planned.assignments, step.problem.cells(), strict=True):
         figures = price_cell(one, planned.home_LE[layer], cluster.topology, cluster.costs)

@@ -17,7 +17,8 @@ from rich.table import Table
 from foreroute.cli.terminal import Console, is_first_rank, write_page
 from foreroute.cli.train import console_of_rank, train_and_report, watching
 from foreroute.errors import ConfigError
-from foreroute.report import LoadRow, SummaryRow, load_rows, read_runs, summary_rows, write_report
+from foreroute.records import SIDES
+from foreroute.report import SummaryRow, TableRow, load_rows, read_runs, summary_rows, write_report
 from foreroute.train import TrainConfig, parse_config, train
 from foreroute.train.ranks import num_started
 
@@ -90,15 +91,15 @@ def _table(rows: list[SummaryRow]) -> Table:
         table.add_column(heading, justify="left" if heading in {"run", "replay"} else "right")
     for row in rows:
         reward = f"{row.reward_first:.2f} → {row.reward_last:.2f}"
-        for side, name in (("native", "without"), ("replayed", "with")):
+        for side, name in zip(SIDES, ("without", "with"), strict=True):
             trained = row.trains_with == side
             table.add_row(
                 row.run if side == "native" else "",
                 name,
-                _percent(getattr(row.differing_share, side)),
-                _percent(getattr(row.differing_tokens_share, side)),
-                _scientific(getattr(row.k3, side)),
-                _scientific(getattr(row.f2, side)),
+                _percent(row.differing_share[side]),
+                _percent(row.differing_tokens_share[side]),
+                _scientific(row.k3[side]),
+                _scientific(row.f2[side]),
                 reward if trained else "",
                 end_section=side == "replayed",
             )
@@ -136,7 +137,7 @@ def _num_ranks() -> int:
     return started
 
 
-def _print(row: LoadRow, console: Console) -> None:
+def _print(row: TableRow, console: Console) -> None:
     table = Table(title="Load of the ranks, per step", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")

@@ -135,5 +135,5 @@ def _print(console: Console, diagnosis: Diagnosis) -> None:
         for heading in ("compared", "k3", "F(2)", "differing decisions", "differing tokens"):
             measures.add_column(heading, justify="left" if heading == "compared" else "right")
         for row in rows:
-            measures.add_row(row.name, row.k3, row.f2, row.decisions, row.tokens)
+            measures.add_row(row.label, *row.cells.values())
         console.print(measures)

@@ -32,6 +32,7 @@ EXTRA_OF = {
     "transformers": "hf",
     "jinja2": "report",
     "matplotlib": "report",
+    "scipy": "fit",
     "megatron": "megatron",
     "trl": "trl",
     "tensorboard": "tensorboard",

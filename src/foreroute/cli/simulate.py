@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
@@ -14,7 +15,7 @@ from foreroute.cli.terminal import CommandProgress, Console, working, write_page
 from foreroute.errors import InputError, RunFolderError
 from foreroute.files import check_writable, write_folder_atomically, writing_named
 from foreroute.report import (
-    SimulationRow,
+    TableRow,
     compared_methods,
     fit_rows,
     fit_summary,
@@ -34,15 +35,17 @@ from foreroute.simulate import (
     timeline,
 )
 from foreroute.simulate.config import SweepConfig
-from foreroute.simulate.fit import FitRecord, fit
 from foreroute.simulate.measurements import load_measurements
 from foreroute.simulate.simulation import OnProgress
+
+if TYPE_CHECKING:  # it needs scipy
+    from foreroute.simulate.fit import FitRecord
 
 TIMELINE_LAYERS = 5
 """Layers that a timeline shows."""
 DEFAULT_RATES = ("gemm_flops_per_s", "layer_s")
 
-Fitted = tuple[FitRecord, Mapping[str, float]]
+Fitted = tuple["FitRecord", Mapping[str, float]]
 
 
 def run_simulation(
@@ -103,6 +106,8 @@ def _fitted(
     config: SimulateConfig, measurements: Path, rates: Sequence[str], console: Console
 ) -> tuple[SimulateConfig, Fitted]:
     """Fit rates; returns the configuration with them, what was fitted, and the rates before."""
+    from foreroute.simulate.fit import fit
+
     described = config.described()
     measured = load_measurements(measurements, described.topology)
     with working(f"fitting to {len(measured)} measurements", console):
@@ -114,7 +119,9 @@ def _fitted(
         before[name] = float(getattr(holder, name))
         values[table] = {**values[table], name: value}
     for row in fit_rows(found, before):
-        console.print(f"{'fitted':<9} {row.name} {row.after}, configured {row.before}", highlight=False)
+        console.print(
+            f"{'fitted':<9} {row.label} {row.cells['Fitted']}, configured {row.cells['Configured']}", highlight=False
+        )
     console.print(fit_summary(found), highlight=False)
     return parse_config(values, source=f"{measurements}, fitted"), (found, before)
 
@@ -161,22 +168,22 @@ def _print(record: SimulationRecord, console: Console) -> None:
         console.print(sentence, highlight=False, markup=False)
 
 
-def _table(rows: Sequence[SimulationRow]) -> Table:
+def _table(rows: Sequence[TableRow]) -> Table:
     title = "\nRecompute and update, all modelled but the time of planning"
     table = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left")
     table.add_column("", max_width=26)
-    for heading in (
-        "time, s",
-        "static\n/ this",
-        "of forced\nbalance",
-        "over\nmean",
-        "ex-\nposed",
-        "planned\nin",
-        "GPU-h\nsaved",
-    ):
+    columns = {
+        "time, s": "Both stages",
+        "static\n/ this": "Static / this",
+        "of forced\nbalance": "Of forced balance",
+        "over\nmean": "Over mean",
+        "ex-\nposed": "Exposed",
+        "planned\nin": "Planned in",
+        "GPU-h\nsaved": "Saved",
+    }
+    for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        style = "bold" if row.ours else ""
-        cells = (row.training, row.gain, row.of_forced_balance, row.imbalance, row.exposed, row.planning, row.saved)
-        table.add_row(row.label, *cells, style=style)
+        cells = [row.cells.get(name, "") for name in columns.values()]
+        table.add_row(row.label, *cells, style="bold" if row.ours else "")
     return table

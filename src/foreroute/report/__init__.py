@@ -3,14 +3,13 @@
 Importing this room loads neither matplotlib nor jinja2; `write_report` does, and says what to install without them.
 """
 
-from foreroute.report.diagnosis import MeasureRow, measure_rows, write_diagnosis
-from foreroute.report.plan import MethodRow, method_rows, plan_summary, write_plan_page
-from foreroute.report.reading import read_run, read_runs
-from foreroute.report.records import Run
+from foreroute.report.diagnosis import measure_rows, write_diagnosis
+from foreroute.report.format import TableRow
+from foreroute.report.plan import method_rows, plan_summary, write_plan_page
+from foreroute.report.reading import Run, read_run, read_runs
 from foreroute.report.run import write_report
-from foreroute.report.run_rows import LoadRow, Sides, SummaryRow, load_rows, summary_rows
+from foreroute.report.run_rows import SummaryRow, load_rows, summary_rows
 from foreroute.report.simulation import (
-    SimulationRow,
     compared_methods,
     fit_rows,
     fit_summary,
@@ -21,13 +20,9 @@ from foreroute.report.simulation import (
 from foreroute.report.template import check_page
 
 __all__ = [
-    "LoadRow",
-    "MeasureRow",
-    "MethodRow",
     "Run",
-    "Sides",
-    "SimulationRow",
     "SummaryRow",
+    "TableRow",
     "check_page",
     "compared_methods",
     "fit_rows",

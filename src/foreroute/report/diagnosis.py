@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from foreroute.doctor import Diagnosis, Measures, Severity
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
-from foreroute.report.format import percentage, scientific
+from foreroute.report.format import TableRow, percentage, scientific
 from foreroute.report.template import write_html
 
 WORDS = {Severity.FINE: "fine", Severity.NOTE: "note", Severity.WARNING: "warning", Severity.PROBLEM: "problem"}
 
 
-@dataclass(frozen=True)
-class MeasureRow:
-    """One comparison, as a row of a table. Cells are text; a dash means never measured."""
-
-    name: str
-    k3: str
-    f2: str
-    decisions: str
-    tokens: str
-
-
-def measure_rows(measures: Measures) -> list[MeasureRow]:
-    """What was measured, one row per comparison."""
+def measure_rows(measures: Measures) -> list[TableRow]:
+    """What was measured, one row per comparison; a dash means never measured."""
     rows = [
         _row("Engine and trainer, without replay", measures.without, measures.routes),
         _row("Engine and trainer, with replay", measures.with_replay, None, replayed=True),
@@ -61,14 +49,14 @@ def _values(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def _row(
     name: str, tokens: TokenMismatch | None, routes: RoutingMismatch | None, *, replayed: bool = False
-) -> MeasureRow | None:
+) -> TableRow | None:
     if tokens is None and routes is None:
         return None
     none = "0, forced" if replayed else percentage(None)
-    return MeasureRow(
-        name,
-        scientific(tokens.k3 if tokens else None),
-        percentage(tokens.f(2.0) if tokens else None),
-        percentage(routes.differing_share) if routes else none,
-        percentage(routes.differing_tokens_share) if routes else none,
-    )
+    cells = {
+        "k3, nats per token": scientific(tokens.k3 if tokens else None),
+        "F(2)": percentage(tokens.f(2.0) if tokens else None),
+        "Differing decisions": percentage(routes.differing_share) if routes else none,
+        "Differing tokens": percentage(routes.differing_tokens_share) if routes else none,
+    }
+    return TableRow(label=name, cells=cells)

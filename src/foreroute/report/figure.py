@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from foreroute.report.records import SIDES, Mismatch, Run, Side, StepRecord
+from foreroute.records import SIDES, Side, StepRecord
+from foreroute.report.format import over_mean
+from foreroute.report.reading import Run
 from foreroute.trace import RoutedLayer
 
 # Okabe and Ito's colours stay apart under the common colour deficiencies; their yellow is too pale on white.
@@ -63,9 +67,9 @@ class Caption:
 
     title: str
     sentence: str
-    x_label: str
+    x_label: str = STEP
     y_label: str
-    absent: str
+    absent: str = "This was not recorded."
 
 
 @dataclass(frozen=True)
@@ -136,37 +140,51 @@ def plot_panels(
 
 
 def plot_lines(
-    caption: Caption, runs: Sequence[Run], series: Sequence[Series], finish: Callable[[Any], None] = lambda axes: None
+    caption: Caption,
+    runs: Sequence[Run],
+    series: Sequence[Series],
+    finish: Callable[[Any], None] = lambda axes: None,
+    *,
+    ticks: int = 6,
+    style: Mapping[str, Any] = MappingProxyType({}),
 ) -> Plot:
-    """Draw one line per series over the steps; `finish` sets limits and formats afterwards."""
+    """Draw one line per series; `style` overrules that of the series, `finish` sets limits and formats afterwards."""
 
     def draw(axes: Any) -> None:
         for line in series:
-            axes.plot(line.x, line.y, **line.style)
-        axes.xaxis.set_major_locator(integer_ticks(6))
+            axes.plot(line.x, line.y, **{**line.style, **style})
+        axes.xaxis.set_major_locator(integer_ticks(ticks))
         finish(axes)
 
     return plot_series(caption, runs, series, draw)
 
 
-def series_by_run(runs: Sequence[Run], value: Callable[[StepRecord], float | None]) -> list[Series]:
-    """One line of each run over its steps; a run that never recorded the value has none."""
-    found = [[(step.step, value(step)) for step in run.steps] for run in runs]
-    return [
-        Series(position, None, *_columns([(x, y) for x, y in points if y is not None]))
-        for position, points in enumerate(found)
-        if any(y is not None for _, y in points)
-    ]
+def series_by_run(runs: Sequence[Run], path: str) -> list[Series]:
+    """One line of each run over its steps; a run that never recorded the figure has none."""
+    return [line for position, run in enumerate(runs) for line in _series(position, run, None, path)]
 
 
-def series_by_side(runs: Sequence[Run], value: Callable[[Mismatch], float]) -> list[Series]:
+def series_by_side(runs: Sequence[Run], measure: str) -> list[Series]:
     """One line of each run and side, over the steps at which that side was measured."""
     return [
-        Series(position, side, *_columns(points))
+        line
         for position, run in enumerate(runs)
         for side in SIDES
-        if (points := [(step.step, value(step.mismatch[side])) for step in run.steps if side in step.mismatch])
+        for line in _series(position, run, side, f"mismatch.{side}.{measure}")
     ]
+
+
+def _series(position: int, run: Run, side: Side | None, path: str) -> list[Series]:
+    points = [(step["step"], y) for step in run.steps if (y := _recorded(step, path)) is not None]
+    return [Series(position, side, *np.array(points, np.float64).T)] if points else []
+
+
+def _recorded(step: StepRecord, path: str) -> float | None:
+    """What a step recorded by this path of keys, joined by dots; of a list the last. None where it did not."""
+    found: Any = step
+    for key in path.split("."):
+        found = found.get(key) if found else None
+    return (found[-1] if found else None) if isinstance(found, list) else found
 
 
 def draw_figure(
@@ -206,7 +224,12 @@ def percent_axis(axes: Any) -> None:
     """Shares as percentages, from just below zero, so that a line of exact zeros stays clear of the axis."""
     top = axes.get_ylim()[1]
     axes.set_ylim(-0.025 * top, top)
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None, symbol=" %"))
+    percent_ticks(axes.yaxis)
+
+
+def percent_ticks(axis: Any, decimals: int | None = None) -> None:
+    """Shares as percentages."""
+    axis.set_major_formatter(PercentFormatter(xmax=1, decimals=decimals, symbol=" %"))
 
 
 def integer_ticks(most: int) -> MaxNLocator:
@@ -236,17 +259,43 @@ def ticks_above_one(most: float) -> list[float]:
     return [float(tick) for tick in ticks if 1 + 0.15 * (most - 1) < tick <= most]
 
 
+def heat_panels(
+    figure: Figure, panels: Any, loads: Mapping[str, NDArray[np.float64]], label: str, *, from_one: bool = False
+) -> None:
+    """Loads over the mean by title, one panel each under one scale. White is 1, perfect balance; blue below, red above.
+
+    Args:
+        figure: that has the panels.
+        panels: axes.
+        loads: [y, x] of each panel.
+        label: of the colour bar.
+        from_one: whether the colour bar begins at 1.
+    """
+    most = max(1.05, *(float(over.max()) for over in loads.values()))
+    norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=most)
+    for axes, (title, over) in zip(panels, loads.items(), strict=True):
+        image = axes.imshow(over, norm=norm, cmap="RdBu_r", aspect="auto", interpolation="nearest")
+        axes.set_title(title, loc="left", fontsize=10.5, color=INK, pad=4)
+        axes.grid(visible=False)
+    bar = figure.colorbar(image, ax=panels, location="bottom", fraction=0.05, pad=0.02, aspect=40)
+    bar.set_label(label)
+    bar.outline.set_visible(False)
+    bar.set_ticks([*([] if from_one else [0.0, 0.5]), 1.0, *ticks_above_one(most)])
+    if from_one:
+        bar.ax.set_xlim(1.0, most)
+
+
+def spans(loads: Mapping[str, NDArray[np.float64]], show: Callable[[float], str] = over_mean) -> str:
+    """In words, the least and the most of each."""
+    return "; ".join(f"{name} {show(float(v.min()))} to {show(float(v.max()))}" for name, v in loads.items())
+
+
 def top_down(axes: Any) -> None:
     """Horizontal bars in the order of a list: the first on top."""
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
-
-
-def _columns(points: Sequence[tuple[int, float]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    array = np.array(points, np.float64)
-    return array[:, 0], array[:, 1]
 
 
 def _labelled(caption: Caption, draw: Callable[[Any], None]) -> Callable[[Figure], None]:

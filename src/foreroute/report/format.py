@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 ABSENT = "–"  # noqa: RUF001  an en dash in a table cell: never measured
 GAP = "\N{NO-BREAK SPACE}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRow:
+    """One row of a table, as text.
+
+    Attributes:
+        label: what it is about.
+        cells: by heading; one that is empty or missing says nothing.
+        ours: whether it is about a plan of ours.
+        position: of the run that it is about, in a report.
+    """
+
+    label: str
+    cells: dict[str, str]
+    ours: bool = False
+    position: int = 0
 
 
 def reward(value: float | None) -> str:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from foreroute.records import ExecutionRecord, Load
 from foreroute.report.figure import (
     INK,
-    STEP,
     TALL_INCHES,
     Caption,
     Key,
     Plot,
     Series,
     draw_figure,
+    heat_panels,
     integer_ticks,
     plot_panels,
     plot_series,
     series_by_run,
-    ticks_above_one,
+    spans,
 )
-from foreroute.report.records import ExecutionRecord, Load, Run, StageLoads
+from foreroute.report.reading import Run
 from foreroute.report.run_rows import planned_steps
 
 WORDS: dict[Load, str] = {"at_home": "every expert at its home", "executed": "executed under the plan"}
@@ -38,13 +38,13 @@ MOST_LABELS = 12
 
 
 def expert_load(runs: Sequence[Run]) -> Plot:
-    ranks = sorted({rank for run in runs for step in run.steps for rank in step.expert_load})
-    rows = {rank: series_by_run(runs, lambda step, rank=rank: step.expert_load.get(rank)) for rank in ranks}  # type: ignore[misc]
+    """One panel for each number of ranks."""
+    ranks = sorted({int(rank) for run in runs for step in run.steps for rank in step.get("expert_load", {})})
+    rows = {rank: series_by_run(runs, f"expert_load.{rank}") for rank in ranks}
     caption = Caption(
         title="Expert load",
         sentence="Tokens of the busiest rank over the mean of all ranks if experts lay contiguously on that many ranks "
         "(1 is perfect balance), averaged over micro-steps and layers.",
-        x_label=STEP,
         y_label="busiest rank over mean",
         absent="No expert load was recorded (expert_load).",
     )
@@ -75,16 +75,15 @@ def _over_steps(runs: Sequence[Run]) -> Plot:
         title="Load of the busiest rank",
         sentence="Assignments of the busiest rank of every cell, summed over cells, over the mean of all ranks: 1 is "
         "perfect balance.",
-        x_label="training step",
         y_label="busiest rank over mean",
         absent="No run was expert-parallel under a plan.",
     )
     found: list[tuple[Load, Series]] = []
     for position, run in enumerate(runs):
         if steps := planned_steps(run):
-            x = np.array([step.step for step, _ in steps], np.float64)
+            x = np.array([step for step, _ in steps], np.float64)
             for kind in WORDS:
-                y = np.array([execution.max_over_mean[kind] for _, execution in steps], np.float64)
+                y = np.array([execution["max_over_mean"][kind] for _, execution in steps], np.float64)
                 found.append((kind, Series(position, None, x, y)))
 
     def draw(axes: Any) -> None:
@@ -102,76 +101,64 @@ def _by_cell(runs: Sequence[Run], position: int) -> Plot:
     """Every rank in every cell of the last step."""
     run = runs[position]
     step, execution = planned_steps(run)[-1]
+    num_ranks = execution["ranks"]
     of_run = f" of {run.label}" if len(runs) > 1 else ""
+    stages = {name: np.array(stage["executed_MLG"]).shape for name, stage in execution["stages"].items()}
+    num_layers = next(iter(stages.values()))[1]
     caption = Caption(
-        title=f"Load of every rank in every micro-step, step {step.step}{of_run}",
+        title=f"Load of every rank in every micro-step, step {step}{of_run}",
         sentence=f"Assignments of each rank over the mean of the cell. A column is a cell: in each micro-step the "
-        f"{_num_layers(execution)} routed layers from first to last. All ranks wait there for the busiest one.",
+        f"{num_layers} routed layers from first to last. All ranks wait there for the busiest one.",
         x_label="micro-step",
         y_label="rank",
-        absent="",
     )
-    loads: dict[Load, NDArray[np.float64]] = {kind: _over_mean_GC(execution, kind) for kind in WORDS}
-    most = max(1.05, *(float(over.max()) for over in loads.values()))
-    norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=most)
+    loads = {kind: _over_mean_GC(execution, kind) for kind in WORDS}
+    titles = {kind: f"{WORDS[kind]}: busiest {execution['max_over_mean'][kind]:.2f} times the mean" for kind in WORDS}
 
     def fill(figure: Figure) -> None:
         panels = figure.subplots(len(loads), sharex=True)
-        for axes, (kind, over_GC) in zip(panels, loads.items(), strict=True):
-            shown = axes.imshow(over_GC, aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest")
-            busiest = execution.max_over_mean[kind]
-            title = f"{WORDS[kind]}: busiest {busiest:.2f} times the mean"
-            axes.set_title(title, loc="left", fontsize=10.5, color=INK, pad=4)
-            axes.set_yticks(range(len(over_GC)) if len(over_GC) <= 16 else [0, len(over_GC) - 1])
-            axes.grid(visible=False)
-            _part_cells(axes, execution)
-        _number_micro_steps(panels[-1], execution)
+        heat_panels(figure, panels, {titles[kind]: over_GC for kind, over_GC in loads.items()}, "load over mean")
+        for axes in panels:
+            axes.set_yticks(range(num_ranks) if num_ranks <= 16 else [0, num_ranks - 1])
+            _part_cells(axes, stages)
+        _number_micro_steps(panels[-1], stages)
         panels[-1].set_xlabel(caption.x_label, labelpad=22)
         figure.supylabel(caption.y_label, fontsize=11, color=INK)
-        bar = figure.colorbar(shown, ax=panels, location="bottom", fraction=0.05, pad=0.02, aspect=40)
-        bar.set_label("load over mean")
-        bar.set_ticks([0.0, 0.5, 1.0, *ticks_above_one(most)])
-        bar.outline.set_visible(False)
 
-    spans = "; ".join(f"{WORDS[kind]} {over.min():.2f} to {over.max():.2f}" for kind, over in loads.items())
-    return draw_figure(caption, fill, f"{caption.title}. {spans}.", (TALL_INCHES[0], 4.6))
+    said = spans({WORDS[kind]: over_GC for kind, over_GC in loads.items()}, "{:.2f}".format)
+    return draw_figure(caption, fill, f"{caption.title}. {said}.", (TALL_INCHES[0], 4.6))
 
 
-def _part_cells(axes: Any, execution: ExecutionRecord) -> None:
-    """Thin lines between micro-steps, thick ones between stages."""
+def _part_cells(axes: Any, stages: Mapping[str, tuple[int, ...]]) -> None:
+    """Thin lines between micro-steps, thick ones between stages, whose M, L and G are given."""
     start = 0
-    for stage in execution.stages.values():
-        layers = stage.num_cells // stage.num_micro_steps
-        for m in range(stage.num_micro_steps):
-            if start + m:
-                axes.axvline(start + m * layers - 0.5, color=LINE, linewidth=0.5 if m else 2.0)
-        start += stage.num_cells
+    for num_micro_steps, num_layers, _ in stages.values():
+        for m in range(num_micro_steps):
+            if start:
+                axes.axvline(start - 0.5, color=LINE, linewidth=0.5 if m else 2.0)
+            start += num_layers
 
 
-def _number_micro_steps(axes: Any, execution: ExecutionRecord) -> None:
+def _number_micro_steps(axes: Any, stages: Mapping[str, tuple[int, ...]]) -> None:
     """Below the cells: the numbers of the micro-steps, and the names of the stages where they begin."""
     numbers: list[int] = []
     centres: list[float] = []
     start = 0
-    every = -(-sum(stage.num_micro_steps for stage in execution.stages.values()) // MOST_LABELS)
-    for name, stage in execution.stages.items():
-        layers = stage.num_cells // stage.num_micro_steps
-        numbers += range(0, stage.num_micro_steps, every)
-        centres += [start + (m + 0.5) * layers - 0.5 for m in range(0, stage.num_micro_steps, every)]
+    every = -(-sum(num_micro_steps for num_micro_steps, _, _ in stages.values()) // MOST_LABELS)
+    for name, (num_micro_steps, num_layers, _) in stages.items():
+        numbers += range(0, num_micro_steps, every)
+        centres += [start + (m + 0.5) * num_layers - 0.5 for m in range(0, num_micro_steps, every)]
         place = {"xy": (start - 0.5, 0), "xycoords": ("data", "axes fraction")}
         axes.annotate(name, **place, xytext=(1, -19), textcoords="offset points", va="top", fontsize=10.5, color=INK)
-        start += stage.num_cells
+        start += num_micro_steps * num_layers
     axes.set_xticks(centres, [str(number) for number in numbers])
     axes.tick_params(axis="x", length=0)
 
 
-def _num_layers(execution: ExecutionRecord) -> int:
-    stage: StageLoads = next(iter(execution.stages.values()))
-    return stage.num_cells // stage.num_micro_steps
-
-
 def _over_mean_GC(execution: ExecutionRecord, kind: Load) -> NDArray[np.float64]:
     """float64 [G, C], load over the mean of the cell; 1 in a cell without tokens."""
-    loads_CG = np.concatenate([stage.of(kind).reshape(-1, execution.ranks) for stage in execution.stages.values()])
+    name: Literal["at_home_MLG", "executed_MLG"] = "at_home_MLG" if kind == "at_home" else "executed_MLG"
+    loads_MLG = [np.array(stage[name], np.int64) for stage in execution["stages"].values()]
+    loads_CG = np.concatenate([each.reshape(-1, execution["ranks"]) for each in loads_MLG])
     mean_C = loads_CG.mean(axis=1, keepdims=True)
     return np.asarray(np.where(mean_C > 0, loads_CG / np.maximum(mean_C, 1e-12), 1.0).T, np.float64)

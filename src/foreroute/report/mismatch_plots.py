@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
+from foreroute.records import SIDES, MarginsRecord, Side
 from foreroute.report.figure import (
     COLOURS,
-    STEP,
     TALL_INCHES,
     Caption,
     Plot,
     Series,
-    draw_figure,
+    draw_axes,
     integer_ticks,
     layer_label,
     number_layers,
     percent_axis,
+    percent_ticks,
     plot_lines,
     plot_series,
     series_by_side,
 )
-from foreroute.report.records import SIDES, Margins, Mismatch, Run
+from foreroute.report.reading import Run
 
 if TYPE_CHECKING:
     from foreroute.doctor import Measures
@@ -34,8 +33,11 @@ if TYPE_CHECKING:
 
 def mismatch_plots(runs: Sequence[Run]) -> list[Plot]:
     """Over the steps of the runs, then summed over them."""
-    draws = (_k3, _f2, _disagreement, _disagreement_by_layer, _differing_layers, _margins)
-    return [draw(runs) for draw in draws]
+    shares = [
+        plot_lines(_F2, runs, series_by_side(runs, "f2"), percent_axis),
+        plot_lines(_DISAGREEMENT, runs, series_by_side(runs, "differing_share"), percent_axis),
+    ]
+    return [_k3(runs), *shares, _disagreement_by_layer(runs), _differing_layers(runs), _margins(runs)]
 
 
 def diagnosis_plots(measures: Measures) -> list[Plot]:
@@ -44,7 +46,7 @@ def diagnosis_plots(measures: Measures) -> list[Plot]:
 
 
 def _k3(runs: Sequence[Run]) -> Plot:
-    series = series_by_side(runs, lambda mismatch: mismatch.k3)
+    series = series_by_side(runs, "k3")
     values = np.concatenate([line.y for line in series]) if series else np.zeros(0)
     positive = values[np.isfinite(values) & (values > 0)]
     # The power of ten below the smallest value: the axis is logarithmic down to there.
@@ -57,7 +59,6 @@ def _k3(runs: Sequence[Run]) -> Plot:
         + (
             f" (logarithmic above {floor_text}, linear below it so that zero can be shown)." if floor and zeros else "."
         ),
-        x_label=STEP,
         y_label="k3, nats per response token",
         absent="No mismatch was recorded.",
     )
@@ -73,60 +74,17 @@ def _k3(runs: Sequence[Run]) -> Plot:
     return plot_lines(caption, runs, series, finish)
 
 
-def _f2(runs: Sequence[Run]) -> Plot:
-    caption = Caption(
-        title="Tokens far apart, F(2)",
-        sentence="Share of response tokens whose probabilities in trainer and rollout engine differ more than twofold.",
-        x_label=STEP,
-        y_label="share of response tokens",
-        absent="No mismatch was recorded.",
-    )
-    return plot_lines(caption, runs, series_by_side(runs, lambda mismatch: mismatch.f2), percent_axis)
-
-
-def _disagreement(runs: Sequence[Run]) -> Plot:
-    caption = Caption(
-        title="Routing disagreement",
-        sentence="Share of routing decisions in which trainer and rollout engine use different sets of experts.",
-        x_label=STEP,
-        y_label="share of routing decisions",
-        absent="No mismatch was recorded.",
-    )
-    return plot_lines(caption, runs, series_by_side(runs, lambda mismatch: mismatch.differing_share), percent_axis)
-
-
 def _disagreement_by_layer(runs: Sequence[Run]) -> Plot:
-    caption = Caption(
-        title="Routing disagreement by layer",
-        sentence="Share of tokens whose expert set differs in a layer, averaged over the measured steps.",
-        x_label=layer_label(()),
-        y_label="share of tokens",
-        absent="No routing disagreement by layer was recorded (differing_share_by_layer).",
-    )
     series = []
-    for position, side, found in _sides(runs, "differing_share_by_layer"):
+    for position, side, found in _by_run_and_side(runs, "differing_share_by_layer"):
         shares_L = np.asarray(np.mean(found, axis=0), np.float64)
         series.append(Series(position, side, np.arange(len(shares_L), dtype=np.float64), shares_L))
-
-    def draw(axes: Any) -> None:
-        for line in series:
-            axes.plot(line.x, line.y, **line.style)
-        axes.xaxis.set_major_locator(integer_ticks(8))
-        percent_axis(axes)
-
-    return plot_series(caption, runs, series, draw)
+    return plot_lines(_BY_LAYER, runs, series, percent_axis, ticks=8)
 
 
 def _differing_layers(runs: Sequence[Run]) -> Plot:
-    caption = Caption(
-        title="Differing layers per token",
-        sentence="Share of tokens by the number of layers in which their expert sets differ; at 0 all layers agree.",
-        x_label="layers that differ",
-        y_label="share of tokens",
-        absent="No histogram of differing layers was recorded (differing_layers_histogram).",
-    )
     series = []
-    for position, side, found in _sides(runs, "differing_layers_histogram"):
+    for position, side, found in _by_run_and_side(runs, "differing_layers_histogram"):
         shares = _normalised(np.sum(found, axis=0))
         series.append(Series(position, side, np.arange(len(shares) + 1, dtype=np.float64) - 0.5, shares))
 
@@ -135,30 +93,22 @@ def _differing_layers(runs: Sequence[Run]) -> Plot:
         axes.xaxis.set_major_locator(integer_ticks(8))
         percent_axis(axes)
 
-    return plot_series(caption, runs, series, draw)
+    return plot_series(_DIFFERING_LAYERS, runs, series, draw)
 
 
 def _margins(runs: Sequence[Run]) -> Plot:
-    caption = Caption(
-        title="Top-k margins",
-        sentence="Gap between the last selected and the first rejected expert's score; the further left, "
-        "the smaller the numerical difference that changes the selection.",
-        x_label="score gap (logarithmic)",
-        y_label="share of routing decisions",
-        absent="No top-k margins were recorded (margins).",
-    )
     series = []
     for position, run in enumerate(runs):
-        found = [step.margins for step in run.steps if step.margins and step.margins.counts_LB]
+        found = [margins for step in run.steps if (margins := step.get("margins")) and margins["counts_LB"]]
         if found:
-            series.append(Series(position, None, 10 ** np.array(found[0].log10_edges), _share_by_bin(found)))
+            series.append(Series(position, None, 10 ** np.array(found[0]["log10_edges"]), _share_by_bin(found)))
 
     def draw(axes: Any) -> None:
         _stairs(axes, series)
         axes.set_xscale("log")
         percent_axis(axes)
 
-    return plot_series(caption, runs, series, draw, TALL_INCHES)
+    return plot_series(_MARGINS, runs, series, draw, TALL_INCHES)
 
 
 def _by_layer(measures: Measures) -> Plot:
@@ -182,10 +132,11 @@ def _by_layer(measures: Measures) -> Plot:
         axes.set_ylim(0, max(1.25 * float(shares_L.max()), 1e-3))
         axes.legend(frameon=False, fontsize=10, loc="upper left", ncols=2)
         number_layers(axes.xaxis, measures.layers)
+        percent_ticks(axes.yaxis)
 
     by_layer = zip(measures.layers, shares_L, strict=True)
     text = f"{caption.title}. Tokens that differ: {', '.join(f'{layer} {share:.1%}' for layer, share in by_layer)}."
-    return _share_axes(caption, draw, text)
+    return draw_axes(caption, draw, text)
 
 
 def _by_position(measures: Measures) -> Plot:
@@ -209,38 +160,26 @@ def _by_position(measures: Measures) -> Plot:
         axes.set_ylim(max(0.0, lowest - room), 1 + room)
         axes.set_yticks([tick for tick in axes.get_yticks() if max(0.0, lowest - room) <= tick <= 1])
         axes.xaxis.set_major_locator(integer_ticks(8))
+        percent_ticks(axes.yaxis)
 
     text = f"{caption.title}. Common experts from {np.nanmin(overlap_T):.1%} to {np.nanmax(overlap_T):.1%}."
-    return _share_axes(caption, draw, text)
+    return draw_axes(caption, draw, text)
 
 
-def _share_axes(caption: Caption, draw: Callable[[Any], None], text: str) -> Plot:
-    def fill(figure: Figure) -> None:
-        axes = figure.subplots()
-        draw(axes)
-        axes.set_xlabel(caption.x_label)
-        axes.set_ylabel(caption.y_label)
-        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None, symbol=" %"))
-
-    return draw_figure(caption, fill, text)
-
-
-def _sides(runs: Sequence[Run], measure: str) -> list[tuple[int, Any, list[tuple[float, ...]]]]:
-    """(run, side, one tuple per step) for every run and side that recorded `measure`."""
-
-    def values(mismatch: Mismatch) -> tuple[float, ...]:
-        return tuple(getattr(mismatch, measure))
-
-    rows = [
-        (position, side, [values(step.mismatch[side]) for step in run.steps_to_compare(side)])
+def _by_run_and_side(
+    runs: Sequence[Run], measure: Literal["differing_share_by_layer", "differing_layers_histogram"]
+) -> list[tuple[int, Side, list[list[float] | list[int]]]]:
+    """(run, side, one list per step) for every run and side that recorded `measure`."""
+    return [
+        (position, side, found)
         for position, run in enumerate(runs)
         for side in SIDES
+        if (found := [each for step in run.steps_to_compare(side) if (each := step["mismatch"][side].get(measure))])
     ]
-    return [(position, side, [row for row in found if row]) for position, side, found in rows if any(found)]
 
 
-def _share_by_bin(found: Sequence[Margins]) -> NDArray[np.float64]:
-    return _normalised(np.sum([np.sum(margins.counts_LB, axis=0) for margins in found], axis=0))
+def _share_by_bin(found: Sequence[MarginsRecord]) -> NDArray[np.float64]:
+    return _normalised(np.sum([np.sum(margins["counts_LB"], axis=0) for margins in found], axis=0))
 
 
 def _normalised(counts: NDArray[Any]) -> NDArray[np.float64]:
@@ -254,3 +193,39 @@ def _stairs(axes: Any, series: Sequence[Series]) -> None:
         if alone and line.side != "replayed":
             axes.stairs(line.y, line.x, fill=True, color=style["color"], alpha=0.12)
         axes.stairs(line.y, line.x, baseline=None, **style)
+
+
+_F2 = Caption(
+    title="Tokens far apart, F(2)",
+    sentence="Share of response tokens whose probabilities in trainer and rollout engine differ more than twofold.",
+    y_label="share of response tokens",
+    absent="No mismatch was recorded.",
+)
+_DISAGREEMENT = Caption(
+    title="Routing disagreement",
+    sentence="Share of routing decisions in which trainer and rollout engine use different sets of experts.",
+    y_label="share of routing decisions",
+    absent="No mismatch was recorded.",
+)
+_BY_LAYER = Caption(
+    title="Routing disagreement by layer",
+    sentence="Share of tokens whose expert set differs in a layer, averaged over the measured steps.",
+    x_label=layer_label(()),
+    y_label="share of tokens",
+    absent="No routing disagreement by layer was recorded (differing_share_by_layer).",
+)
+_DIFFERING_LAYERS = Caption(
+    title="Differing layers per token",
+    sentence="Share of tokens by the number of layers in which their expert sets differ; at 0 all layers agree.",
+    x_label="layers that differ",
+    y_label="share of tokens",
+    absent="No histogram of differing layers was recorded (differing_layers_histogram).",
+)
+_MARGINS = Caption(
+    title="Top-k margins",
+    sentence="Gap between the last selected and the first rejected expert's score; the further left, the smaller the "
+    "numerical difference that changes the selection.",
+    x_label="score gap (logarithmic)",
+    y_label="share of routing decisions",
+    absent="No top-k margins were recorded (margins).",
+)

@@ -6,14 +6,13 @@ It computes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.report.format import duration, over_mean, percentage, step_seconds, step_time
+from foreroute.report.format import TableRow, duration, over_mean, percentage, step_seconds, step_time
 from foreroute.report.template import write_html
 
 if TYPE_CHECKING:  # they load compiled code
@@ -51,59 +50,31 @@ def write_plan_page(
     return write_html(target, "plan.html.j2", lambda: _values(plan, summary, records, facts, layers))
 
 
-@dataclass(frozen=True)
-class MethodRow:
-    """One method. Cells are text, empty where there is nothing to say.
-
-    Attributes:
-        label: its name.
-        mean, p99, worst: load of the slowest rank over the mean, over cells.
-        seconds: modelled time of the step.
-        gain: of static, over this one.
-        moves: experts moved per cell.
-        homes: experts that change their home before the step.
-        crossing: share of assignments served on another node.
-        planning: time of planning.
-        ours: whether it is the plan at hand.
-    """
-
-    label: str
-    mean: str
-    p99: str
-    worst: str
-    seconds: str
-    gain: str
-    moves: str
-    homes: str
-    crossing: str
-    planning: str
-    ours: bool = False
-
-
-def method_rows(records: Sequence[BalancerRecord], summary: StepSummary) -> list[MethodRow]:
-    """One row per record, the last of which is ours, and one for what no plan can beat."""
-    static_s = summary.before.seconds
-    rows = [
-        MethodRow(
-            label=record.label,
-            mean=over_mean(record.imbalance_mean),
-            p99=over_mean(record.imbalance_p99),
-            worst=over_mean(record.imbalance_worst),
-            seconds=step_seconds(record.seconds),
-            gain=f"{static_s / record.seconds:.2f}",
-            moves=f"{record.fetches_per_cell:.1f}",
-            homes=f"{record.home_moves:,}",
-            crossing=f"{record.cross_node_share:.0%}",
-            planning=duration(record.planning_s) if record.name not in UNBALANCED else "",
-            ours=record is records[-1],
-        )
-        for record in records
-    ]
-    bound = summary.bound_ML
-    limits = (over_mean(float(bound.mean())), over_mean(float(np.quantile(bound, 0.99))), over_mean(float(bound.max())))
-    least_s = summary.least_seconds
-    last = MethodRow("no plan beats", *limits, step_seconds(least_s), f"{static_s / least_s:.2f}", "", "", "", "")
-    return [*rows, last]
+def method_rows(records: Sequence[BalancerRecord], summary: StepSummary) -> list[TableRow]:
+    """One row per record, the last of which is ours, and one for what no plan can beat; `BalancerRecord` has more."""
+    static_s, bound = summary.before.seconds, summary.bound_ML
+    rows = []
+    for record in records:
+        cells = {
+            "Over mean": over_mean(record.imbalance_mean),
+            "p99": over_mean(record.imbalance_p99),
+            "Worst": over_mean(record.imbalance_worst),
+            "Modelled s": step_seconds(record.seconds),
+            "Static / this": f"{static_s / record.seconds:.2f}",
+            "Moves a cell": f"{record.fetches_per_cell:.1f}",
+            "Home moves": f"{record.home_moves:,}",
+            "Other node": f"{record.cross_node_share:.0%}",
+            "Planned in": duration(record.planning_s) if record.name not in UNBALANCED else "",
+        }
+        rows.append(TableRow(label=record.label, cells=cells, ours=record is records[-1]))
+    limits = {
+        "Over mean": over_mean(float(bound.mean())),
+        "p99": over_mean(float(np.quantile(bound, 0.99))),
+        "Worst": over_mean(float(bound.max())),
+        "Modelled s": step_seconds(summary.least_seconds),
+        "Static / this": f"{static_s / summary.least_seconds:.2f}",
+    }
+    return [*rows, TableRow(label="no plan beats", cells=limits)]
 
 
 def plan_summary(plan: StepPlan, summary: StepSummary) -> list[str]:
@@ -135,6 +106,7 @@ def _values(
 ) -> dict[str, Any]:
     from foreroute.report import plan_plots
 
+    rows = method_rows(records, summary)
     sections = (
         ("What the step is like", (plan_plots.stability(summary, layers), plan_plots.by_layer(summary, layers))),
         (
@@ -156,7 +128,8 @@ def _values(
         "tiles": _tiles(summary, records),
         "sentences": plan_summary(plan, summary),
         "sections": sections,
-        "rows": method_rows(records, summary),
+        "columns": list(rows[0].cells),
+        "rows": rows,
         "methods": plan_plots.by_method(records, summary),
     }
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
-from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from foreroute.report.figure import (
@@ -21,13 +19,15 @@ from foreroute.report.figure import (
     Plot,
     draw_axes,
     draw_figure,
+    heat_panels,
     integer_ticks,
     layer_label,
     number_layers,
-    ticks_above_one,
+    percent_ticks,
+    spans,
     top_down,
 )
-from foreroute.report.format import over_mean, step_seconds, step_time
+from foreroute.report.format import step_seconds, step_time
 
 if TYPE_CHECKING:
     from foreroute.costs.figures import StepSummary
@@ -40,6 +40,7 @@ MICRO_STEP = "micro-step"
 BAR_INCHES = 0.27
 HEAT_INCHES = (5.0, 4.2)
 TITLES = ("without balancing", "under the plan")
+BOTH = (Key(TITLES[0], BEFORE), Key(TITLES[1], AFTER))
 
 
 def stability(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
@@ -69,7 +70,7 @@ def stability(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
             axes.plot(places, drift_L, color=STEP, **_marker(places))
         axes.set_ylim(bottom=0)
         number_layers(axes.xaxis, layers)
-        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %"))
+        percent_ticks(axes.yaxis)
 
     alt = f"{caption.title}. Micro-steps differ from their step by {shares_ML.min():.1%} to {shares_ML.max():.1%}."
     return draw_axes(caption, draw, alt, keys)
@@ -83,22 +84,23 @@ def by_layer(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
         "once per step can level, and on average over its micro-steps.",
         x_label=layer_label(layers),
         y_label="slowest rank over mean",
-        absent="",
     )
-    lines = (
-        ("whole step at once", STEP, summary.step_imbalance_L),
-        ("micro-steps, without balancing", BEFORE, summary.before.imbalance_ML.mean(axis=0)),
-        ("micro-steps, under the plan", AFTER, summary.after.imbalance_ML.mean(axis=0)),
-    )
+    lines = {
+        "whole step at once": (STEP, summary.step_imbalance_L),
+        "micro-steps, without balancing": (BEFORE, summary.before.imbalance_ML.mean(axis=0)),
+        "micro-steps, under the plan": (AFTER, summary.after.imbalance_ML.mean(axis=0)),
+    }
 
     def draw(axes: Any) -> None:
-        for _, colour, values_L in lines:
+        for colour, values_L in lines.values():
             axes.plot(np.arange(len(values_L)), values_L, color=colour, **_marker(values_L))
         axes.set_ylim(bottom=0.95)
         number_layers(axes.xaxis, layers)
 
-    spans = "; ".join(f"{name} {over_mean(v.min())} to {over_mean(v.max())}" for name, _, v in lines)
-    return draw_axes(caption, draw, f"{caption.title}. {spans}.", [Key(name, colour) for name, colour, _ in lines])
+    said = spans({name: values_L for name, (_, values_L) in lines.items()})
+    return draw_axes(
+        caption, draw, f"{caption.title}. {said}.", [Key(name, colour) for name, (colour, _) in lines.items()]
+    )
 
 
 def load_of_ranks(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
@@ -111,10 +113,9 @@ def load_of_ranks(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
         "Each column is a cell, which lasts as long as its slowest rank.",
         x_label="micro-step",
         y_label="rank",
-        absent="",
     )
     sides = (summary.before.over_mean_MLG[:, layer].T, summary.after.over_mean_MLG[:, layer].T)
-    return _heat_maps(caption, sides, least=0.0)
+    return _heat_maps(caption, sides)
 
 
 def load_of_cells(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
@@ -124,10 +125,9 @@ def load_of_cells(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
         sentence="Its load over the mean of the cell, in all layers and micro-steps.",
         x_label="micro-step",
         y_label=layer_label(layers),
-        absent="",
     )
     sides = (summary.before.imbalance_ML.T, summary.after.imbalance_ML.T)
-    return _heat_maps(caption, sides, least=None, layers=layers)
+    return _heat_maps(caption, sides, from_one=True, layers=layers)
 
 
 def gap_to_bound(summary: StepSummary) -> Plot:
@@ -142,7 +142,6 @@ def gap_to_bound(summary: StepSummary) -> Plot:
         "reach, for all cells from the best to the worst.",
         x_label="share of cells",
         y_label="above the bound (logarithmic)",
-        absent="",
     )
     least = 1e-4  # the axis is linear below it, so that a gap of exactly 0 can be shown
 
@@ -153,12 +152,12 @@ def gap_to_bound(summary: StepSummary) -> Plot:
         axes.set_yscale("symlog", linthresh=least, linscale=0.5)
         axes.set_ylim(bottom=-least / 4)
         axes.set_xlim(0, 1)
-        axes.xaxis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %"))
+        percent_ticks(axes.xaxis)
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
         axes.yaxis.set_minor_locator(MaxNLocator(1))
 
     alt = f"{caption.title}. Half of the cells are within {np.median(after_C):.2%}, all within {after_C[-1]:.2%}."
-    return draw_axes(caption, draw, alt, [Key("without balancing", BEFORE), Key("under the plan", AFTER)])
+    return draw_axes(caption, draw, alt, BOTH)
 
 
 def replicas(plan: StepPlan, summary: StepSummary) -> Plot:
@@ -179,7 +178,7 @@ def replicas(plan: StepPlan, summary: StepSummary) -> Plot:
         steps = np.arange(len(all_M))
         axes.bar(steps, fetched_M, color=COLOURS[0], width=0.8)
         axes.bar(steps, all_M - fetched_M, bottom=fetched_M, color=COLOURS[5], width=0.8)
-        _number_micro_steps(axes)
+        axes.xaxis.set_major_locator(integer_ticks(8))
 
     alt = f"{caption.title}. {all_M.mean():.1f} replicas per cell, {fetched_M.mean():.1f} of them fetched."
     return draw_axes(caption, draw, alt, [Key("fetched", COLOURS[0]), Key("held", COLOURS[5])])
@@ -202,12 +201,12 @@ def cross_node_traffic(summary: StepSummary) -> Plot:
         for share_M, colour in sides:
             axes.plot(np.arange(len(share_M)), share_M, color=colour, **_marker(share_M))
         axes.set_ylim(bottom=0)
-        _number_micro_steps(axes)
-        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %"))
+        axes.xaxis.set_major_locator(integer_ticks(8))
+        percent_ticks(axes.yaxis)
 
     before, after = summary.before.crossing, summary.after.crossing
     alt = f"{caption.title}. {before:.1%} without balancing, {after:.1%} under the plan."
-    return draw_axes(caption, draw, alt, [Key("without balancing", BEFORE), Key("under the plan", AFTER)])
+    return draw_axes(caption, draw, alt, BOTH)
 
 
 def time_by_part(summary: StepSummary) -> Plot:
@@ -219,7 +218,6 @@ def time_by_part(summary: StepSummary) -> Plot:
         sentence="Seconds of the step by the cost model, not measured: without balancing and under the plan.",
         x_label="seconds, modelled",
         y_label="",
-        absent="",
     )
     sides = (("without", summary.before), ("plan", summary.after))
     bars = [
@@ -249,7 +247,6 @@ def by_method(records: Sequence[BalancerRecord], summary: StepSummary) -> Plot:
         "beat: experts level to the last row, and not one byte over any link.",
         x_label="seconds, modelled",
         y_label="",
-        absent="",
     )
 
     def draw(axes: Any) -> None:
@@ -271,42 +268,25 @@ def _heat_maps(
     caption: Caption,
     sides: tuple[NDArray[np.float64], ...],
     *,
-    least: float | None,
+    from_one: bool = False,
     layers: Sequence[RoutedLayer] = (),
 ) -> Plot:
-    """Colours leave white at 1, perfect balance; blue is below it, red above."""
-    most = max(*(float(side.max()) for side in sides), 1.05)
-    norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=most)
-    colours = matplotlib.colormaps["RdBu_r"]
+    loads = dict(zip(TITLES, sides, strict=True))
 
     def fill(figure: Figure) -> None:
         panels = figure.subplots(1, 2, sharey=True)
-        for axes, side, title in zip(panels, sides, TITLES, strict=True):
-            image = axes.imshow(side, norm=norm, cmap=colours, aspect="auto", interpolation="nearest")
-            axes.set_title(title, loc="left", fontsize=10.5, color=INK, pad=4)
+        heat_panels(figure, panels, loads, "over mean", from_one=from_one)
+        for axes in panels:
             axes.set_xlabel(caption.x_label)
-            axes.grid(visible=False)
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_major_locator(integer_ticks(5))
             if layers:
                 number_layers(axes.yaxis, layers)
         panels[0].set_ylabel(caption.y_label)
-        bar = figure.colorbar(image, ax=panels, location="bottom", fraction=0.05, pad=0.02, aspect=40)
-        bar.set_label("over mean")
-        bar.outline.set_visible(False)
-        low = [] if least is None else [0.0, 0.5]
-        bar.set_ticks([*low, 1.0, *ticks_above_one(most)])
-        if least is None:
-            bar.ax.set_xlim(1.0, most)
 
-    spans = "; ".join(f"{t} {over_mean(s.min())} to {over_mean(s.max())}" for t, s in zip(TITLES, sides, strict=True))
-    return draw_figure(caption, fill, f"{caption.title}. {spans}.", HEAT_INCHES)
+    return draw_figure(caption, fill, f"{caption.title}. {spans(loads)}.", HEAT_INCHES)
 
 
 def _marker(values_X: NDArray[Any]) -> dict[str, Any]:
     """Points are marked where one or two of them make no line."""
     return {"marker": "o", "markersize": 4} if len(values_X) < 3 else {}
-
-
-def _number_micro_steps(axes: Any) -> None:
-    axes.xaxis.set_major_locator(integer_ticks(8))

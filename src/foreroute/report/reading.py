@@ -1,4 +1,4 @@
-"""Reading run folders: `config.json` and `metrics.jsonl`, checked line by line. Nothing is computed or drawn here."""
+"""Reading run folders: configuration, metrics, rollbacks; checked line by line. Nothing is computed or drawn here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,45 @@ from pydantic import TypeAdapter, ValidationError
 
 from foreroute.errors import InputError, RunFolderError
 from foreroute.files import read_file
-from foreroute.report.records import RolledBack, Run, StepRecord
+from foreroute.records import SIDES, Side, StepRecord, parse_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolledBack:
+    """A return to an earlier checkpoint."""
+
+    at_step: int
+    to_step: int
+    because: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one run folder holds: its configuration, its steps in order, and what the reader should know about it."""
+
+    folder: Path
+    label: str
+    name: str
+    seed: int
+    precision: str
+    routing: str
+    config: dict[str, Any]
+    steps: tuple[StepRecord, ...]
+    notes: tuple[str, ...] = ()
+    rollbacks: tuple[RolledBack, ...] = ()
+
+    @property
+    def trains_with(self) -> Side:
+        """The side whose routes the update runs with."""
+        return "replayed" if self.routing in ("R3", "R3+weights") else "native"
+
+    def paired_steps(self) -> tuple[StepRecord, ...]:
+        """Steps at which both sides were measured, on the same rollouts and weights."""
+        return tuple(step for step in self.steps if all(side in step.get("mismatch", {}) for side in SIDES))
+
+    def steps_to_compare(self, side: Side) -> tuple[StepRecord, ...]:
+        """The paired steps; in a run that has none, every step at which `side` was measured."""
+        return self.paired_steps() or tuple(step for step in self.steps if side in step.get("mismatch", {}))
 
 
 @dataclass(frozen=True)
@@ -36,7 +74,6 @@ class _Config:
 
 _CONFIG = TypeAdapter(_Config)
 _ANYTHING = TypeAdapter(dict[str, Any])
-_STEP = TypeAdapter(StepRecord)
 
 
 @dataclass(frozen=True)
@@ -121,10 +158,10 @@ def _read_metrics(path: Path) -> tuple[list[StepRecord], list[str]]:
     shapes: dict[str, object] = {}
     for number, line in lines:
         try:
-            step = _STEP.validate_json(line, strict=True)
+            step = parse_step(line)
             _check_like(shapes, step)
-            if step.step != len(steps):
-                raise ValueError(f"its step is {step.step}, expected {len(steps)}")
+            if step["step"] != len(steps):
+                raise ValueError(f"its step is {step['step']}, expected {len(steps)}")
         except ValueError as error:
             if number == lines[-1][0] and _is_torn(error):
                 notes.append(
@@ -144,11 +181,11 @@ def _read_metrics(path: Path) -> tuple[list[StepRecord], list[str]]:
 def _check_like(shapes: dict[str, object], step: StepRecord) -> None:
     """Refuse a step of another model: layers and bins are summed over steps. `shapes` remembers what came first."""
     found: list[tuple[str, object]] = []
-    for mismatch in step.mismatch.values():
-        found += [("layers of differing_share_by_layer", len(mismatch.differing_share_by_layer))]
-        found += [("bins of differing_layers_histogram", len(mismatch.differing_layers_histogram))]
-    if step.margins:
-        found += [("bins of log10_edges", step.margins.log10_edges)]
+    for mismatch in step.get("mismatch", {}).values():
+        found += [("layers of differing_share_by_layer", len(mismatch.get("differing_share_by_layer", ())))]
+        found += [("bins of differing_layers_histogram", len(mismatch.get("differing_layers_histogram", ())))]
+    if margins := step.get("margins"):
+        found += [("bins of log10_edges", tuple(margins["log10_edges"]))]
     for what, shape in found:
         if shape and shapes.setdefault(what, shape) != shape:
             raise ValueError(f"the {what} are {shape}, on earlier lines they are {shapes[what]}")

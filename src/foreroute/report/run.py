@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from foreroute.report.format import flattened, percentage, reward, scientific, seconds
-from foreroute.report.reading import read_runs
-from foreroute.report.records import Run
+from foreroute.report.reading import Run, read_runs
 from foreroute.report.run_rows import WINDOW, SummaryRow, alarm_rows, load_rows, runs_with_alarms, summary_rows
 from foreroute.report.template import write_html
 
@@ -31,18 +29,6 @@ def write_report(run_folders: Sequence[Path], target: Path) -> Path:
     """
     wording = {"percentage": percentage, "reward": reward, "scientific": scientific, "seconds": seconds}
     return write_html(target, "run.html.j2", lambda: _values(read_runs(run_folders)), wording)
-
-
-@dataclass(frozen=True)
-class _ConfigLine:
-    """One key of the configuration, with its value in each run."""
-
-    key: str
-    values: tuple[str, ...]
-
-    @property
-    def differs(self) -> bool:
-        return len(set(self.values)) > 1
 
 
 def _values(runs: Sequence[Run]) -> dict[str, Any]:
@@ -78,7 +64,7 @@ def _values(runs: Sequence[Run]) -> dict[str, Any]:
 def describe(run: Run) -> list[str]:
     """What a run is, in short phrases: routing, precision, the settings that change its mismatch, its length."""
     rl = run.config["rl"]
-    first, last = run.steps[0].step, run.steps[-1].step
+    first, last = run.steps[0]["step"], run.steps[-1]["step"]
     facts = [ROUTING.get(run.routing, f"Routing {run.routing}"), f"rollout in {run.precision}"]
     facts += _method(rl)
     if "mini_steps" in rl:
@@ -110,9 +96,9 @@ def _devices(run: Run) -> list[str]:
     """Every device that steps ran on, in the order of the steps, with the most memory that one of them took."""
     most: dict[str, int] = {}
     for step in run.steps:
-        if step.device is not None:
-            name = f"CPU, {step.device.name}" if step.device.kind == "cpu" else step.device.name
-            most[name] = max(most.get(name, 0), step.device.peak_memory_bytes or 0)
+        if device := step.get("device"):
+            name = f"CPU, {device['name']}" if device["kind"] == "cpu" else device["name"]
+            most[name] = max(most.get(name, 0), device.get("peak_memory_bytes") or 0)
     return [f"on {name}{f', up to {peak / 1e9:.2f} GB' if peak else ''}" for name, peak in most.items()]
 
 
@@ -127,7 +113,7 @@ def pace(row: SummaryRow) -> str:
 def _reading_notes(runs: Sequence[Run]) -> list[str]:
     notes = [f"{run.label}: {note}" for run in runs for note in run.notes]
     for run in runs:
-        failures = sum(step.reward_failures for step in run.steps)
+        failures = sum(step.get("reward_failures", 0) for step in run.steps)
         if failures:
             notes.append(
                 f"{run.label}: {failures} responses got no reward because a function failed; their groups are left out."
@@ -140,7 +126,7 @@ def _table_notes(rows: Sequence[SummaryRow]) -> list[str]:
     for row in rows:
         if row.routing == "R3+weights":
             notes.append(f"{row.run}: replays the engine's gate weights too, where it says with replay.")
-        if not row.paired_steps and row.k3.native is None and row.k3.replayed is None:
+        if not row.paired_steps and set(row.k3.values()) == {None}:
             notes.append(f"{row.run}: the mismatch of trainer and rollout engine was not recorded.")
         elif not row.paired_steps:
             notes.append(
@@ -152,9 +138,10 @@ def _table_notes(rows: Sequence[SummaryRow]) -> list[str]:
     return notes
 
 
-def _config_lines(runs: Sequence[Run]) -> list[_ConfigLine]:
-    """Every key of every configuration, those that differ between runs first."""
+def _config_lines(runs: Sequence[Run]) -> list[tuple[str, list[str], bool]]:
+    """Every key of every configuration with its value in each run, those that differ between runs first."""
     flat = [flattened(run.config) for run in runs]
     keys = dict.fromkeys(key for values in flat for key in values)
-    lines = [_ConfigLine(key, tuple(values.get(key, "not set") for values in flat)) for key in keys]
-    return sorted(lines, key=lambda line: not line.differs)
+    found = {key: [values.get(key, "not set") for values in flat] for key in keys}
+    lines = [(key, values, len(set(values)) > 1) for key, values in found.items()]
+    return sorted(lines, key=lambda line: not line[2])

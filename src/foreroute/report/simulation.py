@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foreroute.report.format import duration, flattened, over_mean, percentage, step_seconds, step_time
+from foreroute.report.format import TableRow, duration, flattened, over_mean, percentage, step_seconds, step_time
 from foreroute.report.template import write_html
 
 if TYPE_CHECKING:  # they load compiled code
@@ -43,57 +42,51 @@ def write_simulation_page(
     return write_html(target, "simulation.html.j2", lambda: _values(record, config, sweeps, timelines, fit))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimulationRow:
-    """One method, or a limit. Cells are text, empty where there is nothing to say; `MethodRecord` explains them.
-
-    Attributes:
-        label: its name.
-        training: recompute and update, seconds.
-        gain: static over this one.
-        of_forced_balance, of_bound: shares of the two limits.
-        imbalance: load of the slowest rank over the mean.
-        recompute, update, plan_wait, home_moves: of the step, seconds.
-        exposed, waiting: shares of recompute and update that wait for transfers and for the slowest group.
-        fetches: experts moved per cell.
-        planning: time of planning.
-        hours, saved: GPU-hours of a step, and how many fewer they are than without balancing.
-        ours: whether it is a plan of ours.
-    """
-
-    label: str
-    training: str
-    gain: str
-    of_forced_balance: str
-    of_bound: str
-    imbalance: str = ""
-    recompute: str = ""
-    update: str = ""
-    plan_wait: str = ""
-    home_moves: str = ""
-    exposed: str = ""
-    waiting: str = ""
-    fetches: str = ""
-    planning: str = ""
-    hours: str = ""
-    saved: str = ""
-    ours: bool = False
+COLUMNS: dict[str, Callable[[MethodRecord], str]] = {
+    "Both stages": lambda method: step_seconds(method.training_s),
+    "Static / this": lambda method: f"{method.speedup_over_static:.2f}",
+    "Of forced balance": lambda method: percentage(method.share_of_forced_balance),
+    "Of the bound": lambda method: percentage(method.share_of_bound),
+    "Over mean": lambda method: over_mean(method.imbalance),
+    "Recompute": lambda method: step_seconds(method.stages.recompute),
+    "Update": lambda method: step_seconds(method.stages.update),
+    "Plan wait": lambda method: duration(method.stages.planning),
+    "Home moves": lambda method: duration(method.stages.home_moves) if method.stages.home_moves else "",
+    "Exposed": lambda method: percentage(method.exposed_share),
+    "Groups wait": lambda method: percentage(method.groups_waiting),
+    "Moved a cell": lambda method: f"{method.fetches_per_cell:.1f}",
+    "Planned in": lambda method: duration(method.planning_s),
+    "GPU-hours": lambda method: step_seconds(method.gpu_hours),
+    "Saved": lambda method: step_seconds(method.gpu_hours_saved),
+}
+"""Of the table of methods; `MethodRecord` explains them."""
+OF_PLANS = ("Plan wait", "Planned in", "Saved")
+"""Columns that say nothing of static."""
 
 
-def simulation_rows(record: SimulationRecord) -> list[SimulationRow]:
-    """One row per method in the order of the record, then the two limits."""
+def simulation_rows(record: SimulationRecord) -> list[TableRow]:
+    """One row per method in the order of the record, with the cells of `COLUMNS`; then the two limits."""
     static_s, forced_balance_s, bound_s = record["static"].training_s, record.forced_balance_s, record.bound_s
-    limits = [
-        SimulationRow(
-            label=label,
-            training=step_seconds(seconds),
-            gain=f"{static_s / seconds:.2f}",
-            of_forced_balance=percentage(forced_balance_s / seconds),
-            of_bound=percentage(bound_s / seconds),
+    rows = [
+        TableRow(
+            label=method.label,
+            cells={
+                heading: "" if method.name == "static" and heading in OF_PLANS else show(method)
+                for heading, show in COLUMNS.items()
+            },
+            ours=is_ours(method.name),
         )
-        for label, seconds in (("forced balance", forced_balance_s), ("no plan beats", bound_s))
+        for method in record.methods
     ]
-    return [*(_row(method) for method in record.methods), *limits]
+    for label, seconds in (("forced balance", forced_balance_s), ("no plan beats", bound_s)):
+        cells = {
+            "Both stages": step_seconds(seconds),
+            "Static / this": f"{static_s / seconds:.2f}",
+            "Of forced balance": percentage(forced_balance_s / seconds),
+            "Of the bound": percentage(bound_s / seconds),
+        }
+        rows.append(TableRow(label=label, cells=cells))
+    return rows
 
 
 def simulation_summary(record: SimulationRecord) -> list[str]:
@@ -148,23 +141,17 @@ def is_ours(name: str) -> bool:
     return name in OURS
 
 
-@dataclass(frozen=True)
-class FitRow:
-    """A fitted parameter. Cells are text with units."""
-
-    name: str
-    before: str
-    after: str
-
-
-def fit_rows(found: FitRecord, before: Mapping[str, float]) -> list[FitRow]:
-    """One row per fitted parameter.
+def fit_rows(found: FitRecord, before: Mapping[str, float]) -> list[TableRow]:
+    """One row per fitted parameter, with units.
 
     Args:
         found: what was fitted.
         before: the configured values by name.
     """
-    return [FitRow(name, _value(name, before[name]), _value(name, value)) for name, value in found.parameters.items()]
+    return [
+        TableRow(label=name, cells={"Configured": _value(name, before[name]), "Fitted": _value(name, value)})
+        for name, value in found.parameters.items()
+    ]
 
 
 def fit_summary(found: FitRecord) -> str:
@@ -196,6 +183,7 @@ def _values(
         "imbalance": sweep_plots.against_imbalance(record, sweeps),
         "sensitivity_keys": sweep_plots.legend(record),
         "sensitivities": sweep_plots.sensitivities(record, config, sweeps),
+        "columns": list(COLUMNS),
         "rows": simulation_rows(record),
         "fit": None if fit is None else (fit_summary(fit[0]), fit_rows(*fit), simulation_plots.predictions(fit[0])),
         "publish": step_seconds(record.publish_s),
@@ -269,29 +257,6 @@ def _times(static: MethodRecord, method: MethodRecord) -> str:
 
 def _fastest(methods: tuple[MethodRecord, ...] | list[MethodRecord]) -> MethodRecord:
     return min(methods, key=lambda method: method.training_s)
-
-
-def _row(method: MethodRecord) -> SimulationRow:
-    plans = method.name != "static"
-    return SimulationRow(
-        label=method.label,
-        training=step_seconds(method.training_s),
-        gain=f"{method.speedup_over_static:.2f}",
-        of_forced_balance=percentage(method.share_of_forced_balance),
-        of_bound=percentage(method.share_of_bound),
-        imbalance=over_mean(method.imbalance),
-        recompute=step_seconds(method.stages.recompute),
-        update=step_seconds(method.stages.update),
-        plan_wait=duration(method.stages.planning) if plans else "",
-        home_moves=duration(method.stages.home_moves) if method.stages.home_moves else "",
-        exposed=percentage(method.exposed_share),
-        waiting=percentage(method.groups_waiting),
-        fetches=f"{method.fetches_per_cell:.1f}",
-        planning=duration(method.planning_s) if plans else "",
-        hours=step_seconds(method.gpu_hours),
-        saved=step_seconds(method.gpu_hours_saved) if plans else "",
-        ours=is_ours(method.name),
-    )
 
 
 def _value(name: str, value: float) -> str:

@@ -47,7 +47,6 @@ def by_stage(record: SimulationRecord) -> Plot:
         f"waits for. The line is the same step under forced balance, {step_time(forced_balance_s)}.",
         x_label="seconds, modelled",
         y_label="",
-        absent="",
     )
     bars = [(method.label, tuple(method.stages)) for method in record.methods]
     return _stacked(caption, bars, STAGES, STAGE_COLOURS, height=_height(len(bars)), line=forced_balance_s)
@@ -64,7 +63,6 @@ def by_part(record: SimulationRecord) -> Plot:
         "Waiting for the plan delays the recompute and counts as planning elsewhere.",
         x_label="seconds, modelled",
         y_label="",
-        absent="",
     )
     methods = (record["static"], *compared_methods(record))
     bars = [
@@ -97,7 +95,6 @@ def predictions(found: FitRecord) -> Plot:
         sentence="Seconds of every measured stage, with the fitted rates. On the line both are the same.",
         x_label="seconds, measured",
         y_label="seconds, predicted",
-        absent="",
     )
     most = 1.05 * max(*found.measured_s, *found.predicted_s)
 
@@ -179,7 +176,6 @@ def _timeline_card(found: Timeline, ranks: list[int], longest_s: float) -> Plot:
         "that waits for a slower one.",
         x_label="milliseconds, modelled",
         y_label="",
-        absent="",
     )
     spans = [span for span in found.spans if span.rank in ranks and span.end_s > begin_s and span.begin_s < end_s]
     places = {rank: n * (len(RESOURCES) + 0.6) for n, rank in enumerate(ranks)}

@@ -7,9 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.ticker import PercentFormatter
-
-from foreroute.report.figure import GREY, Caption, Key, Plot, draw_axes
+from foreroute.report.figure import GREY, Caption, Key, Plot, draw_axes, percent_ticks
 from foreroute.report.format import duration, over_mean
 from foreroute.report.simulation import compared_methods, headline
 
@@ -73,7 +71,6 @@ def against_imbalance(record: SimulationRecord, sweeps: Sequence[SweepRecord]) -
         "more tokens in their node than uniform traffic would.",
         x_label="static: load of the slowest rank over the mean",
         y_label="speed over that of forced balance",
-        absent="",
     )
     return [_scatter(gains, record, points, note, shares=False), _scatter(shares, record, points, note, shares=True)]
 
@@ -98,7 +95,7 @@ def _scatter(
                 axes.plot(x, y, marker=marker, color=COLOURS[names.index(method.name)], markersize=size, alpha=0.8)
         axes.axhline(1.0, color=GREY, linewidth=0.8)
         if shares:
-            axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %", decimals=0))
+            percent_ticks(axes.yaxis, decimals=0)
 
     main = headline(record).name
     said = "; ".join(
@@ -124,7 +121,6 @@ def _card(
         sentence=_said(key, configured, config) + NOTES.get(key, ""),
         x_label=x_label,
         y_label="recompute waits, s" if waits else "static / this",
-        absent="",
     )
     known = {point.value: point.simulation for point in points}
     places = sorted(({configured: record} | known).items())

@@ -16,9 +16,10 @@ each is computed once and exactly. Times are seconds from the start of the stage
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,21 +112,10 @@ def run(
     groups_KF = np.zeros((2, 2), np.int64)
     groups_KF[: len(STAGES[stage].groups)] = STAGES[stage].groups
     ready = np.zeros(num_micro_steps) if ready_M is None else ready_M
-    arrays = (*vars(compute).values(), *vars(transfers).values())
-    work = Work(*(np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for one in arrays))
+    work = Work(*(np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for one in (*compute, *transfers)))
     found = engine_kernels.run(passes_PVK, bounds, groups_KF, ready, work, rules)
     return StageRun(*found)
 
 
-class Work(NamedTuple):
-    """`Compute` and `Transfers`, for compiled code."""
-
-    attention_MG2: Any
-    head_MG: Any
-    all_to_all_ML: Any
-    experts_MLG2: Any
-    layer_s: Any
-    send_M: Any
-    host_KMLG: Any
-    direct_KMLG4: Any
-    gradient_MLG4: Any
+Work = namedtuple("Work", (*Compute._fields, *Transfers._fields))  # type: ignore[misc]  # fields of two records
+"""`Compute` and `Transfers`, for compiled code."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +15,6 @@ from foreroute.plan.topology import Topology
 from foreroute.planner.plan_step import LONGEST_BLOCK
 from foreroute.simulate.cell_costs import (
     Compute,
-    Hosts,
     StagePass,
     TransferPath,
     Transfers,
@@ -53,11 +52,10 @@ class EPGroup:
         """Price a served step. Layers that were drawn stand in turn for those of the model."""
         num_micro_steps, drawn = step.problem.counts_MLGE.shape[:2]
         layers = np.arange(costs.model.num_layers) % drawn
-        compute = compute_of(planned.assignments, (num_micro_steps, drawn), step.squares_MG, topology, costs)
-        compute = replace(
-            compute, all_to_all_ML=compute.all_to_all_ML[:, layers], experts_MLG2=compute.experts_MLG2[:, layers]
+        compute = compute_of(planned, step.squares_MG, topology, costs)
+        compute = compute._replace(
+            all_to_all_ML=compute.all_to_all_ML[:, layers], experts_MLG2=compute.experts_MLG2[:, layers]
         )
-        hosts = Hosts.of(planned.assignments, (num_micro_steps, drawn), planned.home_LE, planned.slots)
         parts = layer_parts(len(layers), config.cluster.pipeline)
         execution = config.execution
 
@@ -65,7 +63,7 @@ class EPGroup:
             return _joined(
                 [
                     transfers_of(
-                        hosts,
+                        planned,
                         layers[part.start : part.stop],
                         order,
                         path,
@@ -86,10 +84,6 @@ class EPGroup:
             parts,
         )
 
-    def with_free_transfers(self) -> EPGroup:
-        """The same with transfers that cost nothing."""
-        return replace(self, recompute=without_cost(self.recompute), update=without_cost(self.update))
-
     def bound(self, step: GroupStep, topology: Topology, costs: CostModel) -> EPGroup:
         """The same at the least cost that any plan could have.
 
@@ -105,8 +99,10 @@ class EPGroup:
         even_MLG2 = np.broadcast_to(np.stack(experts, -1)[:, :, None], self.compute.experts_MLG2.shape)
         all_to_all_ML = np.full(self.compute.all_to_all_ML.shape, costs.prices(topology).latency_s)
         return replace(
-            self.with_free_transfers(),
-            compute=replace(self.compute, all_to_all_ML=all_to_all_ML, experts_MLG2=even_MLG2),
+            self,
+            compute=self.compute._replace(all_to_all_ML=all_to_all_ML, experts_MLG2=even_MLG2),
+            recompute=without_cost(self.recompute),
+            update=without_cost(self.update),
         )
 
     def run(self, ready_M: Floats | None = None) -> tuple[StageRun, StageRun]:
@@ -184,8 +180,6 @@ def layer_parts(num_layers: int, num_stages: int) -> list[range]:
 
 
 def _joined(parts: Sequence[Transfers]) -> Transfers:
-    """Of all pipeline stages, along the layers."""
-    axes = {"host_KMLG": 2, "direct_KMLG4": 2, "gradient_MLG4": 1}
-    return Transfers(
-        **{f.name: np.concatenate([getattr(p, f.name) for p in parts], axis=axes[f.name]) for f in fields(Transfers)}
-    )
+    """Of all pipeline stages, along the layers: the third axis of what is fetched, the second of gradients."""
+    fields = zip(zip(*parts, strict=True), (2, 2, 1), strict=True)
+    return Transfers(*(np.concatenate(arrays, axis) for arrays, axis in fields))

@@ -1,9 +1,8 @@
-"""Rates of hardware from measured steps, by least squares.
+"""Rates of hardware from measured steps, by least squares of relative errors; the extra `fit` brings what it needs.
 
 The time of a step is the longest of many paths of work, and each path is linear in the inverse rates; so it is convex
-in them, and linear in pieces. Every round takes the pieces that are longest now (their slopes by differences) and
-solves the least squares of relative errors over them, with no rate below a thousandth or above a thousand times what it
-was.
+in them, and linear in pieces. A trust region follows the pieces (their slopes by differences), with no rate below a
+thousandth or above a thousand times what it was.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import least_squares
+from scipy.stats import spearmanr
 
 from foreroute.costs.model import CostModel, Hardware
 from foreroute.errors import ConfigError
@@ -38,10 +39,10 @@ FITTABLE = (
 )
 FARTHEST = 1e3
 """A fitted rate is at most so many times what it was, or one over it."""
-ROUNDS = 30
-"""At most, of solving the pieces of a point. Exact measurements need two; noisy ones improve a little in each."""
 STEP = 1e-4
 """Relative change of a rate by which slopes are taken: far above rounding, and within one linear piece mostly."""
+CONVERGED = 1e-12
+"""Relative change of errors, rates and slopes below which the search ends: a few rounds more, and digits to compare."""
 ALIKE = 1e6
 """Singular values of the slopes, largest over smallest, from which rates cannot be told apart."""
 
@@ -130,18 +131,9 @@ def rank_correlation(a_V: Floats, b_V: Floats) -> float | None:
     Returns:
         From -1 to 1; None where it is not defined, because all values of one side are equal.
     """
-    ranks_2V = np.stack([_ranks(values_V) for values_V in (a_V, b_V)])
-    if (np.ptp(ranks_2V, axis=1) == 0).any():
+    if not (np.ptp(a_V) and np.ptp(b_V)):
         return None
-    correlation_22: Floats = np.asarray(np.corrcoef(ranks_2V))
-    return float(np.clip(correlation_22[0, 1], -1, 1))
-
-
-def _ranks(values_V: Floats) -> Floats:
-    _, group_V, size_G = np.unique(values_V, return_inverse=True, return_counts=True)
-    last_G = np.cumsum(size_G)
-    mean_G: Floats = last_G - (size_G - 1) / 2
-    return mean_G[group_V]
+    return float(np.clip(spearmanr(a_V, b_V).statistic, -1, 1))
 
 
 def predict(measured: Sequence[Measurement], config: SimulateConfig, costs: CostModel) -> Floats:
@@ -175,59 +167,19 @@ def _scaled(costs: CostModel, parameters: Sequence[str], cost_K: Floats) -> Cost
 
 
 def _least_squares(predicted: Callable[[Floats], Floats], seconds_V: Floats, names: list[str]) -> Floats:
-    """Find the factors of the costs that it began from.
-
-    Every round solves the linear pieces of this point, then halves the way to their solution until the error falls: the
-    pieces there may be others.
-    """
-    scale_K = np.ones(len(names))
-    found_V = predicted(scale_K)
-    error = _error(found_V, seconds_V)
-    for _ in range(ROUNDS):
-        slope_VK = np.stack(
-            [(predicted(scale_K * (1 + STEP * _unit(k, scale_K))) - found_V) / STEP for k in range(len(names))], 1
-        )
-        slope_VK /= scale_K
-        _require_told_apart(slope_VK / seconds_V[:, None] * scale_K, names)
-        rest_V = found_V - slope_VK @ scale_K
-        target_K = _bounded(slope_VK / seconds_V[:, None], 1 - rest_V / seconds_V, scale_K)
-        share, better = 1.0, False
-        while share > 1e-3 and not better:
-            trial_K = scale_K + share * (target_K - scale_K)
-            trial_V = predicted(trial_K)
-            better = _error(trial_V, seconds_V) < error * (1 - 1e-9)
-            share /= 2
-        if not better:
-            break
-        scale_K, found_V, error = trial_K, trial_V, _error(trial_V, seconds_V)
-    return scale_K
-
-
-def _unit(k: int, like_K: Floats) -> Floats:
-    unit_K = np.zeros_like(like_K)
-    unit_K[k] = 1
-    return unit_K
-
-
-def _error(found_V: Floats, seconds_V: Floats) -> float:
-    return float(((found_V / seconds_V - 1) ** 2).sum())
-
-
-def _bounded(matrix_VK: Floats, right_V: Floats, begin_K: Floats) -> Floats:
-    """Solve least squares with every unknown between its bounds, one unknown at a time.
-
-    The problem is convex and its bounds are of one unknown each, so the sweeps end at its only solution.
-    """
-    values_K = begin_K.copy()
-    square_KK, linear_K = matrix_VK.T @ matrix_VK, matrix_VK.T @ right_V
-    for _ in range(20_000):
-        before_K = values_K.copy()
-        for k in range(len(values_K)):
-            best = values_K[k] + (linear_K[k] - square_KK[k] @ values_K) / square_KK[k, k]
-            values_K[k] = min(max(best, 1 / FARTHEST), FARTHEST)
-        if np.abs(values_K / before_K - 1).max() < 1e-10:
-            break
-    return values_K
+    """Find the factors of the costs that it began from."""
+    found = least_squares(
+        lambda scale_K: predicted(scale_K) / seconds_V - 1,
+        np.ones(len(names)),
+        bounds=(1 / FARTHEST, FARTHEST),
+        diff_step=STEP,
+        x_scale="jac",
+        ftol=CONVERGED,
+        xtol=CONVERGED,
+        gtol=CONVERGED,
+    )
+    _require_told_apart(found.jac * found.x, names)
+    return np.asarray(found.x, np.float64)
 
 
 def _require_told_apart(share_VK: Floats, names: list[str]) -> None:

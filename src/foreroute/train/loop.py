@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from foreroute.adapters import hf
 from foreroute.engines.base import Engine
+from foreroute.records import Side
 from foreroute.trace import RoutingTrace
 from foreroute.train.async_rollout import AsyncRollouts
 from foreroute.train.config import RLConfig, TrainConfig
@@ -108,7 +109,7 @@ class Trainer:
             return experience, {}
         whole = merged(parts)
         record = step_record(version, whole, self._trains_with, self.seconds) | evaluation | execution
-        record |= device_record(self.device, int(most_bytes))
+        record["device"] = device_record(self.device, int(most_bytes))
         return whole.experience, record | ({"skipped_prompts": self.task.skipped} if self.task.skipped else {})
 
     def state(self) -> dict[str, Any]:
@@ -138,7 +139,7 @@ class Trainer:
                 self.async_rollouts.restore(state["rollouts"], self.policy.spec, self.step, self.skipped_steps)
 
     @property
-    def _trains_with(self) -> str:
+    def _trains_with(self) -> Side:
         return "replayed" if self.config.rl.routing in ("R3", "R3+weights") else "native"
 
     @property
@@ -177,7 +178,7 @@ class Trainer:
         with self._timed("evaluation"):
             return evaluation_record(ranks.gather(ranks.on_all(f"the evaluation of step {self.step}", work)))
 
-    def _recompute_passes(self, experience: Experience, schedule: Schedule) -> dict[str, Recomputed]:
+    def _recompute_passes(self, experience: Experience, schedule: Schedule) -> dict[Side, Recomputed]:
         """Run the pass that is trained with, and at steps that measure the other one; "native" or "replayed"."""
         follows_rollout = self._trains_with == "replayed"
         # all stages replay the rollout's routes, so all are planned, in a thread, while the first runs; under R2 the
@@ -189,7 +190,7 @@ class Trainer:
         if self.config.rl.routing == "R2":
             self._plan(passes["native"].executed, schedule.update)
         if self._measures:
-            other = "native" if follows_rollout else "replayed"
+            other: Side = "native" if follows_rollout else "replayed"
             with self._timed("measure"):
                 passes[other] = self._recompute(experience, schedule, other)
         return passes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from foreroute.mismatch import (
 )
 from foreroute.mismatch.measures import LOG10_EDGES
 from foreroute.plan import contiguous_imbalance
+from foreroute.records import DeviceRecord, ImportanceRecord, MismatchRecord, Side, StepRecord
 from foreroute.trace import concatenate, count_assignments
 from foreroute.train.passes import Recomputed
 from foreroute.train.rollout import Experience, SamplingRounds
@@ -40,7 +41,7 @@ class StepPart:
     """
 
     experience: Experience
-    passes: dict[str, Recomputed]
+    passes: dict[Side, Recomputed]
     updated: Updated
 
 
@@ -75,7 +76,7 @@ def merged(parts: list[StepPart]) -> StepPart:
     return StepPart(experience, passes, replace(parts[0].updated, micro_step_S=micro_step_S))
 
 
-def step_record(step: int, whole: StepPart, trained_with: str, seconds: dict[str, float]) -> dict[str, Any]:
+def step_record(step: int, whole: StepPart, trained_with: Side, seconds: dict[str, float]) -> StepRecord:
     """Make one line of metrics.jsonl.
 
     Args:
@@ -87,7 +88,8 @@ def step_record(step: int, whole: StepPart, trained_with: str, seconds: dict[str
     experience, passes, updated = whole.experience, whole.passes, whole.updated
     generation, rewards_S = experience.generation, experience.sampled.first_rewards_S
     rewards_S = rewards_S[~np.isnan(rewards_S)]
-    record: dict[str, Any] = {
+    figures = asdict(updated.importance)
+    record: StepRecord = {
         "step": step,
         "weight_version": max(generation.trace.versions),
         "staleness": step - min(generation.trace.versions),
@@ -104,7 +106,7 @@ def step_record(step: int, whole: StepPart, trained_with: str, seconds: dict[str
         "trained_with": trained_with,
         "mismatch": {name: mismatch_record(*mismatch_of(generation, result)) for name, result in passes.items()},
         "expert_load": _expert_load(generation, updated),
-        "importance": asdict(updated.importance) | {"rejected_sequences": updated.rejected_sequences},
+        "importance": cast("ImportanceRecord", figures | {"rejected_sequences": updated.rejected_sequences}),
         "reward_failures": len(experience.sampled.failures),
         "sampling": {
             "rounds": experience.sampled.rounds,
@@ -134,7 +136,7 @@ def mismatch_of(generation: Generation, result: Recomputed) -> tuple[TokenMismat
     )
 
 
-def mismatch_record(tokens: TokenMismatch, routes: RoutingMismatch) -> dict[str, Any]:
+def mismatch_record(tokens: TokenMismatch, routes: RoutingMismatch) -> MismatchRecord:
     """Give the measures of `foreroute.mismatch` as plain data."""
     return {
         "response_tokens": tokens.count,
@@ -163,7 +165,7 @@ def memory_peak(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
-def device_record(device: torch.device, most_bytes: int) -> dict[str, Any]:
+def device_record(device: torch.device, most_bytes: int) -> DeviceRecord:
     """Make the record "device" of a step.
 
     Args:
@@ -171,9 +173,8 @@ def device_record(device: torch.device, most_bytes: int) -> dict[str, Any]:
         most_bytes: `memory_peak` of the rank that had the highest.
     """
     if device.type != "cuda":
-        return {"device": {"kind": device.type, "name": platform.machine()}}
-    record = {"kind": device.type, "name": torch.cuda.get_device_name(device), "peak_memory_bytes": most_bytes}
-    return {"device": record}
+        return {"kind": device.type, "name": platform.machine()}
+    return {"kind": device.type, "name": torch.cuda.get_device_name(device), "peak_memory_bytes": most_bytes}
 
 
 def _expert_load(generation: Generation, updated: Updated) -> dict[str, float]:

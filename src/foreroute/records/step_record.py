@@ -1,0 +1,306 @@
+"""One line of `metrics.jsonl`: every key that a step may have, its type, and what it means.
+
+The trainer makes these dictionaries, and the report reads them. Only keys marked as required are always there: a line
+of another trainer, or of an older version, may leave the others out. Keys that are not listed here are passed over.
+docs/metrics.md is made from the strings below.
+"""
+
+import math
+from functools import cache
+from typing import (
+    Annotated,
+    Literal,
+    Required,  # Python 3.11's own is not enough for pydantic
+)
+
+import numpy as np
+from annotated_types import Ge
+from pydantic import AfterValidator, StringConstraints, TypeAdapter
+from typing_extensions import TypedDict
+
+from foreroute.mismatch import Alarm
+
+Side = Literal["native", "replayed"]
+"""How the trainer was routed when the mismatch was measured: by itself, or with the rollout's routes replayed."""
+SIDES: tuple[Side, ...] = ("native", "replayed")
+"""Both, in the order of tables and legends."""
+
+Load = Literal["at_home", "planned", "executed"]
+"""Whose load of the ranks: every expert at its home, the plan's, or what ran."""
+
+ROUNDED = 1e-6
+"""A share that is a quotient of sums may end so far outside."""
+
+
+def _share(value: float) -> float:
+    if value < -ROUNDED or value > 1 + ROUNDED:
+        raise ValueError(f"it is {value}; expected a share from 0 to 1")
+    return value
+
+
+Share = Annotated[float, AfterValidator(_share)]
+"""From 0 to 1, or NaN: a share of nothing."""
+Seconds = float
+Loads = list[list[list[int]]]
+"""Assignments [M][L][G] of every rank in every cell."""
+
+NumRanks = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,8}$")]
+"""A number of ranks, as a key of JSON."""
+
+# `f1.5` is no name for the body of a class.
+_MilderShare = TypedDict("_MilderShare", {"f1.5": Share}, total=False)
+
+
+class MismatchRecord(_MilderShare, total=False):
+    """How far trainer and rollout engine were apart at one step."""
+
+    response_tokens: int
+    """Response tokens that were compared."""
+    k3: Required[float]
+    """Estimate of KL(engine || trainer), nats per response token."""
+    f2: Required[Share]
+    """Share of response tokens whose probabilities differ more than twofold, F(2)."""
+    max_abs_log_ratio: float
+    """The largest |log r|."""
+    routed_rows: int
+    """Tokens that both sides routed."""
+    differing_share: Required[Share]
+    """Share of (token, layer) whose expert sets differ."""
+    differing_tokens_share: Required[Share]
+    """Share of tokens with at least one differing layer."""
+    differing_share_by_layer: list[Share]
+    """Per layer, the share of tokens whose expert set differs."""
+    overlap_by_layer: list[float]
+    """Per layer, the mean share of a token's experts that both sides picked."""
+    differing_layers_histogram: list[int]
+    """Tokens by their number of differing layers, from 0."""
+    first_differing_layer: list[int]
+    """Tokens by the first layer that differs."""
+
+
+class MarginsRecord(TypedDict):
+    """Gaps between the K-th and the (K+1)-th selection score, by layer."""
+
+    log10_edges: list[float]
+    """Edges of the bins, decimal logarithms."""
+    counts_LB: list[list[int]]
+    """Decisions in each layer and bin."""
+
+
+class ImportanceRecord(TypedDict, total=False):
+    """Probabilities of the trainer over the engine's on the trained tokens, and what a correction did about them."""
+
+    ratio_mean: float
+    """Mean of trainer over engine; its expectation is 1."""
+    ratio_max: float
+    """The largest."""
+    effective_share: Required[Share]
+    """Effective sample size over the number of tokens."""
+    weight_mean: float
+    """What losses were multiplied by, on average."""
+    cut_share: Required[Share]
+    """Share of tokens whose weight the correction changed."""
+    rejected_sequences: Required[int]
+    """Responses that rejection left out."""
+
+
+class SamplingRecord(TypedDict, total=False):
+    """How the responses of a step were come by."""
+
+    rounds: int
+    """Rounds of dynamic sampling."""
+    responses: int
+    """Responses in all of them."""
+    informative_share: Share
+    """Share of the kept ones that teach something."""
+
+
+class EvaluationRecord(TypedDict, total=False):
+    """Rewards on held-out problems."""
+
+    responses: Required[int]
+    """How many."""
+    reward_mean: Required[float]
+    """Their mean reward."""
+    reward_std: float
+    """Its standard deviation."""
+    exact_share: Share
+    """Share of rewards of exactly 1."""
+    response_tokens_mean: float
+    """Their mean length."""
+    reward_failures: int
+    """Responses without a reward, because a function failed."""
+    reward_failure: str
+    """The first failure."""
+
+
+class StageRecord(TypedDict, total=False):
+    """One stage of an expert-parallel step: the load of every rank in every cell, [M][L][G]."""
+
+    planned_MLG: Loads
+    """Assignments by the plan."""
+    executed_MLG: Required[Loads]
+    """Assignments as executed."""
+    at_home_MLG: Required[Loads]
+    """Assignments with every expert at its home."""
+    replicas: int
+    """Replicas of all cells."""
+    fell_back: list[dict[str, str | int]]
+    """Cells that their homes served alone, and why."""
+
+
+def _check_stage(stage: StageRecord) -> StageRecord:
+    shapes = {_shape(stage["at_home_MLG"]), _shape(stage["executed_MLG"])}
+    if len(shapes) > 1 or None in shapes:
+        raise ValueError("at_home_MLG and executed_MLG need the same numbers of micro-steps, layers and ranks")
+    return stage
+
+
+def _shape(loads_MLG: Loads) -> tuple[int, ...] | None:
+    """M, L and G, or None when they are uneven or 0."""
+    try:
+        loads = np.array(loads_MLG, np.int64)
+    except (ValueError, OverflowError):
+        return None
+    return loads.shape if loads.ndim == 3 and loads.size else None
+
+
+class ExecutionRecord(TypedDict, total=False):
+    """How an expert-parallel step was executed. Without a plan there are the ranks alone."""
+
+    ranks: Required[int]
+    """How many."""
+    max_over_mean: dict[Load, float]
+    """By load, the sum over cells of the busiest rank's assignments over the sum of the means."""
+    replicas: int
+    """Replicas of all cells."""
+    bytes: dict[str, int]
+    """That arrived: weights by `host` memory and `direct`ly, `gradients` of replicas."""
+    cells_at_home: int
+    """Cells that fell back to their homes, in all stages."""
+    exposed_transfer_s: Seconds
+    """Seconds that the slowest rank waited for weights and gradients of replicas."""
+    planning_s: Seconds
+    """Seconds of planning, on the rank that waited longest."""
+    exposed_planning_s: Seconds
+    """Those that stages waited for their plans."""
+    hidden_planning_share: float
+    """Share of the seconds of planning that nobody waited for."""
+    stages: dict[str, Annotated[StageRecord, AfterValidator(_check_stage)]]
+    """By name: recompute, update 0, and so on."""
+
+
+class DeviceRecord(TypedDict, total=False):
+    """Where a step ran."""
+
+    kind: Required[str]
+    """cpu or cuda."""
+    name: Required[str]
+    """Of the device."""
+    peak_memory_bytes: Annotated[int, Ge(0)] | None
+    """The most that tensors took on any rank; on CUDA alone."""
+
+
+def _check_mismatch(mismatch: MismatchRecord) -> MismatchRecord:
+    layers = len(mismatch.get("differing_share_by_layer", ()))
+    bins = len(mismatch.get("differing_layers_histogram", ()))
+    if layers and bins and bins != layers + 1:
+        raise ValueError(f"{layers} layers need a histogram of {layers + 1} counts, this one has {bins}")
+    return mismatch
+
+
+def _check_margins(margins: MarginsRecord) -> MarginsRecord:
+    edges = margins["log10_edges"]
+    if not all(math.isfinite(edge) for edge in edges):
+        raise ValueError("log10_edges must be finite")
+    if edges != sorted(set(edges)):
+        raise ValueError("log10_edges must ascend")
+    if any(len(counts) != len(edges) - 1 for counts in margins["counts_LB"]):
+        raise ValueError(f"{len(edges)} log10_edges need {len(edges) - 1} counts in every layer of counts_LB")
+    return margins
+
+
+def _check_execution(execution: ExecutionRecord) -> ExecutionRecord:
+    stages = execution.get("stages", {})
+    if stages and {"at_home", "executed"} - execution.get("max_over_mean", {}).keys():
+        raise ValueError("max_over_mean needs at_home and executed where there are stages")
+    if any(len(stage["executed_MLG"][0][0]) != execution["ranks"] for stage in stages.values()):
+        raise ValueError(f"stages need loads of {execution['ranks']} ranks")
+    return execution
+
+
+class StepRecord(TypedDict, total=False):
+    """One step of a run. What is not there was not recorded."""
+
+    step: Required[int]
+    """From 0."""
+    weight_version: int
+    """The newest weights that sampled a token of it."""
+    staleness: int
+    """By how many versions the oldest route is behind the policy."""
+    seconds: dict[str, Seconds]
+    """By stage."""
+    reward_mean: float | None
+    """Mean reward of the responses; of the first round, where sampling is dynamic."""
+    reward_std: float
+    """Its standard deviation."""
+    exact_share: Share
+    """Share of rewards of exactly 1."""
+    reward_failures: int
+    """Responses without a reward, because a function failed."""
+    reward_failure: str
+    """The first failure."""
+    response_tokens_mean: float
+    """Mean length of the responses."""
+    entropy: float | None
+    """Mean entropy of the trainer's next-token distribution, nats per response token."""
+    grad_norm: float | None
+    """Norm of the gradient before clipping, averaged over mini-batches."""
+    clip_share: Share | None
+    """Share of trained tokens whose update the clip bounds changed."""
+    loss: float
+    """Mean over the mini-batches."""
+    kl: float | None
+    """Estimate of KL(policy || reference) on the trained tokens, where there is a reference."""
+    tokens: int
+    """Rows of the rollout's trace."""
+    trained_with: Side
+    """The side whose routes the update ran with."""
+    mismatch: dict[Side, Annotated[MismatchRecord, AfterValidator(_check_mismatch)]]
+    """By side, on the same rollout and weights."""
+    margins: Annotated[MarginsRecord, AfterValidator(_check_margins)] | None
+    """Of the trainer's own routers."""
+    live_agreement: list[float]
+    """By mini-batch, the share of (token, layer) whose live top-k is the replayed set."""
+    expert_load: dict[NumRanks, float]
+    """By a number of ranks: the busiest one over the mean if experts lay contiguously on so many."""
+    importance: ImportanceRecord | None
+    """Of trainer over engine."""
+    sampling: SamplingRecord
+    """How the responses were come by."""
+    skipped_prompts: int
+    """Prompts of the data set that were too long."""
+    evaluation: EvaluationRecord | None
+    """On held-out problems, at the steps that evaluate."""
+    execution: Annotated[ExecutionRecord, AfterValidator(_check_execution)] | None
+    """Where experts are spread over ranks."""
+    device: DeviceRecord | None
+    """Where the step ran."""
+    alarms: list[Alarm] | None
+    """Those that are on after the step."""
+    rollbacks: int
+    """How often the run was rolled back before it, if it was."""
+
+
+@cache
+def _step_type() -> TypeAdapter[StepRecord]:
+    return TypeAdapter(StepRecord)
+
+
+def parse_step(line: bytes) -> StepRecord:
+    """Read one line of `metrics.jsonl`.
+
+    Raises:
+        pydantic.ValidationError: when a required key is missing, or a value is of another type or out of range.
+    """
+    return _step_type().validate_json(line, strict=True)
