@@ -157,8 +157,9 @@ class ExpertParallel(PolicyExecution):
 
     def _count(self, routes: RoutingTrace, stage: Stage) -> NDArray[np.int32]:
         """Count the assignments of all ranks, int32 [M, L, G, E]."""
-        micro_step_S = np.repeat(np.arange(len(stage.micro_steps)), [len(part) for part in stage.micro_steps])
-        mine_MLE = count_assignments(routes.select(np.concatenate(stage.micro_steps)), micro_step_S)
+        of_stage = stage.micro_steps
+        micro_step_S = np.repeat(np.arange(len(of_stage)), np.diff(of_stage.offsets))
+        mine_MLE = count_assignments(routes.select(of_stage.order_S), micro_step_S)
         return np.ascontiguousarray(np.moveaxis(self.ranks.all_gather(mine_MLE.astype(np.int32)), 0, 2))
 
     def _converted(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, gather: bool) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.capture import Generation
-from foreroute.layout import by_token_budget
+from foreroute.layout import MicroBatches, by_token_budget
 from foreroute.replay import to_device
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trace.checks import as_offsets, join_ranges
@@ -29,8 +29,6 @@ from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Experience
 
 ValueT = TypeVar("ValueT", bound=np.generic)
-MicroSteps = list[NDArray[np.int64]]
-"""The sequences of each micro-step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,16 +43,11 @@ class Stage:
 
     name: str
     after: int
-    micro_steps: MicroSteps
-
-    @property
-    def restore_S(self) -> NDArray[np.int64]:
-        """int64 [S], for a stage that takes all sequences: its joined results, `[restore_S]`, are in their order."""
-        return np.argsort(np.concatenate(self.micro_steps))
+    micro_steps: MicroBatches
 
     def in_order(self, parts: Sequence[NDArray[ValueT]], lengths_S: NDArray[np.int64]) -> NDArray[ValueT]:
-        """Put rows of all micro-steps in the order of the sequences, of which each has `lengths_S` rows."""
-        sequences, joined = np.concatenate(self.micro_steps), np.concatenate(parts)
+        """Put rows of all micro-steps, which take all sequences, in the order of these; each has `lengths_S` rows."""
+        sequences, joined = self.micro_steps.order_S, np.concatenate(parts)
         ordered = np.empty_like(joined)
         # row r of the joined parts belongs to a sequence that starts at that sequence's offset in the result
         ordered[join_ranges(as_offsets(lengths_S)[sequences], lengths_S[sequences])] = joined
@@ -87,11 +80,13 @@ def make_schedule(experience: Experience, config: RLConfig, ranks: Ranks, *, see
     # the last token of a sequence is not put into the model
     lengths_S = experience.generation.trace.lengths - 1
 
-    def packed(sequences: NDArray[np.int64], fewest: int = 0) -> MicroSteps:
+    def packed(sequences: NDArray[np.int64], fewest: int = 0) -> MicroBatches:
         longest_first = np.argsort(-lengths_S[sequences], kind="stable")
         cost_S = lengths_S[sequences[longest_first]]
         parts = by_token_budget(cost_S, config.micro_step_tokens, padded=True, min_count=fewest)
-        return [sequences[np.sort(longest_first[picked])] for picked in parts]
+        # within a micro-step they keep the order that they were given in
+        order = [np.sort(longest_first[picked]) for picked in parts]
+        return MicroBatches(sequences[np.concatenate([longest_first[:0], *order])], parts.offsets)
 
     everything = np.arange(len(lengths_S))
     order = np.random.default_rng([*seed, 2]).permutation(np.flatnonzero(experience.informative_S))
@@ -171,7 +166,7 @@ def recompute(
     return Recomputed(
         stage.in_order(logprobs, responses_S),
         stage.in_order(entropies, responses_S),
-        concatenate(executed).select(stage.restore_S),
+        concatenate(executed).select(stage.micro_steps.restore_S),
         stage.in_order(margins, routed_S),
     )
 

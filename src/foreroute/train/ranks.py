@@ -211,12 +211,7 @@ def num_started() -> int:
     Raises:
         ConfigError: when the environment says nonsense.
     """
-    said = os.environ.get("WORLD_SIZE", "1")
-    if not (said.isascii() and said.isdecimal() and int(said)):
-        raise ConfigError(
-            f"the environment has WORLD_SIZE={said!r:.40}, no number of processes; unset it, or use torchrun"
-        )
-    return int(said)
+    return _number("WORLD_SIZE", 1, "no number of processes")
 
 
 @contextmanager
@@ -260,8 +255,8 @@ def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> 
             dist.destroy_process_group()
 
 
-def _number(variable: str, default: int) -> int:
+def _number(variable: str, default: int, otherwise: str = "no number") -> int:
     said = os.environ.get(variable, str(default))
     if not (said.isascii() and said.isdecimal()):
-        raise ConfigError(f"the environment has {variable}={said!r:.40}, no number; unset it, or use torchrun")
+        raise ConfigError(f"the environment has {variable}={said!r:.40}, {otherwise}; unset it, or use torchrun")
     return int(said)

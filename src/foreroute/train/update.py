@@ -14,12 +14,13 @@ from torch import Tensor
 
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.errors import ConfigError, DivergedError
+from foreroute.layout import MicroBatches
 from foreroute.replay import to_device
 from foreroute.trace import RoutingTrace
 from foreroute.trace.checks import as_offsets, join_ranges
 from foreroute.train.config import RLConfig
 from foreroute.train.objective import TokenLosses, Tokens, accepted_sequences, coefficients, denominator, token_losses
-from foreroute.train.passes import MicroSteps, PolicyExecution, Stage, inputs, sampled_logprobs
+from foreroute.train.passes import PolicyExecution, Stage, inputs, sampled_logprobs
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Experience
 
@@ -228,13 +229,13 @@ class _Update:
         self.execution.weights_changed()
         return loss, norm
 
-    def _accumulate(self, micro_steps: MicroSteps) -> tuple[float, int]:
+    def _accumulate(self, micro_steps: MicroBatches) -> tuple[float, int]:
         """Accumulate the gradients of the loss of a mini-batch over its micro-steps.
 
         Returns:
             Its sum over the tokens of all ranks, and what that is to be divided by; 0 where nothing is trained.
         """
-        ranks, sequences = self.execution.ranks, np.concatenate(micro_steps)
+        ranks, sequences = self.execution.ranks, micro_steps.order_S
         lengths_S = self.experience.generation.response_lengths[sequences[self.trained_S[sequences]]]
         divisor = int(ranks.sum([denominator(lengths_S, self.config.mean)])[0])
         losses: list[Tensor] = []
