@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from foreroute.report.figure import (
     Caption,
     Plot,
+    card_of_runs,
     integer_ticks,
+    new_axes,
     percent_axis,
     percent_ticks,
     plot_lines,
-    plot_series,
     series_by_run,
 )
 from foreroute.report.reading import Run
@@ -61,13 +62,12 @@ def update_plots(runs: Sequence[Run]) -> list[Plot]:
 def _reward(runs: Sequence[Run]) -> Plot:
     series = series_by_run(runs, "reward_mean")
 
-    def draw(axes: Any) -> None:
-        for line in series:
-            axes.plot(line.x, line.y, **line.style | {"marker": None, "linewidth": 0.8, "alpha": 0.4})
-            axes.plot(line.x, _trailing_mean(line.y), **line.style | {"linewidth": 2.2})
-        axes.xaxis.set_major_locator(integer_ticks(6))
-
-    return plot_series(_REWARD, runs, series, draw)
+    axes = new_axes()
+    for line in series:
+        axes.plot(line.x, line.y, **line.style | {"marker": None, "linewidth": 0.8, "alpha": 0.4})
+        axes.plot(line.x, _trailing_mean(line.y), **line.style | {"linewidth": 2.2})
+    axes.xaxis.set_major_locator(integer_ticks(6))
+    return card_of_runs(_REWARD, axes, runs, series)
 
 
 def _update_plot(runs: Sequence[Run], of: LinePlot) -> list[Plot]:
