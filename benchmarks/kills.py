@@ -46,7 +46,7 @@ from foreroute.cli.main import main as command_line
 from foreroute.errors import ForerouteError
 from foreroute.files import TensorFile
 from foreroute.plan import load_plan
-from foreroute.report import read_runs
+from foreroute.records import read_runs
 from foreroute.trace import RoutedLayer, RoutingSpec, load, save
 from foreroute.trace.synthetic import synthetic_trace
 from foreroute.train import RunFolder, load_checkpoint, parse_config

@@ -17,9 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from foreroute.records import SIDES, Side, StepRecord
+from foreroute.records import SIDES, Run, Side, StepRecord
 from foreroute.report.format import over_mean
-from foreroute.report.reading import Run
 from foreroute.trace import RoutedLayer
 
 # Okabe and Ito's colours stay apart under the common colour deficiencies; their yellow is too pale on white.

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from foreroute.records import ExecutionRecord, Load
+from foreroute.records import ExecutionRecord, Load, Run
 from foreroute.report.figure import (
     INK,
     TALL_INCHES,
@@ -26,7 +26,6 @@ from foreroute.report.figure import (
     series_by_run,
     spans,
 )
-from foreroute.report.reading import Run
 from foreroute.report.run_rows import planned_steps
 
 WORDS: dict[Load, str] = {"at_home": "every expert at its home", "executed": "executed under the plan"}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.records import SIDES, MarginsRecord, Side
+from foreroute.records import SIDES, MarginsRecord, Run, Side
 from foreroute.report.figure import (
     COLOURS,
     TALL_INCHES,
@@ -26,7 +26,6 @@ from foreroute.report.figure import (
     plot_lines,
     series_by_side,
 )
-from foreroute.report.reading import Run
 
 if TYPE_CHECKING:
     from foreroute.doctor import Measures

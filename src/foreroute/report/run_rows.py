@@ -12,9 +12,8 @@ from typing import Literal, get_args
 
 from foreroute.mismatch import Alarm, Kind
 from foreroute.mismatch.alarm_rules import WORDS
-from foreroute.records import SIDES, ExecutionRecord, Load, Side, StepRecord
+from foreroute.records import SIDES, ExecutionRecord, Load, Run, Side, StepRecord
 from foreroute.report.format import ABSENT, TableRow, percentage, seconds
-from foreroute.report.reading import Run
 
 Measure = Literal["k3", "f2", "differing_share", "differing_tokens_share"]
 BySide = dict[Side, float | None]

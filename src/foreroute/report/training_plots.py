@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.records import Run
 from foreroute.report.figure import (
     Caption,
     Plot,
@@ -20,7 +21,6 @@ from foreroute.report.figure import (
     plot_lines,
     series_by_run,
 )
-from foreroute.report.reading import Run
 from foreroute.report.run_rows import WINDOW
 
 

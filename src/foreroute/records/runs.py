@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from foreroute.errors import InputError, RunFolderError
 from foreroute.files import read_file
-from foreroute.records import SIDES, Side, StepRecord, parse_step
+from foreroute.records.step_record import SIDES, Side, StepRecord, parse_step
 
 
 @dataclass(frozen=True, kw_only=True)
