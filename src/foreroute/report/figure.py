@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -146,16 +146,21 @@ def card(caption: Caption, drawn: Any, said: str, keys: Sequence[Key] = (), note
 
 
 def card_of_runs(
-    caption: Caption, drawn: Any, runs: Sequence[Run], series: Sequence[Series], keys: Sequence[Key] = ()
+    caption: Caption,
+    drawn: Any,
+    runs: Sequence[Run],
+    series: Sequence[Series],
+    keys: Sequence[Key] = (),
+    apart: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> Plot:
-    """Make a card with the legend of its runs, or none of a picture where all series are empty."""
+    """Make a card with the legend of its runs; without a picture where no series has a number."""
     values = [line.y[np.isfinite(line.y)] for line in series]
     if not any(finite.size for finite in values):
         return Plot(caption=caption)
     finite = np.concatenate(values)
     names = ", ".join(runs[position].label for position in sorted({line.run for line in series}))
     said = f"{caption.y_label} against {caption.x_label}, from {finite.min():.3g} to {finite.max():.3g}, for {names}"
-    return card(caption, drawn, said, (*_keys(runs, series), *keys), _notes(runs, series))
+    return card(caption, drawn, said, (*_keys(runs, series), *keys), _notes(runs, series, apart))
 
 
 def plot_lines(
@@ -166,14 +171,18 @@ def plot_lines(
     *,
     ticks: int = 6,
     style: Mapping[str, Any] = MappingProxyType({}),
+    apart: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> Plot:
-    """Draw one line per series; `style` overrules that of the series, `finish` sets limits and formats afterwards."""
+    """Draw one line per series; `style` overrules that of the series, `finish` sets limits and formats afterwards.
+
+    `apart` has, by reason, the runs that have no line because there is nothing to record.
+    """
     axes = new_axes()
     for line in series:
         axes.plot(line.x, line.y, **{**line.style, **style})
     axes.xaxis.set_major_locator(integer_ticks(ticks))
     finish(axes)
-    return card_of_runs(caption, axes, runs, series)
+    return card_of_runs(caption, axes, runs, series, apart=apart)
 
 
 def series_by_run(runs: Sequence[Run], path: str) -> list[Series]:
@@ -294,11 +303,11 @@ def _keys(runs: Sequence[Run], series: Sequence[Series]) -> tuple[Key, ...]:
     return (*runs_keys, *(Key(SIDE_WORDS[side], None, dashed=side == "replayed") for side in sides))
 
 
-def _notes(runs: Sequence[Run], series: Sequence[Series]) -> tuple[str, ...]:
-    notes = []
-    silent = [run.label for position, run in enumerate(runs) if all(line.run != position for line in series)]
-    if silent:
-        notes.append(f"Not recorded by: {', '.join(silent)}.")
+def _notes(runs: Sequence[Run], series: Sequence[Series], apart: Mapping[str, Collection[int]]) -> tuple[str, ...]:
+    known = {line.run for line in series}.union(*apart.values())
+    silent = {"Not recorded by": set(range(len(runs))) - known}
+    named = {words: [runs[place].label for place in sorted(those)] for words, those in {**apart, **silent}.items()}
+    notes = [f"{words}: {', '.join(labels)}." for words, labels in named.items() if labels]
     # matplotlib leaves these out without a word.
     lost = sum(int((~np.isfinite(line.y)).sum()) for line in series)
     if lost:

@@ -84,7 +84,6 @@ def _over_steps(runs: Sequence[Run]) -> Plot:
             for kind in WORDS:
                 y = np.array([execution["max_over_mean"][kind] for _, execution in steps], np.float64)
                 found.append((kind, Series(position, None, x, y)))
-
     axes = new_axes(TALL_INCHES)
     for kind, line in found:
         axes.plot(line.x, line.y, **line.style | {"linestyle": STYLES[kind]})
@@ -112,7 +111,6 @@ def _by_cell(runs: Sequence[Run], position: int) -> Plot:
     )
     loads = {kind: _over_mean_GC(execution, kind) for kind in WORDS}
     titles = {kind: f"{WORDS[kind]}: busiest {execution['max_over_mean'][kind]:.2f} times the mean" for kind in WORDS}
-
     figure = Figure(figsize=(TALL_INCHES[0], 4.6))
     panels = figure.subplots(len(loads), sharex=True)
     heat_panels(figure, panels, {titles[kind]: over_GC for kind, over_GC in loads.items()}, "load over mean")

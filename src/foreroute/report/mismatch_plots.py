@@ -87,7 +87,6 @@ def _differing_layers(runs: Sequence[Run]) -> Plot:
     for position, side, found in _by_run_and_side(runs, "differing_layers_histogram"):
         shares = _normalised(np.sum(found, axis=0))
         series.append(Series(position, side, np.arange(len(shares) + 1, dtype=np.float64) - 0.5, shares))
-
     axes = new_axes()
     _stairs(axes, series)
     axes.xaxis.set_major_locator(integer_ticks(8))
@@ -101,7 +100,6 @@ def _margins(runs: Sequence[Run]) -> Plot:
         found = [margins for step in run.steps if (margins := step.get("margins")) and margins["counts_LB"]]
         if found:
             series.append(Series(position, None, 10 ** np.array(found[0]["log10_edges"]), _share_by_bin(found)))
-
     axes = new_axes(TALL_INCHES)
     _stairs(axes, series)
     axes.set_xscale("log")
@@ -122,7 +120,6 @@ def _by_layer(measures: Measures) -> Plot:
     if routes is None or not routes.rows:
         return Plot(caption=caption)
     shares_L, first_L = routes.differing_share_L, routes.first_differing_L / routes.rows
-
     axes = new_axes()
     layers = np.arange(len(shares_L))
     axes.bar(layers, shares_L, color=COLOURS[0], alpha=0.75, width=0.7, label="differs")
@@ -149,7 +146,6 @@ def _by_position(measures: Measures) -> Plot:
     if explained is None or not np.isfinite(explained.overlap_by_position_T).any():
         return Plot(caption=caption)
     overlap_T = explained.overlap_by_position_T
-
     axes = new_axes()
     axes.plot(np.arange(len(overlap_T)), overlap_T, color=COLOURS[0])
     lowest = float(np.nanmin(overlap_T))

@@ -61,7 +61,6 @@ def stability(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
     shares_ML = fluctuation_ML[known_M]
     keys = [Key("micro-steps against their step", AFTER)]
     keys += [] if drift_L is None else [Key("step against the step before", STEP)]
-
     axes = new_axes()
     places = np.arange(shares_ML.shape[1])
     axes.fill_between(places, shares_ML.min(axis=0), shares_ML.max(axis=0), color=AFTER, alpha=0.15, linewidth=0)
@@ -89,7 +88,6 @@ def by_layer(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
         "micro-steps, without balancing": (BEFORE, summary.before.imbalance_ML.mean(axis=0)),
         "micro-steps, under the plan": (AFTER, summary.after.imbalance_ML.mean(axis=0)),
     }
-
     axes = new_axes()
     for colour, values_L in lines.values():
         axes.plot(np.arange(len(values_L)), values_L, color=colour, **_marker(values_L))
@@ -140,7 +138,6 @@ def gap_to_bound(summary: StepSummary) -> Plot:
         y_label="above the bound (logarithmic)",
     )
     least = 1e-4  # the axis is linear below it, so that a gap of exactly 0 can be shown
-
     axes = new_axes()
     share_C = (np.arange(len(before_C)) + 1) / len(before_C)
     for values_C, colour in ((before_C, BEFORE), (after_C, AFTER)):
@@ -168,7 +165,6 @@ def replicas(plan: StepPlan, summary: StepSummary) -> Plot:
     )
     if not len(plan.expert_R):
         return Plot(caption=caption)
-
     axes = new_axes()
     steps = np.arange(len(all_M))
     axes.bar(steps, fetched_M, color=COLOURS[0], width=0.8)
@@ -190,7 +186,6 @@ def cross_node_traffic(summary: StepSummary) -> Plot:
     sides = ((summary.before.crossing_ML.mean(axis=1), BEFORE), (summary.after.crossing_ML.mean(axis=1), AFTER))
     if not any(share_M.any() for share_M, _ in sides):
         return Plot(caption=caption)
-
     axes = new_axes()
     for share_M, colour in sides:
         axes.plot(np.arange(len(share_M)), share_M, color=colour, **_marker(share_M))
@@ -218,7 +213,6 @@ def time_by_part(summary: StepSummary) -> Plot:
         for s, stage in enumerate(STAGE_NAMES)
         for name, side in sides
     ]
-
     axes = new_axes()
     left_B = np.zeros(len(bars))
     for p in range(len(PART_NAMES)):
@@ -240,7 +234,6 @@ def by_method(records: Sequence[BalancerRecord], summary: StepSummary) -> Plot:
         x_label="seconds, modelled",
         y_label="",
     )
-
     axes = new_axes((INCHES[0], 1.0 + BAR_INCHES * len(records)))
     places = np.arange(len(records))
     colours = [*["#9aa5b1"] * (len(records) - 1), AFTER]
@@ -263,7 +256,6 @@ def _heat_maps(
     layers: Sequence[RoutedLayer] = (),
 ) -> Plot:
     loads = dict(zip(TITLES, sides, strict=True))
-
     figure = Figure(figsize=HEAT_INCHES)
     panels = figure.subplots(1, 2, sharey=True)
     heat_panels(figure, panels, loads, "over mean", from_one=from_one)

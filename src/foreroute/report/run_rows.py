@@ -33,7 +33,6 @@ class SummaryRow:
 
     run: str
     routing: str
-    precision: str
     trains_with: Side
     steps: int
     reward_first: float | None
@@ -58,7 +57,6 @@ def _row(run: Run) -> SummaryRow:
     return SummaryRow(
         run=run.label,
         routing=run.routing,
-        precision=run.precision,
         trains_with=run.trains_with,
         steps=len(run.steps),
         reward_first=_reward(run.steps[:WINDOW]),

@@ -97,7 +97,6 @@ def predictions(found: FitRecord) -> Plot:
         y_label="seconds, predicted",
     )
     most = 1.05 * max(*found.measured_s, *found.predicted_s)
-
     axes = new_axes()
     axes.plot([0, most], [0, most], color=GREY, linewidth=0.9)
     axes.plot(found.measured_s, found.predicted_s, color=COLOURS[0], marker="o", markersize=5, linestyle="")
@@ -138,7 +137,6 @@ def _stacked(
     # A part below a thousandth of the longest bar would be thinner than a line.
     shown = [x for x in range(len(names)) if widths_BX[:, x].max() > 1e-3 * totals_B.max()]
     places_B = np.array([place + sum(first <= place for first in headings) for place in range(len(bars))], np.float64)
-
     axes = new_axes((INCHES[0], max(height, _height(len(bars) + len(headings)))))
     left_B = np.zeros(len(bars))
     for x in shown:
@@ -176,7 +174,6 @@ def _timeline_card(found: Timeline, ranks: list[int], longest_s: float) -> Plot:
     )
     spans = [span for span in found.spans if span.rank in ranks and span.end_s > begin_s and span.begin_s < end_s]
     places = {rank: n * (len(RESOURCES) + 0.6) for n, rank in enumerate(ranks)}
-
     axes = new_axes((5.0, 0.9 + LANE_INCHES * len(ranks) * (len(RESOURCES) + 0.6)))
     for span in spans:
         place = places[span.rank] + RESOURCES.index(span.resource)

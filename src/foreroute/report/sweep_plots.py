@@ -83,7 +83,6 @@ def _scatter(
     shares: bool,
 ) -> Plot:
     names = [method.name for method in compared_methods(record)]
-
     axes = new_axes()
     for marker, one in points:
         x, size = one["static"].imbalance, 7.0 if marker == "D" else 5.5
@@ -123,7 +122,6 @@ def _card(
     known = {point.value: point.simulation for point in points}
     places = sorted(({configured: record} | known).items())
     methods = compared_methods(record)
-
     axes = new_axes(SMALL_INCHES)
     x = [value for value, _ in places]
     if not waits:
