@@ -13,9 +13,9 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.errors import ConfigError, DivergedError, RunFolderError
+from foreroute.records import Rollback
 from foreroute.train.alarm_actions import (
     AlarmActions,
-    Rollback,
     as_rolled_back,
     finish_rollback,
     read_rollbacks,
