@@ -18,7 +18,7 @@ from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import ForerouteError, RunFolderError
 from foreroute.files import TensorFile
 from foreroute.plan import load_counts, load_plan
-from foreroute.report import read_runs
+from foreroute.records import read_runs
 from foreroute.simulate.config import load_config as load_simulation
 from foreroute.trace import RoutingTrace, load
 from foreroute.train import RunFolder, TrainConfig, load_checkpoint, load_config, parse_config

@@ -46,11 +46,11 @@ from foreroute.cli.main import main as command_line
 from foreroute.errors import ForerouteError
 from foreroute.files import TensorFile
 from foreroute.plan import load_plan
-from foreroute.report import read_runs
+from foreroute.records import Rollback, read_runs
 from foreroute.trace import RoutedLayer, RoutingSpec, load, save
 from foreroute.trace.synthetic import synthetic_trace
 from foreroute.train import RunFolder, load_checkpoint, parse_config
-from foreroute.train.alarm_actions import Rollback, roll_back
+from foreroute.train.alarm_actions import roll_back
 from foreroute.train.checkpoint import NAME
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)

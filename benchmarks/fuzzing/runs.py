@@ -14,9 +14,9 @@ from benchmarks.fuzzing.mutations import damage, forge, forge_text
 from benchmarks.fuzzing.target import Target, written
 from benchmarks.fuzzing.texts import json_lines, require_unchanged, toml_target
 from foreroute.files import seal_file
-from foreroute.report.reading import Run, read_run
+from foreroute.records import Rollback, Run, read_run
 from foreroute.train import TrainConfig, load_config, parse_config
-from foreroute.train.alarm_actions import Rollback, read_rollbacks
+from foreroute.train.alarm_actions import read_rollbacks
 from foreroute.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from foreroute.train.run_folder import RunFolder
 from foreroute.train.tasks.jsonl import Row, parse_rows

@@ -22,7 +22,8 @@ from foreroute.cli.main import main
 from foreroute.cli.terminal import CommandProgress, Console, heartbeat, working
 from foreroute.cli.train import watching
 from foreroute.errors import ForerouteError
-from foreroute.train import Rollback, parse_config
+from foreroute.records import Rollback
+from foreroute.train import parse_config
 from tests.traces import random_trace
 
 TOPOLOGY = """

@@ -11,7 +11,8 @@ from rich.console import Console
 from foreroute.cli import train
 from foreroute.cli.train import watching
 from foreroute.mismatch.alarm_rules import ADVICE
-from foreroute.train import Rollback, parse_config
+from foreroute.records import Rollback
+from foreroute.train import parse_config
 
 CONFIG = parse_config({"name": "watched", "rl": {"steps": 41}}, source="test")
 ALARM = {"kind": "f2", "since": 3, "value": 0.25, "threshold": 0.1}

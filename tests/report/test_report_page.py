@@ -10,7 +10,8 @@ from html.parser import HTMLParser
 import pytest
 
 from foreroute.errors import InputError, RunFolderError
-from foreroute.report import load_rows, read_runs, write_report
+from foreroute.records import read_runs
+from foreroute.report import load_rows, write_report
 from tests.report.report_runs import config, execution, step_line, write_run
 
 TITLES = [

@@ -9,7 +9,8 @@ import pytest
 from foreroute.errors import RunFolderError
 from foreroute.mismatch import Kind
 from foreroute.mismatch.alarm_rules import ADVICE
-from foreroute.report import read_runs, summary_rows, write_report
+from foreroute.records import read_runs
+from foreroute.report import summary_rows, write_report
 from foreroute.report.run_rows import alarm_rows
 from tests.report.report_runs import config, step_line, write_run
 

@@ -2,7 +2,8 @@
 
 from matplotlib.figure import Figure
 
-from foreroute.report import read_runs, write_report
+from foreroute.records import read_runs
+from foreroute.report import write_report
 from foreroute.report.run import describe
 from foreroute.report.training_plots import _up_to_all, update_plots
 from tests.report.report_runs import config, step_line, write_run

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from foreroute.adapters import hf
 from foreroute.errors import ConfigError, DatasetError, FunctionError, RunFolderError
-from foreroute.report import read_runs
+from foreroute.records import read_runs
 from foreroute.report.run import _reading_notes
 from foreroute.train import Watcher, load_checkpoint, parse_config, train
 from foreroute.train.model import make_engine, make_policy

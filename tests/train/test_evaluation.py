@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from foreroute.report import read_runs
+from foreroute.records import read_runs
 from foreroute.report.training_plots import held_out_reward
 from foreroute.train import train
 from foreroute.train.ranks import Ranks

@@ -10,9 +10,10 @@ import pytest
 import foreroute as fr
 from foreroute.capture import load_generation
 from foreroute.errors import RunFolderError
+from foreroute.records import Rollback
 from foreroute.trace import digest
 from foreroute.train import RunFolder, train
-from foreroute.train.alarm_actions import Rollback, finish_rollback, read_rollbacks, roll_back
+from foreroute.train.alarm_actions import finish_rollback, read_rollbacks, roll_back
 from tests.train.counting_runs import counting, counting_config
 from tests.train.kill_points import Disk, Killed, on
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from foreroute.errors import ConfigError, RunFolderError
+from foreroute.records import Rollback
 from foreroute.train import RunFolder, Watcher, recorder, train
-from foreroute.train.alarm_actions import Rollback, roll_back
+from foreroute.train.alarm_actions import roll_back
 from foreroute.train.recorder import open_loggers, scalars
 from tests.train.small_runs import records, small_config
 

@@ -17,8 +17,8 @@ from rich.table import Table
 from foreroute.cli.terminal import Console, is_first_rank, write_page
 from foreroute.cli.train import console_of_rank, train_and_report, watching
 from foreroute.errors import ConfigError
-from foreroute.records import SIDES
-from foreroute.report import SummaryRow, TableRow, load_rows, read_runs, summary_rows, write_report
+from foreroute.records import SIDES, read_runs
+from foreroute.report import SummaryRow, TableRow, load_rows, summary_rows, write_report
 from foreroute.train import TrainConfig, parse_config, train
 from foreroute.train.ranks import num_started
 

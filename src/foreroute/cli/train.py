@@ -26,8 +26,9 @@ from rich.text import Text
 
 from foreroute.cli.terminal import CommandProgress, Console, is_first_rank, working, write_page
 from foreroute.mismatch import Alarm
+from foreroute.records import Rollback
 from foreroute.report import write_report
-from foreroute.train import Rollback, TrainConfig, Watcher, load_config, train
+from foreroute.train import TrainConfig, Watcher, load_config, train
 
 LINES_EVERY = 20
 """Steps between two lines where there is no terminal to draw a bar on; of the warm start, five times as many."""

@@ -1,5 +1,6 @@
-"""What a run writes down about each step, and what a page reads: the metrics, typed. No torch."""
+"""What a run writes down about each step, and reading it: the metrics, typed. No torch, and nothing is drawn."""
 
+from foreroute.records.runs import Rollback, Run, read_run, read_runs
 from foreroute.records.step_record import (
     SIDES,
     DeviceRecord,
@@ -25,9 +26,13 @@ __all__ = [
     "Load",
     "MarginsRecord",
     "MismatchRecord",
+    "Rollback",
+    "Run",
     "SamplingRecord",
     "Side",
     "StageRecord",
     "StepRecord",
     "parse_step",
+    "read_run",
+    "read_runs",
 ]

@@ -6,7 +6,6 @@ Importing this room loads neither matplotlib nor jinja2; `write_report` does, an
 from foreroute.report.diagnosis import measure_rows, write_diagnosis
 from foreroute.report.format import TableRow
 from foreroute.report.plan import method_rows, plan_summary, write_plan_page
-from foreroute.report.reading import Run, read_run, read_runs
 from foreroute.report.run import write_report
 from foreroute.report.run_rows import SummaryRow, load_rows, summary_rows
 from foreroute.report.simulation import (
@@ -20,7 +19,6 @@ from foreroute.report.simulation import (
 from foreroute.report.template import check_page
 
 __all__ = [
-    "Run",
     "SummaryRow",
     "TableRow",
     "check_page",
@@ -31,8 +29,6 @@ __all__ = [
     "measure_rows",
     "method_rows",
     "plan_summary",
-    "read_run",
-    "read_runs",
     "simulation_rows",
     "simulation_summary",
     "summary_rows",

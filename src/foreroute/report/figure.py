@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -16,9 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from foreroute.records import SIDES, Side, StepRecord
+from foreroute.records import SIDES, Run, Side, StepRecord
 from foreroute.report.format import over_mean
-from foreroute.report.reading import Run
 from foreroute.trace import RoutedLayer
 
 # Okabe and Ito's colours stay apart under the common colour deficiencies; their yellow is too pale on white.
@@ -114,29 +114,53 @@ class Plot:
     notes: tuple[str, ...] = ()
 
 
-def plot_series(
-    caption: Caption,
-    runs: Sequence[Run],
-    series: Sequence[Series],
-    draw: Callable[[Any], None],
-    inches: tuple[float, float] = INCHES,
-) -> Plot:
-    """Let `draw` fill one pair of axes, unless there is nothing to draw."""
-    return plot_panels(caption, runs, series, _labelled(caption, draw), inches)
+def in_style() -> AbstractContextManager[None]:
+    """The look of all plots, for as long as they are drawn."""
+    return matplotlib.rc_context(STYLE)
 
 
-def plot_panels(
+def new_axes(inches: tuple[float, float] = INCHES) -> Any:
+    """One pair of axes to draw on."""
+    return Figure(figsize=inches).subplots()
+
+
+def card(caption: Caption, drawn: Any, said: str, keys: Sequence[Key] = (), notes: Sequence[str] = ()) -> Plot:
+    """Make a card.
+
+    Args:
+        caption: its words.
+        drawn: axes, which are labelled as the caption says, or a figure.
+        said: what the picture shows, for those who do not see it.
+        keys: of its legend.
+        notes: below it.
+    """
+    figure = drawn
+    if not isinstance(drawn, Figure):
+        drawn.set_xlabel(caption.x_label)
+        drawn.set_ylabel(caption.y_label)
+        figure = drawn.figure
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    image = "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    return Plot(caption=caption, image=image, alt=f"{caption.title}. {said}.", keys=tuple(keys), notes=tuple(notes))
+
+
+def card_of_runs(
     caption: Caption,
+    drawn: Any,
     runs: Sequence[Run],
     series: Sequence[Series],
-    fill: Callable[[Figure], None],
-    inches: tuple[float, float] = INCHES,
+    keys: Sequence[Key] = (),
+    apart: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> Plot:
-    """Let `fill` draw a whole figure, unless there is nothing to draw."""
-    if not any(np.isfinite(line.y).any() for line in series):
+    """Make a card with the legend of its runs; without a picture where no series has a number."""
+    values = [line.y[np.isfinite(line.y)] for line in series]
+    if not any(finite.size for finite in values):
         return Plot(caption=caption)
-    drawn = draw_figure(caption, fill, _alt(caption, runs, series), inches)
-    return replace(drawn, keys=_keys(runs, series), notes=_notes(runs, series))
+    finite = np.concatenate(values)
+    names = ", ".join(runs[position].label for position in sorted({line.run for line in series}))
+    said = f"{caption.y_label} against {caption.x_label}, from {finite.min():.3g} to {finite.max():.3g}, for {names}"
+    return card(caption, drawn, said, (*_keys(runs, series), *keys), _notes(runs, series, apart))
 
 
 def plot_lines(
@@ -147,16 +171,18 @@ def plot_lines(
     *,
     ticks: int = 6,
     style: Mapping[str, Any] = MappingProxyType({}),
+    apart: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> Plot:
-    """Draw one line per series; `style` overrules that of the series, `finish` sets limits and formats afterwards."""
+    """Draw one line per series; `style` overrules that of the series, `finish` sets limits and formats afterwards.
 
-    def draw(axes: Any) -> None:
-        for line in series:
-            axes.plot(line.x, line.y, **{**line.style, **style})
-        axes.xaxis.set_major_locator(integer_ticks(ticks))
-        finish(axes)
-
-    return plot_series(caption, runs, series, draw)
+    `apart` has, by reason, the runs that have no line because there is nothing to record.
+    """
+    axes = new_axes()
+    for line in series:
+        axes.plot(line.x, line.y, **{**line.style, **style})
+    axes.xaxis.set_major_locator(integer_ticks(ticks))
+    finish(axes)
+    return card_of_runs(caption, axes, runs, series, apart=apart)
 
 
 def series_by_run(runs: Sequence[Run], path: str) -> list[Series]:
@@ -185,34 +211,6 @@ def _recorded(step: StepRecord, path: str) -> float | None:
     for key in path.split("."):
         found = found.get(key) if found else None
     return (found[-1] if found else None) if isinstance(found, list) else found
-
-
-def draw_figure(
-    caption: Caption,
-    fill: Callable[[Figure], None],
-    alt: str,
-    inches: tuple[float, float] = INCHES,
-    keys: tuple[Key, ...] = (),
-) -> Plot:
-    """Make a card with the figure that `fill` draws."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=inches)
-        fill(figure)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    image = "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
-    return Plot(caption=caption, image=image, alt=alt, keys=keys)
-
-
-def draw_axes(
-    caption: Caption,
-    draw: Callable[[Any], None],
-    alt: str,
-    keys: Sequence[Key] = (),
-    inches: tuple[float, float] = INCHES,
-) -> Plot:
-    """Make a card with one pair of axes that `draw` fills, labelled as the caption says."""
-    return draw_figure(caption, _labelled(caption, draw), alt, inches, tuple(keys))
 
 
 def colour_of(position: int) -> str:
@@ -298,16 +296,6 @@ def top_down(axes: Any) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
 
 
-def _labelled(caption: Caption, draw: Callable[[Any], None]) -> Callable[[Figure], None]:
-    def fill(figure: Figure) -> None:
-        axes = figure.subplots()
-        draw(axes)
-        axes.set_xlabel(caption.x_label)
-        axes.set_ylabel(caption.y_label)
-
-    return fill
-
-
 def _keys(runs: Sequence[Run], series: Sequence[Series]) -> tuple[Key, ...]:
     drawn = sorted({line.run for line in series})
     sides = [side for side in SIDES if any(line.side == side for line in series)]
@@ -315,22 +303,13 @@ def _keys(runs: Sequence[Run], series: Sequence[Series]) -> tuple[Key, ...]:
     return (*runs_keys, *(Key(SIDE_WORDS[side], None, dashed=side == "replayed") for side in sides))
 
 
-def _notes(runs: Sequence[Run], series: Sequence[Series]) -> tuple[str, ...]:
-    notes = []
-    silent = [run.label for position, run in enumerate(runs) if all(line.run != position for line in series)]
-    if silent:
-        notes.append(f"Not recorded by: {', '.join(silent)}.")
+def _notes(runs: Sequence[Run], series: Sequence[Series], apart: Mapping[str, Collection[int]]) -> tuple[str, ...]:
+    known = {line.run for line in series}.union(*apart.values())
+    silent = {"Not recorded by": set(range(len(runs))) - known}
+    named = {words: [runs[place].label for place in sorted(those)] for words, those in {**apart, **silent}.items()}
+    notes = [f"{words}: {', '.join(labels)}." for words, labels in named.items() if labels]
     # matplotlib leaves these out without a word.
     lost = sum(int((~np.isfinite(line.y)).sum()) for line in series)
     if lost:
         notes.append(f"Not drawn: {lost} value{'s' if lost > 1 else ''} that are infinite or not a number.")
     return tuple(notes)
-
-
-def _alt(caption: Caption, runs: Sequence[Run], series: Sequence[Series]) -> str:
-    finite = np.concatenate([line.y[np.isfinite(line.y)] for line in series])
-    names = ", ".join(runs[position].label for position in sorted({line.run for line in series}))
-    return (
-        f"{caption.title}. {caption.y_label} against {caption.x_label}, "
-        f"from {finite.min():.3g} to {finite.max():.3g}, for {names}."
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -11,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from foreroute.records import ExecutionRecord, Load
+from foreroute.records import ExecutionRecord, Load, Run
 from foreroute.report.figure import (
     INK,
     TALL_INCHES,
@@ -19,15 +18,14 @@ from foreroute.report.figure import (
     Key,
     Plot,
     Series,
-    draw_figure,
+    card,
+    card_of_runs,
     heat_panels,
     integer_ticks,
-    plot_panels,
-    plot_series,
+    new_axes,
     series_by_run,
     spans,
 )
-from foreroute.report.reading import Run
 from foreroute.report.run_rows import planned_steps
 
 WORDS: dict[Load, str] = {"at_home": "every expert at its home", "executed": "executed under the plan"}
@@ -49,18 +47,19 @@ def expert_load(runs: Sequence[Run]) -> Plot:
         absent="No expert load was recorded (expert_load).",
     )
 
-    def fill(figure: Figure) -> None:
-        panels = figure.subplots(len(ranks), sharex=True, squeeze=False)[:, 0]
-        for axes, rank in zip(panels, ranks, strict=True):
-            for line in rows[rank]:
-                axes.plot(line.x, line.y, **line.style)
-            axes.set_title(f"{rank} ranks", loc="left", fontsize=10.5, color=INK, pad=3)
-            axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
-        panels[-1].xaxis.set_major_locator(integer_ticks(6))
-        panels[-1].set_xlabel(caption.x_label)
-        figure.supylabel(caption.y_label, fontsize=11, color=INK)
-
-    return plot_panels(caption, runs, [line for lines in rows.values() for line in lines], fill, TALL_INCHES)
+    if not ranks:
+        return Plot(caption=caption)
+    figure = Figure(figsize=TALL_INCHES)
+    panels = figure.subplots(len(ranks), sharex=True, squeeze=False)[:, 0]
+    for axes, rank in zip(panels, ranks, strict=True):
+        for line in rows[rank]:
+            axes.plot(line.x, line.y, **line.style)
+        axes.set_title(f"{rank} ranks", loc="left", fontsize=10.5, color=INK, pad=3)
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
+    panels[-1].xaxis.set_major_locator(integer_ticks(6))
+    panels[-1].set_xlabel(caption.x_label)
+    figure.supylabel(caption.y_label, fontsize=11, color=INK)
+    return card_of_runs(caption, figure, runs, [line for lines in rows.values() for line in lines])
 
 
 def rank_load_plots(runs: Sequence[Run]) -> list[Plot]:
@@ -85,16 +84,14 @@ def _over_steps(runs: Sequence[Run]) -> Plot:
             for kind in WORDS:
                 y = np.array([execution["max_over_mean"][kind] for _, execution in steps], np.float64)
                 found.append((kind, Series(position, None, x, y)))
-
-    def draw(axes: Any) -> None:
-        for kind, line in found:
-            axes.plot(line.x, line.y, **line.style | {"linestyle": STYLES[kind]})
-        # A line at exactly 1, perfect balance, stays clear of the axis.
-        axes.set_ylim(bottom=1 - 0.03 * (axes.get_ylim()[1] - 1))
-        axes.xaxis.set_major_locator(integer_ticks(6))
-
-    drawn = plot_series(caption, runs, [line for _, line in found], draw, TALL_INCHES)
-    return replace(drawn, keys=(*drawn.keys, *(Key(WORDS[kind], None, dashed=kind == "at_home") for kind in WORDS)))
+    axes = new_axes(TALL_INCHES)
+    for kind, line in found:
+        axes.plot(line.x, line.y, **line.style | {"linestyle": STYLES[kind]})
+    # A line at exactly 1, perfect balance, stays clear of the axis.
+    axes.set_ylim(bottom=1 - 0.03 * (axes.get_ylim()[1] - 1))
+    axes.xaxis.set_major_locator(integer_ticks(6))
+    keys = [Key(WORDS[kind], None, dashed=kind == "at_home") for kind in WORDS]
+    return card_of_runs(caption, axes, runs, [line for _, line in found], keys)
 
 
 def _by_cell(runs: Sequence[Run], position: int) -> Plot:
@@ -114,19 +111,17 @@ def _by_cell(runs: Sequence[Run], position: int) -> Plot:
     )
     loads = {kind: _over_mean_GC(execution, kind) for kind in WORDS}
     titles = {kind: f"{WORDS[kind]}: busiest {execution['max_over_mean'][kind]:.2f} times the mean" for kind in WORDS}
-
-    def fill(figure: Figure) -> None:
-        panels = figure.subplots(len(loads), sharex=True)
-        heat_panels(figure, panels, {titles[kind]: over_GC for kind, over_GC in loads.items()}, "load over mean")
-        for axes in panels:
-            axes.set_yticks(range(num_ranks) if num_ranks <= 16 else [0, num_ranks - 1])
-            _part_cells(axes, stages)
-        _number_micro_steps(panels[-1], stages)
-        panels[-1].set_xlabel(caption.x_label, labelpad=22)
-        figure.supylabel(caption.y_label, fontsize=11, color=INK)
-
+    figure = Figure(figsize=(TALL_INCHES[0], 4.6))
+    panels = figure.subplots(len(loads), sharex=True)
+    heat_panels(figure, panels, {titles[kind]: over_GC for kind, over_GC in loads.items()}, "load over mean")
+    for axes in panels:
+        axes.set_yticks(range(num_ranks) if num_ranks <= 16 else [0, num_ranks - 1])
+        _part_cells(axes, stages)
+    _number_micro_steps(panels[-1], stages)
+    panels[-1].set_xlabel(caption.x_label, labelpad=22)
+    figure.supylabel(caption.y_label, fontsize=11, color=INK)
     said = spans({WORDS[kind]: over_GC for kind, over_GC in loads.items()}, "{:.2f}".format)
-    return draw_figure(caption, fill, f"{caption.title}. {said}.", (TALL_INCHES[0], 4.6))
+    return card(caption, figure, said)
 
 
 def _part_cells(axes: Any, stages: Mapping[str, tuple[int, ...]]) -> None:

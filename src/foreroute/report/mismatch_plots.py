@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.records import SIDES, MarginsRecord, Side
+from foreroute.records import SIDES, MarginsRecord, Run, Side
 from foreroute.report.figure import (
     COLOURS,
     TALL_INCHES,
     Caption,
     Plot,
     Series,
-    draw_axes,
+    card,
+    card_of_runs,
     integer_ticks,
     layer_label,
+    new_axes,
     number_layers,
     percent_axis,
     percent_ticks,
     plot_lines,
-    plot_series,
     series_by_side,
 )
-from foreroute.report.reading import Run
 
 if TYPE_CHECKING:
     from foreroute.doctor import Measures
@@ -87,13 +87,11 @@ def _differing_layers(runs: Sequence[Run]) -> Plot:
     for position, side, found in _by_run_and_side(runs, "differing_layers_histogram"):
         shares = _normalised(np.sum(found, axis=0))
         series.append(Series(position, side, np.arange(len(shares) + 1, dtype=np.float64) - 0.5, shares))
-
-    def draw(axes: Any) -> None:
-        _stairs(axes, series)
-        axes.xaxis.set_major_locator(integer_ticks(8))
-        percent_axis(axes)
-
-    return plot_series(_DIFFERING_LAYERS, runs, series, draw)
+    axes = new_axes()
+    _stairs(axes, series)
+    axes.xaxis.set_major_locator(integer_ticks(8))
+    percent_axis(axes)
+    return card_of_runs(_DIFFERING_LAYERS, axes, runs, series)
 
 
 def _margins(runs: Sequence[Run]) -> Plot:
@@ -102,13 +100,11 @@ def _margins(runs: Sequence[Run]) -> Plot:
         found = [margins for step in run.steps if (margins := step.get("margins")) and margins["counts_LB"]]
         if found:
             series.append(Series(position, None, 10 ** np.array(found[0]["log10_edges"]), _share_by_bin(found)))
-
-    def draw(axes: Any) -> None:
-        _stairs(axes, series)
-        axes.set_xscale("log")
-        percent_axis(axes)
-
-    return plot_series(_MARGINS, runs, series, draw, TALL_INCHES)
+    axes = new_axes(TALL_INCHES)
+    _stairs(axes, series)
+    axes.set_xscale("log")
+    percent_axis(axes)
+    return card_of_runs(_MARGINS, axes, runs, series)
 
 
 def _by_layer(measures: Measures) -> Plot:
@@ -124,19 +120,17 @@ def _by_layer(measures: Measures) -> Plot:
     if routes is None or not routes.rows:
         return Plot(caption=caption)
     shares_L, first_L = routes.differing_share_L, routes.first_differing_L / routes.rows
-
-    def draw(axes: Any) -> None:
-        layers = np.arange(len(shares_L))
-        axes.bar(layers, shares_L, color=COLOURS[0], alpha=0.75, width=0.7, label="differs")
-        axes.plot(layers, first_L, color=COLOURS[1], marker="o", markersize=3.5, label="differs first")
-        axes.set_ylim(0, max(1.25 * float(shares_L.max()), 1e-3))
-        axes.legend(frameon=False, fontsize=10, loc="upper left", ncols=2)
-        number_layers(axes.xaxis, measures.layers)
-        percent_ticks(axes.yaxis)
-
+    axes = new_axes()
+    layers = np.arange(len(shares_L))
+    axes.bar(layers, shares_L, color=COLOURS[0], alpha=0.75, width=0.7, label="differs")
+    axes.plot(layers, first_L, color=COLOURS[1], marker="o", markersize=3.5, label="differs first")
+    axes.set_ylim(0, max(1.25 * float(shares_L.max()), 1e-3))
+    axes.legend(frameon=False, fontsize=10, loc="upper left", ncols=2)
+    number_layers(axes.xaxis, measures.layers)
+    percent_ticks(axes.yaxis)
     by_layer = zip(measures.layers, shares_L, strict=True)
-    text = f"{caption.title}. Tokens that differ: {', '.join(f'{layer} {share:.1%}' for layer, share in by_layer)}."
-    return draw_axes(caption, draw, text)
+    said = f"Tokens that differ: {', '.join(f'{layer} {share:.1%}' for layer, share in by_layer)}"
+    return card(caption, axes, said)
 
 
 def _by_position(measures: Measures) -> Plot:
@@ -152,18 +146,16 @@ def _by_position(measures: Measures) -> Plot:
     if explained is None or not np.isfinite(explained.overlap_by_position_T).any():
         return Plot(caption=caption)
     overlap_T = explained.overlap_by_position_T
-
-    def draw(axes: Any) -> None:
-        axes.plot(np.arange(len(overlap_T)), overlap_T, color=COLOURS[0])
-        lowest = float(np.nanmin(overlap_T))
-        room = 0.06 * max(1 - lowest, 0.05)
-        axes.set_ylim(max(0.0, lowest - room), 1 + room)
-        axes.set_yticks([tick for tick in axes.get_yticks() if max(0.0, lowest - room) <= tick <= 1])
-        axes.xaxis.set_major_locator(integer_ticks(8))
-        percent_ticks(axes.yaxis)
-
-    text = f"{caption.title}. Common experts from {np.nanmin(overlap_T):.1%} to {np.nanmax(overlap_T):.1%}."
-    return draw_axes(caption, draw, text)
+    axes = new_axes()
+    axes.plot(np.arange(len(overlap_T)), overlap_T, color=COLOURS[0])
+    lowest = float(np.nanmin(overlap_T))
+    room = 0.06 * max(1 - lowest, 0.05)
+    axes.set_ylim(max(0.0, lowest - room), 1 + room)
+    axes.set_yticks([tick for tick in axes.get_yticks() if max(0.0, lowest - room) <= tick <= 1])
+    axes.xaxis.set_major_locator(integer_ticks(8))
+    percent_ticks(axes.yaxis)
+    said = f"Common experts from {np.nanmin(overlap_T):.1%} to {np.nanmax(overlap_T):.1%}"
+    return card(caption, axes, said)
 
 
 def _by_run_and_side(

@@ -17,11 +17,11 @@ from foreroute.report.figure import (
     Caption,
     Key,
     Plot,
-    draw_axes,
-    draw_figure,
+    card,
     heat_panels,
     integer_ticks,
     layer_label,
+    new_axes,
     number_layers,
     percent_ticks,
     spans,
@@ -61,19 +61,17 @@ def stability(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
     shares_ML = fluctuation_ML[known_M]
     keys = [Key("micro-steps against their step", AFTER)]
     keys += [] if drift_L is None else [Key("step against the step before", STEP)]
-
-    def draw(axes: Any) -> None:
-        places = np.arange(shares_ML.shape[1])
-        axes.fill_between(places, shares_ML.min(axis=0), shares_ML.max(axis=0), color=AFTER, alpha=0.15, linewidth=0)
-        axes.plot(places, shares_ML.mean(axis=0), color=AFTER, **_marker(places))
-        if drift_L is not None:
-            axes.plot(places, drift_L, color=STEP, **_marker(places))
-        axes.set_ylim(bottom=0)
-        number_layers(axes.xaxis, layers)
-        percent_ticks(axes.yaxis)
-
-    alt = f"{caption.title}. Micro-steps differ from their step by {shares_ML.min():.1%} to {shares_ML.max():.1%}."
-    return draw_axes(caption, draw, alt, keys)
+    axes = new_axes()
+    places = np.arange(shares_ML.shape[1])
+    axes.fill_between(places, shares_ML.min(axis=0), shares_ML.max(axis=0), color=AFTER, alpha=0.15, linewidth=0)
+    axes.plot(places, shares_ML.mean(axis=0), color=AFTER, **_marker(places))
+    if drift_L is not None:
+        axes.plot(places, drift_L, color=STEP, **_marker(places))
+    axes.set_ylim(bottom=0)
+    number_layers(axes.xaxis, layers)
+    percent_ticks(axes.yaxis)
+    said = f"Micro-steps differ from their step by {shares_ML.min():.1%} to {shares_ML.max():.1%}"
+    return card(caption, axes, said, keys)
 
 
 def by_layer(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
@@ -90,17 +88,13 @@ def by_layer(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
         "micro-steps, without balancing": (BEFORE, summary.before.imbalance_ML.mean(axis=0)),
         "micro-steps, under the plan": (AFTER, summary.after.imbalance_ML.mean(axis=0)),
     }
-
-    def draw(axes: Any) -> None:
-        for colour, values_L in lines.values():
-            axes.plot(np.arange(len(values_L)), values_L, color=colour, **_marker(values_L))
-        axes.set_ylim(bottom=0.95)
-        number_layers(axes.xaxis, layers)
-
+    axes = new_axes()
+    for colour, values_L in lines.values():
+        axes.plot(np.arange(len(values_L)), values_L, color=colour, **_marker(values_L))
+    axes.set_ylim(bottom=0.95)
+    number_layers(axes.xaxis, layers)
     said = spans({name: values_L for name, (_, values_L) in lines.items()})
-    return draw_axes(
-        caption, draw, f"{caption.title}. {said}.", [Key(name, colour) for name, (colour, _) in lines.items()]
-    )
+    return card(caption, axes, said, [Key(name, colour) for name, (colour, _) in lines.items()])
 
 
 def load_of_ranks(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
@@ -144,20 +138,18 @@ def gap_to_bound(summary: StepSummary) -> Plot:
         y_label="above the bound (logarithmic)",
     )
     least = 1e-4  # the axis is linear below it, so that a gap of exactly 0 can be shown
-
-    def draw(axes: Any) -> None:
-        share_C = (np.arange(len(before_C)) + 1) / len(before_C)
-        for values_C, colour in ((before_C, BEFORE), (after_C, AFTER)):
-            axes.plot(share_C, values_C, color=colour, drawstyle="steps-post", **_marker(values_C))
-        axes.set_yscale("symlog", linthresh=least, linscale=0.5)
-        axes.set_ylim(bottom=-least / 4)
-        axes.set_xlim(0, 1)
-        percent_ticks(axes.xaxis)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-        axes.yaxis.set_minor_locator(MaxNLocator(1))
-
-    alt = f"{caption.title}. Half of the cells are within {np.median(after_C):.2%}, all within {after_C[-1]:.2%}."
-    return draw_axes(caption, draw, alt, BOTH)
+    axes = new_axes()
+    share_C = (np.arange(len(before_C)) + 1) / len(before_C)
+    for values_C, colour in ((before_C, BEFORE), (after_C, AFTER)):
+        axes.plot(share_C, values_C, color=colour, drawstyle="steps-post", **_marker(values_C))
+    axes.set_yscale("symlog", linthresh=least, linscale=0.5)
+    axes.set_ylim(bottom=-least / 4)
+    axes.set_xlim(0, 1)
+    percent_ticks(axes.xaxis)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+    axes.yaxis.set_minor_locator(MaxNLocator(1))
+    said = f"Half of the cells are within {np.median(after_C):.2%}, all within {after_C[-1]:.2%}"
+    return card(caption, axes, said, BOTH)
 
 
 def replicas(plan: StepPlan, summary: StepSummary) -> Plot:
@@ -173,15 +165,13 @@ def replicas(plan: StepPlan, summary: StepSummary) -> Plot:
     )
     if not len(plan.expert_R):
         return Plot(caption=caption)
-
-    def draw(axes: Any) -> None:
-        steps = np.arange(len(all_M))
-        axes.bar(steps, fetched_M, color=COLOURS[0], width=0.8)
-        axes.bar(steps, all_M - fetched_M, bottom=fetched_M, color=COLOURS[5], width=0.8)
-        axes.xaxis.set_major_locator(integer_ticks(8))
-
-    alt = f"{caption.title}. {all_M.mean():.1f} replicas per cell, {fetched_M.mean():.1f} of them fetched."
-    return draw_axes(caption, draw, alt, [Key("fetched", COLOURS[0]), Key("held", COLOURS[5])])
+    axes = new_axes()
+    steps = np.arange(len(all_M))
+    axes.bar(steps, fetched_M, color=COLOURS[0], width=0.8)
+    axes.bar(steps, all_M - fetched_M, bottom=fetched_M, color=COLOURS[5], width=0.8)
+    axes.xaxis.set_major_locator(integer_ticks(8))
+    said = f"{all_M.mean():.1f} replicas per cell, {fetched_M.mean():.1f} of them fetched"
+    return card(caption, axes, said, [Key("fetched", COLOURS[0]), Key("held", COLOURS[5])])
 
 
 def cross_node_traffic(summary: StepSummary) -> Plot:
@@ -196,17 +186,15 @@ def cross_node_traffic(summary: StepSummary) -> Plot:
     sides = ((summary.before.crossing_ML.mean(axis=1), BEFORE), (summary.after.crossing_ML.mean(axis=1), AFTER))
     if not any(share_M.any() for share_M, _ in sides):
         return Plot(caption=caption)
-
-    def draw(axes: Any) -> None:
-        for share_M, colour in sides:
-            axes.plot(np.arange(len(share_M)), share_M, color=colour, **_marker(share_M))
-        axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_locator(integer_ticks(8))
-        percent_ticks(axes.yaxis)
-
+    axes = new_axes()
+    for share_M, colour in sides:
+        axes.plot(np.arange(len(share_M)), share_M, color=colour, **_marker(share_M))
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(integer_ticks(8))
+    percent_ticks(axes.yaxis)
     before, after = summary.before.crossing, summary.after.crossing
-    alt = f"{caption.title}. {before:.1%} without balancing, {after:.1%} under the plan."
-    return draw_axes(caption, draw, alt, BOTH)
+    said = f"{before:.1%} without balancing, {after:.1%} under the plan"
+    return card(caption, axes, said, BOTH)
 
 
 def time_by_part(summary: StepSummary) -> Plot:
@@ -225,18 +213,16 @@ def time_by_part(summary: StepSummary) -> Plot:
         for s, stage in enumerate(STAGE_NAMES)
         for name, side in sides
     ]
-
-    def draw(axes: Any) -> None:
-        left_B = np.zeros(len(bars))
-        for p in range(len(PART_NAMES)):
-            width_B = np.array([seconds_P[p] for _, seconds_P in bars])
-            axes.barh(np.arange(len(bars)), width_B, left=left_B, color=COLOURS[p], height=0.65)
-            left_B += width_B
-        axes.set_yticks(np.arange(len(bars)), [name for name, _ in bars])
-        top_down(axes)
-
-    alt = f"{caption.title}. " + ", ".join(f"{name} {step_time(float(v.sum()))}" for name, v in bars) + "."
-    return draw_axes(caption, draw, alt, [Key(name, COLOURS[p]) for p, name in enumerate(PART_NAMES)])
+    axes = new_axes()
+    left_B = np.zeros(len(bars))
+    for p in range(len(PART_NAMES)):
+        width_B = np.array([seconds_P[p] for _, seconds_P in bars])
+        axes.barh(np.arange(len(bars)), width_B, left=left_B, color=COLOURS[p], height=0.65)
+        left_B += width_B
+    axes.set_yticks(np.arange(len(bars)), [name for name, _ in bars])
+    top_down(axes)
+    said = "" + ", ".join(f"{name} {step_time(float(v.sum()))}" for name, v in bars) + ""
+    return card(caption, axes, said, [Key(name, COLOURS[p]) for p, name in enumerate(PART_NAMES)])
 
 
 def by_method(records: Sequence[BalancerRecord], summary: StepSummary) -> Plot:
@@ -248,20 +234,18 @@ def by_method(records: Sequence[BalancerRecord], summary: StepSummary) -> Plot:
         x_label="seconds, modelled",
         y_label="",
     )
-
-    def draw(axes: Any) -> None:
-        places = np.arange(len(records))
-        colours = [*["#9aa5b1"] * (len(records) - 1), AFTER]
-        axes.barh(places, [record.seconds for record in records], color=colours, height=0.7)
-        for place, record in zip(places, records, strict=True):
-            axes.text(record.seconds, place, f" {step_seconds(record.seconds)}", va="center", fontsize=9.5, color=INK)
-        axes.axvline(summary.least_seconds, color=STEP, linewidth=1.2, linestyle=(0, (4, 2)))
-        axes.set_yticks(places, [record.label for record in records])
-        axes.set_xlim(0, 1.12 * max(record.seconds for record in records))
-        top_down(axes)
-
-    alt = f"{caption.title}. " + ", ".join(f"{r.label} {step_time(r.seconds)}" for r in records) + "."
-    return draw_axes(caption, draw, alt, [], (INCHES[0], 1.0 + BAR_INCHES * len(records)))
+    axes = new_axes((INCHES[0], 1.0 + BAR_INCHES * len(records)))
+    places = np.arange(len(records))
+    colours = [*["#9aa5b1"] * (len(records) - 1), AFTER]
+    axes.barh(places, [record.seconds for record in records], color=colours, height=0.7)
+    for place, record in zip(places, records, strict=True):
+        axes.text(record.seconds, place, f" {step_seconds(record.seconds)}", va="center", fontsize=9.5, color=INK)
+    axes.axvline(summary.least_seconds, color=STEP, linewidth=1.2, linestyle=(0, (4, 2)))
+    axes.set_yticks(places, [record.label for record in records])
+    axes.set_xlim(0, 1.12 * max(record.seconds for record in records))
+    top_down(axes)
+    said = "" + ", ".join(f"{r.label} {step_time(r.seconds)}" for r in records) + ""
+    return card(caption, axes, said)
 
 
 def _heat_maps(
@@ -272,19 +256,17 @@ def _heat_maps(
     layers: Sequence[RoutedLayer] = (),
 ) -> Plot:
     loads = dict(zip(TITLES, sides, strict=True))
-
-    def fill(figure: Figure) -> None:
-        panels = figure.subplots(1, 2, sharey=True)
-        heat_panels(figure, panels, loads, "over mean", from_one=from_one)
-        for axes in panels:
-            axes.set_xlabel(caption.x_label)
-            for axis in (axes.xaxis, axes.yaxis):
-                axis.set_major_locator(integer_ticks(5))
-            if layers:
-                number_layers(axes.yaxis, layers)
-        panels[0].set_ylabel(caption.y_label)
-
-    return draw_figure(caption, fill, f"{caption.title}. {spans(loads)}.", HEAT_INCHES)
+    figure = Figure(figsize=HEAT_INCHES)
+    panels = figure.subplots(1, 2, sharey=True)
+    heat_panels(figure, panels, loads, "over mean", from_one=from_one)
+    for axes in panels:
+        axes.set_xlabel(caption.x_label)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(integer_ticks(5))
+        if layers:
+            number_layers(axes.yaxis, layers)
+    panels[0].set_ylabel(caption.y_label)
+    return card(caption, figure, spans(loads))
 
 
 def _marker(values_X: NDArray[Any]) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foreroute.records import Run, read_runs
 from foreroute.report.format import flattened, percentage, reward, scientific, seconds
-from foreroute.report.reading import Run, read_runs
 from foreroute.report.run_rows import WINDOW, SummaryRow, alarm_rows, load_rows, runs_with_alarms, summary_rows
 from foreroute.report.template import write_html
 

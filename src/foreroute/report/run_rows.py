@@ -12,9 +12,8 @@ from typing import Literal, get_args
 
 from foreroute.mismatch import Alarm, Kind
 from foreroute.mismatch.alarm_rules import WORDS
-from foreroute.records import SIDES, ExecutionRecord, Load, Side, StepRecord
+from foreroute.records import SIDES, ExecutionRecord, Load, Run, Side, StepRecord
 from foreroute.report.format import ABSENT, TableRow, percentage, seconds
-from foreroute.report.reading import Run
 
 Measure = Literal["k3", "f2", "differing_share", "differing_tokens_share"]
 BySide = dict[Side, float | None]
@@ -34,7 +33,6 @@ class SummaryRow:
 
     run: str
     routing: str
-    precision: str
     trains_with: Side
     steps: int
     reward_first: float | None
@@ -59,7 +57,6 @@ def _row(run: Run) -> SummaryRow:
     return SummaryRow(
         run=run.label,
         routing=run.routing,
-        precision=run.precision,
         trains_with=run.trains_with,
         steps=len(run.steps),
         reward_first=_reward(run.steps[:WINDOW]),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from foreroute.report.figure import COLOURS, GREY, INCHES, INK, Caption, Key, Plot, draw_axes, top_down
+from foreroute.report.figure import COLOURS, GREY, INCHES, INK, Caption, Key, Plot, card, new_axes, top_down
 from foreroute.report.format import step_seconds, step_time
 from foreroute.report.simulation import compared_methods
 
@@ -97,16 +97,14 @@ def predictions(found: FitRecord) -> Plot:
         y_label="seconds, predicted",
     )
     most = 1.05 * max(*found.measured_s, *found.predicted_s)
-
-    def draw(axes: Any) -> None:
-        axes.plot([0, most], [0, most], color=GREY, linewidth=0.9)
-        axes.plot(found.measured_s, found.predicted_s, color=COLOURS[0], marker="o", markersize=5, linestyle="")
-        axes.set_xlim(0, most)
-        axes.set_ylim(0, most)
-
+    axes = new_axes()
+    axes.plot([0, most], [0, most], color=GREY, linewidth=0.9)
+    axes.plot(found.measured_s, found.predicted_s, color=COLOURS[0], marker="o", markersize=5, linestyle="")
+    axes.set_xlim(0, most)
+    axes.set_ylim(0, most)
     points = zip(found.names, found.measured_s, found.predicted_s, strict=True)
     said = "; ".join(f"{name}: {step_time(a)} measured, {step_time(b)} predicted" for name, a, b in points)
-    return draw_axes(caption, draw, f"{caption.title}. {said}.")
+    return card(caption, axes, said)
 
 
 def _height(num_bars: int) -> float:
@@ -139,30 +137,27 @@ def _stacked(
     # A part below a thousandth of the longest bar would be thinner than a line.
     shown = [x for x in range(len(names)) if widths_BX[:, x].max() > 1e-3 * totals_B.max()]
     places_B = np.array([place + sum(first <= place for first in headings) for place in range(len(bars))], np.float64)
-
-    def draw(axes: Any) -> None:
-        left_B = np.zeros(len(bars))
-        for x in shown:
-            axes.barh(places_B, widths_BX[:, x], left=left_B, color=colours[x], height=0.66)
-            left_B += widths_BX[:, x]
-        if line is not None:
-            axes.axvline(line, color=DARK, linewidth=1.2, linestyle=(0, (4, 2)))
-        for place, total in zip(places_B, totals_B, strict=True):
-            axes.annotate(
-                step_seconds(total), (total, place), xytext=(5, 0), textcoords="offset points", va="center",
-                fontsize=9.5, color=INK, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
-            )  # fmt: skip
-        for first, heading in headings.items():
-            axes.text(0, places_B[first] - 0.95, heading, va="center", fontsize=10.5, fontweight="bold", color=INK)
-        axes.set_yticks(places_B, [textwrap.fill(label, LABEL_WIDTH) for label, _ in bars], fontsize=9.5)
-        axes.set_xlim(0, 1.14 * max(float(totals_B.max()), line or 0.0))
-        axes.set_ylim(-0.6, places_B[-1] + 0.6)
-        top_down(axes)
-
+    axes = new_axes((INCHES[0], max(height, _height(len(bars) + len(headings)))))
+    left_B = np.zeros(len(bars))
+    for x in shown:
+        axes.barh(places_B, widths_BX[:, x], left=left_B, color=colours[x], height=0.66)
+        left_B += widths_BX[:, x]
+    if line is not None:
+        axes.axvline(line, color=DARK, linewidth=1.2, linestyle=(0, (4, 2)))
+    for place, total in zip(places_B, totals_B, strict=True):
+        axes.annotate(
+            step_seconds(total), (total, place), xytext=(5, 0), textcoords="offset points", va="center",
+            fontsize=9.5, color=INK, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
+        )  # fmt: skip
+    for first, heading in headings.items():
+        axes.text(0, places_B[first] - 0.95, heading, va="center", fontsize=10.5, fontweight="bold", color=INK)
+    axes.set_yticks(places_B, [textwrap.fill(label, LABEL_WIDTH) for label, _ in bars], fontsize=9.5)
+    axes.set_xlim(0, 1.14 * max(float(totals_B.max()), line or 0.0))
+    axes.set_ylim(-0.6, places_B[-1] + 0.6)
+    top_down(axes)
     said = ", ".join(f"{label} {step_time(total)}" for (label, _), total in zip(bars, totals_B, strict=True))
     keys = [Key(names[x], colours[x]) for x in shown]
-    inches = (INCHES[0], max(height, _height(len(bars) + len(headings))))
-    return draw_axes(caption, draw, f"{caption.title}. {said}.", keys, inches)
+    return card(caption, axes, said, keys)
 
 
 def _timeline_card(found: Timeline, ranks: list[int], longest_s: float) -> Plot:
@@ -179,31 +174,28 @@ def _timeline_card(found: Timeline, ranks: list[int], longest_s: float) -> Plot:
     )
     spans = [span for span in found.spans if span.rank in ranks and span.end_s > begin_s and span.begin_s < end_s]
     places = {rank: n * (len(RESOURCES) + 0.6) for n, rank in enumerate(ranks)}
-
-    def draw(axes: Any) -> None:
-        for span in spans:
-            place = places[span.rank] + RESOURCES.index(span.resource)
-            left, right = max(span.begin_s, begin_s) - begin_s, min(span.end_s, end_s) - begin_s
-            axes.barh(place, 1e3 * (right - left), left=1e3 * left, color=SPAN_COLOURS[span.what], height=0.82)
-        for layer in layers:
-            start = 1e3 * (_begin(found, layer) - begin_s)
-            axes.axvline(start, color=GREY, linewidth=0.8)
-            axes.annotate(
-                f"layer {layer}", (start, 1), xycoords=("data", "axes fraction"), xytext=(3, 2),
-                textcoords="offset points", fontsize=9.5, color=INK,
-            )  # fmt: skip
-        lanes = [(place + n, name) for place in places.values() for n, name in enumerate(RESOURCES)]
-        axes.set_yticks([y for y, _ in lanes], [_lane(y, name, places) for y, name in lanes], fontsize=9)
-        axes.set_xlim(0, 1e3 * longest_s)
-        axes.set_ylim(lanes[-1][0] + 0.6, -0.6)
-        axes.grid(visible=False, axis="y")
-        axes.tick_params(axis="y", length=0)
-
+    axes = new_axes((5.0, 0.9 + LANE_INCHES * len(ranks) * (len(RESOURCES) + 0.6)))
+    for span in spans:
+        place = places[span.rank] + RESOURCES.index(span.resource)
+        left, right = max(span.begin_s, begin_s) - begin_s, min(span.end_s, end_s) - begin_s
+        axes.barh(place, 1e3 * (right - left), left=1e3 * left, color=SPAN_COLOURS[span.what], height=0.82)
+    for layer in layers:
+        start = 1e3 * (_begin(found, layer) - begin_s)
+        axes.axvline(start, color=GREY, linewidth=0.8)
+        axes.annotate(
+            f"layer {layer}", (start, 1), xycoords=("data", "axes fraction"), xytext=(3, 2),
+            textcoords="offset points", fontsize=9.5, color=INK,
+        )  # fmt: skip
+    lanes = [(place + n, name) for place in places.values() for n, name in enumerate(RESOURCES)]
+    axes.set_yticks([y for y, _ in lanes], [_lane(y, name, places) for y, name in lanes], fontsize=9)
+    axes.set_xlim(0, 1e3 * longest_s)
+    axes.set_ylim(lanes[-1][0] + 0.6, -0.6)
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
     seen = {span.what for span in spans}
-    alt = f"{caption.title}. {len(layers)} layers take {1e3 * (end_s - begin_s):.3g} ms."
+    said = f"{len(layers)} layers take {1e3 * (end_s - begin_s):.3g} ms"
     keys = [Key(what, colour) for what, colour in SPAN_COLOURS.items() if what in seen]
-    inches = (5.0, 0.9 + LANE_INCHES * len(ranks) * (len(RESOURCES) + 0.6))
-    return draw_axes(caption, draw, alt, keys, inches)
+    return card(caption, axes, said, keys)
 
 
 def _which(found: Timeline, ranks: list[int]) -> str:

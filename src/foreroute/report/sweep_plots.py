@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from foreroute.report.figure import GREY, Caption, Key, Plot, draw_axes, percent_ticks
+from foreroute.report.figure import GREY, Caption, Key, Plot, card, new_axes, percent_ticks
 from foreroute.report.format import duration, over_mean
 from foreroute.report.simulation import compared_methods, headline
 
@@ -84,19 +83,17 @@ def _scatter(
     shares: bool,
 ) -> Plot:
     names = [method.name for method in compared_methods(record)]
-
-    def draw(axes: Any) -> None:
-        for marker, one in points:
-            x, size = one["static"].imbalance, 7.0 if marker == "D" else 5.5
-            if not shares:
-                axes.plot(x, _forced_gain(one), marker=marker, color=FORCED, fillstyle="none", markersize=size + 3)
-            for method in _drawn(record, one):
-                y = method.share_of_forced_balance if shares else method.speedup_over_static
-                axes.plot(x, y, marker=marker, color=COLOURS[names.index(method.name)], markersize=size, alpha=0.8)
-        axes.axhline(1.0, color=GREY, linewidth=0.8)
-        if shares:
-            percent_ticks(axes.yaxis, decimals=0)
-
+    axes = new_axes()
+    for marker, one in points:
+        x, size = one["static"].imbalance, 7.0 if marker == "D" else 5.5
+        if not shares:
+            axes.plot(x, _forced_gain(one), marker=marker, color=FORCED, fillstyle="none", markersize=size + 3)
+        for method in _drawn(record, one):
+            y = method.share_of_forced_balance if shares else method.speedup_over_static
+            axes.plot(x, y, marker=marker, color=COLOURS[names.index(method.name)], markersize=size, alpha=0.8)
+    axes.axhline(1.0, color=GREY, linewidth=0.8)
+    if shares:
+        percent_ticks(axes.yaxis, decimals=0)
     main = headline(record).name
     said = "; ".join(
         f"{over_mean(one['static'].imbalance)}: "
@@ -104,7 +101,7 @@ def _scatter(
         for _, one in points
     )
     drawn = [key for key in legend(record) if not (shares and key.dashed)]
-    return replace(draw_axes(caption, draw, f"{caption.title}. {said}.", drawn), notes=(note,))
+    return card(caption, axes, said, drawn, (note,))
 
 
 def _order(point: SweepRecord) -> tuple[int, float]:
@@ -125,26 +122,24 @@ def _card(
     known = {point.value: point.simulation for point in points}
     places = sorted(({configured: record} | known).items())
     methods = compared_methods(record)
-
-    def draw(axes: Any) -> None:
-        x = [value for value, _ in places]
-        if not waits:
-            axes.plot(x, [_forced_gain(one) for _, one in places], color=FORCED, linestyle=(0, (4, 2)), linewidth=1.3)
-        for n, method in reversed(list(enumerate(methods))):
-            same = [one[method.name] for _, one in places]
-            y = [one.stages.planning if waits else one.speedup_over_static for one in same]
-            axes.plot(x, y, color=COLOURS[n], marker="o", markersize=4.2)
-        axes.axvline(configured, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)))
-        _x_axis(axes, list(known) if waits else x)
-        low, high = (0.0, None) if waits else (min(1.0, span[0]) - 0.03, span[1] + 0.05 * (span[1] - 0.95))
-        axes.set_ylim(low, high)
-
+    axes = new_axes(SMALL_INCHES)
+    x = [value for value, _ in places]
+    if not waits:
+        axes.plot(x, [_forced_gain(one) for _, one in places], color=FORCED, linestyle=(0, (4, 2)), linewidth=1.3)
+    for n, method in reversed(list(enumerate(methods))):
+        same = [one[method.name] for _, one in places]
+        y = [one.stages.planning if waits else one.speedup_over_static for one in same]
+        axes.plot(x, y, color=COLOURS[n], marker="o", markersize=4.2)
+    axes.axvline(configured, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)))
+    _x_axis(axes, list(known) if waits else x)
+    low, high = (0.0, None) if waits else (min(1.0, span[0]) - 0.03, span[1] + 0.05 * (span[1] - 0.95))
+    axes.set_ylim(low, high)
     main = headline(record).name
     said = "; ".join(
         f"{value:,.4g}: {one[main].stages.planning if waits else one[main].speedup_over_static:.3g}"
         for value, one in places
     )
-    return draw_axes(caption, draw, f"{title}. {said}.", (), SMALL_INCHES)
+    return card(caption, axes, said)
 
 
 def _x_axis(axes: Any, values: list[float]) -> None:

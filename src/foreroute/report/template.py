@@ -60,7 +60,10 @@ def write_html(
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
-        shown = values()
+        from foreroute.report.figure import in_style
+
+        with in_style():
+            shown = values()
     except ModuleNotFoundError as error:
         raise InputError(f"a page needs {error.name}, which is not installed; {how_to_install('report')}") from error
     environment = Environment(

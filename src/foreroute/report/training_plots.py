@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.records import Run
 from foreroute.report.figure import (
     Caption,
     Plot,
+    card_of_runs,
     integer_ticks,
+    new_axes,
     percent_axis,
     percent_ticks,
     plot_lines,
-    plot_series,
     series_by_run,
 )
-from foreroute.report.reading import Run
 from foreroute.report.run_rows import WINDOW
 
 
@@ -60,14 +61,12 @@ def update_plots(runs: Sequence[Run]) -> list[Plot]:
 
 def _reward(runs: Sequence[Run]) -> Plot:
     series = series_by_run(runs, "reward_mean")
-
-    def draw(axes: Any) -> None:
-        for line in series:
-            axes.plot(line.x, line.y, **line.style | {"marker": None, "linewidth": 0.8, "alpha": 0.4})
-            axes.plot(line.x, _trailing_mean(line.y), **line.style | {"linewidth": 2.2})
-        axes.xaxis.set_major_locator(integer_ticks(6))
-
-    return plot_series(_REWARD, runs, series, draw)
+    axes = new_axes()
+    for line in series:
+        axes.plot(line.x, line.y, **line.style | {"marker": None, "linewidth": 0.8, "alpha": 0.4})
+        axes.plot(line.x, _trailing_mean(line.y), **line.style | {"linewidth": 2.2})
+    axes.xaxis.set_major_locator(integer_ticks(6))
+    return card_of_runs(_REWARD, axes, runs, series)
 
 
 def _update_plot(runs: Sequence[Run], of: LinePlot) -> list[Plot]:
@@ -76,14 +75,7 @@ def _update_plot(runs: Sequence[Run], of: LinePlot) -> list[Plot]:
     series = [line for line in series_by_run(runs, of.path) if line.run not in without]
     if not any(of.zeros or line.y.any() for line in series):
         return []
-    drawn = plot_lines(of, runs, series, of.finish)
-    if of.part is None:
-        return [drawn]
-    silent = set(range(len(runs))) - without - {line.run for line in series}
-    named = {f"Without {of.part}": without, "Not recorded by": silent}
-    notes = [f"{words}: {', '.join(runs[n].label for n in sorted(those))}." for words, those in named.items() if those]
-    kept = [note for note in drawn.notes if not note.startswith("Not recorded by")]
-    return [replace(drawn, notes=(*notes, *kept))]
+    return [plot_lines(of, runs, series, of.finish, apart={f"Without {of.part}": without})]
 
 
 def _up_to_all(axes: Any) -> None:

@@ -21,6 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from foreroute.errors import CollapseError, DivergedError, RunFolderError
 from foreroute.files import read_text, write_atomically
 from foreroute.mismatch import Alarm, Signals, alarms, trouble_began
+from foreroute.records import Rollback
 from foreroute.train.config import AlarmsConfig, TrainConfig
 from foreroute.train.metrics_file import writing
 from foreroute.train.ranks import Ranks
@@ -136,25 +137,6 @@ def _signals_and_alarms(run: RunFolder, record: Mapping[str, Any]) -> tuple[Sign
             f"{run.metrics.path}, line {record['step'] + 1} is damaged: its alarms, or the figures that alarms "
             "look at, are none. Restore the file from a copy"
         ) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollback:
-    """A return of a run to an earlier checkpoint.
-
-    Attributes:
-        number: from 1.
-        at_step: the step whose alarms led to it; the last that is taken out of the run.
-        to_step: that of the checkpoint; the first step that runs again.
-        because: the alarms in words.
-        skipped_steps: steps of data that were passed over so far: step s uses what step s + skipped_steps would have.
-    """
-
-    number: int
-    at_step: int
-    to_step: int
-    because: str
-    skipped_steps: int
 
 
 @dataclass(frozen=True)

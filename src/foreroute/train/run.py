@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from foreroute.errors import ConfigError, DivergedError, RunFolderError
+from foreroute.records import Rollback
 from foreroute.train.alarm_actions import (
     AlarmActions,
-    Rollback,
     as_rolled_back,
     finish_rollback,
     read_rollbacks,

@@ -13,16 +13,26 @@ from pydantic import TypeAdapter, ValidationError
 
 from foreroute.errors import InputError, RunFolderError
 from foreroute.files import read_file
-from foreroute.records import SIDES, Side, StepRecord, parse_step
+from foreroute.records.step_record import SIDES, Side, StepRecord, parse_step
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolledBack:
-    """A return to an earlier checkpoint."""
+class Rollback:
+    """A return of a run to an earlier checkpoint.
 
+    Attributes:
+        number: from 1.
+        at_step: the step whose alarms led to it; the last that is taken out of the run.
+        to_step: that of the checkpoint; the first step that runs again.
+        because: the alarms in words.
+        skipped_steps: steps of data that were passed over so far: step s uses what step s + skipped_steps would have.
+    """
+
+    number: int
     at_step: int
     to_step: int
     because: str
+    skipped_steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +48,7 @@ class Run:
     config: dict[str, Any]
     steps: tuple[StepRecord, ...]
     notes: tuple[str, ...] = ()
-    rollbacks: tuple[RolledBack, ...] = ()
+    rollbacks: tuple[Rollback, ...] = ()
 
     @property
     def trains_with(self) -> Side:
@@ -78,7 +88,7 @@ _ANYTHING = TypeAdapter(dict[str, Any])
 
 @dataclass(frozen=True)
 class _Rollbacks:
-    rollbacks: tuple[RolledBack, ...]
+    rollbacks: tuple[Rollback, ...]
 
 
 _ROLLBACKS = TypeAdapter(_Rollbacks)
@@ -140,7 +150,7 @@ def read_run(folder: Path) -> Run:
     )
 
 
-def _read_rollbacks(path: Path) -> tuple[RolledBack, ...]:
+def _read_rollbacks(path: Path) -> tuple[Rollback, ...]:
     if not os.path.lexists(path):
         return ()
     try:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from foreroute.errors import InputError, RunFolderError
-from foreroute.report import read_run, read_runs
+from foreroute.records import read_run, read_runs
 from tests.report.report_runs import config, step_line, write_run
 
 
