@@ -221,7 +221,7 @@ def time_by_part(summary: StepSummary) -> Plot:
         left_B += width_B
     axes.set_yticks(np.arange(len(bars)), [name for name, _ in bars])
     top_down(axes)
-    said = "" + ", ".join(f"{name} {step_time(float(v.sum()))}" for name, v in bars) + ""
+    said = ", ".join(f"{name} {step_time(float(v.sum()))}" for name, v in bars)
     return card(caption, axes, said, [Key(name, COLOURS[p]) for p, name in enumerate(PART_NAMES)])
 
 
@@ -244,7 +244,7 @@ def by_method(records: Sequence[BalancerRecord], summary: StepSummary) -> Plot:
     axes.set_yticks(places, [record.label for record in records])
     axes.set_xlim(0, 1.12 * max(record.seconds for record in records))
     top_down(axes)
-    said = "" + ", ".join(f"{r.label} {step_time(r.seconds)}" for r in records) + ""
+    said = ", ".join(f"{r.label} {step_time(r.seconds)}" for r in records)
     return card(caption, axes, said)
 
 
