@@ -12,7 +12,7 @@ from foreroute.cli.plan import read_home_moves
 from foreroute.cli.plan_inputs import DEFAULT_BUDGET, PlanInputs
 from foreroute.doctor.examine import examine
 from foreroute.plan import PlanOptions
-from foreroute.simulate.methods import OURS
+from foreroute.planner.methods import OURS
 from foreroute.train import TrainConfig, parse_config, train
 
 SHOWN_OTHERWISE = {
