@@ -184,26 +184,7 @@ def _plan_layers(
     while begin < num_micro_steps:
         end = min(max(2 * begin, 1), begin + LONGEST_BLOCK, num_micro_steps)
         block = empty_block(begin, end, layers, num_ranks, slots)
-        plan_block(
-            cell,
-            counts,
-            home_LE,
-            held_LH,
-            begin,
-            end,
-            layers.start,
-            layers.stop,
-            options.tolerance,
-            options.slots == "layer",
-            options.locality,
-            block.ends_C,
-            block.expert_R,
-            block.rank_R,
-            block.slot_R,
-            block.fetched_R,
-            block.tokens_RG,
-            block.max_load_C,
-        )
+        plan_block(cell, counts, home_LE, held_LH, block, options.tolerance, options.slots == "layer", options.locality)
         if refiner is not None:
             block = refiner.refined(block)
         progress.add(block)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +16,7 @@ OnProgress = Callable[[int, int], None]
 """Called with the cells planned so far and the cells in all, from a planner's thread."""
 
 
-@dataclass(frozen=True, eq=False)
-class Block:
+class Block(NamedTuple):
     """The layers of one worker over a few micro-steps, planned by one compiled call.
 
     It holds what was planned of the micro-steps `begin` to `end` of the layers from `first_layer` on.
@@ -77,7 +75,7 @@ def empty_block(begin: int, end: int, layers: range, num_ranks: int, slots: int)
 def block_of(block: Block, cells: Sequence[CellPlan], max_load_C: NDArray[np.int64]) -> Block:
     """The same micro-steps and layers with other cells, in execution order."""
     ends_C = np.cumsum([len(cell.expert_R) for cell in cells]).astype(np.int64)
-    return replace(block, ends_C=ends_C, max_load_C=max_load_C, **replicas_of(cells))
+    return block._replace(ends_C=ends_C, max_load_C=max_load_C, **replicas_of(cells))
 
 
 def joined_blocks(blocks: Sequence[Block], num_micro_steps: int, num_layers: int) -> dict[str, Any]:
