@@ -38,11 +38,7 @@ class Refiner:
 
     def refined(self, block: Block) -> Block:
         """The same cells with other replicas where that is faster."""
-        places = [
-            (m, layer)
-            for m in range(block.begin, block.end)
-            for layer in range(block.first_layer, block.first_layer + block.num_layers)
-        ]
+        places = block.places()
         cells = [self._cell(block.cell(m, layer, self._home_LE[layer]), m, layer) for m, layer in places]
         loads = [cell.loads_G(self._counts_MLGE[place]).max() for cell, place in zip(cells, places, strict=True)]
         return block_of(block, cells, np.array(loads, np.int64))
