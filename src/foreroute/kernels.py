@@ -48,7 +48,8 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """
     if function is None:
         return lambda function: kernel(function, **options)
-    compiled = numba.njit(nogil=True, **options)(function)
+    # Nothing calls kernels as C functions.
+    compiled = numba.njit(nogil=True, no_cfunc_wrapper=True, **options)(function)
     if not numba.config.DISABLE_JIT:  # numba's switch for debuggers: then it hands back the function
         # Should another numba keep its cache elsewhere, then nothing is kept, and nothing stale is run.
         compiled._cache = _KernelCache(function)

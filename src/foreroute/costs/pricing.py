@@ -43,7 +43,9 @@ def rows_sent(pairs_GG: Any, prices: Any) -> Any:
     num_nodes = num_ranks // prices.ranks_per_node
     reach_GN, reach_GG = np.zeros((num_ranks, num_nodes)), np.zeros((num_ranks, num_ranks))
     for g in range(num_ranks):
-        pairs = pairs_GG[g].sum()
+        pairs = 0
+        for q in range(num_ranks):
+            pairs += pairs_GG[g, q]
         if pairs == 0:
             continue
         tokens = pairs / prices.top_k
@@ -183,23 +185,33 @@ def cell_seconds(
     num_ranks = len(rows_G4)
     leg_s = all_to_all_seconds(rows_G4, prices)
     forward_G, backward_G = experts_by_rank(rank_H, tokens_H, num_ranks, prices)
-    forward_s, backward_s = forward_G.max(), backward_G.max()
-    host_G, direct_G4, gradient_G4 = transfer_seconds(expert_H, rank_H, fetched_H, home_E, num_ranks, prices)
-    fetch_s = host_G.max()
+    host_G, direct_G4, shared_G4 = transfer_seconds(expert_H, rank_H, fetched_H, home_E, num_ranks, prices)
+    forward_s, backward_s, fetch_s, shared_s = 0.0, 0.0, 0.0, 0.0
+    for g in range(num_ranks):
+        forward_s, backward_s = max(forward_s, forward_G[g]), max(backward_s, backward_G[g])
+        fetch_s = max(fetch_s, host_G[g])
     parts_SP = np.zeros((2, 5))
-    shared_G4 = gradient_G4
     for stage, forwards, backwards in prices.groups:
-        parts = np.zeros(5)
-        parts[ATTENTION] = forwards * attention_s[0] + backwards * attention_s[1]
-        parts[ALL_TO_ALL] = 2 * (forwards + backwards) * leg_s
-        parts[EXPERTS] = forwards * forward_s + backwards * backward_s
-        parts[FIXED] = (forwards + backwards) * prices.layer_s
+        attention = forwards * attention_s[0] + backwards * attention_s[1]
+        all_to_all = 2 * (forwards + backwards) * leg_s
+        experts = forwards * forward_s + backwards * backward_s
+        fixed = (forwards + backwards) * prices.layer_s
+        parts_SP[stage, ATTENTION] += attention
+        parts_SP[stage, ALL_TO_ALL] += all_to_all
+        parts_SP[stage, EXPERTS] += experts
+        parts_SP[stage, FIXED] += fixed
         if stage == 1 and prices.direct:
-            shared_G4 = shared_G4 + direct_G4
+            for g in range(num_ranks):
+                for link in range(4):
+                    shared_G4[g, link] += direct_G4[g, link]
         else:
-            parts[EXPOSED] = max(0.0, fetch_s - parts.sum())
-        parts_SP[stage] += parts
+            parts_SP[stage, EXPOSED] += max(0.0, fetch_s - (attention + all_to_all + experts + fixed))
+    for g in range(num_ranks):
+        for link in range(4):
+            shared_s = max(shared_s, shared_G4[g, link])
     # an update's links are free while nothing is exchanged between ranks
-    left_s = parts_SP[1].sum() - parts_SP[1, ALL_TO_ALL]
-    parts_SP[1, EXPOSED] += max(0.0, shared_G4.max() - left_s)
+    update_s = 0.0
+    for part in range(parts_SP.shape[1]):
+        update_s += parts_SP[1, part]
+    parts_SP[1, EXPOSED] += max(0.0, shared_s - (update_s - parts_SP[1, ALL_TO_ALL]))
     return parts_SP

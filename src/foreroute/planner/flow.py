@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from foreroute.planner.cell import NONE, clear, inlined, later_use, routine
+import numpy as np
+
+from foreroute.planner.cell import EXPERT, HELD, NEXT, NONE, QUOTA, RANK, clear, inlined, later_use, routine
 
 
 @inlined
@@ -28,47 +30,41 @@ def search_path(cell: Any, start: Any, target: Any) -> Any:
 
     Returns:
         The rank, or NONE.
-        How many ranks were seen; they are `cell.queue_G[:count]`.
+        How many ranks were seen; they are `queue` of `cell.search[:count]`.
     """
     cell.clock[0] += 1
-    now = cell.clock[0]
-    num_experts = len(cell.demand_E)
-    slots = (len(cell.quota_H) - num_experts) // len(cell.load_G)
-    per_rank = cell.home_GK.shape[1]
-    cell.seen_G[start] = now
-    cell.width_G[start] = cell.load_G[start] - target
-    cell.queue_G[0] = start
-    # Invariant: queue_G[:count] are the ranks seen, each with what its path from `start` can carry.
+    now, num_experts = cell.clock[0], len(cell.demand_E)
+    cell.search[start].seen = now
+    cell.search[start].width = cell.load_G[start] - target
+    cell.search[0].queue = start
+    # Invariant: `queue` of search[:count] are the ranks seen, each with what its path from `start` can carry.
     # An expert is looked at once: whatever rank it was found on, it leads to the same ranks.
     count, i = 1, 0
     while i < count:
-        rank = cell.queue_G[i]
+        rank = cell.search[i].queue
         i += 1
-        for k in range(per_rank + slots):
-            if k < per_rank:
-                x = cell.home_GK[rank, k]
-                if cell.next_H[x] == NONE:  # no replica: its load can go nowhere
-                    continue
-                e = x
-            else:
-                x = num_experts + rank * slots + k - per_rank
-                e = cell.expert_H[x]
-            if cell.quota_H[x] == 0 or cell.seen_E[e] == now:
+        for k in range(cell.host_GK.shape[1]):
+            x = cell.host_GK[rank, k]
+            # a home without a replica: its load can go nowhere
+            if x < num_experts and cell.hosts[NEXT, x] == NONE:
+                continue
+            e = cell.hosts[EXPERT, x]
+            if cell.hosts[QUOTA, x] == 0 or cell.seen_E[e] == now:
                 continue
             cell.seen_E[e] = now
             y = e
             while y != NONE:
-                to = cell.rank_H[y]
-                if cell.seen_G[to] != now:
-                    cell.seen_G[to] = now
-                    cell.from_G[to] = x
-                    cell.to_G[to] = y
-                    cell.width_G[to] = min(cell.width_G[rank], cell.quota_H[x])
+                to = cell.hosts[RANK, y]
+                if cell.search[to].seen != now:
+                    cell.search[to].seen = now
+                    cell.search[to].from_host = x
+                    cell.search[to].to_host = y
+                    cell.search[to].width = min(cell.search[rank].width, cell.hosts[QUOTA, x])
                     if cell.load_G[to] < target:
-                        return int(to), count
-                    cell.queue_G[count] = to
+                        return to, count
+                    cell.search[count].queue = to
                     count += 1
-                y = cell.next_H[y]
+                y = cell.hosts[NEXT, y]
     return NONE, count
 
 
@@ -80,10 +76,10 @@ def push(cell: Any, start: Any, end: Any, amount: Any) -> None:
     # Between both ends what a rank takes it passes on, so its load stays.
     rank = end
     while rank != start:
-        x = cell.from_G[rank]
-        cell.quota_H[x] -= amount
-        cell.quota_H[cell.to_G[rank]] += amount
-        rank = cell.rank_H[x]
+        x = cell.search[rank].from_host
+        cell.hosts[QUOTA, x] -= amount
+        cell.hosts[QUOTA, cell.search[rank].to_host] += amount
+        rank = cell.hosts[RANK, x]
 
 
 @inlined
@@ -91,7 +87,7 @@ def mean_of_seen(cell: Any, count: Any) -> Any:
     """The mean load of the ranks that the last search saw, rounded up."""
     total = 0
     for i in range(count):
-        total += cell.load_G[cell.queue_G[i]]
+        total += cell.load_G[cell.search[i].queue]
     return -(-total // count)
 
 
@@ -106,7 +102,7 @@ def level(cell: Any, target: Any) -> Any:
         end, _ = search_path(cell, start, target)
         if end == NONE:
             return False
-        push(cell, start, end, min(cell.width_G[end], target - cell.load_G[end]))
+        push(cell, start, end, min(cell.search[end].width, target - cell.load_G[end]))
 
 
 @inlined
@@ -117,7 +113,7 @@ def direct_capacity(cell: Any, target: Any) -> Any:
         capacity = target - cell.load_G[rank]
         if capacity > 0 and free_slot(cell, rank, NONE) == NONE:
             capacity = 0
-        cell.back_width_G[rank] = max(capacity, 0)
+        cell.search[rank].back_width = max(capacity, 0)
         most = max(most, capacity)
     return most
 
@@ -126,80 +122,69 @@ def direct_capacity(cell: Any, target: Any) -> Any:
 def chained_capacity(cell: Any, target: Any) -> Any:
     """The most that a rank with a free slot can take and pass on. No rank with capacity has a free slot.
 
-    When there is none, `back_width_G` says what each rank could take or pass on if it had one.
+    When there is none, `back_width` says what each rank could take or pass on if it had one.
     """
     cell.clock[0] += 1
     now = cell.clock[0]
-    count = 0
+    count = np.int64(0)
     for rank in range(len(cell.load_G)):
         if cell.load_G[rank] < target:
-            cell.back_width_G[rank] = target - cell.load_G[rank]
-            cell.back_queue_G[count] = rank
-            cell.seen_G[rank] = now
+            cell.search[rank].back_width = target - cell.load_G[rank]
+            cell.search[count].back_queue = rank
+            cell.search[rank].seen = now
             count += 1
     # The first `own` ranks have capacity of their own; those behind them can pass load on to one of them.
     own, most = count, 0
     count = _search_back(cell, count)
     for i in range(own, count):
-        if free_slot(cell, int(cell.back_queue_G[i]), NONE) != NONE:
-            most = max(most, cell.back_width_G[cell.back_queue_G[i]])
+        if free_slot(cell, cell.search[i].back_queue, NONE) != NONE:
+            most = max(most, cell.search[cell.search[i].back_queue].back_width)
     for rank in range(len(cell.load_G)):
-        if cell.seen_G[rank] != now:
-            cell.back_width_G[rank] = 0
+        if cell.search[rank].seen != now:
+            cell.search[rank].back_width = 0
     if most > 0:
         for i in range(count):
-            rank = int(cell.back_queue_G[i])
+            rank = cell.search[i].back_queue
             if i < own or free_slot(cell, rank, NONE) == NONE:
-                cell.back_width_G[rank] = 0
+                cell.search[rank].back_width = 0
     return most
 
 
 @inlined
 def _search_back(cell: Any, count: Any) -> Any:
-    """Breadth first against the edges, from the first `count` ranks of `back_queue_G`. Returns its new length."""
-    num_experts = len(cell.demand_E)
-    per_rank = cell.home_GK.shape[1]
-    slots = (len(cell.quota_H) - num_experts) // len(cell.load_G)
+    """Breadth first against the edges, from the first `count` ranks of `back_queue`. Returns its new length."""
     now = cell.clock[0]
-    # Invariant: back_width_G of a queued rank can flow from it to a rank below the target over hosts that exist.
+    # Invariant: `back_width` of a queued rank can flow from it to a rank below the target over hosts that exist.
     i = 0
     while i < count:
-        rank = cell.back_queue_G[i]
+        rank = cell.search[i].back_queue
         i += 1
-        for k in range(per_rank + slots):
-            y = cell.home_GK[rank, k] if k < per_rank else num_experts + rank * slots + k - per_rank
-            e = cell.expert_H[y]
-            if e == NONE or cell.seen_E[e] == now or cell.next_H[e] == NONE:
+        for k in range(cell.host_GK.shape[1]):
+            y = cell.host_GK[rank, k]
+            e = cell.hosts[EXPERT, y]
+            if e == NONE or cell.seen_E[e] == now or cell.hosts[NEXT, e] == NONE:
                 continue
             cell.seen_E[e] = now
             x = e
             while x != NONE:
-                near = cell.rank_H[x]
-                if cell.quota_H[x] > 0 and cell.seen_G[near] != now:
-                    cell.seen_G[near] = now
-                    cell.back_width_G[near] = min(cell.back_width_G[rank], cell.quota_H[x])
-                    cell.back_queue_G[count] = near
+                near = cell.hosts[RANK, x]
+                if cell.hosts[QUOTA, x] > 0 and cell.search[near].seen != now:
+                    cell.search[near].seen = now
+                    cell.search[near].back_width = min(cell.search[rank].back_width, cell.hosts[QUOTA, x])
+                    cell.search[count].back_queue = near
                     count += 1
-                x = cell.next_H[x]
+                x = cell.hosts[NEXT, x]
     return count
 
 
 @inlined
-def supply_of(cell: Any, count: Any) -> Any:
-    """The most that one expert on a seen rank can give."""
-    num_experts = len(cell.demand_E)
-    per_rank = cell.home_GK.shape[1]
-    slots = (len(cell.quota_H) - num_experts) // len(cell.load_G)
-    most = 0
-    for i in range(count):
-        rank = cell.queue_G[i]
-        quota = 0
-        for k in range(per_rank):
-            quota = max(quota, cell.quota_H[cell.home_GK[rank, k]])
-        for x in range(num_experts + rank * slots, num_experts + (rank + 1) * slots):
-            quota = max(quota, cell.quota_H[x])
-        most = max(most, min(quota, cell.width_G[rank]))
-    return most
+def supply_of(cell: Any, rank: Any) -> Any:
+    """The most that one expert on a rank that the last search saw can give."""
+    quota = 0
+    for k in range(cell.host_GK.shape[1]):
+        x = cell.host_GK[rank, k]
+        quota = max(quota, cell.hosts[QUOTA, x])
+    return min(quota, cell.search[rank].width)
 
 
 @inlined
@@ -209,14 +194,13 @@ def free_slot(cell: Any, rank: Any, expert: Any) -> Any:
     Returns:
         A host, or NONE.
     """
-    num_experts = len(cell.demand_E)
-    slots = (len(cell.quota_H) - num_experts) // len(cell.load_G)
     # Slots that serve something are never given away here; `evict` does that.
     best, best_worth = NONE, 0.0
-    for x in range(num_experts + rank * slots, num_experts + (rank + 1) * slots):
-        if cell.quota_H[x] != 0:
+    for s in range(cell.slot_GS.shape[1]):
+        x = cell.slot_GS[rank, s]
+        if cell.hosts[QUOTA, x] != 0:
             continue
-        held = cell.held_H[x]
+        held = cell.hosts[HELD, x]
         if held == expert and held != NONE:
             return x
         # Later use is never negative, so an empty slot goes before any that would lose something.
@@ -229,16 +213,16 @@ def free_slot(cell: Any, rank: Any, expert: Any) -> Any:
 @inlined
 def evict(cell: Any, count: Any) -> Any:
     """Empty the slot whose place serves best: what a new replica there can take, less what the old one serves."""
-    num_experts = len(cell.demand_E)
-    slots = (len(cell.quota_H) - num_experts) // len(cell.load_G)
-    supply = supply_of(cell, count)
-    best, best_gain = NONE, 0
+    supply, best, best_gain = 0, NONE, 0
+    for i in range(count):
+        supply = max(supply, supply_of(cell, cell.search[i].queue))
     for rank in range(len(cell.load_G)):
-        capacity = cell.back_width_G[rank]
+        capacity = cell.search[rank].back_width
         if capacity == 0:
             continue
-        for x in range(num_experts + rank * slots, num_experts + (rank + 1) * slots):
-            gain = min(supply, capacity + cell.quota_H[x]) - cell.quota_H[x]
+        for s in range(cell.slot_GS.shape[1]):
+            x = cell.slot_GS[rank, s]
+            gain = min(supply, capacity + cell.hosts[QUOTA, x]) - cell.hosts[QUOTA, x]
             if gain > best_gain:
                 best, best_gain = x, gain
     if best == NONE:

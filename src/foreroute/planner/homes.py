@@ -21,6 +21,11 @@ FEW_SHARE, FEW = 8, 4
 workload that is better and four times as fast with 4 and 8 moves of 128 experts; from 16 on neither way always wins."""
 
 
+LARGEST = 1 << 28
+"""Of all loads of a layer together, in the int32 of the search, whose objective and slopes are six times as much at
+most."""
+
+
 def place_homes(
     counts_MLGE: ArrayLike,
     topology: Topology,
@@ -106,19 +111,23 @@ def _place(
     few = budget <= max(num_experts // FEW_SHARE, FEW)
     proposals = PROPOSALS_AFTER_DESCENT if few else PROPOSALS_PER_EXPERT * num_experts
     seeds = np.random.default_rng(seed).integers(0, 2**64, len(start_LE), dtype=np.uint64)
+    sizes = (num_experts, topology.num_ranks, topology.ranks_per_node)
 
     def place(layer: int) -> None:
-        place_layer(
-            counts_MLGE,
-            layer,
-            topology.ranks_per_node,
-            start_LE[layer],
-            budget,
-            few,
-            proposals,
-            seeds[layer],
-            placed_LE[layer],
-        )
+        loads = layer_loads(counts_MLGE[:, layer])
+        place_layer(*loads, sizes, start_LE[layer], budget, few, proposals, seeds[layer], placed_LE[layer])
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(place, range(len(start_LE))))
+
+
+def layer_loads(counts_MGE: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Loads of one layer's experts, [E, M padded with zeros to whole vectors]: as they are, and halved to fit int32."""
+    # 16 loads of int32 fill a vector of 512 bits. The added micro-steps have no load and no surplus, and so no cost.
+    num_micro_steps, _, num_experts = counts_MGE.shape
+    exact_EM = np.zeros((num_experts, -(-num_micro_steps // 16) * 16), np.int64)
+    exact_EM[:, :num_micro_steps] = counts_MGE.sum(axis=1, dtype=np.int64).T
+    shift, total = 0, int(exact_EM.sum())
+    while total >> shift > LARGEST:
+        shift += 1
+    return exact_EM, (exact_EM >> shift).astype(np.int32)

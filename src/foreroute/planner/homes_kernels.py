@@ -22,15 +22,13 @@ swap of mean loss is taken once in seven times (exp(-2)), at last hardly any tha
 SAMPLED_SWAPS = 64
 """Random swaps whose mean change sets the temperature; it only scales it, so a rough mean will do."""
 ZERO = np.int32(0)
-LARGEST = 1 << 28
-"""Of all loads of a layer together, in int32: the objective and its slopes are at most six times as much."""
 
 
 @kernel
 def place_layer(
-    counts_MLGE: Any,
-    layer: Any,
-    ranks_per_node: Any,
+    exact_EM: Any,
+    load_EM: Any,
+    sizes: Any,
     start_E: Any,
     max_moves: Any,
     few: Any,
@@ -41,33 +39,26 @@ def place_layer(
     """Search for the home of every expert of one layer.
 
     Args:
-        counts_MLGE: int32 [M, L, G, E].
-        layer: which.
-        ranks_per_node: ranks of a node; the node part of the objective falls away when there is one node only.
+        exact_EM: int64 [E, M], loads; the added micro-steps of `layer_loads` have none.
+        load_EM: int32 [E, M], the same, halved to fit.
+        sizes: E, G and ranks per node; the node part of the objective falls away when there is one node only.
         start_E: int16 [E], the homes to start from, as many experts on every rank.
-        max_moves: most experts whose home may differ from `start_E`.
+        max_moves: most experts whose home may differ from `start_E`, at least 2.
         few: whether to take the best swap, one after the other, before annealing.
         proposals: of the annealing.
         seed: uint64.
         home_E: int16 [E], written.
     """
     copy_homes(start_E, home_E)
-    exact_EM = layer_loads(counts_MLGE, layer)
-    load_EM = narrowed(exact_EM)
-    num_ranks = counts_MLGE.shape[2]
-    if max_moves < 2 or num_ranks < 2:
-        return
-    sizes = (len(home_E), num_ranks, ranks_per_node)
-    table_XM, cost_X = placement_table(load_EM, home_E, num_ranks, ranks_per_node)
+    table_XM, cost_X = placement_table(load_EM, home_E, sizes)
     if few:
         descend(table_XM, cost_X, sizes, start_E, max_moves, home_E)
     anneal(table_XM, cost_X, sizes, start_E, max_moves, proposals, seed, home_E)
     # The table follows the last swap that was tried, the homes went back to the best ones.
-    table_XM, cost_X = placement_table(load_EM, home_E, num_ranks, ranks_per_node)
+    table_XM, cost_X = placement_table(load_EM, home_E, sizes)
     sweep(table_XM, cost_X, sizes, start_E, max_moves, home_E)
     # Halved loads may have misled the search; the loads as they are decide.
-    before = objective(exact_EM, start_E, num_ranks, ranks_per_node)
-    if objective(exact_EM, home_E, num_ranks, ranks_per_node) > before:
+    if objective(exact_EM, home_E, sizes) > objective(exact_EM, start_E, sizes):
         copy_homes(start_E, home_E)
 
 
@@ -80,9 +71,7 @@ def descend(table_XM: Any, cost_X: Any, sizes: Any, start_E: Any, max_moves: Any
     """
     num_experts = len(home_E)
     pull_EG = np.empty((num_experts, sizes[1]), np.int32)
-    moves = 0
-    for e in range(num_experts):
-        moves += int(home_E[e] != start_E[e])
+    moves = _moved(home_E, start_E)
     # Invariant: at most `max_moves` experts are away from start_E. Each round lowers the objective, so it ends.
     while True:
         _pulls(table_XM, sizes, pull_EG)
@@ -220,9 +209,7 @@ def _typical_change(table_XM: Any, cost_X: Any, sizes: Any, home_E: Any, stream:
 def sweep(table_XM: Any, cost_X: Any, sizes: Any, start_E: Any, max_moves: Any, home_E: Any) -> None:
     """Give every expert in turn its best swap that the budget allows, where one improves."""
     num_experts = len(home_E)
-    moves = 0
-    for e in range(num_experts):
-        moves += int(home_E[e] != start_E[e])
+    moves = _moved(home_E, start_E)
     # Annealing ends at the best placement that it met, which nothing was tried on since: some swaps may still improve.
     # One pass over the experts, each swap within the budget.
     for e in range(num_experts):
@@ -240,6 +227,15 @@ def sweep(table_XM: Any, cost_X: Any, sizes: Any, start_E: Any, max_moves: Any, 
 
 
 @kernel
+def _moved(home_E: Any, start_E: Any) -> Any:
+    """How many experts are away from their start."""
+    moves = 0
+    for e in range(len(home_E)):
+        moves += int(home_E[e] != start_E[e])
+    return moves
+
+
+@kernel
 def copy_homes(source_E: Any, target_E: Any) -> None:
     """Compiles much faster than a slice assignment, which carries its error messages."""
     for e in range(len(source_E)):
@@ -247,35 +243,10 @@ def copy_homes(source_E: Any, target_E: Any) -> None:
 
 
 @kernel
-def layer_loads(counts_MLGE: Any, layer: Any) -> Any:
-    """int64 [E, M padded with zeros to whole vectors], summed over sources."""
-    micro_steps, _, num_ranks, num_experts = counts_MLGE.shape
-    # 16 loads of int32 fill a vector of 512 bits. The added micro-steps have no load and no surplus, and so no cost.
-    load_EM = np.zeros((num_experts, (micro_steps + 15) // 16 * 16), np.int64)
-    sum_E = np.empty(num_experts, np.int64)
-    for m in range(micro_steps):
-        sum_E[:] = 0
-        for g in range(num_ranks):
-            for e in range(num_experts):
-                sum_E[e] += counts_MLGE[m, layer, g, e]
-        for e in range(num_experts):
-            load_EM[e, m] = sum_E[e]
-    return load_EM
-
-
-@kernel
-def narrowed(exact_EM: Any) -> Any:
-    """Loads in int32, halved until all together are at most `LARGEST`."""
-    shift, total = 0, exact_EM.sum()
-    while total >> shift > LARGEST:
-        shift += 1
-    return (exact_EM >> shift).astype(np.int32)
-
-
-@kernel
-def placement_table(load_EM: Any, home_E: Any, num_ranks: Any, ranks_per_node: Any) -> Any:
+def placement_table(load_EM: Any, home_E: Any, sizes: Any) -> Any:
     """`table_XM` and `cost_X` of a placement."""
-    num_experts, num_nodes = len(home_E), num_ranks // ranks_per_node
+    num_experts, num_ranks, ranks_per_node = sizes
+    num_nodes = num_ranks // ranks_per_node
     table_XM = np.zeros((num_experts + num_ranks + num_nodes, load_EM.shape[1]), np.int32)
     for e in range(num_experts):
         for m in range(load_EM.shape[1]):
@@ -290,8 +261,9 @@ def placement_table(load_EM: Any, home_E: Any, num_ranks: Any, ranks_per_node: A
 
 
 @kernel
-def objective(exact_EM: Any, home_E: Any, num_ranks: Any, ranks_per_node: Any) -> Any:
+def objective(exact_EM: Any, home_E: Any, sizes: Any) -> Any:
     """As above, in int64, of loads as they are."""
+    _, num_ranks, ranks_per_node = sizes
     num_nodes = num_ranks // ranks_per_node
     over_XM = np.zeros((num_ranks + num_nodes, exact_EM.shape[1]), np.int64)
     _add_surplus(exact_EM, home_E, num_ranks, 1, over_XM, 0)

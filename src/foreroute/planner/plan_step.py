@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -74,9 +75,17 @@ def start(
     previous_LE = check_homes(home_LE, num_layers, num_experts, topology)
     _check_costs(topology, options, costs, num_layers)
     progress = PlanInProgress((num_micro_steps, num_layers), on_progress)
-    work = (counts, topology, options, previous_LE, costs, progress)
-    threading.Thread(target=_run, args=work, name="foreroute-plan", daemon=True).start()
+    step = _Step(counts, topology, options, previous_LE, costs, progress)
+    threading.Thread(target=step.run, name="foreroute-plan", daemon=True).start()
     return progress
+
+
+def block_ends(num_micro_steps: int) -> list[int]:
+    """Where the blocks of micro-steps end that are planned at once: 1, 2, 4, ... and so on."""
+    ends = [1]
+    while ends[-1] < num_micro_steps:
+        ends.append(min(2 * ends[-1], ends[-1] + LONGEST_BLOCK, num_micro_steps))
+    return ends
 
 
 def _check_costs(topology: Topology, options: PlanOptions, costs: CostModel | None, num_layers: int) -> None:
@@ -102,131 +111,76 @@ def _check_costs(topology: Topology, options: PlanOptions, costs: CostModel | No
         )
 
 
-def _run(
-    counts: NDArray[np.int32],
-    topology: Topology,
-    options: PlanOptions,
-    previous_LE: NDArray[np.int16],
-    costs: CostModel | None,
-    progress: PlanInProgress,
-) -> None:
-    try:
-        home_LE = place_homes(
-            counts,
-            topology,
-            previous_LE,
-            max_moves=options.home_moves,
-            seed=options.seed,
-            threads=options.threads,
-        )
-        progress.settle_homes(home_LE)
-        blocks = _plan_cells(
-            counts, topology, options, home_LE, _refiner(counts, home_LE, topology, options, costs), progress
-        )
-        progress.finish(_whole(counts, topology, previous_LE, home_LE, blocks))
-    except BaseException as error:  # it must reach whoever waits, in another thread
-        progress.fail(error)
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """A step that is planned, in a thread of its own; `progress` is where others see it."""
 
+    counts: NDArray[np.int32]
+    topology: Topology
+    options: PlanOptions
+    previous_LE: NDArray[np.int16]
+    costs: CostModel | None
+    progress: PlanInProgress
 
-def _refiner(
-    counts: NDArray[np.int32],
-    home_LE: NDArray[np.int16],
-    topology: Topology,
-    options: PlanOptions,
-    costs: CostModel | None,
-) -> Refiner | None:
-    if costs is None or not (options.traffic or options.pay_off):
-        return None
-    from foreroute.planner.refine import Refiner
+    def run(self) -> None:
+        """Place homes, plan all cells, and put the plan together."""
+        counts, topology, options = self.counts, self.topology, self.options
+        num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
+        try:
+            home_LE = place_homes(
+                counts,
+                topology,
+                self.previous_LE,
+                max_moves=options.home_moves,
+                seed=options.seed,
+                threads=options.threads,
+            )
+            self.progress.settle_homes(home_LE)
+            found = StepPlan(
+                topology=topology,
+                shape=(num_micro_steps, num_layers, num_experts),
+                previous_home_LE=self.previous_LE,
+                home_LE=home_LE,
+                bound_ML=counts.sum(axis=(2, 3), dtype=np.int64) / num_ranks,
+                counts_digest=counts_digest(counts),
+                **joined_blocks(self._plan_cells(home_LE), num_micro_steps, num_layers),
+            )
+            self.progress.finish(found)
+        except BaseException as error:  # it must reach whoever waits, in another thread
+            self.progress.fail(error)
 
-    return Refiner(counts, home_LE, topology, options, costs)
+    def _plan_cells(self, home_LE: NDArray[np.int16]) -> list[Block]:
+        """Layers do not depend on each other, so every thread takes some of them through all micro-steps."""
+        refiner = None
+        if self.costs is not None and (self.options.traffic or self.options.pay_off):
+            from foreroute.planner.refine import Refiner
 
+            refiner = Refiner(self.counts, home_LE, self.topology, self.options, self.costs)
+        num_layers, threads = len(home_LE), self.options.threads
+        bounds = [num_layers * i // threads for i in range(threads + 1)]
+        parts = [range(first, end) for first, end in pairwise(bounds) if first < end]
+        if len(parts) == 1:
+            return self._plan_layers(home_LE, refiner, parts[0])
+        with ThreadPoolExecutor(threads) as pool:
+            planned = pool.map(lambda layers: self._plan_layers(home_LE, refiner, layers), parts)
+            return [block for blocks in planned for block in blocks]
 
-def _plan_cells(
-    counts: NDArray[np.int32],
-    topology: Topology,
-    options: PlanOptions,
-    home_LE: NDArray[np.int16],
-    refiner: Refiner | None,
-    progress: PlanInProgress,
-) -> list[Block]:
-    """Layers do not depend on each other, so every thread takes some of them through all micro-steps."""
-    num_layers = counts.shape[1]
-    bounds = [num_layers * i // options.threads for i in range(options.threads + 1)]
-    parts = [range(first, end) for first, end in pairwise(bounds) if first < end]
+    def _plan_layers(self, home_LE: NDArray[np.int16], refiner: Refiner | None, layers: range) -> list[Block]:
+        from foreroute.planner.cell import NONE, new_cell
+        from foreroute.planner.replicas import plan_block
 
-    def plan_part(layers: range) -> list[Block]:
-        return _plan_layers(counts, topology, options, home_LE, refiner, layers, progress)
-
-    if len(parts) == 1:
-        return plan_part(parts[0])
-    with ThreadPoolExecutor(options.threads) as pool:
-        return [block for blocks in pool.map(plan_part, parts) for block in blocks]
-
-
-def _plan_layers(
-    counts: NDArray[np.int32],
-    topology: Topology,
-    options: PlanOptions,
-    home_LE: NDArray[np.int16],
-    refiner: Refiner | None,
-    layers: range,
-    progress: PlanInProgress,
-) -> list[Block]:
-    from foreroute.planner.cell import NONE, new_cell
-    from foreroute.planner.replicas import plan_block
-
-    num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
-    slots = topology.redundant_slots if options.replicas else 0
-    cell = new_cell(num_ranks, topology.num_nodes, num_experts, slots, (num_micro_steps, num_layers))
-    held_LH = np.full((num_layers, num_experts + num_ranks * slots), NONE, np.int32)
-    blocks, begin = [], 0
-    while begin < num_micro_steps:
-        end = min(max(2 * begin, 1), begin + LONGEST_BLOCK, num_micro_steps)
-        block = empty_block(begin, end, layers, num_ranks, slots)
-        plan_block(
-            cell,
-            counts,
-            home_LE,
-            held_LH,
-            begin,
-            end,
-            layers.start,
-            layers.stop,
-            options.tolerance,
-            options.slots == "layer",
-            options.locality,
-            block.ends_C,
-            block.expert_R,
-            block.rank_R,
-            block.slot_R,
-            block.fetched_R,
-            block.tokens_RG,
-            block.max_load_C,
-        )
-        if refiner is not None:
-            block = refiner.refined(block)
-        progress.add(block)
-        blocks.append(block)
-        begin = end
-    return blocks
-
-
-def _whole(
-    counts: NDArray[np.int32],
-    topology: Topology,
-    previous_LE: NDArray[np.int16],
-    home_LE: NDArray[np.int16],
-    blocks: list[Block],
-) -> StepPlan:
-    num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
-    arrays = joined_blocks(blocks, num_micro_steps, num_layers)
-    return StepPlan(
-        topology=topology,
-        shape=(num_micro_steps, num_layers, num_experts),
-        previous_home_LE=previous_LE,
-        home_LE=home_LE,
-        bound_ML=counts.sum(axis=(2, 3), dtype=np.int64) / num_ranks,
-        counts_digest=counts_digest(counts),
-        **arrays,
-    )
+        options = self.options
+        num_micro_steps, num_layers, num_ranks, num_experts = self.counts.shape
+        slots = self.topology.redundant_slots if options.replicas else 0
+        cell = new_cell(num_ranks, self.topology.num_nodes, num_experts, slots, (num_micro_steps, num_layers))
+        held_LH = np.full((num_layers, num_experts + num_ranks * slots), NONE, np.int32)
+        blocks: list[Block] = []
+        for begin, end in pairwise([0, *block_ends(num_micro_steps)]):
+            block = empty_block(begin, end, layers, num_ranks, slots)
+            persistent = options.slots == "layer"
+            plan_block(cell, self.counts, home_LE, held_LH, block, options.tolerance, persistent, options.locality)
+            if refiner is not None:
+                block = refiner.refined(block)
+            self.progress.add(block)
+            blocks.append(block)
+        return blocks

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +16,7 @@ OnProgress = Callable[[int, int], None]
 """Called with the cells planned so far and the cells in all, from a planner's thread."""
 
 
-@dataclass(frozen=True, eq=False)
-class Block:
+class Block(NamedTuple):
     """The layers of one worker over a few micro-steps, planned by one compiled call.
 
     It holds what was planned of the micro-steps `begin` to `end` of the layers from `first_layer` on.
@@ -40,6 +38,11 @@ class Block:
     fetched_R: NDArray[np.bool_]
     tokens_RG: NDArray[np.int32]
     max_load_C: NDArray[np.int64]
+
+    def places(self) -> list[tuple[int, int]]:
+        """Micro-step and layer of every cell."""
+        layers = range(self.first_layer, self.first_layer + self.num_layers)
+        return [(m, layer) for m in range(self.begin, self.end) for layer in layers]
 
     def cell(self, micro_step: int, layer: int, home_E: NDArray[np.int16]) -> CellPlan:
         """One cell, as views."""
@@ -77,29 +80,21 @@ def empty_block(begin: int, end: int, layers: range, num_ranks: int, slots: int)
 def block_of(block: Block, cells: Sequence[CellPlan], max_load_C: NDArray[np.int64]) -> Block:
     """The same micro-steps and layers with other cells, in execution order."""
     ends_C = np.cumsum([len(cell.expert_R) for cell in cells]).astype(np.int64)
-    return replace(block, ends_C=ends_C, max_load_C=max_load_C, **replicas_of(cells))
+    return block._replace(ends_C=ends_C, max_load_C=max_load_C, **replicas_of(cells))
 
 
 def joined_blocks(blocks: Sequence[Block], num_micro_steps: int, num_layers: int) -> dict[str, Any]:
     """The arrays of a `StepPlan` from blocks that together cover every cell once."""
-    cells = [
-        (m * num_layers + layer, b, (m - block.begin) * block.num_layers + layer - block.first_layer)
-        for b, block in enumerate(blocks)
-        for m in range(block.begin, block.end)
-        for layer in range(block.first_layer, block.first_layer + block.num_layers)
-    ]
-    cells.sort()
-    begins = [np.concatenate([[0], block.ends_C]) for block in blocks]
-    firsts = np.cumsum([0] + [int(block.ends_C[-1]) for block in blocks])
-    begin_C = np.array([firsts[b] + begins[b][c] for _, b, c in cells], np.int64)
-    count_C = np.array([begins[b][c + 1] - begins[b][c] for _, b, c in cells], np.int64)
-    offsets = np.concatenate([[0], np.cumsum(count_C)]).astype(np.int64)
-    order = np.repeat(begin_C - offsets[:-1], count_C) + np.arange(offsets[-1])
+    number_C = np.array([m * num_layers + layer for block in blocks for m, layer in block.places()])
+    count_C = np.concatenate([np.diff(block.ends_C, prepend=0) for block in blocks])
+    order_C = np.argsort(number_C)
+    begin_C = (np.cumsum(count_C) - count_C)[order_C]
+    offsets = np.concatenate([[0], np.cumsum(count_C[order_C])]).astype(np.int64)
+    order = np.repeat(begin_C - offsets[:-1], count_C[order_C]) + np.arange(offsets[-1])
     arrays: dict[str, Any] = {"offsets": offsets}
     for name in REPLICA_ARRAYS:
-        parts = [getattr(block, name)[: block.ends_C[-1]] for block in blocks]
-        arrays[name] = np.concatenate(parts)[order]
-    max_load_C = np.array([blocks[b].max_load_C[c] for _, b, c in cells], np.int64)
+        arrays[name] = np.concatenate([getattr(block, name)[: block.ends_C[-1]] for block in blocks])[order]
+    max_load_C = np.concatenate([block.max_load_C for block in blocks])[order_C]
     return arrays | {"max_load_ML": max_load_C.reshape(num_micro_steps, num_layers)}
 
 
@@ -162,9 +157,7 @@ class PlanInProgress:
     def add(self, block: Block) -> None:
         """Called by the planner when a block of cells is planned."""
         with self._changed:
-            for micro_step in range(block.begin, block.end):
-                for layer in range(block.first_layer, block.first_layer + block.num_layers):
-                    self._block_of[micro_step, layer] = block
+            self._block_of |= dict.fromkeys(block.places(), block)
             self._changed.notify_all()
             if self._on_progress is not None:
                 self._on_progress(self.num_planned, self._shape[0] * self._shape[1])

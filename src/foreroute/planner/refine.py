@@ -38,11 +38,7 @@ class Refiner:
 
     def refined(self, block: Block) -> Block:
         """The same cells with other replicas where that is faster."""
-        places = [
-            (m, layer)
-            for m in range(block.begin, block.end)
-            for layer in range(block.first_layer, block.first_layer + block.num_layers)
-        ]
+        places = block.places()
         cells = [self._cell(block.cell(m, layer, self._home_LE[layer]), m, layer) for m, layer in places]
         loads = [cell.loads_G(self._counts_MLGE[place]).max() for cell, place in zip(cells, places, strict=True)]
         return block_of(block, cells, np.array(loads, np.int64))
@@ -87,74 +83,80 @@ def prune_replicas(
     """
     counts = np.ascontiguousarray(counts_GE, np.int64)
     hosts = CellHosts.of(cell, counts)
-    tokens_HG = hosts.tokens_HG.astype(np.int64)
-    num_experts = len(cell.home_E)
-    dropped = _unpaid(
+    dropped, takers = _unpaid(
         hosts.expert_H.astype(np.int64),
         hosts.rank_H.astype(np.int64),
-        tokens_HG,
-        hosts.fetched_H,
+        hosts.tokens_HG.astype(np.int64),
+        hosts.fetched_H.copy(),
         cell.home_E.astype(np.int64),
         slowest_attention(counts.sum(axis=1), costs),
         costs.prices(topology),
     )
-    if not dropped.any():
+    if not len(dropped):
         return cell
-    keep_R = ~dropped[num_experts:]
+    tokens_HG = hosts.tokens_HG
+    for host, taker in zip(dropped, takers, strict=True):
+        tokens_HG[taker] += tokens_HG[host]
+    keep_R = np.ones(len(cell.expert_R), np.bool_)
+    keep_R[dropped - len(cell.home_E)] = False
     return CellPlan(
         cell.home_E,
         cell.expert_R[keep_R],
         cell.rank_R[keep_R],
         cell.slot_R[keep_R],
         cell.fetched_R[keep_R],
-        tokens_HG[num_experts:][keep_R].astype(np.int32),
+        tokens_HG[len(cell.home_E) :][keep_R].astype(np.int32),
     )
 
 
+# Sums and largest values are loops here: numpy's take numba seconds to compile, each.
 @kernel
 def _unpaid(
-    expert_H: Any, rank_H: Any, tokens_HG: Any, fetched_H: Any, home_E: Any, attention_s: Any, prices: Any
+    expert_H: Any, rank_H: Any, tokens_HG: Any, alive_H: Any, home_E: Any, attention_s: Any, prices: Any
 ) -> Any:
-    """The hosts to drop, bool [H]; `tokens_HG` is changed to what the others serve then."""
+    """The replicas to drop, one after the other, and the host that takes over from each: both int64.
+
+    `alive_H` are the replicas that are fetched; it and `tokens_HG` are changed.
+    """
     num_hosts, num_ranks = tokens_HG.shape
-    best_H, current_H = np.zeros(num_hosts, np.bool_), np.zeros(num_hosts, np.bool_)
-    best_HG, current_HG = tokens_HG.copy(), tokens_HG.copy()
-    # Invariant: current_HG serves every token by hosts that are not dropped. One replica goes in each round, so there
-    # are at most as many rounds as replicas; best_HG is the fastest state met, the first being the plan as it came.
-    best_s = np.inf
+    dropped, takers = np.empty(num_hosts, np.int64), np.empty(num_hosts, np.int64)
+    gone_H, tokens_H = np.zeros(num_hosts, np.bool_), np.zeros(num_hosts, np.int64)
+    for h in range(num_hosts):
+        for g in range(num_ranks):
+            tokens_H[h] += tokens_HG[h, g]
+    # Invariant: every token is served by hosts that are not gone. One replica goes in each round, so there are at most
+    # as many rounds as replicas; the first `best` of them led to the fastest state met, the plan as it came included.
+    best_s, best, count = np.inf, 0, 0
     while True:
-        alive_H = fetched_H & ~current_H
-        parts_SP = cell_seconds(
-            rows_sent(pairs_between(rank_H, current_HG), prices),
-            expert_H,
-            rank_H,
-            current_HG.sum(axis=1),
-            alive_H,
-            home_E,
-            attention_s,
-            prices,
-        )
-        if parts_SP.sum() < best_s:
-            best_s = parts_SP.sum()
-            best_H[:], best_HG[:] = current_H, current_HG
-        if parts_SP[:, EXPOSED].sum() == 0:
+        rows_G4 = rows_sent(pairs_between(rank_H, tokens_HG), prices)
+        parts_SP = cell_seconds(rows_G4, expert_H, rank_H, tokens_H, alive_H, home_E, attention_s, prices)
+        seconds = 0.0
+        for stage in range(len(parts_SP)):
+            for part in range(parts_SP.shape[1]):
+                seconds += parts_SP[stage, part]
+        if seconds < best_s:
+            best_s, best = seconds, count
+        if parts_SP[0, EXPOSED] + parts_SP[1, EXPOSED] == 0:
             break
-        host = _least_on_busiest(expert_H, rank_H, current_HG, alive_H, home_E, parts_SP, num_ranks, prices)
+        host = _least_on_busiest(expert_H, rank_H, tokens_H, alive_H, home_E, parts_SP, num_ranks, prices)
         if host < 0:
             break
-        other = _successor(host, expert_H, rank_H, current_HG, current_H, num_ranks)
-        current_HG[other] += current_HG[host]
-        current_HG[host] = 0
-        current_H[host] = True
-    tokens_HG[:] = best_HG
-    return best_H
+        taker = _successor(host, expert_H, rank_H, tokens_H, gone_H, num_ranks)
+        for g in range(num_ranks):
+            tokens_HG[taker, g] += tokens_HG[host, g]
+            tokens_HG[host, g] = 0
+        tokens_H[taker] += tokens_H[host]
+        tokens_H[host], gone_H[host], alive_H[host] = 0, True, False
+        dropped[count], takers[count] = host, taker
+        count += 1
+    return dropped[:best], takers[:best]
 
 
 @kernel
 def _least_on_busiest(
     expert_H: Any,
     rank_H: Any,
-    tokens_HG: Any,
+    tokens_H: Any,
     alive_H: Any,
     home_E: Any,
     parts_SP: Any,
@@ -164,20 +166,23 @@ def _least_on_busiest(
     """Of the fetched replicas on the busiest copy engine, or on the busiest link where that is not what is exposed, the
     one with the fewest tokens; -1 when there is none.
     """
-    links_G4 = np.zeros((num_ranks, 4))
-    _, direct_G4, gradient_G4 = transfer_seconds(expert_H, rank_H, alive_H, home_E, num_ranks, prices)
-    links_G4 += gradient_G4
-    if prices.direct:
-        links_G4 += 2 * direct_G4
-    fetches_G = np.zeros(num_ranks, np.int64)
+    host_G, direct_G4, gradient_G4 = transfer_seconds(expert_H, rank_H, alive_H, home_E, num_ranks, prices)
+    engine, rank, link, link_s = 0, 0, 0, 0.0
+    for g in range(num_ranks):
+        if host_G[g] > host_G[engine]:
+            engine = g
+        for one in range(4):
+            its_s = gradient_G4[g, one] + (2 * direct_G4[g, one] if prices.direct else 0.0)
+            if its_s > link_s:
+                rank, link, link_s = g, one, its_s
+    fetches = 0
     for h in range(len(rank_H)):
-        fetches_G[rank_H[h]] += alive_H[h]
-    engine = np.argmax(fetches_G)
-    fetch_s = fetches_G[engine] * prices.host_fetch_s
+        fetches += alive_H[h] and rank_H[h] == engine
     # Copies of the recompute hide behind its other work. Where they are longer than that, engines are what is exposed.
-    by_engine = fetch_s > parts_SP[0].sum() - parts_SP[0, EXPOSED] or links_G4.max() == 0
-    busiest = np.argmax(links_G4.ravel())
-    rank, link = busiest // 4, busiest % 4
+    work_s = 0.0
+    for part in range(parts_SP.shape[1]):
+        work_s += parts_SP[0, part]
+    by_engine = fetches * prices.host_fetch_s > work_s - parts_SP[0, EXPOSED] or link_s == 0
     best, fewest = -1, 0
     for h in range(len(rank_H)):
         if not alive_H[h]:
@@ -188,22 +193,20 @@ def _least_on_busiest(
             home = home_E[expert_H[h]]
             same_node = rank_H[h] // prices.ranks_per_node == home // prices.ranks_per_node
             involved = (rank_H[h] == rank or home == rank) and same_node == (link >= NODE_OUT)
-        if involved:
-            tokens = tokens_HG[h].sum()
-            if best < 0 or tokens < fewest:
-                best, fewest = h, tokens
+        if involved and (best < 0 or tokens_H[h] < fewest):
+            best, fewest = h, tokens_H[h]
     return best
 
 
 @kernel
-def _successor(host: int, expert_H: Any, rank_H: Any, tokens_HG: Any, dropped_H: Any, num_ranks: int) -> int:
+def _successor(host: int, expert_H: Any, rank_H: Any, tokens_H: Any, gone_H: Any, num_ranks: int) -> int:
     """Another host of the same expert, on the rank that serves least."""
     load_G = np.zeros(num_ranks, np.int64)
     for h in range(len(rank_H)):
-        load_G[rank_H[h]] += tokens_HG[h].sum()
+        load_G[rank_H[h]] += tokens_H[h]
     best = -1
     for h in range(len(rank_H)):
-        serves_it = h != host and expert_H[h] == expert_H[host] and not dropped_H[h]
+        serves_it = h != host and expert_H[h] == expert_H[host] and not gone_H[h]
         if serves_it and (best < 0 or load_G[rank_H[h]] < load_G[rank_H[best]]):
             best = h
     return best

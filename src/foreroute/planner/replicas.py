@@ -9,10 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from foreroute.kernels import next_unit
 from foreroute.planner.cell import (
+    BEST_EXPERT,
+    BEST_QUOTA,
+    EXPERT,
+    HELD,
     NONE,
-    assign_to_homes,
+    QUOTA,
+    RANK,
+    begin_cell,
     clear,
     inlined,
     kernel,
@@ -22,9 +30,6 @@ from foreroute.planner.cell import (
     relink,
     restore_held,
     routine,
-    set_demand,
-    set_homes,
-    set_slots,
 )
 from foreroute.planner.flow import (
     chained_capacity,
@@ -67,63 +72,38 @@ THINNING_ROUNDS = 6
 
 @kernel
 def plan_block(
-    cell: Any,
-    counts_MLGE: Any,
-    home_LE: Any,
-    held_LH: Any,
-    begin: Any,
-    end: Any,
-    first_layer: Any,
-    end_layer: Any,
-    tolerance: Any,
-    persistent: Any,
-    locality: Any,
-    ends_C: Any,
-    expert_R: Any,
-    rank_R: Any,
-    slot_R: Any,
-    fetched_R: Any,
-    tokens_RG: Any,
-    max_load_C: Any,
+    cell: Any, counts_MLGE: Any, home_LE: Any, held_LH: Any, block: Any, tolerance: Any, persistent: Any, locality: Any
 ) -> None:
-    """Plan the micro-steps `begin` to `end` of the layers `first_layer` to `end_layer`.
+    """Plan the cells of a `Block`, whose arrays are written.
 
     The state must have planned the micro-steps before of the same layers. Counts are int32 and of the whole step, homes
-    int16; `held_LH` int32 [L, H], what slots hold, is read and written when slots are `persistent`. The arrays of a
-    `Block` are written.
+    int16; `held_LH` int32 [L, H], what slots hold, is read and written when slots are `persistent`.
     """
-    row, c = 0, 0
-    if persistent and begin == 0:
-        look_ahead(cell, counts_MLGE, home_LE, first_layer, end_layer)
-    for m in range(begin, end):
-        for layer in range(first_layer, end_layer):
+    row, c = np.int64(0), 0
+    end_layer = block.first_layer + block.num_layers
+    if persistent and block.begin == 0:
+        look_ahead(cell, counts_MLGE, home_LE, block.first_layer, end_layer)
+    for m in range(block.begin, block.end):
+        for layer in range(block.first_layer, end_layer):
             cell.position[0], cell.position[1] = m if persistent else NONE, layer
             # The stream of a cell depends on nothing else, so that plans do not depend on threads and blocks.
             cell.random[0] = m * counts_MLGE.shape[1] + layer
             counts_GE = counts_MLGE[m, layer]
-            set_homes(cell, home_LE[layer])
-            set_slots(cell, held_LH[layer], persistent)
-            _plan_cell(cell, set_demand(cell, counts_GE), tolerance, locality)
-            row = split(cell, counts_GE, expert_R, rank_R, slot_R, fetched_R, tokens_RG, row, locality)
-            ends_C[c] = row
-            max_load_C[c] = cell.load_G[heaviest(cell.load_G)]
+            total = begin_cell(cell, counts_GE, home_LE[layer], held_LH[layer], persistent)
+            target = int(-((-total * (1.0 + tolerance)) // len(cell.load_G)))  # mean and tolerance, rounded up
+            reached = find_replicas(cell, target, tolerance > 0.0)
+            restore_held(cell)
+            if locality:
+                keep_local(cell, reached)
+            row = split(cell, counts_GE, block, row, locality)
+            block.ends_C[c] = row
+            block.max_load_C[c] = cell.load_G[heaviest(cell.load_G)]
             c += 1
             if persistent:
                 # A slot that serves nothing was not filled: it still holds what it held.
-                for x in range(len(cell.demand_E), len(cell.expert_H)):
-                    if cell.quota_H[x]:
-                        held_LH[layer, x] = cell.expert_H[x]
-
-
-@routine
-def _plan_cell(cell: Any, total: Any, tolerance: Any, locality: Any) -> None:
-    """Find the quotas of all hosts of a cell with so many assignments."""
-    assign_to_homes(cell)
-    target = int(-((-total * (1.0 + tolerance)) // len(cell.load_G)))  # the mean with its tolerance, rounded up
-    reached = find_replicas(cell, target, tolerance > 0.0)
-    restore_held(cell)
-    if locality:
-        keep_local(cell, reached)
+                for x in range(len(cell.demand_E), cell.hosts.shape[1]):
+                    if cell.hosts[QUOTA, x]:
+                        held_LH[layer, x] = cell.hosts[EXPERT, x]
 
 
 @routine
@@ -162,8 +142,8 @@ def _thin_out(cell: Any, target: Any) -> None:
 def _fetched(cell: Any) -> Any:
     """How many replicas serve something and were not in their slot when the cell began."""
     count = 0
-    for x in range(len(cell.demand_E), len(cell.expert_H)):
-        count += cell.quota_H[x] > 0 and cell.held_H[x] != cell.expert_H[x]
+    for x in range(len(cell.demand_E), cell.hosts.shape[1]):
+        count += cell.hosts[QUOTA, x] > 0 and cell.hosts[HELD, x] != cell.hosts[EXPERT, x]
     return count
 
 
@@ -176,9 +156,9 @@ def _drop_spare(cell: Any, target: Any) -> None:
     least = 0
     while True:
         host, quota = NONE, 0
-        for x in range(len(cell.demand_E), len(cell.expert_H)):
-            served = cell.quota_best_H[x]
-            if served <= least or cell.held_H[x] == cell.expert_best_H[x]:
+        for x in range(len(cell.demand_E), cell.hosts.shape[1]):
+            served = cell.hosts[BEST_QUOTA, x]
+            if served <= least or cell.hosts[HELD, x] == cell.hosts[BEST_EXPERT, x]:
                 continue
             if host == NONE or served < quota:
                 host, quota = x, served
@@ -223,32 +203,34 @@ def _attempt(cell: Any, target: Any) -> Any:
 
 @routine
 def _save_best(cell: Any) -> None:
-    for x in range(len(cell.expert_H)):
-        cell.quota_best_H[x] = cell.quota_H[x]
-        cell.expert_best_H[x] = cell.expert_H[x]
+    for x in range(cell.hosts.shape[1]):
+        cell.hosts[BEST_QUOTA, x] = cell.hosts[QUOTA, x]
+    for x in range(len(cell.demand_E), cell.hosts.shape[1]):
+        cell.hosts[BEST_EXPERT, x] = cell.hosts[EXPERT, x]
 
 
 @routine
 def _restore_best(cell: Any) -> None:
-    for x in range(len(cell.expert_H)):
-        cell.quota_H[x] = cell.quota_best_H[x]
-        cell.expert_H[x] = cell.expert_best_H[x]
+    for x in range(cell.hosts.shape[1]):
+        cell.hosts[QUOTA, x] = cell.hosts[BEST_QUOTA, x]
+    for x in range(len(cell.demand_E), cell.hosts.shape[1]):
+        cell.hosts[EXPERT, x] = cell.hosts[BEST_EXPERT, x]
     relink(cell)
 
 
 @routine
 def _clear_below(cell: Any, least: Any) -> None:
     """Empty the slots that serve less."""
-    for x in range(len(cell.demand_E), len(cell.expert_H)):
-        if cell.expert_H[x] != NONE and cell.quota_H[x] < least:
+    for x in range(len(cell.demand_E), cell.hosts.shape[1]):
+        if cell.hosts[EXPERT, x] != NONE and cell.hosts[QUOTA, x] < least:
             clear(cell, x)
 
 
 @routine
 def _perturb(cell: Any, share: Any) -> None:
     """Empty the slots that serve nothing and a share of the others."""
-    for x in range(len(cell.demand_E), len(cell.expert_H)):
-        if cell.expert_H[x] != NONE and (cell.quota_H[x] == 0 or next_unit(cell.random) < share):
+    for x in range(len(cell.demand_E), cell.hosts.shape[1]):
+        if cell.hosts[EXPERT, x] != NONE and (cell.hosts[QUOTA, x] == 0 or next_unit(cell.random) < share):
             clear(cell, x)
 
 
@@ -265,7 +247,7 @@ def grow(cell: Any, target: Any, threshold: Any, noise: Any) -> Any:
             return target
         end, count = search_path(cell, start, target)
         if end != NONE:
-            push(cell, start, end, min(cell.width_G[end], target - cell.load_G[end]))
+            push(cell, start, end, min(cell.search[end].width, target - cell.load_G[end]))
         elif _add_replica(cell, start, count, target, threshold, noise):
             continue
         elif evictions > 0 and evict(cell, count):
@@ -286,24 +268,24 @@ def _add_replica(cell: Any, start: Any, count: Any, target: Any, threshold: Any,
         capacity = chained_capacity(cell, target)
         if capacity == 0:
             return False
-    supply = supply_of(cell, 1)  # of the overloaded rank itself: when it is enough, no other rank has to give
+    supply, givers = supply_of(cell, start), 1  # when the overloaded rank has enough, no other has to give
     if supply < capacity:
-        supply = supply_of(cell, count)
-    else:
-        count = 1
+        givers = count
+        for i in range(1, count):
+            supply = max(supply, supply_of(cell, cell.search[i].queue))
     enough = min(supply, capacity)
     if threshold < 1.0:
         enough = max(int(enough * threshold), 1)
-    x, rank = _choose_replica(cell, count, enough, noise)
-    host = free_slot(cell, rank, cell.expert_H[x])
-    amount = min(min(cell.width_G[cell.rank_H[x]], cell.quota_H[x]), cell.back_width_G[rank])
-    if cell.expert_H[host] != NONE:
+    x, rank = _choose_replica(cell, givers, enough, noise)
+    host = free_slot(cell, rank, cell.hosts[EXPERT, x])
+    amount = min(min(cell.search[cell.hosts[RANK, x]].width, cell.hosts[QUOTA, x]), cell.search[rank].back_width)
+    if cell.hosts[EXPERT, host] != NONE:
         clear(cell, host)  # it serves nothing
-    put(cell, host, cell.expert_H[x])
-    push(cell, start, cell.rank_H[x], amount)
-    cell.quota_H[x] -= amount
-    cell.quota_H[host] += amount
-    cell.load_G[cell.rank_H[x]] -= amount
+    put(cell, host, cell.hosts[EXPERT, x])
+    push(cell, start, cell.hosts[RANK, x], amount)
+    cell.hosts[QUOTA, x] -= amount
+    cell.hosts[QUOTA, host] += amount
+    cell.load_G[cell.hosts[RANK, x]] -= amount
     cell.load_G[rank] += amount
     return True
 
@@ -311,28 +293,25 @@ def _add_replica(cell: Any, start: Any, count: Any, target: Any, threshold: Any,
 @inlined
 def _choose_replica(cell: Any, count: Any, enough: Any, noise: Any) -> Any:
     """The host to copy from and the rank to copy to, among those that move enough."""
-    num_experts = len(cell.demand_E)
-    per_rank = cell.home_GK.shape[1]
     num_ranks = len(cell.load_G)
-    slots = (len(cell.quota_H) - num_experts) // num_ranks
     per_node = num_ranks // len(cell.demand_NE)
     best_x, best_rank, best = NONE, NONE, -1.0e30
     for i in range(count):
-        rank = cell.queue_G[i]
-        if cell.width_G[rank] < enough:
+        rank = cell.search[i].queue
+        if cell.search[rank].width < enough:
             continue
-        for k in range(per_rank + slots):
-            x = cell.home_GK[rank, k] if k < per_rank else num_experts + rank * slots + k - per_rank
-            if cell.quota_H[x] < enough:
+        for k in range(cell.host_GK.shape[1]):
+            x = cell.host_GK[rank, k]
+            if cell.hosts[QUOTA, x] < enough:
                 continue
-            e = cell.expert_H[x]
+            e = cell.hosts[EXPERT, x]
             for u in range(num_ranks):
-                if cell.back_width_G[u] < enough:
+                if cell.search[u].back_width < enough:
                     continue
                 # Tokens that come from the rank's node need not cross; a rank with capacity to spare is kept for more,
                 # at half the weight (chosen by hand).
                 local = min(enough, cell.demand_NE[u // per_node, e])
-                score = local - 0.5 * (cell.back_width_G[u] - enough)
+                score = local - 0.5 * (cell.search[u].back_width - enough)
                 if cell.position[0] >= 0:
                     score += REUSE_WEIGHT * later_use(cell, e, u)
                 if noise > 0.0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foreroute.planner.cell import NONE, inlined, routine
+from foreroute.planner.cell import EXPERT, HELD, NEXT, NONE, QUOTA, RANK, inlined, routine
 
 FINEST = 192
 """Amounts below this part of the target are not worth a circle: half a percent of a rank's load."""
@@ -45,11 +45,11 @@ def keep_local(cell: Any, target: Any) -> None:
 @inlined
 def _forget(cell: Any) -> None:
     """Begin the search anew. The slack is node G of it."""
-    for node in range(len(cell.gain_V)):
-        cell.gain_V[node] = 0
-        cell.before_V[node] = NONE
+    for node in range(len(cell.search)):
+        cell.search[node].gain = 0
+        cell.search[node].before = NONE
     for rank in range(len(cell.load_G)):
-        cell.queue_G[rank] = 1
+        cell.search[rank].queue = 1
 
 
 @inlined
@@ -57,22 +57,22 @@ def _measure(cell: Any) -> None:
     """By how much the hosts of an expert in a node serve more than the node's own tokens: `over_NE`."""
     per_node = len(cell.load_G) // len(cell.demand_NE)
     for e in range(len(cell.demand_E)):
-        if cell.next_H[e] == NONE:
+        if cell.hosts[NEXT, e] == NONE:
             continue
         for n in range(len(cell.demand_NE)):
             cell.over_NE[n, e] = -cell.demand_NE[n, e]
         x = e
         while x != NONE:
-            cell.over_NE[cell.rank_H[x] // per_node, e] += cell.quota_H[x]
-            x = cell.next_H[x]
+            cell.over_NE[cell.hosts[RANK, x] // per_node, e] += cell.hosts[QUOTA, x]
+            x = cell.hosts[NEXT, x]
 
 
 @inlined
 def _edge(cell: Any, x: Any, y: Any, per_node: Any) -> Any:
     """Gain per assignment that moves from x to y, and how many of them have it."""
-    e = cell.expert_H[x]
-    width = cell.quota_H[x]
-    near, far = cell.rank_H[x] // per_node, cell.rank_H[y] // per_node
+    e = cell.hosts[EXPERT, x]
+    width = cell.hosts[QUOTA, x]
+    near, far = cell.hosts[RANK, x] // per_node, cell.hosts[RANK, y] // per_node
     if near == far:
         return 0, width
     gain = 0
@@ -95,59 +95,56 @@ def _relax(cell: Any, target: Any, least: Any, backwards: Any) -> Any:
         Whether any walk has come to gain more.
         Whether a circle was emptied.
     """
-    num_experts = len(cell.demand_E)
     num_ranks = len(cell.load_G)
-    per_rank = cell.home_GK.shape[1]
-    slots = (len(cell.quota_H) - num_experts) // num_ranks
     per_node = num_ranks // len(cell.demand_NE)
     changed, sent = False, False
     for i in range(num_ranks):
         rank = num_ranks - 1 - i if backwards else i
-        if cell.gain_V[num_ranks] > cell.gain_V[rank]:
+        if cell.search[num_ranks].gain > cell.search[rank].gain:
             changed = True
-            sent |= _extend(cell, num_ranks, rank, cell.gain_V[num_ranks], target, least)
-        if cell.queue_G[rank] == 0:  # no walk to it has gained since its edges were last followed
+            sent |= _extend(cell, num_ranks, rank, cell.search[num_ranks].gain, target, least)
+        if cell.search[rank].queue == 0:  # no walk to it has gained since its edges were last followed
             continue
-        cell.queue_G[rank] = 0
-        for k in range(per_rank + slots):
-            x = cell.home_GK[rank, k] if k < per_rank else num_experts + rank * slots + k - per_rank
-            e = cell.expert_H[x]
-            if e == NONE or cell.quota_H[x] < least or cell.next_H[e] == NONE:
+        cell.search[rank].queue = 0
+        for k in range(cell.host_GK.shape[1]):
+            x = cell.host_GK[rank, k]
+            e = cell.hosts[EXPERT, x]
+            if e == NONE or cell.hosts[QUOTA, x] < least or cell.hosts[NEXT, e] == NONE:
                 continue
             # One bound for all edges of the expert: leaving a node that has none of it to spare loses one, arriving
             # gains one at most, so a walk reaches `most` + 1. Ranks that have more than `most` already are passed over.
-            most = cell.gain_V[rank] - (cell.over_NE[rank // per_node, e] < least)
+            most = cell.search[rank].gain - (cell.over_NE[rank // per_node, e] < least)
             if most < 0:
                 continue
             y = e
             while y != NONE:
-                to = cell.rank_H[y]
-                if y != x and cell.gain_V[to] <= most:
+                to = cell.hosts[RANK, y]
+                if y != x and cell.search[to].gain <= most:
                     gain, width = _edge(cell, x, y, per_node)
-                    if width >= least and cell.gain_V[rank] + gain > cell.gain_V[to]:
-                        cell.from_G[to], cell.to_G[to] = x, y
+                    if width >= least and cell.search[rank].gain + gain > cell.search[to].gain:
+                        cell.search[to].from_host, cell.search[to].to_host = x, y
                         changed = True
-                        sent |= _extend(cell, rank, to, cell.gain_V[rank] + gain, target, least)
-                y = cell.next_H[y]
-        if cell.gain_V[rank] > cell.gain_V[num_ranks] and target - cell.load_G[rank] >= least:
+                        sent |= _extend(cell, rank, to, cell.search[rank].gain + gain, target, least)
+                y = cell.hosts[NEXT, y]
+        if cell.search[rank].gain > cell.search[num_ranks].gain and target - cell.load_G[rank] >= least:
             changed = True
-            sent |= _extend(cell, rank, num_ranks, cell.gain_V[rank], target, least)
+            sent |= _extend(cell, rank, num_ranks, cell.search[rank].gain, target, least)
     return changed, sent
 
 
 @inlined
 def _extend(cell: Any, node: Any, to: Any, gain: Any, target: Any, least: Any) -> Any:
     """Let the best walk to `to` come over `node`. When that closes a circle, empty it. True when it was emptied."""
-    cell.gain_V[to] = gain
-    cell.before_V[to] = node
+    cell.search[to].gain = gain
+    cell.search[to].before = node
     if to < len(cell.load_G):
-        cell.queue_G[to] = 1
-    # The chain of before_V has no circle but one that this edge closes: others were cut when they closed.
+        cell.search[to].queue = 1
+    # The chain of `before` has no circle but one that this edge closes: others were cut when they closed.
     at = node
     while at != NONE:
         if at == to:
             return _send(cell, to, target, least)
-        at = cell.before_V[at]
+        at = cell.search[at].before
     return False
 
 
@@ -158,11 +155,11 @@ def _send(cell: Any, start: Any, target: Any, least: Any) -> Any:
     per_node = num_ranks // len(cell.demand_NE)
     amount, total, at = target, 0, start
     while True:
-        before = cell.before_V[at]
+        before = cell.search[at].before
         if at == num_ranks:
             amount = min(amount, target - cell.load_G[before])
         elif before != num_ranks:
-            gain, width = _edge(cell, cell.from_G[at], cell.to_G[at], per_node)
+            gain, width = _edge(cell, cell.search[at].from_host, cell.search[at].to_host, per_node)
             total += gain
             amount = min(amount, width)
         at = before
@@ -173,19 +170,19 @@ def _send(cell: Any, start: Any, target: Any, least: Any) -> Any:
         amount = 0
     # From a rank to the slack: that rank keeps what it was given. From the slack to a rank: it gives and gets nothing.
     while True:
-        before = cell.before_V[at]
+        before = cell.search[at].before
         if at == num_ranks:
             cell.load_G[before] += amount
         elif before == num_ranks:
             cell.load_G[at] -= amount
         else:
-            e = cell.expert_H[cell.from_G[at]]
-            cell.quota_H[cell.from_G[at]] -= amount
-            cell.quota_H[cell.to_G[at]] += amount
+            e = cell.hosts[EXPERT, cell.search[at].from_host]
+            cell.hosts[QUOTA, cell.search[at].from_host] -= amount
+            cell.hosts[QUOTA, cell.search[at].to_host] += amount
             cell.over_NE[before // per_node, e] -= amount
             cell.over_NE[at // per_node, e] += amount
-        cell.before_V[at] = NONE
-        cell.gain_V[at] = 0
+        cell.search[at].before = NONE
+        cell.search[at].gain = 0
         at = before
         if at == start:
             break
@@ -193,17 +190,7 @@ def _send(cell: Any, start: Any, target: Any, least: Any) -> Any:
 
 
 @routine
-def split(
-    cell: Any,
-    counts_GE: Any,
-    expert_R: Any,
-    rank_R: Any,
-    slot_R: Any,
-    fetched_R: Any,
-    tokens_RG: Any,
-    row: Any,
-    local: Any,
-) -> Any:
+def split(cell: Any, counts_GE: Any, block: Any, row: Any, local: Any) -> Any:
     """Write the replicas of a cell from `row` on: each host serves its own rank first, then its node, then the rest.
 
     For given quotas no split keeps more assignments on their rank, nor on their node.
@@ -211,86 +198,52 @@ def split(
     Returns:
         The row after the last.
     """
-    num_experts = len(cell.demand_E)
-    num_ranks = len(cell.load_G)
-    slots = (len(cell.quota_H) - num_experts) // num_ranks
-    for e in range(num_experts):
-        if cell.next_H[e] == NONE:
+    for e in range(len(cell.demand_E)):
+        if cell.hosts[NEXT, e] == NONE:
             continue
         first = row
-        x = cell.next_H[e]
+        x = cell.hosts[NEXT, e]
         while x != NONE:
-            if cell.quota_H[x]:
-                expert_R[row] = e
-                rank_R[row] = cell.rank_H[x]
-                slot_R[row] = x - num_experts - cell.rank_H[x] * slots
-                fetched_R[row] = cell.held_H[x] != e
+            if cell.hosts[QUOTA, x]:
+                rank = cell.hosts[RANK, x]
+                block.expert_R[row], block.rank_R[row], block.slot_R[row] = e, rank, x - cell.slot_GS[rank, 0]
+                block.fetched_R[row] = cell.hosts[HELD, x] != e
                 row += 1
-            x = cell.next_H[x]
+            x = cell.hosts[NEXT, x]
         if row > first:
-            _split_expert(cell, counts_GE, e, slots, rank_R, slot_R, tokens_RG, first, row, local)
+            _split_expert(cell, counts_GE, e, block, first, row, local)
     return row
 
 
 @inlined
-def _split_expert(
-    cell: Any,
-    counts_GE: Any,
-    e: Any,
-    slots: Any,
-    rank_R: Any,
-    slot_R: Any,
-    tokens_RG: Any,
-    first: Any,
-    end: Any,
-    local: Any,
-) -> None:
-    """Three rounds over the hosts. What is left after them is the home's."""
-    num_experts = len(cell.demand_E)
+def _split_expert(cell: Any, counts_GE: Any, e: Any, block: Any, first: Any, end: Any, local: Any) -> None:
+    """Three rounds over the hosts: own rank, own node, the rest. What is left after them is the home's."""
     num_ranks = len(cell.load_G)
-    per_node = num_ranks // len(cell.demand_NE)
     for g in range(num_ranks):
-        cell.left_G[g] = counts_GE[g, e]
-    # Own rank, own node, the rest; in the first two the home keeps its tokens before replicas take any. Tokens never
-    # leave a rank or node while a host there has quota left, so no split with these quotas keeps more of them near.
-    home, home_quota = cell.rank_H[e], cell.quota_H[e]
-    if local:
-        home_quota = _reserve(cell, home, home + 1, home_quota)
+        cell.search[g].left = counts_GE[g, e]
     for r in range(first, end):
-        rank = rank_R[r]
-        quota = cell.quota_H[num_experts + rank * slots + slot_R[r]]
+        rank = block.rank_R[r]
+        cell.search[r - first].width = cell.hosts[QUOTA, cell.slot_GS[rank, block.slot_R[r]]]
         for g in range(num_ranks):
-            tokens_RG[r, g] = 0
-        if local:
-            quota = _take(cell, tokens_RG, r, rank, rank + 1, quota)
-        cell.width_G[r - first] = quota
-    if local:
-        _reserve(cell, home // per_node * per_node, (home // per_node + 1) * per_node, home_quota)
+            block.tokens_RG[r, g] = 0
+    home, home_quota = cell.hosts[RANK, e], cell.hosts[QUOTA, e]
+    # In the first two the home keeps its tokens before replicas take any. Tokens never leave a rank or node while a
+    # host there has quota left, so no split with these quotas keeps more of them near.
+    for reach in range(0 if local else 2, 3):
+        size = 1 if reach == 0 else num_ranks // len(cell.demand_NE) if reach == 1 else num_ranks
+        if reach < 2:
+            begin = home // size * size
+            for g in range(begin, begin + size):
+                kept = min(cell.search[g].left, home_quota)
+                cell.search[g].left -= kept
+                home_quota -= kept
         for r in range(first, end):
-            begin = rank_R[r] // per_node * per_node
-            cell.width_G[r - first] = _take(cell, tokens_RG, r, begin, begin + per_node, cell.width_G[r - first])
-    for r in range(first, end):
-        _take(cell, tokens_RG, r, 0, num_ranks, cell.width_G[r - first])
-
-
-@inlined
-def _reserve(cell: Any, begin: Any, end: Any, quota: Any) -> Any:
-    """Keep tokens of some ranks for the home. Returns the quota that is left."""
-    for g in range(begin, end):
-        kept = min(cell.left_G[g], quota)
-        cell.left_G[g] -= kept
-        quota -= kept
-    return quota
-
-
-@inlined
-def _take(cell: Any, tokens_RG: Any, r: Any, begin: Any, end: Any, quota: Any) -> Any:
-    """Give tokens of some ranks to the replica in row `r`. Returns the quota that is left."""
-    for g in range(begin, end):
-        if quota == 0:
-            break
-        take = min(cell.left_G[g], quota)
-        tokens_RG[r, g] += take
-        cell.left_G[g] -= take
-        quota -= take
-    return quota
+            begin, quota = block.rank_R[r] // size * size, cell.search[r - first].width
+            for g in range(begin, begin + size):
+                if quota == 0:
+                    break
+                taken = min(cell.search[g].left, quota)
+                block.tokens_RG[r, g] += taken
+                cell.search[g].left -= taken
+                quota -= taken
+            cell.search[r - first].width = quota

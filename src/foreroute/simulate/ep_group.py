@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
 from foreroute.plan.options import SlotUse
 from foreroute.plan.topology import Topology
-from foreroute.planner.plan_step import LONGEST_BLOCK
+from foreroute.planner.plan_step import block_ends
 from foreroute.simulate.cell_costs import (
     Compute,
     StagePass,
@@ -140,11 +140,9 @@ def plan_ready(num_micro_steps: int, planning_s: float, lead_s: float) -> NDArra
         planning_s: of the whole step.
         lead_s: by which it begins before the recompute.
     """
-    ready_M, begin = np.empty(num_micro_steps), 0
-    while begin < num_micro_steps:
-        end = min(max(2 * begin, 1), begin + LONGEST_BLOCK, num_micro_steps)
+    ready_M = np.empty(num_micro_steps)
+    for begin, end in pairwise([0, *block_ends(num_micro_steps)]):
         ready_M[begin:end] = end / num_micro_steps * planning_s
-        begin = end
     return np.maximum(ready_M - lead_s, 0.0)
 
 

@@ -136,7 +136,7 @@ def pack_rows(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, bits: Any, 
             source += depth
 
 
-@kernel
+@kernel(_nrt=False)
 def unpack_rows(
     words: Any,
     starts: Any,
@@ -148,6 +148,7 @@ def unpack_rows(
     picks: Any,
     out: Any,
     num_out: Any,
+    seen: Any,
 ) -> Any:
     """Put rows written by `pack_rows` into their places.
 
@@ -164,12 +165,13 @@ def unpack_rows(
         picks: of length K; a tuple, whose length is known when this is compiled, unrolls the loops.
         out: uint8 or uint16, [N, L', K] flattened.
         num_out: L'.
+        seen: int64 zeros, one for each id of so many bits. It is handed in because making an array takes as long to
+            compile as half of this.
     """
     width, last, depth = uint64(bits), uint64(size - 2), uint64(len(picks))
     # whether one fetch brings all picks of a row
     whole, mask = len(picks) * bits <= FETCHED, (uint64(1) << width) - uint64(1)
-    seen = np.zeros(1 << bits, np.int64)  # as in `first_bad_picks`; no id of so many bits lies outside
-    stamp, bad = 0, False
+    stamp, bad = 0, False  # as in `first_bad_picks`
     used = uint64(len(dest)) * depth * width
     for c in range(len(starts)):
         tail = words[starts[c] + size - 2] >> (used & uint64(63)) if used & uint64(63) else uint64(0)

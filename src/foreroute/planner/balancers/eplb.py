@@ -184,7 +184,8 @@ def _replicate(loads_E: Any, num_copies: int) -> Any:
     expert_C = np.empty(num_copies, np.int64)
     key, heap = -loads_E, np.arange(num_experts)
     _heapify(heap, key)
-    expert_C[:num_experts] = np.arange(num_experts)
+    for e in range(num_experts):
+        expert_C[e] = e
     for c in range(num_experts, num_copies):
         e = heap[0]
         expert_C[c] = e

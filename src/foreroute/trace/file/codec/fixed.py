@@ -97,6 +97,7 @@ class FixedWidth(ABC):
             self._picks,
             out_NLK.reshape(-1),
             out_NLK.shape[1],
+            np.zeros(1 << self._bits, np.int64),
         )
         if not sound:
             raise TraceContentError(
