@@ -200,7 +200,7 @@ def tried(*, most: int | None = None, verbs: Sequence[str] = ()) -> list[Result]
         verbs: these alone; all when empty.
     """
     os.environ |= {"NUMBA_DISABLE_JIT": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
-    from benchmarks.doors_files import write_files
+    from benchmarks.harness.doors_files import write_files
 
     light = bool(verbs) and not {"train", "doctor", "report", "demo", "demo-ep"} & set(verbs)
     cases = [case for case in matrix() if not verbs or case.verb in verbs]

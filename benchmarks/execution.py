@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from benchmarks.execution_bench import BATCH, MICRO_STEPS, SIZES, SLOTS, Bench, in_processes
-from benchmarks.pairs import compare
+from benchmarks.harness.execution_bench import BATCH, MICRO_STEPS, SIZES, SLOTS, Bench, in_processes
+from benchmarks.harness.pairs import compare
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.ep.transfer.peers import PeerGroup

@@ -39,8 +39,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import flips
-from benchmarks.tiny_run import VALUES, same_state
+from benchmarks.harness import flips
+from benchmarks.harness.tiny_run import VALUES, same_state
 from foreroute.capture import load_generation
 from foreroute.cli.main import main as command_line
 from foreroute.errors import ForerouteError

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.pairs import compare
+from benchmarks.harness.pairs import compare
 from foreroute import layout
 
 SEQUENCES, LONGEST, BUDGET = 2048, 8192, 32_768

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.pairs import PairedRatio, compare
+from benchmarks.harness.pairs import PairedRatio, compare
 from benchmarks.replay import keep_memory
 from examples.megatron import on_cpu
 from foreroute import layout

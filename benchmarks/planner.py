@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import planner_against, planner_oracles
 from benchmarks.balancers import OTHER_BALANCERS
+from benchmarks.harness import planner_against, planner_oracles
 from foreroute.costs.figures import least_seconds
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS

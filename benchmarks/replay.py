@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.pairs import PairedRatio, compare
+from benchmarks.harness.pairs import PairedRatio, compare
 from foreroute.adapters import hf
 from foreroute.replay import PassObservation, ReplayRows, Watch
 from foreroute.trace import RoutingTrace

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.execution_bench import SIZES, SLOTS, Bench, in_processes
+from benchmarks.harness.execution_bench import SIZES, SLOTS, Bench, in_processes
 from foreroute.ep import BatchRows
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.ep.transfer.peers import PeerGroup

@@ -38,11 +38,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks import training_trl
-from benchmarks.pairs import PairedRatio, compare
+from benchmarks.harness import training_trl
+from benchmarks.harness.pairs import PairedRatio, compare
+from benchmarks.harness.training_trl import Batches
 from benchmarks.replay import SIZES as WIDE
 from benchmarks.replay import SMALLER, keep_memory
-from benchmarks.training_trl import Batches
 from foreroute.adapters import hf
 from foreroute.capture import Generation
 from foreroute.engines.embedded import EmbeddedEngine

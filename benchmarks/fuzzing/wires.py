@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import wires
 from benchmarks.fuzzing.mutations import damage, forge_text
 from benchmarks.fuzzing.target import Target
 from benchmarks.fuzzing.traces import require_possible
+from benchmarks.harness import wires
 from foreroute import RoutingTrace
 from foreroute.capture import decode
 from foreroute.engines.vllm.ipc import Frame, receive_frame, send_frame

@@ -30,7 +30,7 @@ from benchmarks.gpu.layers import (
 )
 from benchmarks.gpu.part import Part, Skipped
 from benchmarks.gpu.waits import measure_waits
-from benchmarks.pairs import compare
+from benchmarks.harness.pairs import compare
 from foreroute.adapters import hf
 
 VOCABULARY = 4096

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 from torch.nn import functional
 
-from benchmarks.execution_bench import LINKS, SIZES, Bench, drawn
 from benchmarks.gpu.part import Part, Skipped
-from benchmarks.pairs import compare
+from benchmarks.harness.execution_bench import LINKS, SIZES, Bench, drawn
+from benchmarks.harness.pairs import compare
 from foreroute.adapters import hf
 from foreroute.ep import BatchRows
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.gpu.part import Part, Skipped
+from benchmarks.harness.pairs import compare
 from benchmarks.megatron import MICRO_BATCHES, RECOMPUTE, SEQUENCES, SIZES, Bench, Losses, start
-from benchmarks.pairs import compare
 from foreroute.trace import RoutingTrace, synthetic_trace
 
 SMALL: dict[str, Any] = {

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.part import Part, Skipped
-from benchmarks.tiny_run import same_state
+from benchmarks.harness.tiny_run import same_state
 from foreroute.train import RunFolder, Watcher, load_checkpoint, parse_config, train
 from foreroute.train.model import make_engine, make_policy
 from foreroute.train.tasks import make_task

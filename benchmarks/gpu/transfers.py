@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.execution_bench import LINKS
 from benchmarks.gpu import expert_parallel
 from benchmarks.gpu.part import Part, Skipped
-from benchmarks.pairs import compare
+from benchmarks.harness.execution_bench import LINKS
+from benchmarks.harness.pairs import compare
 from foreroute.ep.transfer import Moves
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory

@@ -4,7 +4,7 @@ import zlib
 
 import pytest
 
-from benchmarks.flips import Kind, flipped
+from benchmarks.harness.flips import Kind, flipped
 from foreroute.errors import InputError, RunFolderError
 
 

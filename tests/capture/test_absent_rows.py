@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import wires
+from benchmarks.harness import wires
 from foreroute.capture import ModelFacts, WireKind, decode, encode
 from foreroute.errors import CaptureError
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import foreroute as fr
-from benchmarks import wires
+from benchmarks.harness import wires
 from foreroute.capture import WRITABLE, ModelFacts, WireKind, decode, encode
 from foreroute.errors import CaptureError
 from tests.traces import random_trace, spec_of

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import wires
+from benchmarks.harness import wires
 from foreroute.capture import ENGINES, decode
 from foreroute.errors import CaptureError
 

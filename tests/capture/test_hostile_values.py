@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import wires
+from benchmarks.harness import wires
 from foreroute.capture import ModelFacts, Sampling, decode, encode, recognise, refuse_constant_layers
 from foreroute.errors import CaptureError, ConfigError, InputError
 from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec, RoutingTrace

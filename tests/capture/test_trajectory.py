@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import wires
+from benchmarks.harness import wires
 from foreroute.capture import Trajectory, decode
 from foreroute.errors import BatchMismatchError, CaptureError, SpecMismatchError, TraceContentError
 from foreroute.trace import NO_VERSION, RoutingTrace, extended

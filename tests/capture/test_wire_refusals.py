@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from benchmarks import wires
+from benchmarks.harness import wires
 from foreroute.capture import ModelFacts, decode, recognise
 from foreroute.errors import CaptureError
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from benchmarks import wires
+from benchmarks.harness import wires
 from foreroute.capture import ModelFacts, WireKind, decode, recognise
 
 RNG = np.random.default_rng(3)

@@ -14,7 +14,7 @@ from rich.text import Text
 from typer.main import get_command
 
 import foreroute as fr
-from benchmarks import wires
+from benchmarks.harness import wires
 from foreroute.cli.demo import demo_values
 from foreroute.cli.main import app
 from foreroute.train import load_checkpoint

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.eplb_published import published_placement
+from benchmarks.harness.eplb_published import published_placement
 from foreroute.errors import TopologyError
 from foreroute.planner.balancers.eplb import eplb_placement
 

@@ -8,7 +8,7 @@ import pytest
 from scipy.optimize import linprog
 
 from benchmarks.balancers.splits import level_quotas
-from benchmarks.planner_oracles import best_split
+from benchmarks.harness.planner_oracles import best_split
 from foreroute.errors import PlanError
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify

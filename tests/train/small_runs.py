@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from benchmarks import tiny_run
+from benchmarks.harness import tiny_run
 from foreroute.train import parse_config
 from foreroute.train.loop import make_trainer
 from foreroute.train.model import make_engine, make_policy

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from benchmarks import wires
+from benchmarks.harness import wires
 
 LAYERS, EXPERTS, PICKS = 2, 4, 2
 CLUSTER: dict[str, Any] = {

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.balancers import OTHER_BALANCERS
-from benchmarks.eplb_published import published_placement
+from benchmarks.harness.eplb_published import published_placement
 from foreroute.costs.model import CostModel
 from foreroute.plan import PlanOptions, StepPlan, Topology
 from foreroute.planner import plan
