@@ -25,7 +25,8 @@ if TYPE_CHECKING:  # it loads compiled code
 
 DEFAULTS = PlanOptions()
 LONGEST_BLOCK = 8
-"""Micro-steps that one compiled call plans at most; the first plans one, so that execution can begin."""
+"""Micro-steps that one compiled call plans at most; the first plans one, so that execution can begin. Chosen by hand:
+longer blocks would hand cells over later, and a call costs little beside eight micro-steps."""
 SHARED_SETS = 2
 """Slots that all layers share are there twice: one set is filled while the other is used."""
 

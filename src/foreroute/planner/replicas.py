@@ -183,7 +183,8 @@ def _attempt(cell: Any, target: Any) -> Any:
     _save_best(cell)
     # The best state is the one with the least target reached; equal ones replace it, so that the search drifts on.
     for attempt in range(max(ATTEMPTS // len(cell.load_G), FEWEST_ATTEMPTS)):
-        if attempt == 0:  # replicas with less than a tenth of a rank's load take slots that others need
+        # replicas with less than a tenth of a rank's load (chosen by hand) take slots that others need
+        if attempt == 0:
             _clear_below(cell, target // 10)
         elif attempt == 1:  # from empty slots, but for those that serve more than a rank should
             _clear_below(cell, target + 1)
