@@ -110,7 +110,9 @@ def metrics_page(text: str) -> str:
 
 def record_rows(kind: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
     """Key, type and meaning of everything in a record, those of the records in it after their own key."""
-    texts = {"f1.5": "The same for one and a half, F(1.5)."} | _attribute_docstrings(kind)
+    texts = {
+        "f1.5": "Share of response tokens whose probabilities differ more than one and a half times, F(1.5)."
+    } | _attribute_docstrings(kind)
     for key, hint in get_type_hints(kind, include_extras=True).items():
         name = f"`{path}{key}`"
         inner, between = _record_in(hint)

@@ -1,5 +1,7 @@
 """The planner's door: plans of random workloads are valid, equal for any number of threads, and there in time."""
 
+import subprocess
+import sys
 from dataclasses import fields
 
 import numpy as np
@@ -10,6 +12,7 @@ from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.planner import plan, start
 from tests.plan.random_plans import LINKS
+from tests.processes import ROOT, environment
 
 
 def _counts(seed, shape, evenness=0.3, tokens=400):
@@ -83,3 +86,33 @@ def test_a_cell_that_is_late_or_does_not_exist_is_an_error():
 
     with pytest.raises(PlanLateError, match="not planned after"):
         PlanInProgress((1, 1)).cell(0, 0, timeout=0.01)
+
+
+def test_plans_are_the_same_without_numba():
+    work = """
+import sys
+
+import numpy as np
+
+from foreroute.plan import PlanOptions, Topology
+from foreroute.planner import plan
+from tests.plan.random_plans import LINKS
+
+counts = np.random.default_rng(0).integers(0, 9, (2, 2, 4, 8))
+topology = Topology(4, 2, 1, LINKS)
+for options in (PlanOptions(), PlanOptions(home_moves=2, slots="shared", tolerance=0.0)):
+    found = plan(counts, topology, options)
+    print(found.home_LE.tolist(), found.expert_R.tolist(), found.max_load_ML.tolist())
+"""
+    compiled, plain = (
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", work],
+            env=environment(NUMBA_DISABLE_JIT=disabled),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for disabled in ("0", "1")
+    )
+    assert compiled == plain != ""

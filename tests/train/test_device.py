@@ -15,7 +15,7 @@ from foreroute.train.checkpoint import Checkpoint, write_checkpoint
 from foreroute.train.loop import make_trainer
 from foreroute.train.model import Reference, make_engine, make_policy
 from foreroute.train.passes import PolicyExecution
-from foreroute.train.ranks import find_device
+from foreroute.train.ranks import find_device, num_started
 from foreroute.train.rollout import evaluate
 from foreroute.train.tasks import make_task
 from foreroute.train.warm_start import warm_start
@@ -60,6 +60,13 @@ def test_a_device_that_is_not_there_is_refused():
         find_device("cuda")
     with seen(1, LOCAL_RANK="x"), pytest.raises(ConfigError, match=r"LOCAL_RANK='x', no number"):
         find_device("auto")
+
+
+@pytest.mark.parametrize("said", ["0", "-1", "two", "\u0662"])
+def test_a_number_of_processes_is_one_or_more(monkeypatch, said):
+    monkeypatch.setenv("WORLD_SIZE", said)
+    with pytest.raises(ConfigError, match="no number of processes"):
+        num_started()
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:-1", "CUDA", "cuda:0 ", "meta", ""])

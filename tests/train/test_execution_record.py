@@ -1,8 +1,11 @@
 """What several ranks record of a step: each figure against what the processes exchanged, or counted anew."""
 
+import json
+
 import numpy as np
 import pytest
 
+from foreroute.records import parse_step
 from tests.processes import Workers
 from tests.train.execution_record_worker import compiled_before_and_after_plans, metered_steps, steps_with_slow_plans
 from tests.train.expert_parallel_steps import config_of
@@ -39,6 +42,11 @@ def test_executed_rows_are_those_that_arrived(metered):
     for name, rows_GX in parts.items():
         dispatched_GML = rows_GX.reshape(RANKS, -1, LAYERS, 2)[..., 0]
         assert np.moveaxis(dispatched_GML, 0, 2).tolist() == stages[name]["executed_MLG"]
+
+
+def test_everything_of_it_is_in_the_schema(metered):
+    line = json.loads(json.dumps({"step": 0, "execution": metered[0]}))
+    assert parse_step(json.dumps(line).encode()) == line  # keys that the schema lacks would be missing
 
 
 def test_planned_loads_are_those_of_the_plan(metered):

@@ -1,6 +1,6 @@
 """The cost model of `costs.py` on one cell, compiled: who sends what over which link, and how long everything takes.
 
-Hosts are given as in `Assignment`, a cost model as `Prices`.
+Hosts are given as in `CellHosts`, a cost model as `Prices`.
 """
 
 from __future__ import annotations
@@ -174,10 +174,10 @@ def cell_seconds(
 
     Args:
         rows_G4: of `rows_sent` or `rows_of_reach`.
-        expert_H: of an `Assignment`.
+        expert_H: of a `CellHosts`.
         rank_H: likewise.
         tokens_H: assignments of each host.
-        fetched_H: of an `Assignment`.
+        fetched_H: of a `CellHosts`.
         home_E: where gradients go.
         attention_s: of the slowest rank, in a forward pass and in a backward pass.
         prices: the cost model.

@@ -53,7 +53,8 @@ NOTES = ("seen", "width", "from_host", "to_host", "queue", "back_width", "back_q
 VISIT = np.dtype([(name, np.int64) for name in NOTES])
 """What searches note of a rank: the number of the last search that saw it; how much can reach it, over which pair
 of hosts; ranks in the order in which they were seen; `back_...`, the same of the last search backwards; the best walk
-to it, of the search for circles; room for the token split."""
+to it, of the search for circles; room for the token split. Three are used for more: `queue` counts homes while a cell
+begins and marks walks in the search for circles, and `width` is what a replica may still take, by row, in the split."""
 
 
 class CellState(NamedTuple):
@@ -116,7 +117,7 @@ def new_cell(num_ranks: int, num_nodes: int, num_experts: int, slots: int, horiz
         surplus_MLG=ints(*horizon, num_ranks),
         position=ints(2),
         random=np.ones(1, np.uint64),
-        search=np.zeros(num_ranks + 1, VISIT),
+        search=np.zeros(num_ranks + 1, VISIT).view(np.recarray),  # attributes of its rows without numba too
         seen_E=ints(num_experts),
         clock=ints(1),
         over_NE=ints(num_nodes, num_experts),

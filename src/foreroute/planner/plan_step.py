@@ -82,7 +82,7 @@ def start(
 
 
 def block_ends(num_micro_steps: int) -> list[int]:
-    """Where the blocks of micro-steps end that are planned at once: 1, 2, 4, ... and so on."""
+    """Where the blocks of micro-steps end that are planned at once: 1, 2, 4, 8, then every `LONGEST_BLOCK`."""
     ends = [1]
     while ends[-1] < num_micro_steps:
         ends.append(min(2 * ends[-1], ends[-1] + LONGEST_BLOCK, num_micro_steps))
@@ -137,6 +137,8 @@ class _Step:
                 threads=options.threads,
             )
             self.progress.settle_homes(home_LE)
+            # Cells first: whoever waits for the first of them need not wait for sums and digests of all counts.
+            blocks = self._plan_cells(home_LE)
             found = StepPlan(
                 topology=topology,
                 shape=(num_micro_steps, num_layers, num_experts),
@@ -144,7 +146,7 @@ class _Step:
                 home_LE=home_LE,
                 bound_ML=counts.sum(axis=(2, 3), dtype=np.int64) / num_ranks,
                 counts_digest=counts_digest(counts),
-                **joined_blocks(self._plan_cells(home_LE), num_micro_steps, num_layers),
+                **joined_blocks(blocks, num_micro_steps, num_layers),
             )
             self.progress.finish(found)
         except BaseException as error:  # it must reach whoever waits, in another thread

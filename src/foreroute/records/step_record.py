@@ -7,16 +7,12 @@ docs/metrics.md is made from the strings below.
 
 import math
 from functools import cache
-from typing import (
-    Annotated,
-    Literal,
-    Required,  # Python 3.11's own is not enough for pydantic
-)
+from typing import Annotated, Literal, Required
 
 import numpy as np
 from annotated_types import Ge
 from pydantic import AfterValidator, StringConstraints, TypeAdapter
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict  # that of Python 3.11 is not enough for pydantic
 
 from foreroute.mismatch import Alarm
 
@@ -150,7 +146,10 @@ class StageRecord(TypedDict, total=False):
 
 
 def _check_stage(stage: StageRecord) -> StageRecord:
-    shapes = {_shape(stage["at_home_MLG"]), _shape(stage["executed_MLG"])}
+    try:
+        shapes = {_shape(stage["at_home_MLG"]), _shape(stage["executed_MLG"])}
+    except OverflowError:
+        raise ValueError("loads must be below 2^63") from None
     if len(shapes) > 1 or None in shapes:
         raise ValueError("at_home_MLG and executed_MLG need the same numbers of micro-steps, layers and ranks")
     return stage
@@ -160,7 +159,7 @@ def _shape(loads_MLG: Loads) -> tuple[int, ...] | None:
     """M, L and G, or None when they are uneven or 0."""
     try:
         loads = np.array(loads_MLG, np.int64)
-    except (ValueError, OverflowError):
+    except ValueError:
         return None
     return loads.shape if loads.ndim == 3 and loads.size else None
 
@@ -234,23 +233,23 @@ class StepRecord(TypedDict, total=False):
 
     step: Required[int]
     """From 0."""
-    weight_version: int
+    weight_version: int | None
     """The newest weights that sampled a token of it."""
-    staleness: int
+    staleness: int | None
     """By how many versions the oldest route is behind the policy."""
     seconds: dict[str, Seconds]
     """By stage."""
     reward_mean: float | None
     """Mean reward of the responses; of the first round, where sampling is dynamic."""
-    reward_std: float
+    reward_std: float | None
     """Its standard deviation."""
-    exact_share: Share
+    exact_share: Share | None
     """Share of rewards of exactly 1."""
     reward_failures: int
     """Responses without a reward, because a function failed."""
     reward_failure: str
     """The first failure."""
-    response_tokens_mean: float
+    response_tokens_mean: float | None
     """Mean length of the responses."""
     entropy: float | None
     """Mean entropy of the trainer's next-token distribution, nats per response token."""
@@ -258,11 +257,11 @@ class StepRecord(TypedDict, total=False):
     """Norm of the gradient before clipping, averaged over mini-batches."""
     clip_share: Share | None
     """Share of trained tokens whose update the clip bounds changed."""
-    loss: float
+    loss: float | None
     """Mean over the mini-batches."""
     kl: float | None
     """Estimate of KL(policy || reference) on the trained tokens, where there is a reference."""
-    tokens: int
+    tokens: int | None
     """Rows of the rollout's trace."""
     trained_with: Side
     """The side whose routes the update ran with."""
@@ -276,7 +275,7 @@ class StepRecord(TypedDict, total=False):
     """By a number of ranks: the busiest one over the mean if experts lay contiguously on so many."""
     importance: ImportanceRecord | None
     """Of trainer over engine."""
-    sampling: SamplingRecord
+    sampling: SamplingRecord | None
     """How the responses were come by."""
     skipped_prompts: int
     """Prompts of the data set that were too long."""
@@ -287,7 +286,7 @@ class StepRecord(TypedDict, total=False):
     device: DeviceRecord | None
     """Where the step ran."""
     alarms: list[Alarm] | None
-    """Those that are on after the step."""
+    """Those that are on after the step, each with its `kind`, `since` which step, `value` and `threshold`."""
     rollbacks: int
     """How often the run was rolled back before it, if it was."""
 

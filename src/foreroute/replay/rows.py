@@ -74,7 +74,7 @@ class ReplayRows:
         padding_R: bool [R], padding that statistics of the routers leave out; None where that is the framework's work.
         counts: which selection auxiliary losses and expert-bias counters count.
         weights_LRK: float32 [L, R, K], gate weights to force where a slot has a route; None leaves them live.
-        drops: whether the policy takes a token out of the loss.
+        drops: whether `counted_R` leaves out a row that is real; known on the host, and never set in a graph.
     """
 
     ids_LRK: Tensor

@@ -48,7 +48,10 @@ def simulate(
             "expected one layer for each stage at least"
         )
     steps = list(group_steps(config, topology, costs.model))
-    methods = {name: METHODS[name] for name in config.methods} | dict(balancers or {})
+    balancers = dict(balancers or {})
+    if taken := sorted({"forced_balance", "bound", *METHODS} & set(balancers)):
+        raise ConfigError(f"balancers are called {', '.join(taken)}, which are names of our own; expected others")
+    methods = {name: METHODS[name] for name in config.methods} | balancers
     # Counts from files may come without the step before.
     known_before = steps[0].problem.previous_LE is not None
     known = {name: how for name, how in methods.items() if known_before or how.knows != "previous step"}

@@ -211,7 +211,7 @@ def num_started() -> int:
     Raises:
         ConfigError: when the environment says nonsense.
     """
-    return _number("WORLD_SIZE", 1, "no number of processes")
+    return _number("WORLD_SIZE", 1, "no number of processes", least=1)
 
 
 @contextmanager
@@ -255,8 +255,8 @@ def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> 
             dist.destroy_process_group()
 
 
-def _number(variable: str, default: int, otherwise: str = "no number") -> int:
+def _number(variable: str, default: int, otherwise: str = "no number", least: int = 0) -> int:
     said = os.environ.get(variable, str(default))
-    if not (said.isascii() and said.isdecimal()):
+    if not (said.isascii() and said.isdecimal() and int(said) >= least):
         raise ConfigError(f"the environment has {variable}={said!r:.40}, {otherwise}; unset it, or use torchrun")
     return int(said)

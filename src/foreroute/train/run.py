@@ -206,7 +206,7 @@ def _take_steps(
         step = trainer.step
         try:
             write = partial(_write, recorder, watcher, *trainer.run_step())
-            ranks.on_rank_0(f"writing the metrics of step {step}", write)
+            ranks.on_rank_0(f"writing and showing the metrics of step {step}", write)
             # before a checkpoint is saved, so that a run that is killed here comes to the same decision again
             if alarm_actions.act(step):
                 return True

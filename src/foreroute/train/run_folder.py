@@ -26,7 +26,7 @@ from typing import Any
 from foreroute.capture import Generation, save_generation
 from foreroute.errors import ConfigError, ForerouteError, RunFolderError
 from foreroute.files import TensorFile, parse_json, read_text, write_atomically
-from foreroute.trace import TraceStore
+from foreroute.trace import save
 from foreroute.train.checkpoint import NAME, Checkpoint, read_checkpoint, write_checkpoint
 from foreroute.train.config import TrainConfig, parse_config
 from foreroute.train.metrics_file import MetricsFile, require_shallow, writing
@@ -262,7 +262,6 @@ class RunFolder:
             save_generation(generation, rollout, overwrite=True)
         trace = self.path / "traces" / rollout.name
         with writing(trace):
-            store = TraceStore(trace.parent)
             with TensorFile(rollout, RunFolderError) as file:
                 beside = rollout.with_name(file.metadata["foreroute.trace"])
             trace.parent.mkdir(parents=True, exist_ok=True)
@@ -270,7 +269,7 @@ class RunFolder:
             try:
                 os.link(beside, trace)
             except OSError:  # a file system without links
-                store.append(generation.trace, step=step)
+                save(generation.trace, trace, overwrite=True)
 
     def _checkpoints(self) -> dict[int, Path]:
         found = ((path, NAME.fullmatch(path.name)) for path in _entries(self.path / "checkpoints"))
