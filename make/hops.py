@@ -1,6 +1,6 @@
 """How far one piece of work travels: which files of the package it enters, and how often it goes from one to another.
 
-python make/hops.py [--way]
+python -m make.hops [--way]
 
 A small number means that a reader can follow the work. Functions compiled by numba are not
 seen.
