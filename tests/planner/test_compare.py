@@ -140,3 +140,11 @@ def test_empty_steps_cost_no_more_than_latency():
         assert record.imbalance_worst == 1
         assert record.of_bound == 1
         assert record.cross_node_share == 0
+
+
+def test_a_plan_is_not_recorded_on_counts_of_another_step():
+    given = problem()
+    found = plan(given.counts_MLGE, given.topology)
+    for other in (given.counts_MLGE[:2], given.counts_MLGE[:, :, :4], given.counts_MLGE[..., :8]):
+        with pytest.raises(CountsError, match=r"counts are \[.*\]; the plan is for \[3, 2, 8, 16\]"):
+            record_of(found, other, COSTS, label="other", planning_s=0.0)

@@ -99,9 +99,16 @@ def record_of(
         costs: the cost model.
         label: its name.
         planning_s: seconds that it took.
+
+    Raises:
+        CountsError: when the counts are of another shape than the plan's.
     """
+    num_micro_steps, num_layers, num_experts = plan.shape
+    expected = (num_micro_steps, num_layers, plan.topology.num_ranks, num_experts)
+    if counts_MLGE.shape != expected:
+        raise CountsError(f"counts are {list(counts_MLGE.shape)}; the plan is for {list(expected)}")
     sums = _Sums()
-    for m, layer in np.ndindex(counts_MLGE.shape[:2]):
+    for m, layer in np.ndindex(num_micro_steps, num_layers):
         sums.add(CellHosts.of(plan.cell(m, layer), counts_MLGE[m, layer]), plan.home_LE[layer], plan.topology, costs)
     return sums.record(label, label, costs, len(plan.home_moves), planning_s)
 
