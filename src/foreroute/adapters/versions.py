@@ -1,4 +1,4 @@
-"""Which releases of other projects the adapters work with: the one table, which docs/versions.md repeats.
+"""Which releases of other projects the adapters work with: the one table, which docs/where.md repeats.
 
 An adapter looks at the versions before it imports anything else of its peer: an older release lacks what it stands on,
 and would fail by an import error that names neither. An engine in another process is asked for its version before it is
