@@ -18,7 +18,7 @@ pytest.register_assert_rewrite("tests")
 
 
 def a_users_things(namespace):
-    """What a reader has before the first line: a model, a batch of prompts with responses, and a loss."""
+    """What a reader has before the first line: a model, a batch of prompts with responses, prompts to answer, and a loss."""
     import torch
     from transformers.utils import logging
 
@@ -44,6 +44,8 @@ def a_users_things(namespace):
     namespace.update(
         model=model,
         batch={"input_ids": tokens, "attention_mask": torch.ones_like(tokens)},
+        prompts={"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "max_new_tokens": 4},
+        mask=torch.ones(4, 16, dtype=torch.long),
         policy_loss=lambda output: -output.logits.log_softmax(-1)[..., 0].mean(),
     )
 
