@@ -18,7 +18,7 @@ pytest.register_assert_rewrite("tests")
 
 
 def a_users_things(namespace):
-    """What a reader has before the first line: a model, a batch of prompts with responses, prompts to answer, and a loss."""
+    """What a reader has before the first line: a model, prompts, prompts with responses, and a loss."""
     import torch
     from transformers.utils import logging
 
