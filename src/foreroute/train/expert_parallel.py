@@ -254,7 +254,7 @@ def execution_record(loads: list[ExecutedStage], ranks: Ranks) -> dict[str, Any]
         ranks: of the run.
 
     Returns:
-        What `docs/experts.md` lists; `ranks` alone where nothing was planned.
+        What `docs/metrics.md` lists under `execution`; `ranks` alone where nothing was planned.
     """
     if not loads:
         return {} if ranks.rank else {"execution": {"ranks": ranks.size}}
