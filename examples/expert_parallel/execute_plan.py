@@ -20,7 +20,9 @@ from foreroute.planner import plan
 
 MICRO_STEPS, SEQUENCES, PROMPT, SAMPLED = 4, 2, 4, 28
 REDUNDANT_SLOTS = 2  # on each rank, for replicas
-ONE_MACHINE = Links(2e9, 1e9, 1e10, 5e-5, 1e-4)  # bytes a second and seconds, of gloo between processes
+ONE_MACHINE = Links(  # orders of magnitude for gloo between processes
+    node_bytes_per_s=2e9, cluster_bytes_per_s=1e9, host_bytes_per_s=1e10, node_latency_s=5e-5, cluster_latency_s=1e-4
+)
 SIZES = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -45,9 +47,9 @@ def main() -> None:
     placed = hf.distribute(model)  # from here on a rank holds its own experts alone
     # The last token is no input: nothing is predicted from it, and no router has seen it, so no plan could count it.
     rows = [BatchRows.replayed(trace, sequences[:, :-1]) for sequences, trace in rollouts]
-    counts_MLGE = gathered([each.routed_LE for each in rows], num_ranks)
+    counts_MLGE = placed.gather_counts([each.routed_LE for each in rows])
 
-    topology = Topology(num_ranks, num_ranks, REDUNDANT_SLOTS, ONE_MACHINE)
+    topology = Topology(num_ranks, ranks_per_node=num_ranks, redundant_slots=REDUNDANT_SLOTS, links=ONE_MACHINE)
     at_home = plan(counts_MLGE, topology, PlanOptions(replicas=False), home_LE=placed.home_LE)
     planned = plan(counts_MLGE, topology, home_LE=placed.home_LE)
 
@@ -68,14 +70,6 @@ def sample(routed: hf.RoutedTransformer, seed: int) -> tuple[torch.Tensor, fr.Ro
             prompts, do_sample=True, min_new_tokens=SAMPLED, max_new_tokens=SAMPLED, pad_token_id=0
         )
     return sequences, recording.rollout(sequences)
-
-
-def gathered(counts_LE: list[np.ndarray], num_ranks: int) -> np.ndarray:
-    """The counts of all ranks, int [M, L, G, E]: how many rows of each rank go to each expert."""
-    mine = torch.from_numpy(np.stack(counts_LE).astype(np.int32))
-    parts = [torch.empty_like(mine) for _ in range(num_ranks)]
-    dist.all_gather(parts, mine)
-    return torch.stack(parts, dim=2).numpy()
 
 
 def run_step(

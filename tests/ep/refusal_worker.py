@@ -107,6 +107,18 @@ def counts_of_another_shape(s):
     s.begin(counts_MLGE=s.counts_MLGE[:1])
 
 
+def gathered_of_other_micro_steps(s):
+    s.placed.gather_counts(s.counts_MLGE[: 1 + s.rank, :, s.rank])
+
+
+def gathered_of_other_experts(s):
+    s.placed.gather_counts(s.counts_MLGE[:, :, s.rank, :4])
+
+
+def gathered_of_shares(s):
+    s.placed.gather_counts(s.counts_MLGE[:, :, s.rank] / 2)
+
+
 def no_plan(s):
     s.placed.use(s.placed._weights)
     s.forward()
@@ -210,6 +222,9 @@ CASES = {
         other_layers,
         other_counts_on_one_rank,
         counts_of_another_shape,
+        gathered_of_other_micro_steps,
+        gathered_of_other_experts,
+        gathered_of_shares,
         no_plan,
         another_micro_batch_on_one_rank,
         other_micro_steps,

@@ -1,6 +1,9 @@
 """What a configuration may say, and what is said to one that is wrong."""
 
+import re
+import tomllib
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +22,14 @@ def test_the_smallest_configuration_has_the_planners_presets_and_every_method():
     assert (cluster.topology.num_ranks, cluster.topology.num_nodes, config.cluster.groups) == (16, 2, 4)
     assert cluster.costs.model.num_layers == 48
     assert config.methods == tuple(METHODS)
+
+
+def test_the_file_of_the_simulators_page_is_read():
+    page = (Path(__file__).parents[2] / "docs" / "simulate.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    config = parse_config(tomllib.loads(text), source="page")
+    assert config.cluster.groups == 4
+    assert config.sweep.cluster_bandwidth == (0.5, 2.0)
 
 
 @pytest.mark.parametrize(

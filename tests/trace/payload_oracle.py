@@ -1,4 +1,4 @@
-"""A second reader of payloads, written from docs/trace-format.md in plain Python, bit by bit. Slow and obvious."""
+"""A second reader of payloads, written from docs/formats.md in plain Python, bit by bit. Slow and obvious."""
 
 
 def bits_of(words):

@@ -1,4 +1,4 @@
-"""A second reader of whole files, written from docs/trace-format.md: what it reads is what was saved."""
+"""A second reader of whole files, written from docs/formats.md: what it reads is what was saved."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Every rule of docs/trace-format.md that binds a reader: a file that breaks one is refused, its right seals or not."""
+"""Every rule of docs/formats.md that binds a reader: a file that breaks one is refused, its right seals or not."""
 
 import json
 import struct

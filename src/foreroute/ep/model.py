@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -104,6 +104,33 @@ class ExpertParallelModel:
         """Take replica weights from here, from the next `begin_step` on; by default they are sent when needed."""
         self._weights = weights
         self._active = None
+
+    def gather_counts(self, counts_MLE: ArrayLike) -> NDArray[np.int64]:
+        """Gather the counts of all ranks, as `plan` and `begin_step` take them. A collective call.
+
+        Args:
+            counts_MLE: integers [M, L, E], the assignments of this rank's rows in each micro-step, such as a list of
+                `BatchRows.routed_LE`. A rank without rows in a micro-step has zeros there.
+
+        Returns:
+            counts_MLGE: int64 [M, L, G, E], the same on every rank.
+
+        Raises:
+            CountsError: on every rank alike, when counts are not integers of the model's layers and experts, or ranks
+                have different numbers of micro-steps.
+            TransferError: when a rank does not answer.
+        """
+        mine, what = np.asarray(counts_MLE), "gathering counts"
+        seen = self.consensus.texts(f"{mine.dtype} {list(mine.shape)}", what)
+        num_layers, num_experts = self.home_LE.shape
+        if len(set(seen)) > 1 or mine.shape[1:] != (num_layers, num_experts) or mine.dtype.kind not in "iu":
+            listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(seen))
+            raise CountsError(
+                f"ranks have other counts than can be planned ({listed}); expected integers [micro-steps, "
+                f"{num_layers}, {num_experts}] on every rank, with the same number of micro-steps"
+            )
+        counts_GMLE = self.consensus.gather(torch.from_numpy(mine.astype(np.int64)), what).numpy()
+        return np.ascontiguousarray(np.moveaxis(counts_GMLE, 0, 2))
 
     def begin_step(
         self, step: int, plan: StepPlan, counts_MLGE: NDArray[np.integer] | None = None, *, updating: bool = True

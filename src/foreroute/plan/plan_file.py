@@ -1,6 +1,6 @@
 """Plans on disk: one safetensors file, written atomically, sealed, and checked on reading.
 
-`docs/plan-format.md` is the format.
+`docs/formats.md` is the format.
 """
 
 from __future__ import annotations

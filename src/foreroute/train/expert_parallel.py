@@ -43,12 +43,12 @@ class _Planned:
     """The plan of a stage, which may still be in the making.
 
     Attributes:
-        counts_MLGE: int32 [M, L, G, E].
+        counts_MLGE: integers [M, L, G, E].
         number: how many optimizer steps the weights that it runs on have behind them.
         plan: with the seconds that planning took.
     """
 
-    counts_MLGE: NDArray[np.int32]
+    counts_MLGE: NDArray[np.integer]
     number: int
     plan: Future[tuple[StepPlan, float]]
 
@@ -155,12 +155,11 @@ class ExpertParallel(PolicyExecution):
         self._planner.shutdown(cancel_futures=True)
         self._engine.close()
 
-    def _count(self, routes: RoutingTrace, stage: Stage) -> NDArray[np.int32]:
-        """Count the assignments of all ranks, int32 [M, L, G, E]."""
+    def _count(self, routes: RoutingTrace, stage: Stage) -> NDArray[np.int64]:
+        """Count the assignments of all ranks, int64 [M, L, G, E]."""
         of_stage = stage.micro_steps
         micro_step_S = np.repeat(np.arange(len(of_stage)), np.diff(of_stage.offsets))
-        mine_MLE = count_assignments(routes.select(of_stage.order_S), micro_step_S)
-        return np.ascontiguousarray(np.moveaxis(self.ranks.all_gather(mine_MLE.astype(np.int32)), 0, 2))
+        return self._model.gather_counts(count_assignments(routes.select(of_stage.order_S), micro_step_S))
 
     def _converted(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, gather: bool) -> dict[str, Any]:
         """Gather the state of every parameter, or cut it to the part that this rank has."""
@@ -191,7 +190,7 @@ def compile_planner(config: ParallelConfig) -> None:
 
 
 def _plan(
-    counts_MLGE: NDArray[np.int32], topology: Topology, options: PlanOptions, home_LE: NDArray[np.int16]
+    counts_MLGE: NDArray[np.integer], topology: Topology, options: PlanOptions, home_LE: NDArray[np.int16]
 ) -> tuple[StepPlan, float]:
     begun = time.monotonic()
     return planner.plan(counts_MLGE, topology, options, home_LE=home_LE), time.monotonic() - begun
@@ -204,7 +203,7 @@ class ExecutedStage:
     Attributes:
         name: of the stage.
         plan: that was executed.
-        counts_MLGE: int32 [M, L, G, E], that was planned for.
+        counts_MLGE: integers [M, L, G, E], that was planned for.
         planning_s: seconds that the planner took.
         exposed_planning_s: seconds that the stage waited for its plan.
         publishing_s: seconds that it waited for weights to be published.
@@ -214,7 +213,7 @@ class ExecutedStage:
 
     name: str
     plan: StepPlan
-    counts_MLGE: NDArray[np.int32]
+    counts_MLGE: NDArray[np.integer]
     planning_s: float
     exposed_planning_s: float
     publishing_s: float
@@ -255,7 +254,7 @@ def execution_record(loads: list[ExecutedStage], ranks: Ranks) -> dict[str, Any]
         ranks: of the run.
 
     Returns:
-        What `docs/ep.md` lists; `ranks` alone where nothing was planned.
+        What `docs/metrics.md` lists under `execution`; `ranks` alone where nothing was planned.
     """
     if not loads:
         return {} if ranks.rank else {"execution": {"ranks": ranks.size}}

@@ -111,11 +111,7 @@ class Ranks:
         """Stack the arrays of all ranks, which have one shape and dtype, to [G, ...]."""
         if self._votes is None:
             return array[None]
-        mine = torch.from_numpy(np.ascontiguousarray(array))
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._answered("gathering arrays"):
-            dist.all_gather(parts, mine, group=self._votes.group)
-        return torch.stack(parts).numpy()
+        return self._votes.gather(torch.from_numpy(np.ascontiguousarray(array)), "gathering arrays").numpy()
 
     def gather(self, part: T) -> list[T]:
         """Collect the parts of all ranks on rank 0; elsewhere there are none."""

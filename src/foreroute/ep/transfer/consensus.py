@@ -64,6 +64,19 @@ class RankConsensus:
             raise lost_rank(what, self.rank, error) from error
         return largest
 
+    def gather(self, mine: Tensor, what: str) -> Tensor:
+        """The tensors of all ranks, which have one shape and dtype, stacked to [G, ...].
+
+        Raises:
+            TransferError: when a rank does not answer.
+        """
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        try:
+            dist.all_gather(parts, mine, group=self.group)
+        except RuntimeError as error:
+            raise lost_rank(what, self.rank, error) from error
+        return torch.stack(parts)
+
     def texts(self, mine: str, what: str) -> list[str]:
         """What each rank says, cut to 1 KiB of UTF-8.
 
@@ -73,11 +86,7 @@ class RankConsensus:
         sent = np.zeros(TEXT_BYTES, np.uint8)
         encoded = np.frombuffer(mine.encode()[:TEXT_BYTES], np.uint8)
         sent[: len(encoded)] = encoded
-        got = [torch.empty(TEXT_BYTES, dtype=torch.uint8) for _ in range(self.size)]
-        try:
-            dist.all_gather(got, torch.from_numpy(sent), group=self.group)
-        except RuntimeError as error:
-            raise lost_rank(what, self.rank, error) from error
+        got = self.gather(torch.from_numpy(sent), what)
         return [bytes(text.numpy()).rstrip(b"\0").decode(errors="replace") for text in got]
 
 

@@ -8,6 +8,6 @@
                 the picks of the routed rows of one block in one layer, coded, with a seal of its own
 
 A reader of some sequences and layers finds their runs, reads the blocks that hold them, and there the payloads of its
-layers. `docs/trace-format.md` is the whole format; `writing` and `reading` go this way, `format` is the header, `codec`
+layers. `docs/formats.md` is the whole format; `writing` and `reading` go this way, `format` is the header, `codec`
 the coding of one block, `store` the folder of a run.
 """

@@ -1,6 +1,6 @@
 """What the writer and the reader of trace files share: names and types of what is in a file, and its limits.
 
-`docs/trace-format.md` is the format; its picture stands in `trace.file`.
+`docs/formats.md` is the format; its picture stands in `trace.file`.
 """
 
 from __future__ import annotations
