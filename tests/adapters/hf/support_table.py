@@ -1,6 +1,7 @@
 """The support table of docs/huggingface.md: written from the checks by running this file, read by `test_every_family`.
 
-Each family of the table passes every check, except those that its last cell names with the reason why they do not apply.
+Each family of the table passes every check, except those that its last cell names, with the reason why they do not
+apply.
 """
 
 import functools
