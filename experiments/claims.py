@@ -22,7 +22,7 @@ class Row:
 
     Attributes:
         claim: in words, with who says it.
-        measured: what is compared.
+        measured: the quantity, a comma, and what is compared.
         found: the estimate and its interval, in words.
         verdict: one of `VERDICTS`.
         seeds: how many.
@@ -33,6 +33,16 @@ class Row:
     found: str
     verdict: str
     seeds: int
+
+    @property
+    def quantity(self) -> str:
+        """What is measured."""
+        return self.measured.partition(", ")[0]
+
+    @property
+    def compared(self) -> str:
+        """Of which arms, or of which part of them."""
+        return self.measured.partition(", ")[2]
 
 
 def claims(arms: Arms) -> list[Row]:
