@@ -12,7 +12,7 @@ import json
 import re
 import textwrap
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Required, Union, get_args, get_origin, get_type_hints
@@ -33,12 +33,12 @@ METRICS = PAGE.with_name("metrics.md")
 RECORDED = "## What a run records\n"
 RECORDS = """
 Each line of `metrics.jsonl` is a JSON object of one step. Keys in bold are always in their object; the others are left
-out where nothing was measured. Readers ignore unknown keys. `foreroute.records` has the types; `[]` is a list, a share is
-from 0 to 1.
+out where nothing was measured. Readers ignore unknown keys. `foreroute.records` has the types; `[]` is a list, and a
+share is from 0 to 1.
 """
 INTRO = """# Configuration
 
-Look up any key of the TOML files of `foreroute train`, `simulate` and `plan`: type, default (– is none) and meaning.
+Look up any key of the TOML files of `foreroute train`, `simulate` and `plan`: type, default (- is none) and meaning.
 Unknown keys, wrong types and numbers out of range are errors that name the key. [0, 1) includes 0 and not 1; upper
 limits above 1,000 are not shown. A file has at most 64 KiB. `make config-reference` writes this page.
 """
@@ -93,7 +93,7 @@ def topology_tables() -> Iterator[str]:
             if field.name in known
         ]
         if "preset" in known:
-            rows.insert(0, ("preset", PLAIN[str], "–", "Values for the other keys, which override it."))
+            rows.insert(0, ("preset", PLAIN[str], "-", "Values for the other keys, which override it."))
         yield from _table(rows)
 
 
@@ -108,9 +108,7 @@ def metrics_page(text: str) -> str:
 
 def record_rows(kind: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
     """Key, type and meaning of everything in a record, those of the records in it after their own key."""
-    texts = {
-        "f1.5": "F(1.5), a share of response tokens."
-    } | _attribute_docstrings(kind)
+    texts = {"f1.5": "F(1.5), a share of response tokens."} | _attribute_docstrings(kind)
     for key, hint in get_type_hints(kind, include_extras=True).items():
         name = f"`{path}{key}`"
         inner, between = _record_in(hint)
@@ -197,7 +195,7 @@ def _dataclass_default(field: Any, known: Mapping[str, FieldInfo]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return "–" if value is None else f"`{json.dumps(value)}`"
+    return "-" if value is None else f"`{json.dumps(value)}`"
 
 
 def _table(rows: list[tuple[str, str, str, str]]) -> Iterator[str]:

@@ -66,7 +66,7 @@ def test_a_table_shows_types_defaults_and_texts(reference):
         "A table in a table.",
         "| key | type | default | |",
         "|---|---|---|---|",
-        '| `kind` | `"a"`, `"b"` | – | One of \\| two. |',
+        '| `kind` | `"a"`, `"b"` | - | One of \\| two. |',
     ]
 
 

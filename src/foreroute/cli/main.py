@@ -43,9 +43,7 @@ def _root(
 
 @app.command()
 def demo(
-    folder: Annotated[
-        Path | None, typer.Option(help="Folder of the runs; a new one in runs/demo by default.")
-    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder of the runs; a new one in runs/demo by default.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="RL steps of each run; 100 by default.")] = None,
     precision: Annotated[str, typer.Option(help="Of the engine: bfloat16, fp8 or float32.")] = "bfloat16",
     engine: Annotated[str, typer.Option(help="Rollout engine: embedded or vllm.")] = "embedded",
@@ -111,7 +109,7 @@ def doctor(
     max_sequences: Annotated[int, typer.Option(min=1, help="Most sequences to run.")] = 64,
     output: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
 ) -> None:
-    """Diagnose trainer and engine. Says how far they are apart, why, and whether R3 helps; exit code 1 for a problem."""
+    """Diagnose trainer and engine. Says how far they differ, why, and whether R3 helps; exit code 1 for a problem."""
     from foreroute.cli.doctor import run_doctor
     from foreroute.cli.doctor_inputs import DoctorInputs
     from foreroute.doctor import Severity
@@ -150,9 +148,7 @@ def convert(
     to: Annotated[str, typer.Option(help="packed, raw or planes; or npy, raw-int32, nemo-rl, prime-rl, skyrl.")] = (
         "packed"
     ),
-    model: Annotated[
-        Path | None, typer.Option(help="For engine output: config.json or a trace of the model.")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="For engine output: config.json or a trace of the model.")] = None,
     tokens: Annotated[Path | None, typer.Option(help="JSON list of token lists, if the source has none.")] = None,
     start: Annotated[int | None, typer.Option(help="Position of the first row, if not 0.")] = None,
     weight_version: Annotated[int, typer.Option(help="Of the routes; -1: unknown.")] = -1,
@@ -184,16 +180,12 @@ def plan(
     counts: Annotated[
         Path | None, typer.Option(help="Instead of traces: .npz with integers counts [M, L, G, E].")
     ] = None,
-    output: Annotated[Path, typer.Option(help="The plan file; the page has .html instead.")] = Path(
-        "plan.safetensors"
-    ),
+    output: Annotated[Path, typer.Option(help="The plan file; the page has .html instead.")] = Path("plan.safetensors"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing plan and page.")] = False,
     tolerance: Annotated[float, typer.Option(help="Stop at 1 + this times the mean load; 0: exact.")] = 0.02,
     home_moves: Annotated[str, typer.Option(help="Most experts of a layer that change their home, or all.")] = "0",
     replicas: Annotated[bool, typer.Option(help="Replicate experts in redundant slots.")] = True,
-    shared_slots: Annotated[
-        bool, typer.Option("--shared-slots", help="One set of slots for all layers.")
-    ] = False,
+    shared_slots: Annotated[bool, typer.Option("--shared-slots", help="One set of slots for all layers.")] = False,
     locality: Annotated[bool, typer.Option(help="Serve tokens near their source.")] = True,
     traffic: Annotated[
         bool, typer.Option("--traffic", help="With --shared-slots: also replicate to cut traffic.")
@@ -246,15 +238,9 @@ def plan(
 
 @app.command()
 def simulate(
-    config: Annotated[
-        Path, typer.Argument(help="TOML (docs/simulate.md).")
-    ],
-    output: Annotated[
-        Path | None, typer.Option(help="The run's folder; runs/simulate/NAME by default.")
-    ] = None,
-    fit: Annotated[
-        Path | None, typer.Option(help="Timed steps, JSON Lines, to fit hardware rates to.")
-    ] = None,
+    config: Annotated[Path, typer.Argument(help="TOML (docs/simulate.md).")],
+    output: Annotated[Path | None, typer.Option(help="The run's folder; runs/simulate/NAME by default.")] = None,
+    fit: Annotated[Path | None, typer.Option(help="Timed steps, JSON Lines, to fit hardware rates to.")] = None,
     rate: Annotated[
         list[str] | None, typer.Option(help="Fit this rate; repeat it. By default gemm_flops_per_s and layer_s.")
     ] = None,

@@ -120,7 +120,7 @@ class ClusterConfig(Section):
     """How the GPUs are divided up."""
 
     gpus: Count
-    """In all; a multiple of `expert_parallel` × `pipeline`."""
+    """In all; a multiple of `expert_parallel` times `pipeline`."""
     expert_parallel: Ranks
     """Neighbouring GPUs that share a layer's experts."""
     pipeline: Count = 1

@@ -11,7 +11,7 @@ from foreroute.train.config.unused_keys import refuse_unused
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters (peft) that RL trains instead of the model's weights; `rl.router` still decides about routers."""
+    """Low-rank adapters (peft) that RL trains in place of the weights; `rl.router` still decides about routers."""
 
     rank: Annotated[int, Field(ge=0, le=4096)] = 0
     """Rank of A and B in W + alpha / rank · B A; 0: no adapters."""

@@ -109,7 +109,7 @@ class RLConfig(Section):
     """The old-log-prob pass and the update."""
 
     routing: Routing = "R3"
-    """Routes of the trainer's forwards: its own, its old-log-prob pass's (R2), the rollout's (R3), those with weights."""
+    """Routes of the forwards: live, of the old-log-prob pass (R2), of the rollout (R3), or those with gate weights."""
     router: Literal["trained", "frozen"] = "trained"
     """Whether RL changes the routers."""
     steps: Count = 80
