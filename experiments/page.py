@@ -12,20 +12,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from experiments.arms import Arms
 from experiments.cells import Cell
 from experiments.claims import ENOUGH, VERDICTS, Row, claims
+from experiments.grid import FRESH, SEEDS
 from experiments.plots import draw_all
 from experiments.runner import current
 from experiments.tables import boundary_table, other_runs_table, replay_table, static_table
 
 TEMPLATE = "evidence.md.j2"
-PARTS = {
-    "A": "mismatch at fixed weights: dense and MoE; three engines",
-    "B": "RL without replay, with R2, with R3; 1 to 8 mini-batches; TIS",
-    "C": "GSPO, without and with R3",
-    "D": "frozen routers",
-    "E": "RL on routes shifted by one token",
-    "F": "regimes in which mismatch may matter more; no mismatch",
-    "G": "open questions at 8 mini-batches, on fresh seeds",
-}
 
 
 def write_page(cells: Sequence[Cell], results: Path, page: Path) -> None:
@@ -65,8 +57,8 @@ def page_text(
     return environment.get_template(TEMPLATE).render(
         finished=len(done),
         cells=len(cells),
-        seeds=_seeds(cells, done.keys()),
-        parts=PARTS,
+        seeds=len(SEEDS),
+        fresh=len(FRESH),
         enough=ENOUGH,
         hours=sum(line["processor_s"] for line in done.values()) / 3600,
         versions=_versions(done.values()),
@@ -79,19 +71,6 @@ def page_text(
         boundary=boundary_table(arms),
         pictures={name: f"![{words}]({folder}/{name}.svg)" for name, words in pictures.items()},
     )
-
-
-def _seeds(cells: Sequence[Cell], done: Iterable[str]) -> list[tuple[str, int, str]]:
-    """For each part of the grid: its letter, how many arms it has, and with how many seeds they are finished."""
-    finished = set(done)
-    parts = []
-    for letter in sorted({cell.arm[0] for cell in cells}):
-        arms = {cell.arm for cell in cells if cell.arm.startswith(letter)}
-        seeds = Counter(cell.arm for cell in cells if cell.name in finished)
-        counts = [seeds[arm] for arm in arms]
-        words = str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-        parts.append((letter, len(arms), words))
-    return parts
 
 
 def _versions(lines: Iterable[dict[str, Any]]) -> str:

@@ -15,7 +15,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Required, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
@@ -33,14 +33,15 @@ METRICS = PAGE.with_name("metrics.md")
 RECORDED = "## What a run records\n"
 RECORDS = """
 Each line of `metrics.jsonl` is a JSON object of one step. Keys in bold are always in their object; the others are left
-out where nothing was measured. Readers ignore unknown keys. `foreroute.records` has the types; `[]` is a list, and a
-share is from 0 to 1.
+out where nothing was measured. `[]` is a list, `*` any name, a share is from 0 to 1. Readers ignore unknown keys.
+`foreroute.records` has the types.
 """
 INTRO = """# Configuration
 
-Look up any key of the TOML files of `foreroute train`, `simulate` and `plan`: type, default (- is none) and meaning.
-Unknown keys, wrong types and numbers out of range are errors that name the key. [0, 1) includes 0 and not 1; upper
-limits above 1,000 are not shown. A file has at most 64 KiB. `make config-reference` writes this page.
+Look up any key of the TOML files of `foreroute train`, `simulate` and `plan`. The default comes first, if there is one,
+then the type or the other values. Unknown keys, wrong types and numbers out of range are errors that name the key.
+[0, 1) includes 0 and not 1; upper limits above 1,000 are not shown. A file has at most 64 KiB. `make config-reference`
+writes this page.
 """
 TRAINING = """For `foreroute train FILE`. Only `name` is required. Pages about the tables: [model, task, rollout and
 evaluation](train.md), [rl](methods.md), [alarms and logging](diagnose.md), [parallel](ep.md), [vLLM](engines.md)."""
@@ -70,7 +71,7 @@ def tables(kind: type[Section], name: str = "") -> Iterator[str]:
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
             inner.append((info.annotation, f"{name}.{key}" if name else key))
             continue
-        rows.append((key, _type_of(info), _default_of(info), _required(texts, key, kind)))
+        rows.append((key, _values(_annotation(info), _default_of(info)), _required(texts, key, kind)))
     yield from _table(rows)
     for child, path in inner:
         yield from tables(child, path)
@@ -85,15 +86,14 @@ def topology_tables() -> Iterator[str]:
         rows = [
             (
                 field.name,
-                type_words(hints[field.name]),
-                _dataclass_default(field, known),
+                _values(hints[field.name], _dataclass_default(field, known)),
                 _required(texts, field.name, kind),
             )
             for field in fields(kind)
             if field.name in known
         ]
         if "preset" in known:
-            rows.insert(0, ("preset", PLAIN[str], "-", "Values for the other keys, which override it."))
+            rows.insert(0, ("preset", PLAIN[str], "Values for the other keys, which override it."))
         yield from _table(rows)
 
 
@@ -102,46 +102,42 @@ def metrics_page(text: str) -> str:
     before, _, rest = text.partition(RECORDED)
     after = rest[rest.index("\n## ") + 1 :]
     rows = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in record_rows(step_record.StepRecord)]
-    table = "".join(f"| {row} |\n" for row in ["key | type | ", "---|---|---", *rows])
+    table = "".join(f"| {row} |\n" for row in ["key | ", "---|---", *rows])
     return f"{before}{RECORDED}{RECORDS}\n{table}\n{after}"
 
 
-def record_rows(kind: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
-    """Key, type and meaning of everything in a record, those of the records in it after their own key."""
+def record_rows(kind: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Key and meaning of everything in a record, those of the records in it after their own key."""
     texts = {"f1.5": "F(1.5), a share of response tokens."} | _attribute_docstrings(kind)
     for key, hint in get_type_hints(kind, include_extras=True).items():
-        name = f"`{path}{key}`"
-        inner, between = _record_in(hint)
-        yield (
-            f"**{name}**" if key in kind.__required_keys__ else name,
-            ("object" if not between else "object of objects") if inner else _record_type(hint),
-            _required(texts, key, kind),
-        )
-        if inner:
-            yield from record_rows(inner, f"{path}{key}.{between}")
+        name = f"{path}{key}{_levels(hint)}"
+        yield f"**`{name}`**" if key in kind.__required_keys__ else f"`{name}`", _required(texts, key, kind)
+        if inner := _record_in(hint):
+            yield from record_rows(inner, f"{name}.")
 
 
-def _record_in(hint: Any) -> tuple[Any, str]:
-    """The record that a value is, or holds by name, with a star for the name; or none."""
+def _record_in(hint: Any) -> Any:
+    """The record that a value is, or holds; or None."""
     if hasattr(hint, "__required_keys__"):
-        return hint, ""
-    star = "*." if get_origin(hint) is dict else ""
-    found = [_record_in(each) for each in get_args(hint)]
-    return next(((inner, star + between) for inner, between in found if inner), (None, ""))
+        return hint
+    return next((inner for each in get_args(hint) if (inner := _record_in(each))), None)
 
 
-def _record_type(hint: Any) -> str:
-    if hint is step_record.Share:
-        return "share"
+def _levels(hint: Any) -> str:
+    """A pair of brackets for each list in which a value is, and a star for each name."""
     origin, arguments = get_origin(hint), get_args(hint)
-    if origin is dict:
-        return f"object of {_record_type(arguments[1])}"
-    if origin is list:
-        inner = _record_type(arguments[0])
-        return f"list of {inner}" if " " in inner else f"{inner}[]"
-    if origin in (Required, Union, types.UnionType):
-        return " or ".join(_record_type(each) for each in arguments if each is not type(None))
-    return type_words(hint)
+    if origin in (list, dict):
+        return {list: "[]", dict: ".*"}[origin] + _levels(arguments[-1])
+    return next((found for each in arguments if (found := _levels(each))), "")
+
+
+def _values(annotation: Any, default: str) -> str:
+    """The default, and what else a key takes."""
+    if get_origin(annotation) is Literal:
+        return ", ".join(dict.fromkeys([default, *type_words(annotation).split(", ")]))
+    if annotation is bool:
+        return default
+    return ", ".join(filter(None, [default, type_words(annotation)]))
 
 
 def type_words(annotation: Any) -> str:
@@ -178,8 +174,8 @@ def _bound(metadata: Iterable[Any], kinds: Mapping[type, tuple[str, str, str]]) 
     return 0, "", ""
 
 
-def _type_of(info: FieldInfo) -> str:
-    return type_words(Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation)
+def _annotation(info: FieldInfo) -> Any:
+    return Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
 
 
 def _default_of(info: FieldInfo) -> str:
@@ -195,12 +191,12 @@ def _dataclass_default(field: Any, known: Mapping[str, FieldInfo]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return "-" if value is None else f"`{json.dumps(value)}`"
+    return "" if value is None else f"`{json.dumps(value)}`"
 
 
-def _table(rows: list[tuple[str, str, str, str]]) -> Iterator[str]:
+def _table(rows: list[tuple[str, str, str]]) -> Iterator[str]:
     if rows:
-        yield from ("| key | type | default | |", "|---|---|---|---|")
+        yield from ("| key | default, values | |", "|---|---|---|")
         for key, *cells in rows:
             yield " | ".join([f"| `{key}`", *(cell.replace("|", "\\|") for cell in cells)]) + " |"
         yield ""

@@ -264,9 +264,9 @@ class StepRecord(TypedDict, total=False):
     tokens: int | None
     """Rows of the rollout's trace."""
     trained_with: Side
-    """Side whose routes the update used."""
+    """`native` or `replayed`: whose routes the update used."""
     mismatch: dict[Side, Annotated[MismatchRecord, AfterValidator(_check_mismatch)]]
-    """By side, on one rollout and its weights."""
+    """By side, `native` and `replayed`."""
     margins: Annotated[MarginsRecord, AfterValidator(_check_margins)] | None
     """Of the trainer's own routers."""
     live_agreement: list[float]
