@@ -158,6 +158,7 @@ def test_what_the_page_says_in_short_rests_on_verdicts():
             f"Mismatch costs reward {fresh}",
             f"R3 raises the reward {fresh}",
             f"GSPO + R3 is better than GSPO {fresh}",
+            "R3 is better than GSPO (8 mini-batches, fresh seeds; asked after the runs)",
             *(claim for claim in found if "is the better replay" in claim or "TIS" in claim),
         ],
     }
