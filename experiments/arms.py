@@ -56,11 +56,6 @@ def reward_last(figures: dict[str, Any]) -> float:
     return 0.0 if figures["diverged"] else float(figures["reward_last"])
 
 
-def reward_mean(figures: dict[str, Any]) -> float:
-    """Mean reward of all steps."""
-    return float(figures["reward_mean"])
-
-
 def over_steps(name: str) -> Figure:
     """A figure of the steps, averaged over a run."""
     return lambda figures: float(figures["mean"][name])

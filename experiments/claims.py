@@ -22,7 +22,7 @@ class Row:
 
     Attributes:
         claim: in words, with who says it.
-        measured: what is compared.
+        measured: the quantity, a comma, and what is compared.
         found: the estimate and its interval, in words.
         verdict: one of `VERDICTS`.
         seeds: how many.
@@ -33,6 +33,16 @@ class Row:
     found: str
     verdict: str
     seeds: int
+
+    @property
+    def quantity(self) -> str:
+        """What is measured."""
+        return self.measured.partition(", ")[0]
+
+    @property
+    def compared(self) -> str:
+        """Of which arms, or of which part of them."""
+        return self.measured.partition(", ")[2]
 
 
 def claims(arms: Arms) -> list[Row]:
@@ -130,15 +140,58 @@ def _replays(arms: Arms) -> Iterator[Row]:
 
 def _others(arms: Arms) -> Iterator[Row]:
     pairs = (
-        ("GSPO + R3 is better than GSPO (8 mini-batches)", "C/gspo/R3", "C/gspo/none", "above"),
-        ("TIS on top of R3 is worse than R3 (1 mini-batch)", "B/R3/tis/1", "B/R3/plain/1", "below"),
-        ("TIS on top of R3 is worse than R3 (8 mini-batches)", "B/R3/tis/8", "B/R3/plain/8", "below"),
-        ("R3 is better than TIS (1 mini-batch)", "B/R3/plain/1", "B/none/tis/1", "above"),
-        ("R3 is better than TIS (8 mini-batches)", "B/R3/plain/8", "B/none/tis/8", "above"),
-        ("With frozen routers R3 still helps (8 mini-batches)", "D/frozen/R3", "D/frozen/none", "above"),
-        ("Shifted routes do harm in RL (1 mini-batch)", "E/shifted/1", "B/none/plain/1", "below"),
-        ("Shifted routes do harm in RL (8 mini-batches)", "E/shifted/8", "B/none/plain/8", "below"),
-        ("Mismatch costs reward at all (8 mini-batches)", "F/part B/exact", "B/none/plain/8", "above"),
+        (
+            "GSPO + R3 is better than GSPO (8 mini-batches)",
+            "with minus without R3",
+            "C/gspo/R3",
+            "C/gspo/none",
+            "above",
+        ),
+        (
+            "R3 is better than GSPO (8 mini-batches; asked after the runs)",
+            "R3 minus GSPO",
+            "B/R3/plain/8",
+            "C/gspo/none",
+            "above",
+        ),
+        (
+            "TIS on top of R3 is worse than R3 (1 mini-batch)",
+            "with minus without TIS",
+            "B/R3/tis/1",
+            "B/R3/plain/1",
+            "below",
+        ),
+        (
+            "TIS on top of R3 is worse than R3 (8 mini-batches)",
+            "with minus without TIS",
+            "B/R3/tis/8",
+            "B/R3/plain/8",
+            "below",
+        ),
+        ("R3 is better than TIS (1 mini-batch)", "R3 minus TIS", "B/R3/plain/1", "B/none/tis/1", "above"),
+        ("R3 is better than TIS (8 mini-batches)", "R3 minus TIS", "B/R3/plain/8", "B/none/tis/8", "above"),
+        (
+            "With frozen routers R3 still helps (8 mini-batches)",
+            "R3 minus none",
+            "D/frozen/R3",
+            "D/frozen/none",
+            "above",
+        ),
+        ("Shifted routes do harm in RL (1 mini-batch)", "shifted minus none", "E/shifted/1", "B/none/plain/1", "below"),
+        (
+            "Shifted routes do harm in RL (8 mini-batches)",
+            "shifted minus none",
+            "E/shifted/8",
+            "B/none/plain/8",
+            "below",
+        ),
+        (
+            "Mismatch costs reward at all (8 mini-batches)",
+            "exact minus none",
+            "F/part B/exact",
+            "B/none/plain/8",
+            "above",
+        ),
     )
     yield from _compared(arms, pairs)
 
@@ -146,21 +199,42 @@ def _others(arms: Arms) -> Iterator[Row]:
 def _confirmed(arms: Arms) -> Iterator[Row]:
     """On seeds of their own."""
     pairs = (
-        ("Mismatch costs reward (8 mini-batches, fresh seeds)", "G/exact", "G/none", "above"),
-        ("R3 raises the reward (8 mini-batches, fresh seeds)", "G/R3", "G/none", "above"),
-        ("R3 leaves less reward than no mismatch at all (8 mini-batches, fresh seeds)", "G/R3", "G/exact", "below"),
-        ("GSPO + R3 is better than GSPO (8 mini-batches, fresh seeds)", "G/gspo/R3", "G/gspo/none", "above"),
+        ("Mismatch costs reward (8 mini-batches, fresh seeds)", "exact minus none", "G/exact", "G/none", "above"),
+        ("R3 raises the reward (8 mini-batches, fresh seeds)", "R3 minus none", "G/R3", "G/none", "above"),
+        (
+            "R3 leaves less reward than no mismatch at all (8 mini-batches, fresh seeds)",
+            "R3 minus exact",
+            "G/R3",
+            "G/exact",
+            "below",
+        ),
+        (
+            "GSPO + R3 is better than GSPO (8 mini-batches, fresh seeds)",
+            "with minus without R3",
+            "G/gspo/R3",
+            "G/gspo/none",
+            "above",
+        ),
+        (
+            "R3 is better than GSPO (8 mini-batches, fresh seeds; asked after the runs)",
+            "R3 minus GSPO",
+            "G/R3",
+            "G/gspo/none",
+            "above",
+        ),
     )
     yield from _compared(arms, pairs)
     spiking = (
         (
             "R3 spares the run gradient spikes (8 mini-batches; asked after the runs)",
+            "R3 minus none",
             "B/R3/plain/8",
             "B/none/plain/8",
             "below",
         ),
         (
             "R3 spares the run gradient spikes (8 mini-batches, fresh seeds; asked after the runs)",
+            "R3 minus none",
             "G/R3",
             "G/none",
             "below",
@@ -171,13 +245,13 @@ def _confirmed(arms: Arms) -> Iterator[Row]:
 
 def _compared(
     arms: Arms,
-    pairs: tuple[tuple[str, str, str, str], ...],
+    pairs: tuple[tuple[str, str, str, str, str], ...],
     figure: Figure = reward_last,
-    words: str = "reward of the last 10 steps",
+    quantity: str = "reward of the last 10 steps",
 ) -> Iterator[Row]:
-    """Of each claim, two arms and the side."""
-    for claim, first, second, claimed in pairs:
-        yield _difference(claim, f"{words}, {first} minus {second}", arms.difference(first, second, figure), claimed)
+    """Of each claim: in words what is compared, two arms, and the side."""
+    for claim, words, first, second, claimed in pairs:
+        yield _difference(claim, f"{quantity}, {words}", arms.difference(first, second, figure), claimed)
 
 
 def _within(arms: Arms, arm: str, first: Figure, second: Figure) -> Interval:

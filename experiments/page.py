@@ -12,20 +12,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from experiments.arms import Arms
 from experiments.cells import Cell
 from experiments.claims import ENOUGH, VERDICTS, Row, claims
+from experiments.grid import FRESH, SEEDS
 from experiments.plots import draw_all
 from experiments.runner import current
-from experiments.tables import boundary_table, grid_table, static_table
+from experiments.tables import boundary_table, other_runs_table, replay_table, static_table
 
 TEMPLATE = "evidence.md.j2"
-PARTS = {
-    "A": "mismatch at fixed weights: dense and MoE, bfloat16, FP8-like and float32 engines",
-    "B": "RL without replay, with R2 and R3, at 1, 2, 4 and 8 mini-batches, with and without TIS",
-    "C": "GSPO, without and with R3 (TIS and TIS + R3 are in B)",
-    "D": "frozen routers (staleness is measured in all runs with replay)",
-    "E": "RL on routes shifted by one token",
-    "F": "regimes in which mismatch may matter more, and runs without any mismatch",
-    "G": "what B, C and F leave open at 8 mini-batches, asked again on seeds of its own",
-}
 
 
 def write_page(cells: Sequence[Cell], results: Path, page: Path) -> None:
@@ -65,37 +57,29 @@ def page_text(
     return environment.get_template(TEMPLATE).render(
         finished=len(done),
         cells=len(cells),
-        seeds=_seeds(cells, done.keys()),
-        parts=PARTS,
+        seeds=len(SEEDS),
+        fresh=len(FRESH),
         enough=ENOUGH,
         hours=sum(line["processor_s"] for line in done.values()) / 3600,
         versions=_versions(done.values()),
-        claims=found,
+        claims=_by_quantity(found),
         found={row.claim: row.found for row in found},
         verdicts=_verdicts(found),
         static=static_table(arms),
-        runs=grid_table(arms),
+        replays=replay_table(arms),
+        runs=other_runs_table(arms),
         boundary=boundary_table(arms),
         pictures={name: f"![{words}]({folder}/{name}.svg)" for name, words in pictures.items()},
     )
 
 
-def _seeds(cells: Sequence[Cell], done: Iterable[str]) -> list[tuple[str, int, str]]:
-    """For each part of the grid: its letter, how many arms it has, and with how many seeds they are finished."""
-    finished = set(done)
-    parts = []
-    for letter in sorted({cell.arm[0] for cell in cells}):
-        arms = {cell.arm for cell in cells if cell.arm.startswith(letter)}
-        seeds = Counter(cell.arm for cell in cells if cell.name in finished)
-        counts = [seeds[arm] for arm in arms]
-        words = str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-        parts.append((letter, len(arms), words))
-    return parts
-
-
 def _versions(lines: Iterable[dict[str, Any]]) -> str:
     found = {f"{name} {number}" for line in lines for name, number in line["versions"].items()}
     return ", ".join(sorted(found))
+
+
+def _by_quantity(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    return {name: [row for row in rows if row.quantity == name] for name in dict.fromkeys(r.quantity for r in rows)}
 
 
 def _verdicts(rows: Sequence[Row]) -> str:

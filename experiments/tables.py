@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.arms import Arms, over_steps, reward_last, reward_mean, spikes, static
+from experiments.arms import Arms, over_steps, reward_last, spikes, static
 from experiments.grid import MINI_STEPS, PRECISIONS, REGIMES, ROUTINGS
 from experiments.wording import interval_text, number, percent
 
@@ -10,27 +10,39 @@ Table = list[list[str]]
 
 
 def static_table(arms: Arms) -> Table:
-    """Part A: model, engine, replay, seeds, routers that differ, k3 and F."""
+    """Part A: model, engine, replay, routers that differ, k3 and F."""
     rows = []
     for start in ("moe", "dense"):
         for precision in PRECISIONS:
             arm = f"A/{start}/{precision}"
             for replay in ("none", "R3", "R3+weights", "shifted"):
                 k3 = arms.mean(arm, static(replay, "k3"))
-                if not k3.seeds:
+                if not k3.seeds or (precision == "float32" and replay != "none"):  # nothing differs there
                     continue
                 differing = arms.mean(arm, static(replay, "differing_share")).mean
-                tails = [interval_text(arms.mean(arm, static(replay, name))) for name in ("f1.5", "f2")]
+                tails = [number(arms.mean(arm, static(replay, name)).mean) for name in ("f1.5", "f2")]
                 routers = percent(differing) if start == "moe" and replay == "none" else "-"
                 model = {"moe": "MoE", "dense": "dense"}[start]
-                rows.append([model, precision, replay, str(k3.seeds), routers, interval_text(k3), *tails])
+                rows.append([model, precision, replay, routers, interval_text(k3), *tails])
     return rows
 
 
-def grid_table(arms: Arms) -> Table:
-    """Parts B to E and G: arm, seeds, reward, mismatch, spikes, collapses."""
-    names = [f"B/{routing}/{c}/{n}" for n in MINI_STEPS for c in ("plain", "tis") for routing in ROUTINGS]
-    names += ["C/gspo/none", "C/gspo/R3", "D/frozen/none", "D/frozen/R3", "E/shifted/1", "E/shifted/8"]
+def replay_table(arms: Arms) -> Table:
+    """Part B: mini-batches, correction, reward and k3 by routing, collapsed runs of all."""
+    rows = []
+    for mini_steps in MINI_STEPS:
+        for correction, words in (("plain", "none"), ("tis", "TIS")):
+            names = [f"B/{routing}/{correction}/{mini_steps}" for routing in ROUTINGS]
+            if any(name in arms for name in names):
+                figures = [number(arms.mean(name, f).mean) for f in (reward_last, over_steps("k3")) for name in names]
+                collapsed, runs = (sum(counts) for counts in zip(*map(arms.collapsed, names), strict=True))
+                rows.append([str(mini_steps), words, *figures, f"{collapsed}/{runs}"])
+    return rows
+
+
+def other_runs_table(arms: Arms) -> Table:
+    """Parts C to E and G: arm, reward, k3, spikes, collapsed runs of all."""
+    names = ["C/gspo/none", "C/gspo/R3", "D/frozen/none", "D/frozen/R3", "E/shifted/1", "E/shifted/8"]
     names += ["G/none", "G/R3", "G/exact", "G/gspo/none", "G/gspo/R3"]
     return [_run_row(arms, name) for name in names if name in arms]
 
@@ -53,17 +65,13 @@ def _run_row(arms: Arms, arm: str) -> list[str]:
     collapsed, runs = arms.collapsed(arm)
     return [
         f"`{arm}`",
-        str(runs),
         interval_text(arms.mean(arm, reward_last)),
-        number(arms.mean(arm, reward_mean).mean),
         number(arms.mean(arm, over_steps("k3")).mean),
-        number(arms.mean(arm, over_steps("f2")).mean),
         percent(arms.mean(arm, spikes).mean),
-        percent(arms.mean(arm, over_steps("clip_share")).mean),
-        f"{collapsed} of {runs}",
+        f"{collapsed}/{runs}",
     ]
 
 
 def _reward_and_collapses(arms: Arms, arm: str) -> str:
     collapsed, runs = arms.collapsed(arm)
-    return f"{interval_text(arms.mean(arm, reward_last))}; {collapsed} of {runs}" if runs else "-"
+    return f"{number(arms.mean(arm, reward_last).mean)}; {collapsed}/{runs}" if runs else "-"

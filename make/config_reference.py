@@ -12,10 +12,10 @@ import json
 import re
 import textwrap
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Required, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
@@ -32,26 +32,27 @@ PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 METRICS = PAGE.with_name("metrics.md")
 RECORDED = "## What a run records\n"
 RECORDS = """
-Each line of `metrics.jsonl` is a JSON object, one for each step from 0 on. Only keys in bold are in every one of their
-table; the others are left out where nothing was measured. Readers pass over keys that are not listed, so a line may
-have more. Types are those of `foreroute.records`, which the trainer writes by and the report reads by.
+Each line of `metrics.jsonl` is a JSON object of one step. Keys in bold are always in their object; the others are left
+out where nothing was measured. `[]` is a list, `*` any name, a share is from 0 to 1. Readers ignore unknown keys.
+`foreroute.records` has the types.
 """
 INTRO = """# Configuration
 
-Every key of the TOML files that `foreroute train`, `foreroute simulate` and `foreroute plan` read: its type, its
-default, and what it means. Unknown keys, values of another type and numbers out of range are errors that name the key.
-Ranges end far beyond what is of use, where a run would never end or a machine would run out of memory. A file has
-64 KiB at most.
-
-This page is made from the code by `make config-reference`, and a test fails when it is out of date.
+Look up any key of the TOML files of `foreroute train`, `simulate` and `plan`. The default comes first, if there is one,
+then the type or the other values. Unknown keys, wrong types and numbers out of range are errors that name the key.
+[0, 1) includes 0 and not 1; upper limits above 1,000 are not shown. A file has at most 64 KiB. `make config-reference`
+writes this page.
 """
-TRAINING = """For `foreroute train FILE`. The first keys stand at the top of the file, the others in their tables.
-`name` alone is required."""
+TRAINING = """For `foreroute train FILE`. Only `name` is required. Pages about the tables: [model, task, rollout and
+evaluation](train.md), [rl](methods.md), [alarms and logging](diagnose.md), [parallel](ep.md), [vLLM](engines.md)."""
 SIMULATION = """For `foreroute simulate FILE`; see [the simulator](simulate.md)."""
-TOPOLOGY = """For `foreroute plan`; see [the planner](planner.md). Without a preset, its keys are required."""
+TOPOLOGY = """For `foreroute plan`; see [the planner](planner.md). A default *preset* or *hardware* comes from there,
+and is required without one."""
 DESCRIBED = {"topology": Topology, "hardware": Hardware, "links": Links, "model": ModelShape, "costs": CostModel}
 PLAIN = {bool: "true or false", int: "integer", float: "number", str: "text", Any: "anything"}
-BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
+LEAST, MOST = {Ge: ("ge", "≥", "["), Gt: ("gt", ">", "(")}, {Le: ("le", "≤", "]"), Lt: ("lt", "<", ")")}
+SHOWN = 1000
+"""Upper bounds beyond it only keep out mistakes."""
 
 
 def page() -> str:
@@ -70,7 +71,7 @@ def tables(kind: type[Section], name: str = "") -> Iterator[str]:
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
             inner.append((info.annotation, f"{name}.{key}" if name else key))
             continue
-        rows.append((key, _type_of(info), _default_of(info), _required(texts, key, kind)))
+        rows.append((key, _values(_annotation(info), _default_of(info)), _required(texts, key, kind)))
     yield from _table(rows)
     for child, path in inner:
         yield from tables(child, path)
@@ -85,17 +86,14 @@ def topology_tables() -> Iterator[str]:
         rows = [
             (
                 field.name,
-                type_words(hints[field.name]),
-                _dataclass_default(field, known),
+                _values(hints[field.name], _dataclass_default(field, known)),
                 _required(texts, field.name, kind),
             )
             for field in fields(kind)
             if field.name in known
         ]
         if "preset" in known:
-            rows.insert(
-                0, ("preset", PLAIN[str], "not set", "Values for all keys of this table; a key beside it overrides it.")
-            )
+            rows.insert(0, ("preset", PLAIN[str], "Values for the other keys, which override it."))
         yield from _table(rows)
 
 
@@ -104,55 +102,49 @@ def metrics_page(text: str) -> str:
     before, _, rest = text.partition(RECORDED)
     after = rest[rest.index("\n## ") + 1 :]
     rows = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in record_rows(step_record.StepRecord)]
-    table = "".join(f"| {row} |\n" for row in ["key | type | ", "---|---|---", *rows])
+    table = "".join(f"| {row} |\n" for row in ["key | ", "---|---", *rows])
     return f"{before}{RECORDED}{RECORDS}\n{table}\n{after}"
 
 
-def record_rows(kind: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
-    """Key, type and meaning of everything in a record, those of the records in it after their own key."""
-    texts = {
-        "f1.5": "Share of response tokens whose probabilities differ more than one and a half times, F(1.5)."
-    } | _attribute_docstrings(kind)
+def record_rows(kind: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Key and meaning of everything in a record, those of the records in it after their own key."""
+    texts = {"f1.5": "F(1.5), a share of response tokens."} | _attribute_docstrings(kind)
     for key, hint in get_type_hints(kind, include_extras=True).items():
-        name = f"`{path}{key}`"
-        inner, between = _record_in(hint)
-        yield (
-            f"**{name}**" if key in kind.__required_keys__ else name,
-            ("object" if not between else "object of objects") if inner else _record_type(hint),
-            _required(texts, key, kind),
-        )
-        if inner:
-            yield from record_rows(inner, f"{path}{key}.{between}")
+        name = f"{path}{key}{_levels(hint)}"
+        yield f"**`{name}`**" if key in kind.__required_keys__ else f"`{name}`", _required(texts, key, kind)
+        if inner := _record_in(hint):
+            yield from record_rows(inner, f"{name}.")
 
 
-def _record_in(hint: Any) -> tuple[Any, str]:
-    """The record that a value is, or holds by name, with a star for the name; or none."""
+def _record_in(hint: Any) -> Any:
+    """The record that a value is, or holds; or None."""
     if hasattr(hint, "__required_keys__"):
-        return hint, ""
-    star = "*." if get_origin(hint) is dict else ""
-    found = [_record_in(each) for each in get_args(hint)]
-    return next(((inner, star + between) for inner, between in found if inner), (None, ""))
+        return hint
+    return next((inner for each in get_args(hint) if (inner := _record_in(each))), None)
 
 
-def _record_type(hint: Any) -> str:
-    if hint is step_record.Share:
-        return "share"
+def _levels(hint: Any) -> str:
+    """A pair of brackets for each list in which a value is, and a star for each name."""
     origin, arguments = get_origin(hint), get_args(hint)
-    if origin is dict:
-        return f"object of {_record_type(arguments[1])}"
-    if origin is list:
-        return f"list of {_record_type(arguments[0])}"
-    if origin in (Required, Union, types.UnionType):
-        return " or ".join(_record_type(each) for each in arguments if each is not type(None))
-    return type_words(hint)
+    if origin in (list, dict):
+        return {list: "[]", dict: ".*"}[origin] + _levels(arguments[-1])
+    return next((found for each in arguments if (found := _levels(each))), "")
+
+
+def _values(annotation: Any, default: str) -> str:
+    """The default, and what else a key takes."""
+    if get_origin(annotation) is Literal:
+        return ", ".join(dict.fromkeys([default, *type_words(annotation).split(", ")]))
+    if annotation is bool:
+        return default
+    return ", ".join(filter(None, [default, type_words(annotation)]))
 
 
 def type_words(annotation: Any) -> str:
     """A type in a reader's words, with the values that it takes."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        bounds = [bound for bound in arguments[1:] for bound in _bounds(bound)]
-        return " ".join([type_words(arguments[0]), " and ".join(bounds)]).strip()
+        return f"{type_words(arguments[0])} {_range(arguments[1:])}".strip()
     if origin is Literal:
         return ", ".join(f"`{json.dumps(value)}`" for value in arguments)
     if origin in (Union, types.UnionType):
@@ -164,18 +156,26 @@ def type_words(annotation: Any) -> str:
     return PLAIN.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
-def _bounds(metadata: Any) -> list[str]:
-    if isinstance(metadata, FieldInfo):
-        return [words for each in metadata.metadata for words in _bounds(each)]
-    for kind, (attribute, words) in BOUNDS.items():
-        if isinstance(metadata, kind):
-            bound = getattr(metadata, attribute)
-            return [f"{words} {bound:,}" if isinstance(bound, int) else f"{words} {bound:g}"]
-    return []
+def _range(metadata: Iterable[Any]) -> str:
+    """An interval, or the one bound there is."""
+    flat = [part for each in metadata for part in (each.metadata if isinstance(each, FieldInfo) else [each])]
+    least, most = _bound(flat, LEAST), _bound(flat, MOST)
+    if least[1] and most[1] and most[0] <= SHOWN:
+        return f"in {least[2]}{least[0]:,g}, {most[0]:,g}{most[2]}"
+    return " ".join(f"{sign} {bound:,g}" for bound, sign, _ in (least, most) if sign and bound <= SHOWN)
 
 
-def _type_of(info: FieldInfo) -> str:
-    return type_words(Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation)
+def _bound(metadata: Iterable[Any], kinds: Mapping[type, tuple[str, str, str]]) -> tuple[float, str, str]:
+    """The bound, its sign, and its bracket; empty words where there is none."""
+    for each in metadata:
+        for kind, (attribute, sign, bracket) in kinds.items():
+            if isinstance(each, kind):
+                return getattr(each, attribute), sign, bracket
+    return 0, "", ""
+
+
+def _annotation(info: FieldInfo) -> Any:
+    return Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
 
 
 def _default_of(info: FieldInfo) -> str:
@@ -187,16 +187,16 @@ def _dataclass_default(field: Any, known: Mapping[str, FieldInfo]) -> str:
         return _shown(field.default)
     if known[field.name].is_required():
         return "required"
-    return "of the preset" if "preset" in known else "of the hardware"
+    return "*preset*" if "preset" in known else "*hardware*"
 
 
 def _shown(value: Any) -> str:
-    return "not set" if value is None else f"`{json.dumps(value)}`"
+    return "" if value is None else f"`{json.dumps(value)}`"
 
 
-def _table(rows: list[tuple[str, str, str, str]]) -> Iterator[str]:
+def _table(rows: list[tuple[str, str, str]]) -> Iterator[str]:
     if rows:
-        yield from ("| key | type | default | |", "|---|---|---|---|")
+        yield from ("| key | default, values | |", "|---|---|---|")
         for key, *cells in rows:
             yield " | ".join([f"| `{key}`", *(cell.replace("|", "\\|") for cell in cells)]) + " |"
         yield ""

@@ -58,15 +58,15 @@ def test_a_table_shows_types_defaults_and_texts(reference):
     assert [line for line in reference.tables(Outer, "outer") if line] == [
         "### [outer]",
         "Two lines.",
-        "| key | type | default | |",
-        "|---|---|---|---|",
-        "| `count` | integer at least 1 and at most 999,999 | required | How many. |",
-        "| `shares` | list of number above 0 and at most 1 | `[0.5]` | Of the whole, in parts. |",
+        "| key | default, values | |",
+        "|---|---|---|",
+        "| `count` | required, integer ≥ 1 | How many. |",
+        "| `shares` | `[0.5]`, list of number in (0, 1] | Of the whole, in parts. |",
         "### [outer.inner]",
         "A table in a table.",
-        "| key | type | default | |",
-        "|---|---|---|---|",
-        '| `kind` | `"a"`, `"b"` | not set | One of \\| two. |',
+        "| key | default, values | |",
+        "|---|---|---|",
+        '| `kind` | `"a"`, `"b"` | One of \\| two. |',
     ]
 
 

@@ -148,6 +148,6 @@ def test_trouble_begins_with_the_first_alarm_of_an_episode():
 def test_every_alarm_says_what_to_do_here_and_in_the_docs(kind):
     advice = Alarm(kind=kind, since=0, value=0.2, threshold=0.1).advice
     assert advice.endswith(".")
-    page = (Path(__file__).parents[2] / "docs" / "alarms.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text(encoding="utf-8")
     (said,) = re.findall(rf"^\| `{kind}` \| ([^|]*) \|$", page, re.MULTILINE)
     assert said.replace("`", "") == advice

@@ -1,4 +1,4 @@
-"""What docs/scale.md shows goes together."""
+"""What docs/train.md shows of precision, memory and rollouts ahead goes together."""
 
 import re
 import tomllib
@@ -10,16 +10,20 @@ from foreroute.train import parse_config
 from tests.train.expert_parallel_steps import scored_by_tokens
 from tests.train.small_runs import small_values, trainer_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
+PAGE = Path(__file__).parents[2] / "docs" / "train.md"
 
 
 @pytest.mark.parametrize("checkpointing", ["non_reentrant", "reentrant"])
 def test_the_configurations_of_the_page_run_in_one(checkpointing):
     base = small_values()
-    blocks = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    page = (
+        PAGE.read_text(encoding="utf-8").partition("## Precision, memory and rollouts ahead")[2].partition("\n## ")[0]
+    )
+    blocks = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     for name, section in [item for block in blocks for item in tomllib.loads(block).items()]:
         base[name] = {**base.get(name, {}), **section}
     assert base["model"].keys() >= {"dtype", "gradient_checkpointing", "lora"}
+    assert base["rollout"]["max_staleness"] == 1
     base["model"]["gradient_checkpointing"] = checkpointing
     trainer = trainer_of(parse_config(base, source="the page"))
     with scored_by_tokens():

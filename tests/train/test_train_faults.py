@@ -1,6 +1,6 @@
 """What goes wrong in a run: one error or a documented skip for each fault, and no checkpoint is lost.
 
-Of the faults in docs/train-faults.md, those with a test elsewhere are listed there with it.
+Other faults of docs/train.md have their tests with the engines, the checkpoints and the command line.
 """
 
 import copy

@@ -46,7 +46,7 @@ def test_a_variation_trains(place, block, monkeypatch, tmp_path):
     del values["evaluation"]
     values["rl"]["steps"] = 1
     for name, section in tomllib.loads(block).items():
-        kept = {} if name == "model" else values.get(name, {})
+        kept = {} if "tokenizer" in section else values.get(name, {})
         values[name] = {**kept, **section}
     run = train(parse_config(values, source="the page"), tmp_path / "run")
     assert records(run.path)[0]["reward_failures"] == 0

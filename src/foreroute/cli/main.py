@@ -43,17 +43,15 @@ def _root(
 
 @app.command()
 def demo(
-    folder: Annotated[
-        Path | None, typer.Option(help="Where to put the runs; a new folder below runs/demo by default.")
-    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder of the runs; a new one in runs/demo by default.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="RL steps of each run; 100 by default.")] = None,
-    precision: Annotated[str, typer.Option(help="Of the rollout engine: bfloat16, fp8 or float32.")] = "bfloat16",
+    precision: Annotated[str, typer.Option(help="Of the engine: bfloat16, fp8 or float32.")] = "bfloat16",
     engine: Annotated[str, typer.Option(help="Rollout engine: embedded or vllm.")] = "embedded",
     vllm_python: Annotated[
-        Path | None, typer.Option(help="For vllm: the Python of an environment that has it (docs/engines.md).")
+        Path | None, typer.Option(help="For vllm: Python of its environment (docs/engines.md).")
     ] = None,
 ) -> None:
-    """Train a tiny MoE model without and with replay, and compare what was measured."""
+    """Train a tiny MoE without and with replay. A page compares both runs."""
     from foreroute.cli.demo import run_demo
 
     run_demo(folder, steps=steps, precision=precision, engine=engine, vllm_python=vllm_python)
@@ -64,7 +62,7 @@ def demo_ep(
     folder: Annotated[Path, typer.Option(help="The run's folder.")],
     steps: Annotated[int, typer.Option(min=1, help="RL steps.")] = 30,
 ) -> None:
-    """Train the demo's task on expert-parallel ranks: torchrun --nproc-per-node 4 -m foreroute.cli demo-ep."""
+    """Train the demo's task on several ranks. Start it with torchrun --nproc-per-node 4 -m foreroute.cli demo-ep."""
     from foreroute.cli.demo import run_demo_ep
 
     run_demo_ep(folder, steps=steps)
@@ -74,12 +72,9 @@ def demo_ep(
 def train(
     config: Annotated[Path, typer.Argument(help="A TOML file.")],
     folder: Annotated[Path | None, typer.Option(help="The run's folder; runs/NAME by default.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
 ) -> None:
-    """Train from a configuration; Ctrl-C saves a checkpoint first.
-
-    docs/train.md has a whole configuration, docs/configuration.md every key.
-    """
+    """Train from a configuration. See docs/train.md. Ctrl-C saves a checkpoint first."""
     from foreroute.cli.train import run_training
 
     run_training(config, folder, resume=resume)
@@ -97,27 +92,24 @@ def inspect(trace: Annotated[Path, typer.Argument(help="A trace file.")]) -> Non
 def doctor(
     model: Annotated[
         Path | None,
-        typer.Option(help="A Hugging Face folder, its config.json, or a TOML or run folder of foreroute train."),
+        typer.Option(help="Hugging Face folder, its config.json, or a TOML or run of foreroute train."),
     ] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint of that run.")] = None,
     generation: Annotated[Path | None, typer.Option(help="Trace and log-probs, by capture.save_generation.")] = None,
     trace: Annotated[Path | None, typer.Option(help="The engine's trace.")] = None,
-    logprobs: Annotated[Path | None, typer.Option(help="The engine's, of the response tokens: .npy, floats.")] = None,
-    prompt_lengths: Annotated[Path | None, typer.Option(help="Tokens per prompt: .npy, integers.")] = None,
-    trainer_trace: Annotated[Path | None, typer.Option(help="The trainer's own routes, without a model.")] = None,
-    trainer_logprobs: Annotated[Path | None, typer.Option(help="Without replay: .npy, without a model.")] = None,
-    replayed_logprobs: Annotated[Path | None, typer.Option(help="With replay: .npy, without a model.")] = None,
+    logprobs: Annotated[Path | None, typer.Option(help="The engine's, of response tokens: .npy.")] = None,
+    prompt_lengths: Annotated[Path | None, typer.Option(help="Tokens per prompt: .npy.")] = None,
+    trainer_trace: Annotated[Path | None, typer.Option(help="Without --model: the trainer's own routes.")] = None,
+    trainer_logprobs: Annotated[Path | None, typer.Option(help="Without --model: without replay, .npy.")] = None,
+    replayed_logprobs: Annotated[Path | None, typer.Option(help="Without --model: with replay, .npy.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=1e-3, help="That the engine divided its logits by; the run's own, or 1.")
+        float | None, typer.Option(min=1e-3, help="Of the engine; the run's, or 1, by default.")
     ] = None,
-    weight_version: Annotated[int | None, typer.Option(help="That the trainer is at; the checkpoint's.")] = None,
-    max_sequences: Annotated[int, typer.Option(min=1, help="How many of the sequences to run.")] = 64,
+    weight_version: Annotated[int | None, typer.Option(help="Of the trainer; the checkpoint's by default.")] = None,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Most sequences to run.")] = 64,
     output: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
 ) -> None:
-    """Say whether replay is wired, how far trainer and engine are apart, why, and whether R3 helps.
-
-    Exit code 1 when a problem was found.
-    """
+    """Diagnose trainer and engine. Says how far they differ, why, and whether R3 helps; exit code 1 for a problem."""
     from foreroute.cli.doctor import run_doctor
     from foreroute.cli.doctor_inputs import DoctorInputs
     from foreroute.doctor import Severity
@@ -142,7 +134,7 @@ def doctor(
 
 @app.command()
 def validate(traces: Annotated[list[Path], typer.Argument(help="Trace files.")]) -> None:
-    """Check trace files: readable, undamaged, and routes that a router can have taken."""
+    """Check trace files. They must be readable, undamaged, and hold possible routes."""
     from foreroute.cli.traces import validate_traces
 
     if not validate_traces(traces):
@@ -151,21 +143,19 @@ def validate(traces: Annotated[list[Path], typer.Argument(help="Trace files.")])
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(help="A trace file, or what an engine or framework wrote.")],
-    target: Annotated[Path, typer.Argument(help="The file to write; it must not exist.")],
+    source: Annotated[Path, typer.Argument(help="A trace file, or output of an engine or framework.")],
+    target: Annotated[Path, typer.Argument(help="A file that does not exist yet.")],
     to: Annotated[str, typer.Option(help="packed, raw or planes; or npy, raw-int32, nemo-rl, prime-rl, skyrl.")] = (
         "packed"
     ),
-    model: Annotated[
-        Path | None, typer.Option(help="A trace of the same model, or its config.json; needed for engine output.")
-    ] = None,
-    tokens: Annotated[Path | None, typer.Option(help="JSON list of token lists, where the source has none.")] = None,
+    model: Annotated[Path | None, typer.Option(help="For engine output: config.json or a trace of the model.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="JSON list of token lists, if the source has none.")] = None,
     start: Annotated[int | None, typer.Option(help="Position of the first row, if not 0.")] = None,
-    weight_version: Annotated[int, typer.Option(help="Of the weights that computed the routes; -1 unknown.")] = -1,
-    engine: Annotated[str, typer.Option(help="vllm, sglang, ... where the source does not tell.")] = "",
+    weight_version: Annotated[int, typer.Option(help="Of the routes; -1: unknown.")] = -1,
+    engine: Annotated[str, typer.Option(help="vllm, sglang, ... if the source does not tell.")] = "",
     engine_version: Annotated[str, typer.Option(help="Such as 0.5.12.")] = "",
 ) -> None:
-    """Turn engine output into a trace, a trace into another codec, or a trace into another framework's form."""
+    """Convert engine output and traces. Writes a trace, another codec, or another framework's form."""
     from foreroute.cli.convert import Origin, convert_file
 
     convert_file(source, target, to, Origin(model, tokens, start, weight_version, engine, engine_version))
@@ -173,10 +163,10 @@ def convert(
 
 @app.command()
 def diff(
-    reference: Annotated[Path, typer.Argument(help="A trace file, say of the trainer's own routes.")],
-    other: Annotated[Path, typer.Argument(help="A trace file of the same tokens, say of the engine's routes.")],
+    reference: Annotated[Path, typer.Argument(help="A trace file, for example the trainer's.")],
+    other: Annotated[Path, typer.Argument(help="One of the same tokens, for example the engine's.")],
 ) -> None:
-    """Compare two traces and name what sets them apart; exit code 1 when it is a defect."""
+    """Compare two traces. Names the difference; exit code 1 for a defect."""
     from foreroute.cli.traces import print_difference
 
     if not print_difference(reference, other):
@@ -185,40 +175,36 @@ def diff(
 
 @app.command()
 def plan(
-    topology: Annotated[Path, typer.Option(help="TOML: ranks, slots, hardware, model, costs; see docs/planner.md.")],
+    topology: Annotated[Path, typer.Option(help="TOML (docs/planner.md).")],
     traces: Annotated[list[Path] | None, typer.Argument(help="Trace files of one step.")] = None,
     counts: Annotated[
-        Path | None, typer.Option(help=".npz with an integer array counts [M, L, G, E], instead of traces.")
+        Path | None, typer.Option(help="Instead of traces: .npz with integers counts [M, L, G, E].")
     ] = None,
-    output: Annotated[Path, typer.Option(help="The plan file; the page is named alike, with .html.")] = Path(
-        "plan.safetensors"
-    ),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a plan and a page that are there.")] = False,
-    tolerance: Annotated[float, typer.Option(help="Stop at 1 + this times the mean load; 0 balances exactly.")] = 0.02,
-    home_moves: Annotated[str, typer.Option(help="Most experts of a layer that may change their home; or all.")] = "0",
+    output: Annotated[Path, typer.Option(help="The plan file; the page has .html instead.")] = Path("plan.safetensors"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing plan and page.")] = False,
+    tolerance: Annotated[float, typer.Option(help="Stop at 1 + this times the mean load; 0: exact.")] = 0.02,
+    home_moves: Annotated[str, typer.Option(help="Most experts of a layer that change their home, or all.")] = "0",
     replicas: Annotated[bool, typer.Option(help="Replicate experts in redundant slots.")] = True,
-    shared_slots: Annotated[
-        bool, typer.Option("--shared-slots", help="One set of slots for all layers, empty at every cell.")
-    ] = False,
+    shared_slots: Annotated[bool, typer.Option("--shared-slots", help="One set of slots for all layers.")] = False,
     locality: Annotated[bool, typer.Option(help="Serve tokens near their source.")] = True,
     traffic: Annotated[
-        bool, typer.Option("--traffic", help="Also replicate what cuts traffic, where that pays; with --shared-slots.")
+        bool, typer.Option("--traffic", help="With --shared-slots: also replicate to cut traffic.")
     ] = False,
     pay_off: Annotated[bool, typer.Option(help="Drop replicas that expose more time than they save.")] = True,
-    previous_plan: Annotated[Path | None, typer.Option(help="Plan of the step before: where experts live now.")] = None,
+    previous_plan: Annotated[Path | None, typer.Option(help="Plan of the step before.")] = None,
     previous_step: Annotated[
-        list[Path] | None, typer.Option(help="Traces (repeat it), or one .npz, of the step before.")
+        list[Path] | None, typer.Option(help="Traces (repeat it) or one .npz of the step before.")
     ] = None,
     token_budget: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of a rank in a micro-step, for traces; 16384 by default.")
+        int | None, typer.Option(min=1, help="For traces: most tokens of a rank in a micro-step; 16384 by default.")
     ] = None,
-    pack: Annotated[str | None, typer.Option(help="How traces are packed: routes (the default), or lengths.")] = None,
-    baseline: Annotated[list[str] | None, typer.Option(help="Compare with this one alone; repeat it.")] = None,
+    pack: Annotated[str | None, typer.Option(help="How traces are packed: routes (the default) or lengths.")] = None,
+    baseline: Annotated[list[str] | None, typer.Option(help="Compare with this one only; repeat it.")] = None,
     baselines: Annotated[bool, typer.Option(help="Compare with other balancers.")] = True,
-    threads: Annotated[int, typer.Option(min=1, help="Of the planner; plans do not depend on it.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of searches; the same seed gives the same plan.")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="Of the planner.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of searches.")] = 0,
 ) -> None:
-    """Plan a step before it runs: where experts live, which are replicated, and who serves which token."""
+    """Plan a step before it runs. Says where experts live, which are replicated, and who serves which token."""
     from foreroute.cli.plan import read_home_moves, run_plan
     from foreroute.cli.plan_inputs import PlanInputs
     from foreroute.plan import PlanOptions
@@ -252,20 +238,14 @@ def plan(
 
 @app.command()
 def simulate(
-    config: Annotated[
-        Path, typer.Argument(help="TOML: cluster, hardware, model, workload, execution, sweep; see docs/simulate.md.")
-    ],
-    output: Annotated[
-        Path | None, typer.Option(help="The run's folder; runs/simulate/NAME of the configuration by default.")
-    ] = None,
-    fit: Annotated[
-        Path | None, typer.Option(help="Timed steps, JSON Lines: fit rates of the hardware to them first.")
-    ] = None,
+    config: Annotated[Path, typer.Argument(help="TOML (docs/simulate.md).")],
+    output: Annotated[Path | None, typer.Option(help="The run's folder; runs/simulate/NAME by default.")] = None,
+    fit: Annotated[Path | None, typer.Option(help="Timed steps, JSON Lines, to fit hardware rates to.")] = None,
     rate: Annotated[
-        list[str] | None, typer.Option(help="Fit this one; repeat it. By default gemm_flops_per_s and layer_s.")
+        list[str] | None, typer.Option(help="Fit this rate; repeat it. By default gemm_flops_per_s and layer_s.")
     ] = None,
 ) -> None:
-    """Say what balancing is worth on a cluster that is described, not there: one RL step under every method."""
+    """Model one RL step on a described cluster. Compares all balancing methods."""
     from foreroute.cli.simulate import run_simulation
 
     run_simulation(config, output, measurements=fit, rates=rate or ())
@@ -276,7 +256,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of one or more runs.")],
     output: Annotated[Path | None, typer.Option(help="The page; report.html in the first run by default.")] = None,
 ) -> None:
-    """Write one HTML page about a run, or comparing several."""
+    """Write one HTML page about runs."""
     from foreroute.cli.terminal import working
     from foreroute.report import write_report
 

@@ -52,14 +52,13 @@ class ModelShape:
         num_experts: routed experts of a layer.
         top_k: experts per token.
         hidden: width of the residual stream.
-        intermediate: width inside one expert, which has three matrices of hidden x intermediate.
-        dense_parameters: of the matrices that every token of a layer passes beside the routed experts: attention
-            projections and shared experts.
-        attention_width: query heads times the mean of query and value width, for the attention core.
+        intermediate: width of one expert, three matrices of hidden x intermediate.
+        dense_parameters: of a layer beside its routed experts: attention projections and shared experts.
+        attention_width: query heads times the mean of query and value width.
         vocabulary: columns of the output head.
-        weight_bytes: of one parameter as it is moved and read.
-        gradient_bytes: of one parameter's gradient as it is returned.
-        activation_bytes: of one element of a dispatched or combined row.
+        weight_bytes: of one parameter, moved or read.
+        gradient_bytes: of one returned parameter's gradient.
+        activation_bytes: of one element of a dispatched row.
     """
 
     num_layers: int
@@ -104,8 +103,8 @@ class Hardware:
         gemm_flops_per_s: grouped matrix products of many rows.
         attention_flops_per_s: the causal attention core.
         memory_bytes_per_s: device memory.
-        tile_rows: an expert's rows are padded to a multiple of this.
-        layer_s: fixed seconds of one pass over a layer: norms, router, launches.
+        tile_rows: an expert's rows are padded to a multiple.
+        layer_s: fixed seconds of a pass over a layer.
         links: bandwidths of one rank, latencies of an all-to-all.
         ranks_per_node: ranks joined by the fast link.
     """
@@ -180,11 +179,9 @@ class CostModel:
     Attributes:
         model: what is computed.
         hardware: what computes it.
-        dispatcher: "copies" sends every assignment on its own. "dedup" sends a token once to each node (to the rank of
-            the same place there, which passes it on), and once to each rank.
-        update_path: how replicas are fetched in the update; the recompute fetches from host memory. "host" likewise,
-            "direct" from the home rank, over the links of the all-to-all and while none runs.
-        sequence_tokens: length of sequences for the attention core, where their lengths are not given.
+        dispatcher: "copies" sends every assignment; "dedup" a token once to each node and rank.
+        update_path: replicas in the update come from host memory, or directly from the home rank.
+        sequence_tokens: length of a sequence, where none is given.
     """
 
     model: ModelShape

@@ -1,6 +1,6 @@
 """Alarms over a run's records: the collapse rule that was fixed beforehand, and early warnings. Pure functions.
 
-A record is one line of metrics.jsonl. `docs/alarms.md` says where each threshold comes from.
+A record is one line of metrics.jsonl. `docs/diagnose.md` says where each threshold comes from.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ WORDS: dict[str, str] = {
 
 
 ADVICE: dict[str, str] = {
-    "collapse": 'Go back to a checkpoint from before it (alarms.action = "rollback" does), with a lower '
-    "rl.learning_rate or fewer rl.mini_steps.",
+    "collapse": "Start again from a checkpoint from before it (warm_start.checkpoint), with a lower rl.learning_rate "
+    "or fewer rl.mini_steps.",
     "f2": 'Train with replay (rl.routing = "R3") if the run does not. If it does, routing is not the cause: run '
     "foreroute doctor on a saved rollout, and check that the engine has the last weights, the temperature and the "
     "precision that you meant.",

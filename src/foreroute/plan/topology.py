@@ -51,10 +51,9 @@ class Topology:
     Attributes:
         num_ranks: G.
         ranks_per_node: ranks joined by the fast link; divides G.
-        redundant_slots: slots for replicas on every rank, beside its E / G home experts.
+        redundant_slots: slots for replicas on every rank.
         links: bandwidths.
-        slot_memory_bytes: most bytes that the redundant slots of a rank may take over all layers, or None for no limit.
-            `plan` refuses to exceed it.
+        slot_memory_bytes: limit of a rank's redundant slots over all layers, or None. `plan` refuses to exceed it.
     """
 
     num_ranks: int

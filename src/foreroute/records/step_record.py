@@ -51,11 +51,11 @@ class MismatchRecord(_MilderShare, total=False):
     """How far trainer and rollout engine were apart at one step."""
 
     response_tokens: int
-    """Response tokens that were compared."""
+    """Response tokens compared."""
     k3: Required[float]
-    """Estimate of KL(engine || trainer), nats per response token."""
+    """k3, nats per response token."""
     f2: Required[Share]
-    """Share of response tokens whose probabilities differ more than twofold, F(2)."""
+    """F(2), a share of response tokens."""
     max_abs_log_ratio: float
     """The largest |log r|."""
     routed_rows: int
@@ -63,13 +63,13 @@ class MismatchRecord(_MilderShare, total=False):
     differing_share: Required[Share]
     """Share of (token, layer) whose expert sets differ."""
     differing_tokens_share: Required[Share]
-    """Share of tokens with at least one differing layer."""
+    """Share of tokens with a differing layer."""
     differing_share_by_layer: list[Share]
-    """Per layer, the share of tokens whose expert set differs."""
+    """The same, per layer."""
     overlap_by_layer: list[float]
-    """Per layer, the mean share of a token's experts that both sides picked."""
+    """Per layer, mean share of a token's experts that both picked."""
     differing_layers_histogram: list[int]
-    """Tokens by their number of differing layers, from 0."""
+    """Tokens by number of differing layers, from 0."""
     first_differing_layer: list[int]
     """Tokens by the first layer that differs."""
 
@@ -87,15 +87,15 @@ class ImportanceRecord(TypedDict, total=False):
     """Probabilities of the trainer over the engine's on the trained tokens, and what a correction did about them."""
 
     ratio_mean: float
-    """Mean of trainer over engine; its expectation is 1."""
+    """Mean of rho, trainer over engine; 1 in expectation."""
     ratio_max: float
-    """The largest."""
+    """Largest rho."""
     effective_share: Required[Share]
-    """Effective sample size over the number of tokens."""
+    """(Σ rho)² / (n Σ rho²), effective sample size over tokens."""
     weight_mean: float
-    """What losses were multiplied by, on average."""
+    """Mean weight of the correction."""
     cut_share: Required[Share]
-    """Share of tokens whose weight the correction changed."""
+    """Share of tokens that the correction truncated or masked."""
     rejected_sequences: Required[int]
     """Responses that rejection left out."""
 
@@ -106,9 +106,9 @@ class SamplingRecord(TypedDict, total=False):
     rounds: int
     """Rounds of dynamic sampling."""
     responses: int
-    """Responses in all of them."""
+    """Responses in all rounds."""
     informative_share: Share
-    """Share of the kept ones that teach something."""
+    """Share of kept responses with an advantage."""
 
 
 class EvaluationRecord(TypedDict, total=False):
@@ -117,15 +117,15 @@ class EvaluationRecord(TypedDict, total=False):
     responses: Required[int]
     """How many."""
     reward_mean: Required[float]
-    """Their mean reward."""
+    """Mean reward."""
     reward_std: float
     """Its standard deviation."""
     exact_share: Share
     """Share of rewards of exactly 1."""
     response_tokens_mean: float
-    """Their mean length."""
+    """Mean length."""
     reward_failures: int
-    """Responses without a reward, because a function failed."""
+    """Responses whose reward function failed."""
     reward_failure: str
     """The first failure."""
 
@@ -142,7 +142,7 @@ class StageRecord(TypedDict, total=False):
     replicas: int
     """Replicas of all cells."""
     fell_back: list[dict[str, str | int]]
-    """Cells that their homes served alone, and why."""
+    """Cells served by homes alone, and why."""
 
 
 def _check_stage(stage: StageRecord) -> StageRecord:
@@ -170,34 +170,34 @@ class ExecutionRecord(TypedDict, total=False):
     ranks: Required[int]
     """How many."""
     max_over_mean: dict[Load, float]
-    """By load, the sum over cells of the busiest rank's assignments over the sum of the means."""
+    """By load: busiest rank's assignments over the mean, summed over cells."""
     replicas: int
     """Replicas of all cells."""
     bytes: dict[str, int]
-    """That arrived: weights by `host` memory and `direct`ly, `gradients` of replicas."""
+    """Arrived: weights by `host` memory, `direct`, and `gradients`."""
     cells_at_home: int
-    """Cells that fell back to their homes, in all stages."""
+    """Cells that fell back to their homes."""
     exposed_transfer_s: Seconds
-    """Seconds that the slowest rank waited for weights and gradients of replicas."""
+    """Seconds that the slowest rank waited for replicas' weights and gradients."""
     planning_s: Seconds
     """Seconds of planning, on the rank that waited longest."""
     exposed_planning_s: Seconds
-    """Those that stages waited for their plans."""
+    """Seconds that stages waited for plans."""
     hidden_planning_share: float
-    """Share of the seconds of planning that nobody waited for."""
+    """Share of planning that no stage waited for."""
     stages: dict[str, Annotated[StageRecord, AfterValidator(_check_stage)]]
-    """By name: recompute, update 0, and so on."""
+    """By name: recompute, update 0, ..."""
 
 
 class DeviceRecord(TypedDict, total=False):
     """Where a step ran."""
 
     kind: Required[str]
-    """cpu or cuda."""
+    """`cpu` or `cuda`."""
     name: Required[str]
-    """Of the device."""
+    """Its name."""
     peak_memory_bytes: Annotated[int, Ge(0)] | None
-    """The most that tensors took on any rank; on CUDA alone."""
+    """Most bytes of tensors on any rank; CUDA only."""
 
 
 def _check_mismatch(mismatch: MismatchRecord) -> MismatchRecord:
@@ -234,59 +234,59 @@ class StepRecord(TypedDict, total=False):
     step: Required[int]
     """From 0."""
     weight_version: int | None
-    """The newest weights that sampled a token of it."""
+    """Newest weights that sampled a token."""
     staleness: int | None
-    """By how many versions the oldest route is behind the policy."""
+    """Versions that the oldest route is behind the policy."""
     seconds: dict[str, Seconds]
     """By stage."""
     reward_mean: float | None
-    """Mean reward of the responses; of the first round, where sampling is dynamic."""
+    """Mean reward of the responses (of the first round)."""
     reward_std: float | None
     """Its standard deviation."""
     exact_share: Share | None
     """Share of rewards of exactly 1."""
     reward_failures: int
-    """Responses without a reward, because a function failed."""
+    """Responses whose reward function failed."""
     reward_failure: str
     """The first failure."""
     response_tokens_mean: float | None
     """Mean length of the responses."""
     entropy: float | None
-    """Mean entropy of the trainer's next-token distribution, nats per response token."""
+    """Trainer's mean entropy, nats per response token."""
     grad_norm: float | None
-    """Norm of the gradient before clipping, averaged over mini-batches."""
+    """Norm before clipping, mean over mini-batches."""
     clip_share: Share | None
-    """Share of trained tokens whose update the clip bounds changed."""
+    """Share of trained tokens that the clip bounds changed."""
     loss: float | None
     """Mean over the mini-batches."""
     kl: float | None
-    """Estimate of KL(policy || reference) on the trained tokens, where there is a reference."""
+    """KL(policy || reference) on trained tokens, estimated."""
     tokens: int | None
     """Rows of the rollout's trace."""
     trained_with: Side
-    """The side whose routes the update ran with."""
+    """`native` or `replayed`: whose routes the update used."""
     mismatch: dict[Side, Annotated[MismatchRecord, AfterValidator(_check_mismatch)]]
-    """By side, on the same rollout and weights."""
+    """By side, `native` and `replayed`."""
     margins: Annotated[MarginsRecord, AfterValidator(_check_margins)] | None
     """Of the trainer's own routers."""
     live_agreement: list[float]
-    """By mini-batch, the share of (token, layer) whose live top-k is the replayed set."""
+    """By mini-batch: share of (token, layer) whose live top-k is the replayed set."""
     expert_load: dict[NumRanks, float]
-    """By a number of ranks: the busiest one over the mean if experts lay contiguously on so many."""
+    """By number of ranks: busiest over mean, experts in contiguous blocks."""
     importance: ImportanceRecord | None
     """Of trainer over engine."""
     sampling: SamplingRecord | None
-    """How the responses were come by."""
+    """How responses were sampled."""
     skipped_prompts: int
-    """Prompts of the data set that were too long."""
+    """Prompts that were too long."""
     evaluation: EvaluationRecord | None
-    """On held-out problems, at the steps that evaluate."""
+    """On held-out problems, at steps that evaluate."""
     execution: Annotated[ExecutionRecord, AfterValidator(_check_execution)] | None
-    """Where experts are spread over ranks."""
+    """With experts on several ranks."""
     device: DeviceRecord | None
     """Where the step ran."""
     alarms: list[Alarm] | None
-    """Those that are on after the step, each with its `kind`, `since` which step, `value` and `threshold`."""
+    """Those that are on: `kind`, `since` which step, `value`, `threshold`."""
     rollbacks: int
     """How often the run was rolled back before it, if it was."""
 

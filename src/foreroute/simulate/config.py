@@ -122,13 +122,13 @@ class ClusterConfig(Section):
     gpus: Count
     """In all; a multiple of `expert_parallel` times `pipeline`."""
     expert_parallel: Ranks
-    """EP: GPUs that the experts of a layer are spread over. They are neighbours."""
+    """Neighbouring GPUs that share a layer's experts."""
     pipeline: Count = 1
-    """Pipeline stages, each with its own layers; 1F1B without interleaving."""
+    """Pipeline stages; 1F1B without interleaving."""
     redundant_slots: Slots = 2
-    """Per GPU and layer, for all methods that say nothing else."""
+    """Per GPU and layer, unless a method says otherwise."""
     processors_per_node: Count | None = None
-    """Processors that the ranks of a node share, for simulating ranks on CPUs; each GPU has its own."""
+    """To simulate ranks on CPUs: processors that a node's ranks share."""
 
     @model_validator(mode="after")
     def _groups_fill_the_cluster(self) -> ClusterConfig:
@@ -146,27 +146,26 @@ class ClusterConfig(Section):
 
 
 class WorkloadConfig(Section):
-    """Which tokens are routed where: drawn, or counts of your own."""
+    """Which tokens are routed where: drawn, or your counts."""
 
     preset: str | None = None
-    """Of `simulate.workload.WORKLOADS`, for its unevenness; by default that for `expert_parallel` ranks, or the
-    next."""
+    """Unevenness, of `simulate.workload.WORKLOADS`; by default that for `expert_parallel`."""
     counts: str | None = None
-    """An .npz file with integers `counts` [M, L, G, E] instead, the same for all groups."""
+    """Instead: .npz file with integers `counts` [M, L, G, E], for all groups."""
     previous_counts: str | None = None
-    """Likewise, the step before."""
+    """The same for the step before."""
     tokens_per_rank: Tokens | None = None
-    """Tokens of a GPU in a micro-step, about; whole sequences are dealt evenly. By default as the preset has them."""
+    """Approximate tokens of a GPU in a micro-step; the preset's by default."""
     micro_steps: Count = 32
-    """M."""
+    """M, micro-batches of a rank."""
     layers: Count | None = 4
-    """Layers that are drawn and planned; they stand in turn for all routed layers of the model. None draws all."""
+    """Layers that are drawn, and repeated for all routed layers."""
     groups: Count | None = 8
-    """Expert-parallel groups that are drawn at most; they stand in turn for all. None draws all."""
+    """Most expert-parallel groups that are drawn, and repeated for all."""
     skew: Skew = 1.0
-    """Above 1, experts of a layer are less even than the preset says; concentrations are divided by it."""
+    """Above 1: less even than the preset; divides concentrations."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Of what is drawn."""
+    """Of the drawing."""
 
     @field_validator("preset")
     @classmethod
@@ -189,31 +188,29 @@ class ExecutionConfig(Section):
     """How the cluster executes."""
 
     recompute_path: TransferPath = "host"
-    """Where replicas come from in the recompute. "host": every node's host memory holds all experts; "direct": peer to
-    peer; "auto": host memory if the home is in the same node, else peer to peer, as `foreroute.ep.transfer` does."""
+    """Replicas from host memory, peer to peer, or by where the home is (auto)."""
     update_path: TransferPath = "host"
     """The same in the update."""
     gradient_return: Literal["micro-step", "transfer"] = "micro-step"
-    """When gradients of replicas return to their homes: after every micro-step, as `foreroute.ep` does, or once
-    for each time that weights were fetched, if they were added up in the slot meanwhile."""
+    """Replicas' gradients return after each micro-step, or once per fetch of weights."""
     prefetch: Natural = 1
     """Cells that are fetched ahead."""
     overlap: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of its computing time behind which a layer hides its all-to-alls. 0: no overlap."""
+    """Share of computing time that hides all-to-alls."""
     planning_s: Seconds | None = None
-    """Seconds that planning a step takes, for every method; by default the processor time measured here."""
+    """Of planning a step, any method; measured here by default."""
     planner_speed: Factor = 1.0
-    """Measured planning times are divided by it: other processors, more threads."""
+    """Divides measured planning times."""
     plan_lead_s: Seconds = 0.0
-    """Seconds between the end of the rollout, when planning begins, and the recompute."""
+    """Between the end of the rollout and the recompute."""
     rollout_s: Seconds = 0.0
-    """Seconds of the rollout, which is not simulated, to be counted in whole steps."""
+    """Of the rollout, added to whole steps."""
     home_moves_hidden: bool = False
-    """Whether moving homes, with optimizer state, takes place beside the rollout."""
+    """Homes move beside the rollout."""
 
 
 class SweepConfig(Section):
-    """Sensitivities: for each key, values that replace the configuration's, one at a time."""
+    """Values that replace the configuration's, one at a time."""
 
     redundant_slots: tuple[Slots, ...] = ()
     """Values of cluster.redundant_slots."""
@@ -241,7 +238,7 @@ class SimulateConfig(Section):
     cluster: ClusterConfig
     workload: WorkloadConfig = WorkloadConfig()
     methods: tuple[str, ...] = tuple(METHODS)
-    """To simulate, in this order; `static` is always among them."""
+    """In this order; `static` is always among them."""
     execution: ExecutionConfig = ExecutionConfig()
     sweep: SweepConfig = SweepConfig()
     hardware: dict[str, Any] = Field(default_factory=lambda: {"preset": "h100"})

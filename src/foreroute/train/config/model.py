@@ -11,14 +11,14 @@ from foreroute.train.config.unused_keys import refuse_unused
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters (peft), which RL trains instead of the model's weights. Routers stay as `rl.router` says."""
+    """Low-rank adapters (peft) that RL trains in place of the weights; `rl.router` still decides about routers."""
 
     rank: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Of the matrices A and B in W + alpha / rank · B A; 0 puts no adapters in."""
+    """Rank of A and B in W + alpha / rank · B A; 0: no adapters."""
     alpha: Positive = 32.0
-    """See there."""
+    """Scale of the adapters."""
     dropout: Annotated[float, Field(ge=0, le=0)] = 0.0
-    """0: the update's probabilities are compared with the recompute's, which drops nothing."""
+    """0 only: the update must repeat the probabilities of the old-log-prob pass."""
     targets: list[str] = Field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1)
     """Names of linear layers, in every block."""
 
@@ -30,22 +30,22 @@ class LoRAConfig(Section):
 
 
 class ModelConfig(Section):
-    """The policy: a Hugging Face model from a folder, or a new one from its sizes and the seed."""
+    """The policy: a Hugging Face model from a folder, or a new one from sizes and seed."""
 
     path: str | None = None
-    """A folder with config.json and safetensors of a Mixture-of-Experts model."""
+    """Folder of an MoE model: config.json and safetensors."""
     tokenizer: str | None = None
-    """A folder with a tokenizer; the model's own by default. A new model gets its vocabulary."""
+    """Folder of a tokenizer; the model's own by default. A new model gets its vocabulary."""
     family: str | None = None
-    """Without path: model type of transformers, "qwen3_moe" by default."""
+    """Without path: model type in transformers, "qwen3_moe" by default."""
     experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] = "grouped_mm"
-    """How transformers computes experts, where the family has a choice."""
+    """How transformers computes experts, if the family has a choice."""
     sizes: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Without path: fields of the family's configuration; the vocabulary comes from the task."""
+    """Without path: fields of the family's configuration, without the vocabulary."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and arithmetic. With bfloat16 the optimizer keeps weights in float32, and gradients are float32."""
+    """Weights and arithmetic. The optimizer's weights and gradients are float32."""
     gradient_checkpointing: Literal["off", "reentrant", "non_reentrant"] = "off"
-    """Keep the inputs of layers alone, and compute the rest again in the backward. Changes no bit."""
+    """Recompute activations in the backward. Changes no bit."""
     lora: LoRAConfig = LoRAConfig()
 
     @model_validator(mode="before")
@@ -70,21 +70,20 @@ class ModelConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised training before RL, until the model half knows the task."""
+    """Supervised training before RL."""
 
     checkpoint: str | None = None
-    """A checkpoint to start from instead; then the other keys are left out."""
+    """A checkpoint to start from, instead of the other keys."""
     max_steps: Natural = 800
-    """Supervised steps at most; the learning rate falls along a cosine over so many. 0 leaves the warm start out, and
-    is the default for a model from a path."""
+    """Most steps; the learning rate falls along a cosine. 0, the default with model.path, skips the warm start."""
     batch_size: Count = 128
     """Right answers per step."""
     learning_rate: Positive = 3e-3
-    """Of AdamW, at the start."""
+    """Of AdamW, at first."""
     stop_at_loss: Positive = 0.3
-    """Training stops when the moving average of the loss, in nats per answer token, falls below this."""
+    """Stop when the loss's moving average, nats per answer token, is below this."""
     aux_loss: NotNegative = 0.01
-    """Weight of the load-balancing loss. RL uses none."""
+    """Weight of the load-balancing loss; RL has none."""
 
     @model_validator(mode="after")
     def _takes_place(self) -> WarmStartConfig:

@@ -51,16 +51,16 @@ BOUNDS: dict[str, dict[str, float]] = {
 
 
 class CorrectionConfig(Section):
-    """Weights for tokens whose probability in the trainer is not the engine's."""
+    """Weights for tokens whose probabilities in trainer and engine differ."""
 
     kind: Correction = "none"
-    """None, truncated ("tis") or masked ("mis") importance sampling, or a band outside of which a token is dropped."""
+    """Truncated or masked importance sampling, or a band."""
     level: Level = "token"
-    """Ratios of tokens, or of whole responses."""
+    """Ratios of tokens, or of responses."""
     low: Positive | None = None
-    """icepop: the lower end of the band; 0.5 by default."""
+    """icepop: lower end of the band; 0.5 by default."""
     high: Positive | None = None
-    """The bound of tis and mis (2 by default), the upper end of icepop's band (5)."""
+    """Bound of tis and mis (2 by default), upper end of icepop's band (5)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -84,14 +84,14 @@ class CorrectionConfig(Section):
 
 
 class RejectionConfig(Section):
-    """Responses that trainer and engine disagree about too much are not learned from."""
+    """Whole responses that are left out."""
 
     kind: Rejection = "none"
-    """By the ratio of the whole response ("sequence"), or by its mean per token ("geometric")."""
+    """By the ratio of the response, or its geometric mean per token."""
     low: Positive | None = None
-    """The smallest ratio of trainer over engine that is accepted."""
+    """Smallest accepted ratio of trainer over engine."""
     high: Positive | None = None
-    """The largest; for "geometric" a band such as 0.99 to 1.01."""
+    """Largest; for "geometric" a band such as 0.99 to 1.01."""
 
     @model_validator(mode="after")
     def _bounds_of_kind(self) -> RejectionConfig:
@@ -106,43 +106,42 @@ class RejectionConfig(Section):
 
 
 class RLConfig(Section):
-    """Recompute and update."""
+    """The old-log-prob pass and the update."""
 
     routing: Routing = "R3"
-    """Which routes the trainer's forwards use: its own, those of its recompute pass (R2), the rollout's (R3), or the
-    rollout's with its gate weights, which leaves the router without gradient (R3+weights)."""
+    """Routes of the forwards: live, of the old-log-prob pass (R2), of the rollout (R3), or those with gate weights."""
     router: Literal["trained", "frozen"] = "trained"
     """Whether RL changes the routers."""
     steps: Count = 80
-    """Rollouts, each with its update; may be raised on resume."""
+    """Rollouts, each with its update; may rise on resume."""
     mini_steps: Count = 1
     """Optimizer steps per rollout."""
     micro_step_tokens: Tokens = 4096
-    """Token slots, padding included, of one forward and backward."""
+    """Tokens of one forward and backward, padding included."""
     learning_rate: Positive = 6e-4
-    """Of AdamW, once the warm-up is over."""
+    """Of AdamW, after the warm-up."""
     warmup_steps: Natural = 5
     """Steps over which the learning rate rises."""
     max_grad_norm: Positive = 1.0
-    """Gradients with a larger norm are scaled down to it."""
+    """Larger gradients are scaled down to it."""
     method: Method = "dapo"
-    """Sets the six keys that follow, and for minirl the correction, where they are not given."""
+    """Sets the next six keys, and minirl the correction, unless given."""
     advantage: Advantage = "group_std"
-    """Reward minus the mean of its group, over the standard deviation or not."""
+    """Reward minus its group's mean, over the standard deviation or not."""
     ratio: Level = "token"
-    """Ratios of tokens, or the geometric mean over the tokens of a response."""
+    """Of tokens, or the geometric mean over a response."""
     loss: Loss = "clip"
-    """The clipped ratio, a capped weight (cispo), or REINFORCE with a mask."""
+    """Clipped ratio, capped weight, or masked REINFORCE."""
     mean: Mean = "token"
-    """Tokens alike, sequences alike, or sums over the longest response's length."""
+    """Over tokens, sequences, or a constant length."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Ratios below 1 - clip_low are clipped; 1 sets no lower bound."""
+    """Ratios below 1 - clip_low are clipped; 1: none."""
     clip_high: Positive = 0.28
     """Ratios above 1 + clip_high are clipped."""
     correction: CorrectionConfig = CorrectionConfig()
     rejection: RejectionConfig = RejectionConfig()
     kl_coefficient: NotNegative = 0.0
-    """Weight of the divergence from the weights that RL started from; 0 keeps no reference."""
+    """Weight of the divergence from the first policy; 0 keeps no reference."""
 
     @model_validator(mode="before")
     @classmethod

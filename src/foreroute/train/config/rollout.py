@@ -17,19 +17,19 @@ class VLLMConfig(Section):
     """Where vLLM runs, for `rollout.engine = "vllm"`."""
 
     mode: Literal["process", "server"] = "process"
-    """A worker process that the trainer starts and ends, or a server that is already running."""
+    """A process that the trainer starts, or a running server."""
     python: str | None = None
-    """process: the interpreter of an environment with vLLM."""
+    """process: interpreter of an environment with vLLM."""
     max_model_len: Tokens | None = None
-    """process: tokens of the longest sequence; by default the most that the model takes."""
+    """process: tokens of the longest sequence; by default the model's limit."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """process: further arguments of `vllm.LLM`."""
     url: str | None = None
-    """server: its address, such as "http://127.0.0.1:8000"."""
+    """server: address, such as "http://127.0.0.1:8000"."""
     weights_folder: str | None = None
-    """server: where new weights are put for it, under a path that it sees too."""
+    """server: folder for new weights, at a path that both see."""
     timeout_s: Timeout = 600.0
-    """For loading and for each request."""
+    """Of loading, and of each request."""
 
     @model_validator(mode="after")
     def _server_known(self) -> VLLMConfig:
@@ -46,22 +46,20 @@ class RolloutConfig(Section):
     """Sampling."""
 
     engine: Literal["embedded", "vllm"] = "embedded"
-    """What samples: a copy of the policy in the trainer's process, or vLLM."""
+    """A copy of the policy in this process, or vLLM."""
     precision: Literal["float32", "bfloat16", "fp8"] = "bfloat16"
-    """Of the engine's weights and arithmetic. A vLLM server has its own."""
+    """Of the engine; a vLLM server has its own."""
     vllm: VLLMConfig = VLLMConfig()
     prompts: Count = 32
     """Prompts per step."""
     group_size: Annotated[int, Field(ge=2, le=MOST)] = 8
     """Responses per prompt."""
     max_rounds: Annotated[int, Field(ge=1, le=100)] = 1
-    """Dynamic sampling: prompts whose responses all get one reward are replaced by new ones, in at most so many rounds
-    of sampling, the first included."""
+    """Dynamic sampling: most rounds; prompts whose responses all get one reward are replaced."""
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)] = 1.0
-    """Logits are divided by it, in the rollout and in the trainer."""
+    """Divides the logits, in engine and trainer."""
     max_staleness: Annotated[int, Field(ge=0, le=100)] = 0
-    """Versions by which the weights that sample a step are older than those that train on it. Above 0 rollouts are
-    sampled beside the updates of earlier steps."""
+    """Sample so many weight versions ahead, beside the updates."""
 
     @model_validator(mode="after")
     def _can_be_kept(self) -> RolloutConfig:
@@ -83,18 +81,18 @@ class RolloutConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Rewards on held-out problems, with the weights that a step begins with. Nothing here changes the run."""
+    """Rewards on held-out problems. Changes nothing in the run."""
 
     every: Natural = 0
-    """Steps between evaluations, the first before step 0; 0 makes none."""
+    """Steps between evaluations, from before step 0; 0: none."""
     prompts: Count = 32
     """Held-out problems, the same each time."""
     group_size: Count = 1
     """Responses to each."""
     temperature: Annotated[float, Field(ge=0, le=MOST_TEMPERATURE)] = 0.0
-    """0 takes the most probable token each time."""
+    """0: greedy."""
     data: str | None = None
-    """dataset: a JSONL file as for training; its first prompts are used."""
+    """dataset: JSONL file; its first prompts are used."""
 
     @model_validator(mode="after")
     def _takes_place(self) -> EvaluationConfig:

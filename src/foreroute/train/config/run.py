@@ -32,32 +32,32 @@ DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 
 class ParallelConfig(Section):
-    """Expert parallelism: one process for each rank, started by torchrun. Nothing here changes what a run learns."""
+    """Expert parallelism under torchrun. Changes nothing that a run learns."""
 
     expert: Ranks = 1
-    """Ranks that the experts are spread over, and the prompts dealt to; the number of processes."""
+    """Ranks, one process each."""
     ranks_per_node: Ranks | None = None
-    """Ranks that share a node's memory; all of them by default."""
+    """Ranks that share a node's memory; all by default."""
     redundant_slots: Slots = 2
-    """Replicas that a rank may serve in each layer; 0 leaves every expert at its home."""
+    """Replicas on a rank, per layer; 0: every expert at home."""
     tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.02
-    """Of the planner: a cell is balanced when its busiest rank has at most this share more than the mean."""
+    """A cell is balanced with its busiest rank at most this share above the mean."""
     slots: Literal["layer", "shared"] = "layer"
-    """Redundant slots for each layer, which keep what they hold, or one set for all layers."""
+    """Slots of each layer, or one set for all."""
     paths: Literal["auto", "host", "direct"] = "auto"
-    """How replicas travel: through the node's memory, peer to peer, or by whichever is expected to end sooner."""
+    """Replicas travel through the node's memory, peer to peer, or by the faster."""
     shared_memory: str = "/dev/shm"
-    """Folder in the memory of a node, through which replicas travel unless paths = "direct"."""
+    """Folder in the node's memory for replicas."""
     prefetch: Natural = 1
-    """Cells ahead of the one that runs whose replicas are fetched."""
+    """Cells whose replicas are fetched ahead."""
     deadline_s: Annotated[float, Field(ge=0, le=MOST_SECONDS)] | None = None
-    """A cell waits this long for its replicas; then its tokens go to the homes."""
+    """A cell waits so long for replicas, then uses the homes."""
     checksums: bool = False
-    """Verify what arrives."""
+    """Verify replicas on arrival."""
     dense: Literal["replicated", "fsdp2"] = "replicated"
-    """What is no expert: whole on every rank, or a part of each parameter, gathered when a layer runs."""
+    """All but experts: whole on every rank, or sharded."""
     timeout_s: Timeout = 600.0
-    """A rank that does not answer for so long in the middle of a stage is taken for dead."""
+    """A rank that is silent so long is taken for dead."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ParallelConfig:
@@ -80,14 +80,13 @@ class TrainConfig(Section):
     """A run."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
-    """Letters, digits, dots, dashes and underscores: it names the run's folder."""
+    """Names the run's folder: letters, digits, dots, dashes, underscores."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Of the initial weights, the problems, the sampling and the order of sequences."""
+    """Of initial weights, problems, sampling and order."""
     device: str = "auto"
-    """Where model, engine and optimizer are: "cpu", "cuda" (under torchrun that of the process), "cuda:N", or "auto":
-    "cuda" where there is a device for each process, else "cpu". A resumed run may take another."""
+    """`"cpu"`, `"cuda"`, `"cuda:N"`, or `"auto"`: CUDA if every process has a GPU."""
     threads: Threads = 1
-    """Threads of torch. Small models are fastest, and runs repeat bit for bit, with one."""
+    """Threads of torch. With 1, small models are fastest and runs repeat bit for bit."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     warm_start: WarmStartConfig = WarmStartConfig()

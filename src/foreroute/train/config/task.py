@@ -14,35 +14,34 @@ BUILT_IN = ("exact_match", "regex", "arithmetic", "countdown")
 
 
 class TaskConfig(Section):
-    """Chains of digit arithmetic with a verifiable answer, or a data set."""
+    """Built-in chains of digit arithmetic, or a data set."""
 
     kind: Literal["chain", "dataset"] = "chain"
-    """Chains of digits, which are made as they are needed, or problems from a file."""
+    """Generated chains of digits, or a file."""
     min_operands: Count = 8
     """chain: digits of the shortest."""
     max_operands: Count = 8
     """chain: digits of the longest."""
     data: str | None = None
-    """dataset: a JSONL file, one problem in each line."""
+    """dataset: JSONL file, one problem per line."""
     reward: str | None = None
-    """dataset: a verifier ("exact_match", "regex", "arithmetic", "countdown"), or "file.py:function"."""
+    """dataset: "exact_match", "regex", "arithmetic", "countdown" or "file.py:function"."""
     pattern: str | None = None
-    """dataset, regex: what finds the answer in a response; its first group is the answer, if it has one."""
+    """regex: finds the answer, or its first group does."""
     environment: str | None = None
-    """dataset: "file.py:function" that says what a tool answers to a turn."""
+    """dataset: "file.py:function" that answers a turn."""
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 1
-    """dataset, with an environment: of a response."""
+    """environment: turns of a response."""
     max_tool_tokens: Tokens = 256
-    """dataset, with an environment: of what a tool says to one turn."""
+    """environment: tokens of one answer."""
     function_timeout_s: Timeout = 10.0
-    """dataset: a call of a function of one's own, or a search for the pattern, that takes longer is ended, and has
-    failed."""
+    """Limit of a call of your function, or of a search for the pattern."""
     max_prompt_tokens: Tokens = 512
-    """dataset: of a prompt."""
+    """dataset: limit of a prompt."""
     max_response_tokens: Tokens = 512
-    """dataset: of one turn of a response; one that has not ended then is cut, and is the last."""
+    """dataset: limit of one turn; a longer one is cut and ends the response."""
     long_prompts: Literal["error", "skip"] = "error"
-    """dataset: what happens with prompts that are longer."""
+    """dataset: for longer prompts."""
 
     @property
     def longest_input(self) -> int:
