@@ -136,6 +136,13 @@ def test_streams_that_cannot_be_written_are_one_message(tmp_path, command, code,
     assert (result.returncode, result.stderr) == (code, message)
 
 
+def test_letters_that_standard_output_lacks_are_escaped(tmp_path):
+    fr.save(random_trace(0).with_provenance(writer="\N{LATIN SMALL LETTER E WITH ACUTE}"), tmp_path / "trace")
+    result = shell("PYTHONIOENCODING=ascii @ inspect trace", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert r"\xe9" in result.stdout
+
+
 def test_a_closed_stream_is_not_the_file_that_is_written(tmp_path):
     fr.save(random_trace(0), tmp_path / "trace")
     result = shell("@ convert trace copy --to raw >/dev/null 2>&- <&-", tmp_path)
