@@ -150,6 +150,7 @@ def test_both_sides_are_called_by_their_names():
         )
         found = explain(start, engine, names=("the trainer's own trace", "the engine's trace"))
         assert found.sentence.startswith("The trainer's own trace lacks the first rows of its sequences")
+        assert diagnose(without_model(start, engine)).headline == f"Fix this first: {found.sentence}"
 
 
 @pytest.mark.parametrize(
