@@ -264,6 +264,8 @@ def test_what_the_tokens_were_is_said():
         decode(ROUTES, model=R.facts, token_ids=[*R.tokens[:-1], "x"])
     with pytest.raises(CaptureError, match=r"token_ids is a dict; expected integers \[T\], or a list of S such"):
         decode(ROUTES, model=R.facts, token_ids=dict.fromkeys(R.tokens))
+    with pytest.raises(CaptureError, match="the tokens of sequence 1 are a str; expected a list of integers"):
+        decode([ROUTES, ROUTES], model=R.facts, token_ids=[R.tokens, "x"])
 
 
 def test_tokens_of_several_sequences_may_be_rows_of_an_array():

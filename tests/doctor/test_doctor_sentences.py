@@ -70,11 +70,12 @@ PLANTS = {
 
 
 def require_whole(text):
-    """Whole sentences: a capital, a full stop, no gap, and nobody is called A or B."""
+    """Whole sentences: a capital, a full stop, no gap, nobody is called A or B, and shares are of decisions."""
     assert "  " not in text, text
     assert "\n" not in text, text
     assert text.endswith("."), text
     assert not re.search(r"\b[AB]\b", text), text
+    assert "% of the routers" not in text, "a share of routing decisions"
     for sentence in re.split(r"(?<=[.?!]) ", re.sub("^(Fix this first|Look at this): ", "", text)):
         assert sentence[0].isupper(), (sentence, text)
         assert not re.search(r".\bThe\b", sentence), (sentence, text)
