@@ -103,7 +103,7 @@ def test_any_width_of_the_terminal_shows_the_message(tmp_path, columns):
 def shell(command, folder, **variables):
     """The command line in a shell, where streams can be redirected; `@` is the command."""
     ours = f"'{sys.executable}' -m foreroute.cli"
-    environment = {**os.environ, "COLUMNS": "100", **variables}
+    environment = {**os.environ, "COLUMNS": "100", "PYTHONUNBUFFERED": "", **variables}  # streams are buffered
     return subprocess.run(
         ["bash", "-c", command.replace("@", ours)],
         cwd=folder,
