@@ -87,6 +87,16 @@ class Field:
         return self._fields[name]
 
 
+class FieldLikeAnArray(Field):
+    """One that numpy would ask for an array, as some libraries have it. Its keys tell it apart."""
+
+    def keys(self):
+        return self._fields.keys()
+
+    def __array__(self, *_args, **_kwargs):
+        raise TypeError("fields of several types are no array")
+
+
 RELEASED = memoryview(b"123")
 RELEASED.release()
 SCALARS = [
@@ -254,6 +264,8 @@ def test_what_the_tokens_were_is_said():
         decode(ROUTES, model=R.facts, token_ids=[*R.tokens[:-1], "x"])
     with pytest.raises(CaptureError, match=r"token_ids is a dict; expected integers \[T\], or a list of S such"):
         decode(ROUTES, model=R.facts, token_ids=dict.fromkeys(R.tokens))
+    with pytest.raises(CaptureError, match="the tokens of sequence 1 are a str; expected a list of integers"):
+        decode([ROUTES, ROUTES], model=R.facts, token_ids=[R.tokens, "x"])
 
 
 def test_tokens_of_several_sequences_may_be_rows_of_an_array():
@@ -347,8 +359,9 @@ def test_masks_of_verl_may_be_bool_and_not_fractions():
         decode({**batch, "attention_mask": batch["attention_mask"] * 0.5}, model=R.facts)
 
 
-def test_a_tensor_dictionary_is_a_batch_and_not_an_array():
-    batch = Field(wires.verl([R]))
+@pytest.mark.parametrize("kind", [Field, FieldLikeAnArray])
+def test_a_tensor_dictionary_is_a_batch_and_not_an_array(kind):
+    batch = kind(wires.verl([R]))
     assert recognise(batch).kind == "verl"
     assert decode(batch, model=R.facts).valid_N.sum() == 11
 

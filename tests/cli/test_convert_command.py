@@ -188,6 +188,16 @@ def test_large_input_is_parsed_once(folder, monkeypatch):
     assert calls.count(len(wires.vllm_http(R))) == 1
 
 
+def test_every_line_is_bounded_in_length(folder, monkeypatch):
+    assert converted(folder, "trace", "lines", "--to", "prime-rl", model="trace").returncode == 0
+    lines = sorted((folder / "lines").read_bytes().splitlines(), key=len)
+    (folder / "lines").write_bytes(b"\n".join(lines))
+    for line, name in ((lines[0], ""), (lines[-1], f"lines has {len(lines[-1])} ")):
+        most = len(line) - 1
+        monkeypatch.setattr("foreroute.capture.recognition.MAX_TEXT", most)
+        refused(folder, f"{name}characters; expected at most {most}", "lines", "back", model="trace")
+
+
 def test_names_are_shown_and_not_obeyed(folder):
     strange = folder / "a\x1b]0;x\x07\u202e.json"
     (folder / "answer.json").rename(strange)

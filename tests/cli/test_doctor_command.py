@@ -17,14 +17,14 @@ from foreroute.cli.doctor import run_doctor
 from foreroute.cli.doctor_inputs import DoctorInputs
 from foreroute.doctor import Severity
 from foreroute.doctor.examine import examine
-from foreroute.errors import InputError
+from foreroute.errors import InputError, RunFolderError
 from foreroute.train import parse_config, train
 from foreroute.train.checkpoint import Checkpoint, write_checkpoint
 from foreroute.train.tasks.chain import VOCABULARY
 from tests.cli.command import foreroute
 from tests.doctor.doctor_cases import generation, shifted
 from tests.models import tiny
-from tests.train.small_runs import small_values
+from tests.train.small_runs import SIZES, small_values
 
 OPTIONS = {"temperature": None, "weight_version": None, "max_sequences": 64}
 
@@ -103,6 +103,13 @@ def test_a_toml_of_the_trainer_with_and_without_checkpoint(tmp_path, capsys):
     trainer = doctor_inputs.read_trainer(inputs, None)
     assert (trainer.has_weights, trainer.weight_version) == (True, 0)
     assert torch.equal(trainer.model.lm_head.weight, model.lm_head.weight)
+    (tmp_path / "other.toml").write_text(tomli_w.dumps(small_values(model={"sizes": {**SIZES, "hidden_size": 16}})))
+    with pytest.raises(InputError, match=r"step does not fit the model of .*other\.toml"):
+        doctor_inputs.read_trainer(replace(inputs, model=tmp_path / "other.toml"), None)
+    sealed = (tmp_path / "step").read_bytes()
+    (tmp_path / "step").write_bytes(sealed[:-6] + bytes([sealed[-6] ^ 1]) + sealed[-5:])  # a weight of the model
+    with pytest.raises(RunFolderError, match=r"step cannot be read .it is damaged"):
+        doctor_inputs.read_trainer(inputs, None)
 
 
 @pytest.fixture(scope="module")

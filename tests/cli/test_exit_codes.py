@@ -78,7 +78,6 @@ from foreroute.files import write_atomically
 
 def hang(path):
     def fill(file):
-        print("ready", flush=True)
         if {kernel}:
             from numba import njit
             @njit
@@ -88,7 +87,9 @@ def hang(path):
                     for j in range(10**5):
                         total += (i * j) % 7
                 return total
-            spin(2)
+            spin(2)  # compiled before anybody sends a signal
+        print("ready", flush=True)
+        if {kernel}:
             try:
                 while True:
                     spin(100)

@@ -70,11 +70,12 @@ PLANTS = {
 
 
 def require_whole(text):
-    """Whole sentences: a capital, a full stop, no gap, and nobody is called A or B."""
+    """Whole sentences: a capital, a full stop, no gap, nobody is called A or B, and shares are of decisions."""
     assert "  " not in text, text
     assert "\n" not in text, text
     assert text.endswith("."), text
     assert not re.search(r"\b[AB]\b", text), text
+    assert "% of the routers" not in text, "a share of routing decisions"
     for sentence in re.split(r"(?<=[.?!]) ", re.sub("^(Fix this first|Look at this): ", "", text)):
         assert sentence[0].isupper(), (sentence, text)
         assert not re.search(r".\bThe\b", sentence), (sentence, text)
@@ -150,6 +151,7 @@ def test_both_sides_are_called_by_their_names():
         )
         found = explain(start, engine, names=("the trainer's own trace", "the engine's trace"))
         assert found.sentence.startswith("The trainer's own trace lacks the first rows of its sequences")
+        assert diagnose(without_model(start, engine)).headline == f"Fix this first: {found.sentence}"
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,15 @@ def test_a_server_that_says_nothing_ends_in_time():
             Endpoint(url, timeout_s=0.2, what="the server").post("/x", {})
 
 
+def test_an_answer_without_a_body_is_one_in_which_nothing_stands():
+    """As of requests that are answered by their status alone."""
+    with serving(lambda *_: (200, b" ")) as server:
+        answer = Endpoint(server.url, timeout_s=5, what="the server").post("/x", {})
+    assert answer.value is None
+    with pytest.raises(EngineError, match=r"x\.success lacks or garbles a field: None has no 'success'"):
+        answer.read(bool, "success")
+
+
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize("target", ["/other", "http://127.0.0.1:1/", "file:///etc/passwd", "ftp://127.0.0.1/x"])
 def test_no_redirect_is_followed(status, target):

@@ -145,6 +145,12 @@ def test_how_numba_is_set_to_compile_is_minded(folder, monkeypatch):
         kernel(picked)(values, 4)
     monkeypatch.setattr(numba.config, "BOUNDSCHECK", None)
     assert hits(picked, values, 1) == (1, 1)
+    for name in ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE"):
+        was = getattr(numba.config, name)
+        monkeypatch.setattr(numba.config, name, type(was)(not was))
+        assert hits(picked, values, 1) == (1, 0), name
+        monkeypatch.setattr(numba.config, name, was)
+        assert hits(picked, values, 1) == (1, 1), name
 
 
 def test_named_tuples_whose_fields_changed_places_are_other_types(folder):

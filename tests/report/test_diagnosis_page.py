@@ -78,6 +78,14 @@ def test_words_from_outside_are_text(tmp_path):
     assert "<b>" not in html
 
 
+def test_a_file_that_is_no_page_of_ours_is_not_replaced(tmp_path):
+    notes = tmp_path / "keep.txt"
+    notes.write_text("notes")
+    with pytest.raises(InputError, match="is no page that foreroute wrote; nothing was changed"):
+        write_diagnosis(full(), notes)
+    assert notes.read_text() == "notes"
+
+
 def test_a_folder_as_target_is_refused(tmp_path):
     with pytest.raises(InputError, match="is a folder"):
         write_diagnosis(full(), tmp_path)

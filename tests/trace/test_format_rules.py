@@ -250,6 +250,18 @@ def test_sequences_of_more_than_64_times_the_stored_rows_are_refused(tmp_path):
         fr.load(forged(tmp_path / "t", trace, repeat))
 
 
+def test_routes_of_far_more_memory_than_the_file_are_neither_written_nor_read(tmp_path, monkeypatch):
+    """Rows without a route take 4 bytes in the file, and as much as any others in memory."""
+    spec = fr.RoutingSpec(64, 16, tuple(map(fr.RoutedLayer, range(1024))))
+    trace = fr.RoutingTrace.unrouted(spec, [np.zeros(1200, np.int32)])
+    with pytest.raises(TraceContentError, match="4800 bytes of tokens and routes would become 19660800"):
+        fr.save(trace, tmp_path / "t")
+    monkeypatch.setattr("foreroute.trace.file.writing.check_expansion", lambda *_: None)
+    fr.save(trace, tmp_path / "t")
+    with pytest.raises(TraceFileError, match="4800 bytes of tokens and routes would become 19660800"):
+        fr.load(tmp_path / "t")
+
+
 def test_a_header_of_more_than_a_mebibyte_is_refused_before_it_is_parsed(tmp_path):
     header = json.dumps({"__metadata__": {"foreroute.version": "1", "x": "[" * (1 << 20)}}).encode()
     (tmp_path / "t").write_bytes(struct.pack("<Q", len(header)) + header)

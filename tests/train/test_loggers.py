@@ -91,6 +91,16 @@ def test_wandb_runs_go_on_where_they_were(tmp_path, monkeypatch):
     assert first["config"]["rl"]["steps"] == 5
 
 
+@pytest.mark.parametrize("content", [b"", b"0123456789a", b"0123456789AB", b"../../secret", b"\xff" * 12, None])
+def test_a_damaged_id_of_a_wandb_run_is_named(tmp_path, monkeypatch, content):
+    monkeypatch.setitem(sys.modules, "wandb", stand_in := StandIn())
+    path = tmp_path / "wandb-id"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(RunFolderError, match=r"wandb-id is (damaged: it holds|not text|a folder)"):
+        open_loggers(small_config(logging={"wandb": True}), RunFolder(tmp_path), 0)
+    assert not stand_in.started
+
+
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """A run that went on for a step after its last checkpoint, and was then taken up again."""

@@ -167,7 +167,12 @@ def test_a_run_with_a_reference_resumes_bit_for_bit(tmp_path):
         kl = [record["kl"] for record in records(whole.path)]
         assert kl[0] < 1e-9
         assert min(kl[1:]) > 1e-7
-        (resumed.path / "checkpoints" / "step-000000.safetensors").unlink()
+        first = resumed.path / "checkpoints" / "step-000000.safetensors"
+        content = first.read_bytes()
+        first.write_bytes(content[:-6] + bytes([content[-6] ^ 1]) + content[-5:])  # a number of the last tensor
+        with pytest.raises(RunFolderError, match=r"step-000000\.safetensors cannot be read .it is damaged"):
+            train(config_of(4), tmp_path / "cut", resume=True)
+        first.unlink()
         with pytest.raises(RunFolderError, match="needs the weights that the run began with"):
             train(config_of(4), tmp_path / "cut", resume=True)
 

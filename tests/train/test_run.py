@@ -138,6 +138,10 @@ def test_a_warm_start_is_shared(whole, tmp_path):
         train(wrong, tmp_path / "third")
     with pytest.raises(RunFolderError, match="does not exist"):
         train(from_checkpoint("nowhere.pt"), tmp_path / "third")
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(with_a_flipped_bit(checkpoint.read_bytes()))
+    with pytest.raises(RunFolderError, match=r"damaged\.safetensors cannot be read .it is damaged"):
+        train(from_checkpoint(damaged), tmp_path / "third")
     assert not (tmp_path / "third").exists()
 
 
@@ -152,10 +156,15 @@ def test_folders_in_use_are_left_alone(whole, tmp_path):
     assert {p: p.read_bytes() for p in whole.path.rglob("*") if p.is_file()} == before
 
 
+def with_a_flipped_bit(checkpoint):
+    """One of the numbers of the last tensor, which is read as well as before."""
+    return checkpoint[:-6] + bytes([checkpoint[-6] ^ 1]) + checkpoint[-5:]
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_works(whole, copied):
     last = copied.last_checkpoint()
     written = last.read_bytes()
-    for damaged in (written[: len(written) // 2], b"", b"x" * 100):
+    for damaged in (written[: len(written) // 2], b"", b"x" * 100, with_a_flipped_bit(written)):
         last.write_bytes(damaged)
         with pytest.raises(
             RunFolderError, match=r"step-000005\.safetensors cannot be read .*remove it to use the one before"

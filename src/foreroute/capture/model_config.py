@@ -312,7 +312,7 @@ _FAMILIES: dict[str, Rule] = {
     "deepseek_v3": _from(_FIRST_K, 3),
     "deepseek_v32": _types_or(_from(_FIRST_K, 3)),
     "deepseek_v4": _types_or(_deepseek_v4),
-    "diffusion_gemma": _gemma,
+    "diffusion_gemma": _all,
     "dots1": _from(_FIRST_K, 0),
     "dots3_note": _types_or(_both(_from(_FIRST_K, 1), _by_frequency)),
     "ernie4_5_moe": _ernie,

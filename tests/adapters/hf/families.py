@@ -99,7 +99,7 @@ FAMILIES = {
     "deepseek_v4": Family(
         "DeepseekV4ForCausalLM", {"mlp_layer_types": ["hash_moe", "moe", "moe"], "o_groups": 2, "o_lora_rank": 8}
     ),
-    "diffusion_gemma": Family("DiffusionGemmaEncoderTextModel", {"enable_moe_block": True}),
+    "diffusion_gemma": Family("DiffusionGemmaEncoderTextModel"),
     "dots1": Family("Dots1ForCausalLM"),
     "dots3_note": Family("Dots3NoteForCausalLM", {"use_sliding_window": False}),
     "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM"),

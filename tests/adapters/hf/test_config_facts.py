@@ -45,6 +45,9 @@ OTHERWISE = [
     ("minimax_m3_vl", {"moe_layer_freq": [0, 1, 1]}),
     ("inkling", {"dense_mlp_idx": 2}),
     ("afmoe", {"num_dense_layers": 2}),
+    ("cohere2_moe", {"first_k_dense_replace": 1}),
+    ("mellum", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    ("muse_spark", {"mlp_layer_types": ["dense", "sparse", "sparse"]}),
     ("lfm2_moe", {"num_dense_layers": 0}),
     ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MEM*E-", "num_hidden_layers": 6}),
     ("step3p7", {"mlp_layer_types": None, "moe_layers_enum": "0,2"}),
@@ -53,7 +56,6 @@ OTHERWISE = [
     ("hunyuan_v1_moe", {"moe_topk": [2, 2, 2]}),
 ]
 NO_DEFAULT = {
-    "diffusion_gemma": "by default it has no experts",
     "gemma4": "by default it has no experts",
     "nemotron_h": "it has no default for its blocks",
     "qwen4_exp": "it cannot be built with five layers",

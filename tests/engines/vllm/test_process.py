@@ -232,6 +232,8 @@ def test_a_vllm_without_a_version_number_is_warned_of(routed, fake_settings, mon
 def test_an_environment_without_vllm_says_so(routed, fake_settings, tmp_path):
     with pytest.raises(EngineError, match=r"there is no vLLM environment: .*Install vllm==0\.30\.0"):
         vllm.ProcessSettings(python=tmp_path / "missing")
+    with pytest.raises(TypeError, match="'python'"):  # no folder of a clone is a default for others
+        vllm.ProcessSettings()
     bare = replace(fake_settings(), python=Path(sys.executable), options={})
     with (
         vllm.ProcessEngine(ServedModel.of(routed), bare) as engine,
