@@ -121,9 +121,7 @@ def test_replicas_that_are_to_serve_more_than_there_is_are_refused_on_every_rank
     layer, expert, source = 1, *_first_served(plan.cell(0, 1))
     counts_MLGE[0, layer, source, expert] = 0
     for rank in range(4):
-        with pytest.raises(
-            PlanError, match=rf"layer 1: replicas of expert {expert} are to serve \d"
-        ):
+        with pytest.raises(PlanError, match=rf"layer 1: replicas of expert {expert} are to serve \d"):
             ExecutionSchedule(plan, counts_MLGE, rank).cell(0, 0)
         with pytest.raises(PlanError, match=rf"there: replicas of expert {expert}"):
             CellSchedule.of(plan.cell(0, layer), counts_MLGE[0, layer], rank, what="there")

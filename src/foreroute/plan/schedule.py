@@ -93,7 +93,7 @@ class CellSchedule:
         Raises:
             PlanError: as in `ExecutionSchedule`.
         """
-        return _compile(
+        columns = _compile(
             _Cells(
                 cell.home_E[None],
                 np.array([0, len(cell.expert_R)], np.int64),
@@ -103,7 +103,8 @@ class CellSchedule:
             rank,
             _Costs(np.array([least_rows]), np.zeros(1, np.int64), "direct", None),
             [what],
-        )[0]
+        )
+        return _cut(columns, 0)
 
 
 class ExecutionSchedule:
@@ -143,7 +144,7 @@ class ExecutionSchedule:
             plan.topology,
         )
 
-        def block(micro_step: int) -> list[CellSchedule]:
+        def block(micro_step: int) -> Any:
             first = micro_step * num_layers
             offsets = plan.offsets[first : first + num_layers + 1]
             part = slice(int(offsets[0]), int(offsets[-1]))
@@ -152,13 +153,13 @@ class ExecutionSchedule:
             counts_LGE = _served_by_replicas(cells, plan) if counts_MLGE is None else counts_MLGE[micro_step]
             return _compile(cells, counts_LGE, rank, costs, words)
 
-        with ThreadPoolExecutor(1, thread_name_prefix="schedule") as pool:
-            self._blocks: list[Future[list[CellSchedule]]] = [pool.submit(block, m) for m in range(plan.shape[0])]
-            pool.shutdown(wait=False)
+        pool = ThreadPoolExecutor(1, thread_name_prefix="schedule")
+        self._blocks: list[Future[Any]] = [pool.submit(block, m) for m in range(plan.shape[0])]
+        pool.shutdown(wait=False)  # what was submitted is compiled nevertheless
 
     def cell(self, micro_step: int, layer: int) -> CellSchedule:
         """The schedule of one cell."""
-        return self._blocks[micro_step].result()[layer]
+        return _cut(self._blocks[micro_step].result(), layer)
 
 
 _REPLICAS = ("expert_R", "rank_R", "slot_R", "tokens_RG")
@@ -194,9 +195,7 @@ def _served_by_replicas(cells: _Cells, plan: StepPlan) -> NDArray[np.int64]:
     return counts_LGE
 
 
-def _compile(
-    cells: _Cells, counts_CGE: NDArray[np.integer], rank: int, costs: _Costs, words: Sequence[str]
-) -> list[CellSchedule]:
+def _compile(cells: _Cells, counts_CGE: NDArray[np.integer], rank: int, costs: _Costs, words: Sequence[str]) -> Any:
     # numba loads with the first schedule
     from foreroute.plan.schedule_kernels import NONE, Columns, Rates, schedule_cells
 
@@ -216,6 +215,7 @@ def _compile(
         np.empty(num_replicas, MOVE),
         np.empty(num_replicas, MOVE),
         np.empty((num_cells, 5), np.int64),
+        num_home,
     )
     links = None if costs.topology is None else costs.topology.links
     rates = Rates(num_ranks, 1.0, 1.0, 1.0, 1.0, 1.0)
@@ -243,10 +243,11 @@ def _compile(
             f"{words[cell]}: replicas of expert {expert} are to serve {excess} assignments of rank {source} more than "
             "there are; the plan was made for other counts"
         )
-    return [_cut(out, c, num_home) for c in range(num_cells)]
+    return out
 
 
-def _cut(out: Any, c: int, num_home: int) -> CellSchedule:
+def _cut(out: Any, c: int) -> CellSchedule:
+    """One cell of `Columns`, as views."""
     begins = out.ends_CX[c - 1] if c else np.zeros(5, np.int64)
     taken, grouped, returned, lent, served = (
         array[begin:end]
@@ -264,7 +265,7 @@ def _cut(out: Any, c: int, num_home: int) -> CellSchedule:
         grouped,
         returned,
         out.group_rows_CS[c, : out.num_groups_C[c]],
-        num_home,
+        out.num_home,
         lent,
         served,
     )

@@ -42,6 +42,7 @@ class Columns(NamedTuple):
     lent: NDArray[np.void]
     served: NDArray[np.void]
     ends_CX: NDArray[np.int64]
+    num_home: int
 
 
 @kernel

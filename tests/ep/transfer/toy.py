@@ -165,7 +165,7 @@ def _share(cell, hosts, expert, rank, weights, i):
 def begin(weights, step, plan, homes=None, *, updating=True):
     """Put a plan in force of which nothing but its weights is executed."""
     bytes_L = None if homes is None else [expert_bytes(home) for home in homes]
-    rank = min(dist.get_rank(), plan.topology.num_ranks - 1)  # a plan for other ranks is refused later
+    rank = min(weights._peers.rank, plan.topology.num_ranks - 1)  # a plan for other ranks is refused later
     schedule = ExecutionSchedule(plan, None, rank, expert_bytes_L=bytes_L, paths=weights.paths)
     weights.begin_step(step, plan, schedule, updating=updating)
 
