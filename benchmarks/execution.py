@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 
 from benchmarks.harness.execution_bench import BATCH, MICRO_STEPS, SIZES, SLOTS, Bench, in_processes
 from benchmarks.harness.pairs import compare
+from benchmarks.harness.schedule_bench import host_work
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.plan import PlanOptions
+from foreroute.ep.transfer.replica_weights import expert_bytes
+from foreroute.plan import ExecutionSchedule, PlanOptions
 
 
 def run(*, quick: bool) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def run(*, quick: bool) -> dict[str, Any]:
         for name in ("executed_over_planned", "bytes_over_least", "host_over_direct")
     }
     return {
-        "metrics": worst | {"by_ranks": by_ranks},
+        "metrics": worst | {"by_ranks": by_ranks} | host_work(15 if quick else 50),
         "baselines": {"busiest_over_mean_at_home": {n: f["busiest_over_mean_at_home"] for n, f in by_ranks.items()}},
         "setting": {"sizes": SIZES, "micro_steps": MICRO_STEPS, "batch": BATCH, "slots": SLOTS, "pairs": pairs},
     }
@@ -57,11 +59,10 @@ def _steps(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
         fetched = [record for record in engine.take_records() if record.kind == "fetch"]
         moved = _summed(sum(record.host_bytes + record.direct_bytes for record in fetched))
         seconds = compare(lambda: bench.step(plan), lambda: bench.step(at_home), pairs=pairs)
-    expert_bytes = sum(shard[0].numel() * shard.element_size() for shard in bench.placed.homes[0].values())
     mean = float(plan.bound_ML.sum())
     return {
         "executed_over_planned": busiest["planned"] / int(plan.max_load_ML.sum()),
-        "bytes_over_least": moved / (int(plan.fetched_R.sum()) * expert_bytes),
+        "bytes_over_least": moved / (int(plan.fetched_R.sum()) * expert_bytes(bench.placed.homes[0])),
         "busiest_over_mean": round(busiest["planned"] / mean, 4),
         "busiest_over_mean_at_home": round(busiest["home"] / mean, 4),
         "planned_over_static_step": _rounded(asdict(seconds)),
@@ -70,11 +71,12 @@ def _steps(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
 
 def _fetches(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
     """The replicas of all cells, one after the other, into slots that hold nothing of use."""
-    plan = bench.plan(PlanOptions(slots="shared"))
+    plan, bytes_L = bench.plan(PlanOptions(slots="shared")), [expert_bytes(home) for home in bench.placed.homes]
 
     def fetching(engine: TransferEngine) -> Callable[[], None]:
         def fetch_all() -> None:
-            engine.begin_step(0, plan, updating=False)
+            schedule = ExecutionSchedule(plan, None, dist.get_rank(), expert_bytes_L=bytes_L, paths=engine.paths)
+            engine.begin_step(0, plan, schedule, updating=False)
             for m, layer in np.ndindex(*plan.shape[:2]):
                 engine.fetch(Cell(0, m, layer), bench.placed.homes[layer])
             dist.barrier()

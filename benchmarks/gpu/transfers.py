@@ -26,12 +26,12 @@ from benchmarks.gpu import expert_parallel
 from benchmarks.gpu.part import Part, Skipped
 from benchmarks.harness.execution_bench import LINKS
 from benchmarks.harness.pairs import compare
-from foreroute.ep.transfer import Moves
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.slots import Channels, TransferBatch
 from foreroute.plan import Topology
+from foreroute.plan.schedule import MOVE
 
 WIDTH, INNER = 2048, 768
 BURSTS = (1, 8, 32)
@@ -153,10 +153,9 @@ class HostPath:
 
     def begin(self, size: int) -> TransferBatch:
         """Start to copy so many experts, in another order than they are published in."""
-        slot_V, none_V = np.arange(size), np.zeros(size, np.int64)
-        row_V = slot_V[::-1].copy()
-        moves = Moves(row_V, none_V, row_V, none_V, slot_V)
-        return TransferBatch(self.channels, moves, np.ones(size, np.bool_), 0, self.home, self.slots, "copying")
+        served = np.zeros(size, MOVE)
+        served["slot"], served["row"], served["by_host"] = np.arange(size), np.arange(size)[::-1], True
+        return TransferBatch(self.channels, served[:0], served, 0, self.home, self.slots, "copying")
 
     def copy(self, size: int) -> None:
         """Copy so many experts, and wait for them."""

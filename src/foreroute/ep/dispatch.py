@@ -1,16 +1,7 @@
-"""Which rows a rank sends, receives and computes in one cell, and the sending itself, through autograd.
+"""The rows of one call of a routed layer, sent to the ranks that serve them and back, through autograd.
 
-An *assignment* is one pick of one token. A rank sorts its assignments by expert, stable; the first of an expert go to
-its home, the next to its replicas in ascending order of their rank, as many to each as the plan says. What is sent is
-in order of (target rank, group); a *group* is what one rank computes with one expert's weights: its home experts in
-ascending order of their id, then its replicas in ascending order of their slot. What is received is in order of
-(source rank, group), what is computed in order of (group, source rank). So rows of a group are always in order of
-(source rank, token, pick), whatever else is on the rank.
-
-`DispatchPlan` is arithmetic on counts, with no token looked at; `DispatchHandle` turns it into tokens. `Dispatch` sends
-rows to the ranks that serve them and `Combine` brings results back: each is the other's transpose.
-
-Axis letters: G ranks, E experts, H hosts, S groups of this rank, B blocks of rows.
+`DispatchHandle` turns a `CellSchedule`, which is arithmetic on counts, into tokens. `Dispatch` sends rows to the ranks
+that serve them and `Combine` brings results back: each is the other's transpose.
 """
 
 from __future__ import annotations
@@ -24,141 +15,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.ep.transfer import home_row_E
 from foreroute.ep.transfer.peers import collective_errors
-from foreroute.errors import PlanError
-from foreroute.plan import CellHosts, CellPlan
-
-
-@dataclass(frozen=True, eq=False)
-class Blocks:
-    """Runs of consecutive rows, in the order in which they are taken.
-
-    Attributes:
-        start_B: int64 [B], first row of each run.
-        length_B: int64 [B].
-    """
-
-    start_B: NDArray[np.int64]
-    length_B: NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class DispatchPlan:
-    """How many rows of one rank go where in one cell, and in which order.
-
-    Attributes:
-        send_G: rows to each rank.
-        receive_G: rows from each rank.
-        taken: of this rank's assignments sorted by expert: those that are sent, in the order of sending.
-        grouped: of the received rows: those that are computed, in that order. A run that starts at the number of
-            received rows is padding.
-        returned: of the computed rows: those that are sent back, in order of arrival.
-        group_rows_S: int64 [S], rows of every group, padding included.
-        num_home: how many groups are home experts; the others are replicas.
-    """
-
-    send_G: list[int]
-    receive_G: list[int]
-    taken: Blocks
-    grouped: Blocks
-    returned: Blocks
-    group_rows_S: NDArray[np.int64]
-    num_home: int
-
-    @classmethod
-    def of(cls, cell: CellPlan, counts_GE: NDArray[np.int64], rank: int, least_rows: int) -> DispatchPlan:
-        """Read them off a plan and counts.
-
-        Args:
-            cell: homes and replicas.
-            counts_GE: int64 [G, E], assignments of every rank to every expert.
-            rank: whose rows.
-            least_rows: a group with any row is padded to this many.
-
-        Raises:
-            PlanError: when replicas are to serve more assignments of an expert than there are.
-        """
-        hosts = CellHosts.of(cell, counts_GE)
-        if (hosts.tokens_HG < 0).any():
-            host, source = np.argwhere(hosts.tokens_HG < 0)[0].tolist()
-            raise PlanError(
-                f"replicas of expert {hosts.expert_H[host]} are to serve {-hosts.tokens_HG[host, source]} assignments "
-                f"of rank {source} more than there are; the plan was made for other counts"
-            )
-        group_H = _groups(cell)
-        here_S = np.flatnonzero(hosts.rank_H == rank)
-        here_S = here_S[np.argsort(group_H[here_S])]
-        tokens_SG = hosts.tokens_HG[here_S]
-        num_home = int((cell.home_E == rank).sum())
-        padding_S = _padding(tokens_SG.sum(axis=1), num_home, least_rows)
-        grouped, returned = _computed(tokens_SG, padding_S)
-        send_G = np.zeros(len(counts_GE), np.int64)
-        np.add.at(send_G, hosts.rank_H, hosts.tokens_HG[:, rank])
-        return cls(
-            send_G.tolist(),
-            tokens_SG.sum(axis=0).tolist(),
-            _taken(hosts, group_H, rank),
-            grouped,
-            returned,
-            tokens_SG.sum(axis=1) + padding_S,
-            num_home,
-        )
-
-
-def _groups(cell: CellPlan) -> NDArray[np.int64]:
-    """int64 [H], the group of every host on its rank."""
-    num_home = len(cell.home_E) // (int(cell.home_E.max()) + 1)
-    order = np.lexsort((cell.slot_R, cell.rank_R))
-    # A replica's place in this order, less that of the first of its rank, is how many of its rank come before it.
-    sorted_R = cell.rank_R[order]
-    replica_R = np.empty(len(order), np.int64)
-    replica_R[order] = num_home + np.arange(len(order)) - np.searchsorted(sorted_R, sorted_R)
-    return np.concatenate([home_row_E(cell.home_E), replica_R])
-
-
-def _taken(hosts: CellHosts, group_H: NDArray[np.int64], rank: int) -> Blocks:
-    """Each host's share of this rank's assignments, by (target, group).
-
-    Assignments sorted by expert are cut into one run per host, in the order of `by_expert`; sending takes the runs in
-    the order of `by_target`.
-    """
-    mine_H = hosts.tokens_HG[:, rank]
-    # `CellHosts` lists the home of every expert first, expert 0 to E - 1, and then the replicas
-    is_replica_H = np.arange(len(mine_H)) > hosts.expert_H.max()
-    by_expert = np.lexsort((hosts.rank_H, is_replica_H, hosts.expert_H))
-    start_H = np.empty(len(mine_H), np.int64)
-    start_H[by_expert] = _starts(mine_H[by_expert])
-    by_target = np.lexsort((group_H, hosts.rank_H))
-    return Blocks(start_H[by_target], mine_H[by_target])
-
-
-def _padding(rows_S: NDArray[np.int64], num_home: int, least_rows: int) -> NDArray[np.int64]:
-    """int64 [S], rows of zeros that each group is given beside its own."""
-    padding_S = np.where(rows_S > 0, np.maximum(least_rows - rows_S, 0), 0)
-    for part in (slice(0, num_home), slice(num_home, None)):
-        # a grouped GEMM is never given an empty input
-        if not rows_S[part].any():
-            padding_S[part][:1] = max(least_rows, 1)
-    return padding_S
-
-
-def _computed(tokens_SG: NDArray[np.int64], padding_S: NDArray[np.int64]) -> tuple[Blocks, Blocks]:
-    """From received to computed order, and back: the transpose of a (source rank, group) table of runs.
-
-    Every group ends with its padding, which is taken from beyond the rows received and is not sent back.
-    """
-    num_groups, num_ranks = tokens_SG.shape
-    arrived_GS = _starts(tokens_SG.T.reshape(-1)).reshape(num_ranks, num_groups)
-    beyond_S = np.full(num_groups, tokens_SG.sum())
-    starts = np.concatenate([arrived_GS.T, beyond_S[:, None]], axis=1)
-    lengths = np.concatenate([tokens_SG, padding_S[:, None]], axis=1)
-    computed = _starts(lengths.reshape(-1)).reshape(lengths.shape)[:, :num_ranks]
-    return Blocks(starts.reshape(-1), lengths.reshape(-1)), Blocks(computed.T.reshape(-1), tokens_SG.T.reshape(-1))
-
-
-def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.cumsum(lengths) - lengths
+from foreroute.plan import CellSchedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +44,7 @@ class DispatchHandle:
 
     @classmethod
     def of(
-        cls, group: dist.ProcessGroup, what: str, rows: DispatchPlan, ids_NK: Tensor, sent_N: Tensor | None
+        cls, group: dist.ProcessGroup, what: str, rows: CellSchedule, ids_NK: Tensor, sent_N: Tensor | None
     ) -> DispatchHandle:
         """Turn every rank's share of every expert into tokens.
 
@@ -205,7 +63,7 @@ class DispatchHandle:
         assignment_R = token_R * top_k + sent_R % top_k
         sent_row_A = torch.full((ids_NK.numel(),), len(sent_R), dtype=torch.int64, device=ids_NK.device)
         sent_row_A[assignment_R] = torch.arange(len(sent_R), device=ids_NK.device)
-        return cls(group, what, rows.send_G, rows.receive_G, token_R, assignment_R, sent_row_A, top_k)
+        return cls(group, what, rows.send_G.tolist(), rows.receive_G.tolist(), token_R, assignment_R, sent_row_A, top_k)
 
     def out(self, sent: Tensor) -> Tensor:
         """[rows sent, D] to [rows received + 1, D], the last row of zeros."""
@@ -257,11 +115,10 @@ class Combine(torch.autograd.Function):
         return handle.out(grads[0].index_select(0, handle.assignment_R))[:-1], None
 
 
-def expand(blocks: Blocks, device: torch.device) -> Tensor:
-    """int64, the index of every row of every block; the device is not waited for."""
-    total = int(blocks.length_B.sum())
-    length_B = torch.from_numpy(blocks.length_B).to(device, non_blocking=True)
-    start_B = torch.from_numpy(blocks.start_B).to(device, non_blocking=True)
-    # Within a block, index and place in the result rise together: their difference is one number per block.
+def expand(runs: NDArray[np.int64], device: torch.device) -> Tensor:
+    """int64, the index of every row of every run of a `CellSchedule`; the device is not waited for."""
+    total = int(runs[:, 1].sum())
+    start_B, length_B = torch.from_numpy(runs).to(device, non_blocking=True).unbind(1)
+    # Within a run, index and place in the result rise together: their difference is one number per run.
     shift_B = start_B - (length_B.cumsum(0) - length_B)
     return shift_B.repeat_interleave(length_B, output_size=total) + torch.arange(total, device=device)

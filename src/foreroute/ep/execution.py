@@ -16,7 +16,7 @@ from foreroute.ep.transfer import Cell, ReplicaWeights
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import CountsError, ReplayError
 from foreroute.layout import locate_rows
-from foreroute.plan import CellPlan, StepPlan
+from foreroute.plan import CellPlan, CellSchedule, ExecutionSchedule, StepPlan
 from foreroute.trace import RoutingTrace, count_assignments
 
 
@@ -94,12 +94,14 @@ class ActivePlan:
         plan: of the step.
         counts_MLGE: integers [M, L, G, E], the counts that were planned; None where only the plan is known.
         weights: where replicas come from.
+        schedule: of this rank.
     """
 
     step: int
     plan: StepPlan
     counts_MLGE: NDArray[np.integer] | None
     weights: ReplicaWeights
+    schedule: ExecutionSchedule
 
 
 @dataclass(eq=False)
@@ -172,6 +174,19 @@ class Execution:
         if not len(plan.expert_R):
             return None
         return Cell(self.active_plan.step, self.micro_step, layer), plan, self.active_plan.weights
+
+    def schedule(self, layer: int, by_replicas: bool) -> CellSchedule | None:
+        """What this rank does in a cell whose counts were known ahead; None where it depends on what is found now.
+
+        Args:
+            layer: that runs.
+            by_replicas: whether the cell's replicas serve, as planned.
+        """
+        if self.active_plan is None or self.exchanges:
+            return None
+        if not by_replicas and self.cell(layer) is not None:
+            return None
+        return self.active_plan.schedule.cell(self.micro_step, layer)
 
     def what(self, layer: int) -> str:
         """The cell in words."""

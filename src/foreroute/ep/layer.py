@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foreroute.ep.compute import ComputeReplicas, Replicas, ReplicaWork, least_rows, run_experts
-from foreroute.ep.dispatch import Combine, Dispatch, DispatchHandle, DispatchPlan, expand
+from foreroute.ep.dispatch import Combine, Dispatch, DispatchHandle, expand
 from foreroute.ep.execution import Execution
 from foreroute.ep.shards import ExpertShards
 from foreroute.errors import CountsError
-from foreroute.plan import CellPlan
+from foreroute.plan import CellPlan, CellSchedule
 
 
 class ExpertLayer:
@@ -57,12 +57,20 @@ class ExpertLayer:
         execution.begin_layer(self.number, self.path)
         self._require_rows(execution, len(ids_NK))
         ids_NK = ids_NK.to(torch.int64)
-        home_E, rank = self.shards.home_E, dist.get_rank(self._group)
+        home_E = self.shards.home_E
         # on all ranks before any row is sent, because it decides which plan the rows follow
         replicas = self._fetch(execution)
         counts_GE = execution.counts_GE(self.number, ids_NK, len(home_E))
-        plan = CellPlan.homes_only(home_E, len(counts_GE)) if replicas is None else replicas.plan
-        rows = DispatchPlan.of(plan, counts_GE, rank, least_rows(self.shards.tensors))
+        rows = execution.schedule(self.number, replicas is not None)
+        if rows is None:
+            cell = CellPlan.homes_only(home_E, len(counts_GE)) if replicas is None else replicas.plan
+            rows = CellSchedule.of(
+                cell,
+                counts_GE,
+                dist.get_rank(self._group),
+                least_rows=least_rows(self.shards.tensors),
+                what=execution.what(self.number),
+            )
         handle = DispatchHandle.of(
             self._group, f"tokens of {execution.what(self.number)}", rows, ids_NK, execution.sent_rows(ids_NK.device)
         )
@@ -79,7 +87,7 @@ class ExpertLayer:
             return None
         return Replicas.fetched(*planned, self.shards.parameters)
 
-    def _compute(self, received: Tensor, rows: DispatchPlan, replicas: Replicas | None) -> Tensor:
+    def _compute(self, received: Tensor, rows: CellSchedule, replicas: Replicas | None) -> Tensor:
         """[rows received + 1, D], the last row of zeros, to [rows received, D]."""
         module: Any = self.shards.module
         shards, num_home = self.shards.parameters, rows.num_home

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from foreroute.ep.compute import least_rows
 from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionStack
 from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.shards import ExpertShards, clip_gradients, cut_alike, shard_dense, sum_gradients
@@ -20,16 +21,24 @@ from foreroute.ep.transfer import ReplicaWeights
 from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan
 from foreroute.ep.transfer.home_moves import move_homes
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.replica_weights import DirectWeights
+from foreroute.ep.transfer.replica_weights import DirectWeights, expert_bytes
 from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError
-from foreroute.plan import StepPlan
+from foreroute.plan import ExecutionSchedule, StepPlan
 from foreroute.plan.counts import counts_digest
+from foreroute.plan.schedule import PathChoice
 
 
 class StepWeights(ReplicaWeights, Protocol):
     """Replica weights that are told which plan is in force, as `TransferEngine` and `DirectWeights` are."""
 
-    def begin_step(self, step: int, plan: StepPlan, *, updating: bool, digest: str | None = None) -> None:
+    @property
+    def paths(self) -> PathChoice:
+        """Which path weights take."""
+        ...
+
+    def begin_step(
+        self, step: int, plan: StepPlan, schedule: ExecutionSchedule, *, updating: bool, digest: str | None = None
+    ) -> None:
         """A plan is in force from now on, with this digest on all ranks. A collective call."""
         ...
 
@@ -149,10 +158,17 @@ class ExpertParallelModel:
             TransferError: when a rank does not answer.
         """
         self._active = None
-        active = ActivePlan(step, plan, counts_MLGE, self._weights)
-        digest = _agree_on_step(self.consensus, active, self.home_LE)
-        self._weights.begin_step(step, plan, updating=updating, digest=digest)
-        self._active = active
+        digest = _agree_on_step(self.consensus, step, plan, counts_MLGE, self.home_LE)
+        schedule = ExecutionSchedule(
+            plan,
+            counts_MLGE,
+            self.consensus.rank,
+            least_rows_L=[least_rows(layer.shards.tensors) for layer in self.layers],
+            expert_bytes_L=[expert_bytes(home) for home in self.homes],
+            paths=self._weights.paths,
+        )
+        self._weights.begin_step(step, plan, schedule, updating=updating, digest=digest)
+        self._active = ActivePlan(step, plan, counts_MLGE, self._weights, schedule)
 
     @contextmanager
     def executing(self, micro_step: int, rows: BatchRows | None = None) -> Iterator[Execution]:
@@ -279,12 +295,20 @@ def _states_allowed(layers: list[ExpertLayer]) -> Iterator[None]:
         yield
 
 
-def _agree_on_step(consensus: RankConsensus, active: ActivePlan, home_LE: NDArray[np.int16]) -> str:
+def _agree_on_step(
+    consensus: RankConsensus,
+    step: int,
+    plan: StepPlan,
+    counts_MLGE: NDArray[np.integer] | None,
+    home_LE: NDArray[np.int16],
+) -> str:
     """Make sure that all ranks have the same plan, that it fits the model, and that the counts are its own.
 
     Args:
         consensus: of the ranks.
-        active: the plan that this rank is to put in force.
+        step: its number.
+        plan: that this rank is to put in force.
+        counts_MLGE: integers [M, L, G, E], what was planned, or None.
         home_LE: int16 [L, E], where experts live.
 
     Returns:
@@ -295,11 +319,11 @@ def _agree_on_step(consensus: RankConsensus, active: ActivePlan, home_LE: NDArra
         CountsError: on every rank alike, for counts that are not those of the plan.
         TransferError: when a rank does not answer.
     """
-    digest = agree_on_plan(consensus, active.step, active.plan)
-    what = f"agreeing on the homes and counts of step {active.step}"
-    if objections := consensus.objections(_objection_to_plan(active.plan, home_LE), what):
+    digest = agree_on_plan(consensus, step, plan)
+    what = f"agreeing on the homes and counts of step {step}"
+    if objections := consensus.objections(_objection_to_plan(plan, home_LE), what):
         raise PlanError("; ".join(objections))
-    if objections := consensus.objections(_objection_to_counts(active), what):
+    if objections := consensus.objections(_objection_to_counts(plan, counts_MLGE), what):
         raise CountsError("; ".join(objections))
     return digest
 
@@ -350,8 +374,7 @@ def _objection_to_plan(plan: StepPlan, home_LE: NDArray[np.int16]) -> str | None
     return None
 
 
-def _objection_to_counts(active: ActivePlan) -> str | None:
-    plan, counts_MLGE = active.plan, active.counts_MLGE
+def _objection_to_counts(plan: StepPlan, counts_MLGE: NDArray[np.integer] | None) -> str | None:
     if counts_MLGE is None:
         return None
     expected = (*plan.shape[:2], plan.topology.num_ranks, plan.shape[2])

@@ -4,12 +4,15 @@ from foreroute.plan.checker import verify
 from foreroute.plan.counts import Packing, contiguous_imbalance, load_counts, packed_counts
 from foreroute.plan.options import PlanOptions
 from foreroute.plan.plan_file import load_plan, save_plan
+from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.plan.step_plan import CellHosts, CellPlan, StepPlan
 from foreroute.plan.topology import Links, Topology
 
 __all__ = [
     "CellHosts",
     "CellPlan",
+    "CellSchedule",
+    "ExecutionSchedule",
     "Links",
     "Packing",
     "PlanOptions",

@@ -7,12 +7,12 @@ import torch
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.replica_weights import DirectWeights
 from tests.ep.transfer.plans import random_plan
-from tests.ep.transfer.toy import SHAPES, peers, served, shard, weight
+from tests.ep.transfer.toy import SHAPES, begin, peers, served, shard, weight
 
 
 def fetch_and_return(rank, plan, dtype, spoil):
     weights = DirectWeights(peers())
-    weights.begin_step(7, plan, updating=True)
+    begin(weights, 7, plan, updating=True)
     for micro_step in range(plan.shape[0]):
         for layer in range(plan.shape[1]):
             _check_cell(weights, plan, Cell(7, micro_step, layer), rank, dtype, spoil)
@@ -57,8 +57,8 @@ def wrong_calls(rank, plan, other):
     errors = []
     for call in (
         lambda: weights.fetch(Cell(0, 0, 0), {}),
-        lambda: weights.begin_step(0, other, updating=True),
-        lambda: (weights.begin_step(1, plan, updating=True), weights.fetch(Cell(2, 0, 0), {})),
+        lambda: begin(weights, 0, other, updating=True),
+        lambda: (begin(weights, 1, plan, updating=True), weights.fetch(Cell(2, 0, 0), {})),
     ):
         try:
             call()

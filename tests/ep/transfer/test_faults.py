@@ -17,6 +17,7 @@ from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import (
     WITHIN,
     all_experts,
+    begin,
     largest_difference,
     make_engine,
     peers,
@@ -302,11 +303,11 @@ def begin_with(rank, plan, wrong):
     engine, _ = make_engine(plan, rank)
     try:
         if wrong == "ranks":
-            engine.begin_step(0, random_plan(0, ranks=4), updating=True)
+            begin(engine, 0, random_plan(0, ranks=4), updating=True)
         elif wrong == "plan":
-            engine.begin_step(0, random_plan(rank, ranks=2), updating=True)
+            begin(engine, 0, random_plan(rank, ranks=2), updating=True)
         else:
-            engine.begin_step(rank, plan, updating=True)
+            begin(engine, rank, plan, updating=True)
     finally:
         engine.close()
 

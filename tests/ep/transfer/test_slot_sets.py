@@ -5,7 +5,7 @@ import torch
 
 from foreroute.ep.transfer.engine import TransferOptions
 from tests.ep.transfer.plans import random_plan
-from tests.ep.transfer.toy import WITHIN, all_experts, largest_difference, make_engine, reference, run_step
+from tests.ep.transfer.toy import WITHIN, all_experts, begin, largest_difference, make_engine, reference, run_step
 
 TIGHT = TransferOptions(slots="shared", prefetch=0)
 """One set of slots for all layers: every cell overwrites the one before."""
@@ -86,7 +86,7 @@ def test_weights_that_were_not_published_are_refused(workers, optimizer):
 
 def wrong_shards(rank, plan):
     engine, homes = make_engine(plan, rank, TIGHT)
-    engine.begin_step(0, plan, updating=False)
+    begin(engine, 0, plan, homes, updating=False)
     from foreroute.ep.transfer import Cell
 
     try:

@@ -10,11 +10,13 @@ from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer import slots as slot_transfers
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.errors import ConfigError
 from tests.ep.transfer.plans import asked, least_fetches_L, random_plan
 from tests.ep.transfer.toy import (
     WITHIN,
     Multiplied,
     all_experts,
+    begin,
     largest_difference,
     make_engine,
     reference,
@@ -115,7 +117,7 @@ def fetch_those_with_replicas(rank, plan):
     """As the expert-parallel layer does: cells that no replica serves are not asked for."""
     engine, homes = make_engine(plan, rank, TransferOptions(slots="shared", paths="direct"))
     for updating in (False, True):
-        engine.begin_step(0, plan, updating=updating)
+        begin(engine, 0, plan, homes, updating=updating)
         for cell in asked(*plan.shape[:2], updating=updating, checkpointed=True):
             if plan.num_replicas_ML[cell.micro_step, cell.layer]:
                 engine.fetch(cell, homes[cell.layer])
@@ -137,10 +139,10 @@ def test_cells_without_replicas_are_passed_over(workers):
 def fetch_after_a_failure(rank, plan):
     """The first transfer cannot begin on any rank."""
     engine, homes = make_engine(plan, rank, TransferOptions(slots="layer", paths="direct", prefetch=0))
-    engine.begin_step(0, plan, updating=False)
+    begin(engine, 0, plan, homes, updating=False)
     cell = next(Cell(0, m, n) for m, n in np.argwhere(plan.num_replicas_ML).tolist())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slot_transfers, "post_moves", Mock(side_effect=MemoryError("no memory for messages")))
+        patch.setattr(slot_transfers, "post", Mock(side_effect=MemoryError("no memory for messages")))
         with pytest.raises(MemoryError, match="no memory for messages"):
             engine.fetch(cell, homes[cell.layer])
     found = engine.fetch(cell, homes[cell.layer])
@@ -153,3 +155,19 @@ def test_replicas_whose_transfer_could_not_begin_are_not_taken_for_there(workers
     outcomes = workers(2).run(fetch_after_a_failure, random_plan(3, ranks=2))
     assert any(outcomes)
     assert all(all(outcome) for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"paths": "both"}, "paths is 'both'"),
+        ({"slots": "rank"}, "slots is 'rank'"),
+        ({"prefetch": -1}, "prefetch is -1"),
+        ({"timeout_s": 0}, "timeout_s is 0"),
+        ({"deadline_s": 600}, "expected 0 to less than timeout_s"),
+        ({"deadline_s": float("nan")}, "deadline_s is nan"),
+    ],
+)
+def test_impossible_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        TransferOptions(**options)

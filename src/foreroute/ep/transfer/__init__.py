@@ -1,10 +1,10 @@
-"""From a plan to moved weights: moves and rounds, and the engines that carry them out on torch.distributed.
+"""From a schedule to moved weights: the engines that carry its moves out on torch.distributed.
 
-`ReplicaWeights` says what the layer asks of whoever moves its replicas. `DirectWeights` and `TransferEngine` do it;
-both take `moves` from a plan and carry them out by `peers`, and the engine by `host_memory` too.
+`ReplicaWeights` says what the layer asks of whoever moves its replicas. `DirectWeights` and `TransferEngine` do it, by
+`peers`, and the engine by `host_memory` too.
 """
 
-from foreroute.ep.transfer.moves import Moves, gradient_moves, home_row_E, replica_moves, shard_moves
+from foreroute.ep.transfer.moves import Moves, home_row_E, shard_moves
 from foreroute.ep.transfer.replica_weights import Cell, PendingGradients, ReplicaWeights
 
 __all__ = [
@@ -12,8 +12,6 @@ __all__ = [
     "Moves",
     "PendingGradients",
     "ReplicaWeights",
-    "gradient_moves",
     "home_row_E",
-    "replica_moves",
     "shard_moves",
 ]

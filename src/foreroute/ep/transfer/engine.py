@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan
 from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory
-from foreroute.ep.transfer.moves import PathChoice, choose_host_V, replica_moves
 from foreroute.ep.transfer.peers import ATTEMPTS, PeerGroup
 from foreroute.ep.transfer.replica_weights import Cell, GradientReturn, RetriedReturn, cell_of, next_cell
 from foreroute.ep.transfer.slots import Channels, SlotSet, SlotSets, TransferBatch
 from foreroute.errors import ConfigError, PlanError, TransferError
-from foreroute.plan import CellPlan, StepPlan, Topology
+from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan, Topology
 from foreroute.plan.options import SlotUse
+from foreroute.plan.schedule import PathChoice
 
 
 class TransferEngine:
@@ -65,12 +65,18 @@ class TransferEngine:
         # by host memory and from peers, since the last record
         self._received_bytes = (0, 0)
         self._plan: StepPlan | None = None
+        self._schedule: ExecutionSchedule | None = None
         self._in_force, self._updating = (-1, ""), False
         self._previous: Cell | None = None
         self._current: Cell | None = None
         self._running: SlotSet | None = None
         self._served: set[Cell] = set()
         self._at_home: dict[Cell, str] = {}
+
+    @property
+    def paths(self) -> PathChoice:
+        """Which path weights take."""
+        return self._options.paths
 
     def publish(self) -> None:
         """Take up the weights that the home shards hold now: before the first step, and after each optimizer step.
@@ -88,7 +94,9 @@ class TransferEngine:
             self._channels.memory.publish(self._homes, self._options.timeout_s)
         self._versions = [_versions(home) for home in self._homes]
 
-    def begin_step(self, step: int, plan: StepPlan, *, updating: bool, digest: str | None = None) -> None:
+    def begin_step(
+        self, step: int, plan: StepPlan, schedule: ExecutionSchedule, *, updating: bool, digest: str | None = None
+    ) -> None:
         """Put a plan in force, once for the recompute and once for the update of a step.
 
         A cell that fell back to its homes in the recompute keeps them in the update of the same step.
@@ -96,6 +104,7 @@ class TransferEngine:
         Args:
             step: its number.
             plan: the same on all ranks.
+            schedule: of it, for this rank and the paths of this engine.
             updating: whether backward passes follow the forward passes; it tells what to prefetch.
             digest: of the plan, from a caller who has made sure that all ranks hold it, as `ExpertParallelModel` does;
                 None to ask them here.
@@ -110,7 +119,8 @@ class TransferEngine:
             self._end_batch(slots, self._wait_s)
         if (step, digest) != self._in_force:
             self._served, self._at_home = set(), {}
-        self._plan, self._in_force, self._updating = plan, (step, digest), updating
+        self._plan, self._schedule = plan, schedule
+        self._in_force, self._updating = (step, digest), updating
         self._previous, self._current, self._running = None, None, None
 
     def fetch(self, cell: Cell, home: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
@@ -120,7 +130,7 @@ class TransferEngine:
         the cell again (as `foreroute.ep` does), or is refused by autograd.
         """
         begun = time.monotonic()
-        plan = self._cell_plan(cell)
+        moves = self._moves(cell)
         self._require_published(cell, home)
         was_prefetched = False
         if cell not in self._at_home:
@@ -136,17 +146,17 @@ class TransferEngine:
         if cell != self._current:
             self._previous, self._current = self._current, cell
         self._prefetch(cell)
-        return None if because is not None else slots.replicas(plan, self._peers.rank)
+        return None if because is not None else slots.replicas(moves)
 
     def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> RetriedReturn:
         """As in `ReplicaWeights`; peer to peer."""
-        plan = self._cell_plan(cell)
+        moves = self._moves(cell)
         if cell in self._at_home:
-            plan = CellPlan.homes_only(plan.home_E, self._topology.num_ranks)
+            moves = replace(moves, lent=moves.lent[:0], served=moves.served[:0])
         what, checksums = f"returning the gradients of {cell}", self._options.checksums
 
         def begin() -> GradientReturn:
-            return GradientReturn(self._peers, plan, grads, what, checksums=checksums)
+            return GradientReturn(self._peers, moves, grads, what, checksums=checksums)
 
         def record(num_bytes: int, exposed_s: float) -> None:
             self._records.append(TransferRecord(cell, "return", 0, num_bytes, exposed_s))
@@ -180,20 +190,19 @@ class TransferEngine:
             slots.assign(cell)
         if slots.batch is not None:
             return
-        moves = replica_moves(self._cell_plan(cell), slots.held_GP)
-        if not len(moves):
+        assert self._plan is not None, "a cell runs only under a plan"
+        plan = self._plan.cell(cell.micro_step, cell.layer)
+        if slots.holds(plan):
             return
-        row_bytes = sum(tensor[0].numel() * tensor.element_size() for tensor in slots.tensors.values())
-        paths = "direct" if self._channels.memory is None else self._options.paths
-        host_V = choose_host_V(moves, row_bytes, self._topology, paths)
+        lent, served = slots.lacking(self._moves(cell), self._peers.rank)
         what = f"fetching the replicas of {cell}"
         home = self._homes[cell.layer]
         try:
-            slots.batch = TransferBatch(self._channels, moves, host_V, cell.layer, home, slots.tensors, what)
+            slots.batch = TransferBatch(self._channels, lent, served, cell.layer, home, slots.tensors, what)
         except BaseException:
             slots.replace_buffers()  # receipts that were posted may still fill the buffers
             raise
-        slots.expect(moves, self._peers.rank)
+        slots.expect(plan, fills_mine=len(served) > 0)
 
     def _finish(self, slots: SlotSet, cell: Cell) -> None:
         """Wait for the replicas of a cell, and decide on all ranks alike who serves it."""
@@ -238,15 +247,15 @@ class TransferEngine:
             if guess is None or ahead == self._options.prefetch:
                 return
             previous, current = current, guess
-            if guess in self._at_home or not len(self._cell_plan(guess).expert_R):
+            if guess in self._at_home or not self._plan.num_replicas_ML[guess.micro_step, guess.layer]:
                 continue
             # the slots of the cell that runs are in use
             if (slots := self._slots.of(guess)) is not self._running:
                 self._begin(slots, guess)
                 ahead += 1
 
-    def _cell_plan(self, cell: Cell) -> CellPlan:
-        return cell_of(self._plan, self._in_force[0], cell)
+    def _moves(self, cell: Cell) -> CellSchedule:
+        return cell_of(self._schedule, self._in_force[0], cell)
 
     def _require_fitting(self, plan: StepPlan) -> None:
         num_layers, num_experts = plan.shape[1:]

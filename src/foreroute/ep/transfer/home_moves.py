@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.moves import Moves, shard_moves
-from foreroute.ep.transfer.peers import PeerGroup, post_moves
+from foreroute.ep.transfer.peers import PeerGroup, RowMoves, post
 from foreroute.errors import TransferError
 
 
@@ -125,9 +125,9 @@ def _move(peers: PeerGroup, moves: Moves, tensors: dict[str, Tensor], what: str)
     for source_row, target_row in zip(local.source_row_V.tolist(), local.target_row_V.tolist(), strict=True):
         for name, tensor in tensors.items():
             arriving[name][target_row] = tensor[source_row]
-    remote = moves.take(~is_local_V)
-    post_moves(peers, remote, tensors, arriving, what).wait()
-    from_afar_V = remote.target_row_V[remote.target_V == rank]
+    sent, taken = moves.take(~is_local_V).ends(rank)
+    post(peers, RowMoves(sent, "row"), tensors, RowMoves(taken, "row"), arriving, what).wait()
+    from_afar_V = taken["row"].astype(np.int64)
     rows = torch.from_numpy(np.concatenate([local.target_row_V, from_afar_V]))
     received = 0
     for name, tensor in tensors.items():

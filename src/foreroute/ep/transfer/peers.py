@@ -12,14 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.ep.transfer.moves import Moves
 from foreroute.errors import TransferError
 
 MESSAGES_PER_EXCHANGE = 2**16
@@ -141,29 +142,49 @@ def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     return tensor.device.type != "cpu" and f"{tensor.device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
-def post_moves(
-    peers: PeerGroup, moves: Moves, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], what: str
+class RowMoves(NamedTuple):
+    """One end of an exchange of rows: `MOVE`s of a schedule, and the column that counts the rows at this end."""
+
+    moves: NDArray[np.void]
+    rows: str
+
+
+def post(
+    peers: PeerGroup,
+    leaving: RowMoves,
+    sources: Mapping[str, Tensor],
+    arriving: RowMoves,
+    targets: Mapping[str, Tensor],
+    what: str,
 ) -> Exchange:
-    """Post the moves of rows of `sources` into rows of `targets`, on all ranks alike.
+    """Post rows of `sources` to their peers, and those that come from them into rows of `targets`, on all ranks alike.
 
     Args:
-        peers: all ranks between which the moves are.
-        moves: of all ranks, in the same order everywhere.
-        sources: name -> [rows, ...] that `source_row_V` counts; each row contiguous.
-        targets: name -> [rows, ...] that `target_row_V` counts; the same names, widths and dtypes on all ranks.
+        peers: all ranks between which rows move.
+        leaving: what this rank sends, in the order of posting.
+        sources: name -> [rows, ...]; each row contiguous.
+        arriving: what this rank receives, in the order of posting. A move has the same number at both ends.
+        targets: name -> [rows, ...]; the same names, widths and dtypes on all ranks.
         what: the exchange in words, for errors.
     """
-    sends, receives = [], []
-    for v in np.argsort(moves.round_V, kind="stable").tolist():
-        source, target = int(moves.source_V[v]), int(moves.target_V[v])
-        for i, name in enumerate(sorted(sources)):
-            number = v * len(sources) + i
-            if source == peers.rank:
-                row = sources[name].detach()[moves.source_row_V[v]]
-                sends.append(Message(target, number, row.contiguous()))
-            if target == peers.rank:
-                receives.append(Message(source, number, targets[name][moves.target_row_V[v]]))
+    names = sorted(sources)
+    sends = [
+        Message(peer, number * len(names) + i, sources[name].detach()[row].contiguous())
+        for peer, number, row in _ends(leaving)
+        for i, name in enumerate(names)
+    ]
+    receives = [
+        Message(peer, number * len(names) + i, targets[name][row])
+        for peer, number, row in _ends(arriving)
+        for i, name in enumerate(names)
+    ]
     return peers.begin(sends, receives, what)
+
+
+def _ends(end: RowMoves) -> list[tuple[int, int, int]]:
+    """Peer, number and row here of every move."""
+    columns = (end.moves["peer"], end.moves["number"], end.moves[end.rows])
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def lost_rank(what: str, rank: int, error: Exception, seconds: float = 0.0) -> TransferError:

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.ep.transfer.consensus import RankConsensus, require_ranks
-from foreroute.ep.transfer.moves import gradient_moves, replica_moves
-from foreroute.ep.transfer.peers import ATTEMPTS, CHECKSUMS, PeerGroup, damaged_rows, post_moves, with_checksums
+from foreroute.ep.transfer.peers import ATTEMPTS, CHECKSUMS, PeerGroup, RowMoves, damaged_rows, post, with_checksums
 from foreroute.errors import TransferError
-from foreroute.plan import CellPlan, StepPlan
+from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan
+from foreroute.plan.schedule import PathChoice
 
 
 class Cell(NamedTuple):
@@ -120,44 +120,56 @@ class DirectWeights:
 
     def __init__(self, peers: PeerGroup) -> None:
         self._peers = peers
-        self._plan: StepPlan | None = None
+        self._schedule: ExecutionSchedule | None = None
         self._step = -1
 
-    def begin_step(self, step: int, plan: StepPlan, *, updating: bool, digest: str | None = None) -> None:
+    @property
+    def paths(self) -> PathChoice:
+        """From peer to peer."""
+        return "direct"
+
+    def begin_step(
+        self, step: int, plan: StepPlan, schedule: ExecutionSchedule, *, updating: bool, digest: str | None = None
+    ) -> None:
         """Put a plan in force. Nothing is kept or prefetched, so `updating` and `digest` make no difference.
 
         Raises:
             PlanError: when it was made for another number of ranks.
         """
         require_ranks(plan, self._peers.size)
-        self._plan, self._step = plan, step
+        self._schedule, self._step = schedule, step
 
     def fetch(self, cell: Cell, home: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As in `ReplicaWeights`; the tensors are new ones."""
-        moves = replica_moves(cell_of(self._plan, self._step, cell)).arrivals
-        num_here = int((moves.target_V == self._peers.rank).sum())
-        replicas = {name: shard.new_empty((num_here, *shard.shape[1:])) for name, shard in home.items()}
-        post_moves(self._peers, moves, home, replicas, f"fetching the replicas of {cell}").wait()
+        moves = cell_of(self._schedule, self._step, cell)
+        replicas = {name: shard.new_empty((len(moves.served), *shard.shape[1:])) for name, shard in home.items()}
+        what = f"fetching the replicas of {cell}"
+        post(self._peers, RowMoves(moves.lent, "row"), home, RowMoves(moves.served, "place"), replicas, what).wait()
         return replicas
 
     def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> GradientReturn:
         """As in `ReplicaWeights`."""
-        plan = cell_of(self._plan, self._step, cell)
-        return GradientReturn(self._peers, plan, grads, f"returning the gradients of {cell}")
+        moves = cell_of(self._schedule, self._step, cell)
+        return GradientReturn(self._peers, moves, grads, f"returning the gradients of {cell}")
 
 
-def cell_of(plan: StepPlan | None, step: int, cell: Cell) -> CellPlan:
-    """The plan of a cell, under the plan of a step.
+def cell_of(schedule: ExecutionSchedule | None, step: int, cell: Cell) -> CellSchedule:
+    """The schedule of a cell, under the plan of a step.
 
     Raises:
         TransferError: when the cell is of another step, or no plan is in force.
     """
-    if plan is None or cell.step != step:
-        in_force = "none is" if plan is None else f"that of step {step} is"
+    if schedule is None or cell.step != step:
+        in_force = "none is" if schedule is None else f"that of step {step} is"
         raise TransferError(
             f"weights of {cell} are asked for, but no plan of that step is in force, {in_force}; call begin_step first"
         )
-    return plan.cell(cell.micro_step, cell.layer)
+    return schedule.cell(cell.micro_step, cell.layer)
+
+
+def expert_bytes(home: Mapping[str, Tensor]) -> int:
+    """Bytes of one expert's weights in a layer, whose shard is name -> [experts, ...]."""
+    return sum(tensor[0].numel() * tensor.element_size() for tensor in home.values())
 
 
 class GradientReturn:
@@ -165,7 +177,7 @@ class GradientReturn:
 
     Args:
         peers: all ranks of the plan.
-        plan: of the cell.
+        moves: of the cell.
         grads: name -> [replicas here, ...] in ascending order of slot; not written to until `wait` returns.
         what: the exchange in words, for errors.
         checksums: verify what arrives.
@@ -176,18 +188,20 @@ class GradientReturn:
     """
 
     def __init__(
-        self, peers: PeerGroup, plan: CellPlan, grads: Mapping[str, Tensor], what: str, *, checksums: bool = False
+        self, peers: PeerGroup, moves: CellSchedule, grads: Mapping[str, Tensor], what: str, *, checksums: bool = False
     ) -> None:
-        moves, rank = gradient_moves(plan), peers.rank
         sent = with_checksums(grads, range(len(next(iter(grads.values()))))) if checksums else grads
-        self._row_V = moves.target_row_V[moves.target_V == rank]
-        self._num_rows = int((plan.home_E == rank).sum())
+        self._row_V = np.empty(len(moves.lent), np.int64)
+        self._row_V[moves.lent["place"]] = moves.lent["row"]
+        self._num_rows = moves.num_home
         self._arrived = {name: grad.new_empty((len(self._row_V), *grad.shape[1:])) for name, grad in sent.items()}
         self.objection: str | None = None
         self.num_bytes = sum(self._arrived[name].numel() * grad.element_size() for name, grad in grads.items())
         # kept until all has left
         self._sent = sent
-        self._exchange = post_moves(peers, moves.arrivals, sent, self._arrived, what)
+        self._exchange = post(
+            peers, RowMoves(moves.served, "place"), sent, RowMoves(moves.lent, "place"), self._arrived, what
+        )
 
     def wait(self) -> dict[str, Tensor]:
         """As in `PendingGradients`."""

@@ -22,11 +22,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.ep.transfer.host_memory import HostMemory
-from foreroute.ep.transfer.moves import EMPTY, Moves, held_after
-from foreroute.ep.transfer.peers import CHECKSUMS, PeerGroup, damaged_rows, post_moves, row_checksums, with_checksums
-from foreroute.ep.transfer.replica_weights import Cell
-from foreroute.plan import CellPlan, Topology
+from foreroute.ep.transfer.peers import (
+    CHECKSUMS,
+    PeerGroup,
+    RowMoves,
+    damaged_rows,
+    post,
+    row_checksums,
+    with_checksums,
+)
+from foreroute.ep.transfer.replica_weights import Cell, expert_bytes
+from foreroute.plan import CellPlan, CellSchedule, Topology
 from foreroute.plan.options import SlotUse
+
+EMPTY = -1
+"""In a table of slots: the slot holds no expert."""
 
 
 class SlotSet:
@@ -56,10 +66,22 @@ class SlotSet:
         """Take all slots for empty."""
         self.held_GP = np.full_like(self.held_GP, EMPTY)
 
-    def expect(self, moves: Moves, rank: int) -> None:
-        """Enter moves that are about to fill the slots."""
-        self.held_GP = held_after(moves, self.held_GP)
-        if (moves.target_V == rank).any():
+    def holds(self, plan: CellPlan) -> bool:
+        """Whether the slots of all ranks hold the replicas of a cell, or are being sent them."""
+        return bool((self.held_GP[plan.rank_R, plan.slot_R] == plan.expert_R).all())
+
+    def lacking(self, moves: CellSchedule, rank: int) -> tuple[NDArray[np.void], NDArray[np.void]]:
+        """Of what this rank lends and of what it serves in a cell, that which slots do not hold yet."""
+        lent, served = moves.lent, moves.served
+        return (
+            lent[self.held_GP[lent["peer"], lent["slot"]] != lent["expert"]],
+            served[self.held_GP[rank, served["slot"]] != served["expert"]],
+        )
+
+    def expect(self, plan: CellPlan, *, fills_mine: bool) -> None:
+        """Enter that the replicas of a cell are about to fill the slots, some of this rank's among them or none."""
+        self.held_GP[plan.rank_R, plan.slot_R] = plan.expert_R
+        if fills_mine:
             for tensor in self.tensors.values():
                 torch.autograd.graph.increment_version(tensor)
 
@@ -68,9 +90,9 @@ class SlotSet:
         self.tensors = {name: torch.empty_like(tensor) for name, tensor in self.tensors.items()}
         self.clear()
 
-    def replicas(self, plan: CellPlan, rank: int) -> dict[str, Tensor]:
-        """Name -> [replicas of the rank, ...] in order of slot: views where the slots are neighbours, else copies."""
-        slots = np.sort(plan.slot_R[plan.rank_R == rank]).tolist()
+    def replicas(self, moves: CellSchedule) -> dict[str, Tensor]:
+        """Name -> [replicas here, ...] in order of slot: views where the slots are neighbours, else copies."""
+        slots = np.sort(moves.served["slot"]).tolist()
         # Slots are distinct, so neighbours are those whose first and last are as far apart as they are many.
         if not slots or slots[-1] - slots[0] == len(slots) - 1:
             first = slots[0] if slots else 0
@@ -138,8 +160,7 @@ class TransferBatch:
 
     Args:
         channels: of all ranks.
-        moves: of all ranks, not empty.
-        host_V: bool [V], those that go through host memory.
+        lent, served: `MOVE`s of rows that this rank sends and takes; not both empty on all ranks.
         layer: routed layer.
         home: name -> [E / G, ...], this rank's shard.
         slots: name -> [P, ...], written until the batch is over.
@@ -149,29 +170,29 @@ class TransferBatch:
     def __init__(
         self,
         channels: Channels,
-        moves: Moves,
-        host_V: NDArray[np.bool_],
+        lent: NDArray[np.void],
+        served: NDArray[np.void],
         layer: int,
         home: Mapping[str, Tensor],
         slots: Mapping[str, Tensor],
         what: str,
     ) -> None:
         self.what = what
-        rank = channels.peers.rank
-        direct = moves.take(~host_V)
         self._channels, self._layer, self._slots = channels, layer, dict(slots)
-        self._host = moves.take(host_V & (moves.target_V == rank))
-        self._received = direct.take(direct.target_V == rank)
-        row_bytes = sum(tensor[0].numel() * tensor.element_size() for tensor in slots.values())
+        self._host, self._received = served[served["by_host"]], served[~served["by_host"]]
+        sent = lent[~lent["by_host"]]
+        row_bytes = expert_bytes(slots)
         self.host_bytes, self.direct_bytes = row_bytes * len(self._host), row_bytes * len(self._received)
         sources, targets = home, self._slots
         if channels.checksums:
-            sources = with_checksums(home, direct.source_row_V[direct.source_V == rank].tolist())
+            sources = with_checksums(home, sent["row"].tolist())
             targets = with_checksums(slots, [])
         self._sums = targets.get(CHECKSUMS)
         self._side = _SideStream(next(iter(slots.values())).device)
         with self._side.entered():
-            self._exchange = post_moves(channels.peers, direct, sources, targets, what)
+            self._exchange = post(
+                channels.peers, RowMoves(sent, "row"), sources, RowMoves(self._received, "slot"), targets, what
+            )
         self._objection: str | None = None
         self._error: Exception | None = None
         self._over = threading.Event()
@@ -216,7 +237,7 @@ class TransferBatch:
         memory = self._channels.memory
         if memory is None or not len(self._host):
             return None
-        sources = np.unique(self._host.source_V).tolist()
+        sources = np.unique(self._host["peer"]).tolist()
         # asked before and after the copy: what was read is of one version only if the stamps held all the while
         before = [memory.objection(source) for source in sources]
         for source, row, slot in _rows(self._host):
@@ -229,7 +250,7 @@ class TransferBatch:
     def _verify(self) -> str | None:
         if self._sums is None:
             return None
-        wrong = damaged_rows(self._slots, self._sums, self._received.target_row_V.tolist())
+        wrong = damaged_rows(self._slots, self._sums, self._received["slot"].tolist())
         if self._channels.memory is not None:
             for source, row, slot in _rows(self._host):
                 if row_checksums(self._slots, slot) != self._channels.memory.checksums(source, self._layer, row):
@@ -260,7 +281,7 @@ class _SideStream:
             self._stream.synchronize()
 
 
-def _rows(moves: Moves) -> list[tuple[int, int, int]]:
-    """Source rank, row there, and row here, of every move."""
-    columns = (moves.source_V, moves.source_row_V, moves.target_row_V)
+def _rows(moves: NDArray[np.void]) -> list[tuple[int, int, int]]:
+    """Source rank, row there, and slot here, of every move."""
+    columns = (moves["peer"], moves["row"], moves["slot"])
     return list(zip(*(column.tolist() for column in columns), strict=True))

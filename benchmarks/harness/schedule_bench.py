@@ -1,0 +1,85 @@
+"""Host work of executing a plan: compiling the schedule of a rank, and what is left to do in a cell once it is at hand.
+
+Tensors are of one element and messages are not sent, so that what is measured is the bookkeeping of both.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from foreroute import planner
+from foreroute.ep.transfer import Cell
+from foreroute.ep.transfer.peers import PeerGroup, RowMoves, post
+from foreroute.ep.transfer.slots import SlotSet
+from foreroute.plan import ExecutionSchedule, Links, PlanOptions, StepPlan, Topology
+from foreroute.simulate.workload import WORKLOADS
+
+SLOTS = {"G64": 2, "E256": 8}
+"""Redundant slots of each rank, by workload: 128 and 256 experts on 64 ranks."""
+LAYERS, MICRO_STEPS, RANK = 8, 4, 32
+LINKS = Links(2e11, 5e10, 5e10, 5e-6, 2e-5)
+
+
+class _Unposted:
+    """Stands in for a `PeerGroup`: messages are made, and not sent."""
+
+    rank = RANK
+
+    def begin(self, sends: list[Any], receives: list[Any], what: str) -> None:
+        """Nothing leaves."""
+
+
+def host_work(repeats: int) -> dict[str, dict[str, float]]:
+    """Processor time by workload, medians: `schedule_us_per_cell` of a rank, `host_ms_per_cell` of a cell and pass."""
+    compiling, indexing = {}, {}
+    for name, slots in SLOTS.items():
+        workload = replace(WORKLOADS[name], num_layers=LAYERS, num_micro_steps=MICRO_STEPS)
+        counts_MLGE = workload.draw(seed=0).counts()
+        topology = Topology(workload.num_ranks, 8, slots, LINKS)
+        plan = planner.plan(counts_MLGE, topology, PlanOptions(slots="shared"))
+
+        def compiled(plan: StepPlan = plan, counts_MLGE: Any = counts_MLGE) -> ExecutionSchedule:
+            schedule = ExecutionSchedule(plan, counts_MLGE, RANK, expert_bytes_L=[10**7] * LAYERS, paths="auto")
+            schedule.cell(MICRO_STEPS - 1, LAYERS - 1)
+            return schedule
+
+        schedule, home = compiled(), {"weight": torch.zeros(workload.num_experts // workload.num_ranks, 1)}
+        sets = [SlotSet(home, topology) for _ in range(LAYERS)]
+        cells = LAYERS * MICRO_STEPS
+        compiling[name] = _median(compiled, repeats) / cells * 1e6
+        indexing[name] = _median(lambda: _index(plan, schedule, sets, home), repeats) / cells / 2 * 1e3  # noqa: B023
+    return {"schedule_us_per_cell": compiling, "host_ms_per_cell": indexing}
+
+
+def _index(plan: StepPlan, schedule: ExecutionSchedule, sets: list[SlotSet], home: dict[str, torch.Tensor]) -> None:
+    """A forward and a backward of every cell: who holds what, messages of weights twice, messages of gradients once."""
+    peers = cast("PeerGroup", _Unposted())
+    for micro_step in range(MICRO_STEPS):
+        for layer, slots in enumerate(sets):
+            moves = schedule.cell(micro_step, layer)
+            moves.send_G.tolist(), moves.receive_G.tolist(), moves.group_rows_S.tolist()
+            for _ in ("forward", "backward"):
+                slots.clear()
+                slots.assign(Cell(0, micro_step, layer))
+                cell = plan.cell(micro_step, layer)
+                if not slots.holds(cell):
+                    lent, served = slots.lacking(moves, RANK)
+                    post(peers, RowMoves(lent, "row"), home, RowMoves(served, "slot"), slots.tensors, "weights")
+                    slots.expect(cell, fills_mine=len(served) > 0)
+            grads = {"weight": torch.zeros(max(len(moves.served), len(moves.lent)), 1)}
+            post(peers, RowMoves(moves.served, "place"), grads, RowMoves(moves.lent, "place"), grads, "gradients")
+
+
+def _median(call: Callable[[], Any], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        begun = time.process_time()
+        call()
+        times.append(time.process_time() - begun)
+    return statistics.median(times)

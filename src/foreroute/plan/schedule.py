@@ -1,0 +1,271 @@
+"""A plan and its counts, compiled for one rank: what it sends, receives, computes and copies in every cell.
+
+An *assignment* is one pick of one token. A rank sorts its assignments by expert, stable; the first of an expert go to
+its home, the next to its replicas in ascending order of their rank, as many to each as the plan says. What is sent is
+in order of (target rank, group); a *group* is what one rank computes with one expert's weights: its home experts in
+ascending order of their id, then its replicas in ascending order of their slot. What is received is in order of
+(source rank, group), what is computed in order of (group, source rank). So rows of a group are always in order of
+(source rank, token, pick), whatever else is on the rank.
+
+The schedule is arithmetic on counts, with no token looked at and no framework known. An executor only indexes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.errors import PlanError
+from foreroute.plan.step_plan import CellPlan, StepPlan
+from foreroute.plan.topology import Topology
+
+PathChoice = Literal["auto", "host", "direct"]
+"""Which path weights take: through host memory within a node, from peer to peer, or move by move the one that is
+expected to end sooner."""
+PATHS: dict[PathChoice, int] = {"direct": 0, "host": 1, "auto": 2}
+
+MOVE = np.dtype(
+    [(name, np.int32) for name in ("round", "number", "expert", "row", "peer", "slot", "place")]
+    + [("by_host", np.bool_)],
+    align=True,
+)
+"""One replica's way, seen from one of its two ends.
+
+round: in a round no rank sends two experts and none receives two; there are as few rounds as can be.
+number: of the replica in its cell, the same at both ends.
+expert: logical.
+row: of the expert in its home rank's shard, whose experts are in ascending order of their id.
+peer: the rank at the other end.
+slot: that holds the replica, on the rank that serves it.
+place: of a replica that is served, among those of this rank in ascending order of slot; of one that is lent, among the
+gradients that come home to this rank, in order of (row, peer), in which they are added.
+by_host: whether its weights go through host memory; gradients never do.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class CellSchedule:
+    """What one rank does in one cell.
+
+    Runs of rows are int64 [B, 2]: first row and length, in the order in which they are taken; none is empty.
+
+    Attributes:
+        send_G: int64 [G], rows to each rank.
+        receive_G: int64 [G], rows from each rank.
+        taken: runs of this rank's assignments sorted by expert: those that are sent, in the order of sending.
+        grouped: runs of the received rows: those that are computed, in that order. A run that starts at the number of
+            received rows is padding.
+        returned: runs of the computed rows: those that are sent back, in order of arrival.
+        group_rows_S: int64 [S], rows of every group, padding included.
+        num_home: how many groups are home experts; the others are replicas.
+        lent: `MOVE`s of the replicas whose home is here, in order of round.
+        served: `MOVE`s of the replicas here, in order of round.
+    """
+
+    send_G: NDArray[np.int64]
+    receive_G: NDArray[np.int64]
+    taken: NDArray[np.int64]
+    grouped: NDArray[np.int64]
+    returned: NDArray[np.int64]
+    group_rows_S: NDArray[np.int64]
+    num_home: int
+    lent: NDArray[np.void]
+    served: NDArray[np.void]
+
+    @classmethod
+    def of(
+        cls, cell: CellPlan, counts_GE: NDArray[np.integer], rank: int, *, least_rows: int = 1, what: str = "the cell"
+    ) -> CellSchedule:
+        """The schedule of a cell whose counts are learnt only when it runs; weights go from peer to peer.
+
+        Args:
+            cell: homes and replicas.
+            counts_GE: integers [G, E], assignments of every rank to every expert.
+            rank: whose schedule.
+            least_rows: a group with any row is padded to this many.
+            what: the cell in words, for errors.
+
+        Raises:
+            PlanError: as in `ExecutionSchedule`.
+        """
+        columns = _compile(
+            _Cells(
+                cell.home_E[None],
+                np.array([0, len(cell.expert_R)], np.int64),
+                *(getattr(cell, name) for name in _REPLICAS),
+            ),
+            counts_GE[None],
+            rank,
+            _Costs(np.array([least_rows]), np.zeros(1, np.int64), "direct", None),
+            [what],
+        )
+        return _cut(columns, 0)
+
+
+class ExecutionSchedule:
+    """The schedule of one rank for all cells of a step.
+
+    Micro-steps are compiled one after the other in a thread, the first first, so that the first can run while the
+    others are compiled. A cell that is asked for waits for its micro-step alone.
+
+    Args:
+        plan: of the step.
+        counts_MLGE: integers [M, L, G, E], what was planned; None where it is not known: weights alone are scheduled.
+        rank: whose schedule.
+        least_rows_L: a group with any row is padded to this many, by layer; 1 by default.
+        expert_bytes_L: bytes of one expert's weights, by layer; needed for the choice of a path.
+        paths: which path weights take.
+
+    Raises:
+        PlanError: from `cell`, on all ranks alike, when replicas are to serve more assignments of an expert than there
+            are.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        counts_MLGE: NDArray[np.integer] | None,
+        rank: int,
+        *,
+        least_rows_L: Sequence[int] | None = None,
+        expert_bytes_L: Sequence[int] | None = None,
+        paths: PathChoice = "direct",
+    ) -> None:
+        num_layers = plan.shape[1]
+        costs = _Costs(
+            np.ones(num_layers, np.int64) if least_rows_L is None else np.array(least_rows_L, np.int64),
+            np.zeros(num_layers, np.int64) if expert_bytes_L is None else np.array(expert_bytes_L, np.int64),
+            paths,
+            plan.topology,
+        )
+
+        def block(micro_step: int) -> Any:
+            first = micro_step * num_layers
+            offsets = plan.offsets[first : first + num_layers + 1]
+            part = slice(int(offsets[0]), int(offsets[-1]))
+            cells = _Cells(plan.home_LE, offsets - offsets[0], *(getattr(plan, name)[part] for name in _REPLICAS))
+            words = [f"micro-step {micro_step}, routed layer {layer}" for layer in range(num_layers)]
+            counts_LGE = _served_by_replicas(cells, plan) if counts_MLGE is None else counts_MLGE[micro_step]
+            return _compile(cells, counts_LGE, rank, costs, words)
+
+        pool = ThreadPoolExecutor(1, thread_name_prefix="schedule")
+        self._blocks: list[Future[Any]] = [pool.submit(block, m) for m in range(plan.shape[0])]
+        pool.shutdown(wait=False)  # what was submitted is compiled nevertheless
+
+    def cell(self, micro_step: int, layer: int) -> CellSchedule:
+        """The schedule of one cell."""
+        return _cut(self._blocks[micro_step].result(), layer)
+
+
+_REPLICAS = ("expert_R", "rank_R", "slot_R", "tokens_RG")
+
+
+@dataclass(frozen=True, eq=False)
+class _Cells:
+    """Consecutive cells of a plan, as in `StepPlan`."""
+
+    home_LE: NDArray[np.int16]
+    offsets: NDArray[np.int64]
+    expert_R: NDArray[np.int16]
+    rank_R: NDArray[np.int16]
+    slot_R: NDArray[np.int16]
+    tokens_RG: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """What the compiler needs beside plan and counts; without a topology, no path is chosen."""
+
+    least_rows_L: NDArray[np.int64]
+    expert_bytes_L: NDArray[np.int64]
+    paths: PathChoice
+    topology: Topology | None
+
+
+def _served_by_replicas(cells: _Cells, plan: StepPlan) -> NDArray[np.int64]:
+    """int64 [L, G, E], the least counts that the plan can be for."""
+    counts_LGE = np.zeros((plan.shape[1], plan.topology.num_ranks, plan.shape[2]), np.int64)
+    layer_R = np.repeat(np.arange(plan.shape[1]), np.diff(cells.offsets))
+    np.add.at(counts_LGE.transpose(0, 2, 1), (layer_R, cells.expert_R), cells.tokens_RG)
+    return counts_LGE
+
+
+def _compile(cells: _Cells, counts_CGE: NDArray[np.integer], rank: int, costs: _Costs, words: Sequence[str]) -> Any:
+    # numba loads with the first schedule
+    from foreroute.plan.schedule_kernels import NONE, Columns, Rates, schedule_cells
+
+    num_cells, num_ranks, num_experts = counts_CGE.shape
+    num_home = num_experts // num_ranks
+    num_replicas_C = np.diff(cells.offsets)
+    slots = int(cells.slot_R.max(initial=-1)) + 1
+    num_replicas, most_groups = int(num_replicas_C.sum()), num_home + slots
+    out = Columns(
+        np.empty((num_cells, num_ranks), np.int64),
+        np.empty((num_cells, num_ranks), np.int64),
+        np.empty((num_cells, most_groups), np.int64),
+        np.empty(num_cells, np.int64),
+        np.empty((num_cells * num_experts + num_replicas, 2), np.int64),
+        np.empty((num_cells * most_groups * (num_ranks + 1), 2), np.int64),
+        np.empty((num_cells * most_groups * num_ranks, 2), np.int64),
+        np.empty(num_replicas, MOVE),
+        np.empty(num_replicas, MOVE),
+        np.empty((num_cells, 5), np.int64),
+        num_home,
+    )
+    links = None if costs.topology is None else costs.topology.links
+    rates = Rates(num_ranks, 1.0, 1.0, 1.0, 1.0, 1.0)
+    if costs.topology is not None and links is not None:
+        rates = Rates(
+            costs.topology.ranks_per_node,
+            links.node_bytes_per_s,
+            links.cluster_bytes_per_s,
+            links.host_bytes_per_s,
+            links.node_latency_s,
+            links.cluster_latency_s,
+        )
+    cell, expert, source, excess = schedule_cells(
+        rank,
+        *vars(cells).values(),
+        np.ascontiguousarray(counts_CGE, np.int32),
+        costs.least_rows_L,
+        costs.expert_bytes_L,
+        PATHS[costs.paths],
+        rates,
+        out,
+    )
+    if cell != NONE:
+        raise PlanError(
+            f"{words[cell]}: replicas of expert {expert} are to serve {excess} assignments of rank {source} more than "
+            "there are; the plan was made for other counts"
+        )
+    return out
+
+
+def _cut(out: Any, c: int) -> CellSchedule:
+    """One cell of `Columns`, as views."""
+    begins = out.ends_CX[c - 1] if c else np.zeros(5, np.int64)
+    taken, grouped, returned, lent, served = (
+        array[begin:end]
+        for array, begin, end in zip(
+            (out.taken, out.grouped, out.returned, out.lent, out.served),
+            begins.tolist(),
+            out.ends_CX[c].tolist(),
+            strict=True,
+        )
+    )
+    return CellSchedule(
+        out.send_CG[c],
+        out.receive_CG[c],
+        taken,
+        grouped,
+        returned,
+        out.group_rows_CS[c, : out.num_groups_C[c]],
+        out.num_home,
+        lent,
+        served,
+    )

@@ -1,0 +1,416 @@
+"""What one rank does in each cell of a plan, as compiled loops over flat arrays. `plan.schedule` says what they mean.
+
+Axis letters: C cells of a block, G ranks, E experts, R replicas of a cell, S groups of this rank, P its slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.kernels import kernel
+
+NONE = -1
+DIRECT, HOST, AUTO = 0, 1, 2
+"""Paths of weights: from peer to peer, through host memory within a node, or whichever ends sooner."""
+NODE_OUT, NODE_IN, CLUSTER_OUT, CLUSTER_IN, HOST_LINK = range(5)
+
+
+class Rates(NamedTuple):
+    """What links of a rank carry, in seconds and bytes per second."""
+
+    ranks_per_node: int
+    node_bytes_per_s: float
+    cluster_bytes_per_s: float
+    host_bytes_per_s: float
+    node_latency_s: float
+    cluster_latency_s: float
+
+
+class Columns(NamedTuple):
+    """What the kernel fills: for each cell a row of `..._C`, and its part of the flat arrays, up to `ends_CX`."""
+
+    send_CG: NDArray[np.int64]
+    receive_CG: NDArray[np.int64]
+    group_rows_CS: NDArray[np.int64]
+    num_groups_C: NDArray[np.int64]
+    taken: NDArray[np.int64]
+    grouped: NDArray[np.int64]
+    returned: NDArray[np.int64]
+    lent: NDArray[np.void]
+    served: NDArray[np.void]
+    ends_CX: NDArray[np.int64]
+    num_home: int
+
+
+@kernel
+def schedule_cells(
+    rank: int,
+    home_LE: Any,
+    offsets: Any,
+    expert_R: Any,
+    rank_R: Any,
+    slot_R: Any,
+    tokens_RG: Any,
+    counts_CGE: Any,
+    least_rows_L: Any,
+    expert_bytes_L: Any,
+    paths: int,
+    rates: Any,
+    out: Any,
+) -> tuple[int, int, int, int]:
+    """Fill `out` for the cells of a block, whose layers are 0, 1, ... L - 1, 0, ...
+
+    Returns:
+        Cell, expert, source rank and how many assignments of it replicas are to serve beyond those there are, of the
+        first place where they do; NONE and zeros where nothing is wrong.
+    """
+    num_cells, num_ranks, num_experts = counts_CGE.shape
+    num_home = num_experts // num_ranks
+    largest = 0
+    for c in range(num_cells):
+        largest = max(largest, offsets[c + 1] - offsets[c])
+    home_row_E = np.empty(num_experts, np.int64)
+    member_GS = np.empty((num_ranks, num_home), np.int64)
+    order_R = np.empty(largest, np.int64)
+    nth_R = np.empty(largest, np.int64)
+    first_G = np.empty(num_ranks + 1, np.int64)
+    rest_EG = np.empty((num_experts, num_ranks), np.int64)
+    is_replicated_E = np.zeros(num_experts, np.bool_)
+    start_E = np.empty(num_experts, np.int64)
+    mine_E = np.empty(num_experts, np.int64)
+    cursor_E = np.empty(num_experts, np.int64)
+    start_R = np.empty(largest, np.int64)
+    tokens_SG = np.empty((num_home + out.group_rows_CS.shape[1], num_ranks), np.int64)
+    place_S = np.empty(num_home, np.int64)
+    source_R = np.empty(largest, np.int64)
+    target_R = np.empty(largest, np.int64)
+    round_R = np.empty(largest, np.int64)
+    host_R = np.zeros(largest, np.bool_)
+    edge_at = np.empty((2, num_ranks, max(largest, 1)), np.int64)
+    at = np.zeros(5, np.int64)
+    for c in range(num_cells):
+        home_E = home_LE[c % len(home_LE)]
+        begin, num_replicas = offsets[c], offsets[c + 1] - offsets[c]
+        counts_GE = counts_CGE[c]
+        _by_home(home_E, home_row_E, member_GS)
+        _by_rank_and_slot(rank_R, slot_R, begin, num_replicas, order_R, nth_R, first_G)
+
+        # what homes serve of replicated experts, of every source: looked at on all ranks, so that all see what is wrong
+        for i in range(num_replicas):
+            e = expert_R[begin + i]
+            if not is_replicated_E[e]:
+                is_replicated_E[e] = True
+                for g in range(num_ranks):
+                    rest_EG[e, g] = counts_GE[g, e]
+            for g in range(num_ranks):
+                rest_EG[e, g] -= tokens_RG[begin + i, g]
+        for i in range(num_replicas):
+            e = expert_R[begin + i]
+            if is_replicated_E[e]:
+                for g in range(num_ranks):
+                    if rest_EG[e, g] < 0:
+                        return c, e, g, -rest_EG[e, g]
+
+        # this rank's assignments, sorted by expert: those of an expert go to its home first, then to its replicas
+        place = 0
+        for e in range(num_experts):
+            mine_E[e] = rest_EG[e, rank] if is_replicated_E[e] else counts_GE[rank, e]
+            start_E[e] = place
+            cursor_E[e] = place + mine_E[e]
+            place += counts_GE[rank, e]
+        for i in range(num_replicas):
+            r = order_R[i]  # in ascending order of rank
+            e = expert_R[begin + r]
+            start_R[r] = cursor_E[e]
+            cursor_E[e] += tokens_RG[begin + r, rank]
+
+        # they leave in order of (target rank, group)
+        out.send_CG[c, :] = 0
+        for g in range(num_ranks):
+            for s in range(num_home):
+                e = member_GS[g, s]
+                at[0] = _append(out.taken, at[0], start_E[e], mine_E[e])
+                out.send_CG[c, g] += mine_E[e]
+            for i in range(first_G[g], first_G[g + 1]):
+                r = order_R[i]
+                at[0] = _append(out.taken, at[0], start_R[r], tokens_RG[begin + r, rank])
+                out.send_CG[c, g] += tokens_RG[begin + r, rank]
+
+        # groups of this rank
+        num_groups = num_home + first_G[rank + 1] - first_G[rank]
+        for s in range(num_home):
+            e = member_GS[rank, s]
+            for g in range(num_ranks):
+                tokens_SG[s, g] = rest_EG[e, g] if is_replicated_E[e] else counts_GE[g, e]
+        for i in range(first_G[rank], first_G[rank + 1]):
+            tokens_SG[num_home + i - first_G[rank], :] = tokens_RG[begin + order_R[i], :]
+        _computed(tokens_SG[:num_groups], num_home, least_rows_L[c % len(home_LE)], c, out, at)
+
+        # weights: from homes to replicas, and gradients back
+        if num_replicas:
+            for i in range(num_replicas):
+                source_R[i] = home_E[expert_R[begin + order_R[i]]]
+                target_R[i] = rank_R[begin + order_R[i]]
+            sources, targets = source_R[:num_replicas], target_R[:num_replicas]
+            choose_host(sources, targets, expert_bytes_L[c % len(home_LE)], paths, rates, host_R)
+            colour_edges(sources, targets, edge_at, round_R)
+            place_S[:] = 0
+            for i in range(num_replicas):
+                if source_R[i] == rank and home_row_E[expert_R[begin + order_R[i]]] + 1 < num_home:
+                    place_S[home_row_E[expert_R[begin + order_R[i]]] + 1] += 1
+            for s in range(1, num_home):
+                place_S[s] += place_S[s - 1]
+            first_lent, first_served = at[3], at[4]
+            for i in range(num_replicas):
+                r = order_R[i]
+                e, source, target = expert_R[begin + r], source_R[i], target_R[i]
+                row, slot = home_row_E[e], slot_R[begin + r]
+                if source == rank:
+                    _enter(out.lent, at[3], round_R[i], i, e, row, target, slot, place_S[row], host_R[i])
+                    place_S[row] += 1
+                    at[3] += 1
+                if target == rank:
+                    _enter(out.served, at[4], round_R[i], i, e, row, source, slot, nth_R[r], host_R[i])
+                    at[4] += 1
+            # the order in which they are posted
+            _sort_by_round(out.lent, first_lent, at[3])
+            _sort_by_round(out.served, first_served, at[4])
+        for i in range(num_replicas):
+            is_replicated_E[expert_R[begin + i]] = False
+        out.ends_CX[c, :] = at
+    return NONE, 0, 0, 0
+
+
+@kernel(inline="always")
+def _append(blocks: Any, at: int, start: int, length: int) -> int:
+    """A run of rows, unless it is empty."""
+    if length == 0:
+        return at
+    blocks[at, 0] = start
+    blocks[at, 1] = length
+    return at + 1
+
+
+@kernel
+def _by_home(home_E: Any, home_row_E: Any, member_GS: Any) -> None:
+    """The experts of every rank in ascending order of their id, and the place of each."""
+    num_S = np.zeros(len(member_GS), np.int64)
+    for e in range(len(home_E)):
+        g = home_E[e]
+        home_row_E[e] = num_S[g]
+        member_GS[g, num_S[g]] = e
+        num_S[g] += 1
+
+
+@kernel
+def _by_rank_and_slot(
+    rank_R: Any, slot_R: Any, begin: int, num_replicas: int, order_R: Any, nth_R: Any, first_G: Any
+) -> None:
+    """Replicas in ascending order of (rank, slot), and which of its rank each is."""
+    first_G[:] = 0
+    for i in range(num_replicas):
+        first_G[rank_R[begin + i] + 1] += 1
+    for g in range(len(first_G) - 1):
+        first_G[g + 1] += first_G[g]
+    filled_G = first_G[:-1].copy()
+    for i in range(num_replicas):
+        g = rank_R[begin + i]
+        j = filled_G[g]
+        while j > first_G[g] and slot_R[begin + order_R[j - 1]] > slot_R[begin + i]:
+            order_R[j] = order_R[j - 1]
+            j -= 1
+        order_R[j] = i
+        filled_G[g] += 1
+    for g in range(len(first_G) - 1):
+        for i in range(first_G[g], first_G[g + 1]):
+            nth_R[order_R[i]] = i - first_G[g]
+
+
+@kernel
+def _computed(tokens_SG: Any, num_home: int, least_rows: int, c: int, out: Any, at: Any) -> None:
+    """From received to computed order, and back: the transpose of a (source rank, group) table of runs.
+
+    Every group ends with its padding, which is taken from beyond the rows received and is not sent back.
+    """
+    num_groups, num_ranks = tokens_SG.shape
+    arrived_SG = np.empty((num_groups, num_ranks), np.int64)
+    total = 0
+    for g in range(num_ranks):
+        before = total
+        for s in range(num_groups):
+            arrived_SG[s, g] = total
+            total += tokens_SG[s, g]
+        out.receive_CG[c, g] = total - before
+    rows_S = out.group_rows_CS[c]
+    any_home, any_replica = False, False
+    for s in range(num_groups):
+        rows_S[s] = tokens_SG[s].sum()
+        any_home |= s < num_home and rows_S[s] > 0
+        any_replica |= s >= num_home and rows_S[s] > 0
+        if 0 < rows_S[s] < least_rows:
+            rows_S[s] = least_rows
+    # a grouped GEMM is never given an empty input
+    if not any_home:
+        rows_S[0] = max(least_rows, 1)
+    if not any_replica and num_groups > num_home:
+        rows_S[num_home] = max(least_rows, 1)
+    out.num_groups_C[c] = num_groups
+    place = 0
+    computed_SG = np.empty((num_groups, num_ranks), np.int64)
+    for s in range(num_groups):
+        end = place + rows_S[s]
+        for g in range(num_ranks):
+            computed_SG[s, g] = place
+            at[1] = _append(out.grouped, at[1], arrived_SG[s, g], tokens_SG[s, g])
+            place += tokens_SG[s, g]
+        at[1] = _append(out.grouped, at[1], total, end - place)
+        place = end
+    for g in range(num_ranks):
+        for s in range(num_groups):
+            at[2] = _append(out.returned, at[2], computed_SG[s, g], tokens_SG[s, g])
+
+
+@kernel(inline="always")
+def _enter(
+    table: Any, at: int, turn: int, number: int, expert: int, row: int, peer: int, slot: int, place: int, by_host: bool
+) -> None:
+    """A row of `lent` or `served`."""
+    table[at].round = turn
+    table[at].number = number
+    table[at].expert = expert
+    table[at].row = row
+    table[at].peer = peer
+    table[at].slot = slot
+    table[at].place = place
+    table[at].by_host = by_host
+
+
+@kernel
+def _sort_by_round(table: Any, first: int, last: int) -> None:
+    """Stable, in place; the parts are short."""
+    order = np.argsort(table[first:last].round, kind="mergesort")
+    copied = table[first:last].copy()
+    for i in range(last - first):
+        table[first + i] = copied[order[i]]
+
+
+@kernel
+def choose_host(source_V: Any, target_V: Any, num_bytes: int, paths: int, rates: Any, host_V: Any) -> None:
+    """Which moves of a batch, all of as many bytes, go through host memory; it reaches the ranks of a node.
+
+    AUTO takes the best of three: each move where it ends sooner, those without a choice first; all that host memory
+    reaches; and none. Links carry bytes side by side, and a link pays its latency once, since the moves of a batch
+    leave together: a batch ends when its busiest link does.
+
+    Args:
+        source_V: integers [V].
+        target_V: integers [V].
+        num_bytes: of a move.
+        paths: DIRECT, HOST or AUTO.
+        rates: of the links.
+        host_V: bool [V], filled.
+    """
+    num_moves, per_node = len(source_V), rates.ranks_per_node
+    reached_V = np.empty(num_moves, np.bool_)
+    for v in range(num_moves):
+        reached_V[v] = source_V[v] // per_node == target_V[v] // per_node
+        host_V[v] = paths != DIRECT and reached_V[v]
+    if paths != AUTO or not num_moves:
+        return
+    num_ranks = max(source_V.max(), target_V.max()) + 1
+    busy_s = np.zeros((5, num_ranks))
+    greedy_V = np.zeros(num_moves, np.bool_)
+    # a link that must carry a move is busy before the first choice is made, so that choices go round it
+    for has_choice in (False, True):
+        for v in range(num_moves):
+            if reached_V[v] == has_choice:
+                if has_choice:
+                    by_host = _move_end(busy_s, source_V[v], target_V[v], True, num_bytes, rates, False)
+                    direct = _move_end(busy_s, source_V[v], target_V[v], False, num_bytes, rates, False)
+                    greedy_V[v] = by_host < direct
+                _move_end(busy_s, source_V[v], target_V[v], greedy_V[v], num_bytes, rates, True)
+    best = busy_s.max()
+    for candidate in (reached_V, np.zeros(num_moves, np.bool_)):
+        busy_s[:] = 0
+        for v in range(num_moves):
+            _move_end(busy_s, source_V[v], target_V[v], candidate[v], num_bytes, rates, True)
+        if busy_s.max() < best:
+            best = busy_s.max()
+            greedy_V[:] = candidate
+    host_V[:num_moves] = greedy_V
+
+
+@kernel(inline="always")
+def _move_end(busy_s: Any, source: int, target: int, by_host: bool, num_bytes: int, rates: Any, takes: bool) -> Any:
+    """When a move ends that is given to its links after those before it; `takes` gives it to them."""
+    if by_host:
+        end = busy_s[HOST_LINK, target] + num_bytes / rates.host_bytes_per_s
+        if takes:
+            busy_s[HOST_LINK, target] = end
+        return end
+    if source // rates.ranks_per_node == target // rates.ranks_per_node:
+        link_out, link_in, latency, rate = NODE_OUT, NODE_IN, rates.node_latency_s, rates.node_bytes_per_s
+    else:
+        link_out, link_in, latency, rate = CLUSTER_OUT, CLUSTER_IN, rates.cluster_latency_s, rates.cluster_bytes_per_s
+    left = max(busy_s[link_out, source], latency) + num_bytes / rate
+    arrived = max(busy_s[link_in, target], latency) + num_bytes / rate
+    if takes:
+        busy_s[link_out, source], busy_s[link_in, target] = left, arrived
+    return max(left, arrived)
+
+
+@kernel
+def colour_edges(source_V: Any, target_V: Any, edge_at: Any, round_V: Any) -> Any:
+    """Colour the edges of a bipartite multigraph with as many colours as its largest degree; returns how many.
+
+    Koenig's theorem: that many are enough, and fewer cannot be. An edge takes a round that is free at both ends; if
+    there is none, the path that alternates between the round free at one end and that free at the other is flipped.
+
+    Args:
+        source_V: integers [V].
+        target_V: integers [V].
+        edge_at: int64 [2, G, at least as many as rounds], scratch.
+        round_V: int64 [V], filled.
+    """
+    num_ranks = edge_at.shape[1]
+    degree = np.zeros((2, num_ranks), np.int64)
+    for v in range(len(source_V)):
+        degree[0, source_V[v]] += 1
+        degree[1, target_V[v]] += 1
+    num_rounds = degree.max()
+    edge_at[:, :, :num_rounds] = NONE
+    path_V = np.empty(len(source_V), np.int64)
+    # every edge so far has a round, and no two edges of a sender or of a receiver have the same
+    for v in range(len(source_V)):
+        ends = (source_V[v], target_V[v])
+        free_out, free_in = 0, 0
+        while edge_at[0, ends[0], free_out] != NONE:
+            free_out += 1
+        while edge_at[1, ends[1], free_in] != NONE:
+            free_in += 1
+        if free_out != free_in:
+            # Flip the path that leaves the target in the round that is free at the source. It ends, because a vertex
+            # has at most one edge in a round; and not at the source, which it could reach in the free round alone.
+            free = (free_out, free_in)
+            length, side, vertex = 0, 1, ends[1]
+            while edge_at[side, vertex, free[length % 2]] != NONE:
+                path_V[length] = edge_at[side, vertex, free[length % 2]]
+                side = 1 - side
+                vertex = source_V[path_V[length]] if side == 0 else target_V[path_V[length]]
+                length += 1
+            for j in range(length):
+                edge_at[0, source_V[path_V[j]], free[j % 2]] = NONE
+                edge_at[1, target_V[path_V[j]], free[j % 2]] = NONE
+            for j in range(length):
+                edge_at[0, source_V[path_V[j]], free[1 - j % 2]] = path_V[j]
+                edge_at[1, target_V[path_V[j]], free[1 - j % 2]] = path_V[j]
+        edge_at[0, ends[0], free_out] = v
+        edge_at[1, ends[1], free_out] = v
+    for g in range(num_ranks):
+        for turn in range(num_rounds):
+            if edge_at[0, g, turn] != NONE:
+                round_V[edge_at[0, g, turn]] = turn
+    return num_rounds

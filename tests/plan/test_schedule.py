@@ -1,0 +1,196 @@
+"""What ranks send, receive, compute and copy, against simulations that follow every assignment and expert by name."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreroute.ep.dispatch import expand
+from foreroute.errors import PlanError
+from foreroute.plan import CellSchedule, ExecutionSchedule
+from foreroute.plan.schedule_kernels import AUTO, DIRECT, HOST, Rates, choose_host, colour_edges
+from tests.ep.planned import split_plan
+from tests.ep.transfer.plans import random_homes, random_plan
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]), st.sampled_from([1, 4]), st.sampled_from([0, 1, 6]))
+def test_every_assignment_reaches_a_host_of_its_expert_in_the_order_that_is_promised(seed, num_ranks, least, most):
+    rng = np.random.default_rng(seed)
+    counts_GE = rng.integers(0, most + 1, (num_ranks, 8))
+    home_LE = random_homes(rng, 8, num_ranks)[None]
+    plan = split_plan(seed, counts_GE[None, None], home_LE, slots=3)
+    cell = plan.cell(0, 0)
+    ranks = [CellSchedule.of(cell, counts_GE, rank, least_rows=least) for rank in range(num_ranks)]
+    for rank, alone in enumerate(ranks):
+        whole = ExecutionSchedule(plan, counts_GE[None, None], rank, least_rows_L=[least]).cell(0, 0)
+        assert all(np.array_equal(a, b) for a, b in zip(vars(whole).values(), vars(alone).values(), strict=True))
+    named = [[(e, g, i) for e in range(8) for i in range(counts_GE[g, e])] for g in range(num_ranks)]
+
+    sent = [_taken(named[g], ranks[g].taken) for g in range(num_ranks)]
+    assert [sorted(rows) for rows in sent] == named
+    received = _delivered(sent, ranks)
+    for rank, rows in enumerate(ranks):
+        arrived = received[rank]
+        computed = _taken([*arrived, *["padding"] * 8], rows.grouped, limit=len(arrived))
+        groups = np.split(np.arange(len(computed)), np.cumsum(rows.group_rows_S)[:-1])
+        for group, (expert, tokens_G) in zip(groups, _hosts(cell, counts_GE, rank), strict=True):
+            members = [computed[i] for i in group if computed[i] != "padding"]
+            assert [name[0] for name in members] == [expert] * len(members)
+            assert members == sorted(members, key=lambda name: name[1:])
+            assert [sum(name[1] == g for name in members) for g in range(num_ranks)] == tokens_G
+            assert not members or len(group) >= least
+        assert _taken(computed, rows.returned) == arrived
+        assert len(computed)
+
+
+def _hosts(cell, counts_GE, rank):
+    """(expert, tokens from each rank) of every group of the rank: homes by id, then replicas by slot."""
+    num_ranks = len(counts_GE)
+    for expert in np.flatnonzero(cell.home_E == rank).tolist():
+        elsewhere = [r for r in range(len(cell.expert_R)) if cell.expert_R[r] == expert]
+        yield (
+            expert,
+            [int(counts_GE[g, expert] - sum(cell.tokens_RG[r, g] for r in elsewhere)) for g in range(num_ranks)],
+        )
+    here = [r for r in range(len(cell.expert_R)) if cell.rank_R[r] == rank]
+    for r in sorted(here, key=lambda r: cell.slot_R[r]):
+        yield int(cell.expert_R[r]), cell.tokens_RG[r].tolist()
+
+
+def _taken(rows, blocks, limit=None):
+    index = expand(blocks, torch.device("cpu"))
+    return [rows[i] for i in (index if limit is None else index.clamp(max=limit)).tolist()]
+
+
+def _delivered(sent, ranks):
+    """What an all-to-all with these sizes makes of it; sizes of both ends must agree."""
+    pieces = []
+    for rows, rank in zip(sent, ranks, strict=True):
+        ends = np.cumsum(rank.send_G)
+        assert ends[-1] == len(rows)
+        pieces.append([rows[end - size : end] for end, size in zip(ends, rank.send_G, strict=True)])
+    for target, rank in enumerate(ranks):
+        assert [len(pieces[source][target]) for source in range(len(ranks))] == rank.receive_G.tolist()
+    return [[row for source in range(len(ranks)) for row in pieces[source][target]] for target in range(len(ranks))]
+
+
+def shards_of(home_E, num_ranks):
+    return [[e for e in range(len(home_E)) if home_E[e] == rank] for rank in range(num_ranks)]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_replicas_are_fetched_from_home_and_their_gradients_return_to_it(seed, ranks, per_rank):
+    plan = random_plan(seed, ranks=ranks, experts=ranks * per_rank, slots=3, micro_steps=2, layers=2)
+    schedules = [ExecutionSchedule(plan, None, rank) for rank in range(ranks)]
+    for m, layer in itertools.product(range(2), range(2)):
+        cell, cells = plan.cell(m, layer), [schedule.cell(m, layer) for schedule in schedules]
+        shards = shards_of(cell.home_E, ranks)
+        lent = {(r["number"], g): r for g in range(ranks) for r in cells[g].lent}
+        assert len(lent) == len(cell.expert_R)
+        for rank, own in enumerate(cells):
+            here = sorted(zip(cell.slot_R.tolist(), cell.expert_R.tolist(), cell.rank_R == rank, strict=True))
+            wanted = [(slot, expert) for slot, expert, is_here in here if is_here]
+            by_place = own.served[np.argsort(own.served["place"])]
+            assert by_place["place"].tolist() == list(range(len(wanted)))
+            assert list(zip(by_place["slot"].tolist(), by_place["expert"].tolist(), strict=True)) == wanted
+            for move in own.served:
+                assert shards[move["peer"]][move["row"]] == move["expert"]
+                other = lent[move["number"], move["peer"]]  # the same move, seen from its other end
+                assert [other[name] for name in ("round", "expert", "row", "slot")] == [
+                    move[name] for name in ("round", "expert", "row", "slot")
+                ]
+                assert other["peer"] == rank
+            # gradients are added in order of (row, rank of the replica)
+            arrivals = own.lent[np.argsort(own.lent["place"])]
+            assert arrivals["place"].tolist() == list(range(len(arrivals)))
+            order = list(zip(arrivals["row"].tolist(), arrivals["peer"].tolist(), strict=True))
+            assert order == sorted(order)
+            for table in (own.lent, own.served):
+                assert sorted(table["round"].tolist()) == table["round"].tolist()
+                assert len(set(table["round"].tolist())) == len(table)
+
+
+def test_replicas_that_are_to_serve_more_than_there_is_are_refused_on_every_rank():
+    counts_MLGE = np.full((1, 2, 4, 8), 2)
+    plan = split_plan(0, counts_MLGE, np.stack([np.arange(8) % 4] * 2).astype(np.int16), slots=2)
+    layer, expert, source = 1, *_first_served(plan.cell(0, 1))
+    counts_MLGE[0, layer, source, expert] = 0
+    for rank in range(4):
+        with pytest.raises(PlanError, match=rf"layer 1: replicas of expert {expert} are to serve \d"):
+            ExecutionSchedule(plan, counts_MLGE, rank).cell(0, 0)
+        with pytest.raises(PlanError, match=rf"there: replicas of expert {expert}"):
+            CellSchedule.of(plan.cell(0, layer), counts_MLGE[0, layer], rank, what="there")
+
+
+def _first_served(cell):
+    replica, source = np.argwhere(cell.tokens_RG)[0].tolist()
+    return int(cell.expert_R[replica]), source
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_rounds_are_as_few_as_the_busiest_end_allows(edges):
+    source_V, target_V = np.array(edges, np.int64).reshape(-1, 2).T
+    round_V = np.full(len(edges), -1)
+    colour_edges(source_V, target_V, np.empty((2, 8, len(edges) + 1), np.int64), round_V)
+    for end_V in (source_V, target_V):
+        taken = list(zip(end_V.tolist(), round_V.tolist(), strict=True))
+        assert len(set(taken)) == len(taken)
+    busiest = max((np.bincount(v).max() for v in (source_V, target_V) if len(v)), default=0)
+    assert set(round_V.tolist()) <= set(range(busiest))
+
+
+MB = 10**6
+rates = st.sampled_from([1e9, 3e9, 8e9])
+
+
+def chosen_host(pairs, paths, node=4e9, cluster=1e9, host=2e9, per_node=4):
+    """The choice, and what it should be held against: seconds of a choice by hand."""
+    source_V, target_V = np.array(pairs, np.int64).reshape(-1, 2).T
+    host_V = np.zeros(len(pairs), np.bool_)
+    choose_host(source_V, target_V, MB, paths, Rates(per_node, node, cluster, host, 1e-6, 1e-6), host_V)
+
+    def seconds(split):
+        lanes = {}
+        for (source, target), on_host in zip(pairs, split, strict=True):
+            same = source // per_node == target // per_node
+            if on_host:
+                lanes.setdefault(("host", target), []).append(MB / host)
+            else:
+                for lane in (("out", same, source), ("in", same, target)):
+                    lanes.setdefault(lane, [1e-6]).append(MB / (node if same else cluster))
+        return max((sum(lane) for lane in lanes.values()), default=0.0)
+
+    return host_V.tolist(), seconds
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.just(0)), min_size=1, max_size=8), rates, rates)
+@settings(max_examples=80, deadline=None)
+def test_a_batch_to_one_rank_is_split_as_well_as_can_be(pairs, node, host):
+    chosen, seconds = chosen_host(pairs, AUTO, node=node, host=host)
+    best = min(seconds(split) for split in itertools.product([0, 1], repeat=len(pairs)))
+    assert seconds(chosen) == pytest.approx(best)
+
+
+crowds = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda p: p[0] != p[1]), max_size=9)
+
+
+@given(crowds, rates, rates, rates)
+@settings(max_examples=80, deadline=None)
+def test_any_batch_ends_no_later_than_by_one_path_alone(pairs, node, cluster, host):
+    links = {"node": node, "cluster": cluster, "host": host, "per_node": 3}
+    chosen, seconds = chosen_host(pairs, AUTO, **links)
+    reached = [source // 3 == target // 3 for source, target in pairs]
+    assert not any(here and not there for here, there in zip(chosen, reached, strict=True))
+    assert seconds(chosen) <= min(seconds([False] * len(pairs)), seconds(reached)) + 1e-12
+    assert chosen_host(pairs, HOST, **links)[0] == reached
+    assert not any(chosen_host(pairs, DIRECT, **links)[0])
+
+
+def test_a_batch_is_really_split():
+    assert sum(chosen_host([(1, 0)] * 6, AUTO)[0]) == 2
