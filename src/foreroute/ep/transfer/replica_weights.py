@@ -257,18 +257,17 @@ class RetriedReturn:
 
 
 def summed_rows(arrived: Tensor, row_V: NDArray[np.int64], num_rows: int) -> Tensor:
-    """Add rows into a shard of zeros, one after the other, in the order in which they are given.
+    """Add rows into a shard of zeros, those of one row of the shard one after the other, on any device alike.
 
     Args:
         arrived: [V, ...], gradients.
-        row_V: int64 [V], where each belongs.
+        row_V: int64 [V], where each belongs; ascending.
         num_rows: of the shard.
 
     Returns:
         [num_rows, ...] in float32, or float64 for gradients in float64.
     """
-    wide = torch.promote_types(arrived.dtype, torch.float32)
-    total = torch.zeros((num_rows, *arrived.shape[1:]), dtype=wide, device=arrived.device)
-    for v, row in enumerate(row_V.tolist()):
-        total[row] += arrived[v]
-    return total
+    wide = arrived.to(torch.promote_types(arrived.dtype, torch.float32))
+    lengths = torch.from_numpy(np.bincount(row_V, minlength=num_rows)).to(arrived.device, non_blocking=True)
+    # the lengths are ours: checking them would wait for the device
+    return torch.segment_reduce(wide, "sum", lengths=lengths, axis=0, unsafe=True, initial=0.0)
