@@ -81,8 +81,8 @@ WORDS: dict[str, str] = {
 
 
 ADVICE: dict[str, str] = {
-    "collapse": 'Go back to a checkpoint from before it (alarms.action = "rollback" does), with a lower '
-    "rl.learning_rate or fewer rl.mini_steps.",
+    "collapse": "Start again from a checkpoint from before it (warm_start.checkpoint), with a lower rl.learning_rate "
+    "or fewer rl.mini_steps.",
     "f2": 'Train with replay (rl.routing = "R3") if the run does not. If it does, routing is not the cause: run '
     "foreroute doctor on a saved rollout, and check that the engine has the last weights, the temperature and the "
     "precision that you meant.",
@@ -147,23 +147,6 @@ def alarms(history: Sequence[Signals], rules: AlarmRules) -> list[Alarm]:
         ]
         if alarm is not None
     ]
-
-
-def trouble_began(alarms_by_step: Mapping[int, Sequence[Alarm]], step: int, quiet: int) -> int:
-    """The first step that anything rests on which has led to the alarms of `step`.
-
-    Args:
-        alarms_by_step: the alarms of a run, those of `step` among them.
-        step: with alarms.
-        quiet: alarms belong together unless more than so many steps without any lie between.
-    """
-    began, reached = step, step
-    for earlier in sorted((s for s in alarms_by_step if alarms_by_step[s] and s <= step), reverse=True):
-        if reached - earlier > quiet + 1:
-            break
-        reached = earlier
-        began = min(began, *(alarm.since for alarm in alarms_by_step[earlier]))
-    return began
 
 
 def _not_finite(history: Sequence[Signals]) -> Alarm | None:

@@ -7,7 +7,7 @@
 
 The rollout of step t is sampled with the weights of version max(0, t - max_staleness). That is fixed by numbers of
 steps and not by what is ready when, so that a run repeats, and a resumed one ends, with the same bits. Whatever is
-missing for that, at the beginning or after a rollback, is sampled with the weights of the step that it is missed at.
+missing for that, at the beginning, is sampled with the weights of the step that it is missed at.
 """
 
 from __future__ import annotations
@@ -70,31 +70,15 @@ class AsyncRollouts:
         """Have the thread do something else with the engine, after what was ordered, and wait for it."""
         return self._worker.submit(work).result()
 
-    def state(self, skipped_steps: int) -> dict[int, Any]:
-        """Wait for the rollouts of steps to come, and give them by the step whose data they are of.
+    def state(self) -> dict[int, Any]:
+        """Wait for the rollouts of steps to come, and give them by step."""
+        return {step: stored(rollout.result()) for step, rollout in self._ordered.items()}
 
-        Args:
-            skipped_steps: of data, that were passed over so far.
-        """
-        return {step + skipped_steps: stored(rollout.result()) for step, rollout in self._ordered.items()}
-
-    def restore(self, state: Mapping[int, Any], spec: RoutingSpec, step: int, skipped_steps: int) -> None:
-        """Take up a state, in place of what was ordered. Rollouts whose data is passed over since are dropped.
-
-        Args:
-            state: as `state` gave it.
-            spec: of the model.
-            step: the next.
-            skipped_steps: as they are now.
-        """
-        for rollout in self._ordered.values():
-            rollout.cancel()
-        self._ordered.clear()
-        for data_step, values in state.items():
-            if data_step >= step + skipped_steps:
-                rollout = Future()
-                rollout.set_result(restored(values, spec))
-                self._ordered[data_step - skipped_steps] = rollout
+    def restore(self, state: Mapping[int, Any], spec: RoutingSpec) -> None:
+        """Take up what `state` gave; `spec` is the model's."""
+        for step, values in state.items():
+            self._ordered[step] = Future()
+            self._ordered[step].set_result(restored(values, spec))
 
     def close(self) -> None:
         """End the thread; what has not begun is not sampled any more."""

@@ -48,7 +48,6 @@ class Trainer:
 
     Attributes:
         step: the next step.
-        skipped_steps: steps of data that were passed over by rollbacks.
         seconds: how long each stage of the last step took, by its name.
         async_rollouts: samples beside the updates; None where each step samples for itself.
         on_stage: called when a stage begins, with the step and the stage's name.
@@ -62,7 +61,6 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     reference: Reference | None = None
     step: int = 0
-    skipped_steps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     async_rollouts: AsyncRollouts | None = None
     on_stage: Callable[[int, str], None] = lambda step, stage: None
@@ -94,8 +92,7 @@ class Trainer:
         with self._timed("rollout"):
             experience = self._roll_out()
         evaluation = self._evaluate()
-        data_step = version + self.skipped_steps
-        schedule = make_schedule(experience, self.config.rl, ranks, seed=(self.config.seed, data_step))
+        schedule = make_schedule(experience, self.config.rl, ranks, seed=(self.config.seed, version))
         passes = self._recompute_passes(experience, schedule)
         reference_R = self._reference_logprobs(experience, schedule)
         with self._timed("update"):
@@ -118,12 +115,10 @@ class Trainer:
         state = {"model": dict(self.execution.state_dict()), "optimizer": optimizer}
         if self.async_rollouts is None:
             return state
-        return state | {"rollouts": self.async_rollouts.state(self.skipped_steps)}
+        return state | {"rollouts": self.async_rollouts.state()}
 
     def restore(self, state: Mapping[str, Any], name: str = "the checkpoint") -> None:
-        """Continue from a checkpoint of the same run, passing over the data of `skipped_steps`.
-
-        Rollouts that waited then, and whose data is passed over since, are dropped.
+        """Continue from a checkpoint of the same run.
 
         Args:
             state: as `load_checkpoint` gave it.
@@ -136,7 +131,7 @@ class Trainer:
             self.execution.load(state["model"], self.optimizer, state["optimizer"])
             self.step = state["step"]
             if self.async_rollouts is not None:
-                self.async_rollouts.restore(state["rollouts"], self.policy.spec, self.step, self.skipped_steps)
+                self.async_rollouts.restore(state["rollouts"], self.policy.spec)
 
     @property
     def _trains_with(self) -> Side:
@@ -160,7 +155,7 @@ class Trainer:
 
     def _sample(self, step: int, version: int, weights: Mapping[str, torch.Tensor]) -> Experience:
         self.engine.load_weights(weights, version=version)
-        return roll_out(self.engine, self.task, self.config, step + self.skipped_steps, self.execution.ranks)
+        return roll_out(self.engine, self.task, self.config, step, self.execution.ranks)
 
     def _accepted(self) -> range:
         """Give the weight versions that the rollout's routes may be of."""

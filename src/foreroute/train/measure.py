@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict, dataclass, replace
-from typing import cast
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from foreroute.mismatch import (
 )
 from foreroute.mismatch.measures import LOG10_EDGES
 from foreroute.plan import contiguous_imbalance
-from foreroute.records import DeviceRecord, ImportanceRecord, MismatchRecord, Side, StepRecord
+from foreroute.records import DeviceRecord, MismatchRecord, Side, StepRecord
 from foreroute.trace import concatenate, count_assignments
 from foreroute.train.passes import Recomputed
 from foreroute.train.rollout import Experience, SamplingRounds
@@ -88,7 +87,6 @@ def step_record(step: int, whole: StepPart, trained_with: Side, seconds: dict[st
     experience, passes, updated = whole.experience, whole.passes, whole.updated
     generation, rewards_S = experience.generation, experience.sampled.first_rewards_S
     rewards_S = rewards_S[~np.isnan(rewards_S)]
-    figures = asdict(updated.importance)
     record: StepRecord = {
         "step": step,
         "weight_version": max(generation.trace.versions),
@@ -106,7 +104,7 @@ def step_record(step: int, whole: StepPart, trained_with: Side, seconds: dict[st
         "trained_with": trained_with,
         "mismatch": {name: mismatch_record(*mismatch_of(generation, result)) for name, result in passes.items()},
         "expert_load": _expert_load(generation, updated),
-        "importance": cast("ImportanceRecord", figures | {"rejected_sequences": updated.rejected_sequences}),
+        "importance": updated.importance,
         "reward_failures": len(experience.sampled.failures),
         "sampling": {
             "rounds": experience.sampled.rounds,

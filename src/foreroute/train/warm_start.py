@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from torch.nn.functional import cross_entropy
 
 from foreroute.errors import ConfigError
 from foreroute.replay import to_device
+from foreroute.train.checkpoint import load_checkpoint
 from foreroute.train.config import TrainConfig, WarmStartConfig
 from foreroute.train.optimizer import make_optimizer
+from foreroute.train.run_folder import misfit_named
 from foreroute.train.tasks import Demonstration, Task
 
 SMOOTHING = 0.9
@@ -27,7 +30,7 @@ def warm_start(
     on_step: Callable[[int, float], None],
     should_stop: Callable[[], bool],
 ) -> bool:
-    """Train `model` in place until the smoothed loss is below the configured value.
+    """Give `model` the weights that RL starts from: those of a checkpoint, or trained until the loss is low enough.
 
     A loss and not a number of steps ends it: the task is learned suddenly, and a solved model shows no mismatch.
 
@@ -43,8 +46,16 @@ def warm_start(
 
     Raises:
         ConfigError: when the task knows no right answers, or the model has no load-balancing loss.
+        RunFolderError: when the checkpoint is damaged, or of another model.
     """
     settings = config.warm_start
+    if settings.checkpoint is not None:
+        weights = load_checkpoint(Path(settings.checkpoint))["model"]
+        with misfit_named(f"warm_start.checkpoint {settings.checkpoint}"):
+            model.load_state_dict(weights)
+        return True
+    if settings.max_steps == 0:
+        return True
     optimizer = make_optimizer(model, lr=settings.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.max_steps)
     smoothed = float("nan")

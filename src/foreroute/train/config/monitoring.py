@@ -32,14 +32,10 @@ class CheckpointConfig(Section):
 class AlarmsConfig(Section):
     """When a run is in danger, and what is done then."""
 
-    action: Literal["warn", "stop", "rollback"] = "warn"
-    """Say so and go on; end the run; or go back to the last checkpoint from before the trouble, pass over the data
-    used since, and replay the rollout's routes (R3) from there on."""
+    action: Literal["warn", "stop"] = "warn"
+    """Say so and go on, or end the run."""
     act_on: list[Kind] = Field(default=["collapse"])
-    """The alarms that lead to the action; the others only warn. Ones that "rollback" does not list still decide which
-    checkpoint is good."""
-    max_rollbacks: Count = 2
-    """The run ends when it would have to go back once more."""
+    """The alarms that end it; the others only warn."""
     window: Count = AlarmRules.window
     """Measurements in every mean below. One that is not taken at each step, see measure.compare_every, takes longer."""
     collapse_below: Share = AlarmRules.collapse_below
@@ -63,13 +59,13 @@ class AlarmsConfig(Section):
     def _can_act(self) -> AlarmsConfig:
         if self.action != "warn" and not self.act_on:
             raise ValueError(f'action = "{self.action}" with an empty act_on never acts; name alarms, or set "warn"')
-        unused = {"warn": ("act_on", "max_rollbacks"), "stop": ("max_rollbacks",), "rollback": ()}[self.action]
-        refuse_unused(self, unused, f'with action = "{self.action}"; leave out what is of another action')
+        if self.action == "warn":
+            refuse_unused(self, ["act_on"], 'with action = "warn"; set "stop", or leave it out')
         return self
 
     def rules(self) -> AlarmRules:
         """The thresholds."""
-        return AlarmRules(**self.model_dump(exclude={"action", "act_on", "max_rollbacks"}))
+        return AlarmRules(**self.model_dump(exclude={"action", "act_on"}))
 
 
 class LoggingConfig(Section):
@@ -80,8 +76,7 @@ class LoggingConfig(Section):
     wandb: bool = False
     """Weights & Biases. Needs the package wandb."""
     wandb_project: str = "foreroute"
-    """The project there. A run keeps its identity when it is resumed, and begins a new one, of the same group, when it
-    is rolled back."""
+    """The project there. A run keeps its identity when it is resumed."""
     wandb_mode: Literal["online", "offline"] = "online"
     """Offline runs are kept in the run's folder, for `wandb sync`."""
 
