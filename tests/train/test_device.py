@@ -131,7 +131,7 @@ def all_tensors(value):
 WAYS = {
     "R3": {},
     "none, with a reference": {"rl": {"routing": "none", "kl_coefficient": 0.1}},
-    "R2, checkpointed": {"rl": {"routing": "R2"}, "model": {"gradient_checkpointing": "reentrant"}},
+    "R2, checkpointed": {"rl": {"routing": "R2"}, "model": {"gradient_checkpointing": True}},
     "gate weights": {"rl": {"routing": "R3+weights"}},
     "bfloat16, fp8": {"model": {"dtype": "bfloat16"}, "rollout": {**FEW, "precision": "fp8"}},
     "sequence means": {"rl": {"mean": "sequence"}},

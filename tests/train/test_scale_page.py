@@ -4,8 +4,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from foreroute.train import parse_config
 from tests.train.expert_parallel_steps import scored_by_tokens
 from tests.train.small_runs import small_values, trainer_of
@@ -13,14 +11,12 @@ from tests.train.small_runs import small_values, trainer_of
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 
 
-@pytest.mark.parametrize("checkpointing", ["non_reentrant", "reentrant"])
-def test_the_configurations_of_the_page_run_in_one(checkpointing):
+def test_the_configurations_of_the_page_run_in_one():
     base = small_values()
     blocks = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     for name, section in [item for block in blocks for item in tomllib.loads(block).items()]:
         base[name] = {**base.get(name, {}), **section}
     assert base["model"].keys() >= {"dtype", "gradient_checkpointing", "lora"}
-    base["model"]["gradient_checkpointing"] = checkpointing
     trainer = trainer_of(parse_config(base, source="the page"))
     with scored_by_tokens():
         steps = [trainer.run_step()[1] for _ in range(2)]

@@ -114,15 +114,11 @@ def checkpointed(model: Any, config: ModelConfig) -> Any:
     Raises:
         ConfigError: when the family cannot.
     """
-    if config.gradient_checkpointing == "off":
+    if not config.gradient_checkpointing:
         return model
-    reentrant = config.gradient_checkpointing == "reentrant"
     if not model.supports_gradient_checkpointing:
-        raise ConfigError(f'{config.family} has no activation checkpointing; set model.gradient_checkpointing = "off"')
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    if reentrant and config.lora.rank:
-        # with frozen embeddings no input of a layer asks for gradients, and a reentrant checkpoint would give none
-        model.enable_input_require_grads()
+        raise ConfigError(f"{config.family} has no activation checkpointing; set model.gradient_checkpointing = false")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
