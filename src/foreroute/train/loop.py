@@ -31,7 +31,7 @@ from foreroute.engines.base import Engine
 from foreroute.records import Side
 from foreroute.trace import RoutingTrace
 from foreroute.train.async_rollout import AsyncRollouts
-from foreroute.train.config import RLConfig, TrainConfig
+from foreroute.train.config import TrainConfig
 from foreroute.train.measure import StepPart, device_record, memory_peak, merged, reset_memory_peak, step_record
 from foreroute.train.model import Reference, trainable
 from foreroute.train.optimizer import make_optimizer
@@ -88,15 +88,33 @@ class Trainer:
         """
         self.seconds.clear()
         reset_memory_peak(self.device)
-        ranks, version = self.execution.ranks, self.step
+        rl, step, ranks = self.config.rl, self.step, self.execution.ranks
         with self._timed("rollout"):
             experience = self._roll_out()
         evaluation = self._evaluate()
-        schedule = make_schedule(experience, self.config.rl, ranks, seed=(self.config.seed, version))
-        passes = self._recompute_passes(experience, schedule)
-        reference_R = self._reference_logprobs(experience, schedule)
+        schedule = make_schedule(experience, rl, ranks, seed=(self.config.seed, step))
+
+        # under R3 all stages replay the rollout's routes, so all are planned, in a thread, while the first runs; under
+        # R2 the update's routes are known after recompute
+        trains_with: Side = "replayed" if rl.routing in ("R3", "R3+weights") else "native"
+        if trains_with == "replayed":
+            self._plan(experience.generation.trace, [schedule.recompute, *schedule.update])
+        with self._timed("recompute"):
+            passes = {trains_with: self._recompute(experience, schedule, trains_with)}
+        if rl.routing == "R2":
+            self._plan(passes[trains_with].executed, schedule.update)
+        if self._measures:
+            other: Side = "native" if trains_with == "replayed" else "replayed"
+            with self._timed("measure"):
+                passes[other] = self._recompute(experience, schedule, other)
+        reference_R = None
+        if self.reference is not None:
+            with self._timed("reference"):
+                temperature = self.config.rollout.temperature
+                reference_R = self.reference.logprobs_R(experience.generation, schedule.recompute, temperature)
         with self._timed("update"):
-            updated = self._update(experience, schedule, passes[self._trains_with], reference_R)
+            updated = self._update(experience, schedule, passes[trains_with], reference_R)
+
         self.step += 1
         execution = self.execution.record()
         (most_bytes,) = ranks.max([memory_peak(self.device)])
@@ -105,7 +123,7 @@ class Trainer:
         if not parts:
             return experience, {}
         whole = merged(parts)
-        record = step_record(version, whole, self._trains_with, self.seconds) | evaluation | execution
+        record = step_record(step, whole, trains_with, self.seconds) | evaluation | execution
         record["device"] = device_record(self.device, int(most_bytes))
         return whole.experience, record | ({"skipped_prompts": self.task.skipped} if self.task.skipped else {})
 
@@ -134,10 +152,6 @@ class Trainer:
                 self.async_rollouts.restore(state["rollouts"], self.policy.spec)
 
     @property
-    def _trains_with(self) -> Side:
-        return "replayed" if self.config.rl.routing in ("R3", "R3+weights") else "native"
-
-    @property
     def _measures(self) -> bool:
         return self.step % self.config.measure.compare_every == 0
 
@@ -157,8 +171,9 @@ class Trainer:
         self.engine.load_weights(weights, version=version)
         return roll_out(self.engine, self.task, self.config, step, self.execution.ranks)
 
+    @property
     def _accepted(self) -> range:
-        """Give the weight versions that the rollout's routes may be of."""
+        """The weight versions that the rollout's routes may be of."""
         return range(max(0, self.step - self.config.rollout.max_staleness), self.step + 1)
 
     def _evaluate(self) -> dict[str, Any]:
@@ -173,46 +188,22 @@ class Trainer:
         with self._timed("evaluation"):
             return evaluation_record(ranks.gather(ranks.on_all(f"the evaluation of step {self.step}", work)))
 
-    def _recompute_passes(self, experience: Experience, schedule: Schedule) -> dict[Side, Recomputed]:
-        """Run the pass that is trained with, and at steps that measure the other one; "native" or "replayed"."""
-        follows_rollout = self._trains_with == "replayed"
-        # all stages replay the rollout's routes, so all are planned, in a thread, while the first runs; under R2 the
-        # update's routes are known after recompute
-        if follows_rollout:
-            self._plan(experience.generation.trace, [schedule.recompute, *schedule.update])
-        with self._timed("recompute"):
-            passes = {self._trains_with: self._recompute(experience, schedule, self._trains_with)}
-        if self.config.rl.routing == "R2":
-            self._plan(passes["native"].executed, schedule.update)
-        if self._measures:
-            other: Side = "native" if follows_rollout else "replayed"
-            with self._timed("measure"):
-                passes[other] = self._recompute(experience, schedule, other)
-        return passes
-
-    def _reference_logprobs(self, experience: Experience, schedule: Schedule) -> NDArray[np.float32] | None:
-        """Compute float32 [R], or None without a reference."""
-        if self.reference is None:
-            return None
-        with self._timed("reference"):
-            temperature = self.config.rollout.temperature
-            return self.reference.logprobs_R(experience.generation, schedule.recompute, temperature)
-
     def _plan(self, routes: RoutingTrace, stages: list[Stage]) -> None:
         # weights are numbered by the optimizer steps that came before them, of which a step takes one per mini-batch
         self.execution.plan(self.step * self.config.rl.mini_steps, routes, stages)
 
-    def _recompute(self, experience: Experience, schedule: Schedule, routes: str) -> Recomputed:
+    def _recompute(self, experience: Experience, schedule: Schedule, routes: Side) -> Recomputed:
+        replay = routes == "replayed"
         return recompute(
             self.policy,
             self.execution,
             experience.generation,
             schedule.recompute,
             temperature=self.config.rollout.temperature,
-            replay=routes == "replayed",
+            replay=replay,
             weight_version=self.step,
-            accepted=self._accepted(),
-            gate_weights=routes == "replayed" and self.config.rl.routing == "R3+weights",
+            accepted=self._accepted,
+            gate_weights=replay and self.config.rl.routing == "R3+weights",
         )
 
     def _update(
@@ -222,7 +213,10 @@ class Trainer:
         recomputed: Recomputed,
         reference_logprobs_R: NDArray[np.float32] | None,
     ) -> Updated:
-        set_learning_rate(self.optimizer, self.config.rl, self.step)
+        rl = self.config.rl
+        # the learning rate rises linearly over the first steps, and stays
+        for group in self.optimizer.param_groups:
+            group["lr"] = rl.learning_rate * min(1.0, (self.step + 1) / (rl.warmup_steps + 1))
         routes = {"none": None, "R2": recomputed.executed}
         return update(
             self.policy,
@@ -231,11 +225,11 @@ class Trainer:
             experience,
             schedule.update,
             recomputed.logprobs_R,
-            routes.get(self.config.rl.routing, experience.generation.trace),
-            self.config.rl,
+            routes.get(rl.routing, experience.generation.trace),
+            rl,
             weight_version=self.step,
             temperature=self.config.rollout.temperature,
-            accepted=None if self.config.rl.routing == "R2" else self._accepted(),
+            accepted=None if rl.routing == "R2" else self._accepted,
             reference_logprobs_R=reference_logprobs_R,
             watch_routes=self._measures,
         )
@@ -259,10 +253,3 @@ def make_trainer(
     policy = trainable(config, policy)
     optimizer = make_optimizer(policy.model, lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     return Trainer(config, task, policy, execution, engine, optimizer)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, config: RLConfig, step: int) -> None:
-    """Set the learning rate of a step, from 0: it rises linearly over `warmup_steps`, and stays."""
-    share = min(1.0, (step + 1) / (config.warmup_steps + 1))
-    for group in optimizer.param_groups:
-        group["lr"] = config.learning_rate * share

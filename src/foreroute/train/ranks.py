@@ -126,6 +126,11 @@ class Ranks:
             dist.gather_object(part, parts, group=self._votes.group, group_dst=0)
         return parts or []
 
+    def block(self, items: list[T]) -> list[T]:
+        """Give the part of this rank of items that are dealt to all of them evenly."""
+        each = len(items) // self.size
+        return items[each * self.rank : each * (self.rank + 1)]
+
     def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite tensors with those of rank 0."""
         if self._votes is None:
