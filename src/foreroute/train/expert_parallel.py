@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,15 +38,8 @@ LINKS = Links(2e9, 1e9, 1e10, 5e-5, 1e-4)
 and change no result."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Planned:
-    """The plan of a stage, which may still be in the making.
-
-    Attributes:
-        counts_MLGE: int32 [M, L, G, E].
-        number: how many optimizer steps the weights that it runs on have behind them.
-        plan: with the seconds that planning took.
-    """
+class _Planned(NamedTuple):
+    """The plan of a stage, which may still be in the making, for weights with `number` optimizer steps behind them."""
 
     counts_MLGE: NDArray[np.int32]
     number: int
