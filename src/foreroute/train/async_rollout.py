@@ -103,22 +103,18 @@ def restored(state: Mapping[str, Any], spec: RoutingSpec) -> Experience:
         KeyError, TypeError: when it is something else.
         TraceContentError: when routes are not those of a model with this spec.
     """
-    trace = RoutingTrace(spec, **_arrays(state["trace"]))
+    parts: dict[str, dict[str, Any]] = {
+        part: {name: value.numpy() if isinstance(value, Tensor) else value for name, value in state[part].items()}
+        for part in ("trace", "generation", "experience", "sampled")
+    }
+    trace = RoutingTrace(spec, **parts["trace"])
     check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
-    generation = Generation(trace, **_arrays(state["generation"]))
-    return Experience(generation, sampled=SamplingRounds(**_arrays(state["sampled"])), **_arrays(state["experience"]))
+    generation = Generation(trace, **parts["generation"])
+    return Experience(generation, sampled=SamplingRounds(**parts["sampled"]), **parts["experience"])
 
 
 def _values(holder: Any, *without: str) -> dict[str, Any]:
-    """Give all fields of a dataclass but those that are stored on their own."""
-    return {each.name: _plain(getattr(holder, each.name)) for each in fields(holder) if each.name not in without}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(np.array(value))
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _arrays(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in values.items()}
+    """Give all fields of a dataclass but those that are stored on their own; arrays as tensors of their own."""
+    values = {each.name: getattr(holder, each.name) for each in fields(holder) if each.name not in without}
+    values |= {name: torch.from_numpy(value.copy()) for name, value in values.items() if isinstance(value, np.ndarray)}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}

@@ -192,12 +192,9 @@ def _plan(
 
 @dataclass(eq=False)
 class ExecutedStage:
-    """What one stage did on one rank.
+    """What one stage did on one rank under its plan for `counts_MLGE`.
 
     Attributes:
-        name: of the stage.
-        plan: that was executed.
-        counts_MLGE: int32 [M, L, G, E], that was planned for.
         planning_s: seconds that the planner took.
         exposed_planning_s: seconds that the stage waited for its plan.
         publishing_s: seconds that it waited for weights to be published.
@@ -243,12 +240,7 @@ class ExecutedStage:
 def execution_record(loads: list[ExecutedStage], ranks: Ranks) -> dict[str, Any]:
     """Make the record "execution" of a step on rank 0; it is empty elsewhere. A collective call.
 
-    Args:
-        loads: of the stages that ran under a plan.
-        ranks: of the run.
-
-    Returns:
-        What `docs/ep.md` lists; `ranks` alone where nothing was planned.
+    It is what `docs/ep.md` lists; `ranks` alone where nothing was planned.
     """
     if not loads:
         return {} if ranks.rank else {"execution": {"ranks": ranks.size}}

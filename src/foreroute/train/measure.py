@@ -76,14 +76,7 @@ def merged(parts: list[StepPart]) -> StepPart:
 
 
 def step_record(step: int, whole: StepPart, trained_with: Side, seconds: dict[str, float]) -> StepRecord:
-    """Make one line of metrics.jsonl.
-
-    Args:
-        step: from 0.
-        whole: what all ranks saw.
-        trained_with: which pass the step trained with.
-        seconds: time by stage.
-    """
+    """Make one line of metrics.jsonl, of what all ranks saw; `seconds` are by stage."""
     experience, passes, updated = whole.experience, whole.passes, whole.updated
     generation, rewards_S = experience.generation, experience.sampled.first_rewards_S
     rewards_S = rewards_S[~np.isnan(rewards_S)]
@@ -164,12 +157,7 @@ def memory_peak(device: torch.device) -> int:
 
 
 def device_record(device: torch.device, most_bytes: int) -> DeviceRecord:
-    """Make the record "device" of a step.
-
-    Args:
-        device: of the policy on rank 0.
-        most_bytes: `memory_peak` of the rank that had the highest.
-    """
+    """Make the record "device" of a step; `most_bytes` is `memory_peak` of the rank that had the highest."""
     if device.type != "cuda":
         return {"kind": device.type, "name": platform.machine()}
     return {"kind": device.type, "name": torch.cuda.get_device_name(device), "peak_memory_bytes": most_bytes}

@@ -180,11 +180,7 @@ class LossSums:
         self._largest = max(self._largest, largest)
 
     def total(self, ranks: Ranks, rejected: int) -> tuple[ImportanceRecord, float, float]:
-        """Sum up over all ranks; a collective call.
-
-        Args:
-            ranks: of the run.
-            rejected: sequences of this rank that were left out.
+        """Sum up over all ranks; a collective call. `rejected` sequences of this rank were left out.
 
         Returns:
             The importance, the share of clipped tokens, and the mean divergence from the reference; 0 without tokens.
