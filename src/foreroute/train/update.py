@@ -98,7 +98,6 @@ def update(
     bounds = rule.low or 0.0, rule.high or math.inf
     accepted_S = accepted_sequences(old, engine, lengths_S, rule.kind, *bounds).numpy()
     trained_S = experience.informative_S & accepted_S
-    before = old_logprobs_R, reference_logprobs_R
     sums, losses, norms = LossSums(), [], []
     agreement_M2 = np.zeros((len(mini_batches), 2))
 
@@ -124,7 +123,9 @@ def update(
                         replaying.enter_context(execution.micro_step(number, taken))
                     # sequences that are not trained take part in the forward alone
                     logprobs_R = sampled_logprobs(routed.model, generation.select(sequences), temperature)
-                    tokens = _trained_tokens(experience, trained_S, *before, sequences, logprobs_R)
+                    tokens = _trained_tokens(
+                        experience, trained_S, old_logprobs_R, reference_logprobs_R, sequences, logprobs_R
+                    )
                     each = token_losses(tokens, config)
                     longest, dtype = experience.max_response_tokens, each.losses_R.dtype
                     loss = (coefficients(tokens.lengths_S, config.mean, longest, dtype) * each.losses_R).sum()
