@@ -29,13 +29,12 @@ from numpy.typing import NDArray
 from foreroute.adapters import hf
 from foreroute.engines.base import Engine
 from foreroute.records import Side
-from foreroute.trace import RoutingTrace
 from foreroute.train.async_rollout import AsyncRollouts
 from foreroute.train.config import TrainConfig
 from foreroute.train.measure import StepPart, device_record, memory_peak, merged, reset_memory_peak, step_record
 from foreroute.train.model import Reference, trainable
 from foreroute.train.optimizer import make_optimizer
-from foreroute.train.passes import PolicyExecution, Recomputed, Schedule, Stage, make_schedule, recompute
+from foreroute.train.passes import PolicyExecution, Recomputed, Schedule, make_schedule, recompute
 from foreroute.train.rollout import Experience, evaluate, evaluation_record, roll_out
 from foreroute.train.run_folder import misfit_named
 from foreroute.train.tasks import Task
@@ -97,12 +96,13 @@ class Trainer:
         # under R3 all stages replay the rollout's routes, so all are planned, in a thread, while the first runs; under
         # R2 the update's routes are known after recompute
         trains_with: Side = "replayed" if rl.routing in ("R3", "R3+weights") else "native"
+        steps_taken = step * rl.mini_steps  # of the optimizer, one per mini-batch; they number the weights
         if trains_with == "replayed":
-            self._plan(experience.generation.trace, [schedule.recompute, *schedule.update])
+            self.execution.plan(steps_taken, experience.generation.trace, [schedule.recompute, *schedule.update])
         with self._timed("recompute"):
             passes = {trains_with: self._recompute(experience, schedule, trains_with)}
         if rl.routing == "R2":
-            self._plan(passes[trains_with].executed, schedule.update)
+            self.execution.plan(steps_taken, passes[trains_with].executed, schedule.update)
         if self._measures:
             other: Side = "native" if trains_with == "replayed" else "replayed"
             with self._timed("measure"):
@@ -130,10 +130,8 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Give everything that a resumed run needs; randomness follows from the seed and the step."""
         optimizer = self.execution.optimizer_state(self.optimizer)
-        state = {"model": dict(self.execution.state_dict()), "optimizer": optimizer}
-        if self.async_rollouts is None:
-            return state
-        return state | {"rollouts": self.async_rollouts.state()}
+        waiting = {} if self.async_rollouts is None else {"rollouts": self.async_rollouts.state()}
+        return {"model": dict(self.execution.state_dict()), "optimizer": optimizer} | waiting
 
     def restore(self, state: Mapping[str, Any], name: str = "the checkpoint") -> None:
         """Continue from a checkpoint of the same run.
@@ -187,10 +185,6 @@ class Trainer:
             work = partial(self.async_rollouts.in_thread, work)
         with self._timed("evaluation"):
             return evaluation_record(ranks.gather(ranks.on_all(f"the evaluation of step {self.step}", work)))
-
-    def _plan(self, routes: RoutingTrace, stages: list[Stage]) -> None:
-        # weights are numbered by the optimizer steps that came before them, of which a step takes one per mini-batch
-        self.execution.plan(self.step * self.config.rl.mini_steps, routes, stages)
 
     def _recompute(self, experience: Experience, schedule: Schedule, routes: Side) -> Recomputed:
         replay = routes == "replayed"

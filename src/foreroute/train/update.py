@@ -98,7 +98,7 @@ def update(
     bounds = rule.low or 0.0, rule.high or math.inf
     accepted_S = accepted_sequences(old, engine, lengths_S, rule.kind, *bounds).numpy()
     trained_S = experience.informative_S & accepted_S
-    sums, losses, norms = LossSums(), [], []
+    figures, losses, norms = [], [], []
     agreement_M2 = np.zeros((len(mini_batches), 2))
 
     for mini_batch, stage in enumerate(mini_batches):
@@ -130,7 +130,7 @@ def update(
                     longest, dtype = experience.max_response_tokens, each.losses_R.dtype
                     loss = (coefficients(tokens.lengths_S, config.mean, longest, dtype) * each.losses_R).sum()
                     (loss / max(divisor, 1)).backward()
-                sums.add(each)
+                figures.append(_figures(each))
                 parts.append(loss.detach().double())
                 if routes is not None and watch_routes:
                     live = session.agreement().routing
@@ -148,7 +148,8 @@ def update(
         execution.weights_changed()
 
     agreement_M2 = ranks.sum(agreement_M2)
-    importance, clip_share, kl = sums.total(ranks, rejected=int((experience.informative_S & ~accepted_S).sum()))
+    rejected = int((experience.informative_S & ~accepted_S).sum())
+    importance, clip_share, kl = _total(figures, rejected, ranks)
     return Updated(
         float(np.mean(losses or [0.0])),
         float(np.mean(norms or [0.0])),
@@ -160,44 +161,37 @@ def update(
     )
 
 
-class LossSums:
-    """Adds up the figures of the micro-steps of one rank."""
+def _figures(losses: TokenLosses) -> NDArray[np.float64]:
+    """Sum up the trained tokens of a micro-step: their number, clipped, rho, rho^2, w, cut, kl; and the largest rho."""
+    if not len(losses.ratio_R):
+        return np.zeros(8)
+    ratio_R, weights_R = losses.ratio_R.double(), losses.weights_R.double()
+    kl = ratio_R.new_zeros(()) if losses.kl_R is None else losses.kl_R.detach().double().sum()
+    ratios = [ratio_R.sum(), ratio_R.square().sum()]
+    parts = [losses.clipped_R.sum(), *ratios, weights_R.sum(), losses.cut_R.sum(), kl, ratio_R.max()]
+    # one copy, for which the device is waited for once
+    return np.array([len(ratio_R), *torch.stack([part.double() for part in parts]).cpu().tolist()])
 
-    def __init__(self) -> None:
-        self._sums = np.zeros(7)
-        self._largest = 0.0
 
-    def add(self, losses: TokenLosses) -> None:
-        """Add the trained tokens of one micro-step."""
-        if not len(losses.ratio_R):
-            return
-        ratio_R, weights_R = losses.ratio_R.double(), losses.weights_R.double()
-        kl = ratio_R.new_zeros(()) if losses.kl_R is None else losses.kl_R.detach().double().sum()
-        ratios = [ratio_R.sum(), ratio_R.square().sum()]
-        parts = [losses.clipped_R.sum(), *ratios, weights_R.sum(), losses.cut_R.sum(), kl, ratio_R.max()]
-        # one copy, for which the device is waited for once
-        *sums, largest = torch.stack([part.double() for part in parts]).cpu().tolist()
-        self._sums += np.array([len(ratio_R), *sums])
-        self._largest = max(self._largest, largest)
+def _total(figures_M8: list[NDArray[np.float64]], rejected: int, ranks: Ranks) -> tuple[ImportanceRecord, float, float]:
+    """Sum up over all micro-steps and ranks; a collective call. `rejected` sequences of this rank were left out.
 
-    def total(self, ranks: Ranks, rejected: int) -> tuple[ImportanceRecord, float, float]:
-        """Sum up over all ranks; a collective call. `rejected` sequences of this rank were left out.
-
-        Returns:
-            The importance, the share of clipped tokens, and the mean divergence from the reference; 0 without tokens.
-        """
-        each_G8 = ranks.all_gather(np.array([*self._sums, self._largest]))
-        tokens, clipped, ratio, square, weight, cut, kl = each_G8[:, :-1].sum(axis=0).tolist()
-        count = max(tokens, 1.0)
-        importance: ImportanceRecord = {
-            "ratio_mean": ratio / count,
-            "ratio_max": float(each_G8[:, -1].max()),
-            "effective_share": ratio**2 / (count * square) if square else 0.0,
-            "weight_mean": weight / count,
-            "cut_share": cut / count,
-            "rejected_sequences": int(ranks.sum([rejected])[0]),
-        }
-        return importance, clipped / count, kl / count
+    Returns:
+        The importance, the share of clipped tokens, and the mean divergence from the reference; 0 without tokens.
+    """
+    sums, largest = sum(each[:-1] for each in figures_M8), max((each[-1] for each in figures_M8), default=0.0)
+    each_G8 = ranks.all_gather(np.append(np.zeros(7) + sums, largest))
+    tokens, clipped, ratio, square, weight, cut, kl = each_G8[:, :-1].sum(axis=0).tolist()
+    count = max(tokens, 1.0)
+    importance: ImportanceRecord = {
+        "ratio_mean": ratio / count,
+        "ratio_max": float(each_G8[:, -1].max()),
+        "effective_share": ratio**2 / (count * square) if square else 0.0,
+        "weight_mean": weight / count,
+        "cut_share": cut / count,
+        "rejected_sequences": int(ranks.sum([rejected])[0]),
+    }
+    return importance, clipped / count, kl / count
 
 
 def _trained_tokens(
