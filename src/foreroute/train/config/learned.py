@@ -15,12 +15,12 @@ LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters (peft), which RL trains instead of the model's weights. Routers stay as `rl.router` says."""
+    """Low-rank adapters (peft) that RL trains in place of the weights; `rl.router` still decides about routers."""
 
     rank: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Of the matrices A and B in W + alpha / rank · B A; 0 puts no adapters in."""
+    """Rank of A and B in W + alpha / rank · B A; 0: no adapters."""
     alpha: Positive = 32.0
-    """See there."""
+    """Scale of the adapters."""
     targets: list[str] = Field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1)
     """Names of linear layers, in every block."""
 
@@ -32,22 +32,22 @@ class LoRAConfig(Section):
 
 
 class ModelConfig(Section):
-    """The policy: a Hugging Face model from a folder, or a new one from its sizes and the seed."""
+    """The policy: a Hugging Face model from a folder, or a new one from sizes and seed."""
 
     path: str | None = None
-    """A folder with config.json and safetensors of a Mixture-of-Experts model."""
+    """Folder of an MoE model: config.json and safetensors."""
     tokenizer: str | None = None
-    """A folder with a tokenizer; the model's own by default. A new model gets its vocabulary."""
+    """Folder of a tokenizer; the model's own by default. A new model gets its vocabulary."""
     family: str | None = None
-    """Without path: model type of transformers, "qwen3_moe" by default."""
+    """Without path: model type in transformers, "qwen3_moe" by default."""
     experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] = "grouped_mm"
-    """How transformers computes experts, where the family has a choice."""
+    """How transformers computes experts, if the family has a choice."""
     sizes: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Without path: fields of the family's configuration; the vocabulary comes from the task."""
+    """Without path: fields of the family's configuration, without the vocabulary."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and arithmetic. With bfloat16 the optimizer keeps weights in float32, and gradients are float32."""
+    """Weights and arithmetic. The optimizer's weights and gradients are float32."""
     gradient_checkpointing: bool = False
-    """Keep the inputs of layers alone, and compute the rest again in the backward. Changes no bit."""
+    """Recompute activations in the backward. Changes no bit."""
     lora: LoRAConfig = LoRAConfig()
 
     @model_validator(mode="before")
@@ -71,21 +71,20 @@ class ModelConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised training before RL, until the model half knows the task."""
+    """Supervised training before RL."""
 
     checkpoint: str | None = None
-    """A checkpoint to start from instead; then the other keys are left out."""
+    """A checkpoint to start from, instead of the other keys."""
     max_steps: Natural = 800
-    """Supervised steps at most; the learning rate falls along a cosine over so many. 0 leaves the warm start out, and
-    is the default for a model from a path."""
+    """Most steps; the learning rate falls along a cosine. 0, the default with model.path, skips the warm start."""
     batch_size: Count = 128
     """Right answers per step."""
     learning_rate: Positive = 3e-3
-    """Of AdamW, at the start."""
+    """Of AdamW, at first."""
     stop_at_loss: Positive = 0.3
-    """Training stops when the moving average of the loss, in nats per answer token, falls below this."""
+    """Stop when the loss's moving average, nats per answer token, is below this."""
     aux_loss: NotNegative = 0.01
-    """Weight of the load-balancing loss. RL uses none."""
+    """Weight of the load-balancing loss; RL has none."""
 
     @model_validator(mode="after")
     def _takes_place(self) -> WarmStartConfig:
@@ -100,35 +99,34 @@ class WarmStartConfig(Section):
 
 
 class TaskConfig(Section):
-    """Chains of digit arithmetic with a verifiable answer, or a data set."""
+    """Built-in chains of digit arithmetic, or a data set."""
 
     kind: Literal["chain", "dataset"] = "chain"
-    """Chains of digits, which are made as they are needed, or problems from a file."""
+    """Generated chains of digits, or a file."""
     min_operands: Count = 8
     """chain: digits of the shortest."""
     max_operands: Count = 8
     """chain: digits of the longest."""
     data: str | None = None
-    """dataset: a JSONL file, one problem in each line."""
+    """dataset: JSONL file, one problem per line."""
     reward: str | None = None
-    """dataset: a verifier ("exact_match", "regex", "arithmetic", "countdown"), or "file.py:function"."""
+    """dataset: "exact_match", "regex", "arithmetic", "countdown" or "file.py:function"."""
     pattern: str | None = None
-    """dataset, regex: what finds the answer in a response; its first group is the answer, if it has one."""
+    """regex: finds the answer, or its first group does."""
     environment: str | None = None
-    """dataset: "file.py:function" that says what a tool answers to a turn."""
+    """dataset: "file.py:function" that answers a turn."""
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 1
-    """dataset, with an environment: of a response."""
+    """environment: turns of a response."""
     max_tool_tokens: Tokens = 256
-    """dataset, with an environment: of what a tool says to one turn."""
+    """environment: tokens of one answer."""
     function_timeout_s: Timeout = 10.0
-    """dataset: a call of a function of one's own, or a search for the pattern, that takes longer is ended, and has
-    failed."""
+    """Limit of a call of your function, or of a search for the pattern."""
     max_prompt_tokens: Tokens = 512
-    """dataset: of a prompt."""
+    """dataset: limit of a prompt."""
     max_response_tokens: Tokens = 512
-    """dataset: of one turn of a response; one that has not ended then is cut, and is the last."""
+    """dataset: limit of one turn; a longer one is cut and ends the response."""
     long_prompts: Literal["error", "skip"] = "error"
-    """dataset: what happens with prompts that are longer."""
+    """dataset: for longer prompts."""
 
     @property
     def longest_input(self) -> int:
@@ -172,19 +170,19 @@ class VLLMConfig(Section):
     """Where vLLM runs, for `rollout.engine = "vllm"`."""
 
     mode: Literal["process", "server"] = "process"
-    """A worker process that the trainer starts and ends, or a server that is already running."""
+    """A process that the trainer starts, or a running server."""
     python: str | None = None
-    """process: the interpreter of an environment with vLLM."""
+    """process: interpreter of an environment with vLLM."""
     max_model_len: Tokens | None = None
-    """process: tokens of the longest sequence; by default the most that the model takes."""
+    """process: tokens of the longest sequence; by default the model's limit."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """process: further arguments of `vllm.LLM`."""
     url: str | None = None
-    """server: its address, such as "http://127.0.0.1:8000"."""
+    """server: address, such as "http://127.0.0.1:8000"."""
     weights_folder: str | None = None
-    """server: where new weights are put for it, under a path that it sees too."""
+    """server: folder for new weights, at a path that both see."""
     timeout_s: Timeout = 600.0
-    """For loading and for each request."""
+    """Of loading, and of each request."""
 
     @model_validator(mode="after")
     def _server_known(self) -> VLLMConfig:
@@ -199,22 +197,20 @@ class RolloutConfig(Section):
     """Sampling."""
 
     engine: Literal["embedded", "vllm"] = "embedded"
-    """What samples: a copy of the policy in the trainer's process, or vLLM."""
+    """A copy of the policy in this process, or vLLM."""
     precision: Literal["float32", "bfloat16", "fp8"] = "bfloat16"
-    """Of the engine's weights and arithmetic. A vLLM server has its own."""
+    """Of the engine; a vLLM server has its own."""
     vllm: VLLMConfig = VLLMConfig()
     prompts: Count = 32
     """Prompts per step."""
     group_size: Annotated[int, Field(ge=2, le=MOST)] = 8
     """Responses per prompt."""
     max_rounds: Annotated[int, Field(ge=1, le=100)] = 1
-    """Dynamic sampling: prompts whose responses all get one reward are replaced by new ones, in at most so many rounds
-    of sampling, the first included."""
+    """Dynamic sampling: most rounds; prompts whose responses all get one reward are replaced."""
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)] = 1.0
-    """Logits are divided by it, in the rollout and in the trainer."""
+    """Divides the logits, in engine and trainer."""
     max_staleness: Annotated[int, Field(ge=0, le=100)] = 0
-    """Versions by which the weights that sample a step are older than those that train on it. Above 0 rollouts are
-    sampled beside the updates of earlier steps."""
+    """Sample so many weight versions ahead, beside the updates."""
 
     @model_validator(mode="after")
     def _can_be_kept(self) -> RolloutConfig:
@@ -232,18 +228,18 @@ class RolloutConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Rewards on held-out problems, with the weights that a step begins with. Nothing here changes the run."""
+    """Rewards on held-out problems. Changes nothing in the run."""
 
     every: Natural = 0
-    """Steps between evaluations, the first before step 0; 0 makes none."""
+    """Steps between evaluations, from before step 0; 0: none."""
     prompts: Count = 32
     """Held-out problems, the same each time."""
     group_size: Count = 1
     """Responses to each."""
     temperature: Annotated[float, Field(ge=0, le=MOST_TEMPERATURE)] = 0.0
-    """0 takes the most probable token each time."""
+    """0: greedy."""
     data: str | None = None
-    """dataset: a JSONL file as for training; its first prompts are used."""
+    """dataset: JSONL file; its first prompts are used."""
 
     @model_validator(mode="after")
     def _takes_place(self) -> EvaluationConfig:

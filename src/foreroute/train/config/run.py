@@ -32,12 +32,12 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class MeasureConfig(Section):
-    """What is measured beside training. Nothing here changes the run."""
+    """What is measured. Changes nothing in the run."""
 
     compare_every: Count = 1
-    """Steps between measurements of the mismatch that the run does not train with (without replay under R3)."""
+    """Steps between measurements of the other side's mismatch (under R3: without replay)."""
     save_trace_every: Count = 20
-    """Steps between saved rollout traces."""
+    """Steps between saved rollouts."""
 
 
 class CheckpointConfig(Section):
@@ -48,30 +48,28 @@ class CheckpointConfig(Section):
 
 
 class AlarmsConfig(Section):
-    """When a run is in danger, and what is done then."""
+    """When a run is in danger, and what to do then."""
 
     action: Literal["warn", "stop"] = "warn"
     """Say so and go on, or end the run."""
     act_on: list[Kind] = Field(default=["collapse"])
     """The alarms that end it; the others only warn."""
     window: Count = AlarmRules.window
-    """Measurements in every mean below. One that is not taken at each step, see measure.compare_every, takes longer."""
+    """Measurements in every mean below."""
     collapse_below: Share = AlarmRules.collapse_below
-    """"collapse": the mean reward is below this share of its running maximum. A loss that is not finite is one too."""
+    """`collapse`: mean reward below this share of its running maximum."""
     collapse_for: Count = AlarmRules.collapse_for
-    """"collapse": for so many steps in a row."""
+    """`collapse`: for so many steps in a row."""
     f2_above: Share = AlarmRules.f2_above
-    """"f2": share of response tokens whose probabilities in trainer and engine differ more than twofold. 1 is never."""
+    """`f2`: F(2), a share of response tokens. 1: never."""
     disagreement_growth: Annotated[float, Field(ge=1, le=MOST_FLOAT)] = AlarmRules.disagreement_growth
-    """"disagreement": the trainer's own routes differ from the engine's for so many times the share of (token, layer)
-    that they did over the run's first `window` measurements."""
+    """`disagreement`: share of differing routes over that of the first `window` measurements."""
     disagreement_above: Share = AlarmRules.disagreement_above
-    """"disagreement": and for more than this share. 1 is never."""
+    """`disagreement`: and more than this share. 1: never."""
     agreement_below: Share = AlarmRules.agreement_below
-    """"stale_routes": in an update's last mini-batch, share of (token, layer) in which the replayed experts are those
-    that the router would pick. 0 is never."""
+    """`stale_routes`: share of replayed routes that are still live in the last mini-batch. 0: never."""
     effective_share_below: Share = AlarmRules.effective_share_below
-    """"effective_share": effective sample size of the importance weights, over the trained tokens. 0 is never."""
+    """`effective_share`: effective sample size of importance weights over tokens. 0: never."""
 
     @model_validator(mode="after")
     def _can_act(self) -> AlarmsConfig:
@@ -87,16 +85,16 @@ class AlarmsConfig(Section):
 
 
 class LoggingConfig(Section):
-    """Where else the numbers of metrics.jsonl go. Nothing here changes the run, and all of it may change on resume."""
+    """Where else the numbers of metrics.jsonl go. May change on resume."""
 
     tensorboard: bool = False
-    """Event files in the run's folder, under tensorboard/. Needs the package tensorboard."""
+    """Event files in the run's folder, under tensorboard/."""
     wandb: bool = False
-    """Weights & Biases. Needs the package wandb."""
+    """Weights & Biases."""
     wandb_project: str = "foreroute"
     """The project there. A run keeps its identity when it is resumed."""
     wandb_mode: Literal["online", "offline"] = "online"
-    """Offline runs are kept in the run's folder, for `wandb sync`."""
+    """Offline runs stay in the run's folder, for `wandb sync`."""
 
     @model_validator(mode="after")
     def _takes_place(self) -> LoggingConfig:
