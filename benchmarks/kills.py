@@ -46,11 +46,10 @@ from foreroute.cli.main import main as command_line
 from foreroute.errors import ForerouteError
 from foreroute.files import TensorFile
 from foreroute.plan import load_plan
-from foreroute.records import Rollback, read_runs
+from foreroute.records import read_runs
 from foreroute.trace import RoutedLayer, RoutingSpec, load, save
 from foreroute.trace.synthetic import synthetic_trace
 from foreroute.train import RunFolder, load_checkpoint, parse_config
-from foreroute.train.alarm_actions import roll_back
 from foreroute.train.checkpoint import NAME
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -310,13 +309,10 @@ class Home:
             tally.tripped.append(f"{name}: exit code {code} after {sent.name}: {printed}")
 
     def flipped(self, number: int, seed: int) -> dict[str, flips.Found]:
-        """Flip bits in copies of everything, a run with a rollback among them."""
+        """Flip bits in copies of everything."""
         config = parse_config(self.values, source="benchmarks/kills.py")
         run = flips.copied(self.whole, self.path / "flipped")
-        folder, last = RunFolder(run, config), self.steps
-        back = Rollback(number=1, at_step=last - 1, to_step=last - 4, because="a test", skipped_steps=4)
-        roll_back(folder, back)
-        folder.bind_data(flips.DATA, begun=False)
+        RunFolder(run, config).bind_data(flips.DATA, begun=False)
         others = {name: getattr(self, name) for name in ("trace", "counts", "train", "topology", "simulate")}
         others["plan"] = self.path / "planned" / "plan.safetensors"
         return flips.flipped(flips.kinds_of(run, config, others), number, seed)

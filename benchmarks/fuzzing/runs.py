@@ -1,4 +1,4 @@
-"""What a training run reads and leaves: its configuration, data set, metrics, rollbacks and checkpoints."""
+"""What a training run reads and leaves: its configuration, data set, metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from benchmarks.fuzzing.mutations import damage, forge, forge_text
 from benchmarks.fuzzing.target import Target, written
 from benchmarks.fuzzing.texts import json_lines, require_unchanged, toml_target
 from foreroute.files import seal_file
-from foreroute.records import Rollback, Run, read_run
+from foreroute.records import Run, read_run
 from foreroute.train import TrainConfig, load_config, parse_config
-from foreroute.train.alarm_actions import read_rollbacks
 from foreroute.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from foreroute.train.run_folder import RunFolder
 from foreroute.train.tasks.jsonl import Row, parse_rows
@@ -39,13 +38,6 @@ ROWS: list[dict[str, Any]] = [
     {"prompt": "Name a colour.", "hint": ["red", 1, None]},
 ]
 
-ROLLBACKS = {
-    "settled": True,
-    "rollbacks": [
-        {"number": 1, "at_step": 7, "to_step": 4, "because": "collapse since step 5", "skipped_steps": 4},
-        {"number": 2, "at_step": 9, "to_step": 6, "because": "collapse since step 8", "skipped_steps": 8},
-    ],
-}
 STORED = json.dumps(parse_config(TRAINING, source="fuzz").model_dump())
 
 
@@ -68,14 +60,6 @@ def run_targets(folder: Path) -> list[Target]:
             same=lambda a, b: a.steps == b.steps,
             forge=forge_line,
             check=_require_steps,
-        ),
-        Target(
-            name="rollbacks",
-            make=lambda rng: json.dumps(ROLLBACKS).encode(),
-            read=lambda raw: _rollbacks(raw, folder / "rolled-back"),
-            same=lambda a, b: a == b,
-            forge=lambda raw, rng: forge_text(raw.decode(), rng).encode("utf-8", "surrogatepass"),
-            check=_require_rollbacks,
         ),
         Target(
             name="stored configuration",
@@ -189,21 +173,6 @@ def _step(number: int, rng: np.random.Generator) -> dict[str, Any]:
         "margins": {"log10_edges": [-2.0, -1.0, 0.0], "counts_LB": [[3, 4]] * layers},
         "expert_load": {"4": 1.3},
     }
-
-
-def _rollbacks(raw: bytes, folder: Path) -> list[Rollback]:
-    folder.mkdir(exist_ok=True)
-    (folder / "rollbacks.json").write_bytes(raw)
-    return read_rollbacks(RunFolder(folder))
-
-
-def _require_rollbacks(raw: bytes, rollbacks: list[Rollback]) -> None:
-    given = json.loads(raw)["rollbacks"]
-    assert [rollback.number for rollback in rollbacks] == list(range(1, len(given) + 1))
-    for rollback, values in zip(rollbacks, given, strict=True):
-        assert vars(rollback) == values
-        assert 0 <= rollback.to_step <= rollback.at_step
-        assert type(rollback.at_step) is type(rollback.to_step) is type(rollback.skipped_steps) is int
 
 
 def _reopened(raw: bytes, folder: Path) -> str:

@@ -22,7 +22,6 @@ from foreroute.records import read_runs
 from foreroute.simulate.config import load_config as load_simulation
 from foreroute.trace import RoutingTrace, load
 from foreroute.train import RunFolder, TrainConfig, load_checkpoint, load_config, parse_config
-from foreroute.train.alarm_actions import read_rollbacks
 from foreroute.train.checkpoint import read_checkpoint
 from foreroute.train.run_folder import config_digest
 
@@ -93,7 +92,7 @@ def kinds_of(run: Path, config: TrainConfig, others: Mapping[str, Path]) -> dict
     """All kinds.
 
     Args:
-        run: the folder of a run with a rollback and with data.
+        run: the folder of a run with data.
         config: of that run.
         others: files "trace", "plan", "counts", "train", "topology" and "simulate".
     """
@@ -118,7 +117,6 @@ def kinds_of(run: Path, config: TrainConfig, others: Mapping[str, Path]) -> dict
         "metrics, reported": Kind(run / "metrics.jsonl", lambda: _in_order(run), same=False),
         "configuration, resumed": Kind(run / "config.json", lambda: _fixed(folder, run)),
         "configuration, reported": Kind(run / "config.json", lambda: read_runs([run]), same=False),
-        "rollbacks": Kind(run / "rollbacks.json", lambda: _numbers(folder)),
         "data": Kind(run / "data.txt", lambda: _data(folder, run)),
         "TOML of training": Kind(others["train"], lambda: load_config(others["train"]), same=False),
         "TOML of a topology": Kind(others["topology"], lambda: load_cluster(others["topology"]), same=False),
@@ -143,11 +141,6 @@ def _fixed(folder: RunFolder, run: Path) -> str:
 def _data(folder: RunFolder, run: Path) -> str:
     folder.bind_data(DATA, begun=True)
     return (run / "data.txt").read_text(encoding="utf-8")
-
-
-def _numbers(folder: RunFolder) -> list[dict[str, Any]]:
-    """What a run goes on with. The words why are for people."""
-    return [{**asdict(each), "because": ""} for each in read_rollbacks(folder)]
 
 
 def plain(value: Any) -> Any:

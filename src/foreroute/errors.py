@@ -161,7 +161,7 @@ class DivergedError(ForerouteError, ArithmeticError):
 
 
 class CollapseError(ForerouteError, RuntimeError):
-    """Raised when an alarm ends a run: it was told to stop, or was rolled back as often as it may."""
+    """Raised when an alarm ends a run that was told to stop."""
 
 
 class ReplayError(ForerouteError, RuntimeError):

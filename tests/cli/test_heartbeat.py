@@ -22,7 +22,6 @@ from foreroute.cli.main import main
 from foreroute.cli.terminal import CommandProgress, Console, heartbeat, working
 from foreroute.cli.train import watching
 from foreroute.errors import ForerouteError
-from foreroute.records import Rollback
 from foreroute.train import parse_config
 from tests.traces import random_trace
 
@@ -187,8 +186,6 @@ def test_a_run_says_its_step_and_stage(capfd, monkeypatch):
         assert last() == "watched, step 7: update"
         watcher.on_step(record)
         assert last() == "watched, after step 7: saving what is due"
-        watcher.on_rollback(Rollback(number=1, at_step=7, to_step=4, because="reward has collapsed", skipped_steps=4))
-        assert last() == "watched, going back to step 4: preparing"
 
 
 def test_many_quick_steps_are_not_many_lines(capfd, monkeypatch):

@@ -11,15 +11,13 @@ from rich.console import Console
 from foreroute.cli import train
 from foreroute.cli.train import watching
 from foreroute.mismatch.alarm_rules import ADVICE
-from foreroute.records import Rollback
 from foreroute.train import parse_config
 
 CONFIG = parse_config({"name": "watched", "rl": {"steps": 41}}, source="test")
 ALARM = {"kind": "f2", "since": 3, "value": 0.25, "threshold": 0.1}
-ROLLBACK = Rollback(number=1, at_step=7, to_step=4, because="reward has collapsed", skipped_steps=4)
 
 
-def shown(monkeypatch, steps, *, terminal, back_after=None, width=160, mismatch=None):
+def shown(monkeypatch, steps, *, terminal, width=160, mismatch=None):
     """Everything that is printed while steps end 2.5 s apart, the display being asked for its state each time."""
     now = iter(range(10**6))
     monkeypatch.setattr(train, "monotonic", lambda: 2.5 * next(now))
@@ -30,9 +28,6 @@ def shown(monkeypatch, steps, *, terminal, back_after=None, width=160, mismatch=
         for step in steps:
             alarms = [ALARM] if step in (5, 6, 7) else []
             watcher.on_step({"step": step, "reward_mean": 0.5, "mismatch": mismatch or {}, "alarms": alarms})
-            if step == back_after:
-                watcher.on_rollback(ROLLBACK)
-                back_after = None
     return text.getvalue()
 
 
@@ -51,16 +46,6 @@ def test_elsewhere_a_line_now_and_then_says_the_pace_and_the_time_left(monkeypat
 def test_a_resumed_run_is_not_taken_for_a_fast_one(monkeypatch):
     lines = shown(monkeypatch, range(36, 41), terminal=False).splitlines()
     assert lines[-1] == "watched: step 40, reward 0.50, 2.5 s/step"
-
-
-def test_rollbacks_are_told_and_their_alarms_begin_anew(monkeypatch):
-    lines = shown(monkeypatch, [*range(8), *range(4, 41)], terminal=False, back_after=7).splitlines()
-    assert [line.split(": ")[1].split(",")[0] for line in lines[2:5]] == [
-        "alarm at step 5",
-        "rolled back to step 4",
-        "alarm at step 5",
-    ]
-    assert "Step 7: reward has collapsed" in lines[3]
 
 
 def test_a_terminal_has_a_bar_with_pace_and_time_left(monkeypatch):

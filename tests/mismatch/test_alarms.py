@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreroute.mismatch import Alarm, AlarmRules, Kind, Signals, alarms, trouble_began
+from foreroute.mismatch import Alarm, AlarmRules, Kind, Signals, alarms
 
 RULES = AlarmRules()
 
@@ -130,18 +130,6 @@ def test_signals_are_those_of_a_record():
     )
     assert Signals.of({"step": 0}) == Signals(step=0)
     assert Signals.of({"step": 0, "importance": {"effective_share": 0.0}}) == Signals(step=0)
-
-
-def test_trouble_begins_with_the_first_alarm_of_an_episode():
-    def at(since):
-        return [Alarm(kind="f2", since=since, value=1.0, threshold=0.1)]
-
-    by_step = {4: at(2), 5: at(3), 20: at(15), 24: at(18), 25: [*at(25), *at(17)]}
-    assert trouble_began(by_step, 25, quiet=10) == 15
-    assert trouble_began(by_step, 25, quiet=3) == 15
-    assert trouble_began(by_step, 25, quiet=2) == 17
-    assert trouble_began(by_step, 25, quiet=14) == 2
-    assert trouble_began(by_step, 5, quiet=10) == 2
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))

@@ -1,12 +1,10 @@
 """The tables of a run: its summary against numbers worked out by hand, and its alarms."""
 
 import html
-import json
 from typing import get_args
 
 import pytest
 
-from foreroute.errors import RunFolderError
 from foreroute.mismatch import Kind
 from foreroute.mismatch.alarm_rules import ADVICE
 from foreroute.records import read_runs
@@ -111,18 +109,6 @@ def test_the_page_says_what_to_do_about_every_alarm(tmp_path):
     page = " ".join(html.unescape(text_of([run_with(tmp_path / "run", by_step)], tmp_path / "page.html")).split())
     for kind in get_args(Kind):
         assert ADVICE[kind] in page, kind
-
-
-def test_rollbacks_are_told_and_a_damaged_file_is_named(tmp_path):
-    folder = run_with(tmp_path / "run", {})
-    back = {"number": 1, "at_step": 7, "to_step": 4, "because": "reward has collapsed", "skipped_steps": 4}
-    (folder / "rollbacks.json").write_text(json.dumps({"settled": True, "rollbacks": [back]}))
-    page = text_of([folder], tmp_path / "page.html")
-    assert "Rolled back to step 4" in page
-    assert "Reward has collapsed." in page
-    (folder / "rollbacks.json").write_text('{"rollbacks": 3}')
-    with pytest.raises(RunFolderError, match=r"rollbacks\.json is damaged"):
-        read_runs([folder])
 
 
 def test_the_page_says_where_nothing_was_recorded_and_where_nothing_went_off(tmp_path):

@@ -3,7 +3,7 @@
 import errno
 import os
 import signal
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -12,12 +12,7 @@ import numpy as np
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import DivergedError, EngineError
 from foreroute.plan import Topology
-from foreroute.train import checkpoint, expert_parallel, load_checkpoint, loop
-from foreroute.train.expert_parallel import make_execution
-from foreroute.train.loop import make_trainer
-from foreroute.train.model import make_engine, make_policy
-from foreroute.train.ranks import join_ranks
-from foreroute.train.tasks import make_task
+from foreroute.train import checkpoint, expert_parallel, loop
 from tests.ep.transfer.faults import FaultyPeers
 from tests.train.expert_parallel_runs import run
 from tests.train.expert_parallel_steps import Steps, precise_trainer, steps_of
@@ -52,19 +47,6 @@ def diverge_once(rank, config, folder):
 
     with mock.patch.object(EmbeddedEngine, "generate", once):
         return run(rank, config, folder)
-
-
-def state_after(rank, config, checkpoint, skipped_steps, count):
-    """By hand: so many steps from a checkpoint, on data behind those that are skipped."""
-    task = make_task(config)
-    with join_ranks(config.parallel.expert, config.parallel.timeout_s) as ranks:
-        policy = make_policy(config, task)
-        engine = make_engine(config, policy)
-        with closing(make_execution(config, policy, ranks)) as execution:
-            trainer = make_trainer(config, task, policy, execution, engine)
-            trainer.skipped_steps = skipped_steps
-            trainer.restore(load_checkpoint(checkpoint))
-            return steps_of(trainer, count).state
 
 
 def run_unlike(rank, config, folder):

@@ -24,16 +24,15 @@ class CountingTrainer:
         self.config, self.worthless = config, worthless
         self.execution = SimpleNamespace(ranks=Ranks())
         self.task, self.policy = SimpleNamespace(data_digest=""), SimpleNamespace(model=None)
-        self.step = self.skipped_steps = 0
+        self.step = 0
         self.learned = torch.zeros(64, dtype=torch.float64)
 
     def run_step(self):
-        data = self.step + self.skipped_steps
         share = 0.5 if self.config.rl.routing == "R3" else 0.25
-        self.learned = self.learned * share + torch.from_numpy(np.random.default_rng(data).random(64))
+        self.learned = self.learned * share + torch.from_numpy(np.random.default_rng(self.step).random(64))
         record = {
             "step": self.step,
-            "reward_mean": 0.0 if data in self.worthless else 0.5,
+            "reward_mean": 0.0 if self.step in self.worthless else 0.5,
             "learned": float(self.learned.sum()),
         }
         self.step += 1
@@ -54,7 +53,7 @@ class CountingTrainer:
 
 @contextmanager
 def counting(worthless=()):
-    """Runs count instead of training; what they are given at the steps `worthless` of data earns nothing."""
+    """Runs count instead of training; what they are given at the steps `worthless` earns nothing."""
     policy = SimpleNamespace(spec=SimpleNamespace(num_experts=1), model=torch.nn.Identity())
     closed = SimpleNamespace(close=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
@@ -68,6 +67,6 @@ def counting(worthless=()):
 
 
 def counting_config(**sections):
-    """Means of two steps, low twice; where data of steps 5, 6 and 7 is worthless, an alarm goes off at step 7."""
+    """Means of two steps, low twice; where steps 5, 6 and 7 are worthless, an alarm goes off at step 7."""
     alarms = {"window": 2, "collapse_for": 2, **sections.pop("alarms", {})}
     return small_config(rl={"steps": 9, "routing": "none"}, alarms=alarms, **sections)

@@ -1,6 +1,5 @@
 """Rollouts sampled ahead: whose weights they are of, that it repeats, and what is too old."""
 
-import time
 from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
@@ -8,8 +7,7 @@ import pytest
 
 from foreroute.errors import ConfigError, DivergedError, RunFolderError, StaleTraceError
 from foreroute.trace import NO_VERSION
-from foreroute.train import Watcher, load_checkpoint, loop, train
-from foreroute.train.alarm_actions import read_rollbacks
+from foreroute.train import Watcher, load_checkpoint, train
 from foreroute.train.async_rollout import restored, stored
 from foreroute.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from foreroute.train.passes import make_schedule
@@ -135,41 +133,6 @@ def same_fields(one, other):
             assert ours == theirs, field.name
         count += 1
     return count
-
-
-def test_after_a_rollback_what_waits_is_of_data_that_is_not_passed_over(tmp_path, monkeypatch):
-    """The update of step 3 comes to nothing, and the run goes back to step 2: data 2 and 3 are passed over.
-
-    Of the rollouts of data 2, 3 and 4, which wait in the checkpoint, the last alone is trained on.
-    """
-    asked, sampled = [], loop.roll_out
-
-    def watched(engine, task, config, step, ranks):
-        asked.append((step, engine.weight_version))
-        return sampled(engine, task, config, step, ranks)
-
-    def diverges(routed, *rest, weight_version, **options):
-        if weight_version == 3 and not (tmp_path / "run" / "rollbacks.json").exists():
-            # what the thread has not begun by then is cancelled
-            last = time.monotonic() + 60
-            while (6, 3) not in asked and time.monotonic() < last:
-                time.sleep(0.01)
-            raise DivergedError("not finite")
-        return updated(routed, *rest, weight_version=weight_version, **options)
-
-    updated = loop.update
-    monkeypatch.setattr(loop, "roll_out", watched)
-    monkeypatch.setattr(loop, "update", diverges)
-    config = config_of(3, rl={"steps": 5}, rollout={"prompts": 2, "group_size": 2}, alarms={"action": "rollback"})
-    with scored_by_tokens():
-        run = train(config, tmp_path / "run")
-    assert [(back.at_step, back.to_step, back.skipped_steps) for back in read_rollbacks(run)] == [(3, 2, 2)]
-    before = [(0, 0), (1, 0), (2, 0), (3, 0), (4, 1), (5, 2), (6, 3)]
-    assert asked[: len(before)] == before
-    # step 2 trains on data 4, which was sampled by version 1; data 5 to 7 are missing
-    assert asked[len(before) :] == [(5, 2), (6, 2), (7, 2), (8, 3), (9, 4)]
-    assert [record["staleness"] for record in records(run.path)] == [0, 1, 1, 1, 2]
-    assert list(load_checkpoint(run.last_checkpoint())["rollouts"]) == [7, 8, 9]
 
 
 def test_older_routes_than_asked_for_are_refused():

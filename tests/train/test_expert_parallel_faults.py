@@ -6,23 +6,20 @@ import os
 import pytest
 
 from foreroute.errors import RunFolderError
-from foreroute.train import RunFolder, load_checkpoint, train
-from foreroute.train.alarm_actions import read_rollbacks
+from foreroute.train import load_checkpoint, train
 from tests.ep.transfer.faults import Fault
 from tests.processes import Workers
 from tests.train.broken_runs import (
     die_in_update,
     diverge_once,
     faulty_steps,
-    replace_rl,
     resume_apart,
     resume_broken,
     run_unlike,
-    state_after,
 )
 from tests.train.expert_parallel_runs import path_of, resume, run, run_config
 from tests.train.expert_parallel_steps import config_of
-from tests.train.small_runs import records, same_state, small_config
+from tests.train.small_runs import records, small_config
 from tests.train.test_expert_parallel import learned_alike
 
 DEADLINE_S = 1.0
@@ -91,26 +88,20 @@ def test_what_goes_wrong_on_one_rank_ends_all_and_the_run_goes_on_later(workers,
     assert [record["step"] for record in records(folder)] == [0, 1]
 
 
-def test_ranks_go_back_together(workers, tmp_path):
+def test_ranks_end_together(workers, tmp_path):
     """When numbers of one of them are not finite, and when an alarm says so, which rank 0 alone judges."""
-    folder = tmp_path / "run"
-    config = run_config(
-        2, rl={"steps": 3, "routing": "none"}, checkpoint={"every": 1}, alarms={"action": "rollback", "window": 1}
-    )
-    assert workers(2).run(diverge_once, config, folder) == [4, 0]
-    [back] = read_rollbacks(RunFolder(folder))
-    assert (back.at_step, back.to_step, back.skipped_steps) == (2, 1, 2)
-    assert "the rollout of step 2 failed on another rank: rank 1: logits are not finite" in back.because
-    assert [record["trained_with"] for record in records(folder)] == ["native", "replayed", "replayed"]
-    by_hand, _ = workers(2).run(state_after, replace_rl(config, routing="R3"), path_of(folder, 1), 2, 2)
-    assert same_state(load_checkpoint(path_of(folder, 3)), {"step": 3, **by_hand})
+    config = run_config(2, rl={"steps": 3, "routing": "none"}, checkpoint={"every": 1})
+    outcomes = workers(2).outcomes(diverge_once, config, tmp_path / "run")
+    assert [outcome.kind for outcome in outcomes] == ["DivergedError"] * 2, outcomes[0].trace
+    assert "the rollout of step 2 failed on another rank: rank 1: logits are not finite" in outcomes[0].message
+    assert load_checkpoint(path_of(tmp_path / "run", 2))["step"] == 2
 
-    always = {"effective_share_below": 1.0, "act_on": ["effective_share"], "max_rollbacks": 1}
-    alarmed = config.model_copy(update={"alarms": config.alarms.model_copy(update=always)})
+    alarms = {"action": "stop", "act_on": ["effective_share"], "effective_share_below": 1.0, "window": 1}
+    alarmed = run_config(2, rl={"steps": 3, "routing": "none"}, checkpoint={"every": 1}, alarms=alarms)
     outcomes = workers(2).outcomes(run, alarmed, tmp_path / "alarmed")
     assert [outcome.kind for outcome in outcomes] == ["CollapseError", "RankError"], outcomes[0].trace
-    assert all("rolled back once already" in outcome.message for outcome in outcomes)
-    assert [(back.at_step, back.to_step) for back in read_rollbacks(RunFolder(tmp_path / "alarmed"))] == [(0, 0)]
+    assert all("step 0: importance weights leave few" in outcome.message for outcome in outcomes)
+    assert load_checkpoint(path_of(tmp_path / "alarmed", 0))["step"] == 0
 
 
 def test_ranks_that_were_started_unlike_say_so(workers, tmp_path):

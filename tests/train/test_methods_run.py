@@ -231,7 +231,9 @@ def test_all_ranks_are_dealt_from_the_same_rounds(monkeypatch):
     rounds = {}
     for rank in range(2):
         seen.clear()
-        part = dynamic(2, SimpleNamespace(rank=rank, size=2), monkeypatch)
+        ranks = Ranks()
+        ranks.rank, ranks.size = rank, 2
+        part = dynamic(2, ranks, monkeypatch)
         rounds[rank] = [[problem.prompt for problem in problems] for problems in seen]
         assert len(part.rewards_S) == 16
     assert rounds[0] == rounds[1][: len(rounds[0])] or rounds[1] == rounds[0][: len(rounds[1])]

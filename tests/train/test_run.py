@@ -210,8 +210,7 @@ SERVER = {"mode": "server", "url": "http://x", "weights_folder": "y"}
         ({"name": "a" * 5000}, r"'a{20}'\.\.\. cannot name a folder of its own; expected at most 200 bytes"),
         ({"name": "ü" * 120}, "cannot name a folder of its own"),
         ({"name": "name\n"}, "name"),
-        ({"alarms": {"max_rollbacks": 3}}, 'max_rollbacks changes nothing with action = "warn"'),
-        ({"alarms": {"action": "stop", "max_rollbacks": 3}}, 'max_rollbacks changes nothing with action = "stop"'),
+        ({"alarms": {"act_on": ["f2"]}}, 'act_on changes nothing with action = "warn"'),
         ({"logging": {"wandb_mode": "offline"}}, "wandb_mode changes nothing with wandb = false"),
         (
             {"warm_start": {"checkpoint": "x.pt"}},

@@ -4,8 +4,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from foreroute.train import parse_config
 from tests.train.expert_parallel_steps import scored_by_tokens
 from tests.train.small_runs import small_values, trainer_of
@@ -13,8 +11,7 @@ from tests.train.small_runs import small_values, trainer_of
 PAGE = Path(__file__).parents[2] / "docs" / "train.md"
 
 
-@pytest.mark.parametrize("checkpointing", ["non_reentrant", "reentrant"])
-def test_the_configurations_of_the_page_run_in_one(checkpointing):
+def test_the_configurations_of_the_page_run_in_one():
     base = small_values()
     page = (
         PAGE.read_text(encoding="utf-8").partition("## Precision, memory and rollouts ahead")[2].partition("\n## ")[0]
@@ -24,7 +21,6 @@ def test_the_configurations_of_the_page_run_in_one(checkpointing):
         base[name] = {**base.get(name, {}), **section}
     assert base["model"].keys() >= {"dtype", "gradient_checkpointing", "lora"}
     assert base["rollout"]["max_staleness"] == 1
-    base["model"]["gradient_checkpointing"] = checkpointing
     trainer = trainer_of(parse_config(base, source="the page"))
     with scored_by_tokens():
         steps = [trainer.run_step()[1] for _ in range(2)]

@@ -26,7 +26,6 @@ from rich.text import Text
 
 from foreroute.cli.terminal import CommandProgress, Console, is_first_rank, working, write_page
 from foreroute.mismatch import Alarm
-from foreroute.records import Rollback
 from foreroute.report import write_report
 from foreroute.train import TrainConfig, Watcher, load_config, train
 
@@ -93,13 +92,11 @@ def watching(config: TrainConfig, console: Console) -> Iterator[Watcher]:
                 console.print(f"stopping; {again} again to stop at once")
             return bool(received)
 
-        yield Watcher(
-            display.warm_start, display.step, should_stop, display.rollback, display.superseded, display.stage
-        )
+        yield Watcher(display.warm_start, display.step, should_stop, display.superseded, display.stage)
 
 
 class Display:
-    """What a run shows: a bar on a terminal, lines elsewhere, and alarms and rollbacks on both."""
+    """What a run shows: a bar on a terminal, lines elsewhere, and alarms on both."""
 
     def __init__(self, config: TrainConfig, console: Console, work: CommandProgress) -> None:
         self._name, self._num_steps, self._console = config.name, config.rl.steps, console
@@ -143,20 +140,10 @@ class Display:
             self._say(f"alarm at step {step}: {alarms[kind]}. {alarms[kind].advice}")
         self._alarms = set(alarms)
 
-    def rollback(self, rollback: Rollback) -> None:
-        """Say that the run has gone back to a checkpoint."""
-        self._first, self._alarms = None, set()
-        self._at(f"going back to step {rollback.to_step}", "preparing")
-        self.progress.reset(self._steps, completed=rollback.to_step, figures="")
-        self._say(
-            f"rolled back to step {rollback.to_step}, and on from there with the rollout's routes and other data. "
-            f"Step {rollback.at_step}: {rollback.because}"
-        )
-
-    def superseded(self, step: int, folder: Path) -> None:
+    def superseded(self, step: int, file: Path) -> None:
         """Say that a step ran again, and came out otherwise than it was recorded."""
         self._say(
-            f"step {step} ran again and came out otherwise; what was recorded of it and of later ones is in {folder}"
+            f"step {step} ran again and came out otherwise; what was recorded of it and of later ones is in {file}"
         )
 
     def _at(self, what: str, detail: str) -> None:
@@ -173,7 +160,7 @@ class Display:
             self._say(text)
 
     def _time_left(self, step: int, now: float) -> str:
-        """Say it in words, from the steps since the run began, was resumed, or was rolled back."""
+        """Say it in words, from the steps since the run began or was resumed."""
         first, begun = self._first or (step, now)
         if first == step:
             return ""

@@ -45,6 +45,23 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    def refuse_unused(self, names: Iterable[str], why: str) -> None:
+        """Refuse keys that change nothing beside others, so that nobody waits for what they asked for.
+
+        A default may be written down: the resolved configuration of a run is a configuration.
+
+        Args:
+            names: of the keys.
+            why: what they are not looked at for, and what to do, in words that follow "change nothing".
+
+        Raises:
+            ValueError: naming those that have another value than their default.
+        """
+        fields = type(self).model_fields
+        unused = [name for name in names if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
+        if unused:
+            raise ValueError(f"{', '.join(unused)} {'change' if len(unused) > 1 else 'changes'} nothing {why}")
+
 
 Config = TypeVar("Config", bound=Section)
 

@@ -1,6 +1,6 @@
 """How far apart trainer and rollout engine are, and why: tokens, routes, margins, the defect, alarms. No torch."""
 
-from foreroute.mismatch.alarm_rules import Alarm, AlarmRules, Kind, Signals, alarms, trouble_began
+from foreroute.mismatch.alarm_rules import Alarm, AlarmRules, Kind, Signals, alarms
 from foreroute.mismatch.defects import Defect, Explanation, explain
 from foreroute.mismatch.measures import (
     LOG10_EDGES,
@@ -30,5 +30,4 @@ __all__ = [
     "margin_histogram",
     "routing_mismatch",
     "token_mismatch",
-    "trouble_began",
 ]

@@ -149,23 +149,6 @@ def alarms(history: Sequence[Signals], rules: AlarmRules) -> list[Alarm]:
     ]
 
 
-def trouble_began(alarms_by_step: Mapping[int, Sequence[Alarm]], step: int, quiet: int) -> int:
-    """The first step that anything rests on which has led to the alarms of `step`.
-
-    Args:
-        alarms_by_step: the alarms of a run, those of `step` among them.
-        step: with alarms.
-        quiet: alarms belong together unless more than so many steps without any lie between.
-    """
-    began, reached = step, step
-    for earlier in sorted((s for s in alarms_by_step if alarms_by_step[s] and s <= step), reverse=True):
-        if reached - earlier > quiet + 1:
-            break
-        reached = earlier
-        began = min(began, *(alarm.since for alarm in alarms_by_step[earlier]))
-    return began
-
-
 def _not_finite(history: Sequence[Signals]) -> Alarm | None:
     last = history[-1]
     if last.loss is None or math.isfinite(last.loss):

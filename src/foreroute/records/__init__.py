@@ -1,6 +1,6 @@
 """What a run writes down about each step, and reading it: the metrics, typed. No torch, and nothing is drawn."""
 
-from foreroute.records.runs import Rollback, Run, read_run, read_runs
+from foreroute.records.runs import Run, read_run, read_runs
 from foreroute.records.step_record import (
     SIDES,
     DeviceRecord,
@@ -26,7 +26,6 @@ __all__ = [
     "Load",
     "MarginsRecord",
     "MismatchRecord",
-    "Rollback",
     "Run",
     "SamplingRecord",
     "Side",

@@ -1,4 +1,4 @@
-"""Reading run folders: configuration, metrics, rollbacks; checked line by line. Nothing is computed or drawn here."""
+"""Reading run folders: configuration and metrics, checked line by line. Nothing is computed or drawn here."""
 
 from __future__ import annotations
 
@@ -17,25 +17,6 @@ from foreroute.records.step_record import SIDES, Side, StepRecord, parse_step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollback:
-    """A return of a run to an earlier checkpoint.
-
-    Attributes:
-        number: from 1.
-        at_step: the step whose alarms led to it; the last that is taken out of the run.
-        to_step: that of the checkpoint; the first step that runs again.
-        because: the alarms in words.
-        skipped_steps: steps of data that were passed over so far: step s uses what step s + skipped_steps would have.
-    """
-
-    number: int
-    at_step: int
-    to_step: int
-    because: str
-    skipped_steps: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """What one run folder holds: its configuration, its steps in order, and what the reader should know about it."""
 
@@ -48,7 +29,6 @@ class Run:
     config: dict[str, Any]
     steps: tuple[StepRecord, ...]
     notes: tuple[str, ...] = ()
-    rollbacks: tuple[Rollback, ...] = ()
 
     @property
     def trains_with(self) -> Side:
@@ -84,14 +64,6 @@ class _Config:
 
 _CONFIG = TypeAdapter(_Config)
 _ANYTHING = TypeAdapter(dict[str, Any])
-
-
-@dataclass(frozen=True)
-class _Rollbacks:
-    rollbacks: tuple[Rollback, ...]
-
-
-_ROLLBACKS = TypeAdapter(_Rollbacks)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -134,7 +106,7 @@ def read_run(folder: Path) -> Run:
     steps, notes = _read_metrics(folder / "metrics.jsonl")
     notes += [
         f"Steps ran again and came out otherwise, as on another machine; what was recorded before is in {aside.name}."
-        for aside in sorted(folder.glob("superseded-*"))
+        for aside in sorted(folder.glob("superseded-*.jsonl"))
     ]
     return Run(
         folder=folder,
@@ -146,17 +118,7 @@ def read_run(folder: Path) -> Run:
         config=shown,
         steps=tuple(steps),
         notes=tuple(notes),
-        rollbacks=_read_rollbacks(folder / "rollbacks.json"),
     )
-
-
-def _read_rollbacks(path: Path) -> tuple[Rollback, ...]:
-    if not os.path.lexists(path):
-        return ()
-    try:
-        return _ROLLBACKS.validate_json(read_file(path, RunFolderError), strict=True).rollbacks
-    except ValidationError as error:
-        raise RunFolderError(f"{path} is damaged: {_reason(error)}. Restore it from a copy") from error
 
 
 def _read_metrics(path: Path) -> tuple[list[StepRecord], list[str]]:

@@ -287,8 +287,6 @@ class StepRecord(TypedDict, total=False):
     """Where the step ran."""
     alarms: list[Alarm] | None
     """Those that are on: `kind`, `since` which step, `value`, `threshold`."""
-    rollbacks: int
-    """How often the run was rolled back before it, if it was."""
 
 
 @cache

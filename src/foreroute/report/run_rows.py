@@ -85,21 +85,14 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 def alarm_rows(runs: Sequence[Run]) -> list[TableRow]:
-    """For each run its rollbacks, whose own steps are no longer part of it, then its alarms.
-
-    The cells are the steps, what happened and what to do, and value and limit where it was farthest from it.
-    """
+    """For each run its alarms: the steps, what happened and what to do, and the value farthest from its limit."""
     rows = []
     for position, run in enumerate(runs):
-        for back in run.rollbacks:
-            what = f"Rolled back to step {back.to_step}, and on with replay and other data. {_sentence(back.because)}"
-            cells = {"Steps": str(back.at_step), "What happened": what, "Advice": "", "Worst value": ""}
-            rows.append(TableRow(position=position, label=run.label, cells=cells))
         for kind in get_args(Kind):
             for steps, worst in _episodes(run, kind):
                 cells = {
                     "Steps": f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0]),
-                    "What happened": _sentence(WORDS[kind]),
+                    "What happened": f"{WORDS[kind][:1].upper()}{WORDS[kind][1:]}.",
                     "Advice": worst.advice,
                     "Worst value": f"{worst.value:.3g}, limit {worst.threshold:.3g}",
                 }
@@ -110,10 +103,6 @@ def alarm_rows(runs: Sequence[Run]) -> list[TableRow]:
 def runs_with_alarms(runs: Sequence[Run]) -> list[str]:
     """The labels of the runs that recorded whether alarms were on."""
     return [run.label for run in runs if any(step.get("alarms") is not None for step in run.steps)]
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _episodes(run: Run, kind: str) -> list[tuple[list[int], Alarm]]:

@@ -7,7 +7,7 @@
 
 The rollout of step t is sampled with the weights of version max(0, t - max_staleness). That is fixed by numbers of
 steps and not by what is ready when, so that a run repeats, and a resumed one ends, with the same bits. Whatever is
-missing for that, at the beginning or after a rollback, is sampled with the weights of the step that it is missed at.
+missing for that, at the beginning, is sampled with the weights of the step that it is missed at.
 """
 
 from __future__ import annotations
@@ -70,31 +70,15 @@ class AsyncRollouts:
         """Have the thread do something else with the engine, after what was ordered, and wait for it."""
         return self._worker.submit(work).result()
 
-    def state(self, skipped_steps: int) -> dict[int, Any]:
-        """Wait for the rollouts of steps to come, and give them by the step whose data they are of.
+    def state(self) -> dict[int, Any]:
+        """Wait for the rollouts of steps to come, and give them by step."""
+        return {step: stored(rollout.result()) for step, rollout in self._ordered.items()}
 
-        Args:
-            skipped_steps: of data, that were passed over so far.
-        """
-        return {step + skipped_steps: stored(rollout.result()) for step, rollout in self._ordered.items()}
-
-    def restore(self, state: Mapping[int, Any], spec: RoutingSpec, step: int, skipped_steps: int) -> None:
-        """Take up a state, in place of what was ordered. Rollouts whose data is passed over since are dropped.
-
-        Args:
-            state: as `state` gave it.
-            spec: of the model.
-            step: the next.
-            skipped_steps: as they are now.
-        """
-        for rollout in self._ordered.values():
-            rollout.cancel()
-        self._ordered.clear()
-        for data_step, values in state.items():
-            if data_step >= step + skipped_steps:
-                rollout = Future()
-                rollout.set_result(restored(values, spec))
-                self._ordered[data_step - skipped_steps] = rollout
+    def restore(self, state: Mapping[int, Any], spec: RoutingSpec) -> None:
+        """Take up what `state` gave; `spec` is the model's."""
+        for step, values in state.items():
+            self._ordered[step] = Future()
+            self._ordered[step].set_result(restored(values, spec))
 
     def close(self) -> None:
         """End the thread; what has not begun is not sampled any more."""
@@ -119,22 +103,18 @@ def restored(state: Mapping[str, Any], spec: RoutingSpec) -> Experience:
         KeyError, TypeError: when it is something else.
         TraceContentError: when routes are not those of a model with this spec.
     """
-    trace = RoutingTrace(spec, **_arrays(state["trace"]))
+    parts: dict[str, dict[str, Any]] = {
+        part: {name: value.numpy() if isinstance(value, Tensor) else value for name, value in state[part].items()}
+        for part in ("trace", "generation", "experience", "sampled")
+    }
+    trace = RoutingTrace(spec, **parts["trace"])
     check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
-    generation = Generation(trace, **_arrays(state["generation"]))
-    return Experience(generation, sampled=SamplingRounds(**_arrays(state["sampled"])), **_arrays(state["experience"]))
+    generation = Generation(trace, **parts["generation"])
+    return Experience(generation, sampled=SamplingRounds(**parts["sampled"]), **parts["experience"])
 
 
 def _values(holder: Any, *without: str) -> dict[str, Any]:
-    """Give all fields of a dataclass but those that are stored on their own."""
-    return {each.name: _plain(getattr(holder, each.name)) for each in fields(holder) if each.name not in without}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(np.array(value))
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _arrays(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in values.items()}
+    """Give all fields of a dataclass but those that are stored on their own; arrays as tensors of their own."""
+    values = {each.name: getattr(holder, each.name) for each in fields(holder) if each.name not in without}
+    values |= {name: torch.from_numpy(value.copy()) for name, value in values.items() if isinstance(value, np.ndarray)}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,15 +38,8 @@ LINKS = Links(2e9, 1e9, 1e10, 5e-5, 1e-4)
 and change no result."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Planned:
-    """The plan of a stage, which may still be in the making.
-
-    Attributes:
-        counts_MLGE: integers [M, L, G, E].
-        number: how many optimizer steps the weights that it runs on have behind them.
-        plan: with the seconds that planning took.
-    """
+class _Planned(NamedTuple):
+    """The plan of a stage, which may still be in the making, for weights with `number` optimizer steps behind them."""
 
     counts_MLGE: NDArray[np.integer]
     number: int
@@ -198,12 +191,9 @@ def _plan(
 
 @dataclass(eq=False)
 class ExecutedStage:
-    """What one stage did on one rank.
+    """What one stage did on one rank under its plan for `counts_MLGE`.
 
     Attributes:
-        name: of the stage.
-        plan: that was executed.
-        counts_MLGE: integers [M, L, G, E], that was planned for.
         planning_s: seconds that the planner took.
         exposed_planning_s: seconds that the stage waited for its plan.
         publishing_s: seconds that it waited for weights to be published.
@@ -249,12 +239,7 @@ class ExecutedStage:
 def execution_record(loads: list[ExecutedStage], ranks: Ranks) -> dict[str, Any]:
     """Make the record "execution" of a step on rank 0; it is empty elsewhere. A collective call.
 
-    Args:
-        loads: of the stages that ran under a plan.
-        ranks: of the run.
-
-    Returns:
-        What `docs/metrics.md` lists under `execution`; `ranks` alone where nothing was planned.
+    It is what `docs/metrics.md` lists under `execution`; `ranks` alone where nothing was planned.
     """
     if not loads:
         return {} if ranks.rank else {"execution": {"ranks": ranks.size}}

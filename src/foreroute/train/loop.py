@@ -29,13 +29,12 @@ from numpy.typing import NDArray
 from foreroute.adapters import hf
 from foreroute.engines.base import Engine
 from foreroute.records import Side
-from foreroute.trace import RoutingTrace
 from foreroute.train.async_rollout import AsyncRollouts
-from foreroute.train.config import RLConfig, TrainConfig
+from foreroute.train.config import TrainConfig
 from foreroute.train.measure import StepPart, device_record, memory_peak, merged, reset_memory_peak, step_record
 from foreroute.train.model import Reference, trainable
 from foreroute.train.optimizer import make_optimizer
-from foreroute.train.passes import PolicyExecution, Recomputed, Schedule, Stage, make_schedule, recompute
+from foreroute.train.passes import PolicyExecution, Recomputed, Schedule, make_schedule, recompute
 from foreroute.train.rollout import Experience, evaluate, evaluation_record, roll_out
 from foreroute.train.run_folder import misfit_named
 from foreroute.train.tasks import Task
@@ -48,7 +47,6 @@ class Trainer:
 
     Attributes:
         step: the next step.
-        skipped_steps: steps of data that were passed over by rollbacks.
         seconds: how long each stage of the last step took, by its name.
         async_rollouts: samples beside the updates; None where each step samples for itself.
         on_stage: called when a stage begins, with the step and the stage's name.
@@ -62,7 +60,6 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     reference: Reference | None = None
     step: int = 0
-    skipped_steps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     async_rollouts: AsyncRollouts | None = None
     on_stage: Callable[[int, str], None] = lambda step, stage: None
@@ -90,16 +87,34 @@ class Trainer:
         """
         self.seconds.clear()
         reset_memory_peak(self.device)
-        ranks, version = self.execution.ranks, self.step
+        rl, step, ranks = self.config.rl, self.step, self.execution.ranks
         with self._timed("rollout"):
             experience = self._roll_out()
         evaluation = self._evaluate()
-        data_step = version + self.skipped_steps
-        schedule = make_schedule(experience, self.config.rl, ranks, seed=(self.config.seed, data_step))
-        passes = self._recompute_passes(experience, schedule)
-        reference_R = self._reference_logprobs(experience, schedule)
+        schedule = make_schedule(experience, rl, ranks, seed=(self.config.seed, step))
+
+        # under R3 all stages replay the rollout's routes, so all are planned, in a thread, while the first runs; under
+        # R2 the update's routes are known after recompute
+        trains_with: Side = "replayed" if rl.routing in ("R3", "R3+weights") else "native"
+        steps_taken = step * rl.mini_steps  # of the optimizer, one per mini-batch; they number the weights
+        if trains_with == "replayed":
+            self.execution.plan(steps_taken, experience.generation.trace, [schedule.recompute, *schedule.update])
+        with self._timed("recompute"):
+            passes = {trains_with: self._recompute(experience, schedule, trains_with)}
+        if rl.routing == "R2":
+            self.execution.plan(steps_taken, passes[trains_with].executed, schedule.update)
+        if self._measures:
+            other: Side = "native" if trains_with == "replayed" else "replayed"
+            with self._timed("measure"):
+                passes[other] = self._recompute(experience, schedule, other)
+        reference_R = None
+        if self.reference is not None:
+            with self._timed("reference"):
+                temperature = self.config.rollout.temperature
+                reference_R = self.reference.logprobs_R(experience.generation, schedule.recompute, temperature)
         with self._timed("update"):
-            updated = self._update(experience, schedule, passes[self._trains_with], reference_R)
+            updated = self._update(experience, schedule, passes[trains_with], reference_R)
+
         self.step += 1
         execution = self.execution.record()
         (most_bytes,) = ranks.max([memory_peak(self.device)])
@@ -108,22 +123,18 @@ class Trainer:
         if not parts:
             return experience, {}
         whole = merged(parts)
-        record = step_record(version, whole, self._trains_with, self.seconds) | evaluation | execution
+        record = step_record(step, whole, trains_with, self.seconds) | evaluation | execution
         record["device"] = device_record(self.device, int(most_bytes))
         return whole.experience, record | ({"skipped_prompts": self.task.skipped} if self.task.skipped else {})
 
     def state(self) -> dict[str, Any]:
         """Give everything that a resumed run needs; randomness follows from the seed and the step."""
         optimizer = self.execution.optimizer_state(self.optimizer)
-        state = {"model": dict(self.execution.state_dict()), "optimizer": optimizer}
-        if self.async_rollouts is None:
-            return state
-        return state | {"rollouts": self.async_rollouts.state(self.skipped_steps)}
+        waiting = {} if self.async_rollouts is None else {"rollouts": self.async_rollouts.state()}
+        return {"model": dict(self.execution.state_dict()), "optimizer": optimizer} | waiting
 
     def restore(self, state: Mapping[str, Any], name: str = "the checkpoint") -> None:
-        """Continue from a checkpoint of the same run, passing over the data of `skipped_steps`.
-
-        Rollouts that waited then, and whose data is passed over since, are dropped.
+        """Continue from a checkpoint of the same run.
 
         Args:
             state: as `load_checkpoint` gave it.
@@ -136,11 +147,7 @@ class Trainer:
             self.execution.load(state["model"], self.optimizer, state["optimizer"])
             self.step = state["step"]
             if self.async_rollouts is not None:
-                self.async_rollouts.restore(state["rollouts"], self.policy.spec, self.step, self.skipped_steps)
-
-    @property
-    def _trains_with(self) -> Side:
-        return "replayed" if self.config.rl.routing in ("R3", "R3+weights") else "native"
+                self.async_rollouts.restore(state["rollouts"], self.policy.spec)
 
     @property
     def _measures(self) -> bool:
@@ -160,10 +167,11 @@ class Trainer:
 
     def _sample(self, step: int, version: int, weights: Mapping[str, torch.Tensor]) -> Experience:
         self.engine.load_weights(weights, version=version)
-        return roll_out(self.engine, self.task, self.config, step + self.skipped_steps, self.execution.ranks)
+        return roll_out(self.engine, self.task, self.config, step, self.execution.ranks)
 
+    @property
     def _accepted(self) -> range:
-        """Give the weight versions that the rollout's routes may be of."""
+        """The weight versions that the rollout's routes may be of."""
         return range(max(0, self.step - self.config.rollout.max_staleness), self.step + 1)
 
     def _evaluate(self) -> dict[str, Any]:
@@ -178,46 +186,18 @@ class Trainer:
         with self._timed("evaluation"):
             return evaluation_record(ranks.gather(ranks.on_all(f"the evaluation of step {self.step}", work)))
 
-    def _recompute_passes(self, experience: Experience, schedule: Schedule) -> dict[Side, Recomputed]:
-        """Run the pass that is trained with, and at steps that measure the other one; "native" or "replayed"."""
-        follows_rollout = self._trains_with == "replayed"
-        # all stages replay the rollout's routes, so all are planned, in a thread, while the first runs; under R2 the
-        # update's routes are known after recompute
-        if follows_rollout:
-            self._plan(experience.generation.trace, [schedule.recompute, *schedule.update])
-        with self._timed("recompute"):
-            passes = {self._trains_with: self._recompute(experience, schedule, self._trains_with)}
-        if self.config.rl.routing == "R2":
-            self._plan(passes["native"].executed, schedule.update)
-        if self._measures:
-            other: Side = "native" if follows_rollout else "replayed"
-            with self._timed("measure"):
-                passes[other] = self._recompute(experience, schedule, other)
-        return passes
-
-    def _reference_logprobs(self, experience: Experience, schedule: Schedule) -> NDArray[np.float32] | None:
-        """Compute float32 [R], or None without a reference."""
-        if self.reference is None:
-            return None
-        with self._timed("reference"):
-            temperature = self.config.rollout.temperature
-            return self.reference.logprobs_R(experience.generation, schedule.recompute, temperature)
-
-    def _plan(self, routes: RoutingTrace, stages: list[Stage]) -> None:
-        # weights are numbered by the optimizer steps that came before them, of which a step takes one per mini-batch
-        self.execution.plan(self.step * self.config.rl.mini_steps, routes, stages)
-
-    def _recompute(self, experience: Experience, schedule: Schedule, routes: str) -> Recomputed:
+    def _recompute(self, experience: Experience, schedule: Schedule, routes: Side) -> Recomputed:
+        replay = routes == "replayed"
         return recompute(
             self.policy,
             self.execution,
             experience.generation,
             schedule.recompute,
             temperature=self.config.rollout.temperature,
-            replay=routes == "replayed",
+            replay=replay,
             weight_version=self.step,
-            accepted=self._accepted(),
-            gate_weights=routes == "replayed" and self.config.rl.routing == "R3+weights",
+            accepted=self._accepted,
+            gate_weights=replay and self.config.rl.routing == "R3+weights",
         )
 
     def _update(
@@ -227,7 +207,10 @@ class Trainer:
         recomputed: Recomputed,
         reference_logprobs_R: NDArray[np.float32] | None,
     ) -> Updated:
-        set_learning_rate(self.optimizer, self.config.rl, self.step)
+        rl = self.config.rl
+        # the learning rate rises linearly over the first steps, and stays
+        for group in self.optimizer.param_groups:
+            group["lr"] = rl.learning_rate * min(1.0, (self.step + 1) / (rl.warmup_steps + 1))
         routes = {"none": None, "R2": recomputed.executed}
         return update(
             self.policy,
@@ -236,11 +219,11 @@ class Trainer:
             experience,
             schedule.update,
             recomputed.logprobs_R,
-            routes.get(self.config.rl.routing, experience.generation.trace),
-            self.config.rl,
+            routes.get(rl.routing, experience.generation.trace),
+            rl,
             weight_version=self.step,
             temperature=self.config.rollout.temperature,
-            accepted=None if self.config.rl.routing == "R2" else self._accepted(),
+            accepted=None if rl.routing == "R2" else self._accepted,
             reference_logprobs_R=reference_logprobs_R,
             watch_routes=self._measures,
         )
@@ -264,10 +247,3 @@ def make_trainer(
     policy = trainable(config, policy)
     optimizer = make_optimizer(policy.model, lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     return Trainer(config, task, policy, execution, engine, optimizer)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, config: RLConfig, step: int) -> None:
-    """Set the learning rate of a step, from 0: it rises linearly over `warmup_steps`, and stays."""
-    share = min(1.0, (step + 1) / (config.warmup_steps + 1))
-    for group in optimizer.param_groups:
-        group["lr"] = config.learning_rate * share

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict, dataclass, replace
-from typing import cast
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from foreroute.mismatch import (
 )
 from foreroute.mismatch.measures import LOG10_EDGES
 from foreroute.plan import contiguous_imbalance
-from foreroute.records import DeviceRecord, ImportanceRecord, MismatchRecord, Side, StepRecord
+from foreroute.records import DeviceRecord, MismatchRecord, Side, StepRecord
 from foreroute.trace import concatenate, count_assignments
 from foreroute.train.passes import Recomputed
 from foreroute.train.rollout import Experience, SamplingRounds
@@ -77,18 +76,10 @@ def merged(parts: list[StepPart]) -> StepPart:
 
 
 def step_record(step: int, whole: StepPart, trained_with: Side, seconds: dict[str, float]) -> StepRecord:
-    """Make one line of metrics.jsonl.
-
-    Args:
-        step: from 0.
-        whole: what all ranks saw.
-        trained_with: which pass the step trained with.
-        seconds: time by stage.
-    """
+    """Make one line of metrics.jsonl, of what all ranks saw; `seconds` are by stage."""
     experience, passes, updated = whole.experience, whole.passes, whole.updated
     generation, rewards_S = experience.generation, experience.sampled.first_rewards_S
     rewards_S = rewards_S[~np.isnan(rewards_S)]
-    figures = asdict(updated.importance)
     record: StepRecord = {
         "step": step,
         "weight_version": max(generation.trace.versions),
@@ -106,7 +97,7 @@ def step_record(step: int, whole: StepPart, trained_with: Side, seconds: dict[st
         "trained_with": trained_with,
         "mismatch": {name: mismatch_record(*mismatch_of(generation, result)) for name, result in passes.items()},
         "expert_load": _expert_load(generation, updated),
-        "importance": cast("ImportanceRecord", figures | {"rejected_sequences": updated.rejected_sequences}),
+        "importance": updated.importance,
         "reward_failures": len(experience.sampled.failures),
         "sampling": {
             "rounds": experience.sampled.rounds,
@@ -166,12 +157,7 @@ def memory_peak(device: torch.device) -> int:
 
 
 def device_record(device: torch.device, most_bytes: int) -> DeviceRecord:
-    """Make the record "device" of a step.
-
-    Args:
-        device: of the policy on rank 0.
-        most_bytes: `memory_peak` of the rank that had the highest.
-    """
+    """Make the record "device" of a step; `most_bytes` is `memory_peak` of the rank that had the highest."""
     if device.type != "cuda":
         return {"kind": device.type, "name": platform.machine()}
     return {"kind": device.type, "name": torch.cuda.get_device_name(device), "peak_memory_bytes": most_bytes}

@@ -13,13 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+from xxhash import xxh3_128
+
 from foreroute.errors import ForerouteError, RunFolderError, TraceFileError
 from foreroute.files import parse_json, read_file, write_atomically
+from foreroute.records import parse_step
 
 TIMES = ("seconds", "execution", "device")
 """What no two runs of a step share."""
-DEEPEST = 32
-"""Records and configurations nest far less."""
 
 
 class MetricsFile:
@@ -31,7 +33,7 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._to_compare: dict[int, dict[str, Any]] = {}
+        self._earlier: dict[int, dict[str, Any]] = {}
 
     def records(self) -> list[dict[str, Any]]:
         """Read the records of all finished steps, from 0; a torn last line is none.
@@ -43,29 +45,7 @@ class MetricsFile:
 
     def digest(self, step: int) -> str:
         """Compute XXH3-128, as hex, of the lines of all steps before."""
-        from xxhash import xxh3_128
-
         return xxh3_128(_joined(self._lines()[:step])).hexdigest()
-
-    def append(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Add one line and flush it to disk, unless the step ran before and its line is there.
-
-        Returns:
-            The record that is there.
-        """
-        if record["step"] in self._to_compare:
-            return self._to_compare.pop(record["step"])
-        line = json.dumps(record) + "\n"
-        with writing(self.path):
-            if not os.path.lexists(self.path):
-                # so that the name survives a power cut too
-                write_atomically(self.path, line)
-                return record
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-        return record
 
     def take_up(self, step: int, digest: str) -> None:
         """Go on with a step, when the lines of those before are what they were.
@@ -90,22 +70,43 @@ class MetricsFile:
             )
         # a torn last line goes, so that the next one begins at its beginning
         self._keep(len(records))
-        self._to_compare = {record["step"]: record for record in records[step:]}
+        self._earlier = {record["step"]: record for record in records[step:]}
 
-    def contradicts(self, record: Mapping[str, Any]) -> bool:
-        """Say whether the step was recorded before, and came out otherwise. Times are no part of it."""
-        before = self._to_compare.get(record["step"])
-        return before is not None and _compared(before) != _compared(record)
+    def append(self, record: dict[str, Any]) -> tuple[dict[str, Any], Path | None]:
+        """Add one line and flush it to disk, unless the step ran before and its line is there.
 
-    def move(self, step: int, target: Path) -> None:
-        """Put the lines of a step and of all later ones into a file, unless that is there already."""
-        self.records()
-        lines = self._lines()
-        with writing(target):
-            if not os.path.lexists(target):
-                write_atomically(target, _joined(lines[step:]))
+        A step that runs again on another machine, or with other libraries, may come out otherwise. Its earlier line
+        and those of later steps are then put into superseded-1.jsonl, or the next such file.
+
+        Returns:
+            The record that is there, and the file that earlier lines were put into, if they were.
+        """
+        before, aside = self._earlier.pop(record["step"], None), None
+        if before is not None:
+            if _compared(before) == _compared(record):
+                return before, None
+            aside = self._put_aside(record["step"])
+        line = json.dumps(record) + "\n"
+        with writing(self.path):
+            if not os.path.lexists(self.path):
+                # so that the name survives a power cut too
+                write_atomically(self.path, line)
+                return record, aside
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        return record, aside
+
+    def _put_aside(self, step: int) -> Path:
+        number = 1
+        while os.path.lexists(aside := self.path.with_name(f"superseded-{number}.jsonl")):
+            number += 1
+        with writing(aside):
+            write_atomically(aside, _joined(self._lines()[step:]))
         self._keep(step)
-        self._to_compare.clear()
+        self._earlier.clear()
+        return aside
 
     def _lines(self) -> list[bytes]:
         """Read the lines that were written whole."""
@@ -120,32 +121,17 @@ class MetricsFile:
 
     def _record(self, number: int, line: bytes) -> dict[str, Any]:
         try:
-            record = parse_json(line, RunFolderError, name="it")
-            if not isinstance(record, dict):
-                raise RunFolderError(f"it is a {type(record).__name__}, no object")
-            require_shallow(record)
-            if type(record.get("step")) is not int or record["step"] != number:
-                raise RunFolderError(f"its step is {record.get('step')!r:.40}, expected {number}")
-        except RunFolderError as error:
+            record: dict[str, Any] = parse_json(line, RunFolderError, name="it")
+            step = parse_step(line)["step"]
+            if step != number:
+                raise RunFolderError(f"its step is {step}, expected {number}")
+        except (RunFolderError, ValidationError) as error:
             raise RunFolderError(
-                f"{self.path}, line {number + 1} is damaged: {error}. Restore the file from a copy. Where the last "
-                f"checkpoint is of step {number} or before, this line and those after it may be removed instead: their "
-                "steps run again"
+                f"{self.path}, line {number + 1} is damaged: {_reason(error)}. Restore the file from a copy. Where the "
+                f"last checkpoint is of step {number} or before, this line and those after it may be removed instead: "
+                "their steps run again"
             ) from error
         return record
-
-
-def require_shallow(value: Any, deepest: int = DEEPEST) -> None:
-    """Make sure that a value of JSON can be walked: what can be read may nest too deep for a function that recurses.
-
-    Raises:
-        RunFolderError: when it nests deeper than `deepest`.
-    """
-    if deepest == 0:
-        raise RunFolderError("it is nested too deep")
-    if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            require_shallow(each, deepest - 1)
 
 
 @contextmanager
@@ -161,6 +147,14 @@ def writing(path: Path) -> Iterator[None]:
         raise RunFolderError(
             f"{path} cannot be written ({error}). What was written before is whole: make room, then go on with --resume"
         ) from error
+
+
+def _reason(error: RunFolderError | ValidationError) -> str:
+    if isinstance(error, RunFolderError):
+        return str(error)
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg']}" if place else first["msg"]
 
 
 def _joined(lines: list[bytes]) -> bytes:

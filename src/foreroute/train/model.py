@@ -50,7 +50,13 @@ def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> 
     Raises:
         ConfigError: when it cannot be had, or has no routers that can be recorded and replayed.
     """
-    model = checkpointed(make_model(config.model, task, config.seed, device), config.model)
+    model = make_model(config.model, task, config.seed, device)
+    if config.model.gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise ConfigError(
+                f"{config.model.family} has no activation checkpointing; set model.gradient_checkpointing = false"
+            )
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     try:
         return hf.attach(model)
@@ -105,24 +111,6 @@ def in_dtype(model: Any, config: ModelConfig) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
         parameter.grad_dtype = torch.float32
-    return model
-
-
-def checkpointed(model: Any, config: ModelConfig) -> Any:
-    """Have the model compute the activations of its layers again in the backward, if `config` says so.
-
-    Raises:
-        ConfigError: when the family cannot.
-    """
-    if config.gradient_checkpointing == "off":
-        return model
-    reentrant = config.gradient_checkpointing == "reentrant"
-    if not model.supports_gradient_checkpointing:
-        raise ConfigError(f'{config.family} has no activation checkpointing; set model.gradient_checkpointing = "off"')
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    if reentrant and config.lora.rank:
-        # with frozen embeddings no input of a layer asks for gradients, and a reentrant checkpoint would give none
-        model.enable_input_require_grads()
     return model
 
 

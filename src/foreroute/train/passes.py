@@ -69,13 +69,9 @@ class Schedule:
 
 
 def make_schedule(experience: Experience, config: RLConfig, ranks: Ranks, *, seed: tuple[int, int]) -> Schedule:
-    """Assign the sequences of this rank to micro-steps. A collective call.
+    """Assign the sequences of this rank to micro-steps, in an order that follows from the seed. A collective call.
 
-    Args:
-        experience: the rollout of this rank; all ranks have equally many sequences.
-        config: of the batches.
-        ranks: that must take the same number of micro-steps.
-        seed: of the order of the sequences.
+    All ranks have equally many sequences, and take the same number of micro-steps.
     """
     # the last token of a sequence is not put into the model
     lengths_S = experience.generation.trace.lengths - 1
@@ -139,12 +135,12 @@ def recompute(
         routed: the policy.
         execution: how it is executed.
         generation: S sequences.
-        stage: the sequences of each forward, all of them.
+        stage: takes all of them.
         temperature: of the rollout.
-        replay: force the routes of `generation.trace`.
+        replay: force the routes of `generation.trace`, and with `gate_weights` its gate weights too.
         weight_version: the version of the policy's weights.
         accepted: the versions that replayed routes may be of; that of the policy alone by default.
-        gate_weights: force the rollout's gate weights too.
+        gate_weights: see there.
     """
     logprobs, entropies, executed, margins = [], [], [], []
     versions = weight_version if accepted is None else accepted
@@ -173,11 +169,6 @@ def recompute(
 
 def response_logprobs(model: Any, generation: Generation, temperature: float) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of each sampled token, and the entropy of the distribution it was sampled from.
-
-    Args:
-        model: a causal language model.
-        generation: the sequences of one micro-batch; their `inputs` are padded on the right.
-        temperature: of the rollout.
 
     Returns:
         Two tensors [R] in float32, or in the logits' dtype where that is wider: response tokens packed sequence after

@@ -41,11 +41,7 @@ class Ranks:
         self.size = 1 if votes is None else votes.size
 
     def on_all(self, what: str, work: Callable[[], T]) -> T:
-        """Do this rank's part of the work. All ranks go on, or none.
-
-        Args:
-            what: the work in words.
-            work: of this rank.
+        """Do this rank's part of the work, `what` in words. All ranks go on, or none.
 
         Raises:
             RankError: when another rank failed; a rank that fails raises what went wrong there, whatever it is.
@@ -73,14 +69,10 @@ class Ranks:
         self.on_all(what, lambda: work() if self.rank == 0 else None)
 
     def require_same(self, facts: Mapping[str, Any], advice: str) -> None:
-        """Make sure that all ranks know the same.
-
-        Args:
-            facts: plain values by name.
-            advice: what to do where they differ.
+        """Make sure that all ranks know the same facts, plain values by name.
 
         Raises:
-            ConfigError: on every rank alike, naming what differs from rank 0.
+            ConfigError: on every rank alike, naming what differs from rank 0; `advice` says what to do.
         """
         if self._votes is None:
             return
@@ -121,6 +113,11 @@ class Ranks:
         with self._answered("gathering records"):
             dist.gather_object(part, parts, group=self._votes.group, group_dst=0)
         return parts or []
+
+    def block(self, items: list[T]) -> list[T]:
+        """Give the part of this rank of items that are dealt to all of them evenly."""
+        each = len(items) // self.size
+        return items[each * self.rank : each * (self.rank + 1)]
 
     def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite tensors with those of rank 0."""

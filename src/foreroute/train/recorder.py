@@ -6,61 +6,71 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from foreroute.errors import ConfigError, RunFolderError, how_to_install
+from foreroute.errors import CollapseError, ConfigError, RunFolderError, how_to_install
 from foreroute.files import read_text, write_atomically
-from foreroute.train.alarm_actions import AlarmActions, read_rollbacks
+from foreroute.mismatch import Alarm, Signals, alarms
 from foreroute.train.config import LoggingConfig, TrainConfig
 from foreroute.train.metrics_file import writing
 from foreroute.train.rollout import Experience
 from foreroute.train.run_folder import RunFolder
 
+IDENTITY = re.compile(r"[0-9a-f]{12}")
+
 
 class Recorder:
-    """Writes down the steps of one run, on rank 0.
+    """Writes down the steps of one run. Made on all ranks; rank 0 opens it and writes."""
 
-    Args:
-        config: of the run.
-        run: its folder.
-        alarm_actions: what adds the alarms.
-    """
-
-    def __init__(self, config: TrainConfig, run: RunFolder, alarm_actions: AlarmActions) -> None:
-        self._config, self._run, self._alarm_actions = config, run, alarm_actions
+    def __init__(self, config: TrainConfig, run: RunFolder) -> None:
+        self._config, self._run = config, run
+        self._history: list[Signals] = []
         self._loggers: list[TensorBoard | WeightsAndBiases] = []
 
     def open(self, first_step: int) -> None:
-        """Open the loggers; `first_step` is the next."""
+        """Open the loggers, and read what alarms look at of the steps before `first_step`, which is the next."""
+        self._history = [Signals.of(record) for record in self._run.metrics.records()[:first_step]]
         self._loggers = open_loggers(self._config, self._run, first_step)
 
     def write(self, experience: Experience, record: dict[str, Any]) -> Path | None:
-        """Write everything about one step. Adds the alarms to the record.
+        """Write everything about one step. Adds the alarms that are on to the record.
 
         Returns:
-            Where what was recorded of this step and of later ones was put, if it was something else.
+            The file that earlier lines of this step and later ones were put into, if it came out otherwise than then.
         """
-        self._alarm_actions.examine(record)
         step = record["step"]
-        aside = self._run.supersede(record)
+        self._history.append(Signals.of(record))
+        record["alarms"] = [asdict(alarm) for alarm in alarms(self._history, self._config.alarms.rules())]
         if step % self._config.measure.save_trace_every == 0:
             generation = experience.generation
             self._run.save_rollout(step, replace(generation, trace=generation.trace.without_gate_weights()))
-        there = self._run.metrics.append(record)
+        there, aside = self._run.metrics.append(record)
         for logger in self._loggers:
             logger.log(step, scalars(there))
         return aside
+
+    def stop_if_told(self, record: Mapping[str, Any]) -> None:
+        """End the run where the configuration says so about alarms that are on.
+
+        Raises:
+            CollapseError: with the alarms. The step is recorded, and no checkpoint is saved after it.
+        """
+        settings = self._config.alarms
+        found = [Alarm(**alarm) for alarm in record["alarms"] if alarm["kind"] in settings.act_on]
+        if found and settings.action == "stop":
+            raise CollapseError(
+                f"step {record['step']}: {'; '.join(map(str, found))}. The run was ended by "
+                f'alarms.action = "stop"; its last checkpoint is {self._run.last_checkpoint()}. Resume with "warn" to '
+                "go on as it is"
+            )
 
     def close(self) -> None:
         """End the loggers."""
         for logger in self._loggers:
             logger.close()
-
-
-IDENTITY = re.compile(r"[0-9a-f]{12}")
 
 
 def require_loggers(config: LoggingConfig) -> None:
@@ -78,13 +88,7 @@ def require_loggers(config: LoggingConfig) -> None:
 
 
 def open_loggers(config: TrainConfig, run: RunFolder, first_step: int) -> list[TensorBoard | WeightsAndBiases]:
-    """Open the loggers that the configuration asks for.
-
-    Args:
-        config: of the run.
-        run: its folder.
-        first_step: the next step; what was logged of it and of later ones, before a kill or a rollback, is superseded.
-    """
+    """Open the loggers that the configuration asks for; what they have of steps from `first_step` on runs again."""
     tensorboard = [TensorBoard(run, first_step)] if config.logging.tensorboard else []
     return tensorboard + ([WeightsAndBiases(config, run)] if config.logging.wandb else [])
 
@@ -137,13 +141,11 @@ class WeightsAndBiases:
     def __init__(self, config: TrainConfig, run: RunFolder) -> None:
         import wandb
 
-        identity, attempt = _identity(run), len(read_rollbacks(run))
         self._run = wandb.init(
             project=config.logging.wandb_project,
             mode=config.logging.wandb_mode,
-            name=f"{config.name}-{attempt}" if attempt else config.name,
-            group=identity,
-            id=f"{identity}-{attempt}",
+            name=config.name,
+            id=_identity(run),
             resume="allow",
             dir=str(run.path),
             config=config.model_dump(),
@@ -164,9 +166,8 @@ def _identity(run: RunFolder) -> str:
     """Give the id of the run at Weights & Biases, made when it is first asked for."""
     path = run.path / "wandb-id"
     if not os.path.lexists(path):
-        made = secrets.token_hex(6)
         with writing(path):
-            write_atomically(path, made)
+            write_atomically(path, secrets.token_hex(6))
     identity = read_text(path, RunFolderError)
     if not IDENTITY.fullmatch(identity):
         raise RunFolderError(f"{path} is damaged: it holds {identity!r:.40}. Remove it to begin another run there")

@@ -17,7 +17,7 @@ from foreroute.capture import Generation, Sampling
 from foreroute.engines.base import Engine
 from foreroute.errors import FunctionError
 from foreroute.trace import extended
-from foreroute.train.config import TrainConfig
+from foreroute.train.config import EvaluationConfig, RolloutConfig, TrainConfig
 from foreroute.train.objective import group_advantages
 from foreroute.train.ranks import Ranks
 from foreroute.train.tasks import Problem, Task
@@ -107,16 +107,8 @@ def _sample_round(
     # held-out problems and the responses of evaluation, and 5 is the order of a data set
     rng = np.random.default_rng([config.seed, step, 1, number] if number else [config.seed, step, 1])
     generator = torch.Generator().manual_seed(int(rng.integers(2**62)) + ranks.rank)
-    problems = task.problems(config.rollout.prompts, step, number, rng)
-    each = len(problems) // ranks.size
-    problems = problems[each * ranks.rank : each * (ranks.rank + 1)]
-    sampling = Sampling(
-        max_new_tokens=task.max_response_tokens,
-        end_token=task.end_token,
-        group_size=config.rollout.group_size,
-        temperature=config.rollout.temperature,
-    )
-    return sample(engine, task, problems, sampling, generator)
+    problems = ranks.block(task.problems(config.rollout.prompts, step, number, rng))
+    return sample(engine, task, problems, config.rollout, generator)
 
 
 def _replaced(informative_S: NDArray[np.bool_], new_S: NDArray[np.bool_], group_size: int) -> NDArray[np.int64]:
@@ -130,7 +122,11 @@ def _replaced(informative_S: NDArray[np.bool_], new_S: NDArray[np.bool_], group_
 
 
 def sample(
-    engine: Engine, task: Task, problems: Sequence[Problem], sampling: Sampling, generator: torch.Generator
+    engine: Engine,
+    task: Task,
+    problems: Sequence[Problem],
+    settings: RolloutConfig | EvaluationConfig,
+    generator: torch.Generator,
 ) -> tuple[Generation, Scores]:
     """Sample responses and score them; those whose environment failed get no reward.
 
@@ -140,6 +136,7 @@ def sample(
     Raises:
         FunctionError: when not one of them got a reward.
     """
+    sampling = Sampling(task.max_response_tokens, task.end_token, settings.group_size, settings.temperature)
     generation, failed = converse(engine, task, problems, sampling, generator)
     scores = score(task, problems, generation, sampling.group_size)
     rewards_S, failures = scores.rewards_S.copy(), {**scores.failures, **failed}
@@ -217,68 +214,49 @@ def _another_turn(
     """Extend each sequence by the tokens of its tool's reply and one more turn."""
     prompts = [np.concatenate([before.trace.tokens(s), tokens]) for s, tokens in enumerate(replies)]
     later = engine.generate(prompts, replace(sampling, group_size=1), generator)
-    parts = [(before, later)[turn].select([s]) for s in range(len(before)) for turn in (0, 1)]
-    sampled = []
+    sampled, logprobs = [], []
     for s, tokens in enumerate(replies):
-        sampled += [
-            parts[2 * s].sampled_N,
-            np.zeros(len(tokens), np.bool_),
-            np.ones(later.response_lengths[s], np.bool_),
-        ]
-    return Generation(
-        extended(before.trace, later.trace),
-        before.prompt_lengths,
-        np.concatenate([part.logprobs_R for part in parts]),
-        np.concatenate(sampled),
-    )
+        earlier, last = before.select([s]), later.select([s])
+        sampled += [earlier.sampled_N, np.zeros(len(tokens), bool), np.ones(later.response_lengths[s], bool)]
+        logprobs += [earlier.logprobs_R, last.logprobs_R]
+    trace = extended(before.trace, later.trace)
+    return Generation(trace, before.prompt_lengths, np.concatenate(logprobs), np.concatenate(sampled))
 
 
-@dataclass(frozen=True, eq=False)
-class Evaluated:
-    """What one rank found in an evaluation.
-
-    Attributes:
-        scores: of its S responses.
-        response_lengths: int64 [S].
-    """
-
-    scores: Scores
-    response_lengths: NDArray[np.int64]
-
-
-def evaluate(engine: Engine, task: Task, config: TrainConfig, step: int, ranks: Ranks) -> Evaluated:
+def evaluate(
+    engine: Engine, task: Task, config: TrainConfig, step: int, ranks: Ranks
+) -> tuple[Scores, NDArray[np.int64]]:
     """Sample and score responses to this rank's block of the held-out problems, with the weights that are loaded.
 
     The problems follow from the seed, responses at a temperature from the step and the number of ranks too.
 
+    Returns:
+        What S responses are worth, and their lengths, int64 [S].
+
     Raises:
         FunctionError: when not one response got a reward.
     """
-    settings = config.evaluation
     # the same problems each time: step 0 in every step
-    problems = task.held_out(settings.prompts, np.random.default_rng([config.seed, 0, 3]))
-    each = len(problems) // ranks.size
-    mine = problems[each * ranks.rank : each * (ranks.rank + 1)]
+    problems = task.held_out(config.evaluation.prompts, np.random.default_rng([config.seed, 0, 3]))
     seed = int(np.random.default_rng([config.seed, step, 4]).integers(2**62))
-    sampling = Sampling(task.max_response_tokens, task.end_token, settings.group_size, settings.temperature)
     generator = torch.Generator().manual_seed(seed + ranks.rank)
-    generation, scores = sample(engine, task, mine, sampling, generator)
-    return Evaluated(scores, generation.response_lengths)
+    generation, scores = sample(engine, task, ranks.block(problems), config.evaluation, generator)
+    return scores, generation.response_lengths
 
 
-def evaluation_record(parts: Sequence[Evaluated]) -> dict[str, Any]:
+def evaluation_record(parts: Sequence[tuple[Scores, NDArray[np.int64]]]) -> dict[str, Any]:
     """Make the record "evaluation" of a step, from what all ranks found; empty without parts."""
     if not parts:
         return {}
-    rewards_S = np.concatenate([part.scores.rewards_S for part in parts])
-    failures = [failure for part in parts for failure in part.scores.failures.values()]
+    rewards_S = np.concatenate([scores.rewards_S for scores, _ in parts])
+    failures = [failure for scores, _ in parts for failure in scores.failures.values()]
     scored_S = rewards_S[~np.isnan(rewards_S)]
     record = {
         "responses": len(rewards_S),
         "reward_mean": float(scored_S.mean()),
         "reward_std": float(scored_S.std()),
         "exact_share": float((scored_S == 1).mean()),
-        "response_tokens_mean": float(np.concatenate([part.response_lengths for part in parts]).mean()),
+        "response_tokens_mean": float(np.concatenate([lengths_S for _, lengths_S in parts]).mean()),
         "reward_failures": len(failures),
     }
     return {"evaluation": record | ({"reward_failure": failures[0]} if failures else {})}

@@ -7,7 +7,7 @@ checkpoints/step-000020.safetensors   the state before step 20, sealed
 rollouts/step-000020.safetensors      the log-probs of step 20, and beside them the trace, as `save_generation` writes
 traces/step-000020.safetensors        that trace again, by another name of the same file: a `TraceStore`
 model/                                the policy after the last step, as a Hugging Face folder
-superseded-1/                         metrics and rollouts of steps that ran again, and came out otherwise
+superseded-1.jsonl                    lines of metrics of steps that ran again, and came out otherwise
 .lock                                 held while a process trains here; the system lets go of it when that process ends
 """
 
@@ -23,13 +23,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_128
+
 from foreroute.capture import Generation, save_generation
 from foreroute.errors import ConfigError, ForerouteError, RunFolderError
 from foreroute.files import TensorFile, parse_json, read_text, write_atomically
 from foreroute.trace import save
 from foreroute.train.checkpoint import NAME, Checkpoint, read_checkpoint, write_checkpoint
 from foreroute.train.config import TrainConfig, parse_config
-from foreroute.train.metrics_file import MetricsFile, require_shallow, writing
+from foreroute.train.metrics_file import MetricsFile, writing
 
 LOCK = ".lock"
 LEFT_BEHIND = re.compile(r"\.lock|\.config\.json\.[0-9a-f]{8}")
@@ -38,8 +40,6 @@ MAY_CHANGE = ("device", "parallel.", "alarms.", "logging.")
 """Beginnings of keys that may change on resume, besides `rl.steps`: how a run is executed and watched."""
 DIGEST = re.compile(r"[0-9a-f]{32}( [0-9a-f]{32})*")
 """Of a data set, and of the held-out one."""
-NUMBERED = re.compile(r"step-(\d{6,})\..+")
-"""Files of a step."""
 
 
 class RunFolder:
@@ -120,23 +120,19 @@ class RunFolder:
         if not os.path.lexists(path):
             raise RunFolderError(f"{self.path} holds no run to resume: there is no config.json")
         stored = parse_json(read_text(path, RunFolderError), RunFolderError, name=str(path))
-        if not isinstance(stored, dict):
-            raise RunFolderError(f"{path} is damaged: it is no configuration. Restore it from a copy")
-        try:
-            require_shallow(stored)
-        except RunFolderError as error:
-            raise RunFolderError(f"{path} is damaged: {error}. Restore it from a copy") from error
-        keys = _changed_keys(stored, self._config.model_dump())
-        changed = {key for key in keys if not _may_change(key)}
-        if changed:
-            raise RunFolderError(
-                f"{self.path} was started with another configuration; these keys differ: {', '.join(sorted(changed))}. "
-                "Resume with the configuration in its config.json, or start in another folder"
-            )
         try:
             parse_config(stored, source=str(path))
         except ConfigError as error:
-            raise RunFolderError(f"{error}\nRestore it from a copy") from error
+            raise RunFolderError(f"{path} is damaged: {error}\nRestore it from a copy") from error
+        old, new = by_key(stored), by_key(self._config.model_dump())
+        differ = [
+            key for key in sorted(old.keys() | new.keys()) if (key in old, old.get(key)) != (key in new, new.get(key))
+        ]
+        if changed := [key for key in differ if not _may_change(key)]:
+            raise RunFolderError(
+                f"{self.path} was started with another configuration; these keys differ: {', '.join(changed)}. "
+                "Resume with the configuration in its config.json, or start in another folder"
+            )
 
     def bind_data(self, digest: str, *, begun: bool) -> None:
         """Remember what a new run is trained on, or make sure that a resumed one goes on with the same.
@@ -166,38 +162,6 @@ class RunFolder:
                 "data.txt is damaged. Resume with the files as they were, or start in another folder"
             )
 
-    def supersede(self, record: Mapping[str, Any]) -> Path | None:
-        """Put aside what was recorded of a step and of those after it, if the step now came out otherwise.
-
-        A step that runs again on another machine, or with other libraries, may.
-
-        Args:
-            record: of the step.
-
-        Returns:
-            The folder that it was put into, or None when nothing was recorded, or the same.
-        """
-        if not self.metrics.contradicts(record):
-            return None
-        number = 1
-        while os.path.lexists(self.path / f"superseded-{number}"):
-            number += 1
-        aside = self.path / f"superseded-{number}"
-        self.put_aside(aside, {"rollouts": record["step"], "traces": record["step"]}, metrics_from=record["step"])
-        return aside
-
-    def put_aside(self, aside: Path, first: Mapping[str, int], *, metrics_from: int) -> None:
-        """Move lines of metrics, and numbered files, to another folder. What was moved before stays there.
-
-        Args:
-            aside: the folder.
-            first: by the name of a folder of files, the first step to move.
-            metrics_from: the step of the first line to move.
-        """
-        self.metrics.move(metrics_from, aside / "metrics.jsonl")
-        for name, step in first.items():
-            _move(self.path / name, aside / name, step)
-
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> Path:
         """Write the state before `step`: the whole file or nothing."""
         checkpoint = Checkpoint({"step": step, **state}, config_digest(self._config), self.metrics.digest(step))
@@ -208,8 +172,8 @@ class RunFolder:
 
     def last_checkpoint(self) -> Path | None:
         """The checkpoint of the highest step, or None."""
-        found = self._checkpoints()
-        return found[max(found)] if found else None
+        found = ((path, NAME.fullmatch(path.name)) for path in _entries(self.path / "checkpoints"))
+        return max(((int(match[1]), path) for path, match in found if match), default=(0, None))[1]
 
     def load(self, path: Path) -> Checkpoint:
         """Read a checkpoint of this run.
@@ -226,19 +190,6 @@ class RunFolder:
                 f"checkpoint {path} was saved by a run of another configuration. Remove it to use the one before"
             )
         return checkpoint
-
-    def checkpoint_step_before(self, step: int) -> int:
-        """Find the step of the last checkpoint from before `step`, or of the first one.
-
-        Raises:
-            RunFolderError: when there is none.
-        """
-        steps = sorted(self._checkpoints())
-        if not steps:
-            raise RunFolderError(
-                f"{self.path / 'checkpoints'} holds no checkpoint to go back to; restore one from a copy"
-            )
-        return max((each for each in steps if each < step), default=steps[0])
 
     def save_model(self, write: Callable[[Path], None]) -> Path:
         """Write the final model to a folder: all of it or nothing. One that is there is replaced."""
@@ -271,18 +222,12 @@ class RunFolder:
             except OSError:  # a file system without links
                 save(generation.trace, trace, overwrite=True)
 
-    def _checkpoints(self) -> dict[int, Path]:
-        found = ((path, NAME.fullmatch(path.name)) for path in _entries(self.path / "checkpoints"))
-        return {int(match[1]): path for path, match in found if match}
-
 
 def config_digest(config: TrainConfig | None) -> str:
     """Compute XXH3-128, as hex, of all keys that may not change from one start of a run to the next.
 
     Empty without a configuration.
     """
-    from xxhash import xxh3_128
-
     if config is None:
         return ""
     fixed = {key: value for key, value in by_key(config.model_dump()).items() if not _may_change(key)}
@@ -312,12 +257,6 @@ def _may_change(key: str) -> bool:
     return key == "rl.steps" or key.startswith(MAY_CHANGE)
 
 
-def _changed_keys(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> set[str]:
-    old, new = by_key(stored), by_key(wanted)
-    nothing = object()
-    return {key for key in old.keys() | new.keys() if old.get(key, nothing) != new.get(key, nothing)}
-
-
 def _entries(folder: Path) -> list[Path]:
     """List what is in a folder; nothing when there is none."""
     try:
@@ -326,16 +265,6 @@ def _entries(folder: Path) -> list[Path]:
         return []
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{folder} cannot be looked into ({error}); expected the folder of a run") from error
-
-
-def _move(source: Path, target: Path, first: int) -> None:
-    """Move the files of steps from `first` on."""
-    found = [(path, NUMBERED.fullmatch(path.name)) for path in _entries(source)]
-    with writing(target):
-        target.mkdir(parents=True, exist_ok=True)
-        for path, match in found:
-            if match and int(match[1]) >= first:
-                os.replace(path, target / path.name)
 
 
 def _locked(path: Path) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.errors import ConfigError, DivergedError
-from foreroute.layout import MicroBatches
+from foreroute.records import ImportanceRecord
 from foreroute.replay import to_device
 from foreroute.trace import RoutingTrace
 from foreroute.trace.checks import as_offsets, join_ranges
@@ -26,25 +26,6 @@ from foreroute.train.rollout import Experience
 
 
 @dataclass(frozen=True)
-class Importance:
-    """How far the probabilities of trainer and engine are apart, over the trained tokens, and what was done about it.
-
-    Attributes:
-        ratio_mean: of trainer over engine; its expectation is 1.
-        ratio_max: the largest.
-        effective_share: (Σ rho)^2 / (n Σ rho^2): tokens of equal weight that would be worth as much, as a share of all.
-        weight_mean: what losses were multiplied by.
-        cut_share: share of tokens whose weight a correction changed.
-    """
-
-    ratio_mean: float
-    ratio_max: float
-    effective_share: float
-    weight_mean: float
-    cut_share: float
-
-
-@dataclass(frozen=True)
 class Updated:
     """What an update did.
 
@@ -52,8 +33,7 @@ class Updated:
         loss: mean over mini-batches.
         grad_norm: mean over mini-batches, before clipping.
         clip_share: share of the trained response tokens whose update the clip bounds changed.
-        importance: how far trainer and engine are apart on them, and what the correction did.
-        rejected_sequences: informative ones that were left out because the two disagree.
+        importance: how far trainer and engine are apart on them, and what correction and rejection did.
         kl: mean divergence from the reference over the trained tokens; None without one.
         micro_step_S: int64 [S], the micro-step of each sequence of this rank; -1 where it was left out.
         live_agreement: for each mini-batch, the share of (token, layer) whose live top-k is the replayed set; empty
@@ -63,8 +43,7 @@ class Updated:
     loss: float
     grad_norm: float
     clip_share: float
-    importance: Importance
-    rejected_sequences: int
+    importance: ImportanceRecord
     kl: float | None
     micro_step_S: NDArray[np.int64]
     live_agreement: tuple[float, ...] = ()
@@ -114,182 +93,131 @@ def update(
         raise ConfigError(
             f"rl.kl_coefficient = {config.kl_coefficient} needs a reference; give the trainer one, or set it to 0"
         )
-    generation, rule = experience.generation, config.rejection
+    ranks, generation, rule = execution.ranks, experience.generation, config.rejection
     old, engine, lengths_S = map(torch.from_numpy, (old_logprobs_R, generation.logprobs_R, generation.response_lengths))
     bounds = rule.low or 0.0, rule.high or math.inf
     accepted_S = accepted_sequences(old, engine, lengths_S, rule.kind, *bounds).numpy()
-    ongoing = _Update(
-        routed=routed,
-        execution=execution,
-        experience=experience,
-        trained_S=experience.informative_S & accepted_S,
-        old_R=old_logprobs_R,
-        reference_R=reference_logprobs_R,
-        routes=routes,
-        config=config,
-        weight_version=weight_version,
-        versions={weight_version} if accepted is None else accepted,
-        temperature=temperature,
-        watch_routes=watch_routes,
-    )
-    taken = [ongoing.take_optimizer_step(stage, optimizer) for stage in mini_batches]
-    agreement_M2 = execution.ranks.sum(np.array(ongoing.agreement, np.float64).reshape(-1, 2))
-    importance, clip_share, kl = ongoing.sums.total(execution.ranks)
-    return Updated(
-        float(np.mean([loss for loss, _ in taken] or [0.0])),
-        float(np.mean([norm for _, norm in taken] or [0.0])),
-        clip_share,
-        importance,
-        int(execution.ranks.sum([(experience.informative_S & ~accepted_S).sum()])[0]),
-        None if reference_logprobs_R is None else kl,
-        _micro_step_S(mini_batches, len(experience.generation)),
-        tuple(float(1 - differing / cells) for differing, cells in agreement_M2 if cells),
-    )
+    trained_S = experience.informative_S & accepted_S
+    figures, losses, norms = [], [], []
+    agreement_M2 = np.zeros((len(mini_batches), 2))
 
-
-class LossSums:
-    """Adds up the figures of the micro-steps of one rank."""
-
-    def __init__(self) -> None:
-        self._sums = np.zeros(7)
-        self._largest = 0.0
-
-    def add(self, losses: TokenLosses) -> None:
-        """Add the trained tokens of one micro-step."""
-        if not len(losses.ratio_R):
-            return
-        ratio_R, weights_R = losses.ratio_R.double(), losses.weights_R.double()
-        kl = ratio_R.new_zeros(()) if losses.kl_R is None else losses.kl_R.detach().double().sum()
-        ratios = [ratio_R.sum(), ratio_R.square().sum()]
-        parts = [losses.clipped_R.sum(), *ratios, weights_R.sum(), losses.cut_R.sum(), kl, ratio_R.max()]
-        # one copy, for which the device is waited for once
-        *sums, largest = torch.stack([part.double() for part in parts]).cpu().tolist()
-        self._sums += np.array([len(ratio_R), *sums])
-        self._largest = max(self._largest, largest)
-
-    def total(self, ranks: Ranks) -> tuple[Importance, float, float]:
-        """Sum up over all ranks; a collective call.
-
-        Returns:
-            The importance, the share of clipped tokens, and the mean divergence from the reference; 0 without tokens.
-        """
-        each_G7 = ranks.all_gather(np.array([*self._sums, self._largest]))
-        tokens, clipped, ratio, square, weight, cut, kl = each_G7[:, :-1].sum(axis=0).tolist()
-        count = max(tokens, 1.0)
-        effective = ratio**2 / (count * square) if square else 0.0
-        importance = Importance(ratio / count, float(each_G7[:, -1].max()), effective, weight / count, cut / count)
-        return importance, clipped / count, kl / count
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Update:
-    """What every micro-step of an update needs, by the names that `update` has for it, and what is added up.
-
-    Attributes:
-        trained_S: bool [S], sequences that are informative and were not rejected.
-        sums: over all mini-batches.
-        agreement: for each mini-batch, the (token, layer) whose live top-k is not the replayed set, and all of them.
-    """
-
-    routed: RoutedTransformer
-    execution: PolicyExecution
-    experience: Experience
-    trained_S: NDArray[np.bool_]
-    old_R: NDArray[np.float32]
-    reference_R: NDArray[np.float32] | None
-    routes: RoutingTrace | None
-    config: RLConfig
-    weight_version: int
-    versions: Collection[int]
-    temperature: float
-    watch_routes: bool
-    sums: LossSums = field(default_factory=LossSums)
-    agreement: list[list[int]] = field(default_factory=list)
-
-    def take_optimizer_step(self, stage: Stage, optimizer: torch.optim.Optimizer) -> tuple[float, float]:
-        """Take one optimizer step, or none where nothing is trained.
-
-        Returns:
-            The loss, and the norm of its gradient before clipping.
-
-        Raises:
-            DivergedError: when one of them is not finite.
-        """
-        self.agreement.append([0, 0])
-        with nullcontext() if self.routes is None else self.execution.running(stage, updating=True):
-            summed, divisor = self._accumulate(stage.micro_steps)
-        loss, norm = summed / max(divisor, 1), self.execution.finish_gradients(self.config.max_grad_norm)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+    for mini_batch, stage in enumerate(mini_batches):
+        sequences = stage.micro_steps.order_S
+        mine = denominator(generation.response_lengths[sequences[trained_S[sequences]]], config.mean)
+        divisor = int(ranks.sum([mine])[0])
+        parts: list[Tensor] = []
+        with nullcontext() if routes is None else execution.running(stage, updating=True):
+            # gradients add up over micro-steps and ranks, so each part is divided by the divisor of the whole
+            for number, sequences in enumerate(stage.micro_steps):
+                with ExitStack() as replaying:
+                    if routes is not None:
+                        taken = inputs(routes.select(sequences))
+                        session = replaying.enter_context(
+                            routed.replay(
+                                taken,
+                                weight_version={weight_version} if accepted is None else accepted,
+                                gate_weights=config.routing == "R3+weights",
+                                telemetry=watch_routes,
+                            )
+                        )
+                        replaying.enter_context(execution.micro_step(number, taken))
+                    # sequences that are not trained take part in the forward alone
+                    logprobs_R = sampled_logprobs(routed.model, generation.select(sequences), temperature)
+                    tokens = _trained_tokens(
+                        experience, trained_S, old_logprobs_R, reference_logprobs_R, sequences, logprobs_R
+                    )
+                    each = token_losses(tokens, config)
+                    longest, dtype = experience.max_response_tokens, each.losses_R.dtype
+                    loss = (coefficients(tokens.lengths_S, config.mean, longest, dtype) * each.losses_R).sum()
+                    (loss / max(divisor, 1)).backward()
+                figures.append(_figures(each))
+                parts.append(loss.detach().double())
+                if routes is not None and watch_routes:
+                    live = session.agreement().routing
+                    agreement_M2[mini_batch] += live.differing_L.sum(), live.rows * len(live.differing_L)
+            # one read of the device for all of them
+            losses.append(float(ranks.sum([float(sum(parts))])[0]) / max(divisor, 1))
+        norms.append(execution.finish_gradients(config.max_grad_norm))
+        if not (math.isfinite(losses[-1]) and math.isfinite(norms[-1])):
             raise DivergedError(
-                f"loss {loss} and gradient norm {norm} in step {self.weight_version}; lower rl.learning_rate"
+                f"loss {losses[-1]} and gradient norm {norms[-1]} in step {weight_version}; lower rl.learning_rate"
             )
         if divisor:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        self.execution.weights_changed()
-        return loss, norm
+        execution.weights_changed()
 
-    def _accumulate(self, micro_steps: MicroBatches) -> tuple[float, int]:
-        """Accumulate the gradients of the loss of a mini-batch over its micro-steps.
+    agreement_M2 = ranks.sum(agreement_M2)
+    rejected = int((experience.informative_S & ~accepted_S).sum())
+    importance, clip_share, kl = _total(figures, rejected, ranks)
+    return Updated(
+        float(np.mean(losses or [0.0])),
+        float(np.mean(norms or [0.0])),
+        clip_share,
+        importance,
+        None if reference_logprobs_R is None else kl,
+        _micro_step_S(mini_batches, len(generation)),
+        tuple(float(1 - differing / cells) for differing, cells in agreement_M2 if cells),
+    )
 
-        Returns:
-            Its sum over the tokens of all ranks, and what that is to be divided by; 0 where nothing is trained.
-        """
-        ranks, sequences = self.execution.ranks, micro_steps.order_S
-        lengths_S = self.experience.generation.response_lengths[sequences[self.trained_S[sequences]]]
-        divisor = int(ranks.sum([denominator(lengths_S, self.config.mean)])[0])
-        losses: list[Tensor] = []
-        # gradients add up over micro-steps and ranks, so each part is divided by the divisor of the whole mini-batch
-        for number, sequences in enumerate(micro_steps):
-            with self._replaying(number, sequences):
-                loss = self._loss(sequences)
-                (loss / max(divisor, 1)).backward()
-            losses.append(loss.detach().double())
-        # one read of the device for all of them
-        return float(ranks.sum([float(sum(losses))])[0]), divisor
 
-    def _loss(self, sequences: NDArray[np.int64]) -> Tensor:
-        """Sum the loss over the sequences that are trained; the others take part in the forward alone."""
-        part = self.experience.generation.select(sequences)
-        tokens = self._trained_tokens(sequences, sampled_logprobs(self.routed.model, part, self.temperature))
-        losses = token_losses(tokens, self.config)
-        self.sums.add(losses)
-        mean, longest = self.config.mean, self.experience.max_response_tokens
-        return (coefficients(tokens.lengths_S, mean, longest, losses.losses_R.dtype) * losses.losses_R).sum()
+def _figures(losses: TokenLosses) -> NDArray[np.float64]:
+    """Sum up the trained tokens of a micro-step: their number, clipped, rho, rho^2, w, cut, kl; and the largest rho."""
+    if not len(losses.ratio_R):
+        return np.zeros(8)
+    ratio_R, weights_R = losses.ratio_R.double(), losses.weights_R.double()
+    kl = ratio_R.new_zeros(()) if losses.kl_R is None else losses.kl_R.detach().double().sum()
+    ratios = [ratio_R.sum(), ratio_R.square().sum()]
+    parts = [losses.clipped_R.sum(), *ratios, weights_R.sum(), losses.cut_R.sum(), kl, ratio_R.max()]
+    # one copy, for which the device is waited for once
+    return np.array([len(ratio_R), *torch.stack([part.double() for part in parts]).cpu().tolist()])
 
-    def _trained_tokens(self, sequences: NDArray[np.int64], logprobs_R: Tensor) -> Tokens:
-        """Select the tokens of those that are trained; `logprobs_R`, of the policy as it is now, are of all of them."""
-        lengths_S, trained = self.experience.generation.response_lengths, sequences[self.trained_S[sequences]]
-        of_trained_R = np.repeat(self.trained_S[sequences], lengths_S[sequences])
-        # the response of each sequence in all tokens of the rollout
-        rows_R = join_ranges(as_offsets(lengths_S)[trained], lengths_S[trained])
-        advantages_S = self.experience.advantages_S[trained].astype(np.float32)
-        device = logprobs_R.device
-        return Tokens(
-            logprobs_R.index_select(0, to_device(np.flatnonzero(of_trained_R), device)),
-            to_device(self.old_R[rows_R], device),
-            to_device(self.experience.generation.logprobs_R[rows_R], device),
-            None if self.reference_R is None else to_device(self.reference_R[rows_R], device),
-            to_device(np.repeat(advantages_S, lengths_S[trained]), device),
-            to_device(lengths_S[trained], device),
-        )
 
-    @contextmanager
-    def _replaying(self, number: int, sequences: NDArray[np.int64]) -> Iterator[None]:
-        if self.routes is None:
-            yield
-            return
-        routes = inputs(self.routes.select(sequences))
-        weights = self.config.routing == "R3+weights"
-        replay = self.routed.replay(
-            routes, weight_version=self.versions, gate_weights=weights, telemetry=self.watch_routes
-        )
-        with replay as session, self.execution.micro_step(number, routes):
-            yield
-        if self.watch_routes:
-            live = session.agreement().routing
-            self.agreement[-1][0] += int(live.differing_L.sum())
-            self.agreement[-1][1] += live.rows * len(live.differing_L)
+def _total(figures_M8: list[NDArray[np.float64]], rejected: int, ranks: Ranks) -> tuple[ImportanceRecord, float, float]:
+    """Sum up over all micro-steps and ranks; a collective call. `rejected` sequences of this rank were left out.
+
+    Returns:
+        The importance, the share of clipped tokens, and the mean divergence from the reference; 0 without tokens.
+    """
+    sums, largest = sum(each[:-1] for each in figures_M8), max((each[-1] for each in figures_M8), default=0.0)
+    each_G8 = ranks.all_gather(np.append(np.zeros(7) + sums, largest))
+    tokens, clipped, ratio, square, weight, cut, kl = each_G8[:, :-1].sum(axis=0).tolist()
+    count = max(tokens, 1.0)
+    importance: ImportanceRecord = {
+        "ratio_mean": ratio / count,
+        "ratio_max": float(each_G8[:, -1].max()),
+        "effective_share": ratio**2 / (count * square) if square else 0.0,
+        "weight_mean": weight / count,
+        "cut_share": cut / count,
+        "rejected_sequences": int(ranks.sum([rejected])[0]),
+    }
+    return importance, clipped / count, kl / count
+
+
+def _trained_tokens(
+    experience: Experience,
+    trained_S: NDArray[np.bool_],
+    old_R: NDArray[np.float32],
+    reference_R: NDArray[np.float32] | None,
+    sequences: NDArray[np.int64],
+    logprobs_R: Tensor,
+) -> Tokens:
+    """Select the tokens of those that are trained; `logprobs_R`, of the policy as it is now, are of all `sequences`."""
+    generation, lengths_S = experience.generation, experience.generation.response_lengths
+    trained = sequences[trained_S[sequences]]
+    of_trained_R = np.repeat(trained_S[sequences], lengths_S[sequences])
+    # the response of each sequence in all tokens of the rollout
+    rows_R = join_ranges(as_offsets(lengths_S)[trained], lengths_S[trained])
+    advantages_S = experience.advantages_S[trained].astype(np.float32)
+    device = logprobs_R.device
+    return Tokens(
+        logprobs_R.index_select(0, to_device(np.flatnonzero(of_trained_R), device)),
+        to_device(old_R[rows_R], device),
+        to_device(generation.logprobs_R[rows_R], device),
+        None if reference_R is None else to_device(reference_R[rows_R], device),
+        to_device(np.repeat(advantages_S, lengths_S[trained]), device),
+        to_device(lengths_S[trained], device),
+    )
 
 
 def _micro_step_S(mini_batches: list[Stage], num_sequences: int) -> NDArray[np.int64]:

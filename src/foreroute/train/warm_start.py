@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
 from foreroute.errors import ConfigError
-from foreroute.replay import to_device
+from foreroute.train.checkpoint import load_checkpoint
 from foreroute.train.config import TrainConfig, WarmStartConfig
 from foreroute.train.optimizer import make_optimizer
+from foreroute.train.run_folder import misfit_named
 from foreroute.train.tasks import Demonstration, Task
 
 SMOOTHING = 0.9
@@ -27,7 +29,7 @@ def warm_start(
     on_step: Callable[[int, float], None],
     should_stop: Callable[[], bool],
 ) -> bool:
-    """Train `model` in place until the smoothed loss is below the configured value.
+    """Give `model` the weights that RL starts from: those of a checkpoint, or trained until the loss is low enough.
 
     A loss and not a number of steps ends it: the task is learned suddenly, and a solved model shows no mismatch.
 
@@ -43,8 +45,16 @@ def warm_start(
 
     Raises:
         ConfigError: when the task knows no right answers, or the model has no load-balancing loss.
+        RunFolderError: when the checkpoint is damaged, or of another model.
     """
     settings = config.warm_start
+    if settings.checkpoint is not None:
+        weights = load_checkpoint(Path(settings.checkpoint))["model"]
+        with misfit_named(f"warm_start.checkpoint {settings.checkpoint}"):
+            model.load_state_dict(weights)
+        return True
+    if settings.max_steps == 0:
+        return True
     optimizer = make_optimizer(model, lr=settings.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.max_steps)
     smoothed = float("nan")
@@ -67,10 +77,16 @@ def warm_start(
 
 
 def _loss(model: Any, settings: WarmStartConfig, demonstrations: list[Demonstration]) -> torch.Tensor:
-    tokens, there, answers = _padded(demonstrations)
-    device = model.device
-    tokens_BT, answers_BT = to_device(tokens, device), to_device(answers, device)
-    mask = None if there.all() else to_device(there.astype(np.int64), device)
+    sequences = [torch.from_numpy(np.concatenate([each.prompt, each.answer])).long() for each in demonstrations]
+    tokens_BT = pad_sequence(sequences, batch_first=True)
+    positions_T = torch.arange(tokens_BT.shape[1])
+    prompts_B1, lengths_B1 = (
+        torch.tensor([[len(each)] for each in column]) for column in ([d.prompt for d in demonstrations], sequences)
+    )
+    mask_BT = positions_T < lengths_B1
+    answers_BT = mask_BT & (positions_T >= prompts_B1)
+    tokens_BT, answers_BT = tokens_BT.to(model.device), answers_BT.to(model.device)
+    mask = None if mask_BT.all() else mask_BT.long().to(model.device)
     output = model(
         input_ids=tokens_BT, attention_mask=mask, use_cache=False, output_router_logits=settings.aux_loss > 0
     )
@@ -82,15 +98,3 @@ def _loss(model: Any, settings: WarmStartConfig, demonstrations: list[Demonstrat
         raise ConfigError(f"{model.config.model_type} has no load-balancing loss; set warm_start.aux_loss = 0.0")
     balanced: torch.Tensor = loss + settings.aux_loss * output.aux_loss
     return balanced
-
-
-def _padded(demonstrations: list[Demonstration]) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Pad tokens [B, T] on the right; returns also which of them there are, and which are of answers."""
-    prompts_B = np.array([len(each.prompt) for each in demonstrations])[:, None]
-    lengths_B = prompts_B + np.array([len(each.answer) for each in demonstrations])[:, None]
-    positions_T = np.arange(lengths_B.max())
-    mask_BT = positions_T < lengths_B
-    tokens_BT = np.zeros(mask_BT.shape, np.int64)
-    tokens_BT[mask_BT] = np.concatenate([part for each in demonstrations for part in (each.prompt, each.answer)])
-    answers_BT = mask_BT & (positions_T >= prompts_B)
-    return tokens_BT, mask_BT, answers_BT

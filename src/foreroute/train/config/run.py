@@ -1,4 +1,4 @@
-"""The configuration of a whole run: every table, where it is executed, and what fits together."""
+"""The configuration of a whole run: how it is watched, where it is executed, and what fits together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from foreroute.files.config_file import (
+    MOST_FLOAT,
     MOST_SECONDS,
+    Count,
     Natural,
     Ranks,
     Section,
@@ -19,16 +21,86 @@ from foreroute.files.config_file import (
     checked,
     read_toml,
 )
-from foreroute.train.config.model import ModelConfig, WarmStartConfig
-from foreroute.train.config.monitoring import AlarmsConfig, CheckpointConfig, LoggingConfig, MeasureConfig
+from foreroute.mismatch import AlarmRules, Kind
+from foreroute.train.config.learned import EvaluationConfig, ModelConfig, RolloutConfig, TaskConfig, WarmStartConfig
 from foreroute.train.config.rl import RLConfig
-from foreroute.train.config.rollout import EvaluationConfig, RolloutConfig
-from foreroute.train.config.task import TaskConfig
-from foreroute.train.config.unused_keys import refuse_unused
 
 MOST_NAME_BYTES = 200
 """File systems take 255, and the names of temporary files are longer."""
 DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class MeasureConfig(Section):
+    """What is measured. Changes nothing in the run."""
+
+    compare_every: Count = 1
+    """Steps between measurements of the other side's mismatch (under R3: without replay)."""
+    save_trace_every: Count = 20
+    """Steps between saved rollouts."""
+
+
+class CheckpointConfig(Section):
+    """When the state is saved."""
+
+    every: Count = 20
+    """Steps between checkpoints."""
+
+
+class AlarmsConfig(Section):
+    """When a run is in danger, and what to do then."""
+
+    action: Literal["warn", "stop"] = "warn"
+    """Say so and go on, or end the run."""
+    act_on: list[Kind] = Field(default=["collapse"])
+    """The alarms that end it; the others only warn."""
+    window: Count = AlarmRules.window
+    """Measurements in every mean below."""
+    collapse_below: Share = AlarmRules.collapse_below
+    """`collapse`: mean reward below this share of its running maximum."""
+    collapse_for: Count = AlarmRules.collapse_for
+    """`collapse`: for so many steps in a row."""
+    f2_above: Share = AlarmRules.f2_above
+    """`f2`: F(2), a share of response tokens. 1: never."""
+    disagreement_growth: Annotated[float, Field(ge=1, le=MOST_FLOAT)] = AlarmRules.disagreement_growth
+    """`disagreement`: share of differing routes over that of the first `window` measurements."""
+    disagreement_above: Share = AlarmRules.disagreement_above
+    """`disagreement`: and more than this share. 1: never."""
+    agreement_below: Share = AlarmRules.agreement_below
+    """`stale_routes`: share of replayed routes that are still live in the last mini-batch. 0: never."""
+    effective_share_below: Share = AlarmRules.effective_share_below
+    """`effective_share`: effective sample size of importance weights over tokens. 0: never."""
+
+    @model_validator(mode="after")
+    def _can_act(self) -> AlarmsConfig:
+        if self.action != "warn" and not self.act_on:
+            raise ValueError(f'action = "{self.action}" with an empty act_on never acts; name alarms, or set "warn"')
+        if self.action == "warn":
+            self.refuse_unused(["act_on"], 'with action = "warn"; set "stop", or leave it out')
+        return self
+
+    def rules(self) -> AlarmRules:
+        """The thresholds."""
+        return AlarmRules(**self.model_dump(exclude={"action", "act_on"}))
+
+
+class LoggingConfig(Section):
+    """Where else the numbers of metrics.jsonl go. May change on resume."""
+
+    tensorboard: bool = False
+    """Event files in the run's folder, under tensorboard/."""
+    wandb: bool = False
+    """Weights & Biases."""
+    wandb_project: str = "foreroute"
+    """The project there. A run keeps its identity when it is resumed."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """Offline runs stay in the run's folder, for `wandb sync`."""
+
+    @model_validator(mode="after")
+    def _takes_place(self) -> LoggingConfig:
+        if not self.wandb:
+            self.refuse_unused(("wandb_project", "wandb_mode"), "with wandb = false; set it to true, or leave them out")
+        return self
 
 
 class ParallelConfig(Section):
@@ -68,8 +140,8 @@ class ParallelConfig(Section):
         if self.dense == "fsdp2" and self.expert == 1:
             raise ValueError('dense = "fsdp2" spreads parameters over ranks; set expert above 1, or leave it out')
         if self.expert == 1:
-            refuse_unused(
-                self, ParallelConfig.model_fields, "with expert = 1, one process; set expert, or leave them out"
+            self.refuse_unused(
+                ParallelConfig.model_fields, "with expert = 1, one process; set expert, or leave them out"
             )
         if self.deadline_s is not None and self.deadline_s >= self.timeout_s:
             raise ValueError(f"deadline_s = {self.deadline_s} is not below timeout_s = {self.timeout_s}")
@@ -126,7 +198,7 @@ class TrainConfig(Section):
         return values
 
     @model_validator(mode="after")
-    def _task_in_tokens_of_the_model(self) -> TrainConfig:
+    def _task_fits(self) -> TrainConfig:
         folder = self.model.tokenizer_folder
         if self.task.kind == "dataset" and folder is None:
             raise ValueError(
@@ -137,10 +209,14 @@ class TrainConfig(Section):
                 f'task.kind = "chain" has 16 tokens of its own, and no use for the tokenizer in {folder}; set '
                 'task.kind = "dataset", or leave model.path and model.tokenizer out'
             )
+        if self.evaluation.every and (self.evaluation.data is None) == (self.task.kind == "dataset"):
+            raise ValueError('evaluation.data goes with task.kind = "dataset", which needs it; chains make their own')
+        if self.rl.routing == "R3+weights" and self.rollout.engine != "embedded":
+            raise ValueError('rl.routing = "R3+weights" needs rollout.engine = "embedded", which records gate weights')
         return self
 
     @model_validator(mode="after")
-    def _enough_sequences(self) -> TrainConfig:
+    def _sizes_fit(self) -> TrainConfig:
         sequences = self.rollout.prompts * self.rollout.group_size
         if self.rl.mini_steps > sequences:
             raise ValueError(f"rl.mini_steps = {self.rl.mini_steps} exceeds the {sequences} sequences of a rollout")
@@ -152,33 +228,12 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _held_out_problems_known(self) -> TrainConfig:
-        if self.evaluation.every and (self.evaluation.data is None) == (self.task.kind == "dataset"):
-            raise ValueError('evaluation.data goes with task.kind = "dataset", which needs it; chains make their own')
-        return self
-
-    @model_validator(mode="after")
-    def _engine_records_weights(self) -> TrainConfig:
-        if self.rl.routing == "R3+weights" and self.rollout.engine != "embedded":
-            raise ValueError('rl.routing = "R3+weights" needs rollout.engine = "embedded", which records gate weights')
-        return self
-
-    @model_validator(mode="after")
-    def _one_process_for(self) -> TrainConfig:
+    def _runs_on_these_ranks(self) -> TrainConfig:
         wanted = {'model.dtype = "bfloat16"': self.model.dtype != "float32", "model.lora": self.model.lora.rank > 0}
         wanted["rollout.max_staleness"] = self.rollout.max_staleness > 0
         asked = [key for key, is_asked in wanted.items() if is_asked]
-        if self.parallel.dense == "fsdp2" and self.model.gradient_checkpointing == "reentrant":
-            raise ValueError(
-                'parallel.dense = "fsdp2" was never tested with model.gradient_checkpointing = "reentrant"; take '
-                '"non_reentrant"'
-            )
         if self.parallel.expert > 1 and asked:
             raise ValueError(f"{asked[0]} trains in one process; set parallel.expert = 1, or leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _divides_among_ranks(self) -> TrainConfig:
         num_ranks = self.parallel.expert
         if num_ranks > 1 and ":" in self.device:
             raise ValueError(

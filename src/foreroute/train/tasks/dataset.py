@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from foreroute.adapters.hf import Tokenizer
 from foreroute.errors import ConfigError, DatasetError, FunctionError
 from foreroute.files import read_file
-from foreroute.train.config import TrainConfig
+from foreroute.train.config import TaskConfig, TrainConfig
 from foreroute.train.tasks.function import UserFunction
 from foreroute.train.tasks.jsonl import Row, parse_rows
 from foreroute.train.tasks.task import Demonstration, Problem, Task
-from foreroute.train.tasks.verifiers import Verifier, make_verifier
+from foreroute.train.tasks.verifiers import make_verifier
 
 
 class DatasetTask(Task):
@@ -43,27 +43,21 @@ class DatasetTask(Task):
         self.end_token = tokenizer.end_token
         self.vocabulary_size = tokenizer.size
         self.max_response_tokens = config.task.max_response_tokens
-        reward, timeout_s = str(config.task.reward), config.task.function_timeout_s
-        self._verifier: Verifier | None = None
-        self._function: UserFunction | None = None
-        if ":" in reward:
-            self._function = UserFunction(reward, label=f"task.reward = {reward!r}", timeout_s=timeout_s)
-        else:
-            self._verifier = make_verifier(reward, config.task.pattern, timeout_s=timeout_s)
         self.max_turns = config.task.max_turns
-        self._environment = (
-            None
-            if config.task.environment is None
-            else UserFunction(
-                config.task.environment,
-                label=f"task.environment = {config.task.environment!r}",
-                timeout_s=timeout_s,
-            )
-        )
+        self._started = ExitStack()
+        self._reward, self._check = self._make_reward(config.task)
+        self._environment = None
+        if config.task.environment is not None:
+            self._environment = self._start(config.task.environment, "task.environment")
         self._problems, self.skipped, self.data_digest = self._read(Path(str(config.task.data)))
         self._held_out: list[Problem] = []
         if config.evaluation.data is not None:
-            self._held_out, digest = self._read_held_out(Path(config.evaluation.data), config.evaluation.prompts)
+            path, count = Path(config.evaluation.data), config.evaluation.prompts
+            self._held_out, _, digest = self._read(path)
+            if len(self._held_out) < count:
+                raise DatasetError(
+                    f"{path} has {len(self._held_out)} problems; expected evaluation.prompts = {count} or more"
+                )
             self.data_digest += f" {digest}"
 
     def problems(self, count: int, step: int, number: int, rng: np.random.Generator) -> list[Problem]:
@@ -106,41 +100,43 @@ class DatasetTask(Task):
         return tokens
 
     def reward(self, problem: Problem, response: str) -> float:
-        if self._function is not None:
-            return self._function.number(problem.prompt, response, problem.row)
-        assert self._verifier is not None, "there is a function or a verifier"
-        return float(self._verifier.is_right(problem.row, response))
+        return self._reward(problem, response)
 
     def save_tokenizer(self, folder: Path) -> None:
         self._tokenizer.save(folder)
 
     def close(self) -> None:
-        for started in (self._function, self._verifier, self._environment):
-            if started is not None:
-                started.close()
+        self._started.close()
+
+    def _make_reward(self, config: TaskConfig) -> tuple[Callable[[Problem, str], float], Callable[[Row], None]]:
+        """Give what scores a response, and what refuses rows that it cannot score responses to."""
+        if ":" in str(config.reward):
+            function = self._start(str(config.reward), "task.reward")
+            return lambda problem, response: function.number(problem.prompt, response, problem.row), lambda row: None
+        verifier = make_verifier(str(config.reward), config.pattern, timeout_s=config.function_timeout_s)
+        self._started.callback(verifier.close)
+        return lambda problem, response: float(verifier.is_right(problem.row, response)), verifier.check
+
+    def _start(self, reference: str, key: str) -> UserFunction:
+        timeout_s = self._config.function_timeout_s
+        return self._started.enter_context(
+            closing(UserFunction(reference, label=f"{key} = {reference!r}", timeout_s=timeout_s))
+        )
 
     def _read(self, path: Path) -> tuple[list[Problem], int, str]:
         """Read the problems of a file, how many were too long, and the digest of what was read."""
         content = read_file(path, DatasetError)
-        checks = () if self._verifier is None else (self._verifier.check,)
-        rows = parse_rows(content, str(path), *checks)
-        problems = [(row, self._problem(row)) for row in rows]
-        most = self._config.max_prompt_tokens
-        short = [problem for _, problem in problems if len(problem.tokens) <= most]
-        too_long = [(row, len(problem.tokens)) for row, problem in problems if len(problem.tokens) > most]
+        rows = parse_rows(content, str(path), self._check)
+        problems, most = [self._problem(row) for row in rows], self._config.max_prompt_tokens
+        short = [problem for problem in problems if len(problem.tokens) <= most]
+        too_long = [problem for problem in problems if len(problem.tokens) > most]
         if too_long and (self._config.long_prompts == "error" or not short):
-            row, length = too_long[0]
-            row.refuse(
-                f"the prompt has {length} tokens, and {len(too_long)} of {len(rows)} prompts have too many",
-                f'at most task.max_prompt_tokens = {most}; raise it, or set task.long_prompts = "skip"',
+            raise DatasetError(
+                f"{too_long[0].where}: the prompt has {len(too_long[0].tokens)} tokens, and {len(too_long)} of "
+                f"{len(rows)} prompts have too many; expected at most task.max_prompt_tokens = {most}; raise it, or "
+                'set task.long_prompts = "skip"'
             )
         return short, len(too_long), xxhash.xxh3_128_hexdigest(content)
-
-    def _read_held_out(self, path: Path, count: int) -> tuple[list[Problem], str]:
-        problems, _, digest = self._read(path)
-        if len(problems) < count:
-            raise DatasetError(f"{path} has {len(problems)} problems; expected evaluation.prompts = {count} or more")
-        return problems[:count], digest
 
     def _problem(self, row: Row) -> Problem:
         with _at(row.where):

@@ -44,11 +44,12 @@ class UserFunction:
         self._path = Path(path).absolute()
         self._label = label
         self._timeout_s = timeout_s
-        self._worker: _Worker | None = None
+        self._asked = 0
+        self._channel: socket.socket | None = None
         if not os.path.isfile(self._path):  # unlike Path.is_file, false for a name that is too long
             raise ConfigError(f"{self._label}: {self._path} is no file")
         try:
-            self._started()
+            self._start()
         except FunctionError as error:
             raise ConfigError(str(error)) from error
 
@@ -74,77 +75,63 @@ class UserFunction:
 
     def close(self) -> None:
         """End the process. May be called again."""
-        if self._worker is not None:
-            self._worker.end()
-            self._worker = None
+        if self._channel is not None:
+            self._channel = None
+            self._end()
+
+    def _start(self) -> None:
+        self._asked = 0
+        try:
+            self._channel, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, function_worker.__file__, str(self._path), self._name, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=sys.__stderr__ or subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    # Ctrl-C is the trainer's, and what the function started is ended with it
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._channel = None
+            raise FunctionError(f"{self._label} gets no process of its own ({error})") from error
+        self._end = weakref.finalize(self, _end, self._process, self._channel)
+        try:
+            self._answer(LOADING_S)
+        except FunctionError:
+            self.close()
+            raise
 
     def _call(self, *given: Any) -> dict[str, Any]:
-        worker = self._started()
-        return self._answer(worker, self._timeout_s, given)
+        if self._channel is None:
+            self._start()
+        self._asked += 1
+        return self._answer(self._timeout_s, json.dumps([self._asked, *given]).encode() + b"\n")
 
-    def _started(self) -> _Worker:
-        if self._worker is None:
-            try:
-                self._worker = _Worker(self._path, self._name)
-            except OSError as error:
-                raise FunctionError(f"{self._label} gets no process of its own ({error})") from error
-            self._answer(self._worker, LOADING_S, None)
-        return self._worker
-
-    def _answer(self, worker: _Worker, timeout_s: float, question: tuple[Any, ...] | None) -> dict[str, Any]:
+    def _answer(self, timeout_s: float, question: bytes = b"") -> dict[str, Any]:
+        """Wait for the next answer, to a question if there is one. What goes wrong on the way ends the process."""
         try:
-            answer = worker.ask(question, timeout_s)
-        except TimeoutError as error:
-            # a process that it left behind keeps the socket open when it ends itself
-            why = worker.ended(0.0) or f"took more than {timeout_s:g} s and was ended"
+            answer = self._exchange(question, timeout_s)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError):
+                why = f"wrote to the socket that its answers go through; it was ended ({error})"
+            elif isinstance(error, TimeoutError):
+                # a process that it left behind keeps the socket open when it ends itself
+                why = self._ended(0.0) or f"took more than {timeout_s:g} s and was ended"
+            else:
+                why = self._ended(1.0) or "closed the socket that its answers go through; it was ended"
             self.close()
             raise FunctionError(f"{self._label} {why}") from error
-        except OSError as error:
-            why = worker.ended(1.0) or "closed the socket that its answers go through; it was ended"
-            self.close()
-            raise FunctionError(f"{self._label} {why}") from error
-        except ValueError as error:
-            self.close()
-            raise FunctionError(
-                f"{self._label} wrote to the socket that its answers go through; it was ended ({error})"
-            ) from error
         if "error" in answer:
-            if question is None:
-                self.close()
             raise FunctionError(f"{self._label} failed: {answer['error']}")
         return answer
 
-
-class _Worker:
-    """The process of a function, and one end of a socket to it."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        self._asked = 0
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, function_worker.__file__, str(path), name, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.__stderr__ or subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                # Ctrl-C is the trainer's, and what the function started is ended with it
-                start_new_session=True,
-            )
-        self.end = weakref.finalize(self, _end, self._process, self._channel)
-
-    def ask(self, question: tuple[Any, ...] | None, timeout_s: float) -> dict[str, Any]:
-        """Wait for the next answer, to a question if there is one.
-
-        Raises:
-            TimeoutError: when it is not there in time.
-            ConnectionError: when the other side is closed.
-            ValueError: when something else is there.
-        """
+    def _exchange(self, question: bytes, timeout_s: float) -> dict[str, Any]:
+        """Raises TimeoutError, ConnectionError where the other side is closed, ValueError for something else there."""
+        assert self._channel is not None, "the process was started"
         deadline = time.monotonic() + timeout_s
-        if question is not None:
-            self._asked += 1
-            self._channel.settimeout(timeout_s)
-            self._channel.sendall(json.dumps([self._asked, *question]).encode() + b"\n")
+        self._channel.settimeout(timeout_s)
+        self._channel.sendall(question)
         received = bytearray()
         while b"\n" not in received[-(1 << 16) :]:
             left = deadline - time.monotonic()
@@ -159,7 +146,7 @@ class _Worker:
                 raise ValueError(f"more than {_MOST_BYTES} bytes")
         return _parsed(received, self._asked)
 
-    def ended(self, within_s: float) -> str | None:
+    def _ended(self, within_s: float) -> str | None:
         """Say how the process ended by itself, or None if it has not."""
         try:
             code = self._process.wait(within_s)

@@ -61,22 +61,13 @@ class Task(Protocol):
     data_digest: str = ""
 
     def problems(self, count: int, step: int, number: int, rng: np.random.Generator) -> list[Problem]:
-        """Give the problems of a round of a step.
+        """Give so many problems for a round of a step, both from 0.
 
-        Args:
-            count: how many.
-            step: from 0.
-            number: of the round within the step; 0 unless sampling is dynamic.
-            rng: randomness of this round, which follows from the seed of the run and the two numbers.
+        `number` is 0 unless sampling is dynamic. The randomness follows from the seed of the run and the two numbers.
         """
 
     def held_out(self, count: int, rng: np.random.Generator) -> list[Problem]:
-        """Give problems to evaluate on.
-
-        Args:
-            count: how many.
-            rng: the same randomness each time.
-        """
+        """Give so many problems to evaluate on, with the same randomness each time."""
 
     def demonstrations(self, count: int, rng: np.random.Generator) -> list[Demonstration]:
         """Give problems with right answers, for the warm start.
@@ -95,9 +86,7 @@ class Task(Protocol):
     def tool_reply(self, problem: Problem, response: str) -> NDArray[np.int32] | None:
         """Give what a tool says to a turn, int32 [T] of at least one token; None where the response ends.
 
-        Args:
-            problem: whose prompt is all that came before the turn.
-            response: the turn.
+        All that came before the turn is the prompt of `problem`.
 
         Raises:
             FunctionError: when the environment did not say.
@@ -105,11 +94,7 @@ class Task(Protocol):
         return None
 
     def reward(self, problem: Problem, response: str) -> float:
-        """Give what a response is worth.
-
-        Args:
-            problem: whose prompt is all that came before the last turn.
-            response: the last turn.
+        """Give what a response is worth: its last turn, where all that came before is the prompt of `problem`.
 
         Raises:
             FunctionError: when a function of the user's did not say.

@@ -43,8 +43,7 @@ def make_verifier(name: str, pattern: str | None, *, timeout_s: float) -> Verifi
         ConfigError: when `pattern` is no regular expression.
     """
     if name == "regex":
-        found = _Found(str(pattern), timeout_s)
-        return Verifier(_needs_answer, found, found.close)
+        return _pattern_verifier(str(pattern), timeout_s)
     return {
         "exact_match": Verifier(_needs_answer, exact_match),
         "arithmetic": Verifier(_needs_value, arithmetic),
@@ -70,24 +69,21 @@ def countdown(row: Mapping[str, Any], response: str) -> bool:
     return used is not None and sorted(used) == sorted(row["numbers"]) and evaluate(expression) == row["target"]
 
 
-class _Found:
+def _pattern_verifier(pattern: str, timeout_s: float) -> Verifier:
     """The answer is what the last match of a pattern found, in a process that can be ended."""
+    reference = f"{function_worker.__file__}:{function_worker.answered.__name__}"
+    function = UserFunction(reference, label=f"task.pattern = {pattern[:80]!r}", timeout_s=timeout_s)
 
-    def __init__(self, pattern: str, timeout_s: float) -> None:
-        self._pattern = pattern
-        reference = f"{function_worker.__file__}:{function_worker.answered.__name__}"
-        self._function = UserFunction(reference, label=f"task.pattern = {pattern[:80]!r}", timeout_s=timeout_s)
-        self.close = self._function.close
-        try:
-            self({"answer": ""}, "")
-        except FunctionError as error:
-            self.close()
-            why = str(error).partition(": ")[2] or str(error)
-            raise ConfigError(f"task.pattern = {pattern[:80]!r} is no regular expression: {why}") from error
+    def found(row: Mapping[str, Any], response: str) -> bool:
+        return bool(function.number("", response, {"pattern": pattern, "answer": str(row["answer"])}))
 
-    def __call__(self, row: Mapping[str, Any], response: str) -> bool:
-        given = {"pattern": self._pattern, "answer": str(row["answer"])}
-        return bool(self._function.number("", response, given))
+    try:
+        found({"answer": ""}, "")
+    except FunctionError as error:
+        function.close()
+        why = str(error).partition(": ")[2] or str(error)
+        raise ConfigError(f"task.pattern = {pattern[:80]!r} is no regular expression: {why}") from error
+    return Verifier(_needs_answer, found, function.close)
 
 
 def _last_line(response: str) -> str:
