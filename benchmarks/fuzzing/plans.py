@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from benchmarks.fuzzing.mutations import forge
 from benchmarks.fuzzing.target import Target, written
 from foreroute.files import seal_file
-from foreroute.plan import Links, StepPlan, Topology
+from foreroute.plan import Links, Packing, StepPlan, Topology
 from foreroute.plan.counts import check_counts, load_counts
 from foreroute.plan.plan_file import encode_plan, load_plan
 
@@ -60,6 +60,10 @@ def require_executable(plan: StepPlan) -> None:
     for homes in (*plan.home_LE.tolist(), *plan.previous_home_LE.tolist()):
         assert sorted(homes) == sorted(list(range(ranks)) * (experts // ranks))
     assert (plan.tokens_RG >= 0).all()
+    if plan.packing is not None:
+        assert len(plan.packing.rank_S) == len(plan.packing.micro_step_S)
+        assert all(0 <= int(m) < micro_steps for m in plan.packing.micro_step_S)
+        assert all(0 <= int(g) < ranks for g in plan.packing.rank_S)
     for start, stop in pairwise(offsets):
         taken = list(zip(plan.rank_R[start:stop].tolist(), plan.slot_R[start:stop].tolist(), strict=True))
         assert len(set(taken)) == len(taken), taken
@@ -116,6 +120,11 @@ def plan_bytes(rng: np.random.Generator) -> bytes:
         max_load_ML=rng.integers(0, 1000, shape),
         bound_ML=rng.random(shape),
         counts_digest=rng.bytes(16).hex(),
+        slots="shared",
+        packing=Packing(
+            rng.integers(0, num_micro_steps, 5, np.int32), rng.integers(0, num_ranks, 5, np.int32), shape[0], num_ranks
+        ),
+        tokens_digest=rng.bytes(16).hex(),
     )
     metadata, tensors = encode_plan(plan)
     raw: bytes = save(tensors, metadata=metadata)
@@ -125,4 +134,9 @@ def plan_bytes(rng: np.random.Generator) -> bytes:
 def same_plan(a: StepPlan, b: StepPlan) -> bool:
     """Whether two plans are equal in every field."""
     pairs = [(getattr(a, field.name), getattr(b, field.name)) for field in fields(StepPlan)]
-    return all(np.array_equal(x, y) if isinstance(x, np.ndarray) else x == y for x, y in pairs)
+    parts = [
+        pair
+        for x, y in pairs
+        for pair in (zip(vars(x).values(), vars(y).values(), strict=True) if isinstance(x, Packing) else [(x, y)])
+    ]
+    return all(np.array_equal(x, y) if isinstance(x, np.ndarray) else x == y for x, y in parts)

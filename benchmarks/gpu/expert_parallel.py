@@ -226,6 +226,7 @@ def halved_plan(counts_MLGE: NDArray[np.int32], home_LE: NDArray[np.int16]) -> S
         max_load_ML=np.zeros((num_micro_steps, num_layers), np.int64),
         bound_ML=counts_MLGE.sum(axis=(2, 3)) / num_ranks,
         counts_digest=counts_digest(counts_MLGE),
+        slots="shared",
     )
     for m, layer in np.ndindex(num_micro_steps, num_layers):
         plan.max_load_ML[m, layer] = plan.cell(m, layer).loads_G(counts_MLGE[m, layer]).max()

@@ -59,6 +59,7 @@ def random_plan(counts_MLGE, topology, *, seed=0, moves=0, keep=0.5):
         max_load_ML=largest_ML,
         bound_ML=counts_MLGE.sum(axis=(2, 3)) / num_ranks,
         counts_digest=counts_digest(counts_MLGE),
+        slots="shared" if all(columns[3]) else "layer",
     )
 
 

@@ -178,7 +178,7 @@ def test_options_bind():
         verify(plan, counts, PlanOptions(home_moves=moved - 1))
     with pytest.raises(PlanError, match="in a plan without replicas"):
         verify(plan, counts, PlanOptions(home_moves=None, replicas=False))
-    with pytest.raises(PlanError, match="shared slots keep nothing"):
+    with pytest.raises(PlanError, match="the plan is for layer slots; expected shared"):
         verify(plan, counts, PlanOptions(home_moves=None, slots="shared"))
     with pytest.raises(PlanError, match="the slot holds it already"):
         verify(replace(plan, fetched_R=np.ones_like(plan.fetched_R)), counts, PlanOptions(home_moves=None))
@@ -186,7 +186,12 @@ def test_options_bind():
 
 def test_a_plan_for_shared_slots_fetches_everything():
     plan, counts = small_case(6, keep=0.6)
-    verify(replace(plan, fetched_R=np.ones_like(plan.fetched_R)), counts)
+    everything = replace(plan, fetched_R=np.ones_like(plan.fetched_R))
+    verify(replace(everything, slots="shared"), counts)
+    with pytest.raises(PlanError, match="shared slots keep nothing"):
+        verify(replace(plan, slots="shared"), counts)
+    with pytest.raises(PlanError, match="the slot holds it already"):
+        verify(everything, counts)
 
 
 def test_refuses_exactly_what_brute_force_refuses():

@@ -13,7 +13,7 @@ from safetensors.numpy import save as to_bytes
 import foreroute as fr
 from foreroute.errors import PlanError, TraceFileError
 from foreroute.files import seal_file
-from foreroute.plan import Links, StepPlan, Topology
+from foreroute.plan import Links, Packing, StepPlan, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.plan_file import encode_plan, load_plan, save_plan
 from tests.plan.random_plans import LINKS, random_counts, random_plan, small_case
@@ -24,11 +24,11 @@ def equal(a, b):
     """Every field, dtypes included."""
     for field in fields(StepPlan):
         x, y = getattr(a, field.name), getattr(b, field.name)
-        if isinstance(x, np.ndarray):
-            assert x.dtype == y.dtype
-            np.testing.assert_array_equal(x, y)
-        else:
-            assert x == y
+        assert type(x) is type(y)
+        pairs = zip(vars(x).values(), vars(y).values(), strict=True) if isinstance(x, Packing) else [(x, y)]
+        for one, other in pairs:
+            assert getattr(one, "dtype", None) == getattr(other, "dtype", None)
+            np.testing.assert_array_equal(one, other)
     return True
 
 
@@ -239,7 +239,7 @@ def test_splits_take_a_bit_and_few_bytes_each(tmp_path):
     assert size < 0.5 * raw
 
 
-VERSION_1 = Path(__file__).parent / "data" / "plan-v1.safetensors"
+VERSION_1, VERSION_2 = (Path(__file__).parent / "data" / f"plan-v{version}.safetensors" for version in (1, 2))
 
 
 def archived():
@@ -260,8 +260,16 @@ def archived():
         max_load_ML=np.array([[310, 20], [30, 80_000]], np.int64),
         bound_ML=np.array([[309.5, 20], [30, 70_010.25]]),
         counts_digest="00112233445566778899aabbccddeeff",
+        slots="layer",
+        packing=Packing(np.array([0, 1, 0], np.int32), np.array([1, 0, 0], np.int32), 2, 2),
+        tokens_digest="ffeeddccbbaa99887766554433221100",
     )
 
 
-def test_version_1_is_read():
-    assert equal(load_plan(VERSION_1), archived())
+def test_version_2_is_read():
+    assert equal(load_plan(VERSION_2), archived())
+
+
+def test_version_1_is_refused_by_name():
+    with pytest.raises(PlanError, match=r"has plan format 1; this foreroute reads 2\. Plan again with it"):
+        load_plan(VERSION_1)

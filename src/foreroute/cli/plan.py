@@ -160,6 +160,7 @@ def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[
         )
         elapsed_s, planning_s = time.perf_counter() - before, time.process_time() - before_cpu
     threads = "one thread" if options.threads == 1 else f"{options.threads} threads"
+    found = replace(found, packing=step.packing, tokens_digest=step.tokens_digest)
     console.print(f"{'planned':<9} {cells} cells in {duration(elapsed_s)} with {threads}", highlight=False)
     return found, planning_s
 

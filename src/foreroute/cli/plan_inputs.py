@@ -13,7 +13,7 @@ from foreroute.costs.cluster_file import load_cluster
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, CountsError, InputError, PlanError
 from foreroute.plan import load_plan
-from foreroute.plan.counts import Packing, check_counts, load_counts, packed_counts
+from foreroute.plan.counts import Packing, check_counts, load_counts, packed_counts, tokens_digest
 from foreroute.plan.topology import Topology
 from foreroute.planner.packing import pack_sequences
 from foreroute.trace import RoutedLayer, RoutingTrace, count_assignments, load
@@ -72,6 +72,8 @@ class StepToPlan:
         previous_LE: int64, assignments of the step before, or None.
         facts: for people, by name.
         layers: L, of the traces; none where there are only counts.
+        packing: the places of the sequences of the traces, or None.
+        tokens_digest: of these sequences.
     """
 
     counts_MLGE: NDArray[np.int32]
@@ -82,6 +84,8 @@ class StepToPlan:
     previous_LE: NDArray[np.int64] | None
     facts: dict[str, str]
     layers: tuple[RoutedLayer, ...]
+    packing: Packing | None
+    tokens_digest: str
 
 
 def read_step(inputs: PlanInputs) -> StepToPlan:
@@ -102,9 +106,13 @@ def read_step(inputs: PlanInputs) -> StepToPlan:
         shape, picks = (counts.shape[1], counts.shape[3]), None
     _check_model(costs, shape[1], picks, inputs.topology)
     home_LE = _homes(inputs.previous_plan, topology, shape)
-    facts, by_length = {"input": ", ".join(str(path) for path in [*inputs.traces, inputs.counts] if path)}, None
+    packing, facts, by_length = (
+        None,
+        {"input": ", ".join(str(path) for path in [*inputs.traces, inputs.counts] if path)},
+        None,
+    )
     if counts is None:
-        counts, by_length, facts["packing"] = _packed(traces, inputs, topology, costs, home_LE)
+        packing, counts, by_length, facts["packing"] = _packed(traces, inputs, topology, costs, home_LE)
     return StepToPlan(
         counts_MLGE=counts,
         by_length_MLGE=by_length,
@@ -114,6 +122,8 @@ def read_step(inputs: PlanInputs) -> StepToPlan:
         previous_LE=_loads(inputs.previous_step, shape) if inputs.previous_step else None,
         facts=facts,
         layers=traces[0].spec.layers if traces else (),
+        packing=packing,
+        tokens_digest=tokens_digest(traces) if traces else "",
     )
 
 
@@ -141,8 +151,8 @@ def _homes(previous: Path | None, topology: Topology, shape: tuple[int, int]) ->
 
 def _packed(
     traces: list[RoutingTrace], inputs: PlanInputs, topology: Topology, costs: CostModel, home_LE: NDArray[np.int16]
-) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, str]:
-    """Pack and count; returns counts, those of packing by lengths when they are others, and what was done."""
+) -> tuple[Packing, NDArray[np.int32], NDArray[np.int32] | None, str]:
+    """Pack and count; returns also the counts of packing by lengths when they are others, and what was done."""
     lengths = np.concatenate([trace.lengths for trace in traces])
     budget = DEFAULT_BUDGET if inputs.token_budget is None else inputs.token_budget
     token_s, square_s = costs.attention_seconds(np.array([1, 0]), np.array([0, 1]))
@@ -166,12 +176,13 @@ def _packed(
     by_length = pack(None, None)
     words = f"{len(lengths)} sequences by {rule}, at most {budget} tokens of a rank in a micro-step"
     if rule == "lengths":
-        return count(by_length), None, words
+        return by_length, count(by_length), None, words
     layers = np.unique(np.linspace(0, len(home_LE) - 1, PACKING_LAYERS).astype(int))
     few = [trace.select_layers([trace.spec.layers[layer] for layer in layers]) for trace in traces]
     each = Packing(np.arange(len(lengths), dtype=np.int32), np.zeros(len(lengths), np.int32), len(lengths), 1)
     counts_SLE = packed_counts(few, each, threads=inputs.threads)[:, :, 0]
-    return count(pack(counts_SLE, home_LE[layers])), count(by_length), words
+    packing = pack(counts_SLE, home_LE[layers])
+    return packing, count(packing), count(by_length), words
 
 
 def _traces(paths: Sequence[Path]) -> list[RoutingTrace]:

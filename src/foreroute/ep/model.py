@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
@@ -22,10 +23,11 @@ from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan
 from foreroute.ep.transfer.home_moves import move_homes
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import DirectWeights, expert_bytes
-from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError
-from foreroute.plan import ExecutionSchedule, StepPlan
+from foreroute.errors import CountsError, InputError, PlacementError, PlanError, ReplayError
+from foreroute.plan import ExecutionSchedule, StepPlan, load_plan
 from foreroute.plan.counts import counts_digest
 from foreroute.plan.schedule import PathChoice
+from foreroute.trace import RoutingTrace
 
 
 class StepWeights(ReplicaWeights, Protocol):
@@ -142,22 +144,33 @@ class ExpertParallelModel:
         return np.ascontiguousarray(np.moveaxis(counts_GMLE, 0, 2))
 
     def begin_step(
-        self, step: int, plan: StepPlan, counts_MLGE: NDArray[np.integer] | None = None, *, updating: bool = True
-    ) -> None:
+        self,
+        step: int,
+        plan: StepPlan | str | os.PathLike[str],
+        planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace] | None = None,
+        *,
+        updating: bool = True,
+    ) -> StepPlan:
         """Put a plan in force. A collective call.
 
         Args:
             step: its number; another one after every change of weights.
-            plan: the same on all ranks, with the homes that experts have.
-            counts_MLGE: integers [M, L, G, E], what was planned. Without them, counts are exchanged in every cell.
+            plan: the same on all ranks, with the homes that experts have; or the file that it was saved to.
+            planned: integers [M, L, G, E], the counts that were planned; or the traces of all sequences of the step,
+                which are counted by the packing of the plan. Without them, counts are exchanged in every cell.
             updating: whether backward passes follow.
 
+        Returns:
+            The plan. Its packing says which sequences a rank runs in which micro-step.
+
         Raises:
-            PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts or homes.
+            PlanError: on every rank alike, when plans differ, a file cannot be read, or one is for other ranks, layers,
+                experts, homes or tokens.
             CountsError: on every rank alike, when the plan was made for other counts.
             TransferError: when a rank does not answer.
         """
         self._active = None
+        plan, counts_MLGE = self._read(step, plan, planned)
         digest = _agree_on_step(self.consensus, step, plan, counts_MLGE, self.home_LE)
         schedule = ExecutionSchedule(
             plan,
@@ -169,6 +182,25 @@ class ExpertParallelModel:
         )
         self._weights.begin_step(step, plan, schedule, updating=updating, digest=digest)
         self._active = ActivePlan(step, plan, counts_MLGE, self._weights, schedule)
+        return plan
+
+    def _read(
+        self,
+        step: int,
+        plan: StepPlan | str | os.PathLike[str],
+        planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace] | None,
+    ) -> tuple[StepPlan, NDArray[np.integer] | None]:
+        """The plan and its counts, on all ranks or on none."""
+        refusal: InputError | None = None
+        try:
+            found = plan if isinstance(plan, StepPlan) else load_plan(plan)
+            counts = planned if planned is None or isinstance(planned, np.ndarray) else found.counts_of(planned)
+        except InputError as error:
+            refusal = error
+        objection = None if refusal is None else str(refusal)
+        if objections := self.consensus.objections(objection, f"reading the plan of step {step}"):
+            raise PlanError("; ".join(objections)) from refusal
+        return found, counts
 
     @contextmanager
     def executing(self, micro_step: int, rows: BatchRows | None = None) -> Iterator[Execution]:

@@ -42,8 +42,7 @@ def verify(plan: StepPlan, counts_MLGE: NDArray[np.integer], options: PlanOption
     Args:
         plan: of any planner.
         counts_MLGE: integers [M, L, G, E].
-        options: limits that the plan must also keep: home moves, replicas and the use of slots. When they are left out,
-            a plan that keeps a replica from one micro-step to another is taken to use its slots per layer.
+        options: limits that the plan must also keep: home moves, replicas and the use of slots.
 
     Raises:
         PlanError: for the first thing that is wrong, with its cell.
@@ -76,6 +75,7 @@ def check_structure(plan: StepPlan) -> None:
     _check_replicas(plan)
     _check_fetches(plan)
     _check_figures(plan)
+    _check_packing(plan)
 
 
 def _check_arrays(plan: StepPlan) -> None:
@@ -104,6 +104,26 @@ def _check_arrays(plan: StepPlan) -> None:
             )
     if not ascending(offsets, count):
         raise PlanError(f"offsets must ascend from 0 to the {count} replicas of the plan")
+
+
+def _check_packing(plan: StepPlan) -> None:
+    packing = plan.packing
+    if packing is None:
+        if plan.tokens_digest:
+            raise PlanError("the plan has a digest of tokens and no packing; expected both or none")
+        return
+    sizes = (packing.num_micro_steps, packing.num_ranks)
+    if sizes != (plan.shape[0], plan.topology.num_ranks) or not plan.tokens_digest:
+        raise PlanError(
+            f"sequences are packed into {sizes[0]} micro-steps on {sizes[1]} ranks, with the digest "
+            f"{plan.tokens_digest or 'of no tokens'}; the plan has {plan.shape[0]} on {plan.topology.num_ranks}"
+        )
+    for what, place_S, size in (
+        ("micro-step", packing.micro_step_S, sizes[0]),
+        ("rank", packing.rank_S, sizes[1]),
+    ):
+        if len(place_S) and (place_S.min() < 0 or place_S.max() >= size):
+            raise PlanError(f"sequences are packed into {what}s {place_S.min()} to {place_S.max()} of {size}")
 
 
 def _check_figures(plan: StepPlan) -> None:
@@ -135,10 +155,8 @@ def _check_options(plan: StepPlan, options: PlanOptions) -> None:
         raise PlanError(f"layer {layer}: {moves_L[layer]} homes move; the budget is {options.home_moves} per layer")
     if not options.replicas:
         _refuse(plan, np.ones(len(plan.expert_R), np.bool_), lambda r: f"{_name(plan, r)} in a plan without replicas")
-    if options.slots == "shared":
-        _refuse(plan, ~plan.fetched_R, lambda r: f"{_name(plan, r)} is not fetched, but shared slots keep nothing")
-    else:
-        _refuse_fetches_of_held(plan, _held(plan))
+    if plan.slots != options.slots:
+        raise PlanError(f"the plan is for {plan.slots} slots; expected {options.slots}")
 
 
 def _check_replicas(plan: StepPlan) -> None:
@@ -161,15 +179,13 @@ def _check_range(plan: StepPlan, what: str, value_R: NDArray[np.int16], size: in
 
 
 def _check_fetches(plan: StepPlan) -> None:
+    if plan.slots == "shared":
+        _refuse(plan, ~plan.fetched_R, lambda r: f"{_name(plan, r)} is not fetched, but shared slots keep nothing")
+        return
     held_R = _held(plan)
     _refuse(
         plan, ~plan.fetched_R & ~held_R, lambda r: f"{_name(plan, r)} is not fetched, but the slot does not hold it"
     )
-    if not plan.fetched_R.all():
-        _refuse_fetches_of_held(plan, held_R)
-
-
-def _refuse_fetches_of_held(plan: StepPlan, held_R: Bools) -> None:
     _refuse(plan, plan.fetched_R & held_R, lambda r: f"{_name(plan, r)} is fetched, but the slot holds it already")
 
 

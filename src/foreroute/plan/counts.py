@@ -242,6 +242,20 @@ def counts_digest(counts_MLGE: NDArray[np.integer]) -> str:
     return state.hexdigest()
 
 
+def tokens_digest(traces: RoutingTrace | Sequence[RoutingTrace]) -> str:
+    """XXH3-128, as 32 hexadecimal digits, of the lengths of all sequences as int64 and of their tokens as int32.
+
+    It does not depend on how the sequences are divided into traces.
+    """
+    from xxhash import xxh3_128
+
+    several = [traces] if isinstance(traces, RoutingTrace) else list(traces)
+    state = xxh3_128(np.concatenate([np.zeros(0, "<i8"), *(trace.lengths.astype("<i8") for trace in several)]).data)
+    for trace in several:
+        state.update(np.ascontiguousarray(trace.token_ids_N, "<i4").data)
+    return state.hexdigest()
+
+
 def contiguous_imbalance(counts_MLE: NDArray[np.int64], num_ranks: int) -> float:
     """Mean over (micro-step, layer) cells of the slowest rank's load over the mean load.
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +19,16 @@ from numpy.typing import NDArray
 from foreroute.errors import InputError, PlanError
 from foreroute.files import TensorFile, parse_json, seal_file, write_atomically, writing_named
 from foreroute.plan.checker import check_structure
+from foreroute.plan.counts import Packing
+from foreroute.plan.options import SlotUse
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Links, Topology
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 KEY = "foreroute."
 MOST_HEADER_BYTES = 1 << 20
 """Of the safetensors header: a parsed one takes far more memory than its bytes."""
-METADATA = tuple(KEY + name for name in ("plan_version", "topology", "shape", "counts", "digest"))
+METADATA = tuple(KEY + name for name in ("plan_version", "topology", "shape", "slots", "counts", "tokens", "digest"))
 TENSORS: dict[str, tuple[tuple[str, ...], int]] = {
     "previous_home_LE": (("<i2",), 2),
     "home_LE": (("<i2",), 2),
@@ -39,8 +41,14 @@ TENSORS: dict[str, tuple[tuple[str, ...], int]] = {
     "tokens": (("|u1", "<u2", "<u4"), 1),
     "max_load_ML": (("<i8",), 2),
     "bound_ML": (("<f8",), 2),
+    "micro_step_S": (("<i4",), 1),
+    "sequence_rank_S": (("<i4",), 1),
 }
 """Types and number of axes of every tensor."""
+_COLUMNS = [
+    name for name in TENSORS if name not in ("used_bits", "tokens", "fetched_R", "micro_step_S", "sequence_rank_S")
+]
+"""Those that are attributes of a plan as they are."""
 
 
 def save_plan(plan: StepPlan, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
@@ -87,17 +95,22 @@ def encode_plan(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]]
     used = plan.tokens_RG.reshape(-1) != 0
     tokens = plan.tokens_RG.reshape(-1)[used]
     widest = int(tokens.max(initial=0))
+    none_S = np.zeros(0, np.int32)
+    places = (none_S, none_S) if plan.packing is None else (plan.packing.micro_step_S, plan.packing.rank_S)
     tensors = {
-        **{name: np.ascontiguousarray(getattr(plan, name)) for name in TENSORS if hasattr(plan, name)},
+        **{name: np.ascontiguousarray(getattr(plan, name)) for name in _COLUMNS},
         "fetched_R": plan.fetched_R.astype(np.uint8),
         "used_bits": np.packbits(used, bitorder="little"),
         "tokens": tokens.astype(np.min_scalar_type(widest)),
+        **dict(zip(("micro_step_S", "sequence_rank_S"), (place.astype(np.int32) for place in places), strict=True)),
     }
     metadata = {
         "foreroute.plan_version": str(FORMAT_VERSION),
         "foreroute.topology": json.dumps(asdict(plan.topology)),
         "foreroute.shape": json.dumps(plan.shape),
+        "foreroute.slots": plan.slots,
         "foreroute.counts": plan.counts_digest,
+        "foreroute.tokens": plan.tokens_digest,
     }
     return {**metadata, "foreroute.digest": seal_file(metadata, tensors)}, tensors
 
@@ -121,9 +134,23 @@ def decode_plan(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]
     shape = parse_json(ours["foreroute.shape"], PlanError, name="foreroute.shape")
     if not (isinstance(shape, list) and len(shape) == 3 and all(type(size) is int and size >= 0 for size in shape)):
         raise PlanError(f"shape is {shape!r:.80}; expected [M, L, E]")
-    if not re.fullmatch("[0-9a-f]{32}", ours["foreroute.counts"]):
-        raise PlanError(f"the digest of its counts is {ours['foreroute.counts']:.40}; expected 32 hexadecimal digits")
-    columns = {name: tensors[name] for name in TENSORS if name not in ("used_bits", "tokens", "fetched_R")}
+    for name in ("counts", *(("tokens",) if ours["foreroute.tokens"] else ())):
+        if not re.fullmatch("[0-9a-f]{32}", ours[KEY + name]):
+            raise PlanError(f"the digest of its {name} is {ours[KEY + name]:.40}; expected 32 hexadecimal digits")
+    packing = None
+    if ours["foreroute.tokens"]:
+        if tensors["micro_step_S"].shape != tensors["sequence_rank_S"].shape or shape[0] < 1:
+            raise PlanError(
+                f"it packs {len(tensors['micro_step_S'])} and {len(tensors['sequence_rank_S'])} sequences into "
+                f"{shape[0]} micro-steps; expected as many of both, into one or more"
+            )
+        packing = Packing(tensors["micro_step_S"], tensors["sequence_rank_S"], shape[0], topology.num_ranks)
+    elif len(tensors["micro_step_S"]) or len(tensors["sequence_rank_S"]):
+        raise PlanError("it packs sequences and states no digest of their tokens")
+    slots = ours["foreroute.slots"]
+    if slots not in get_args(SlotUse):
+        raise PlanError(f"its slots are {slots!r:.40}; expected one of {', '.join(get_args(SlotUse))}")
+    columns = {name: tensors[name] for name in _COLUMNS}
     if tensors["fetched_R"].max(initial=0) > 1:
         raise PlanError(f"fetched_R has values up to {tensors['fetched_R'].max()}; expected 0 and 1")
     plan = StepPlan(
@@ -132,6 +159,9 @@ def decode_plan(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]
         fetched_R=tensors["fetched_R"].astype(np.bool_),
         tokens_RG=_unpack_tokens(tensors["used_bits"], tensors["tokens"], len(columns["rank_R"]), topology.num_ranks),
         counts_digest=ours["foreroute.counts"],
+        slots=cast("SlotUse", slots),
+        packing=packing,
+        tokens_digest=ours["foreroute.tokens"],
         **columns,
     )
     check_structure(plan)
@@ -194,5 +224,5 @@ def _check_version(source: Path, metadata: Mapping[str, str]) -> None:
         raise PlanError(f"{source} is a safetensors file but not a plan (no foreroute.plan_version in it)")
     if version != str(FORMAT_VERSION):
         raise PlanError(
-            f"{source} has plan format {version:.40}; this foreroute reads {FORMAT_VERSION}. Upgrade foreroute"
+            f"{source} has plan format {version:.40}; this foreroute reads {FORMAT_VERSION}. Plan again with it"
         )

@@ -14,7 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.errors import PlanError
+from foreroute.plan.counts import Packing, packed_counts, tokens_digest
+from foreroute.plan.options import SlotUse
 from foreroute.plan.topology import Topology
+from foreroute.trace.container import RoutingTrace
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +85,9 @@ class StepPlan:
         max_load_ML: int64 [M, L], assignments of the slowest rank.
         bound_ML: float64 [M, L], no plan of these homes, slots and splits serves a cell with less on its slowest rank.
         counts_digest: 128 bit, hexadecimal, of the counts that were planned; the executor compares it.
+        slots: what becomes of the content of slots between cells, as in `PlanOptions`.
+        packing: the rank and micro-step of every sequence, where sequences were planned; None for bare counts.
+        tokens_digest: `tokens_digest` of these sequences; empty without a packing.
     """
 
     topology: Topology
@@ -96,6 +103,9 @@ class StepPlan:
     max_load_ML: NDArray[np.int64]
     bound_ML: NDArray[np.float64]
     counts_digest: str
+    slots: SlotUse
+    packing: Packing | None = None
+    tokens_digest: str = ""
 
     def cell(self, micro_step: int, layer: int) -> CellPlan:
         """The plan of one cell, as views."""
@@ -109,6 +119,23 @@ class StepPlan:
             self.fetched_R[part],
             self.tokens_RG[part],
         )
+
+    def counts_of(self, traces: RoutingTrace | Sequence[RoutingTrace]) -> NDArray[np.int32]:
+        """int32 [M, L, G, E], the counts of these sequences under the plan's packing.
+
+        Raises:
+            PlanError: when the plan has no packing, or was made for other tokens.
+            CountsError: when the traces are of more than one model.
+        """
+        if self.packing is None:
+            raise PlanError("the plan was made for counts and has no packing; hand in the counts")
+        found = tokens_digest(traces)
+        if found != self.tokens_digest:
+            raise PlanError(
+                f"the plan was made for tokens with digest {self.tokens_digest}, these have {found}; plan these "
+                "sequences, or hand in those that were planned, in their order"
+            )
+        return packed_counts(traces, self.packing)
 
     @property
     def num_replicas_ML(self) -> NDArray[np.int64]:

@@ -146,6 +146,7 @@ class _Step:
                 home_LE=home_LE,
                 bound_ML=counts.sum(axis=(2, 3), dtype=np.int64) / num_ranks,
                 counts_digest=counts_digest(counts),
+                slots=options.slots,
                 **joined_blocks(blocks, num_micro_steps, num_layers),
             )
             self.progress.finish(found)

@@ -130,5 +130,5 @@ def _values(path: Path) -> list[Any]:
 
 def _planned(plan: StepPlan, counts_MLGE: Any) -> PlannedStep:
     assignments = [CellHosts.of(plan.cell(m, layer), counts_MLGE[m, layer]) for m, layer in np.ndindex(*plan.shape[:2])]
-    slots: Any = "shared" if plan.fetched_R.all() else "layer"
+    slots = plan.slots
     return PlannedStep(assignments, plan.home_LE.astype(np.int64), plan.home_moves, slots, 0.0)

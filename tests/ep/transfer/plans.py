@@ -58,6 +58,7 @@ def random_plan(
         np.zeros((micro_steps, layers), np.int64),
         np.zeros((micro_steps, layers)),
         "0" * 32,
+        "shared" if fetched_R.all() else "layer",
     )
 
 

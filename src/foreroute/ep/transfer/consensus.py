@@ -115,7 +115,7 @@ def agree_on_plan(consensus: RankConsensus, step: int, plan: StepPlan) -> str:
 def plan_digest(plan: StepPlan) -> str:
     """128 bit, hexadecimal, of everything that the executor reads in a plan."""
     digest = xxhash.xxh3_128()
-    digest.update(repr((plan.topology, plan.shape, plan.counts_digest)).encode())
+    digest.update(repr((plan.topology, plan.shape, plan.slots, plan.counts_digest, plan.tokens_digest)).encode())
     arrays = (plan.home_LE, plan.offsets, plan.expert_R, plan.rank_R, plan.slot_R, plan.fetched_R, plan.tokens_RG)
     for array in arrays:
         digest.update(repr((array.dtype.str, array.shape)).encode())
