@@ -13,7 +13,7 @@ from foreroute.costs.token_hosts import CellRoutes
 from foreroute.errors import ConfigError
 from foreroute.plan import CellHosts, PlanOptions, Topology
 from foreroute.plan.checker import verify
-from foreroute.plan.step_plan import CellPlan, replicas_of
+from foreroute.plan.step_plan import REPLICA_ARRAYS, CellPlan
 from foreroute.planner import plan
 from foreroute.planner.refine import prune_replicas
 from foreroute.planner.traffic import replicate_for_traffic
@@ -73,7 +73,7 @@ def _pruned(before, counts_MLGE, costs):
         before,
         offsets=np.cumsum([0, *(len(cell.expert_R) for cell in cells)]),
         max_load_ML=np.array(loads).reshape(num_micro_steps, num_layers),
-        **replicas_of(cells),
+        **{name: np.concatenate([getattr(cell, name) for cell in cells]) for name in REPLICA_ARRAYS},
     )
 
 

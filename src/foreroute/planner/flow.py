@@ -7,15 +7,34 @@ The searches here then say where such a replica could be put: which ranks can ta
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from numpy.typing import NDArray
 
-from foreroute.planner.cell import EXPERT, HELD, NEXT, NONE, QUOTA, RANK, clear, inlined, later_use, routine
+from foreroute.kernels import inlined
+from foreroute.planner.cell import EXPERT, HELD, NEXT, NONE, QUOTA, RANK, CellState, clear, later_use, slots_of
 
 
 @inlined
-def heaviest(load_G: Any) -> Any:
+def level(cell: CellState, target: int) -> tuple[int, int]:
+    """Move quota until every rank is at the target.
+
+    Returns:
+        A rank above the target whose load can go nowhere over the hosts that exist, or NONE.
+        How many ranks its load can reach; they are `queue` of `cell.search[:count]`.
+    """
+    # Each round takes load from a rank above the target to one below, and none rises above it.
+    while True:
+        start = heaviest(cell.load_G)
+        if cell.load_G[start] <= target:
+            return NONE, 0
+        end, count = _search_path(cell, start, target)
+        if end == NONE:
+            return start, count
+        push(cell, start, end, min(cell.search[end].width, target - cell.load_G[end]))
+
+
+@inlined
+def heaviest(load_G: NDArray[np.int64]) -> int:
     """The rank with the largest load, the first of several."""
     best = 0
     for g in range(1, len(load_G)):
@@ -25,7 +44,7 @@ def heaviest(load_G: Any) -> Any:
 
 
 @inlined
-def search_path(cell: Any, start: Any, target: Any) -> Any:
+def _search_path(cell: CellState, start: int, target: int) -> tuple[int, int]:
     """Breadth first from `start` to a rank below the target.
 
     Returns:
@@ -33,7 +52,7 @@ def search_path(cell: Any, start: Any, target: Any) -> Any:
         How many ranks were seen; they are `queue` of `cell.search[:count]`.
     """
     cell.clock[0] += 1
-    now, num_experts = cell.clock[0], len(cell.demand_E)
+    now, num_experts = cell.clock[0], len(cell.seen_E)
     cell.search[start].seen = now
     cell.search[start].width = cell.load_G[start] - target
     cell.search[0].queue = start
@@ -69,7 +88,7 @@ def search_path(cell: Any, start: Any, target: Any) -> Any:
 
 
 @inlined
-def push(cell: Any, start: Any, end: Any, amount: Any) -> None:
+def push(cell: CellState, start: int, end: int, amount: int) -> None:
     """Move load along the path that the last search found."""
     cell.load_G[start] -= amount
     cell.load_G[end] += amount
@@ -83,65 +102,25 @@ def push(cell: Any, start: Any, end: Any, amount: Any) -> None:
 
 
 @inlined
-def mean_of_seen(cell: Any, count: Any) -> Any:
-    """The mean load of the ranks that the last search saw, rounded up."""
-    total = 0
-    for i in range(count):
-        total += cell.load_G[cell.search[i].queue]
-    return -(-total // count)
+def receiving_capacity(cell: CellState, target: int) -> int:
+    """The most that a rank with a free slot can take, or, when there is none, take and pass on; each in `back_width`.
 
-
-@routine
-def level(cell: Any, target: Any) -> Any:
-    """Bring every rank to the target. False when the present hosts do not allow it."""
-    # Each round takes load from a rank above the target to one below, and none rises above it.
-    while True:
-        start = heaviest(cell.load_G)
-        if cell.load_G[start] <= target:
-            return True
-        end, _ = search_path(cell, start, target)
-        if end == NONE:
-            return False
-        push(cell, start, end, min(cell.search[end].width, target - cell.load_G[end]))
-
-
-@inlined
-def direct_capacity(cell: Any, target: Any) -> Any:
-    """The most that a rank with a free slot can take. None of them was seen, for the search would have ended there."""
+    When no rank has a slot for that either, the answer is 0, and `back_width` says what ranks could take with a slot.
+    """
     most = 0
     for rank in range(len(cell.load_G)):
+        # A rank below the target was not seen by the last search, which would have ended there.
         capacity = target - cell.load_G[rank]
         if capacity > 0 and free_slot(cell, rank, NONE) == NONE:
             capacity = 0
         cell.search[rank].back_width = max(capacity, 0)
         most = max(most, capacity)
-    return most
-
-
-@inlined
-def chained_capacity(cell: Any, target: Any) -> Any:
-    """The most that a rank with a free slot can take and pass on. No rank with capacity has a free slot.
-
-    When there is none, `back_width` says what each rank could take or pass on if it had one.
-    """
-    cell.clock[0] += 1
-    now = cell.clock[0]
-    count = np.int64(0)
-    for rank in range(len(cell.load_G)):
-        if cell.load_G[rank] < target:
-            cell.search[rank].back_width = target - cell.load_G[rank]
-            cell.search[count].back_queue = rank
-            cell.search[rank].seen = now
-            count += 1
-    # The first `own` ranks have capacity of their own; those behind them can pass load on to one of them.
-    own, most = count, 0
-    count = _search_back(cell, count)
+    if most > 0:
+        return most
+    own, count = _search_back(cell, target)
     for i in range(own, count):
         if free_slot(cell, cell.search[i].back_queue, NONE) != NONE:
             most = max(most, cell.search[cell.search[i].back_queue].back_width)
-    for rank in range(len(cell.load_G)):
-        if cell.search[rank].seen != now:
-            cell.search[rank].back_width = 0
     if most > 0:
         for i in range(count):
             rank = cell.search[i].back_queue
@@ -151,17 +130,28 @@ def chained_capacity(cell: Any, target: Any) -> Any:
 
 
 @inlined
-def _search_back(cell: Any, count: Any) -> Any:
-    """Breadth first against the edges, from the first `count` ranks of `back_queue`. Returns its new length."""
-    now = cell.clock[0]
+def _search_back(cell: CellState, target: int) -> tuple[int, int]:
+    """Breadth first against the edges, from all ranks below the target.
+
+    Returns:
+        How many ranks are below the target; they come first in `back_queue`.
+        How many can pass load on to one of them, with these.
+    """
+    cell.clock[0] += 1
+    now, count = cell.clock[0], 0
+    for rank in range(len(cell.load_G)):
+        if cell.load_G[rank] < target:
+            cell.search[rank].back_width = target - cell.load_G[rank]
+            cell.search[count].back_queue = rank
+            cell.search[rank].seen = now
+            count += 1
     # Invariant: `back_width` of a queued rank can flow from it to a rank below the target over hosts that exist.
-    i = 0
+    own, i = count, 0
     while i < count:
         rank = cell.search[i].back_queue
         i += 1
         for k in range(cell.host_GK.shape[1]):
-            y = cell.host_GK[rank, k]
-            e = cell.hosts[EXPERT, y]
+            e = cell.hosts[EXPERT, cell.host_GK[rank, k]]
             if e == NONE or cell.seen_E[e] == now or cell.hosts[NEXT, e] == NONE:
                 continue
             cell.seen_E[e] = now
@@ -174,21 +164,22 @@ def _search_back(cell: Any, count: Any) -> Any:
                     cell.search[count].back_queue = near
                     count += 1
                 x = cell.hosts[NEXT, x]
-    return count
+    return own, count
 
 
 @inlined
-def supply_of(cell: Any, rank: Any) -> Any:
-    """The most that one expert on a rank that the last search saw can give."""
-    quota = 0
-    for k in range(cell.host_GK.shape[1]):
-        x = cell.host_GK[rank, k]
-        quota = max(quota, cell.hosts[QUOTA, x])
-    return min(quota, cell.search[rank].width)
+def supply_of(cell: CellState, count: int) -> int:
+    """The most that one expert on one of the first `count` ranks that the last search saw can give."""
+    most = 0
+    for i in range(count):
+        rank = cell.search[i].queue
+        for k in range(cell.host_GK.shape[1]):
+            most = max(most, min(cell.hosts[QUOTA, cell.host_GK[rank, k]], cell.search[rank].width))
+    return most
 
 
 @inlined
-def free_slot(cell: Any, rank: Any, expert: Any) -> Any:
+def free_slot(cell: CellState, rank: int, expert: int) -> int:
     """A slot of the rank that serves nothing: the one that holds `expert`, an empty one, or the least wanted later.
 
     Returns:
@@ -196,8 +187,7 @@ def free_slot(cell: Any, rank: Any, expert: Any) -> Any:
     """
     # Slots that serve something are never given away here; `evict` does that.
     best, best_worth = NONE, 0.0
-    for s in range(cell.slot_GS.shape[1]):
-        x = cell.slot_GS[rank, s]
+    for x in slots_of(cell, rank):
         if cell.hosts[QUOTA, x] != 0:
             continue
         held = cell.hosts[HELD, x]
@@ -211,17 +201,14 @@ def free_slot(cell: Any, rank: Any, expert: Any) -> Any:
 
 
 @inlined
-def evict(cell: Any, count: Any) -> Any:
+def evict(cell: CellState, count: int) -> bool:
     """Empty the slot whose place serves best: what a new replica there can take, less what the old one serves."""
-    supply, best, best_gain = 0, NONE, 0
-    for i in range(count):
-        supply = max(supply, supply_of(cell, cell.search[i].queue))
+    supply, best, best_gain = supply_of(cell, count), NONE, 0
     for rank in range(len(cell.load_G)):
         capacity = cell.search[rank].back_width
         if capacity == 0:
             continue
-        for s in range(cell.slot_GS.shape[1]):
-            x = cell.slot_GS[rank, s]
+        for x in slots_of(cell, rank):
             gain = min(supply, capacity + cell.hosts[QUOTA, x]) - cell.hosts[QUOTA, x]
             if gain > best_gain:
                 best, best_gain = x, gain

@@ -15,6 +15,7 @@ import numpy as np
 from foreroute.costs import pricing
 from foreroute.costs.pricing import cell_seconds, rows_sent
 from foreroute.kernels import kernel
+from foreroute.planner.split import take_near
 
 NO_LIMIT = 1 << 30
 WORTH = 1e-3
@@ -398,33 +399,20 @@ def split_by_distance(counts_GE: Any, served_GE: Any, home_E: Any, ranks_per_nod
     most = num_experts + int((served_GE > 0).sum())
     expert_H, rank_H, tokens_H = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
     tokens_XG = np.zeros((num_ranks if by_rank else most, num_ranks), np.int64)
-    num_hosts = 0
-    supply_G, quota_G = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    left_G, quota_G, num_hosts = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64), 0
     for e in range(num_experts):
         first = num_hosts
         for g in range(num_ranks):
-            supply_G[g], quota = counts_GE[g, e], served_GE[g, e]
-            if quota == 0 and home_E[e] != g:
-                continue
-            expert_H[num_hosts], rank_H[num_hosts], tokens_H[num_hosts] = e, g, quota
-            own = min(supply_G[g], quota)
-            tokens_XG[g if by_rank else num_hosts, g] += own
-            supply_G[g] -= own
-            quota_G[num_hosts - first] = quota - own
-            num_hosts += 1
+            left_G[g], quota_G[g] = counts_GE[g, e], served_GE[g, e]
+            if quota_G[g] > 0 or home_E[e] == g:
+                expert_H[num_hosts], rank_H[num_hosts], tokens_H[num_hosts] = e, g, quota_G[g]
+                num_hosts += 1
         # Tokens leave their rank, and then their node, only when no host there has quota left: the most stays near that
         # these loads allow.
-        for near in (True, False):
+        for size in (1, ranks_per_node, num_ranks):
             for h in range(first, num_hosts):
-                node = rank_H[h] // ranks_per_node
-                begin, end = (node * ranks_per_node, (node + 1) * ranks_per_node) if near else (0, num_ranks)
-                for g in range(begin, end):
-                    if quota_G[h - first] == 0:
-                        break
-                    amount = min(supply_G[g], quota_G[h - first])
-                    tokens_XG[rank_H[h] if by_rank else h, g] += amount
-                    supply_G[g] -= amount
-                    quota_G[h - first] -= amount
+                g = rank_H[h]
+                quota_G[g] = take_near(tokens_XG[g if by_rank else h], left_G, quota_G[g], g, size)
     return (
         expert_H[:num_hosts],
         rank_H[:num_hosts],
