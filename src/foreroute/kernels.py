@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeVar, cast
 
 import numba
 import numpy as np
@@ -210,6 +210,9 @@ def _source(path: Path) -> tuple[bytes, tuple[Path, ...]]:
             imported += [file for file in (place.with_name(f"{place.name}.py"), place / "__init__.py") if file.exists()]
     return sha256(content).digest(), tuple(imported)
 
+
+NONE = cast(int, np.int64(-1))
+"""No rank, no expert. A plain number would be a type of its own, and what it is handed to compiled once more."""
 
 # Random words for compiled loops: a stream is one uint64, and the same on every machine.
 SHIFT_32 = uint64(32)

@@ -10,23 +10,22 @@ each rank; a chain `next` from each home visits exactly the slots that hold the 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.kernels import inlined, routine
+from foreroute.kernels import NONE, inlined, routine
 
 Ints = NDArray[np.int32]
-NONE = cast(int, np.int64(-1))  # a plain number would be a type of its own, and compiled apart
 LOOKAHEAD, LOOKAHEAD_DECAY = 16, 0.9
 """Micro-steps that a replica's use is foreseen, and what each counts by the one before: at the end of the window less
 than a fifth (0.9 ** 16 = 0.185). Neither value is published."""
 
-RANK, EXPERT, HELD, QUOTA, NEXT, BEST_EXPERT, BEST_QUOTA = range(7)
+RANK, EXPERT, HELD, QUOTA, NEXT, SEEN, BEST_EXPERT, BEST_QUOTA = range(8)
 """Rows of `hosts`: a host's rank; its expert, NONE for an empty slot; what a slot holds when the cell begins, which is
-not fetched; its quota; the next host of the same expert, NONE behind the last one, chains beginning at the home; expert
-and quota in the best plan found so far."""
+not fetched; its quota; the next host of the same expert, NONE behind the last one, chains beginning at the home; of a
+home, the number of the last search that passed the expert; expert and quota in the best plan found so far."""
 NOTES = ("seen", "width", "from_host", "to_host", "queue", "back_width", "back_queue", "gain", "before", "waiting")
 VISIT = np.dtype([(name, np.int64) for name in NOTES])
 """What searches note of a rank: the number of the last search that saw it; how much can reach it, over which pair
@@ -41,19 +40,19 @@ class CellState(NamedTuple):
     are walked by index: to iterate over them takes longer.
 
     Attributes:
-        hosts: [7, H], see `RANK`.
+        hosts: [8, H], see `RANK`.
         host_GK: [G, E / G + S], the hosts on each rank, those at home first.
         load_G: [G], the quotas of each rank.
         demand_NE: [N, E], assignments of each expert that come from each node.
         demand_MLE, surplus_MLG: of `look_ahead`.
         position: [2], the micro-step and the layer.
         random: uint64 [1], state of the random numbers.
+        num_experts: E.
         slots: S.
         ranks_per_node: G / N.
         persistent: whether slots keep what they hold. Otherwise they are empty at every cell.
         search: VISIT [G + 1], of ranks; the last one is the slack of the search for circles. This and what follows is
             scratch.
-        seen_E: [E], the number of the last search that passed the expert.
         clock: [1], the number of the last search; marks of earlier searches are stale without being cleared.
         over_NE: [N, E], what the hosts of a replicated expert in a node serve beyond the node's own tokens.
         split_2G: [2, G], of one expert: tokens of each rank that have no host yet, and those that the home serves.
@@ -67,11 +66,11 @@ class CellState(NamedTuple):
     surplus_MLG: Ints
     position: Ints
     random: NDArray[np.uint64]
+    num_experts: int
     slots: int
     ranks_per_node: int
     persistent: bool
     search: NDArray[Any]
-    seen_E: Ints
     clock: Ints
     over_NE: Ints
     split_2G: Ints
@@ -89,7 +88,7 @@ def new_cell(
     home_GK = np.zeros((num_ranks, num_experts // num_ranks), np.int64)
     slot_GS = np.arange(num_experts, num_hosts).reshape(num_ranks, slots)
     cell = CellState(
-        hosts=np.zeros((7, num_hosts), np.int64),
+        hosts=np.zeros((8, num_hosts), np.int64),
         host_GK=np.concatenate([home_GK, slot_GS], axis=1),
         load_G=np.zeros(num_ranks, np.int64),
         demand_NE=ints(num_nodes, num_experts),
@@ -97,11 +96,11 @@ def new_cell(
         surplus_MLG=outlook[1],
         position=ints(2),
         random=np.ones(1, np.uint64),
+        num_experts=num_experts,
         slots=slots,
         ranks_per_node=ranks_per_node,
         persistent=persistent,
         search=np.zeros(num_ranks + 1, VISIT).view(np.recarray),  # attributes of its rows without numba too
-        seen_E=ints(num_experts),
         clock=ints(1),
         over_NE=ints(num_nodes, num_experts),
         split_2G=ints(2, num_ranks),
@@ -128,14 +127,14 @@ def look_ahead(counts_MLGE: Ints, home_LE: NDArray[np.int16]) -> tuple[Ints, Int
 @inlined
 def slots_of(cell: CellState, rank: int) -> range:
     """The redundant slots of a rank, as hosts."""
-    first = len(cell.seen_E) + rank * cell.slots
+    first = cell.num_experts + rank * cell.slots
     return range(first, first + cell.slots)
 
 
 @inlined
 def all_slots(cell: CellState) -> range:
     """The redundant slots of all ranks, as hosts."""
-    return range(len(cell.seen_E), cell.hosts.shape[1])
+    return range(cell.num_experts, cell.hosts.shape[1])
 
 
 @routine
@@ -179,7 +178,7 @@ def relink(cell: CellState) -> None:
     """Bring chains and loads in line with what the slots hold and with the quotas."""
     for g in range(len(cell.load_G)):
         cell.load_G[g] = 0
-    for e in range(len(cell.seen_E)):
+    for e in range(cell.num_experts):
         cell.load_G[cell.hosts[RANK, e]] += cell.hosts[QUOTA, e]
         cell.hosts[NEXT, e] = NONE
     for x in all_slots(cell):

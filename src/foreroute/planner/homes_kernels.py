@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.kernels import inlined, kernel, next_below, next_unit
+from foreroute.kernels import NONE, inlined, kernel, next_below, next_unit
 from foreroute.plan.topology import Topology
 
 HOT, COLD = 0.5, 0.007
@@ -114,7 +114,7 @@ def descend(now: Placement, pull_EG: NDArray[np.int32]) -> None:
     # Invariant: at most `max_moves` experts are away from their start. Each round lowers the objective, so it ends.
     while True:
         _pulls(now, pull_EG)
-        best, best_e, best_f = 0, -1, -1
+        best, best_e, best_f = 0, NONE, NONE
         for e in range(len(now.home_E)):
             for f in range(e + 1, len(now.home_E)):
                 a, b = now.home_E[e], now.home_E[f]
@@ -123,7 +123,7 @@ def descend(now: Placement, pull_EG: NDArray[np.int32]) -> None:
                     change = _swap_change(now, e, f)
                     if change < best:
                         best, best_e, best_f = change, e, f
-        if best_e < 0:
+        if best_e == NONE:
             return
         _swap(now, best_e, best_f)
 
@@ -202,13 +202,13 @@ def sweep(now: Placement) -> None:
     """Give every expert in turn its best swap that the budget allows, where one improves."""
     # Annealing ends at the best placement that it met, which nothing was tried on since: some swaps may still improve.
     for e in range(len(now.home_E)):
-        best, best_f = 0, -1
+        best, best_f = 0, NONE
         for f in range(len(now.home_E)):
             if _allowed(now, e, f):
                 change = _swap_change(now, e, f)
                 if change < best:
                     best, best_f = change, f
-        if best_f >= 0:
+        if best_f != NONE:
             _swap(now, e, best_f)
 
 

@@ -123,7 +123,7 @@ def _planned(
 ) -> StepPlan:
     """Place homes, plan all cells, and put the plan together."""
     num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
-    home_LE = previous_LE
+    home_LE = previous_LE.copy()
     if options.home_moves != 0:
         home_LE = place_homes(
             counts, topology, previous_LE, max_moves=options.home_moves, seed=options.seed, threads=options.threads
@@ -152,8 +152,8 @@ def _plan_cells(
     progress: PlanInProgress,
 ) -> None:
     """Layers do not depend on each other, so every thread takes some of them through all micro-steps."""
-    from foreroute.planner.cell import NONE, look_ahead, new_cell
-    from foreroute.planner.refine import Refiner
+    from foreroute.kernels import NONE
+    from foreroute.planner.cell import look_ahead, new_cell
     from foreroute.planner.replicas import plan_block
 
     num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
@@ -162,6 +162,8 @@ def _plan_cells(
     held_LH = np.full((num_layers, num_experts + num_ranks * slots), NONE, np.int32)
     refiner = None
     if costs is not None and slots and (options.traffic or options.pay_off):
+        from foreroute.planner.refine import Refiner
+
         refiner = Refiner(counts, topology, options, costs)
 
     def plan_layers(layers: slice) -> None:

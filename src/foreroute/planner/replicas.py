@@ -10,33 +10,21 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.kernels import inlined, kernel, next_unit, routine
+from foreroute.kernels import NONE, kernel, next_unit, routine
 from foreroute.planner.cell import (
     BEST_EXPERT,
     BEST_QUOTA,
     EXPERT,
     HELD,
-    NONE,
     QUOTA,
-    RANK,
     CellState,
     all_slots,
     begin_cell,
     clear,
-    later_use,
-    put,
     relink,
     restore_held,
 )
-from foreroute.planner.flow import (
-    evict,
-    free_slot,
-    heaviest,
-    level,
-    push,
-    receiving_capacity,
-    supply_of,
-)
+from foreroute.planner.flow import grow, heaviest
 from foreroute.planner.progress import StepCells
 from foreroute.planner.split import keep_local, split
 
@@ -47,9 +35,6 @@ REUSE_THRESHOLD = 0.9
 """With slots that persist, replicas that move this share of the most that one can move are weighed by their later use.
 At 1, later use breaks ties alone; lower values take more replicas in this cell to spare some in later ones. In steps as
 short as these 1 fetched 1 to 18 % less."""
-REUSE_WEIGHT = 3.0
-"""What an assignment that a replica could serve in later micro-steps counts, by one that stays in its node now.
-At 0, slots that persist fetch 8 to 34 % more."""
 ATTEMPTS, FEWEST_ATTEMPTS = 1600, 12
 """Most attempts at a cell that misses its target are `ATTEMPTS` / G on G ranks, since each takes longer the more ranks
 there are; at least `FEWEST_ATTEMPTS`. With 400, exact cells of 8 ranks and one slot are 1.012 of the mean instead of
@@ -129,7 +114,7 @@ def find_replicas(cell: CellState, target: int, tolerant: bool) -> int:
 def _attempt(cell: CellState, target: int) -> int:
     """Grow; where that misses the target, again without replicas in the way, then from perturbed best states."""
     threshold = REUSE_THRESHOLD if cell.persistent else 1.0
-    best = grow(cell, target, threshold, 0.0)
+    best = grow(cell, target, True, threshold, 0.0)
     if best <= target:
         return best
     _save_best(cell)
@@ -144,7 +129,7 @@ def _attempt(cell: CellState, target: int) -> int:
             _restore_best(cell)
             _take_out(cell, 1, PERTURBED_SHARE)
             threshold = 1.0 - THRESHOLD_SPREAD * next_unit(cell.random)
-        reached = grow(cell, target, threshold, CHOICE_NOISE)
+        reached = grow(cell, target, True, threshold, CHOICE_NOISE)
         if reached <= best:
             best = reached
             _save_best(cell)
@@ -161,7 +146,7 @@ def _thin_out(cell: CellState, target: int) -> None:
     fewest = _fetched(cell)
     for _ in range(THINNING_ROUNDS):
         _take_out(cell, 1, 0.5)
-        if grow(cell, target, 1.0, CHOICE_NOISE) <= target and _fetched(cell) <= fewest:
+        if grow(cell, target, True, 1.0, CHOICE_NOISE) <= target and _fetched(cell) <= fewest:
             fewest = _fetched(cell)
             _save_best(cell)
         else:
@@ -196,8 +181,7 @@ def _drop_spare(cell: CellState, target: int) -> None:
             break
         least = quota
         clear(cell, host)
-        start, _ = level(cell, target)
-        if start == NONE:
+        if grow(cell, target, False, 1.0, 0.0) <= target:
             _save_best(cell)
             least = 0
         else:
@@ -225,84 +209,3 @@ def _take_out(cell: CellState, least: int, share: float) -> None:
             continue
         if cell.hosts[QUOTA, x] < least or (share > 0.0 and next_unit(cell.random) < share):
             clear(cell, x)
-
-
-@routine
-def grow(cell: CellState, target: int, threshold: float, noise: float) -> int:
-    """Bring every rank to the target with new replicas, or to the least larger one that is found. Returns it."""
-    # Each round adds a replica, empties a slot or raises the target. A new replica may lift its rank above the target,
-    # where that rank can pass load on; then a later round does. Emptied slots may be filled and emptied again, so their
-    # number is bounded (by hand).
-    evictions = 2 * len(cell.load_G)
-    while True:
-        start, count = level(cell, target)
-        if start == NONE:
-            return target
-        if _add_replica(cell, start, count, target, threshold, noise):
-            continue
-        if evictions > 0 and evict(cell, count):
-            evictions -= 1
-        else:
-            # The ranks that were seen serve each other's experts alone: the best for them is their mean.
-            seen = 0
-            for i in range(count):
-                seen += cell.load_G[cell.search[i].queue]
-            target = -(-seen // count)
-
-
-@inlined
-def _add_replica(cell: CellState, start: int, count: int, target: int, threshold: float, noise: float) -> bool:
-    """Add one replica from the seen ranks to another, and use it. What is to be passed on, later searches pass on.
-
-    `threshold` is the share of the most that one replica can move which the chosen one must move.
-    """
-    capacity = receiving_capacity(cell, target)
-    if capacity == 0:
-        return False
-    supply, givers = supply_of(cell, 1), 1  # when the overloaded rank, seen first, has enough, no other has to give
-    if supply < capacity:
-        supply, givers = supply_of(cell, count), count
-    enough = min(supply, capacity)
-    if threshold < 1.0:
-        enough = max(int(enough * threshold), 1)
-    x, rank = _choose_replica(cell, givers, enough, noise)
-    host = free_slot(cell, rank, cell.hosts[EXPERT, x])
-    amount = min(min(cell.search[cell.hosts[RANK, x]].width, cell.hosts[QUOTA, x]), cell.search[rank].back_width)
-    if cell.hosts[EXPERT, host] != NONE:
-        clear(cell, host)  # it serves nothing
-    put(cell, host, cell.hosts[EXPERT, x])
-    push(cell, start, cell.hosts[RANK, x], amount)
-    cell.hosts[QUOTA, x] -= amount
-    cell.hosts[QUOTA, host] += amount
-    cell.load_G[cell.hosts[RANK, x]] -= amount
-    cell.load_G[rank] += amount
-    return True
-
-
-@inlined
-def _choose_replica(cell: CellState, count: int, enough: int, noise: float) -> tuple[int, int]:
-    """The host to copy from and the rank to copy to, among those that move enough."""
-    best_x, best_rank, best = NONE, NONE, -1.0e30
-    for i in range(count):
-        rank = cell.search[i].queue
-        if cell.search[rank].width < enough:
-            continue
-        for k in range(cell.host_GK.shape[1]):
-            x = cell.host_GK[rank, k]
-            if cell.hosts[QUOTA, x] < enough:
-                continue
-            e = cell.hosts[EXPERT, x]
-            for u in range(len(cell.load_G)):
-                if cell.search[u].back_width < enough:
-                    continue
-                # Tokens that come from the rank's node need not cross; a rank with capacity to spare is kept for more,
-                # at half the weight (chosen by hand).
-                local = min(enough, cell.demand_NE[u // cell.ranks_per_node, e])
-                score = local - 0.5 * (cell.search[u].back_width - enough)
-                if cell.persistent:
-                    score += REUSE_WEIGHT * later_use(cell, e, u)
-                if noise > 0.0:
-                    score += noise * enough * next_unit(cell.random)
-                if score > best:
-                    best_x, best_rank, best = x, u, score
-    return best_x, best_rank

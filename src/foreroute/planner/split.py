@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.kernels import inlined, routine
-from foreroute.planner.cell import EXPERT, HELD, NEXT, NONE, QUOTA, RANK, CellState
+from foreroute.kernels import NONE, inlined, routine
+from foreroute.planner.cell import EXPERT, HELD, NEXT, QUOTA, RANK, CellState
 from foreroute.planner.progress import StepCells
 
 FINEST = 192
@@ -48,7 +48,7 @@ def keep_local(cell: CellState, target: int) -> None:
 @inlined
 def _measure(cell: CellState) -> None:
     """By how much the hosts of an expert in a node serve more than the node's own tokens: `over_NE`."""
-    for e in range(len(cell.seen_E)):
+    for e in range(cell.num_experts):
         if cell.hosts[NEXT, e] == NONE:
             continue
         for n in range(len(cell.demand_NE)):
@@ -187,12 +187,12 @@ def split(cell: CellState, counts_GE: NDArray[np.int32], cells: StepCells, c: in
     """
     num_ranks, left_G, home_G = len(cell.load_G), cell.split_2G[0], cell.split_2G[1]
     end = 0
-    for e in range(len(cell.seen_E)):
+    for e in range(cell.num_experts):
         first, x = end, cell.hosts[NEXT, e]
         while x != NONE:
             if cell.hosts[QUOTA, x]:
                 cells.expert_CP[c, end], cells.rank_CP[c, end] = e, cell.hosts[RANK, x]
-                cells.slot_CP[c, end] = (x - len(cell.seen_E)) % cell.slots
+                cells.slot_CP[c, end] = (x - cell.num_experts) % cell.slots
                 cells.fetched_CP[c, end] = cell.hosts[HELD, x] != e
                 end += 1
             x = cell.hosts[NEXT, x]
@@ -209,7 +209,7 @@ def split(cell: CellState, counts_GE: NDArray[np.int32], cells: StepCells, c: in
                 cell.hosts[QUOTA, e] = take_near(home_G, left_G, cell.hosts[QUOTA, e], cell.hosts[RANK, e], size)
             for r in range(first, end):
                 rank = int(cells.rank_CP[c, r])
-                x = len(cell.seen_E) + rank * cell.slots + cells.slot_CP[c, r]
+                x = cell.num_experts + rank * cell.slots + cells.slot_CP[c, r]
                 cell.hosts[QUOTA, x] = take_near(cells.tokens_CPG[c, r], left_G, cell.hosts[QUOTA, x], rank, size)
     cells.count_C[c] = end
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foreroute.costs import pricing
+from foreroute.costs.model import Prices
 from foreroute.costs.pricing import cell_seconds, rows_sent
 from foreroute.kernels import kernel
 from foreroute.planner.split import take_near
@@ -29,6 +31,10 @@ _TOGETHER = np.array([[1.0, 1.0], [1.5, 1.5], [0.67, 0.67]])
 _APART = np.array([[0.75, 1.0], [1.33, 1.0], [1.0, 0.75], [1.0, 1.33]])
 
 
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
 class SearchInput(NamedTuple):
     """What the search knows of a cell.
 
@@ -37,20 +43,18 @@ class SearchInput(NamedTuple):
         demand_NE: int64, of the ranks of each node together.
         order_X: int64, the flat indices of `demand_NE`, most wanted first.
         home_E: int64, homes.
-        first_NE: bool, what nodes must host.
         target: most assignments that a rank should serve.
         attention_s: of `slowest_attention`.
         prices: the cost model.
     """
 
-    counts_GE: Any
-    demand_NE: Any
-    order_X: Any
-    home_E: Any
-    first_NE: Any
+    counts_GE: Ints
+    demand_NE: Ints
+    order_X: Ints
+    home_E: Ints
     target: int
-    attention_s: Any
-    prices: Any
+    attention_s: NDArray[np.float64]
+    prices: Prices
 
 
 class Candidate(NamedTuple):
@@ -58,75 +62,69 @@ class Candidate(NamedTuple):
 
     slots: int
     copies: int
-    served_GE: Any
+    served_GE: Ints
     seconds: float
-    parts_SP: Any
+    parts_SP: NDArray[np.float64]
 
 
 @kernel
-def search_cell(
-    counts_GE: Any, home_E: Any, base_NE: Any, base_s: float, slots: int, target: int, attention_s: Any, prices: Any
-) -> Any:
-    """The loads of the fastest plan found, int64 [G, E], and its seconds. Without a better one, no loads and `base_s`.
+def search_cell(cell: SearchInput, base_NE: Bools, base_s: float, slots: int) -> Any:
+    """The loads of the fastest plan found, int64 [G, E]. When none is better than that to beat, there are no loads.
 
     First come as many replicas as fit. Where their transfers expose time, other numbers are tried, first about as many
     as the rest of the cell's work hides. Last, fewer as long as that costs nothing.
 
     Args:
-        counts_GE: int64, of the cell.
-        home_E: int64, homes.
+        cell: what is known of it.
         base_NE: bool, what each node hosts under the plan to beat; it shows where loads need replicas.
         base_s: seconds of that plan.
         slots: of a rank.
-        target: most assignments that a rank should serve.
-        attention_s: of `slowest_attention`.
-        prices: the cost model.
     """
-    demand_NE = _demand(counts_GE, prices.ranks_per_node)
-    order_X = np.argsort(-demand_NE.ravel(), kind="mergesort")
-    cell = SearchInput(counts_GE, demand_NE, order_X, home_E, np.zeros_like(base_NE), target, attention_s, prices)
-    found = _plan(cell, slots, NO_LIMIT)
-    if found.served_GE.sum(axis=1).max() > target:
-        with_base = SearchInput(counts_GE, demand_NE, order_X, home_E, base_NE, target, attention_s, prices)
-        other = _plan(with_base, slots, NO_LIMIT)
+    first_NE = np.zeros_like(base_NE)
+    found = _plan(cell, first_NE, slots, NO_LIMIT)
+    if found.served_GE.sum(axis=1).max() > cell.target:
+        other = _plan(cell, base_NE, slots, NO_LIMIT)
         if other.seconds < found.seconds:
-            cell, found = with_base, other
+            first_NE, found = base_NE, other
     if found.parts_SP[:, _EXPOSED].sum() > 0:
-        hidden_slots, hidden_copies = _hidden(found.parts_SP, prices)
-        found = _around(cell, found, slots, hidden_slots, hidden_copies, _TOGETHER)
+        hidden_slots, hidden_copies = _hidden(found.parts_SP, cell.prices)
+        found = _around(cell, first_NE, found, slots, hidden_slots, hidden_copies, _TOGETHER)
         # The second round starts from the best of the first, which may have changed one of the two numbers.
         for _ in range(2):
             before_s = found.seconds
-            found = _around(cell, found, slots, found.slots, found.copies, _APART)
+            found = _around(cell, first_NE, found, slots, found.slots, found.copies, _APART)
             if found.seconds > before_s * (1 - WORTH):
                 break
     else:
-        found = _economise(cell, found)
+        found = _economise(cell, first_NE, found)
     if found.seconds > base_s * (1 - WORTH):
-        return np.zeros((0, 0), np.int64), base_s
-    return found.served_GE, found.seconds
+        return np.zeros((0, 0), np.int64)
+    return found.served_GE
 
 
 @kernel
-def _around(cell: Any, found: Any, most_slots: int, slots: float, copies: float, steps: Any) -> Any:
+def _around(
+    cell: SearchInput, first_NE: Bools, found: Candidate, most_slots: int, slots: float, copies: float, steps: Any
+) -> Any:
     """The best of what was found and plans with multiples of these numbers."""
     for step in steps:
         few_slots = max(1, min(most_slots, int(step[0] * slots + 0.5)))
         few_copies = max(1, min(NO_LIMIT, int(step[1] * copies + 0.5)))
         if few_slots == found.slots and few_copies == found.copies:
             continue
-        other = _plan(cell, few_slots, few_copies)
+        other = _plan(cell, first_NE, few_slots, few_copies)
         if other.seconds < found.seconds:
             found = other
     return found
 
 
 @kernel
-def _economise(cell: Any, found: Any) -> Any:
+def _economise(cell: SearchInput, first_NE: Bools, found: Candidate) -> Any:
     """Fewer replicas, as long as that takes no more time."""
     enough_s = found.seconds * (1 + WORTH)
     while found.slots > 1:
-        other = _plan(cell, found.slots * 3 // 4, found.copies)  # a quarter fewer each time: few plans to the least
+        # a quarter fewer each time: few plans to the least
+        other = _plan(cell, first_NE, found.slots * 3 // 4, found.copies)
         if other.seconds > enough_s:
             break
         found = other
@@ -134,13 +132,13 @@ def _economise(cell: Any, found: Any) -> Any:
 
 
 @kernel
-def _plan(cell: Any, slots: int, copies: int) -> Any:
+def _plan(cell: SearchInput, first_NE: Bools, slots: int, copies: int) -> Any:
     width, home_E = cell.prices.ranks_per_node, cell.home_E
     # The slots kept back are for parts of experts that are too large for one rank: a slot for each rank but one, and a
     # quarter of all at most (chosen by hand).
     guests = slots * width - min(width - 1, slots * width // 4)
     hosted_NE = choose_hosted(
-        cell.demand_NE, cell.order_X, home_E, width, guests, copies, _least(cell.prices), cell.first_NE
+        cell.demand_NE, cell.order_X, home_E, width, guests, copies, _least(cell.prices), first_NE
     )
     served_GE = serve_locally(cell.demand_NE, hosted_NE, home_E, width, slots, cell.target)
     expert_H, rank_H, tokens_H, pairs_GG = split_by_distance(cell.counts_GE, served_GE, home_E, width, True)
@@ -155,16 +153,6 @@ def _plan(cell: Any, slots: int, copies: int) -> Any:
         cell.prices,
     )
     return Candidate(slots, copies, served_GE, parts_SP.sum(), parts_SP)
-
-
-@kernel
-def _demand(counts_GE: Any, ranks_per_node: int) -> Any:
-    num_ranks, num_experts = counts_GE.shape
-    demand_NE = np.zeros((num_ranks // ranks_per_node, num_experts), np.int64)
-    for g in range(num_ranks):
-        for e in range(num_experts):
-            demand_NE[g // ranks_per_node, e] += counts_GE[g, e]
-    return demand_NE
 
 
 @kernel
