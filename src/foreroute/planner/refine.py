@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.figures import slowest_attention
-from foreroute.costs.model import CostModel
+from foreroute.costs.model import CostModel, Prices
 from foreroute.costs.pricing import EXPOSED, NODE_OUT, cell_seconds, pairs_between, rows_sent, transfer_seconds
 from foreroute.kernels import kernel
 from foreroute.plan.options import PlanOptions
@@ -17,6 +16,9 @@ from foreroute.plan.step_plan import CellHosts, CellPlan
 from foreroute.plan.topology import Topology
 from foreroute.planner.progress import StepCells
 from foreroute.planner.traffic import replicate_for_traffic
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 class Refiner:
@@ -106,8 +108,14 @@ def prune_replicas(
 # Sums and largest values are loops here: numpy's take numba seconds to compile, each.
 @kernel
 def _unpaid(
-    expert_H: Any, rank_H: Any, tokens_HG: Any, alive_H: Any, home_E: Any, attention_s: Any, prices: Any
-) -> Any:
+    expert_H: Ints,
+    rank_H: Ints,
+    tokens_HG: Ints,
+    alive_H: Bools,
+    home_E: Ints,
+    attention_s: NDArray[np.float64],
+    prices: Prices,
+) -> tuple[Ints, Ints]:
     """The replicas to drop, one after the other, and the host that takes over from each: both int64.
 
     `alive_H` are the replicas that are fetched; it and `tokens_HG` are changed.
@@ -148,14 +156,14 @@ def _unpaid(
 
 @kernel
 def _least_on_busiest(
-    expert_H: Any,
-    rank_H: Any,
-    tokens_H: Any,
-    alive_H: Any,
-    home_E: Any,
-    parts_SP: Any,
+    expert_H: Ints,
+    rank_H: Ints,
+    tokens_H: Ints,
+    alive_H: Bools,
+    home_E: Ints,
+    parts_SP: NDArray[np.float64],
     num_ranks: int,
-    prices: Any,
+    prices: Prices,
 ) -> int:
     """Of the fetched replicas on the busiest copy engine, or on the busiest link where that is not what is exposed, the
     one with the fewest tokens; -1 when there is none.
@@ -193,7 +201,7 @@ def _least_on_busiest(
 
 
 @kernel
-def _successor(host: int, expert_H: Any, rank_H: Any, tokens_H: Any, gone_H: Any, num_ranks: int) -> int:
+def _successor(host: int, expert_H: Ints, rank_H: Ints, tokens_H: Ints, gone_H: Bools, num_ranks: int) -> int:
     """Another host of the same expert, on the rank that serves least."""
     load_G = np.zeros(num_ranks, np.int64)
     for h in range(len(rank_H)):

@@ -8,7 +8,7 @@ laid on ranks, largest first, cut where a rank is full. All amounts are whole as
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +68,7 @@ class Candidate(NamedTuple):
 
 
 @kernel
-def search_cell(cell: SearchInput, base_NE: Bools, base_s: float, slots: int) -> Any:
+def search_cell(cell: SearchInput, base_NE: Bools, base_s: float, slots: int) -> Ints:
     """The loads of the fastest plan found, int64 [G, E]. When none is better than that to beat, there are no loads.
 
     First come as many replicas as fit. Where their transfers expose time, other numbers are tried, first about as many
@@ -81,7 +81,7 @@ def search_cell(cell: SearchInput, base_NE: Bools, base_s: float, slots: int) ->
         slots: of a rank.
     """
     first_NE = np.zeros_like(base_NE)
-    found = _plan(cell, first_NE, slots, NO_LIMIT)
+    found: Candidate = _plan(cell, first_NE, slots, NO_LIMIT)
     if found.served_GE.sum(axis=1).max() > cell.target:
         other = _plan(cell, base_NE, slots, NO_LIMIT)
         if other.seconds < found.seconds:
@@ -104,8 +104,14 @@ def search_cell(cell: SearchInput, base_NE: Bools, base_s: float, slots: int) ->
 
 @kernel
 def _around(
-    cell: SearchInput, first_NE: Bools, found: Candidate, most_slots: int, slots: float, copies: float, steps: Any
-) -> Any:
+    cell: SearchInput,
+    first_NE: Bools,
+    found: Candidate,
+    most_slots: int,
+    slots: float,
+    copies: float,
+    steps: NDArray[np.float64],
+) -> Candidate:
     """The best of what was found and plans with multiples of these numbers."""
     for step in steps:
         few_slots = max(1, min(most_slots, int(step[0] * slots + 0.5)))
@@ -119,7 +125,7 @@ def _around(
 
 
 @kernel
-def _economise(cell: SearchInput, first_NE: Bools, found: Candidate) -> Any:
+def _economise(cell: SearchInput, first_NE: Bools, found: Candidate) -> Candidate:
     """Fewer replicas, as long as that takes no more time."""
     enough_s = found.seconds * (1 + WORTH)
     while found.slots > 1:
@@ -132,7 +138,7 @@ def _economise(cell: SearchInput, first_NE: Bools, found: Candidate) -> Any:
 
 
 @kernel
-def _plan(cell: SearchInput, first_NE: Bools, slots: int, copies: int) -> Any:
+def _plan(cell: SearchInput, first_NE: Bools, slots: int, copies: int) -> Candidate:
     width, home_E = cell.prices.ranks_per_node, cell.home_E
     # The slots kept back are for parts of experts that are too large for one rank: a slot for each rank but one, and a
     # quarter of all at most (chosen by hand).
@@ -156,7 +162,7 @@ def _plan(cell: SearchInput, first_NE: Bools, slots: int, copies: int) -> Any:
 
 
 @kernel
-def _least(prices: Any) -> int:
+def _least(prices: Prices) -> int:
     """Assignments of a node for which one more expert on one of its ranks takes as long as the rows it saves.
 
     It reads its weights and pads half a tile; it saves a row each over the NICs of the node, if all picks of the
@@ -173,7 +179,7 @@ def _least(prices: Any) -> int:
 
 
 @kernel
-def _hidden(parts_SP: Any, prices: Any) -> Any:
+def _hidden(parts_SP: NDArray[np.float64], prices: Prices) -> tuple[float, float]:
     """Replicas of a rank, and copies of a home rank's experts, whose transfers about take the time of other work."""
     fetch_s = parts_SP[0].sum() - parts_SP[0, _EXPOSED]
     links_s = parts_SP[1, _ATTENTION] + parts_SP[1, _EXPERTS] + parts_SP[1, _FIXED]
@@ -182,7 +188,9 @@ def _hidden(parts_SP: Any, prices: Any) -> Any:
 
 
 @kernel
-def serve_locally(demand_NE: Any, hosted_NE: Any, home_E: Any, ranks_per_node: int, slots: int, target: int) -> Any:
+def serve_locally(
+    demand_NE: Ints, hosted_NE: Bools, home_E: Ints, ranks_per_node: int, slots: int, target: int
+) -> Ints:
     """Loads of all hosts of a cell whose nodes host given experts: int64 [G, E], what each rank serves of each expert.
 
     Args:
@@ -209,15 +217,15 @@ def serve_locally(demand_NE: Any, hosted_NE: Any, home_E: Any, ranks_per_node: i
 
 @kernel
 def choose_hosted(
-    demand_NE: Any,
-    order_X: Any,
-    home_E: Any,
+    demand_NE: Ints,
+    order_X: Ints,
+    home_E: Ints,
     ranks_per_node: int,
     guests: int,
     copies: int,
     least: int,
-    first_NE: Any,
-) -> Any:
+    first_NE: Bools,
+) -> Bools:
     """What each node hosts: bool [N, E]. Its homes, and what its tokens want most.
 
     Args:
@@ -250,7 +258,7 @@ def choose_hosted(
 
 
 @kernel
-def _quotas(demand_NE: Any, hosted_NE: Any, capacity: int) -> Any:
+def _quotas(demand_NE: Ints, hosted_NE: Bools, capacity: int) -> Ints:
     """int64 [N, E], what each node serves of each expert."""
     num_nodes, num_experts = demand_NE.shape
     quota_NE = np.where(hosted_NE, demand_NE, 0)
@@ -283,7 +291,7 @@ def _quotas(demand_NE: Any, hosted_NE: Any, capacity: int) -> Any:
 
 
 @kernel
-def _unload_node(node: int, quota_NE: Any, hosted_NE: Any, load_N: Any, capacity: int) -> None:
+def _unload_node(node: int, quota_NE: Ints, hosted_NE: Bools, load_N: Ints, capacity: int) -> None:
     """Give what exceeds a node's capacity to other hosts, in few pieces."""
     num_nodes, num_experts = quota_NE.shape
     # Each piece either takes the node to its capacity, fills another or takes all of an expert, so it ends.
@@ -308,7 +316,7 @@ def _unload_node(node: int, quota_NE: Any, hosted_NE: Any, load_N: Any, capacity
 
 @kernel
 def _lay_on_ranks(
-    node: int, left_E: Any, home_E: Any, ranks_per_node: int, slots: int, target: int, served_GE: Any, load_G: Any
+    node: int, left_E: Ints, home_E: Ints, ranks_per_node: int, slots: int, target: int, served_GE: Ints, load_G: Ints
 ) -> None:
     """Lay a node's experts on its ranks. What found no place stays in `left_E`."""
     num_experts = len(left_E)
@@ -345,7 +353,7 @@ def _lay_on_ranks(
 
 
 @kernel
-def _relieve(served_GE: Any, load_G: Any, target: int, ranks_per_node: int) -> None:
+def _relieve(served_GE: Ints, load_G: Ints, target: int, ranks_per_node: int) -> None:
     """Ranks above the target pass load on to other hosts of their experts, on their own node first."""
     num_ranks, num_experts = served_GE.shape
     # Only hosts that serve an expert already get more of it, and none rises above the target: no transfer is added.
@@ -369,7 +377,9 @@ def _relieve(served_GE: Any, load_G: Any, target: int, ranks_per_node: int) -> N
 
 
 @kernel
-def split_by_distance(counts_GE: Any, served_GE: Any, home_E: Any, ranks_per_node: int, by_rank: bool) -> Any:
+def split_by_distance(
+    counts_GE: Ints, served_GE: Ints, home_E: Ints, ranks_per_node: int, by_rank: bool
+) -> tuple[Ints, Ints, Ints, Ints]:
     """Hosts in order of experts, and the tokens of each source rank that each serves: own rank, own node, the rest.
 
     Args:
