@@ -45,19 +45,22 @@ def grow(cell: CellState, target: int, adding: bool, threshold: float, noise: fl
     Returns:
         The target, or the least larger one that was reached.
     """
-    # Each round adds a replica, empties a slot or raises the target. A new replica may lift its rank above the target,
-    # where that rank can pass load on; then a later round does. Emptied slots may be filled and emptied again, so their
-    # number is bounded (by hand).
+    # Each round moves load below the target, adds a replica, empties a slot or raises the target. A new replica may
+    # lift its rank above the target, where that rank can pass load on; then a later round does. Emptied slots may be
+    # filled and emptied again, so their number is bounded (by hand).
     evictions = 2 * len(cell.load_G)
     while True:
-        start, count = _level(cell, target)
-        if start == NONE:
+        start = heaviest(cell.load_G)
+        if cell.load_G[start] <= target:
             return target
-        if not adding:
+        end, count = _search_path(cell, start, target)
+        if end != NONE:
+            _push(cell, start, end, min(cell.search[end].width, target - cell.load_G[end]))
+        elif not adding:
             return int(cell.load_G[start])
-        if _add_replica(cell, start, count, target, threshold, noise):
+        elif _add_replica(cell, start, count, target, threshold, noise):
             continue
-        if evictions > 0 and _evict(cell, count):
+        elif evictions > 0 and _evict(cell, count):
             evictions -= 1
         else:
             # The ranks that were seen serve each other's experts alone: the best for them is their mean.
@@ -120,25 +123,6 @@ def _choose_replica(cell: CellState, count: int, enough: int, noise: float) -> t
 
 
 @inlined
-def _level(cell: CellState, target: int) -> tuple[int, int]:
-    """Move quota until every rank is at the target.
-
-    Returns:
-        A rank above the target whose load can go nowhere over the hosts that exist, or NONE.
-        How many ranks its load can reach; they are `queue` of `cell.search[:count]`.
-    """
-    # Each round takes load from a rank above the target to one below, and none rises above it.
-    while True:
-        start = heaviest(cell.load_G)
-        if cell.load_G[start] <= target:
-            return NONE, 0
-        end, count = _search_path(cell, start, target)
-        if end == NONE:
-            return start, count
-        _push(cell, start, end, min(cell.search[end].width, target - cell.load_G[end]))
-
-
-@inlined
 def heaviest(load_G: NDArray[np.int64]) -> int:
     """The rank with the largest load, the first of several."""
     best = 0
@@ -157,7 +141,7 @@ def _search_path(cell: CellState, start: int, target: int) -> tuple[int, int]:
         How many ranks were seen; they are `queue` of `cell.search[:count]`.
     """
     cell.clock[0] += 1
-    now, num_experts = cell.clock[0], cell.num_experts
+    now = cell.clock[0]
     cell.search[start].seen = now
     cell.search[start].width = cell.load_G[start] - target
     cell.search[0].queue = start
@@ -170,7 +154,7 @@ def _search_path(cell: CellState, start: int, target: int) -> tuple[int, int]:
         for k in range(cell.host_GK.shape[1]):
             x = cell.host_GK[rank, k]
             # a home without a replica: its load can go nowhere
-            if x < num_experts and cell.hosts[NEXT, x] == NONE:
+            if x < cell.num_experts and cell.hosts[NEXT, x] == NONE:
                 continue
             e = cell.hosts[EXPERT, x]
             if cell.hosts[QUOTA, x] == 0 or cell.hosts[SEEN, e] == now:
