@@ -22,10 +22,10 @@ LOOKAHEAD, LOOKAHEAD_DECAY = 16, 0.9
 """Micro-steps that a replica's use is foreseen, and what each counts by the one before: at the end of the window less
 than a fifth (0.9 ** 16 = 0.185). Neither value is published."""
 
-RANK, EXPERT, HELD, QUOTA, NEXT, SEEN, BEST_EXPERT, BEST_QUOTA = range(8)
+RANK, EXPERT, HELD, QUOTA, NEXT, BEST_EXPERT, BEST_QUOTA = range(7)
 """Rows of `hosts`: a host's rank; its expert, NONE for an empty slot; what a slot holds when the cell begins, which is
-not fetched; its quota; the next host of the same expert, NONE behind the last one, chains beginning at the home; of a
-home, the number of the last search that passed the expert; expert and quota in the best plan found so far."""
+not fetched; its quota; the next host of the same expert, NONE behind the last one, chains beginning at the home; expert
+and quota in the best plan found so far."""
 NOTES = ("seen", "width", "from_host", "to_host", "queue", "back_width", "back_queue", "gain", "before", "waiting")
 VISIT = np.dtype([(name, np.int64) for name in NOTES])
 """What searches note of a rank: the number of the last search that saw it; how much can reach it, over which pair
@@ -40,7 +40,7 @@ class CellState(NamedTuple):
     are walked by index: to iterate over them takes longer.
 
     Attributes:
-        hosts: [8, H], see `RANK`.
+        hosts: [7, H], see `RANK`.
         host_GK: [G, E / G + S], the hosts on each rank, those at home first.
         load_G: [G], the quotas of each rank.
         demand_NE: [N, E], assignments of each expert that come from each node.
@@ -53,6 +53,7 @@ class CellState(NamedTuple):
         persistent: whether slots keep what they hold. Otherwise they are empty at every cell.
         search: VISIT [G + 1], of ranks; the last one is the slack of the search for circles. This and what follows is
             scratch.
+        seen_E: [E], the number of the last search that passed the expert.
         clock: [1], the number of the last search; marks of earlier searches are stale without being cleared.
         over_NE: [N, E], what the hosts of a replicated expert in a node serve beyond the node's own tokens.
         split_2G: [2, G], of one expert: tokens of each rank that have no host yet, and those that the home serves.
@@ -71,6 +72,7 @@ class CellState(NamedTuple):
     ranks_per_node: int
     persistent: bool
     search: NDArray[Any]
+    seen_E: Ints
     clock: Ints
     over_NE: Ints
     split_2G: Ints
@@ -88,7 +90,7 @@ def new_cell(
     home_GK = np.zeros((num_ranks, num_experts // num_ranks), np.int64)
     slot_GS = np.arange(num_experts, num_hosts).reshape(num_ranks, slots)
     cell = CellState(
-        hosts=np.zeros((8, num_hosts), np.int64),
+        hosts=np.zeros((7, num_hosts), np.int64),
         host_GK=np.concatenate([home_GK, slot_GS], axis=1),
         load_G=np.zeros(num_ranks, np.int64),
         demand_NE=ints(num_nodes, num_experts),
@@ -101,6 +103,7 @@ def new_cell(
         ranks_per_node=ranks_per_node,
         persistent=persistent,
         search=np.zeros(num_ranks + 1, VISIT).view(np.recarray),  # attributes of its rows without numba too
+        seen_E=ints(num_experts),
         clock=ints(1),
         over_NE=ints(num_nodes, num_experts),
         split_2G=ints(2, num_ranks),

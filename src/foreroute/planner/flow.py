@@ -18,7 +18,6 @@ from foreroute.planner.cell import (
     NEXT,
     QUOTA,
     RANK,
-    SEEN,
     CellState,
     clear,
     later_use,
@@ -76,9 +75,9 @@ def _add_replica(cell: CellState, start: int, count: int, target: int, threshold
     capacity = _receiving_capacity(cell, target)
     if capacity == 0:
         return False
-    supply, givers = _supply_of(cell, 1), 1  # when the overloaded rank, seen first, has enough, no other has to give
+    supply, givers = _supply_of(cell, 0, 1), 1  # when the overloaded rank, seen first, has enough, no other has to give
     if supply < capacity:
-        supply, givers = _supply_of(cell, count), count
+        supply, givers = max(supply, _supply_of(cell, 1, count)), count
     enough = min(supply, capacity)
     if threshold < 1.0:
         enough = max(int(enough * threshold), 1)
@@ -157,9 +156,9 @@ def _search_path(cell: CellState, start: int, target: int) -> tuple[int, int]:
             if x < cell.num_experts and cell.hosts[NEXT, x] == NONE:
                 continue
             e = cell.hosts[EXPERT, x]
-            if cell.hosts[QUOTA, x] == 0 or cell.hosts[SEEN, e] == now:
+            if cell.hosts[QUOTA, x] == 0 or cell.seen_E[e] == now:
                 continue
-            cell.hosts[SEEN, e] = now
+            cell.seen_E[e] = now
             y = e
             while y != NONE:
                 to = cell.hosts[RANK, y]
@@ -241,9 +240,9 @@ def _search_back(cell: CellState, target: int) -> tuple[int, int]:
         i += 1
         for k in range(cell.host_GK.shape[1]):
             e = cell.hosts[EXPERT, cell.host_GK[rank, k]]
-            if e == NONE or cell.hosts[SEEN, e] == now or cell.hosts[NEXT, e] == NONE:
+            if e == NONE or cell.seen_E[e] == now or cell.hosts[NEXT, e] == NONE:
                 continue
-            cell.hosts[SEEN, e] = now
+            cell.seen_E[e] = now
             x = e
             while x != NONE:
                 near = cell.hosts[RANK, x]
@@ -257,13 +256,14 @@ def _search_back(cell: CellState, target: int) -> tuple[int, int]:
 
 
 @inlined
-def _supply_of(cell: CellState, count: int) -> int:
-    """The most that one expert on one of the first `count` ranks that the last search saw can give."""
+def _supply_of(cell: CellState, first: int, end: int) -> int:
+    """The most that one expert on one of these ranks can give, by their numbers in the last search."""
     most = 0
-    for i in range(count):
-        rank = cell.search[i].queue
+    for i in range(first, end):
+        rank, quota = cell.search[i].queue, 0
         for k in range(cell.host_GK.shape[1]):
-            most = max(most, min(cell.hosts[QUOTA, cell.host_GK[rank, k]], cell.search[rank].width))
+            quota = max(quota, cell.hosts[QUOTA, cell.host_GK[rank, k]])
+        most = max(most, min(quota, cell.search[rank].width))
     return most
 
 
@@ -292,7 +292,7 @@ def _free_slot(cell: CellState, rank: int, expert: int) -> int:
 @inlined
 def _evict(cell: CellState, count: int) -> bool:
     """Empty the slot whose place serves best: what a new replica there can take, less what the old one serves."""
-    supply, best, best_gain = _supply_of(cell, count), NONE, 0
+    supply, best, best_gain = _supply_of(cell, 0, count), NONE, 0
     for rank in range(len(cell.load_G)):
         capacity = cell.search[rank].back_width
         if capacity == 0:

@@ -191,13 +191,17 @@ def _drop_spare(cell: CellState, target: int) -> None:
 @routine
 def _save_best(cell: CellState) -> None:
     for x in range(cell.hosts.shape[1]):
-        cell.hosts[BEST_QUOTA, x], cell.hosts[BEST_EXPERT, x] = cell.hosts[QUOTA, x], cell.hosts[EXPERT, x]
+        cell.hosts[BEST_QUOTA, x] = cell.hosts[QUOTA, x]
+    for x in all_slots(cell):
+        cell.hosts[BEST_EXPERT, x] = cell.hosts[EXPERT, x]
 
 
 @routine
 def _restore_best(cell: CellState) -> None:
     for x in range(cell.hosts.shape[1]):
-        cell.hosts[QUOTA, x], cell.hosts[EXPERT, x] = cell.hosts[BEST_QUOTA, x], cell.hosts[BEST_EXPERT, x]
+        cell.hosts[QUOTA, x] = cell.hosts[BEST_QUOTA, x]
+    for x in all_slots(cell):
+        cell.hosts[EXPERT, x] = cell.hosts[BEST_EXPERT, x]
     relink(cell)
 
 
