@@ -35,11 +35,12 @@ def lplb_style(problem: BalancerInput) -> Iterator[CellHosts]:
 
 def _split_by_program(problem: BalancerInput, hosts_L: list[Hosts]) -> Iterator[CellHosts]:
     contents = SlotContents(problem)
-    node_G = problem.topology.node_G
+    topology = problem.topology
     for layer, counts_GE in problem.cells():
         expert_H, rank_H = hosts_L[layer]
-        quota_H, _ = level_quotas(expert_H, rank_H, counts_GE.sum(axis=0), len(node_G))
-        yield contents.host(layer, expert_H, rank_H, split_by_quota(expert_H, rank_H, quota_H, node_G, counts_GE))
+        quota_H, _ = level_quotas(expert_H, rank_H, counts_GE.sum(axis=0), topology.num_ranks)
+        tokens_HG = split_by_quota(expert_H, rank_H, quota_H, topology.ranks_per_node, counts_GE)
+        yield contents.host(layer, expert_H, rank_H, tokens_HG)
 
 
 def linked_ranks(num_ranks: int, degree: int) -> NDArray[np.int64]:

@@ -43,7 +43,7 @@ def relibra_style(problem: BalancerInput) -> Iterator[CellHosts]:
         expert_H = np.concatenate([np.arange(len(home_E), dtype=np.int32), copied_R])
         rank_H = np.concatenate([home_E, rank_R])
         quota_H, _ = level_quotas(expert_H, rank_H, loads_E, num_ranks)
-        tokens_HG = split_by_quota(expert_H, rank_H, quota_H, node_G, counts_GE)
+        tokens_HG = split_by_quota(expert_H, rank_H, quota_H, problem.topology.ranks_per_node, counts_GE)
         if moved[layer]:
             contents.clear(layer, home_E)
         moved[layer] = True

@@ -14,17 +14,18 @@ import numpy as np
 
 from foreroute.kernels import kernel
 from foreroute.planner.balancers.eplb import by_key
+from foreroute.planner.split import take_near
 
 
 @kernel
-def split_by_quota(expert_H: Any, rank_H: Any, quota_H: Any, node_G: Any, counts_GE: Any) -> Any:
+def split_by_quota(expert_H: Any, rank_H: Any, quota_H: Any, ranks_per_node: int, counts_GE: Any) -> Any:
     """Fill the quota of every host from its own rank's assignments, then from its node's, then from the rest.
 
     Args:
         expert_H: int32 [H].
         rank_H: int32 [H].
         quota_H: int64 [H], adding up to the assignments of each expert.
-        node_G: int16 [G].
+        ranks_per_node: of the topology.
         counts_GE: int64 [G, E].
 
     Returns:
@@ -37,17 +38,9 @@ def split_by_quota(expert_H: Any, rank_H: Any, quota_H: Any, node_G: Any, counts
     rest_G = np.empty(num_ranks, np.int64)
     for e in range(num_experts):
         rest_G[:] = counts_GE[:, e]
-        for reach in range(3):
+        for size in (1, ranks_per_node, num_ranks):
             for h in host_H[first_E[e] : first_E[e + 1]]:
-                rank = rank_H[h]
-                for g in range(num_ranks):
-                    if quota_H[h] == 0:
-                        break
-                    if rest_G[g] > 0 and (reach == 2 or g == rank or (reach == 1 and node_G[g] == node_G[rank])):
-                        tokens = min(rest_G[g], quota_H[h])
-                        tokens_HG[h, g] += tokens
-                        quota_H[h] -= tokens
-                        rest_G[g] -= tokens
+                quota_H[h] = take_near(tokens_HG[h], rest_G, quota_H[h], rank_H[h], size)
     return tokens_HG
 
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar, cast
 
 import numba
 import numpy as np
@@ -32,6 +32,8 @@ from numba.core.serialize import dumps
 from foreroute.errors import InputError
 from foreroute.files import RegularFile, write_atomically
 
+F = TypeVar("F", bound=Callable[..., Any])
+_PART = {"nogil": True, "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 PACKAGE = Path(__file__).parent
 _IMPORT = re.compile(r"^\s*(?:from|import)\s+([\w.]+)(?:\s+import\s+(\([^)]*\)|[^\n]*))?", re.MULTILINE)
 _SEAL_BYTES = sha256().digest_size
@@ -53,6 +55,21 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     if not numba.config.DISABLE_JIT:  # numba's switch for debuggers: then it hands back the function
         # Should another numba keep its cache elsewhere, then nothing is kept, and nothing stale is run.
         compiled._cache = _KernelCache(function)
+    return compiled
+
+
+def routine(function: F) -> F:
+    """Compile for kernels that call it rarely or in many places.
+
+    It only uses arrays that are handed in, so it needs no reference counts, whose atomic instructions take long.
+    """
+    compiled: F = numba.njit(**_PART)(function)
+    return compiled
+
+
+def inlined(function: F) -> F:
+    """As `routine`, but within the code of each caller: a state of many arrays is slow to hand over."""
+    compiled: F = numba.njit(forceinline=True, **_PART)(function)
     return compiled
 
 
@@ -193,6 +210,9 @@ def _source(path: Path) -> tuple[bytes, tuple[Path, ...]]:
             imported += [file for file in (place.with_name(f"{place.name}.py"), place / "__init__.py") if file.exists()]
     return sha256(content).digest(), tuple(imported)
 
+
+NONE = cast(int, np.int64(-1))
+"""No rank, no expert. A plain number would be a type of its own, and what it is handed to compiled once more."""
 
 # Random words for compiled loops: a stream is one uint64, and the same on every machine.
 SHIFT_32 = uint64(32)

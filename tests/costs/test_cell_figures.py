@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from foreroute.costs.figures import price_cell
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
-from foreroute.costs.token_hosts import CellRoutes, assign_picks, tokens_reaching
 from foreroute.errors import CountsError
 from foreroute.plan import CellHosts, Topology
 from foreroute.simulate.workload import WORKLOADS
 from tests.costs.cost_oracle import expected_messages, messages, seconds
+from tests.costs.token_hosts import CellRoutes, assign_picks, price_tokens, tokens_reaching
 from tests.plan.random_plans import LINKS, random_plan
 
 SMALL = replace(MODELS["qwen3-30b-a3b"], top_k=2, num_experts=8)
@@ -78,7 +78,7 @@ def test_figures_equal_the_slow_oracle_token_by_token(dispatcher, update_path, n
         source_T = np.repeat(np.arange(num_ranks), np.diff(routes.offsets))
         sends = [(int(g), [int(assignment.rank_H[h]) for h in row]) for g, row in zip(source_T, host_TK, strict=True)]
         rows = messages(sends, ranks_per_node, dispatcher)
-        figures = price_cell(assignment, home_E, topology, costs, routes=routes, squares_G=squares_G)
+        figures = price_tokens(assignment, home_E, topology, costs, routes=routes, squares_G=squares_G)
         _agree(figures, _oracle(assignment, home_E, rows, topology, costs, squares_G), rows, topology, costs)
         loads_G = [sum(rank == g for _, ranks in sends for rank in ranks) for g in range(num_ranks)]
         assert figures.loads_G.tolist() == loads_G
@@ -102,8 +102,8 @@ def test_the_estimate_is_the_expectation_of_independent_picks(ranks_per_node):
 def test_rows_out_are_rows_in_and_one_node_sends_nothing_out():
     for seed in range(10):
         routes, assignment, home_E, topology, costs = _case(seed, 8, 4 if seed % 2 else 8)
-        for known in (None, routes):
-            figures = price_cell(assignment, home_E, topology, costs, routes=known)
+        estimate = price_cell(assignment, home_E, topology, costs)
+        for figures in (estimate, price_tokens(assignment, home_E, topology, costs, routes=routes)):
             assert figures.cluster_out_G.sum() == pytest.approx(figures.cluster_in_G.sum())
             assert figures.node_out_G.sum() == pytest.approx(figures.node_in_G.sum())
             assert (figures.cluster_out_G.sum() == 0) == (topology.num_nodes == 1)
@@ -193,9 +193,9 @@ def test_routes_of_other_counts_are_refused():
     routes, assignment, home_E, topology, costs = _case(3, 8, 4)
     moved = replace(assignment, tokens_HG=assignment.tokens_HG + np.eye(len(assignment.rank_H), 8, dtype=np.int64))
     with pytest.raises(CountsError, match=r"the hosts serve \d+ picks of expert 0 from rank 0"):
-        price_cell(moved, home_E, topology, costs, routes=routes)
+        price_tokens(moved, home_E, topology, costs, routes=routes)
     with pytest.raises(CountsError, match="the hosts are of 8 source ranks and the routes 4"):
-        price_cell(assignment, home_E, topology, costs, routes=_routes(0, 4, 8, 2))
+        price_tokens(assignment, home_E, topology, costs, routes=_routes(0, 4, 8, 2))
     negative = np.where(np.arange(8) == 0, -1, assignment.tokens_HG)
     with pytest.raises(CountsError, match="a host serves -1 assignments"):
         price_cell(replace(assignment, tokens_HG=negative), home_E, topology, costs)
@@ -219,7 +219,7 @@ def test_the_estimate_is_near_the_count_on_generated_routes(name):
     tokens_HG = step.counts()[0, 0].T.astype(np.int64)
     homes = CellHosts(np.arange(128, dtype=np.int32), home_E.astype(np.int32), tokens_HG, np.zeros(128, bool))
     costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
-    exact = price_cell(homes, home_E, topology, costs, routes=routes)
+    exact = price_tokens(homes, home_E, topology, costs, routes=routes)
     estimate = price_cell(homes, home_E, topology, costs)
     assert 0.92 < estimate.cluster_out_G.sum() / exact.cluster_out_G.sum() < 1.005
     assert 0.89 < estimate.node_out_G.sum() / exact.node_out_G.sum() < 0.95

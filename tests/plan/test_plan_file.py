@@ -132,7 +132,7 @@ def _edit_topology(**values):
 
 
 FORGERIES = {
-    "newer": (_set("foreroute.plan_version", "2"), "Upgrade foreroute"),
+    "newer": (_set("foreroute.plan_version", "3"), "has plan format 3; this foreroute reads 2"),
     "unknown key": (_set("foreroute.extra", "1"), "metadata are"),
     "unknown tensor": (_set("extra", np.zeros(1)), "its tensors are"),
     "huge shape": (_set("foreroute.shape", "[1000000000000, 2, 8]"), "expected int64"),

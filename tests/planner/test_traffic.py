@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import fields, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,23 +10,23 @@ import pytest
 from foreroute.costs.figures import price_cell
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
-from foreroute.costs.token_hosts import CellRoutes
 from foreroute.errors import ConfigError
 from foreroute.plan import CellHosts, PlanOptions, Topology
 from foreroute.plan.checker import verify
-from foreroute.plan.step_plan import CellPlan, replicas_of
+from foreroute.plan.step_plan import REPLICA_ARRAYS, CellPlan
 from foreroute.planner import plan
 from foreroute.planner.refine import prune_replicas
 from foreroute.planner.traffic import replicate_for_traffic
 from foreroute.simulate.workload import WORKLOADS
+from tests.costs.token_hosts import CellRoutes, price_tokens
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 
 SMALL = replace(MODELS["qwen3-30b-a3b"], top_k=2, num_experts=8)
 COSTS = CostModel(model=SMALL, hardware=HARDWARE["h100"])
 
 
-def _seconds(cell, counts_GE, topology, costs, **more):
-    return price_cell(CellHosts.of(cell, counts_GE), cell.home_E, topology, costs, **more).seconds
+def _seconds(cell, counts_GE, topology, costs, price=price_cell):
+    return price(CellHosts.of(cell, counts_GE), cell.home_E, topology, costs).seconds
 
 
 def _check_valid(cell, counts_GE, topology):
@@ -73,7 +74,7 @@ def _pruned(before, counts_MLGE, costs):
         before,
         offsets=np.cumsum([0, *(len(cell.expert_R) for cell in cells)]),
         max_load_ML=np.array(loads).reshape(num_micro_steps, num_layers),
-        **replicas_of(cells),
+        **{name: np.concatenate([getattr(cell, name) for cell in cells]) for name in REPLICA_ARRAYS},
     )
 
 
@@ -160,8 +161,8 @@ def test_gains_over_balance_alone(name, least):
     routes = CellRoutes(ids_TK[order].astype(np.int16), offsets)
     found = replicate_for_traffic(cell, counts_MLGE[0, 0], many, costs, tolerance=0.02)
     _check_valid(found, counts_MLGE[0, 0], many)
-    for known in (None, routes):
-        before_s, after_s = (_seconds(one, counts_MLGE[0, 0], many, costs, routes=known) for one in (cell, found))
+    for price in (price_cell, partial(price_tokens, routes=routes)):
+        before_s, after_s = (_seconds(one, counts_MLGE[0, 0], many, costs, price) for one in (cell, found))
         assert before_s / after_s > least
 
 

@@ -48,6 +48,8 @@ class PlanOptions:
             raise ConfigError(f"home_moves is {self.home_moves}; expected 0 or more, or None for no limit")
         if self.threads < 1:
             raise ConfigError(f"threads is {self.threads}; expected at least 1")
+        if self.seed < 0:
+            raise ConfigError(f"seed is {self.seed}; expected 0 or more")
         if self.slots not in ("layer", "shared"):
             raise ConfigError(f"slots is {self.slots!r}; expected 'layer' or 'shared'")
         if self.traffic and not (self.replicas and self.slots == "shared"):

@@ -7,9 +7,7 @@ letters: M micro-steps, L layers, G ranks, E logical experts, R replicas, H host
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,12 +61,7 @@ class CellPlan:
 
 
 REPLICA_ARRAYS = ("expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG")
-"""What a plan holds for each replica."""
-
-
-def replicas_of(cells: Sequence[CellPlan]) -> dict[str, Any]:
-    """`REPLICA_ARRAYS` of all these cells, one after the other."""
-    return {name: np.concatenate([getattr(cell, name) for cell in cells]) for name in REPLICA_ARRAYS}
+"""What a plan holds for each replica; attributes of a `CellPlan` and of a `StepPlan`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,12 +62,31 @@ def place_homes(
     for name, value, least in (("max_moves", max_moves or 0, 0), ("seed", seed, 0), ("threads", threads, 1)):
         if value < least:
             raise ConfigError(f"{name} is {value}; expected {least} or more")
-    num_experts = counts.shape[3]
+    num_layers, num_experts = start_LE.shape
     budget = num_experts if max_moves is None else min(max_moves, num_experts)
-    placed_LE = start_LE.copy()
-    if budget >= 2 and topology.num_ranks > 1:
-        _place(counts, topology, start_LE, budget, seed, threads, placed_LE)
-    return placed_LE
+    if budget < 2 or topology.num_ranks == 1:  # one move alone leaves ranks with unequal numbers of experts
+        return start_LE.copy()
+    from foreroute.planner import homes_kernels as kernels
+
+    few = budget <= max(num_experts // FEW_SHARE, FEW)
+    proposals = PROPOSALS_AFTER_DESCENT if few else PROPOSALS_PER_EXPERT * num_experts
+    streams = np.random.default_rng(seed).integers(0, 2**64, (num_layers, 1), dtype=np.uint64)
+
+    def placed_E(layer: int) -> NDArray[np.int64]:
+        exact_EM, load_EM = layer_loads(counts[:, layer])
+        start_E = start_LE[layer].astype(np.int64)
+        placement = kernels.new_placement(load_EM, start_E, start_E, topology, budget)
+        if few:
+            kernels.descend(placement, np.empty((num_experts, topology.num_ranks), np.int32))
+            placement = kernels.new_placement(load_EM, placement.home_E, start_E, topology, budget)
+        kernels.anneal(placement, proposals, streams[layer])
+        placement = kernels.new_placement(load_EM, placement.home_E, start_E, topology, budget)
+        kernels.sweep(placement)
+        # Halved loads may have misled the search; the loads as they are decide.
+        return min((placement.home_E, start_E), key=lambda home_E: kernels.objective(exact_EM, home_E, topology))
+
+    with ThreadPoolExecutor(threads) as pool:
+        return np.stack(list(pool.map(placed_E, range(num_layers)))).astype(np.int16)
 
 
 def check_homes(home_LE: ArrayLike, num_layers: int, num_experts: int, topology: Topology) -> NDArray[np.int16]:
@@ -94,31 +113,6 @@ def check_homes(home_LE: ArrayLike, num_layers: int, num_experts: int, topology:
             f"expected {num_experts // topology.num_ranks} on every rank"
         )
     return homes
-
-
-def _place(
-    counts_MLGE: NDArray[np.int32],
-    topology: Topology,
-    start_LE: NDArray[np.int16],
-    budget: int,
-    seed: int,
-    threads: int,
-    placed_LE: NDArray[np.int16],
-) -> None:
-    from foreroute.planner.homes_kernels import place_layer
-
-    num_experts = counts_MLGE.shape[3]
-    few = budget <= max(num_experts // FEW_SHARE, FEW)
-    proposals = PROPOSALS_AFTER_DESCENT if few else PROPOSALS_PER_EXPERT * num_experts
-    seeds = np.random.default_rng(seed).integers(0, 2**64, len(start_LE), dtype=np.uint64)
-    sizes = (num_experts, topology.num_ranks, topology.ranks_per_node)
-
-    def place(layer: int) -> None:
-        loads = layer_loads(counts_MLGE[:, layer])
-        place_layer(*loads, sizes, start_LE[layer], budget, few, proposals, seeds[layer], placed_LE[layer])
-
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(place, range(len(start_LE))))
 
 
 def layer_loads(counts_MGE: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:

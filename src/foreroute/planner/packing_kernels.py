@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from numpy.typing import NDArray
 
 from foreroute.kernels import kernel, next_below
 
 ZERO = np.int32(0)
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Loads = NDArray[np.int32]
 
 
 @kernel
-def deal(order: Any, tokens_S: Any, weight_S: Any, budget: Any, held_B: Any, filled_B: Any, bin_S: Any) -> Any:
+def deal(
+    order: Ints, tokens_S: Ints, weight_S: Floats, budget: int, held_B: Ints, filled_B: Floats, bin_S: Ints
+) -> bool:
     """Give each sequence in turn to the bin with the least weight that has room; ties go to the first bin.
 
     Args:
@@ -44,7 +48,7 @@ def deal(order: Any, tokens_S: Any, weight_S: Any, budget: Any, held_B: Any, fil
 
 
 @kernel
-def rank_surplus(counts_SLE: Any, home_LE: Any, apart_SLG: Any) -> None:
+def rank_surplus(counts_SLE: Loads, home_LE: Ints, apart_SLG: Loads) -> None:
     """What each sequence sends to each home rank beyond an even share, rounded. int32 [S, L, G], written."""
     num_ranks = apart_SLG.shape[2]
     for s in range(counts_SLE.shape[0]):
@@ -62,7 +66,14 @@ def rank_surplus(counts_SLE: Any, home_LE: Any, apart_SLG: Any) -> None:
 
 @kernel
 def exchange(
-    apart_SLG: Any, order: Any, window: Any, sizes: Any, limits: Any, proposals: Any, seed: Any, bin_S: Any
+    apart_SLG: Loads,
+    order: Ints,
+    window: int,
+    sizes: tuple[Ints, Floats, Ints, Floats],
+    limits: tuple[Ints, Floats],
+    proposals: int,
+    seed: np.uint64,
+    bin_S: Ints,
 ) -> None:
     """Swap sequences of different micro-steps where that lowers what ranks have above the mean, all layers together.
 
@@ -110,14 +121,14 @@ def exchange(
 
 
 @kernel
-def _add(from_LG: Any, to_LG: Any) -> None:
+def _add(from_LG: Loads, to_LG: Loads) -> None:
     for layer in range(from_LG.shape[0]):
         for g in range(from_LG.shape[1]):
             to_LG[layer, g] += from_LG[layer, g]
 
 
 @kernel
-def _change(s_LG: Any, t_LG: Any, m_LG: Any, n_LG: Any) -> Any:
+def _change(s_LG: Loads, t_LG: Loads, m_LG: Loads, n_LG: Loads) -> int:
     """Change of the sum of what is above 0, when s leaves m for n and t leaves n for m."""
     total = np.int64(0)
     for layer in range(s_LG.shape[0]):
@@ -127,11 +138,11 @@ def _change(s_LG: Any, t_LG: Any, m_LG: Any, n_LG: Any) -> Any:
             gained, m, n = t_LG[layer, g] - s_LG[layer, g], m_LG[layer, g], n_LG[layer, g]
             part += max(m + gained, ZERO) + max(n - gained, ZERO) - max(m, ZERO) - max(n, ZERO)
         total += part
-    return total
+    return int(total)
 
 
 @kernel
-def _move(s_LG: Any, t_LG: Any, m_LG: Any, n_LG: Any) -> None:
+def _move(s_LG: Loads, t_LG: Loads, m_LG: Loads, n_LG: Loads) -> None:
     for layer in range(s_LG.shape[0]):
         for g in range(s_LG.shape[1]):
             gained = t_LG[layer, g] - s_LG[layer, g]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +16,7 @@ from foreroute.plan.options import PlanOptions
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
 from foreroute.planner.homes import check_homes, place_homes
-from foreroute.planner.progress import Block, OnProgress, PlanInProgress, empty_block, joined_blocks
-
-if TYPE_CHECKING:  # it loads compiled code
-    from foreroute.planner.refine import Refiner
+from foreroute.planner.progress import OnProgress, PlanInProgress, StepCells
 
 DEFAULTS = PlanOptions()
 LONGEST_BLOCK = 8
@@ -76,8 +71,14 @@ def start(
     previous_LE = check_homes(home_LE, num_layers, num_experts, topology)
     _check_costs(topology, options, costs, num_layers)
     progress = PlanInProgress((num_micro_steps, num_layers), on_progress)
-    step = _Step(counts, topology, options, previous_LE, costs, progress)
-    threading.Thread(target=step.run, name="foreroute-plan", daemon=True).start()
+
+    def run() -> None:
+        try:
+            progress.end(_planned(counts, topology, options, previous_LE, costs, progress))
+        except BaseException as error:  # it must reach whoever waits, in another thread
+            progress.end(None, error)
+
+    threading.Thread(target=run, name="foreroute-plan", daemon=True).start()
     return progress
 
 
@@ -112,79 +113,70 @@ def _check_costs(topology: Topology, options: PlanOptions, costs: CostModel | No
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Step:
-    """A step that is planned, in a thread of its own; `progress` is where others see it."""
+def _planned(
+    counts: NDArray[np.int32],
+    topology: Topology,
+    options: PlanOptions,
+    previous_LE: NDArray[np.int16],
+    costs: CostModel | None,
+    progress: PlanInProgress,
+) -> StepPlan:
+    """Place homes, plan all cells, and put the plan together."""
+    num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
+    home_LE = previous_LE.copy()
+    if options.home_moves != 0:
+        home_LE = place_homes(
+            counts, topology, previous_LE, max_moves=options.home_moves, seed=options.seed, threads=options.threads
+        )
+    slots = topology.redundant_slots if options.replicas else 0
+    cells = StepCells.empty(home_LE, num_micro_steps, num_ranks, slots)
+    # Cells first: whoever waits for the first of them need not wait for sums and digests of all counts.
+    _plan_cells(counts, topology, options, costs, cells, progress)
+    return StepPlan(
+        topology=topology,
+        shape=(num_micro_steps, num_layers, num_experts),
+        previous_home_LE=previous_LE,
+        home_LE=home_LE,
+        bound_ML=counts.sum(axis=(2, 3), dtype=np.int64) / num_ranks,
+        counts_digest=counts_digest(counts),
+        slots=options.slots,
+        **cells.step_arrays(),
+    )
 
-    counts: NDArray[np.int32]
-    topology: Topology
-    options: PlanOptions
-    previous_LE: NDArray[np.int16]
-    costs: CostModel | None
-    progress: PlanInProgress
 
-    def run(self) -> None:
-        """Place homes, plan all cells, and put the plan together."""
-        counts, topology, options = self.counts, self.topology, self.options
-        num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
-        try:
-            home_LE = place_homes(
-                counts,
-                topology,
-                self.previous_LE,
-                max_moves=options.home_moves,
-                seed=options.seed,
-                threads=options.threads,
-            )
-            self.progress.settle_homes(home_LE)
-            # Cells first: whoever waits for the first of them need not wait for sums and digests of all counts.
-            blocks = self._plan_cells(home_LE)
-            found = StepPlan(
-                topology=topology,
-                shape=(num_micro_steps, num_layers, num_experts),
-                previous_home_LE=self.previous_LE,
-                home_LE=home_LE,
-                bound_ML=counts.sum(axis=(2, 3), dtype=np.int64) / num_ranks,
-                counts_digest=counts_digest(counts),
-                slots=options.slots,
-                **joined_blocks(blocks, num_micro_steps, num_layers),
-            )
-            self.progress.finish(found)
-        except BaseException as error:  # it must reach whoever waits, in another thread
-            self.progress.fail(error)
+def _plan_cells(
+    counts: NDArray[np.int32],
+    topology: Topology,
+    options: PlanOptions,
+    costs: CostModel | None,
+    cells: StepCells,
+    progress: PlanInProgress,
+) -> None:
+    """Layers do not depend on each other, so every thread takes some of them through all micro-steps."""
+    from foreroute.kernels import NONE
+    from foreroute.planner.cell import look_ahead, new_cell
+    from foreroute.planner.replicas import plan_block
 
-    def _plan_cells(self, home_LE: NDArray[np.int16]) -> list[Block]:
-        """Layers do not depend on each other, so every thread takes some of them through all micro-steps."""
-        refiner = None
-        if self.costs is not None and (self.options.traffic or self.options.pay_off):
-            from foreroute.planner.refine import Refiner
+    num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
+    slots, persistent = cells.expert_CP.shape[1] // num_ranks, options.slots == "layer"
+    outlook = look_ahead(counts if persistent else counts[:0], cells.home_LE)
+    held_LH = np.full((num_layers, num_experts + num_ranks * slots), NONE, np.int32)
+    refiner = None
+    if costs is not None and slots and (options.traffic or options.pay_off):
+        from foreroute.planner.refine import Refiner
 
-            refiner = Refiner(self.counts, home_LE, self.topology, self.options, self.costs)
-        num_layers, threads = len(home_LE), self.options.threads
-        bounds = [num_layers * i // threads for i in range(threads + 1)]
-        parts = [range(first, end) for first, end in pairwise(bounds) if first < end]
-        if len(parts) == 1:
-            return self._plan_layers(home_LE, refiner, parts[0])
-        with ThreadPoolExecutor(threads) as pool:
-            planned = pool.map(lambda layers: self._plan_layers(home_LE, refiner, layers), parts)
-            return [block for blocks in planned for block in blocks]
+        refiner = Refiner(counts, topology, options, costs)
 
-    def _plan_layers(self, home_LE: NDArray[np.int16], refiner: Refiner | None, layers: range) -> list[Block]:
-        from foreroute.planner.cell import NONE, new_cell
-        from foreroute.planner.replicas import plan_block
-
-        options = self.options
-        num_micro_steps, num_layers, num_ranks, num_experts = self.counts.shape
-        slots = self.topology.redundant_slots if options.replicas else 0
-        cell = new_cell(num_ranks, self.topology.num_nodes, num_experts, slots, (num_micro_steps, num_layers))
-        held_LH = np.full((num_layers, num_experts + num_ranks * slots), NONE, np.int32)
-        blocks: list[Block] = []
+    def plan_layers(layers: slice) -> None:
+        cell = new_cell(num_ranks, num_experts, slots, topology.ranks_per_node, outlook, persistent)
         for begin, end in pairwise([0, *block_ends(num_micro_steps)]):
-            block = empty_block(begin, end, layers, num_ranks, slots)
-            persistent = options.slots == "layer"
-            plan_block(cell, self.counts, home_LE, held_LH, block, options.tolerance, persistent, options.locality)
+            place = (begin, end, layers.start, layers.stop)
+            plan_block(cell, counts, cells, held_LH, place, options.tolerance, options.locality)
             if refiner is not None:
-                block = refiner.refined(block)
-            self.progress.add(block)
-            blocks.append(block)
-        return blocks
+                refiner.refine(cells, place)
+            progress.add(cells, slice(begin, end), layers)
+
+    bounds = [num_layers * i // options.threads for i in range(options.threads + 1)]
+    parts = [slice(first, end) for first, end in pairwise(bounds) if first < end]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(plan_layers, parts))

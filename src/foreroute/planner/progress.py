@@ -1,101 +1,75 @@
-"""What has been planned so far: blocks of cells, and a plan in the making whose cells can be taken one by one."""
+"""What has been planned so far: room for all cells of a step, and a plan in the making whose cells can be taken."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import InputError, PlanLateError
-from foreroute.plan.step_plan import REPLICA_ARRAYS, CellPlan, StepPlan, replicas_of
+from foreroute.plan.step_plan import REPLICA_ARRAYS, CellPlan, StepPlan
 
 OnProgress = Callable[[int, int], None]
 """Called with the cells planned so far and the cells in all, from a planner's thread."""
 
 
-class Block(NamedTuple):
-    """The layers of one worker over a few micro-steps, planned by one compiled call.
-
-    It holds what was planned of the micro-steps `begin` to `end` of the layers from `first_layer` on.
+class StepCells(NamedTuple):
+    """The cells of a step, C of them in the order of execution, with room for P replicas each: all slots of all ranks.
 
     Attributes:
-        ends_C: int64 [cells], cell c of the block owns the replicas up to `ends_C[c]`; cells are in execution order.
-        expert_R, rank_R, slot_R, fetched_R, tokens_RG: as in `CellPlan`.
-        max_load_C: int64 [cells].
+        home_LE: int16 [L, E], the homes during the step.
+        count_C: int64 [C], how many replicas the cell has.
+        max_load_C: int64 [C], assignments of its slowest rank.
+        expert_CP, rank_CP, slot_CP, fetched_CP, tokens_CPG: as in `CellPlan`.
     """
 
-    begin: int
-    end: int
-    first_layer: int
-    num_layers: int
-    ends_C: NDArray[np.int64]
-    expert_R: NDArray[np.int16]
-    rank_R: NDArray[np.int16]
-    slot_R: NDArray[np.int16]
-    fetched_R: NDArray[np.bool_]
-    tokens_RG: NDArray[np.int32]
+    home_LE: NDArray[np.int16]
+    count_C: NDArray[np.int64]
     max_load_C: NDArray[np.int64]
+    expert_CP: NDArray[np.int16]
+    rank_CP: NDArray[np.int16]
+    slot_CP: NDArray[np.int16]
+    fetched_CP: NDArray[np.bool_]
+    tokens_CPG: NDArray[np.int32]
 
-    def places(self) -> list[tuple[int, int]]:
-        """Micro-step and layer of every cell."""
-        layers = range(self.first_layer, self.first_layer + self.num_layers)
-        return [(m, layer) for m in range(self.begin, self.end) for layer in layers]
-
-    def cell(self, micro_step: int, layer: int, home_E: NDArray[np.int16]) -> CellPlan:
-        """One cell, as views."""
-        c = (micro_step - self.begin) * self.num_layers + layer - self.first_layer
-        part = slice(int(self.ends_C[c - 1]) if c else 0, int(self.ends_C[c]))
-        return CellPlan(
-            home_E,
-            self.expert_R[part],
-            self.rank_R[part],
-            self.slot_R[part],
-            self.fetched_R[part],
-            self.tokens_RG[part],
+    @classmethod
+    def empty(cls, home_LE: NDArray[np.int16], num_micro_steps: int, num_ranks: int, slots: int) -> StepCells:
+        """Nothing is planned yet. Pages that are never written take no memory."""
+        cells, most = num_micro_steps * len(home_LE), num_ranks * slots
+        return cls(
+            home_LE,
+            np.zeros(cells, np.int64),
+            np.zeros(cells, np.int64),
+            np.empty((cells, most), np.int16),
+            np.empty((cells, most), np.int16),
+            np.empty((cells, most), np.int16),
+            np.empty((cells, most), np.bool_),
+            np.empty((cells, most, num_ranks), np.int32),
         )
 
+    def cell(self, micro_step: int, layer: int) -> CellPlan:
+        """One cell, as views."""
+        c = micro_step * len(self.home_LE) + layer
+        return CellPlan(self.home_LE[layer], *(array[c, : self.count_C[c]] for array in cast(Any, self[3:])))
 
-def empty_block(begin: int, end: int, layers: range, num_ranks: int, slots: int) -> Block:
-    """Room for the most replicas that there can be; pages that are never written take no memory."""
-    cells = (end - begin) * len(layers)
-    rows = cells * num_ranks * slots
-    return Block(
-        begin,
-        end,
-        layers.start,
-        len(layers),
-        np.zeros(cells, np.int64),
-        np.empty(rows, np.int16),
-        np.empty(rows, np.int16),
-        np.empty(rows, np.int16),
-        np.empty(rows, np.bool_),
-        np.empty((rows, num_ranks), np.int32),
-        np.zeros(cells, np.int64),
-    )
+    def replace_cell(self, micro_step: int, layer: int, cell: CellPlan, max_load: int) -> None:
+        """Put another plan of a cell in place of its present one."""
+        c = micro_step * len(self.home_LE) + layer
+        self.count_C[c], self.max_load_C[c] = len(cell.expert_R), max_load
+        for name, array in zip(REPLICA_ARRAYS, self[3:], strict=True):
+            array[c, : self.count_C[c]] = getattr(cell, name)
 
-
-def block_of(block: Block, cells: Sequence[CellPlan], max_load_C: NDArray[np.int64]) -> Block:
-    """The same micro-steps and layers with other cells, in execution order."""
-    ends_C = np.cumsum([len(cell.expert_R) for cell in cells]).astype(np.int64)
-    return block._replace(ends_C=ends_C, max_load_C=max_load_C, **replicas_of(cells))
-
-
-def joined_blocks(blocks: Sequence[Block], num_micro_steps: int, num_layers: int) -> dict[str, Any]:
-    """The arrays of a `StepPlan` from blocks that together cover every cell once."""
-    number_C = np.array([m * num_layers + layer for block in blocks for m, layer in block.places()])
-    count_C = np.concatenate([np.diff(block.ends_C, prepend=0) for block in blocks])
-    order_C = np.argsort(number_C)
-    begin_C = (np.cumsum(count_C) - count_C)[order_C]
-    offsets = np.concatenate([[0], np.cumsum(count_C[order_C])]).astype(np.int64)
-    order = np.repeat(begin_C - offsets[:-1], count_C[order_C]) + np.arange(offsets[-1])
-    arrays: dict[str, Any] = {"offsets": offsets}
-    for name in REPLICA_ARRAYS:
-        arrays[name] = np.concatenate([getattr(block, name)[: block.ends_C[-1]] for block in blocks])[order]
-    max_load_C = np.concatenate([block.max_load_C for block in blocks])[order_C]
-    return arrays | {"max_load_ML": max_load_C.reshape(num_micro_steps, num_layers)}
+    def step_arrays(self) -> dict[str, Any]:
+        """What a `StepPlan` holds of its cells, by name."""
+        there_CP = np.arange(self.expert_CP.shape[1]) < self.count_C[:, None]
+        return {
+            "offsets": np.concatenate([[0], np.cumsum(self.count_C)]),
+            "max_load_ML": self.max_load_C.reshape(-1, len(self.home_LE)),
+            **{name: array[there_CP] for name, array in zip(REPLICA_ARRAYS, self[3:], strict=True)},
+        }
 
 
 class PlanInProgress:
@@ -106,18 +80,17 @@ class PlanInProgress:
 
     def __init__(self, shape: tuple[int, int], on_progress: OnProgress | None = None) -> None:
         """Of a step of `shape` (M, L); made by `foreroute.planner.start`."""
-        self._shape = shape
         self._on_progress = on_progress
         self._changed = threading.Condition()
-        self._block_of: dict[tuple[int, int], Block] = {}
-        self._home_LE: NDArray[np.int16] | None = None
+        self._planned_ML = np.zeros(shape, np.bool_)
+        self._cells: StepCells | None = None
         self._plan: StepPlan | None = None
         self._error: BaseException | None = None
 
     @property
     def num_planned(self) -> int:
         """Cells that are planned, of M * L."""
-        return len(self._block_of)
+        return int(self._planned_ML.sum())
 
     def cell(self, micro_step: int, layer: int, timeout: float | None = None) -> CellPlan:
         """One cell, as soon as it is planned.
@@ -131,14 +104,15 @@ class PlanInProgress:
             InputError: when the step has no such cell.
             PlanLateError: when the time is up. The plan goes on; asking again is fine.
         """
-        if not (0 <= micro_step < self._shape[0] and 0 <= layer < self._shape[1]):
+        num_micro_steps, num_layers = self._planned_ML.shape
+        if not (0 <= micro_step < num_micro_steps and 0 <= layer < num_layers):
             raise InputError(
-                f"there is no cell ({micro_step}, {layer}) in a step of {self._shape[0]} micro-steps and "
-                f"{self._shape[1]} layers"
+                f"there is no cell ({micro_step}, {layer}) in a step of {num_micro_steps} micro-steps and "
+                f"{num_layers} layers"
             )
-        self._wait(lambda: (micro_step, layer) in self._block_of, timeout, f"cell ({micro_step}, {layer})")
-        assert self._home_LE is not None
-        return self._block_of[micro_step, layer].cell(micro_step, layer, self._home_LE[layer])
+        self._wait(lambda: bool(self._planned_ML[micro_step, layer]), timeout, f"cell ({micro_step}, {layer})")
+        assert self._cells is not None
+        return self._cells.cell(micro_step, layer)
 
     def result(self, timeout: float | None = None) -> StepPlan:
         """The whole plan. Waits for it, at most `timeout` seconds.
@@ -150,28 +124,19 @@ class PlanInProgress:
         assert self._plan is not None
         return self._plan
 
-    def settle_homes(self, home_LE: NDArray[np.int16]) -> None:
-        """Called by the planner, once, before the first block: int16 [L, E]."""
-        self._home_LE = home_LE
-
-    def add(self, block: Block) -> None:
-        """Called by the planner when a block of cells is planned."""
+    def add(self, cells: StepCells, micro_steps: slice, layers: slice) -> None:
+        """Called by the planner when cells are planned."""
         with self._changed:
-            self._block_of |= dict.fromkeys(block.places(), block)
+            self._cells = cells
+            self._planned_ML[micro_steps, layers] = True
             self._changed.notify_all()
             if self._on_progress is not None:
-                self._on_progress(self.num_planned, self._shape[0] * self._shape[1])
+                self._on_progress(self.num_planned, self._planned_ML.size)
 
-    def finish(self, plan: StepPlan) -> None:
-        """Called by the planner at the end."""
+    def end(self, plan: StepPlan | None, error: BaseException | None = None) -> None:
+        """Called by the planner at the end, with the plan, or the error that whoever waits gets."""
         with self._changed:
-            self._plan = plan
-            self._changed.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        """Called by the planner when it cannot go on; whoever waits gets the error."""
-        with self._changed:
-            self._error = error
+            self._plan, self._error = plan, error
             self._changed.notify_all()
 
     def _wait(self, ready: Callable[[], bool], timeout: float | None, what: str) -> None:

@@ -3,61 +3,57 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.figures import slowest_attention
-from foreroute.costs.model import CostModel
+from foreroute.costs.model import CostModel, Prices
 from foreroute.costs.pricing import EXPOSED, NODE_OUT, cell_seconds, pairs_between, rows_sent, transfer_seconds
 from foreroute.kernels import kernel
 from foreroute.plan.options import PlanOptions
 from foreroute.plan.step_plan import CellHosts, CellPlan
 from foreroute.plan.topology import Topology
-from foreroute.planner.progress import Block, block_of
+from foreroute.planner.progress import StepCells
 from foreroute.planner.traffic import replicate_for_traffic
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 class Refiner:
-    """Refines blocks of cells as they are planned. The micro-steps of a layer must come in order."""
+    """Refines cells as they are planned. The micro-steps of a layer must come in order."""
 
     def __init__(
-        self,
-        counts_MLGE: NDArray[np.int32],
-        home_LE: NDArray[np.int16],
-        topology: Topology,
-        options: PlanOptions,
-        costs: CostModel,
+        self, counts_MLGE: NDArray[np.int32], topology: Topology, options: PlanOptions, costs: CostModel
     ) -> None:
         """Of one step; layers may come from several threads."""
-        self._counts_MLGE, self._home_LE = counts_MLGE, home_LE
-        self._topology, self._options, self._costs = topology, options, costs
-        slots = max(topology.redundant_slots, 1)
-        self._held_LGP = np.full((len(home_LE), topology.num_ranks, slots), -1, np.int16)
+        self._counts_MLGE, self._topology, self._options, self._costs = counts_MLGE, topology, options, costs
+        slots = (counts_MLGE.shape[1], topology.num_ranks, topology.redundant_slots)
+        self._held_LGS = np.full(slots, -1, np.int16)
 
-    def refined(self, block: Block) -> Block:
-        """The same cells with other replicas where that is faster."""
-        places = block.places()
-        cells = [self._cell(block.cell(m, layer, self._home_LE[layer]), m, layer) for m, layer in places]
-        loads = [cell.loads_G(self._counts_MLGE[place]).max() for cell, place in zip(cells, places, strict=True)]
-        return block_of(block, cells, np.array(loads, np.int64))
+    def refine(self, cells: StepCells, place: tuple[int, int, int, int]) -> None:
+        """Give cells other replicas where that is faster; `place` as of `plan_block`."""
+        begin, end, first_layer, end_layer = place
+        for m in range(begin, end):
+            for layer in range(first_layer, end_layer):
+                before, counts_GE = cells.cell(m, layer), self._counts_MLGE[m, layer]
+                cell = self._refined(before, counts_GE, self._held_LGS[layer])
+                if cell is not before:
+                    cells.replace_cell(m, layer, cell, int(cell.loads_G(counts_GE).max()))
 
-    def _cell(self, cell: CellPlan, micro_step: int, layer: int) -> CellPlan:
-        counts_GE = self._counts_MLGE[micro_step, layer]
+    def _refined(self, cell: CellPlan, counts_GE: NDArray[np.int32], held_GS: NDArray[np.int16]) -> CellPlan:
         if self._options.traffic:
             cell = replicate_for_traffic(
                 cell, counts_GE, self._topology, self._costs, tolerance=self._options.tolerance
             )
         if not self._options.pay_off:
             return cell
-        if self._options.slots == "shared":
-            return prune_replicas(cell, counts_GE, self._topology, self._costs)
-        # What was declined in an earlier micro-step is not in its slot, whatever the cell level planned.
-        held_GP = self._held_LGP[layer]
-        cell = replace(cell, fetched_R=held_GP[cell.rank_R, cell.slot_R] != cell.expert_R)
+        if self._options.slots == "layer":
+            # What was declined in an earlier micro-step is not in its slot, whatever the cell level planned.
+            cell = replace(cell, fetched_R=held_GS[cell.rank_R, cell.slot_R] != cell.expert_R)
         cell = prune_replicas(cell, counts_GE, self._topology, self._costs)
-        held_GP[cell.rank_R, cell.slot_R] = cell.expert_R
+        held_GS[cell.rank_R, cell.slot_R] = cell.expert_R
         return cell
 
 
@@ -112,8 +108,14 @@ def prune_replicas(
 # Sums and largest values are loops here: numpy's take numba seconds to compile, each.
 @kernel
 def _unpaid(
-    expert_H: Any, rank_H: Any, tokens_HG: Any, alive_H: Any, home_E: Any, attention_s: Any, prices: Any
-) -> Any:
+    expert_H: Ints,
+    rank_H: Ints,
+    tokens_HG: Ints,
+    alive_H: Bools,
+    home_E: Ints,
+    attention_s: NDArray[np.float64],
+    prices: Prices,
+) -> tuple[Ints, Ints]:
     """The replicas to drop, one after the other, and the host that takes over from each: both int64.
 
     `alive_H` are the replicas that are fetched; it and `tokens_HG` are changed.
@@ -154,14 +156,14 @@ def _unpaid(
 
 @kernel
 def _least_on_busiest(
-    expert_H: Any,
-    rank_H: Any,
-    tokens_H: Any,
-    alive_H: Any,
-    home_E: Any,
-    parts_SP: Any,
+    expert_H: Ints,
+    rank_H: Ints,
+    tokens_H: Ints,
+    alive_H: Bools,
+    home_E: Ints,
+    parts_SP: NDArray[np.float64],
     num_ranks: int,
-    prices: Any,
+    prices: Prices,
 ) -> int:
     """Of the fetched replicas on the busiest copy engine, or on the busiest link where that is not what is exposed, the
     one with the fewest tokens; -1 when there is none.
@@ -199,7 +201,7 @@ def _least_on_busiest(
 
 
 @kernel
-def _successor(host: int, expert_H: Any, rank_H: Any, tokens_H: Any, gone_H: Any, num_ranks: int) -> int:
+def _successor(host: int, expert_H: Ints, rank_H: Ints, tokens_H: Ints, gone_H: Bools, num_ranks: int) -> int:
     """Another host of the same expert, on the rank that serves least."""
     load_G = np.zeros(num_ranks, np.int64)
     for h in range(len(rank_H)):

@@ -7,42 +7,25 @@ it can do without. Then its quotas become tokens (`split`).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from numpy.typing import NDArray
 
-from foreroute.kernels import next_unit
+from foreroute.kernels import NONE, kernel, next_unit, routine
 from foreroute.planner.cell import (
     BEST_EXPERT,
     BEST_QUOTA,
     EXPERT,
     HELD,
-    NONE,
     QUOTA,
-    RANK,
+    CellState,
+    all_slots,
     begin_cell,
     clear,
-    inlined,
-    kernel,
-    later_use,
-    look_ahead,
-    put,
     relink,
     restore_held,
-    routine,
 )
-from foreroute.planner.flow import (
-    chained_capacity,
-    direct_capacity,
-    evict,
-    free_slot,
-    heaviest,
-    level,
-    mean_of_seen,
-    push,
-    search_path,
-    supply_of,
-)
+from foreroute.planner.flow import grow, heaviest
+from foreroute.planner.progress import StepCells
 from foreroute.planner.split import keep_local, split
 
 # None of these values is published. They steer a search whose result is checked against the target, so they decide how
@@ -52,9 +35,6 @@ REUSE_THRESHOLD = 0.9
 """With slots that persist, replicas that move this share of the most that one can move are weighed by their later use.
 At 1, later use breaks ties alone; lower values take more replicas in this cell to spare some in later ones. In steps as
 short as these 1 fetched 1 to 18 % less."""
-REUSE_WEIGHT = 3.0
-"""What an assignment that a replica could serve in later micro-steps counts, by one that stays in its node now.
-At 0, slots that persist fetch 8 to 34 % more."""
 ATTEMPTS, FEWEST_ATTEMPTS = 1600, 12
 """Most attempts at a cell that misses its target are `ATTEMPTS` / G on G ranks, since each takes longer the more ranks
 there are; at least `FEWEST_ATTEMPTS`. With 400, exact cells of 8 ranks and one slot are 1.012 of the mean instead of
@@ -70,44 +50,50 @@ THINNING_ROUNDS = 6
 """Attempts at a balanced cell with fewer replicas; each takes half of them out. Without, up to 2 % more are fetched."""
 
 
-@kernel
+@kernel(_nrt=False)
 def plan_block(
-    cell: Any, counts_MLGE: Any, home_LE: Any, held_LH: Any, block: Any, tolerance: Any, persistent: Any, locality: Any
+    cell: CellState,
+    counts_MLGE: NDArray[np.int32],
+    cells: StepCells,
+    held_LH: NDArray[np.int32],
+    place: tuple[int, int, int, int],
+    tolerance: float,
+    locality: bool,
 ) -> None:
-    """Plan the cells of a `Block`, whose arrays are written.
+    """Plan some cells of a step; the state must have planned the micro-steps before of the same layers.
 
-    The state must have planned the micro-steps before of the same layers. Counts are int32 and of the whole step, homes
-    int16; `held_LH` int32 [L, H], what slots hold, is read and written when slots are `persistent`.
+    Args:
+        cell: the state.
+        counts_MLGE: of the whole step.
+        cells: written.
+        held_LH: int32 [L, H], what slots hold; read and written when slots are persistent, else it holds nothing.
+        place: micro-steps from the first number to before the second, layers from the third to before the fourth.
+        tolerance: of the options.
+        locality: of the options.
     """
-    row, c = np.int64(0), 0
-    end_layer = block.first_layer + block.num_layers
-    if persistent and block.begin == 0:
-        look_ahead(cell, counts_MLGE, home_LE, block.first_layer, end_layer)
-    for m in range(block.begin, block.end):
-        for layer in range(block.first_layer, end_layer):
-            cell.position[0], cell.position[1] = m if persistent else NONE, layer
-            # The stream of a cell depends on nothing else, so that plans do not depend on threads and blocks.
-            cell.random[0] = m * counts_MLGE.shape[1] + layer
+    for m in range(place[0], place[1]):
+        for layer in range(place[2], place[3]):
+            c = m * counts_MLGE.shape[1] + layer
+            cell.position[0], cell.position[1] = m, layer
+            cell.random[0] = c  # nothing else, so that plans do not depend on threads and blocks
             counts_GE = counts_MLGE[m, layer]
-            total = begin_cell(cell, counts_GE, home_LE[layer], held_LH[layer], persistent)
+            total = begin_cell(cell, counts_GE, cells.home_LE[layer], held_LH[layer])
             target = int(-((-total * (1.0 + tolerance)) // len(cell.load_G)))  # mean and tolerance, rounded up
             reached = find_replicas(cell, target, tolerance > 0.0)
             restore_held(cell)
             if locality:
                 keep_local(cell, reached)
-            row = split(cell, counts_GE, block, row, locality)
-            block.ends_C[c] = row
-            block.max_load_C[c] = cell.load_G[heaviest(cell.load_G)]
-            c += 1
-            if persistent:
+            if cell.persistent:
                 # A slot that serves nothing was not filled: it still holds what it held.
-                for x in range(len(cell.demand_E), cell.hosts.shape[1]):
+                for x in all_slots(cell):
                     if cell.hosts[QUOTA, x]:
                         held_LH[layer, x] = cell.hosts[EXPERT, x]
+            cells.max_load_C[c] = cell.load_G[heaviest(cell.load_G)]
+            split(cell, counts_GE, cells, c, locality)
 
 
 @routine
-def find_replicas(cell: Any, target: Any, tolerant: Any) -> Any:
+def find_replicas(cell: CellState, target: int, tolerant: bool) -> int:
     """Bring every rank to the target, or as near as is found, with few fetched replicas.
 
     Returns:
@@ -117,67 +103,18 @@ def find_replicas(cell: Any, target: Any, tolerant: Any) -> Any:
     restore_held(cell)
     if reached == target and tolerant:
         # Empty slots cost a fetch for every replica, so fewer are searched for; of kept ones only the fetched cost.
-        if cell.position[0] == NONE:
-            _thin_out(cell, target)
-        else:
+        if cell.persistent:
             _drop_spare(cell, target)
+        else:
+            _thin_out(cell, target)
     return reached
 
 
 @routine
-def _thin_out(cell: Any, target: Any) -> None:
-    """Take half of the replicas out and add anew, as long as that needs no more of them."""
-    _save_best(cell)
-    fewest = _fetched(cell)
-    for _ in range(THINNING_ROUNDS):
-        _perturb(cell, 0.5)
-        if grow(cell, target, 1.0, CHOICE_NOISE) <= target and _fetched(cell) <= fewest:
-            fewest = _fetched(cell)
-            _save_best(cell)
-        else:
-            _restore_best(cell)
-
-
-@routine
-def _fetched(cell: Any) -> Any:
-    """How many replicas serve something and were not in their slot when the cell began."""
-    count = 0
-    for x in range(len(cell.demand_E), cell.hosts.shape[1]):
-        count += cell.hosts[QUOTA, x] > 0 and cell.hosts[HELD, x] != cell.hosts[EXPERT, x]
-    return count
-
-
-@routine
-def _drop_spare(cell: Any, target: Any) -> None:
-    """Do without the fetched replicas that the others can make up for, those that serve least first."""
-    _save_best(cell)
-    # The best state always reaches the target. Replicas that serve `least` or less were tried and are needed; after a
-    # success all are tried again, for quotas have moved.
-    least = 0
-    while True:
-        host, quota = NONE, 0
-        for x in range(len(cell.demand_E), cell.hosts.shape[1]):
-            served = cell.hosts[BEST_QUOTA, x]
-            if served <= least or cell.hosts[HELD, x] == cell.hosts[BEST_EXPERT, x]:
-                continue
-            if host == NONE or served < quota:
-                host, quota = x, served
-        if host == NONE:
-            break
-        least = quota
-        clear(cell, host)
-        if level(cell, target):
-            _save_best(cell)
-            least = 0
-        else:
-            _restore_best(cell)
-
-
-@routine
-def _attempt(cell: Any, target: Any) -> Any:
+def _attempt(cell: CellState, target: int) -> int:
     """Grow; where that misses the target, again without replicas in the way, then from perturbed best states."""
-    threshold = 1.0 if cell.position[0] == NONE else REUSE_THRESHOLD
-    best = grow(cell, target, threshold, 0.0)
+    threshold = REUSE_THRESHOLD if cell.persistent else 1.0
+    best = grow(cell, target, True, threshold, 0.0)
     if best <= target:
         return best
     _save_best(cell)
@@ -185,14 +122,14 @@ def _attempt(cell: Any, target: Any) -> Any:
     for attempt in range(max(ATTEMPTS // len(cell.load_G), FEWEST_ATTEMPTS)):
         # replicas with less than a tenth of a rank's load (chosen by hand) take slots that others need
         if attempt == 0:
-            _clear_below(cell, target // 10)
+            _take_out(cell, target // 10, 0.0)
         elif attempt == 1:  # from empty slots, but for those that serve more than a rank should
-            _clear_below(cell, target + 1)
+            _take_out(cell, target + 1, 0.0)
         else:
             _restore_best(cell)
-            _perturb(cell, PERTURBED_SHARE)
+            _take_out(cell, 1, PERTURBED_SHARE)
             threshold = 1.0 - THRESHOLD_SPREAD * next_unit(cell.random)
-        reached = grow(cell, target, threshold, CHOICE_NOISE)
+        reached = grow(cell, target, True, threshold, CHOICE_NOISE)
         if reached <= best:
             best = reached
             _save_best(cell)
@@ -203,120 +140,76 @@ def _attempt(cell: Any, target: Any) -> Any:
 
 
 @routine
-def _save_best(cell: Any) -> None:
+def _thin_out(cell: CellState, target: int) -> None:
+    """Take half of the replicas out and add anew, as long as that needs no more of them."""
+    _save_best(cell)
+    fewest = _fetched(cell)
+    for _ in range(THINNING_ROUNDS):
+        _take_out(cell, 1, 0.5)
+        if grow(cell, target, True, 1.0, CHOICE_NOISE) <= target and _fetched(cell) <= fewest:
+            fewest = _fetched(cell)
+            _save_best(cell)
+        else:
+            _restore_best(cell)
+
+
+@routine
+def _fetched(cell: CellState) -> int:
+    """How many replicas serve something and were not in their slot when the cell began."""
+    count = 0
+    for x in all_slots(cell):
+        count += cell.hosts[QUOTA, x] > 0 and cell.hosts[HELD, x] != cell.hosts[EXPERT, x]
+    return count
+
+
+@routine
+def _drop_spare(cell: CellState, target: int) -> None:
+    """Do without the fetched replicas that the others can make up for, those that serve least first."""
+    _save_best(cell)
+    # The best state always reaches the target. Replicas that serve `least` or less were tried and are needed; after a
+    # success all are tried again, for quotas have moved.
+    least = 0
+    while True:
+        host, quota = NONE, 0
+        for x in all_slots(cell):
+            served = cell.hosts[BEST_QUOTA, x]
+            if served <= least or cell.hosts[HELD, x] == cell.hosts[BEST_EXPERT, x]:
+                continue
+            if host == NONE or served < quota:
+                host, quota = x, served
+        if host == NONE:
+            break
+        least = quota
+        clear(cell, host)
+        if grow(cell, target, False, 1.0, 0.0) <= target:
+            _save_best(cell)
+            least = 0
+        else:
+            _restore_best(cell)
+
+
+@routine
+def _save_best(cell: CellState) -> None:
     for x in range(cell.hosts.shape[1]):
         cell.hosts[BEST_QUOTA, x] = cell.hosts[QUOTA, x]
-    for x in range(len(cell.demand_E), cell.hosts.shape[1]):
+    for x in all_slots(cell):
         cell.hosts[BEST_EXPERT, x] = cell.hosts[EXPERT, x]
 
 
 @routine
-def _restore_best(cell: Any) -> None:
+def _restore_best(cell: CellState) -> None:
     for x in range(cell.hosts.shape[1]):
         cell.hosts[QUOTA, x] = cell.hosts[BEST_QUOTA, x]
-    for x in range(len(cell.demand_E), cell.hosts.shape[1]):
+    for x in all_slots(cell):
         cell.hosts[EXPERT, x] = cell.hosts[BEST_EXPERT, x]
     relink(cell)
 
 
 @routine
-def _clear_below(cell: Any, least: Any) -> None:
-    """Empty the slots that serve less."""
-    for x in range(len(cell.demand_E), cell.hosts.shape[1]):
-        if cell.hosts[EXPERT, x] != NONE and cell.hosts[QUOTA, x] < least:
-            clear(cell, x)
-
-
-@routine
-def _perturb(cell: Any, share: Any) -> None:
-    """Empty the slots that serve nothing and a share of the others."""
-    for x in range(len(cell.demand_E), cell.hosts.shape[1]):
-        if cell.hosts[EXPERT, x] != NONE and (cell.hosts[QUOTA, x] == 0 or next_unit(cell.random) < share):
-            clear(cell, x)
-
-
-@routine
-def grow(cell: Any, target: Any, threshold: Any, noise: Any) -> Any:
-    """Bring every rank to the target with new replicas, or to the least larger one that is found. Returns it."""
-    # Each round moves load below the target, adds a replica, empties a slot or raises the target. A new replica may
-    # lift its rank above the target, where that rank can pass load on; then a later round does. Emptied slots may be
-    # filled and emptied again, so their number is bounded (by hand).
-    evictions = 2 * len(cell.load_G)
-    while True:
-        start = heaviest(cell.load_G)
-        if cell.load_G[start] <= target:
-            return target
-        end, count = search_path(cell, start, target)
-        if end != NONE:
-            push(cell, start, end, min(cell.search[end].width, target - cell.load_G[end]))
-        elif _add_replica(cell, start, count, target, threshold, noise):
+def _take_out(cell: CellState, least: int, share: float) -> None:
+    """Empty the slots that serve less than `least`, and a share of the others, drawn by lot."""
+    for x in all_slots(cell):
+        if cell.hosts[EXPERT, x] == NONE:
             continue
-        elif evictions > 0 and evict(cell, count):
-            evictions -= 1
-        else:
-            # The ranks that were seen serve each other's experts alone: the best for them is their mean.
-            target = mean_of_seen(cell, count)
-
-
-@inlined
-def _add_replica(cell: Any, start: Any, count: Any, target: Any, threshold: Any, noise: Any) -> Any:
-    """Add one replica from the seen ranks to another, and use it. What is to be passed on, later searches pass on.
-
-    `threshold` is the share of the most that one replica can move which the chosen one must move.
-    """
-    capacity = direct_capacity(cell, target)
-    if capacity == 0:
-        capacity = chained_capacity(cell, target)
-        if capacity == 0:
-            return False
-    supply, givers = supply_of(cell, start), 1  # when the overloaded rank has enough, no other has to give
-    if supply < capacity:
-        givers = count
-        for i in range(1, count):
-            supply = max(supply, supply_of(cell, cell.search[i].queue))
-    enough = min(supply, capacity)
-    if threshold < 1.0:
-        enough = max(int(enough * threshold), 1)
-    x, rank = _choose_replica(cell, givers, enough, noise)
-    host = free_slot(cell, rank, cell.hosts[EXPERT, x])
-    amount = min(min(cell.search[cell.hosts[RANK, x]].width, cell.hosts[QUOTA, x]), cell.search[rank].back_width)
-    if cell.hosts[EXPERT, host] != NONE:
-        clear(cell, host)  # it serves nothing
-    put(cell, host, cell.hosts[EXPERT, x])
-    push(cell, start, cell.hosts[RANK, x], amount)
-    cell.hosts[QUOTA, x] -= amount
-    cell.hosts[QUOTA, host] += amount
-    cell.load_G[cell.hosts[RANK, x]] -= amount
-    cell.load_G[rank] += amount
-    return True
-
-
-@inlined
-def _choose_replica(cell: Any, count: Any, enough: Any, noise: Any) -> Any:
-    """The host to copy from and the rank to copy to, among those that move enough."""
-    num_ranks = len(cell.load_G)
-    per_node = num_ranks // len(cell.demand_NE)
-    best_x, best_rank, best = NONE, NONE, -1.0e30
-    for i in range(count):
-        rank = cell.search[i].queue
-        if cell.search[rank].width < enough:
-            continue
-        for k in range(cell.host_GK.shape[1]):
-            x = cell.host_GK[rank, k]
-            if cell.hosts[QUOTA, x] < enough:
-                continue
-            e = cell.hosts[EXPERT, x]
-            for u in range(num_ranks):
-                if cell.search[u].back_width < enough:
-                    continue
-                # Tokens that come from the rank's node need not cross; a rank with capacity to spare is kept for more,
-                # at half the weight (chosen by hand).
-                local = min(enough, cell.demand_NE[u // per_node, e])
-                score = local - 0.5 * (cell.search[u].back_width - enough)
-                if cell.position[0] >= 0:
-                    score += REUSE_WEIGHT * later_use(cell, e, u)
-                if noise > 0.0:
-                    score += noise * enough * next_unit(cell.random)
-                if score > best:
-                    best_x, best_rank, best = x, u, score
-    return best_x, best_rank
+        if cell.hosts[QUOTA, x] < least or (share > 0.0 and next_unit(cell.random) < share):
+            clear(cell, x)

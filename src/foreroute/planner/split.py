@@ -8,9 +8,12 @@ Circles of positive gain are found as Bellman and Ford do, and emptied, until th
 
 from __future__ import annotations
 
-from typing import Any
+import numpy as np
+from numpy.typing import NDArray
 
-from foreroute.planner.cell import EXPERT, HELD, NEXT, NONE, QUOTA, RANK, inlined, routine
+from foreroute.kernels import NONE, inlined, routine
+from foreroute.planner.cell import EXPERT, HELD, NEXT, QUOTA, RANK, CellState
+from foreroute.planner.progress import StepCells
 
 FINEST = 192
 """Amounts below this part of the target are not worth a circle: half a percent of a rank's load."""
@@ -20,16 +23,16 @@ is the last. What is left undone costs locality, not balance. All three are chos
 
 
 @routine
-def keep_local(cell: Any, target: Any) -> None:
+def keep_local(cell: CellState, target: int) -> None:
     """Move quota so that more tokens stay in their node while no rank comes above the target."""
-    num_nodes = len(cell.demand_NE)
-    if num_nodes == 1:
+    if len(cell.demand_NE) == 1:
         return
     _measure(cell)
     # Every circle keeps all quotas' sums by expert and no load above the target, so this may stop after any of them.
     least = 1 + target // FINEST
     for _ in range(SEARCHES):
-        _forget(cell)
+        for node in range(len(cell.search)):  # the slack is node G of the search
+            cell.search[node].gain, cell.search[node].before, cell.search[node].waiting = 0, NONE, 1
         any_sent = False
         # One sweep carries a gain along ascending ranks as far as it goes, the next along descending ones. For shortest
         # paths that halves the sweeps that may be needed (Yen, 1970).
@@ -43,36 +46,25 @@ def keep_local(cell: Any, target: Any) -> None:
 
 
 @inlined
-def _forget(cell: Any) -> None:
-    """Begin the search anew. The slack is node G of it."""
-    for node in range(len(cell.search)):
-        cell.search[node].gain = 0
-        cell.search[node].before = NONE
-    for rank in range(len(cell.load_G)):
-        cell.search[rank].queue = 1
-
-
-@inlined
-def _measure(cell: Any) -> None:
+def _measure(cell: CellState) -> None:
     """By how much the hosts of an expert in a node serve more than the node's own tokens: `over_NE`."""
-    per_node = len(cell.load_G) // len(cell.demand_NE)
-    for e in range(len(cell.demand_E)):
+    for e in range(cell.num_experts):
         if cell.hosts[NEXT, e] == NONE:
             continue
         for n in range(len(cell.demand_NE)):
             cell.over_NE[n, e] = -cell.demand_NE[n, e]
         x = e
         while x != NONE:
-            cell.over_NE[cell.hosts[RANK, x] // per_node, e] += cell.hosts[QUOTA, x]
+            cell.over_NE[cell.hosts[RANK, x] // cell.ranks_per_node, e] += cell.hosts[QUOTA, x]
             x = cell.hosts[NEXT, x]
 
 
 @inlined
-def _edge(cell: Any, x: Any, y: Any, per_node: Any) -> Any:
+def _edge(cell: CellState, x: int, y: int) -> tuple[int, int]:
     """Gain per assignment that moves from x to y, and how many of them have it."""
     e = cell.hosts[EXPERT, x]
     width = cell.hosts[QUOTA, x]
-    near, far = cell.hosts[RANK, x] // per_node, cell.hosts[RANK, y] // per_node
+    near, far = cell.hosts[RANK, x] // cell.ranks_per_node, cell.hosts[RANK, y] // cell.ranks_per_node
     if near == far:
         return 0, width
     gain = 0
@@ -88,7 +80,7 @@ def _edge(cell: Any, x: Any, y: Any, per_node: Any) -> Any:
 
 
 @inlined
-def _relax(cell: Any, target: Any, least: Any, backwards: Any) -> Any:
+def _relax(cell: CellState, target: int, least: int, backwards: bool) -> tuple[bool, bool]:
     """One pass over all edges: longer walks of more gain. Circles are emptied as they close.
 
     Returns:
@@ -96,16 +88,15 @@ def _relax(cell: Any, target: Any, least: Any, backwards: Any) -> Any:
         Whether a circle was emptied.
     """
     num_ranks = len(cell.load_G)
-    per_node = num_ranks // len(cell.demand_NE)
     changed, sent = False, False
     for i in range(num_ranks):
         rank = num_ranks - 1 - i if backwards else i
         if cell.search[num_ranks].gain > cell.search[rank].gain:
             changed = True
             sent |= _extend(cell, num_ranks, rank, cell.search[num_ranks].gain, target, least)
-        if cell.search[rank].queue == 0:  # no walk to it has gained since its edges were last followed
+        if cell.search[rank].waiting == 0:  # no walk to it has gained since its edges were last followed
             continue
-        cell.search[rank].queue = 0
+        cell.search[rank].waiting = 0
         for k in range(cell.host_GK.shape[1]):
             x = cell.host_GK[rank, k]
             e = cell.hosts[EXPERT, x]
@@ -113,14 +104,14 @@ def _relax(cell: Any, target: Any, least: Any, backwards: Any) -> Any:
                 continue
             # One bound for all edges of the expert: leaving a node that has none of it to spare loses one, arriving
             # gains one at most, so a walk reaches `most` + 1. Ranks that have more than `most` already are passed over.
-            most = cell.search[rank].gain - (cell.over_NE[rank // per_node, e] < least)
+            most = cell.search[rank].gain - (cell.over_NE[rank // cell.ranks_per_node, e] < least)
             if most < 0:
                 continue
             y = e
             while y != NONE:
                 to = cell.hosts[RANK, y]
                 if y != x and cell.search[to].gain <= most:
-                    gain, width = _edge(cell, x, y, per_node)
+                    gain, width = _edge(cell, x, y)
                     if width >= least and cell.search[rank].gain + gain > cell.search[to].gain:
                         cell.search[to].from_host, cell.search[to].to_host = x, y
                         changed = True
@@ -133,12 +124,12 @@ def _relax(cell: Any, target: Any, least: Any, backwards: Any) -> Any:
 
 
 @inlined
-def _extend(cell: Any, node: Any, to: Any, gain: Any, target: Any, least: Any) -> Any:
+def _extend(cell: CellState, node: int, to: int, gain: int, target: int, least: int) -> bool:
     """Let the best walk to `to` come over `node`. When that closes a circle, empty it. True when it was emptied."""
     cell.search[to].gain = gain
     cell.search[to].before = node
     if to < len(cell.load_G):
-        cell.search[to].queue = 1
+        cell.search[to].waiting = 1
     # The chain of `before` has no circle but one that this edge closes: others were cut when they closed.
     at = node
     while at != NONE:
@@ -149,17 +140,16 @@ def _extend(cell: Any, node: Any, to: Any, gain: Any, target: Any, least: Any) -
 
 
 @inlined
-def _send(cell: Any, start: Any, target: Any, least: Any) -> Any:
+def _send(cell: CellState, start: int, target: int, least: int) -> bool:
     """Send as much around the circle through `start` as every edge takes, if it gains still, and cut the circle."""
     num_ranks = len(cell.load_G)
-    per_node = num_ranks // len(cell.demand_NE)
     amount, total, at = target, 0, start
     while True:
         before = cell.search[at].before
         if at == num_ranks:
             amount = min(amount, target - cell.load_G[before])
         elif before != num_ranks:
-            gain, width = _edge(cell, cell.search[at].from_host, cell.search[at].to_host, per_node)
+            gain, width = _edge(cell, cell.search[at].from_host, cell.search[at].to_host)
             total += gain
             amount = min(amount, width)
         at = before
@@ -179,8 +169,8 @@ def _send(cell: Any, start: Any, target: Any, least: Any) -> Any:
             e = cell.hosts[EXPERT, cell.search[at].from_host]
             cell.hosts[QUOTA, cell.search[at].from_host] -= amount
             cell.hosts[QUOTA, cell.search[at].to_host] += amount
-            cell.over_NE[before // per_node, e] -= amount
-            cell.over_NE[at // per_node, e] += amount
+            cell.over_NE[before // cell.ranks_per_node, e] -= amount
+            cell.over_NE[at // cell.ranks_per_node, e] += amount
         cell.search[at].before = NONE
         cell.search[at].gain = 0
         at = before
@@ -190,60 +180,60 @@ def _send(cell: Any, start: Any, target: Any, least: Any) -> Any:
 
 
 @routine
-def split(cell: Any, counts_GE: Any, block: Any, row: Any, local: Any) -> Any:
-    """Write the replicas of a cell from `row` on: each host serves its own rank first, then its node, then the rest.
+def split(cell: CellState, counts_GE: NDArray[np.int32], cells: StepCells, c: int, local: bool) -> None:
+    """Write the replicas of a cell: each host serves its own rank first, then its node, then the rest.
 
-    For given quotas no split keeps more assignments on their rank, nor on their node.
-
-    Returns:
-        The row after the last.
+    For given quotas no split keeps more assignments on their rank, nor on their node. Quotas are used up.
     """
-    for e in range(len(cell.demand_E)):
-        if cell.hosts[NEXT, e] == NONE:
-            continue
-        first = row
-        x = cell.hosts[NEXT, e]
+    num_ranks, left_G, home_G = len(cell.load_G), cell.split_2G[0], cell.split_2G[1]
+    end = 0
+    for e in range(cell.num_experts):
+        first, x = end, cell.hosts[NEXT, e]
         while x != NONE:
             if cell.hosts[QUOTA, x]:
-                rank = cell.hosts[RANK, x]
-                block.expert_R[row], block.rank_R[row], block.slot_R[row] = e, rank, x - cell.slot_GS[rank, 0]
-                block.fetched_R[row] = cell.hosts[HELD, x] != e
-                row += 1
+                cells.expert_CP[c, end], cells.rank_CP[c, end] = e, cell.hosts[RANK, x]
+                cells.slot_CP[c, end] = (x - cell.num_experts) % cell.slots
+                cells.fetched_CP[c, end] = cell.hosts[HELD, x] != e
+                end += 1
             x = cell.hosts[NEXT, x]
-        if row > first:
-            _split_expert(cell, counts_GE, e, block, first, row, local)
-    return row
+        if end == first:
+            continue
+        cells.tokens_CPG[c, first:end] = 0
+        for g in range(num_ranks):
+            left_G[g] = counts_GE[g, e]
+        # Three rounds: own rank, own node, the rest. In the first two the home comes first, at the end it gets what is
+        # left. Tokens never leave a rank or node while a host there has quota left.
+        for reach in range(0 if local else 2, 3):
+            size = 1 if reach == 0 else cell.ranks_per_node if reach == 1 else num_ranks
+            if reach < 2:
+                cell.hosts[QUOTA, e] = take_near(home_G, left_G, cell.hosts[QUOTA, e], cell.hosts[RANK, e], size)
+            for r in range(first, end):
+                rank = int(cells.rank_CP[c, r])
+                x = cell.num_experts + rank * cell.slots + cells.slot_CP[c, r]
+                cell.hosts[QUOTA, x] = take_near(cells.tokens_CPG[c, r], left_G, cell.hosts[QUOTA, x], rank, size)
+    cells.count_C[c] = end
 
 
 @inlined
-def _split_expert(cell: Any, counts_GE: Any, e: Any, block: Any, first: Any, end: Any, local: Any) -> None:
-    """Three rounds over the hosts: own rank, own node, the rest. What is left after them is the home's."""
-    num_ranks = len(cell.load_G)
-    for g in range(num_ranks):
-        cell.search[g].left = counts_GE[g, e]
-    for r in range(first, end):
-        rank = block.rank_R[r]
-        cell.search[r - first].width = cell.hosts[QUOTA, cell.slot_GS[rank, block.slot_R[r]]]
-        for g in range(num_ranks):
-            block.tokens_RG[r, g] = 0
-    home, home_quota = cell.hosts[RANK, e], cell.hosts[QUOTA, e]
-    # In the first two the home keeps its tokens before replicas take any. Tokens never leave a rank or node while a
-    # host there has quota left, so no split with these quotas keeps more of them near.
-    for reach in range(0 if local else 2, 3):
-        size = 1 if reach == 0 else num_ranks // len(cell.demand_NE) if reach == 1 else num_ranks
-        if reach < 2:
-            begin = home // size * size
-            for g in range(begin, begin + size):
-                kept = min(cell.search[g].left, home_quota)
-                cell.search[g].left -= kept
-                home_quota -= kept
-        for r in range(first, end):
-            begin, quota = block.rank_R[r] // size * size, cell.search[r - first].width
-            for g in range(begin, begin + size):
-                if quota == 0:
-                    break
-                taken = min(cell.search[g].left, quota)
-                block.tokens_RG[r, g] += taken
-                cell.search[g].left -= taken
-                quota -= taken
-            cell.search[r - first].width = quota
+def take_near(tokens_G: NDArray[np.integer], left_G: NDArray[np.integer], quota: int, rank: int, size: int) -> int:
+    """Let a host on a rank serve tokens of the `size` ranks around it that have no host yet.
+
+    Args:
+        tokens_G: integers [G], what the host serves of each source rank; added to.
+        left_G: integers [G], tokens that have no host yet; taken from.
+        quota: most tokens that the host serves.
+        rank: of the host.
+        size: 1 for its own rank's tokens, the ranks of a node for its node's, G for all.
+
+    Returns:
+        What is left of the quota.
+    """
+    begin = rank // size * size
+    for g in range(begin, begin + size):
+        if quota == 0:
+            break
+        taken = min(left_G[g], quota)
+        tokens_G[g] += taken
+        left_G[g] -= taken
+        quota -= taken
+    return quota

@@ -17,7 +17,7 @@ from foreroute.costs.figures import price_cell, slowest_attention
 from foreroute.costs.model import CostModel
 from foreroute.plan.step_plan import CellHosts, CellPlan
 from foreroute.plan.topology import Topology
-from foreroute.planner.traffic_kernels import search_cell, split_by_distance
+from foreroute.planner.traffic_kernels import SearchInput, search_cell, split_by_distance
 
 
 def replicate_for_traffic(
@@ -51,16 +51,17 @@ def replicate_for_traffic(
     # where the plan to beat serves each expert: what the search falls back on if it cannot balance the load by itself
     base_NE = np.zeros((topology.num_nodes, len(home_E)), np.bool_)
     base_NE[topology.node_G[base.rank_H], base.expert_H] = True
-    served_GE, _ = search_cell(
+    demand_NE = counts.reshape(topology.num_nodes, topology.ranks_per_node, -1).sum(axis=1)
+    known = SearchInput(
         counts,
+        demand_NE,
+        np.argsort(-demand_NE.ravel(), kind="stable"),
         home_E,
-        base_NE,
-        base_s,
-        topology.redundant_slots,
         math.ceil((1 + tolerance) * counts.sum() / topology.num_ranks),
         slowest_attention(counts.sum(axis=1), costs),
         costs.prices(topology),
     )
+    served_GE = search_cell(known, base_NE, base_s, topology.redundant_slots)
     if not served_GE.size:
         return cell
     expert_H, rank_H, _, tokens_HG = split_by_distance(counts, served_GE, home_E, topology.ranks_per_node, False)

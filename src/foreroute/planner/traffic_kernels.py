@@ -8,13 +8,16 @@ laid on ranks, largest first, cut where a rank is full. All amounts are whole as
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foreroute.costs import pricing
+from foreroute.costs.model import Prices
 from foreroute.costs.pricing import cell_seconds, rows_sent
 from foreroute.kernels import kernel
+from foreroute.planner.split import take_near
 
 NO_LIMIT = 1 << 30
 WORTH = 1e-3
@@ -28,6 +31,10 @@ _TOGETHER = np.array([[1.0, 1.0], [1.5, 1.5], [0.67, 0.67]])
 _APART = np.array([[0.75, 1.0], [1.33, 1.0], [1.0, 0.75], [1.0, 1.33]])
 
 
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
 class SearchInput(NamedTuple):
     """What the search knows of a cell.
 
@@ -36,20 +43,18 @@ class SearchInput(NamedTuple):
         demand_NE: int64, of the ranks of each node together.
         order_X: int64, the flat indices of `demand_NE`, most wanted first.
         home_E: int64, homes.
-        first_NE: bool, what nodes must host.
         target: most assignments that a rank should serve.
         attention_s: of `slowest_attention`.
         prices: the cost model.
     """
 
-    counts_GE: Any
-    demand_NE: Any
-    order_X: Any
-    home_E: Any
-    first_NE: Any
+    counts_GE: Ints
+    demand_NE: Ints
+    order_X: Ints
+    home_E: Ints
     target: int
-    attention_s: Any
-    prices: Any
+    attention_s: NDArray[np.float64]
+    prices: Prices
 
 
 class Candidate(NamedTuple):
@@ -57,75 +62,75 @@ class Candidate(NamedTuple):
 
     slots: int
     copies: int
-    served_GE: Any
+    served_GE: Ints
     seconds: float
-    parts_SP: Any
+    parts_SP: NDArray[np.float64]
 
 
 @kernel
-def search_cell(
-    counts_GE: Any, home_E: Any, base_NE: Any, base_s: float, slots: int, target: int, attention_s: Any, prices: Any
-) -> Any:
-    """The loads of the fastest plan found, int64 [G, E], and its seconds. Without a better one, no loads and `base_s`.
+def search_cell(cell: SearchInput, base_NE: Bools, base_s: float, slots: int) -> Ints:
+    """The loads of the fastest plan found, int64 [G, E]. When none is better than that to beat, there are no loads.
 
     First come as many replicas as fit. Where their transfers expose time, other numbers are tried, first about as many
     as the rest of the cell's work hides. Last, fewer as long as that costs nothing.
 
     Args:
-        counts_GE: int64, of the cell.
-        home_E: int64, homes.
+        cell: what is known of it.
         base_NE: bool, what each node hosts under the plan to beat; it shows where loads need replicas.
         base_s: seconds of that plan.
         slots: of a rank.
-        target: most assignments that a rank should serve.
-        attention_s: of `slowest_attention`.
-        prices: the cost model.
     """
-    demand_NE = _demand(counts_GE, prices.ranks_per_node)
-    order_X = np.argsort(-demand_NE.ravel(), kind="mergesort")
-    cell = SearchInput(counts_GE, demand_NE, order_X, home_E, np.zeros_like(base_NE), target, attention_s, prices)
-    found = _plan(cell, slots, NO_LIMIT)
-    if found.served_GE.sum(axis=1).max() > target:
-        with_base = SearchInput(counts_GE, demand_NE, order_X, home_E, base_NE, target, attention_s, prices)
-        other = _plan(with_base, slots, NO_LIMIT)
+    first_NE = np.zeros_like(base_NE)
+    found: Candidate = _plan(cell, first_NE, slots, NO_LIMIT)
+    if found.served_GE.sum(axis=1).max() > cell.target:
+        other = _plan(cell, base_NE, slots, NO_LIMIT)
         if other.seconds < found.seconds:
-            cell, found = with_base, other
+            first_NE, found = base_NE, other
     if found.parts_SP[:, _EXPOSED].sum() > 0:
-        hidden_slots, hidden_copies = _hidden(found.parts_SP, prices)
-        found = _around(cell, found, slots, hidden_slots, hidden_copies, _TOGETHER)
+        hidden_slots, hidden_copies = _hidden(found.parts_SP, cell.prices)
+        found = _around(cell, first_NE, found, slots, hidden_slots, hidden_copies, _TOGETHER)
         # The second round starts from the best of the first, which may have changed one of the two numbers.
         for _ in range(2):
             before_s = found.seconds
-            found = _around(cell, found, slots, found.slots, found.copies, _APART)
+            found = _around(cell, first_NE, found, slots, found.slots, found.copies, _APART)
             if found.seconds > before_s * (1 - WORTH):
                 break
     else:
-        found = _economise(cell, found)
+        found = _economise(cell, first_NE, found)
     if found.seconds > base_s * (1 - WORTH):
-        return np.zeros((0, 0), np.int64), base_s
-    return found.served_GE, found.seconds
+        return np.zeros((0, 0), np.int64)
+    return found.served_GE
 
 
 @kernel
-def _around(cell: Any, found: Any, most_slots: int, slots: float, copies: float, steps: Any) -> Any:
+def _around(
+    cell: SearchInput,
+    first_NE: Bools,
+    found: Candidate,
+    most_slots: int,
+    slots: float,
+    copies: float,
+    steps: NDArray[np.float64],
+) -> Candidate:
     """The best of what was found and plans with multiples of these numbers."""
     for step in steps:
         few_slots = max(1, min(most_slots, int(step[0] * slots + 0.5)))
         few_copies = max(1, min(NO_LIMIT, int(step[1] * copies + 0.5)))
         if few_slots == found.slots and few_copies == found.copies:
             continue
-        other = _plan(cell, few_slots, few_copies)
+        other = _plan(cell, first_NE, few_slots, few_copies)
         if other.seconds < found.seconds:
             found = other
     return found
 
 
 @kernel
-def _economise(cell: Any, found: Any) -> Any:
+def _economise(cell: SearchInput, first_NE: Bools, found: Candidate) -> Candidate:
     """Fewer replicas, as long as that takes no more time."""
     enough_s = found.seconds * (1 + WORTH)
     while found.slots > 1:
-        other = _plan(cell, found.slots * 3 // 4, found.copies)  # a quarter fewer each time: few plans to the least
+        # a quarter fewer each time: few plans to the least
+        other = _plan(cell, first_NE, found.slots * 3 // 4, found.copies)
         if other.seconds > enough_s:
             break
         found = other
@@ -133,13 +138,13 @@ def _economise(cell: Any, found: Any) -> Any:
 
 
 @kernel
-def _plan(cell: Any, slots: int, copies: int) -> Any:
+def _plan(cell: SearchInput, first_NE: Bools, slots: int, copies: int) -> Candidate:
     width, home_E = cell.prices.ranks_per_node, cell.home_E
     # The slots kept back are for parts of experts that are too large for one rank: a slot for each rank but one, and a
     # quarter of all at most (chosen by hand).
     guests = slots * width - min(width - 1, slots * width // 4)
     hosted_NE = choose_hosted(
-        cell.demand_NE, cell.order_X, home_E, width, guests, copies, _least(cell.prices), cell.first_NE
+        cell.demand_NE, cell.order_X, home_E, width, guests, copies, _least(cell.prices), first_NE
     )
     served_GE = serve_locally(cell.demand_NE, hosted_NE, home_E, width, slots, cell.target)
     expert_H, rank_H, tokens_H, pairs_GG = split_by_distance(cell.counts_GE, served_GE, home_E, width, True)
@@ -157,17 +162,7 @@ def _plan(cell: Any, slots: int, copies: int) -> Any:
 
 
 @kernel
-def _demand(counts_GE: Any, ranks_per_node: int) -> Any:
-    num_ranks, num_experts = counts_GE.shape
-    demand_NE = np.zeros((num_ranks // ranks_per_node, num_experts), np.int64)
-    for g in range(num_ranks):
-        for e in range(num_experts):
-            demand_NE[g // ranks_per_node, e] += counts_GE[g, e]
-    return demand_NE
-
-
-@kernel
-def _least(prices: Any) -> int:
+def _least(prices: Prices) -> int:
     """Assignments of a node for which one more expert on one of its ranks takes as long as the rows it saves.
 
     It reads its weights and pads half a tile; it saves a row each over the NICs of the node, if all picks of the
@@ -184,7 +179,7 @@ def _least(prices: Any) -> int:
 
 
 @kernel
-def _hidden(parts_SP: Any, prices: Any) -> Any:
+def _hidden(parts_SP: NDArray[np.float64], prices: Prices) -> tuple[float, float]:
     """Replicas of a rank, and copies of a home rank's experts, whose transfers about take the time of other work."""
     fetch_s = parts_SP[0].sum() - parts_SP[0, _EXPOSED]
     links_s = parts_SP[1, _ATTENTION] + parts_SP[1, _EXPERTS] + parts_SP[1, _FIXED]
@@ -193,7 +188,9 @@ def _hidden(parts_SP: Any, prices: Any) -> Any:
 
 
 @kernel
-def serve_locally(demand_NE: Any, hosted_NE: Any, home_E: Any, ranks_per_node: int, slots: int, target: int) -> Any:
+def serve_locally(
+    demand_NE: Ints, hosted_NE: Bools, home_E: Ints, ranks_per_node: int, slots: int, target: int
+) -> Ints:
     """Loads of all hosts of a cell whose nodes host given experts: int64 [G, E], what each rank serves of each expert.
 
     Args:
@@ -220,15 +217,15 @@ def serve_locally(demand_NE: Any, hosted_NE: Any, home_E: Any, ranks_per_node: i
 
 @kernel
 def choose_hosted(
-    demand_NE: Any,
-    order_X: Any,
-    home_E: Any,
+    demand_NE: Ints,
+    order_X: Ints,
+    home_E: Ints,
     ranks_per_node: int,
     guests: int,
     copies: int,
     least: int,
-    first_NE: Any,
-) -> Any:
+    first_NE: Bools,
+) -> Bools:
     """What each node hosts: bool [N, E]. Its homes, and what its tokens want most.
 
     Args:
@@ -261,7 +258,7 @@ def choose_hosted(
 
 
 @kernel
-def _quotas(demand_NE: Any, hosted_NE: Any, capacity: int) -> Any:
+def _quotas(demand_NE: Ints, hosted_NE: Bools, capacity: int) -> Ints:
     """int64 [N, E], what each node serves of each expert."""
     num_nodes, num_experts = demand_NE.shape
     quota_NE = np.where(hosted_NE, demand_NE, 0)
@@ -294,7 +291,7 @@ def _quotas(demand_NE: Any, hosted_NE: Any, capacity: int) -> Any:
 
 
 @kernel
-def _unload_node(node: int, quota_NE: Any, hosted_NE: Any, load_N: Any, capacity: int) -> None:
+def _unload_node(node: int, quota_NE: Ints, hosted_NE: Bools, load_N: Ints, capacity: int) -> None:
     """Give what exceeds a node's capacity to other hosts, in few pieces."""
     num_nodes, num_experts = quota_NE.shape
     # Each piece either takes the node to its capacity, fills another or takes all of an expert, so it ends.
@@ -319,7 +316,7 @@ def _unload_node(node: int, quota_NE: Any, hosted_NE: Any, load_N: Any, capacity
 
 @kernel
 def _lay_on_ranks(
-    node: int, left_E: Any, home_E: Any, ranks_per_node: int, slots: int, target: int, served_GE: Any, load_G: Any
+    node: int, left_E: Ints, home_E: Ints, ranks_per_node: int, slots: int, target: int, served_GE: Ints, load_G: Ints
 ) -> None:
     """Lay a node's experts on its ranks. What found no place stays in `left_E`."""
     num_experts = len(left_E)
@@ -356,7 +353,7 @@ def _lay_on_ranks(
 
 
 @kernel
-def _relieve(served_GE: Any, load_G: Any, target: int, ranks_per_node: int) -> None:
+def _relieve(served_GE: Ints, load_G: Ints, target: int, ranks_per_node: int) -> None:
     """Ranks above the target pass load on to other hosts of their experts, on their own node first."""
     num_ranks, num_experts = served_GE.shape
     # Only hosts that serve an expert already get more of it, and none rises above the target: no transfer is added.
@@ -380,7 +377,9 @@ def _relieve(served_GE: Any, load_G: Any, target: int, ranks_per_node: int) -> N
 
 
 @kernel
-def split_by_distance(counts_GE: Any, served_GE: Any, home_E: Any, ranks_per_node: int, by_rank: bool) -> Any:
+def split_by_distance(
+    counts_GE: Ints, served_GE: Ints, home_E: Ints, ranks_per_node: int, by_rank: bool
+) -> tuple[Ints, Ints, Ints, Ints]:
     """Hosts in order of experts, and the tokens of each source rank that each serves: own rank, own node, the rest.
 
     Args:
@@ -398,33 +397,20 @@ def split_by_distance(counts_GE: Any, served_GE: Any, home_E: Any, ranks_per_nod
     most = num_experts + int((served_GE > 0).sum())
     expert_H, rank_H, tokens_H = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
     tokens_XG = np.zeros((num_ranks if by_rank else most, num_ranks), np.int64)
-    num_hosts = 0
-    supply_G, quota_G = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    left_G, quota_G, num_hosts = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64), 0
     for e in range(num_experts):
         first = num_hosts
         for g in range(num_ranks):
-            supply_G[g], quota = counts_GE[g, e], served_GE[g, e]
-            if quota == 0 and home_E[e] != g:
-                continue
-            expert_H[num_hosts], rank_H[num_hosts], tokens_H[num_hosts] = e, g, quota
-            own = min(supply_G[g], quota)
-            tokens_XG[g if by_rank else num_hosts, g] += own
-            supply_G[g] -= own
-            quota_G[num_hosts - first] = quota - own
-            num_hosts += 1
+            left_G[g], quota_G[g] = counts_GE[g, e], served_GE[g, e]
+            if quota_G[g] > 0 or home_E[e] == g:
+                expert_H[num_hosts], rank_H[num_hosts], tokens_H[num_hosts] = e, g, quota_G[g]
+                num_hosts += 1
         # Tokens leave their rank, and then their node, only when no host there has quota left: the most stays near that
         # these loads allow.
-        for near in (True, False):
+        for size in (1, ranks_per_node, num_ranks):
             for h in range(first, num_hosts):
-                node = rank_H[h] // ranks_per_node
-                begin, end = (node * ranks_per_node, (node + 1) * ranks_per_node) if near else (0, num_ranks)
-                for g in range(begin, end):
-                    if quota_G[h - first] == 0:
-                        break
-                    amount = min(supply_G[g], quota_G[h - first])
-                    tokens_XG[rank_H[h] if by_rank else h, g] += amount
-                    supply_G[g] -= amount
-                    quota_G[h - first] -= amount
+                g = rank_H[h]
+                quota_G[g] = take_near(tokens_XG[g if by_rank else h], left_G, quota_G[g], g, size)
     return (
         expert_H[:num_hosts],
         rank_H[:num_hosts],

@@ -1,4 +1,7 @@
-"""Which host serves each single pick of each token, when a plan says only how many each host serves."""
+"""Cells priced on the tokens as they are: each pick is dealt to a host, and deduplicated rows are counted.
+
+The cost model estimates these rows; here is what they are.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from foreroute.costs import pricing
+from foreroute.costs.figures import price_rows
 from foreroute.errors import CountsError
 from foreroute.kernels import kernel
 from foreroute.plan.step_plan import CellHosts
@@ -88,6 +93,19 @@ def tokens_reaching(
         [G, N] and [G, G], whole numbers.
     """
     return _reach(host_TK, routes.offsets, hosts.rank_H.astype(np.int64), ranks_per_node)  # type: ignore[no-any-return]
+
+
+def price_tokens(hosts, home_E, topology, costs, *, routes, squares_G=None):
+    """As `price_cell`, with deduplicated rows counted."""
+    prices = costs.prices(topology)
+    rank_H, tokens_HG = hosts.rank_H.astype(np.int64), np.ascontiguousarray(hosts.tokens_HG, np.int64)
+    host_TK = assign_picks(hosts, routes, topology.ranks_per_node)
+    reaches = tokens_reaching(hosts, routes, host_TK, topology.ranks_per_node)
+    pairs_GG = pricing.pairs_between(rank_H, tokens_HG)
+    rows_G4 = pricing.rows_of_reach(*reaches, topology.ranks_per_node)
+    if not prices.dedup:
+        rows_G4 = pricing.rows_sent(pairs_GG, prices)
+    return price_rows(hosts, rows_G4, pairs_GG, home_E, topology, costs, squares_G)
 
 
 @kernel
