@@ -59,7 +59,7 @@ def _steps(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
         fetched = [record for record in engine.take_records() if record.kind == "fetch"]
         moved = _summed(sum(record.host_bytes + record.direct_bytes for record in fetched))
         seconds = compare(lambda: bench.step(plan), lambda: bench.step(at_home), pairs=pairs)
-    mean = float(plan.bound_ML.sum())
+    mean = float(bench.counts_MLGE.sum()) / plan.topology.num_ranks
     return {
         "executed_over_planned": busiest["planned"] / int(plan.max_load_ML.sum()),
         "bytes_over_least": moved / (int(plan.fetched_R.sum()) * expert_bytes(bench.placed.homes[0])),

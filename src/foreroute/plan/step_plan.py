@@ -7,6 +7,7 @@ letters: M micro-steps, L layers, G ranks, E logical experts, R replicas, H host
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,7 +77,7 @@ class StepPlan:
         offsets: int64 [M * L + 1], cell c owns the replicas `offsets[c]:offsets[c + 1]`.
         expert_R, rank_R, slot_R, fetched_R, tokens_RG: as in `CellPlan`.
         max_load_ML: int64 [M, L], assignments of the slowest rank.
-        bound_ML: float64 [M, L], no plan of these homes, slots and splits serves a cell with less on its slowest rank.
+        bound_ML: float64 [M, L], no plan of these homes and slots serves a cell with less on its slowest rank.
         counts_digest: 128 bit, hexadecimal, of the counts that were planned; the executor compares it.
         slots: what becomes of the content of slots between cells, as in `PlanOptions`.
         packing: the rank and micro-step of every sequence, where sequences were planned; None for bare counts.

@@ -15,6 +15,7 @@ from foreroute.plan.counts import check_counts, counts_digest
 from foreroute.plan.options import PlanOptions
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
+from foreroute.planner.bound import least_loads
 from foreroute.planner.homes import check_homes, place_homes
 from foreroute.planner.progress import OnProgress, PlanInProgress, StepCells
 
@@ -137,7 +138,7 @@ def _planned(
         shape=(num_micro_steps, num_layers, num_experts),
         previous_home_LE=previous_LE,
         home_LE=home_LE,
-        bound_ML=counts.sum(axis=(2, 3), dtype=np.int64) / num_ranks,
+        bound_ML=least_loads(counts, home_LE, slots),
         counts_digest=counts_digest(counts),
         slots=options.slots,
         **cells.step_arrays(),

@@ -1,0 +1,119 @@
+"""From traces to a plan file by `foreroute plan`, and from the file to a step on four processes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import foreroute as fr
+from foreroute.adapters import hf
+from foreroute.ep import BatchRows
+from foreroute.plan import load_plan, save_plan
+from tests.cli.command import foreroute
+from tests.ep.training import Case, policy
+from tests.processes import Raised
+
+CASE = Case(ranks=4, plan=0)
+TOML = """
+[topology]
+num_ranks = {ranks}
+ranks_per_node = {ranks}
+redundant_slots = 2
+[hardware]
+preset = "h100"
+[model]
+preset = "qwen3-30b-a3b"
+num_experts = 8
+top_k = {top_k}
+"""
+
+
+def loss_of(model, tokens):
+    logits = model(input_ids=tokens).logits.double()
+    return -logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).sum()
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    """A folder with the trace of sixteen sequences and its plans for four ranks and for two; the loss of one process."""
+    folder = tmp_path_factory.mktemp("step")
+    model = policy(CASE).eval()
+    routed = hf.attach(model)
+    tokens = torch.randint(1, 30, (16, 12), generator=torch.Generator().manual_seed(0))
+    with routed.record(weight_version=0) as recording, torch.no_grad():
+        loss = loss_of(model, tokens)
+    trace = recording.trace()
+    fr.save(trace, folder / "step.safetensors")
+    for ranks in (4, 2):
+        (folder / "cluster.toml").write_text(TOML.format(ranks=ranks, top_k=trace.spec.top_k))
+        arguments = ("--token-budget", "24", "--no-baselines", "--no-pay-off", "--output", f"{ranks}.plan")
+        made = foreroute("plan", "step.safetensors", "--topology", "cluster.toml", *arguments, cwd=folder)
+        assert made.returncode == 0, made.stderr
+    return folder, float(loss)
+
+
+def executed(rank, folder, plan_name="4.plan", damage=None):
+    """The plan in force on the whole step's trace: this rank's loss, and the rows that it computed [M, L]."""
+    model = policy(CASE).eval()
+    routed = hf.attach(model)
+    placed = hf.distribute(model, timeout_s=20)
+    trace = fr.load(folder / "step.safetensors")
+    tokens = torch.from_numpy(trace.token_ids_N.astype(np.int64)).reshape(16, 12)
+    plan = placed.begin_step(0, folder / plan_name, trace if damage is None else damage(trace, rank))
+    loss, rows_ML = 0.0, []
+    for micro_step in range(plan.shape[0]):
+        mine = plan.packing.sequences(micro_step, rank)
+        part, batch = trace.select(mine), tokens[mine]
+        rows = BatchRows.replayed(part, batch)
+        with routed.replay(part), placed.executing(micro_step, rows) as execution:
+            micro_loss = loss_of(model, batch)
+        micro_loss.backward()
+        loss += float(micro_loss.detach())
+        rows_ML.append(execution.executed_L)
+    return loss, np.stack(rows_ML)
+
+
+def test_a_plan_file_is_executed_as_it_says(step, workers):
+    folder, loss = step
+    plan = load_plan(folder / "4.plan")
+    outcomes = workers(4).run(executed, folder)
+    assert sum(part for part, _ in outcomes) == pytest.approx(loss, rel=1e-6)
+    counts_MLGE = plan.counts_of(fr.load(folder / "step.safetensors"))
+    planned_MLG = np.array(
+        [[plan.cell(m, layer).loads_G(counts_MLGE[m, layer]) for layer in range(3)] for m in range(plan.shape[0])]
+    )
+    np.testing.assert_array_equal(np.stack([rows_ML for _, rows_ML in outcomes], axis=-1), planned_MLG)
+    assert plan.num_replicas_ML.sum()
+
+
+def _other_tokens(trace, rank):
+    tokens_N = trace.token_ids_N.copy()
+    tokens_N[5] += rank == 2  # on one rank alone
+    return replace(trace, token_ids_N=tokens_N)
+
+
+def _half(trace, rank):
+    return trace.select(range(8))
+
+
+@pytest.mark.parametrize(
+    ("plan_name", "damage", "message"),
+    [
+        ("4.plan", _other_tokens, "rank 2: the plan was made for tokens with digest"),
+        ("4.plan", _half, "rank 0: the plan was made for tokens with digest"),
+        ("2.plan", None, "2 ranks"),
+        ("packed.plan", None, "counts have digest"),
+        ("none.plan", None, "rank 3: "),
+    ],
+)
+def test_a_file_for_anything_else_is_refused_by_all_ranks_with_one_message(step, workers, plan_name, damage, message):
+    folder, _ = step
+    if plan_name == "packed.plan" and not (folder / plan_name).exists():
+        plan = load_plan(folder / "4.plan")
+        swapped_S = plan.packing.rank_S[::-1].copy()
+        save_plan(replace(plan, packing=replace(plan.packing, rank_S=swapped_S)), folder / plan_name)
+    outcomes = workers(4).outcomes(executed, folder, plan_name, damage)
+    assert all(isinstance(outcome, Raised) for outcome in outcomes)
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert message in outcomes[0].message
