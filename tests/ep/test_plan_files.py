@@ -36,7 +36,7 @@ def loss_of(model, tokens):
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory):
-    """A folder with the trace of sixteen sequences and its plans for four ranks and for two; the loss of one process."""
+    """A folder with the trace of sixteen sequences, its plans for four ranks and for two; the loss of one process."""
     folder = tmp_path_factory.mktemp("step")
     model = policy(CASE).eval()
     routed = hf.attach(model)
