@@ -65,7 +65,8 @@ def test_layers_have_the_numbers_that_the_model_gives_them(tmp_path):
 def test_a_diagnosis_without_evidence_says_what_is_missing(tmp_path):
     empty = Diagnosis(headline="Nothing.", findings=(), measures=Measures())
     html = write_diagnosis(empty, tmp_path / "page.html").read_text()
-    assert html.count('class="absent"') == 2
+    assert html.count("is not shown") == 2
+    assert "<figure" not in html
     assert "<table" not in html
 
 

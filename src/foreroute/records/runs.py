@@ -11,9 +11,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from foreroute.errors import InputError, RunFolderError
+from foreroute.errors import InputError, RunFolderError, TraceFileError
 from foreroute.files import read_file
 from foreroute.records.step_record import SIDES, Side, StepRecord, parse_step
+from foreroute.trace import RoutedLayer, load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,8 @@ class Run:
     config: dict[str, Any]
     steps: tuple[StepRecord, ...]
     notes: tuple[str, ...] = ()
+    layers: tuple[RoutedLayer, ...] = ()
+    """The model's routed layers, as the run's traces number them; none where it kept no trace."""
     rollbacks: tuple[Rollback, ...] = ()
 
     @property
@@ -136,6 +139,7 @@ def read_run(folder: Path) -> Run:
         f"Steps ran again and came out otherwise, as on another machine; what was recorded before is in {aside.name}."
         for aside in sorted(folder.glob("superseded-*"))
     ]
+    layers, unread = _read_layers(folder / "traces")
     return Run(
         folder=folder,
         label=config.name,
@@ -145,7 +149,8 @@ def read_run(folder: Path) -> Run:
         routing=config.rl.routing,
         config=shown,
         steps=tuple(steps),
-        notes=tuple(notes),
+        notes=(*notes, *unread),
+        layers=layers,
         rollbacks=_read_rollbacks(folder / "rollbacks.json"),
     )
 
@@ -157,6 +162,16 @@ def _read_rollbacks(path: Path) -> tuple[Rollback, ...]:
         return _ROLLBACKS.validate_json(read_file(path, RunFolderError), strict=True).rollbacks
     except ValidationError as error:
         raise RunFolderError(f"{path} is damaged: {_reason(error)}. Restore it from a copy") from error
+
+
+def _read_layers(traces: Path) -> tuple[tuple[RoutedLayer, ...], list[str]]:
+    """The layers of the first trace, and a note where it cannot be read."""
+    for path in sorted(traces.glob("step-*.safetensors"))[:1]:
+        try:
+            return load(path, sequences=[]).spec.layers, []
+        except TraceFileError as error:
+            return (), [f"The numbers of the layers are not known: {error}"]
+    return (), []
 
 
 def _read_metrics(path: Path) -> tuple[list[StepRecord], list[str]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from foreroute.doctor import Diagnosis, Measures, Severity
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
-from foreroute.report.format import TableRow, percentage, scientific
+from foreroute.report.format import Command, TableRow, percentage, scientific
 from foreroute.report.template import write_html
 
 WORDS = {Severity.FINE: "fine", Severity.NOTE: "note", Severity.WARNING: "warning", Severity.PROBLEM: "problem"}
@@ -24,13 +25,13 @@ def measure_rows(measures: Measures) -> list[TableRow]:
     return [row for row in rows if row is not None]
 
 
-def write_diagnosis(diagnosis: Diagnosis, target: Path) -> Path:
-    """Write the page; one that is there is replaced.
+def write_diagnosis(diagnosis: Diagnosis, target: Path, commands: Sequence[Command] = ()) -> Path:
+    """Write the page; one that is there is replaced. `commands` are what to run next.
 
     Raises:
         InputError: when `target` cannot be written or is no page of ours, or the `report` extra is not installed.
     """
-    return write_html(target, "diagnosis.html.j2", lambda: _values(diagnosis))
+    return write_html(target, "diagnosis.html.j2", lambda: _values(diagnosis) | {"commands": commands})
 
 
 def _values(diagnosis: Diagnosis) -> dict[str, Any]:

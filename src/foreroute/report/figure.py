@@ -12,20 +12,41 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.colors import TwoSlopeNorm
+from matplotlib.colors import TwoSlopeNorm, to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from foreroute.records import SIDES, Run, Side, StepRecord
 from foreroute.report.format import over_mean
+from foreroute.report.run_rows import WINDOW
 from foreroute.trace import RoutedLayer
 
-# Okabe and Ito's colours stay apart under the common colour deficiencies; their yellow is too pale on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
-MARKERS = ("o", "s", "^", "D")
-DASHES = {None: "-", "native": "-", "replayed": (0, (3.2, 1.6))}
+# A colour stands for the same on every page. Okabe and Ito's stay apart under the common colour deficiencies.
+SIDE_COLOURS: dict[Side, str] = {"native": "#D55E00", "replayed": "#0072B2"}
+STATIC, PLANNED, RIVAL, FORCED = "#E69F00", "#009E73", "#CC79A7", "#55606c"
+"""Every expert at its home, a plan of ours, the strongest other method, forced balance."""
+OTHER = "#9aa5b1"
+"""Of a method that the page says little about."""
+PLANNED_OTHERWISE = "#00543d"
+"""Another plan of ours: the same hue, darker."""
+PART_COLOURS = {
+    "attention": "#77AADD",
+    "all-to-all": "#EE8866",
+    "experts": "#BBCC33",
+    "fixed": "#DDDDDD",
+    "exposed transfers": "#AA4499",
+    "output head": "#EEDD88",
+    "waiting for the plan": "#332288",
+    "pipeline bubbles": "#99DDFF",
+}
+"""Of what time is spent on: Tol's light scheme, none of which is the colour of a method, and dark for waiting."""
 SIDE_WORDS: dict[Side, str] = {"native": "without replay", "replayed": "with replay"}
+DASHES = ("", "6 3", "2 2", "8 2 2 2")
+"""By run, as in SVG; matplotlib takes the numbers."""
+SHADES = (0.0, 0.45, -0.4)
+"""By run among those that train on the same side: towards white, or black. With four dashes, twelve looks."""
+MARKERS = (None, "o", "s", "^", "D")
 
 INK, GREY = "#3b4550", "#8a94a0"
 """Of words in a picture, and of lines that only guide the eye."""
@@ -81,26 +102,14 @@ class Series:
     x: NDArray[np.float64]
     y: NDArray[np.float64]
 
-    @property
-    def style(self) -> dict[str, Any]:
-        """Colour by run and dashes by side. Points are marked where they are few, or where colours repeat."""
-        sparse = len(self.x) < 30 or self.run >= len(COLOURS)
-        return {
-            "color": COLOURS[self.run % len(COLOURS)],
-            "linestyle": DASHES[self.side],
-            "marker": MARKERS[self.run // len(COLOURS) % len(MARKERS)] if sparse else None,
-            "markersize": 3.2,
-            "markevery": max(1, len(self.x) // 30),
-        }
-
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a legend: a run's colour, or a line style when `colour` is None."""
+    """One entry of a legend: a colour, or a run's dashes when `colour` is None; with both, a run that has the two."""
 
     label: str
     colour: str | None
-    dashed: bool = False
+    dashes: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,14 +162,14 @@ def card_of_runs(
     keys: Sequence[Key] = (),
     apart: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> Plot:
-    """Make a card with the legend of its runs; without a picture where no series has a number."""
+    """Make a card with the legend of its runs, or `keys`; without a picture where no series has a number."""
     values = [line.y[np.isfinite(line.y)] for line in series]
     if not any(finite.size for finite in values):
         return Plot(caption=caption)
     finite = np.concatenate(values)
     names = ", ".join(runs[position].label for position in sorted({line.run for line in series}))
     said = f"{caption.y_label} against {caption.x_label}, from {finite.min():.3g} to {finite.max():.3g}, for {names}"
-    return card(caption, drawn, said, (*_keys(runs, series), *keys), _notes(runs, series, apart))
+    return card(caption, drawn, said, keys or _keys(runs, series), _notes(runs, series, apart))
 
 
 def plot_lines(
@@ -169,18 +178,24 @@ def plot_lines(
     series: Sequence[Series],
     finish: Callable[[Any], None] = lambda axes: None,
     *,
-    ticks: int = 6,
+    smooth: bool = False,
     style: Mapping[str, Any] = MappingProxyType({}),
     apart: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> Plot:
     """Draw one line per series; `style` overrules that of the series, `finish` sets limits and formats afterwards.
 
-    `apart` has, by reason, the runs that have no line because there is nothing to record.
+    With `smooth` a thick line is the mean of the last `WINDOW` values, and a thin one the values. `apart` has, by
+    reason, the runs that have no line because there is nothing to record.
     """
     axes = new_axes()
     for line in series:
-        axes.plot(line.x, line.y, **{**line.style, **style})
-    axes.xaxis.set_major_locator(integer_ticks(ticks))
+        look = {**style_of(runs, line), **style}
+        if smooth:
+            axes.plot(line.x, line.y, color=look["color"], linewidth=0.7, alpha=0.3)
+            axes.plot(line.x, trailing_mean(line.y), **look | {"linewidth": 2.2})
+        else:
+            axes.plot(line.x, line.y, **look)
+    axes.xaxis.set_major_locator(integer_ticks(6))
     finish(axes)
     return card_of_runs(caption, axes, runs, series, apart=apart)
 
@@ -213,14 +228,41 @@ def _recorded(step: StepRecord, path: str) -> float | None:
     return (found[-1] if found else None) if isinstance(found, list) else found
 
 
-def colour_of(position: int) -> str:
-    """Colours repeat after the seventh run; markers then tell the runs apart."""
-    return COLOURS[position % len(COLOURS)]
+def trailing_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The mean of each value and those before it, `WINDOW` of them at most."""
+    return np.array([values[max(0, end - WINDOW) : end].mean() for end in range(1, len(values) + 1)])
+
+
+def colour_of(runs: Sequence[Run], position: int, side: Side | None = None) -> str:
+    """The colour of a side, by default of that which the run trains with; runs of the same one differ in shade."""
+    own = runs[position].trains_with
+    rank = sum(run.trains_with == own for run in runs[:position])
+    shade = SHADES[rank % len(SHADES)]
+    towards = np.array([1.0, 1.0, 1.0] if shade > 0 else [0.0, 0.0, 0.0])
+    return to_hex((1 - abs(shade)) * np.array(to_rgb(SIDE_COLOURS[side or own])) + abs(shade) * towards)
+
+
+def dashes_of(position: int) -> str:
+    """The dashes of a run, as in SVG; none of the first."""
+    return DASHES[position % len(DASHES)]
+
+
+def style_of(runs: Sequence[Run], line: Series) -> dict[str, Any]:
+    """Colour by side, dashes by run. Points are marked where they are few, or where looks repeat."""
+    dashes, again = dashes_of(line.run), line.run // (len(DASHES) * len(SHADES))
+    sparse = "o" if len(line.x) < 30 else None
+    return {
+        "color": colour_of(runs, line.run, line.side),
+        "linestyle": (0, [float(length) / 2 for length in dashes.split()]) if dashes else "-",
+        "marker": MARKERS[again % len(MARKERS)] or sparse,
+        "markersize": 3.2,
+        "markevery": max(1, len(line.x) // 30),
+    }
 
 
 def percent_axis(axes: Any) -> None:
     """Shares as percentages, from just below zero, so that a line of exact zeros stays clear of the axis."""
-    top = axes.get_ylim()[1]
+    top = min(axes.get_ylim()[1], 1.025)
     axes.set_ylim(-0.025 * top, top)
     percent_ticks(axes.yaxis)
 
@@ -297,10 +339,12 @@ def top_down(axes: Any) -> None:
 
 
 def _keys(runs: Sequence[Run], series: Sequence[Series]) -> tuple[Key, ...]:
+    """Sides by colour, and runs by dashes; by both where no line is of a side."""
     drawn = sorted({line.run for line in series})
     sides = [side for side in SIDES if any(line.side == side for line in series)]
-    runs_keys = [Key(runs[position].label, colour_of(position)) for position in drawn] if len(runs) > 1 else []
-    return (*runs_keys, *(Key(SIDE_WORDS[side], None, dashed=side == "replayed") for side in sides))
+    several = drawn if len(runs) > 1 else []
+    of_runs = [Key(runs[place].label, None if sides else colour_of(runs, place), dashes_of(place)) for place in several]
+    return (*(Key(SIDE_WORDS[side], SIDE_COLOURS[side]) for side in sides), *of_runs)
 
 
 def _notes(runs: Sequence[Run], series: Sequence[Series], apart: Mapping[str, Collection[int]]) -> tuple[str, ...]:

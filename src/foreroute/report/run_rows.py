@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from foreroute.mismatch import Alarm, Kind
 from foreroute.mismatch.alarm_rules import WORDS
 from foreroute.records import SIDES, ExecutionRecord, Load, Run, Side, StepRecord
-from foreroute.report.format import ABSENT, TableRow, percentage, seconds
+from foreroute.report.format import ABSENT, TableRow, percentage, step_time
 
 Measure = Literal["k3", "f2", "differing_share", "differing_tokens_share"]
 BySide = dict[Side, float | None]
@@ -173,8 +173,8 @@ def _cells(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
         "Replicas": f"{mean(lambda step: step.get('replicas', 0)):.0f}",
         "Weights moved": megabytes("host", "direct"),
         "Gradients moved": megabytes("gradients"),
-        "Waited for transfers": seconds(mean(lambda step: step.get("exposed_transfer_s", 0.0))),
-        "Waited for plans": seconds(mean(lambda step: step.get("exposed_planning_s", 0.0))),
+        "Waited for transfers": step_time(mean(lambda step: step.get("exposed_transfer_s", 0.0))),
+        "Waited for plans": step_time(mean(lambda step: step.get("exposed_planning_s", 0.0))),
         # of the time of planning, what no rank waited for
         "Planning hidden": percentage(hidden_s / planning_s if planning_s else None),
         "Cells fallen back": str(sum(step.get("cells_at_home", 0) for step in steps)),
