@@ -91,7 +91,7 @@ def _disagreement_by_layer(runs: Sequence[Run]) -> Plot:
 
 
 def layers_of(runs: Sequence[Run], shown: Sequence[tuple[int, int]]) -> tuple[RoutedLayer, ...]:
-    """The layers of these runs, each given with how many it recorded; none where they are not known, or not the same."""
+    """The layers of these runs, each given with how many it recorded; none where they are unknown, or not the same."""
     tables = {runs[position].layers for position, _ in shown}
     same = tables.pop() if len(tables) == 1 else ()
     return same if all(recorded == len(same) for _, recorded in shown) else ()

@@ -138,7 +138,7 @@ def simulation_summary(record: SimulationRecord) -> list[str]:
 
 
 def headline(record: SimulationRecord) -> MethodRecord:
-    """The method that the page is about: the first of ours, else the fastest of the others; static where it is alone."""
+    """The method that the page is about: the first of ours, else the fastest of the others, else static."""
     balanced = [method for method in record.methods if method.name != "static"]
     ours = [method for method in balanced if is_ours(method.name)]
     return ours[0] if ours else _fastest(balanced or record.methods)
