@@ -46,7 +46,6 @@ DASHES = ("", "6 3", "2 2", "8 2 2 2")
 """By run, as in SVG; matplotlib takes the numbers."""
 SHADES = (0.0, 0.45, -0.4)
 """By run among those that train on the same side: towards white, or black. With four dashes, twelve looks."""
-MARKERS = (None, "o", "s", "^", "D")
 
 INK, GREY = "#3b4550", "#8a94a0"
 """Of words in a picture, and of lines that only guide the eye."""
@@ -134,15 +133,7 @@ def new_axes(inches: tuple[float, float] = INCHES) -> Any:
 
 
 def card(caption: Caption, drawn: Any, said: str, keys: Sequence[Key] = (), notes: Sequence[str] = ()) -> Plot:
-    """Make a card.
-
-    Args:
-        caption: its words.
-        drawn: axes, which are labelled as the caption says, or a figure.
-        said: what the picture shows, for those who do not see it.
-        keys: of its legend.
-        notes: below it.
-    """
+    """Make a card of axes, which get the caption's labels, or of a figure. `said` is for those who do not see it."""
     figure = drawn
     if not isinstance(drawn, Figure):
         drawn.set_xlabel(caption.x_label)
@@ -248,13 +239,12 @@ def dashes_of(position: int) -> str:
 
 
 def style_of(runs: Sequence[Run], line: Series) -> dict[str, Any]:
-    """Colour by side, dashes by run. Points are marked where they are few, or where looks repeat."""
-    dashes, again = dashes_of(line.run), line.run // (len(DASHES) * len(SHADES))
-    sparse = "o" if len(line.x) < 30 else None
+    """Colour by side, dashes by run. Points are marked where they are few."""
+    dashes = dashes_of(line.run)
     return {
         "color": colour_of(runs, line.run, line.side),
         "linestyle": (0, [float(length) / 2 for length in dashes.split()]) if dashes else "-",
-        "marker": MARKERS[again % len(MARKERS)] or sparse,
+        "marker": "o" if len(line.x) < 30 else None,
         "markersize": 3.2,
         "markevery": max(1, len(line.x) // 30),
     }
@@ -302,14 +292,9 @@ def ticks_above_one(most: float) -> list[float]:
 def heat_panels(
     figure: Figure, panels: Any, loads: Mapping[str, NDArray[np.float64]], label: str, *, from_one: bool = False
 ) -> None:
-    """Loads over the mean by title, one panel each under one scale. White is 1, perfect balance; blue below, red above.
+    """Loads over the mean [y, x] by title, a panel each under one scale; the colour bar may begin at 1, which is white.
 
-    Args:
-        figure: that has the panels.
-        panels: axes.
-        loads: [y, x] of each panel.
-        label: of the colour bar.
-        from_one: whether the colour bar begins at 1.
+    Below 1, perfect balance, is blue, and above it red.
     """
     most = max(1.05, *(float(over.max()) for over in loads.values()))
     norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=most)

@@ -98,6 +98,7 @@ def plan_finding(summary: StepSummary, records: Sequence[BalancerRecord]) -> str
 def plan_summary(plan: StepPlan, summary: StepSummary) -> list[str]:
     """How the plan gets there, and what the step is like, in sentences."""
     cells = summary.fetched_ML.size
+    gap_ML = summary.after.imbalance_ML / summary.bound_ML - 1
     drift = (
         f", and its own from those of the step before by {_mean(summary.drift_L)}"
         if summary.drift_L is not None
@@ -105,8 +106,10 @@ def plan_summary(plan: StepPlan, summary: StepSummary) -> list[str]:
     )
     return [
         f"A cell has {len(plan.expert_R) / cells:.1f} replicas, of which {summary.fetched_ML.mean():.1f} are fetched "
-        f"for it; {len(plan.home_moves):,} experts change their home. No plan makes the step shorter than "
-        f"{step_time(summary.least_seconds)}.",
+        f"for it; {len(plan.home_moves):,} experts change their home.",
+        f"In half of the cells the slowest rank's load is within {percentage(float(np.median(gap_ML)))} of the least "
+        f"that any plan of these homes and slots can reach, in all within {percentage(float(gap_ML.max()))}. No plan "
+        f"makes the step shorter than {step_time(summary.least_seconds)}.",
         f"The routes of a micro-step differ from those of the step by {_mean(summary.fluctuation_ML)} of the "
         f"assignments{drift}.",
     ]
@@ -125,8 +128,8 @@ def _values(
     plots = (
         plan_plots.load_of_cells(summary, layers),
         plan_plots.load_of_ranks(summary, layers),
-        plan_plots.gap_to_bound(summary),
         plan_plots.time_by_part(summary),
+        plan_plots.by_method(records, summary, strongest_rival(records)),
     )
     return {
         "facts": facts,
@@ -136,7 +139,6 @@ def _values(
         "plots": plots,
         "columns": list(COLUMNS),
         "rows": rows,
-        "methods": plan_plots.by_method(records, summary, strongest_rival(records)),
     }
 
 

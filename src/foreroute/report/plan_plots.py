@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from foreroute.report.figure import (
@@ -27,7 +26,6 @@ from foreroute.report.figure import (
     layer_label,
     new_axes,
     number_layers,
-    percent_ticks,
     spans,
     top_down,
 )
@@ -72,34 +70,6 @@ def load_of_cells(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
     )
     sides = (summary.before.imbalance_ML.T, summary.after.imbalance_ML.T)
     return _heat_maps(caption, sides, from_one=True, layers=layers)
-
-
-def gap_to_bound(summary: StepSummary) -> Plot:
-    """All cells, from the best to the worst."""
-    bound_ML = summary.bound_ML
-    before_C, after_C = (
-        np.sort((side.imbalance_ML / bound_ML).ravel()) - 1 for side in (summary.before, summary.after)
-    )
-    caption = Caption(
-        title="Gap to the bound",
-        sentence="By how much the slowest rank's load exceeds the least that any plan of these homes and slots can "
-        "reach, for all cells from the best to the worst.",
-        x_label="share of cells",
-        y_label="above the bound (logarithmic)",
-    )
-    least = 1e-4  # the axis is linear below it, so that a gap of exactly 0 can be shown
-    axes = new_axes()
-    share_C = (np.arange(len(before_C)) + 1) / len(before_C)
-    for values_C, colour in ((before_C, STATIC), (after_C, PLANNED)):
-        axes.plot(share_C, values_C, color=colour, drawstyle="steps-post", **_marker(values_C))
-    axes.set_yscale("symlog", linthresh=least, linscale=0.5)
-    axes.set_ylim(bottom=-least / 4)
-    axes.set_xlim(0, 1)
-    percent_ticks(axes.xaxis)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-    axes.yaxis.set_minor_locator(MaxNLocator(1))
-    said = f"Half of the cells are within {np.median(after_C):.2%}, all within {after_C[-1]:.2%}"
-    return card(caption, axes, said, BOTH)
 
 
 def time_by_part(summary: StepSummary) -> Plot:

@@ -168,12 +168,7 @@ def is_ours(name: str) -> bool:
 
 
 def fit_rows(found: FitRecord, before: Mapping[str, float]) -> list[TableRow]:
-    """One row per fitted parameter, with units.
-
-    Args:
-        found: what was fitted.
-        before: the configured values by name.
-    """
+    """One row per fitted parameter, with units; `before` has the configured values by name."""
     return [
         TableRow(label=name, cells={"Configured": _value(name, before[name]), "Fitted": _value(name, value)})
         for name, value in found.parameters.items()

@@ -117,16 +117,9 @@ def _stacked(
     line: float | None = None,
     groups: Mapping[int, str] | None = None,
 ) -> Plot:
-    """Bars of the same parts; parts that no bar has are left out.
+    """Bars of label and seconds of each part, from the top; parts that no bar has are left out.
 
-    Args:
-        caption: words.
-        bars: label and seconds of each part, from the top.
-        names: of the parts.
-        colours: of the parts.
-        height: of the picture in inches, at least.
-        line: seconds at which a line is drawn.
-        groups: headings over some bars, by position.
+    The picture has `height` inches at least, a line at `line` seconds, and headings over bars by position in `groups`.
     """
     widths_BX = np.array([seconds for _, seconds in bars], np.float64)
     totals_B, headings = widths_BX.sum(axis=1), groups or {}
