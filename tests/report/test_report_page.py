@@ -273,9 +273,9 @@ def test_what_plans_did_is_averaged_over_steps(tmp_path):
     at_home = sum(each["max_over_mean"]["at_home"] for each in executions) / 4
     assert row.cells == {
         "Ranks": "4",
-        "Busiest rank, at home": f"{at_home:.2f}",
-        "Busiest rank, planned": "1.00",
-        "Busiest rank, executed": "1.00",
+        "Busiest rank over mean, experts at home": f"{at_home:.2f}",
+        "Busiest rank over mean, by the plan": "1.00",
+        "Busiest rank over mean, as executed": "1.00",
         "Replicas": "12",
         # 3 MB by host memory, and 0 to 3 MB directly
         "Weights moved": "4.5 MB",
@@ -283,8 +283,8 @@ def test_what_plans_did_is_averaged_over_steps(tmp_path):
         "Waited for transfers": "0.50\N{NO-BREAK SPACE}s",
         "Waited for plans": "0.20\N{NO-BREAK SPACE}s",
         # 0 + 1 + 2 + 3 of 6.8 seconds
-        "Planning hidden": "88.2\N{NO-BREAK SPACE}%",
-        "Cells fallen back": "6",
+        "Planning that nothing waited for": "88.2\N{NO-BREAK SPACE}%",
+        "Cells that fell back to homes": "6",
     }
     page = write_report([alone, spread], tmp_path / "report.html").read_text()
     assert all(f"<dt>{name}</dt><dd>{value}</dd>" in page for name, value in row.cells.items())

@@ -22,7 +22,7 @@ from foreroute.planner import plan
 from foreroute.planner.balancers import BALANCERS, BalancerInput
 from foreroute.planner.compare import BalancerRecord, compare, record_of
 from foreroute.report import TableRow, check_page, method_rows, plan_finding, plan_summary, write_plan_page
-from foreroute.report.format import duration
+from foreroute.report.format import TIMES, duration
 
 
 def run_plan(
@@ -184,15 +184,15 @@ def _others(step: StepToPlan, baselines: Sequence[str] | None, console: Console)
 
 def _table(rows: Sequence[TableRow]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), title="\nThe step by method, modelled", title_justify="left")
-    table.add_column("", max_width=20)
+    table.add_column("", no_wrap=True)
     columns = {
-        "slowest\nrank\nover mean": "Slowest rank over mean",
+        f"slowest\nrank,\n{TIMES} mean": "Slowest rank over mean",
         "in the\nworst\ncell": "In the worst cell",
         "step": "Step, modelled",
         "speedup\nover\nstatic": "Speedup over static",
-        "experts\nfetched\nper cell": "Experts fetched per cell",
+        "experts\nfetched\na cell": "Experts fetched per cell",
         "served\nacross\nnodes": "Served across nodes",
-        "planning\ntime": "Planning time",
+        "to plan": "Planning time",
     }
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
