@@ -44,7 +44,7 @@ def test_everything_is_on_the_page(tmp_path):
     plan, seen, records = case()
     html = write_plan_page(plan, seen, records, {"step": "3 micro-steps"}, tmp_path / "page.html").read_text()
     text = text_of(html)
-    assert html.count("data:image/svg+xml;base64,") == 5
+    assert html.count("data:image/svg+xml;base64,") == 4
     assert "is not shown" not in html
     for sentence in (plan_finding(seen, records), *plan_summary(plan, seen)):
         assert re.sub(r"\s+", " ", sentence) in text

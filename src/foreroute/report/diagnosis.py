@@ -8,7 +8,7 @@ from typing import Any
 
 from foreroute.doctor import Diagnosis, Measures, Severity
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
-from foreroute.report.format import Command, TableRow, percentage, scientific
+from foreroute.report.format import Command, TableRow, Tile, percentage, scientific
 from foreroute.report.template import write_html
 
 WORDS = {Severity.FINE: "fine", Severity.NOTE: "note", Severity.WARNING: "warning", Severity.PROBLEM: "problem"}
@@ -40,12 +40,25 @@ def _values(diagnosis: Diagnosis) -> dict[str, Any]:
     findings = sorted(diagnosis.findings, key=lambda finding: -finding.severity)
     return {
         "headline": diagnosis.headline,
+        "tiles": _tiles(diagnosis.measures),
         "worst": WORDS[diagnosis.worst],
         "facts": diagnosis.facts,
         "findings": [(WORDS[finding.severity], finding) for finding in findings],
         "rows": measure_rows(diagnosis.measures),
         "plots": diagnosis_plots(diagnosis.measures),
     }
+
+
+def _tiles(measures: Measures) -> list[Tile]:
+    without, with_, routes = measures.without, measures.with_replay, measures.routes
+    tiles = []
+    if without is not None:
+        against = f"{scientific(with_.k3)} with" if with_ else "not measured with replay"
+        tiles.append(("k3 in nats per token, without replay", scientific(without.k3), against))
+    if routes is not None:
+        of_tokens = f"in {percentage(routes.differing_tokens_share)} of the tokens"
+        tiles.append(("routing decisions that differ", percentage(routes.differing_share), of_tokens))
+    return tiles
 
 
 def _row(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -50,10 +51,7 @@ SHADES = (0.0, 0.45, -0.4)
 INK, GREY = "#3b4550", "#8a94a0"
 """Of words in a picture, and of lines that only guide the eye."""
 
-STEP = "training step"
-"""What the axis of most plots of a run is called."""
 INCHES = (5.0, 3.1)
-TALL_INCHES = (5.0, 4.0)
 STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": GREY,
@@ -70,6 +68,7 @@ STYLE: dict[str, Any] = {
     "grid.linewidth": 0.8,
     "lines.linewidth": 1.7,
     "lines.solid_capstyle": "round",
+    "path.simplify_threshold": 0.6,  # of a point
     "svg.fonttype": "path",
     "svg.hashsalt": "foreroute",  # the same records give the same page
     "xtick.color": GREY,
@@ -87,7 +86,7 @@ class Caption:
 
     title: str
     sentence: str
-    x_label: str = STEP
+    x_label: str = "training step"
     y_label: str
     absent: str = "This was not recorded."
 
@@ -141,7 +140,9 @@ def card(caption: Caption, drawn: Any, said: str, keys: Sequence[Key] = (), note
         figure = drawn.figure
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    image = "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    # matplotlib writes six decimals of a point; a tenth is less than a pixel, and a third of the bytes go
+    small = re.sub(rb' d="[^"]*"', lambda path: re.sub(rb"(\.\d)\d+", rb"\1", path[0]), buffer.getvalue())
+    image = "data:image/svg+xml;base64," + base64.b64encode(small).decode("ascii")
     return Plot(caption=caption, image=image, alt=f"{caption.title}. {said}.", keys=tuple(keys), notes=tuple(notes))
 
 

@@ -14,7 +14,6 @@ from foreroute.records import ExecutionRecord, Load, Run
 from foreroute.report.figure import (
     INCHES,
     INK,
-    TALL_INCHES,
     Caption,
     Plot,
     card,
@@ -82,7 +81,7 @@ def _by_cell(runs: Sequence[Run], position: int) -> Plot:
     )
     loads = {kind: _over_mean_GC(execution, kind) for kind in WORDS}
     titles = {kind: f"{WORDS[kind]}: busiest {execution['max_over_mean'][kind]:.2f} times the mean" for kind in WORDS}
-    figure = Figure(figsize=(TALL_INCHES[0], 4.6))
+    figure = Figure(figsize=(INCHES[0], 4.6))
     panels = figure.subplots(len(loads), sharex=True)
     heat_panels(figure, panels, {titles[kind]: over_GC for kind, over_GC in loads.items()}, "load over mean")
     for axes in panels:

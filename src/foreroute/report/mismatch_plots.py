@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.records import SIDES, MarginsRecord, Run, Side
+from foreroute.records import SIDES, MarginsRecord, Run
 from foreroute.report.figure import (
     INK,
     SIDE_COLOURS,
@@ -78,9 +79,11 @@ def _k3(runs: Sequence[Run]) -> Plot:
 
 def _disagreement_by_layer(runs: Sequence[Run]) -> Plot:
     series = []
-    for position, side, found in _by_run_and_side(runs, "differing_share_by_layer"):
-        shares_L = np.asarray(np.mean(found, axis=0), np.float64)
-        series.append(Series(position, side, np.arange(len(shares_L), dtype=np.float64), shares_L))
+    for position, side in product(range(len(runs)), SIDES):
+        measured = (step["mismatch"][side] for step in runs[position].steps_to_compare(side))
+        if found := [each["differing_share_by_layer"] for each in measured if each.get("differing_share_by_layer")]:
+            shares_L = np.asarray(np.mean(found, axis=0), np.float64)
+            series.append(Series(position, side, np.arange(len(shares_L), dtype=np.float64), shares_L))
     layers = layers_of(runs, [(line.run, len(line.x)) for line in series])
 
     def finish(axes: Any) -> None:
@@ -160,24 +163,9 @@ def _by_position(measures: Measures) -> Plot:
     return card(caption, axes, said)
 
 
-def _by_run_and_side(
-    runs: Sequence[Run], measure: Literal["differing_share_by_layer", "differing_layers_histogram"]
-) -> list[tuple[int, Side, list[list[float] | list[int]]]]:
-    """(run, side, one list per step) for every run and side that recorded `measure`."""
-    return [
-        (position, side, found)
-        for position, run in enumerate(runs)
-        for side in SIDES
-        if (found := [each for step in run.steps_to_compare(side) if (each := step["mismatch"][side].get(measure))])
-    ]
-
-
 def _share_by_bin(found: Sequence[MarginsRecord]) -> NDArray[np.float64]:
-    return _normalised(np.sum([np.sum(margins["counts_LB"], axis=0) for margins in found], axis=0))
-
-
-def _normalised(counts: NDArray[Any]) -> NDArray[np.float64]:
-    return np.asarray(counts / max(counts.sum(), 1), np.float64)
+    counts_B = np.sum([np.sum(margins["counts_LB"], axis=0) for margins in found], axis=0)
+    return np.asarray(counts_B / max(counts_B.sum(), 1), np.float64)
 
 
 def _stairs(axes: Any, runs: Sequence[Run], series: Sequence[Series]) -> None:
