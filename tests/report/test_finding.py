@@ -97,6 +97,11 @@ def test_rewards_are_told_apart_by_enough_runs_alone(tmp_path, with_, without, w
     assert ("told apart" in text) is ("few" in words or words.startswith("the rewards"))
 
 
+def test_a_run_that_replays_its_own_recompute_is_on_neither_side(tmp_path):
+    text = finding(run(tmp_path / "R3", reward=0.4), run(tmp_path / "R2", "R2", reward=0.6))
+    assert "their mean reward over the last 10 steps is 0.400 to 0.600." in text
+
+
 def test_the_reward_of_one_run(tmp_path):
     rising = [line(step, reward=step / 100) for step in range(STEPS)]
     text = finding(write_run(tmp_path / "a", config(), rising))
