@@ -48,9 +48,9 @@ class Run:
     routing: str
     config: dict[str, Any]
     steps: tuple[StepRecord, ...]
-    notes: tuple[str, ...] = ()
     layers: tuple[RoutedLayer, ...] = ()
     """The model's routed layers, as the run's traces number them; none where it kept no trace."""
+    notes: tuple[str, ...] = ()
     rollbacks: tuple[Rollback, ...] = ()
 
     @property
@@ -135,11 +135,12 @@ def read_run(folder: Path) -> Run:
     except ValidationError as error:
         raise RunFolderError(f"{path} is damaged: {_reason(error)}. Restore it from a copy") from error
     steps, notes = _read_metrics(folder / "metrics.jsonl")
+    layers, unread = _read_layers(folder / "traces")
+    notes += unread
     notes += [
         f"Steps ran again and came out otherwise, as on another machine; what was recorded before is in {aside.name}."
         for aside in sorted(folder.glob("superseded-*"))
     ]
-    layers, unread = _read_layers(folder / "traces")
     return Run(
         folder=folder,
         label=config.name,
@@ -149,8 +150,8 @@ def read_run(folder: Path) -> Run:
         routing=config.rl.routing,
         config=shown,
         steps=tuple(steps),
-        notes=(*notes, *unread),
         layers=layers,
+        notes=tuple(notes),
         rollbacks=_read_rollbacks(folder / "rollbacks.json"),
     )
 
@@ -162,16 +163,6 @@ def _read_rollbacks(path: Path) -> tuple[Rollback, ...]:
         return _ROLLBACKS.validate_json(read_file(path, RunFolderError), strict=True).rollbacks
     except ValidationError as error:
         raise RunFolderError(f"{path} is damaged: {_reason(error)}. Restore it from a copy") from error
-
-
-def _read_layers(traces: Path) -> tuple[tuple[RoutedLayer, ...], list[str]]:
-    """The layers of the first trace, and a note where it cannot be read."""
-    for path in sorted(traces.glob("step-*.safetensors"))[:1]:
-        try:
-            return load(path, sequences=[]).spec.layers, []
-        except TraceFileError as error:
-            return (), [f"The numbers of the layers are not known: {error}"]
-    return (), []
 
 
 def _read_metrics(path: Path) -> tuple[list[StepRecord], list[str]]:
@@ -201,6 +192,16 @@ def _read_metrics(path: Path) -> tuple[list[StepRecord], list[str]]:
     if not steps:
         raise RunFolderError(f"{path} holds no complete step; let the run finish at least one step")
     return steps, notes
+
+
+def _read_layers(traces: Path) -> tuple[tuple[RoutedLayer, ...], list[str]]:
+    """The layers of the first trace, and a note where it cannot be read."""
+    for path in sorted(traces.glob("step-*.safetensors"))[:1]:
+        try:
+            return load(path, sequences=[]).spec.layers, []
+        except TraceFileError as error:
+            return (), [f"The numbers of the layers are not known: {error}"]
+    return (), []
 
 
 def _check_like(shapes: dict[str, object], step: StepRecord) -> None:
