@@ -16,8 +16,9 @@ from experiments.arms import Figure as Measure
 from experiments.grid import MINI_STEPS, REGIMES, ROUTINGS
 from experiments.intervals import Interval, mean_interval
 from experiments.series import WINDOW, moving_average
-from foreroute.report.figure import COLOURS, STYLE
+from foreroute.report.figure import STYLE
 
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
 LOOKS = {"none": (COLOURS[0], "o"), "R2": (COLOURS[2], "^"), "R3": (COLOURS[1], "s"), "exact": (COLOURS[6], "D")}
 LABELS = {"none": "no replay", "R2": "R2", "R3": "R3", "exact": "no replay, float32 engine"}
 WIDTH = 8.0

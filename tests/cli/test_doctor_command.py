@@ -1,7 +1,10 @@
 """`foreroute doctor` as a user meets it."""
 
+import html
 import json
 import re
+import shlex
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -58,6 +61,7 @@ def test_a_model_folder_and_a_generation(files, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "R3 helps by a factor of" in result.stdout
     assert "Replay is wired" in result.stdout
+    assert commands(page) == []
     assert "R3 helps by a factor of" in page.read_text()
 
 
@@ -161,6 +165,40 @@ def test_the_folder_of_a_run_alone_is_enough(more, tmp_path):
     without = doctor("--model", tmp_path / "run.toml", "--trace", tmp_path / "trace.safetensors", cwd=tmp_path)
     assert without.returncode == 1
     assert "weight version 2, which are other weights" in words(without)
+
+
+def commands(page):
+    return [shlex.split(html.unescape(line)) for line in re.findall(r"<code>foreroute (.*)</code>", page.read_text())]
+
+
+def test_the_page_of_a_run_and_that_of_its_diagnosis_name_each_other_in_commands_that_run(tmp_path):
+    values = small_values(rl={"steps": 2, "micro_step_tokens": 64, "warmup_steps": 1})
+    train(parse_config(values, source="test"), tmp_path / "a run")
+    assert foreroute("report", "a run", cwd=tmp_path).returncode == 0
+    (examine_it,) = commands(tmp_path / "a run" / "report.html")
+    assert examine_it[0] == "doctor"
+    result = foreroute(*examine_it, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (draw_it,) = commands(tmp_path / "a run" / "doctor.html")
+    assert f"foreroute {shlex.join(draw_it)}" in result.stdout
+    (tmp_path / "a run" / "report.html").unlink()
+    assert foreroute(*draw_it, cwd=tmp_path).returncode == 0
+    assert commands(tmp_path / "a run" / "report.html") == [examine_it]
+    for rollout in (tmp_path / "a run" / "rollouts").iterdir():
+        rollout.unlink()
+    assert foreroute(*draw_it, cwd=tmp_path).returncode == 0
+    assert commands(tmp_path / "a run" / "report.html") == [], "there is nothing to examine"
+
+
+def test_diff_and_the_diagnosis_of_two_traces_name_each_other_in_commands_that_run(files, tmp_path):
+    for name in ("native", "bf16.trace"):
+        shutil.copy(files / f"{name}.safetensors", tmp_path)
+    result = foreroute("diff", "native.safetensors", "bf16.trace.safetensors", cwd=tmp_path)
+    (line,) = re.findall(r"foreroute (doctor .*)", result.stdout)
+    assert foreroute(*shlex.split(line), cwd=tmp_path).returncode == 0
+    (compare,) = commands(tmp_path / "doctor.html")
+    assert compare == ["diff", "native.safetensors", "bf16.trace.safetensors"]
+    assert foreroute(*compare, cwd=tmp_path).stdout == result.stdout
 
 
 def test_a_configuration_without_its_checkpoint_is_a_problem_that_names_it(run):

@@ -42,6 +42,10 @@ def test_everything_that_was_measured_is_on_the_page(tmp_path):
         r'<tr><th scope="row">(.*?)</th>', html
     )
     assert html.count("data:image/svg+xml;base64,") == 2
+    without, with_, *_ = measure_rows(diagnosis.measures)
+    k3 = f"without replay {without.cells['k3, nats per token']} {with_.cells['k3, nats per token']} with"
+    differ = f"that differ {without.cells['Differing decisions']} in {without.cells['Differing tokens']} of the tokens"
+    assert all(re.sub(r"\s+", " ", tile) in text for tile in (k3, differ))
     assert not re.search(r"<script|<link|https?://|@import|url\(", html)
 
 
@@ -65,8 +69,10 @@ def test_layers_have_the_numbers_that_the_model_gives_them(tmp_path):
 def test_a_diagnosis_without_evidence_says_what_is_missing(tmp_path):
     empty = Diagnosis(headline="Nothing.", findings=(), measures=Measures())
     html = write_diagnosis(empty, tmp_path / "page.html").read_text()
-    assert html.count('class="absent"') == 2
+    assert html.count("is not shown") == 2
+    assert "<figure" not in html
     assert "<table" not in html
+    assert 'class="tiles"' not in html
 
 
 def test_words_from_outside_are_text(tmp_path):

@@ -1,9 +1,11 @@
 """The page of a plan: complete, self-contained, and safe to open; and its rows and sentences."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from jinja2 import UndefinedError
 
 from foreroute.costs.figures import summarize
 from foreroute.costs.model import CostModel
@@ -12,9 +14,11 @@ from foreroute.errors import InputError
 from foreroute.plan import Topology
 from foreroute.planner.balancers import BALANCERS, BalancerInput
 from foreroute.planner.compare import compare, record_of
-from foreroute.report import method_rows, plan_summary, write_plan_page
+from foreroute.report import TableRow, method_rows, plan_finding, plan_summary, write_plan_page
+from foreroute.report import plan as plan_room
 from foreroute.report.figure import integer_ticks, ticks_above_one
-from foreroute.report.format import duration, over_mean, step_seconds, step_time
+from foreroute.report.format import duration, over_mean, step_time, time_unit
+from foreroute.report.plan import COLUMNS
 from foreroute.trace import RoutedLayer
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 
@@ -40,13 +44,13 @@ def test_everything_is_on_the_page(tmp_path):
     plan, seen, records = case()
     html = write_plan_page(plan, seen, records, {"step": "3 micro-steps"}, tmp_path / "page.html").read_text()
     text = text_of(html)
-    assert html.count("data:image/svg+xml;base64,") == 9
-    assert 'class="absent"' not in html
-    for sentence in plan_summary(plan, seen):
+    assert html.count("data:image/svg+xml;base64,") == 4
+    assert "is not shown" not in html
+    for sentence in (plan_finding(seen, records), *plan_summary(plan, seen)):
         assert re.sub(r"\s+", " ", sentence) in text
     for row in method_rows(records, seen):
-        first = [row.cells[heading] for heading in ("Over mean", "p99", "Worst", "Modelled s", "Static / this")]
-        assert " ".join([row.label, *first]) in text
+        assert list(row.cells) == list(COLUMNS)
+        assert re.sub(r"\s+", " ", " ".join([row.label, *row.cells.values()])).strip() in text
     assert html.count('class="ours"') == 1
     assert "modelled" in text
     assert "3 micro-steps" in text
@@ -63,15 +67,15 @@ def test_rows_say_what_records_say():
     plan, seen, records = case()
     static, _, ours, bound = method_rows(records, seen)
     assert static.label == "static"
-    assert static.cells["Static / this"] == "1.00"
-    assert static.cells["Planned in"] == ""
-    assert static.cells["Over mean"] == f"{seen.before.imbalance_ML.mean():.3f}"
+    assert static.cells["Speedup over static"] == "1.00\N{MULTIPLICATION SIGN}"
+    assert static.cells["Planning time"] == ""
+    assert static.cells["Slowest rank over mean"] == f"{seen.before.imbalance_ML.mean():.3f}"
     assert ours.ours
-    assert ours.cells["Moves a cell"] == f"{plan.fetched_R.sum() / 6:.1f}"
-    assert ours.cells["Static / this"] == f"{seen.before.seconds / seen.after.seconds:.2f}"
-    assert ours.cells["Planned in"] == "12.3\N{NO-BREAK SPACE}ms"
-    assert bound.cells["Modelled s"] == step_seconds(seen.least_seconds)
-    assert bound.cells["Worst"] == f"{seen.bound_ML.max():.3f}"
+    assert ours.cells["Experts fetched per cell"] == f"{plan.fetched_R.sum() / 6:.1f}"
+    assert ours.cells["Speedup over static"] == f"{seen.before.seconds / seen.after.seconds:.2f}\N{MULTIPLICATION SIGN}"
+    assert ours.cells["Planning time"] == "12.3\N{NO-BREAK SPACE}ms"
+    assert bound.cells["Step, modelled"] == step_time(seen.least_seconds)
+    assert bound.cells["In the worst cell"] == f"{seen.bound_ML.max():.3f}"
 
 
 def test_the_tile_of_time_names_the_strongest_rival_and_short_times_are_in_milliseconds(tmp_path):
@@ -96,22 +100,45 @@ def test_layers_have_the_numbers_that_the_model_gives_them(tmp_path):
     assert f"in routed layer {seen.most_uneven_layer}, counted from 0, the most uneven layer" in counted
 
 
-def test_what_is_missing_is_said(tmp_path):
+def test_what_there_is_none_of_has_no_tile_and_no_words(tmp_path):
     plan, seen, records = case(Topology(4, 4, 0, LINKS), known=False)
-    html = write_plan_page(plan, seen, records, {}, tmp_path / "page.html").read_text()
-    assert "The step before was not given." in html
-    assert "All ranks are in one node" in html
-    assert "The plan has no replicas." in html
-    assert html.count('class="absent"') == 2
-    assert "another node" not in " ".join(plan_summary(plan, seen))
+    text = text_of(write_plan_page(plan, seen, records, {}, tmp_path / "page.html").read_text())
+    assert "served on another node" not in text
     assert "step before by" not in " ".join(plan_summary(plan, seen))
 
 
 def test_one_empty_cell(tmp_path):
     plan, seen, records = case(shape=(1, 1, 4, 8), known=False, empty=True)
-    html = write_plan_page(plan, seen, records, {}, tmp_path / "page.html").read_text()
-    assert "The step has no assignments." in html
-    assert plan_summary(plan, seen)[1].startswith("The slowest rank has 1.000 times the mean load without balancing")
+    text = text_of(write_plan_page(plan, seen, records, {}, tmp_path / "page.html").read_text())
+    assert "the slowest rank has 1.000 times the mean load, and 1.000 times without balancing" in text
+
+
+@pytest.mark.parametrize(
+    ("plan_s", "static_s", "rival_s", "words"),
+    [
+        (1.0, 2.0, 1.5, "2.00 times as fast as static and 1.50 times as fast as the strongest other balancer, EPLB"),
+        (1.0, 1.004, 0.5, "is as fast as static and 0.50 times as fast as the strongest other balancer, EPLB"),
+        (1.0, 0.5, None, "is 0.50 times as fast as static; the slowest rank"),
+    ],
+)
+def test_the_finding_is_beside_static_and_the_strongest_rival(plan_s, static_s, rival_s, words):
+    _, seen, (static, rival, ours) = case()
+    seen = replace(seen, before=priced(seen.before, static_s), after=priced(seen.after, plan_s))
+    others = [] if rival_s is None else [replace(rival, seconds=rival_s, label="EPLB")]
+    finding = plan_finding(seen, [replace(static, seconds=static_s), *others, replace(ours, seconds=plan_s)])
+    assert words in finding
+    assert finding.startswith("By the cost model, the step under this plan is ")
+    assert ("strongest" in finding) is (rival_s is not None)
+
+
+def priced(side, seconds):
+    return replace(side, parts_MLSP=side.parts_MLSP * (seconds / side.seconds))
+
+
+def test_a_row_without_a_column_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_room, "method_rows", lambda *_: [TableRow(label="a", cells={})])
+    with pytest.raises(UndefinedError, match="Slowest rank over mean"):
+        write_plan_page(*case(), {}, tmp_path / "page.html")
 
 
 def test_words_from_outside_are_text(tmp_path):
@@ -132,9 +159,18 @@ def test_short_times(value, text):
     assert duration(value).replace("\N{NO-BREAK SPACE}", " ") == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(0.00123, "0.00123"), (5.678, "5.68"), (14.0, "14.0"), (1234.5, "1,234")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.00123, "1.23 ms"), (5.678, "5.68 s"), (14.0, "14.0 s"), (1234.5, "1,234 s")]
+)
 def test_seconds_of_a_step(value, text):
-    assert step_seconds(value) == text
+    assert step_time(value).replace("\N{NO-BREAK SPACE}", " ") == text
+
+
+@pytest.mark.parametrize(
+    ("most", "unit"), [(3.0, ("s", 1.0)), (0.002, ("ms", 1e-3)), (2e-9, ("us", 1e-6)), (0.0, ("us", 1e-6))]
+)
+def test_an_axis_of_times_has_the_unit_of_its_end(most, unit):
+    assert time_unit(most) == unit
 
 
 @pytest.mark.parametrize(("value", "text"), [(1.0, "1.000"), (1.02004, "1.020"), (12.34, "12.3")])

@@ -3,7 +3,7 @@
 from matplotlib.figure import Figure
 
 from foreroute.records import read_runs
-from foreroute.report import write_report
+from foreroute.report import summary_rows, write_report
 from foreroute.report.run import describe
 from foreroute.report.training_plots import _up_to_all, update_plots
 from tests.report.report_runs import config, step_line, write_run
@@ -16,6 +16,11 @@ def runs_of(tmp_path, figures, rl=()):
     values = config("r")
     values["rl"] |= dict(rl)
     return [write_run(tmp_path / "run", values, lines)]
+
+
+def facts_of(folders):
+    (run,) = runs = read_runs(folders)
+    return describe(run, *summary_rows(runs))
 
 
 def titles(folders):
@@ -71,12 +76,13 @@ def test_a_run_says_what_it_minimised(tmp_path):
         "kl_coefficient": 0.1,
         "router": "frozen",
     }
-    facts = describe(read_runs(runs_of(tmp_path, FIGURES, rl))[0])
-    for fact in ("method gspo", "correction tis at 2", "rejection outside 0.95 to 1.05", "KL coefficient 0.1"):
-        assert fact in facts
-    assert "frozen routers" in facts
+    facts = facts_of(runs_of(tmp_path, FIGURES, rl))
+    expected = "gspo, correction tis at 2, rejection outside 0.95 to 1.05, KL coefficient 0.1, frozen routers"
+    assert facts["loss"] == expected
     rl["correction"] = {"kind": "icepop", "low": 0.5, "high": 5.0}
-    assert "correction icepop outside 0.5 to 5" in describe(read_runs(runs_of(tmp_path / "icepop", FIGURES, rl))[0])
+    facts = facts_of(runs_of(tmp_path / "icepop", FIGURES, rl))
+    assert "correction icepop outside 0.5 to 5" in facts["loss"]
+    assert facts["update"] == "4 mini-batches per step, learning rate 0.001"
 
 
 def test_a_run_says_where_it_ran(tmp_path):
@@ -84,7 +90,5 @@ def test_a_run_says_where_it_ran(tmp_path):
     peaks = [on_cpu, on_gpu | {"peak_memory_bytes": 3_000_000_000}, on_gpu | {"peak_memory_bytes": 2_500_000_000}]
     lines = [step_line(step) | {"device": device} for step, device in enumerate(peaks)]
     folder = write_run(tmp_path / "run", config("r"), lines)
-    facts = describe(read_runs([folder])[0])
-    assert "on CPU, x86_64" in facts
-    assert "on NVIDIA <H100>, up to 3.00 GB" in facts
-    assert "on NVIDIA &lt;H100&gt;, up to 3.00 GB" in write_report([folder], tmp_path / "page.html").read_text()
+    assert facts_of([folder])["device"] == "CPU, x86_64; NVIDIA <H100>, up to 3.00 GB"
+    assert "NVIDIA &lt;H100&gt;, up to 3.00 GB" in write_report([folder], tmp_path / "page.html").read_text()

@@ -18,7 +18,7 @@ from foreroute.cli.terminal import Console, is_first_rank, write_page
 from foreroute.cli.train import console_of_rank, train_and_report, watching
 from foreroute.errors import ConfigError
 from foreroute.records import SIDES, read_runs
-from foreroute.report import SummaryRow, TableRow, load_rows, summary_rows, write_report
+from foreroute.report import SummaryRow, TableRow, load_rows, run_finding, summary_rows, write_report
 from foreroute.train import TrainConfig, parse_config, train
 from foreroute.train.ranks import num_started
 
@@ -43,11 +43,12 @@ def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: 
             console.print(f"stopped; the runs so far are in {folder}", soft_wrap=True, highlight=False, markup=False)
             return
     runs = [folder / config.name for config in configs]
-    console.print(_table(summary_rows(read_runs(runs))))
+    found = read_runs(runs)
+    console.print(_table(summary_rows(found)))
+    console.print(run_finding(found), highlight=False, markup=False)
     console.print(
         "The two rows of a run have the same rollouts and the same weights: the trainer's forward on its own routes, "
-        "and on the rollout's. The run trains with one of the two; its reward (first → last 10 steps) stands there. "
-        "At this scale replay changes the mismatch, not the reward.",
+        "and on the rollout's. The run trains with one of the two; its reward (first → last 10 steps) stands there.",
         highlight=False,
     )
     write_page(console, lambda: write_report(runs, folder / "report.html"), name=f"{'report':<7}")

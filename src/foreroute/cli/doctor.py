@@ -20,6 +20,7 @@ from foreroute.cli.terminal import CommandProgress, Console, working
 from foreroute.doctor import Diagnosis, Evidence, Severity, TrainerPass, diagnose
 from foreroute.errors import printable
 from foreroute.report import check_page, measure_rows, write_diagnosis
+from foreroute.report.format import Command, quoted
 from foreroute.trace import RoutingTrace, load
 
 STYLES = {Severity.FINE: "green", Severity.NOTE: "blue", Severity.WARNING: "yellow", Severity.PROBLEM: "bold red"}
@@ -60,9 +61,12 @@ def run_doctor(
     with working("comparing", console):
         diagnosis = diagnose(evidence, _facts(name, engine.trace))
     _print(console, diagnosis)
+    commands = _commands(inputs)
+    for what, command in commands:
+        console.print(f"\n{what}\n{printable(command)}", soft_wrap=True, highlight=False, markup=False)
     if output is not None:
         with working("drawing the page", console):
-            page = write_diagnosis(diagnosis, output)
+            page = write_diagnosis(diagnosis, output, commands)
         console.print(f"page  {page}", soft_wrap=True, highlight=False)
     return diagnosis.worst
 
@@ -115,6 +119,17 @@ def _facts(model: str, trace: RoutingTrace | None) -> dict[str, str]:
             f"{spec.num_experts} experts, weights of version {versions}"
         )
     return facts
+
+
+def _commands(inputs: DoctorInputs) -> list[Command]:
+    """What else looks at the same files: the page of the run, and the table of two traces."""
+    commands = []
+    if inputs.model is not None and (inputs.model / "metrics.jsonl").exists():
+        commands.append(("The page of this run:", f"foreroute report {quoted(inputs.model)}"))
+    if inputs.trainer_trace is not None and inputs.trace is not None:
+        traces = f"{quoted(inputs.trainer_trace)} {quoted(inputs.trace)}"
+        commands.append(("The two traces by layer and position:", f"foreroute diff {traces}"))
+    return commands
 
 
 def _print(console: Console, diagnosis: Diagnosis) -> None:

@@ -258,11 +258,13 @@ def report(
 ) -> None:
     """Write one HTML page about runs."""
     from foreroute.cli.terminal import working
-    from foreroute.report import write_report
+    from foreroute.records import read_runs
+    from foreroute.report import run_finding, write_report
 
     console = Console()
     with working("drawing the page", console):
         page = write_report(runs, output or runs[0] / "report.html")
+    console.print(run_finding(read_runs(runs)), highlight=False, markup=False)
     console.print(str(page), soft_wrap=True, highlight=False, markup=False)
 
 

@@ -21,8 +21,8 @@ from foreroute.plan import PlanOptions, StepPlan, save_plan, verify
 from foreroute.planner import plan
 from foreroute.planner.balancers import BALANCERS, BalancerInput
 from foreroute.planner.compare import BalancerRecord, compare, record_of
-from foreroute.report import TableRow, check_page, method_rows, plan_summary, write_plan_page
-from foreroute.report.format import duration
+from foreroute.report import TableRow, check_page, method_rows, plan_finding, plan_summary, write_plan_page
+from foreroute.report.format import TIMES, duration
 
 
 def run_plan(
@@ -59,7 +59,7 @@ def run_plan(
         seen = summarize(found, step.counts_MLGE, step.costs, previous_LE=step.previous_LE)
     rows = method_rows(records, seen)
     console.print(_table(rows))
-    for sentence in plan_summary(found, seen):
+    for sentence in (plan_finding(seen, records), *plan_summary(found, seen)):
         console.print(sentence, highlight=False, markup=False)
     write_page(console, lambda: write_plan_page(found, seen, records, facts, page, layers=step.layers))
 
@@ -184,22 +184,19 @@ def _others(step: StepToPlan, baselines: Sequence[str] | None, console: Console)
 
 
 def _table(rows: Sequence[TableRow]) -> Table:
-    table = Table(
-        box=None, padding=(0, 1, 0, 0), title="\nSlowest rank over mean, and what it costs", title_justify="left"
-    )
+    table = Table(box=None, padding=(0, 1, 0, 0), title="\nThe step by method, modelled", title_justify="left")
     table.add_column("", no_wrap=True)
     columns = {
-        "mean": "Over mean",
-        "worst": "Worst",
-        "time, s\nmodelled": "Modelled s",
-        "static\n/ this": "Static / this",
-        "moves\na cell": "Moves a cell",
-        "other\nnode": "Other node",
-        "planned\nin": "Planned in",
+        f"slowest\nrank,\n{TIMES} mean": "Slowest rank over mean",
+        "in the\nworst\ncell": "In the worst cell",
+        "step": "Step, modelled",
+        "speedup\nover\nstatic": "Speedup over static",
+        "experts\nfetched\na cell": "Experts fetched per cell",
+        "served\nacross\nnodes": "Served across nodes",
+        "to plan": "Planning time",
     }
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        cells = [row.cells.get(name, "") for name in columns.values()]
-        table.add_row(row.label, *cells, style="bold" if row.ours else "")
+        table.add_row(row.label, *(row.cells[name] for name in columns.values()), style="bold" if row.ours else "")
     return table

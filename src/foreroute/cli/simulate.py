@@ -19,6 +19,7 @@ from foreroute.report import (
     compared_methods,
     fit_rows,
     fit_summary,
+    simulation_finding,
     simulation_rows,
     simulation_summary,
     write_simulation_page,
@@ -164,7 +165,7 @@ def _print(record: SimulationRecord, console: Console) -> None:
         facts.add_row(Text(name), Text(value))
     console.print(facts)
     console.print(_table(simulation_rows(record)))
-    for sentence in simulation_summary(record):
+    for sentence in (simulation_finding(record), *simulation_summary(record)):
         console.print(sentence, highlight=False, markup=False)
 
 
@@ -173,17 +174,15 @@ def _table(rows: Sequence[TableRow]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left")
     table.add_column("", max_width=26)
     columns = {
-        "time, s": "Both stages",
-        "static\n/ this": "Static / this",
-        "of forced\nbalance": "Of forced balance",
-        "over\nmean": "Over mean",
-        "ex-\nposed": "Exposed",
-        "planned\nin": "Planned in",
-        "GPU-h\nsaved": "Saved",
+        "recompute\nand\nupdate": "Recompute and update",
+        "speedup\nover\nstatic": "Speedup over static",
+        "speed, of\nforced\nbalance": "Of forced balance",
+        "slowest\nrank\nover mean": "Slowest rank over mean",
+        "planning\ntime": "Planning time",
+        "GPU-hours\nsaved": "GPU-hours saved",
     }
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        cells = [row.cells.get(name, "") for name in columns.values()]
-        table.add_row(row.label, *cells, style="bold" if row.ours else "")
+        table.add_row(row.label, *(row.cells[name] for name in columns.values()), style="bold" if row.ours else "")
     return table

@@ -14,6 +14,7 @@ from foreroute.capture import refuse_constant_layers
 from foreroute.cli.terminal import Console, working
 from foreroute.errors import InputError, printable
 from foreroute.mismatch import Defect, Explanation, explain
+from foreroute.report.format import quoted
 from foreroute.trace import CODECS, NO_VERSION, RoutingSpec, RoutingTrace, count_assignments, digest, encoded_size, load
 
 POSITION_BINS = 8
@@ -64,6 +65,8 @@ def print_difference(reference: Path, other: Path) -> bool:
     natural = found.kind is Defect.NONE
     colour = "green" if natural else "bold red"
     console.print(f"[{colour}]{found.kind}[/]  {escape(found.sentence)}", highlight=False)
+    command = f"foreroute doctor --trainer-trace {quoted(reference)} --trace {quoted(other)} --output doctor.html"
+    console.print(f"page   {printable(command)}", soft_wrap=True, highlight=False, markup=False)
     return natural
 
 

@@ -26,7 +26,8 @@ from rich.text import Text
 
 from foreroute.cli.terminal import CommandProgress, Console, is_first_rank, working, write_page
 from foreroute.mismatch import Alarm
-from foreroute.report import write_report
+from foreroute.records import read_runs
+from foreroute.report import run_finding, write_report
 from foreroute.train import TrainConfig, Watcher, load_config, train
 
 LINES_EVERY = 20
@@ -59,6 +60,7 @@ def train_and_report(config: TrainConfig, folder: Path, *, resume: bool = False)
     if (folder / "model").exists():
         console.print(f"model       {folder / 'model'}", soft_wrap=True, highlight=False, markup=False)
     if (folder / "metrics.jsonl").exists():
+        console.print(f"{'finding':<11} {run_finding(read_runs([folder]))}", highlight=False, markup=False)
         write_page(console, lambda: write_report([folder], folder / "report.html"), name=f"{'report':<11}")
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from foreroute.errors import InputError, RunFolderError
+from foreroute.errors import InputError, RunFolderError, TraceFileError
 from foreroute.files import read_file
 from foreroute.records.step_record import SIDES, Side, StepRecord, parse_step
+from foreroute.trace import RoutedLayer, load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class Run:
     routing: str
     config: dict[str, Any]
     steps: tuple[StepRecord, ...]
+    layers: tuple[RoutedLayer, ...] = ()
+    """The model's routed layers, as the run's traces number them; none where it kept no trace."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -104,6 +107,8 @@ def read_run(folder: Path) -> Run:
     except ValidationError as error:
         raise RunFolderError(f"{path} is damaged: {_reason(error)}. Restore it from a copy") from error
     steps, notes = _read_metrics(folder / "metrics.jsonl")
+    layers, unread = _read_layers(folder / "traces")
+    notes += unread
     notes += [
         f"Steps ran again and came out otherwise, as on another machine; what was recorded before is in {aside.name}."
         for aside in sorted(folder.glob("superseded-*.jsonl"))
@@ -117,6 +122,7 @@ def read_run(folder: Path) -> Run:
         routing=config.rl.routing,
         config=shown,
         steps=tuple(steps),
+        layers=layers,
         notes=tuple(notes),
     )
 
@@ -148,6 +154,16 @@ def _read_metrics(path: Path) -> tuple[list[StepRecord], list[str]]:
     if not steps:
         raise RunFolderError(f"{path} holds no complete step; let the run finish at least one step")
     return steps, notes
+
+
+def _read_layers(traces: Path) -> tuple[tuple[RoutedLayer, ...], list[str]]:
+    """The layers of the first trace, and a note where it cannot be read."""
+    for path in sorted(traces.glob("step-*.safetensors"))[:1]:
+        try:
+            return load(path, sequences=[]).spec.layers, []
+        except TraceFileError as error:
+            return (), [f"The numbers of the layers are not known: {error}"]
+    return (), []
 
 
 def _check_like(shapes: dict[str, object], step: StepRecord) -> None:

@@ -4,14 +4,16 @@ Importing this room loads neither matplotlib nor jinja2; `write_report` does, an
 """
 
 from foreroute.report.diagnosis import measure_rows, write_diagnosis
+from foreroute.report.finding import run_finding
 from foreroute.report.format import TableRow
-from foreroute.report.plan import method_rows, plan_summary, write_plan_page
+from foreroute.report.plan import method_rows, plan_finding, plan_summary, write_plan_page
 from foreroute.report.run import write_report
 from foreroute.report.run_rows import SummaryRow, load_rows, summary_rows
 from foreroute.report.simulation import (
     compared_methods,
     fit_rows,
     fit_summary,
+    simulation_finding,
     simulation_rows,
     simulation_summary,
     write_simulation_page,
@@ -28,7 +30,10 @@ __all__ = [
     "load_rows",
     "measure_rows",
     "method_rows",
+    "plan_finding",
     "plan_summary",
+    "run_finding",
+    "simulation_finding",
     "simulation_rows",
     "simulation_summary",
     "summary_rows",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from foreroute.doctor import Diagnosis, Measures, Severity
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
-from foreroute.report.format import TableRow, percentage, scientific
+from foreroute.report.format import Command, TableRow, Tile, percentage, scientific
 from foreroute.report.template import write_html
 
 WORDS = {Severity.FINE: "fine", Severity.NOTE: "note", Severity.WARNING: "warning", Severity.PROBLEM: "problem"}
@@ -24,13 +25,13 @@ def measure_rows(measures: Measures) -> list[TableRow]:
     return [row for row in rows if row is not None]
 
 
-def write_diagnosis(diagnosis: Diagnosis, target: Path) -> Path:
-    """Write the page; one that is there is replaced.
+def write_diagnosis(diagnosis: Diagnosis, target: Path, commands: Sequence[Command] = ()) -> Path:
+    """Write the page; one that is there is replaced. `commands` are what to run next.
 
     Raises:
         InputError: when `target` cannot be written or is no page of ours, or the `report` extra is not installed.
     """
-    return write_html(target, "diagnosis.html.j2", lambda: _values(diagnosis))
+    return write_html(target, "diagnosis.html.j2", lambda: _values(diagnosis) | {"commands": commands})
 
 
 def _values(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -39,12 +40,25 @@ def _values(diagnosis: Diagnosis) -> dict[str, Any]:
     findings = sorted(diagnosis.findings, key=lambda finding: -finding.severity)
     return {
         "headline": diagnosis.headline,
+        "tiles": _tiles(diagnosis.measures),
         "worst": WORDS[diagnosis.worst],
         "facts": diagnosis.facts,
         "findings": [(WORDS[finding.severity], finding) for finding in findings],
         "rows": measure_rows(diagnosis.measures),
         "plots": diagnosis_plots(diagnosis.measures),
     }
+
+
+def _tiles(measures: Measures) -> list[Tile]:
+    without, with_, routes = measures.without, measures.with_replay, measures.routes
+    tiles = []
+    if without is not None:
+        against = f"{scientific(with_.k3)} with" if with_ else "not measured with replay"
+        tiles.append(("k3 in nats per token, without replay", scientific(without.k3), against))
+    if routes is not None:
+        of_tokens = f"in {percentage(routes.differing_tokens_share)} of the tokens"
+        tiles.append(("routing decisions that differ", percentage(routes.differing_share), of_tokens))
+    return tiles
 
 
 def _row(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,28 +13,45 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.colors import TwoSlopeNorm
+from matplotlib.colors import TwoSlopeNorm, to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from foreroute.records import SIDES, Run, Side, StepRecord
 from foreroute.report.format import over_mean
+from foreroute.report.run_rows import WINDOW
 from foreroute.trace import RoutedLayer
 
-# Okabe and Ito's colours stay apart under the common colour deficiencies; their yellow is too pale on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
-MARKERS = ("o", "s", "^", "D")
-DASHES = {None: "-", "native": "-", "replayed": (0, (3.2, 1.6))}
+# A colour stands for the same on every page. Okabe and Ito's stay apart under the common colour deficiencies.
+SIDE_COLOURS: dict[Side, str] = {"native": "#D55E00", "replayed": "#0072B2"}
+STATIC, PLANNED, RIVAL, FORCED = "#E69F00", "#009E73", "#CC79A7", "#55606c"
+"""Every expert at its home, a plan of ours, the strongest other method, forced balance."""
+OTHER = "#9aa5b1"
+"""Of a method that the page says little about."""
+PLANNED_OTHERWISE = "#00543d"
+"""Another plan of ours: the same hue, darker."""
+PART_COLOURS = {
+    "attention": "#77AADD",
+    "all-to-all": "#EE8866",
+    "experts": "#BBCC33",
+    "fixed": "#DDDDDD",
+    "exposed transfers": "#AA4499",
+    "output head": "#EEDD88",
+    "waiting for the plan": "#332288",
+    "pipeline bubbles": "#99DDFF",
+}
+"""Of what time is spent on: Tol's light scheme, none of which is the colour of a method, and dark for waiting."""
 SIDE_WORDS: dict[Side, str] = {"native": "without replay", "replayed": "with replay"}
+DASHES = ("", "6 3", "2 2", "8 2 2 2")
+"""By run, as in SVG; matplotlib takes the numbers."""
+SHADES = (0.0, 0.45, -0.4)
+"""By run among those that train on the same side: towards white, or black. With four dashes, twelve looks."""
 
 INK, GREY = "#3b4550", "#8a94a0"
 """Of words in a picture, and of lines that only guide the eye."""
 
-STEP = "training step"
-"""What the axis of most plots of a run is called."""
 INCHES = (5.0, 3.1)
-TALL_INCHES = (5.0, 4.0)
 STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": GREY,
@@ -50,6 +68,7 @@ STYLE: dict[str, Any] = {
     "grid.linewidth": 0.8,
     "lines.linewidth": 1.7,
     "lines.solid_capstyle": "round",
+    "path.simplify_threshold": 0.6,  # of a point
     "svg.fonttype": "path",
     "svg.hashsalt": "foreroute",  # the same records give the same page
     "xtick.color": GREY,
@@ -67,7 +86,7 @@ class Caption:
 
     title: str
     sentence: str
-    x_label: str = STEP
+    x_label: str = "training step"
     y_label: str
     absent: str = "This was not recorded."
 
@@ -81,26 +100,14 @@ class Series:
     x: NDArray[np.float64]
     y: NDArray[np.float64]
 
-    @property
-    def style(self) -> dict[str, Any]:
-        """Colour by run and dashes by side. Points are marked where they are few, or where colours repeat."""
-        sparse = len(self.x) < 30 or self.run >= len(COLOURS)
-        return {
-            "color": COLOURS[self.run % len(COLOURS)],
-            "linestyle": DASHES[self.side],
-            "marker": MARKERS[self.run // len(COLOURS) % len(MARKERS)] if sparse else None,
-            "markersize": 3.2,
-            "markevery": max(1, len(self.x) // 30),
-        }
-
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a legend: a run's colour, or a line style when `colour` is None."""
+    """One entry of a legend: a colour, or a run's dashes when `colour` is None; with both, a run that has the two."""
 
     label: str
     colour: str | None
-    dashed: bool = False
+    dashes: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,15 +132,7 @@ def new_axes(inches: tuple[float, float] = INCHES) -> Any:
 
 
 def card(caption: Caption, drawn: Any, said: str, keys: Sequence[Key] = (), notes: Sequence[str] = ()) -> Plot:
-    """Make a card.
-
-    Args:
-        caption: its words.
-        drawn: axes, which are labelled as the caption says, or a figure.
-        said: what the picture shows, for those who do not see it.
-        keys: of its legend.
-        notes: below it.
-    """
+    """Make a card of axes, which get the caption's labels, or of a figure. `said` is for those who do not see it."""
     figure = drawn
     if not isinstance(drawn, Figure):
         drawn.set_xlabel(caption.x_label)
@@ -141,7 +140,9 @@ def card(caption: Caption, drawn: Any, said: str, keys: Sequence[Key] = (), note
         figure = drawn.figure
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    image = "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    # matplotlib writes six decimals of a point; a tenth is less than a pixel, and a third of the bytes go
+    small = re.sub(rb' d="[^"]*"', lambda path: re.sub(rb"(\.\d)\d+", rb"\1", path[0]), buffer.getvalue())
+    image = "data:image/svg+xml;base64," + base64.b64encode(small).decode("ascii")
     return Plot(caption=caption, image=image, alt=f"{caption.title}. {said}.", keys=tuple(keys), notes=tuple(notes))
 
 
@@ -153,14 +154,14 @@ def card_of_runs(
     keys: Sequence[Key] = (),
     apart: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> Plot:
-    """Make a card with the legend of its runs; without a picture where no series has a number."""
+    """Make a card with the legend of its runs, or `keys`; without a picture where no series has a number."""
     values = [line.y[np.isfinite(line.y)] for line in series]
     if not any(finite.size for finite in values):
         return Plot(caption=caption)
     finite = np.concatenate(values)
     names = ", ".join(runs[position].label for position in sorted({line.run for line in series}))
     said = f"{caption.y_label} against {caption.x_label}, from {finite.min():.3g} to {finite.max():.3g}, for {names}"
-    return card(caption, drawn, said, (*_keys(runs, series), *keys), _notes(runs, series, apart))
+    return card(caption, drawn, said, keys or _keys(runs, series), _notes(runs, series, apart))
 
 
 def plot_lines(
@@ -169,18 +170,24 @@ def plot_lines(
     series: Sequence[Series],
     finish: Callable[[Any], None] = lambda axes: None,
     *,
-    ticks: int = 6,
+    smooth: bool = False,
     style: Mapping[str, Any] = MappingProxyType({}),
     apart: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> Plot:
     """Draw one line per series; `style` overrules that of the series, `finish` sets limits and formats afterwards.
 
-    `apart` has, by reason, the runs that have no line because there is nothing to record.
+    With `smooth` a thick line is the mean of the last `WINDOW` values, and a thin one the values. `apart` has, by
+    reason, the runs that have no line because there is nothing to record.
     """
     axes = new_axes()
     for line in series:
-        axes.plot(line.x, line.y, **{**line.style, **style})
-    axes.xaxis.set_major_locator(integer_ticks(ticks))
+        look = {**style_of(runs, line), **style}
+        if smooth:
+            axes.plot(line.x, line.y, color=look["color"], linewidth=0.7, alpha=0.3)
+            axes.plot(line.x, trailing_mean(line.y), **look | {"linewidth": 2.2})
+        else:
+            axes.plot(line.x, line.y, **look)
+    axes.xaxis.set_major_locator(integer_ticks(6))
     finish(axes)
     return card_of_runs(caption, axes, runs, series, apart=apart)
 
@@ -213,14 +220,40 @@ def _recorded(step: StepRecord, path: str) -> float | None:
     return (found[-1] if found else None) if isinstance(found, list) else found
 
 
-def colour_of(position: int) -> str:
-    """Colours repeat after the seventh run; markers then tell the runs apart."""
-    return COLOURS[position % len(COLOURS)]
+def trailing_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The mean of each value and those before it, `WINDOW` of them at most."""
+    return np.array([values[max(0, end - WINDOW) : end].mean() for end in range(1, len(values) + 1)])
+
+
+def colour_of(runs: Sequence[Run], position: int, side: Side | None = None) -> str:
+    """The colour of a side, by default of that which the run trains with; runs of the same one differ in shade."""
+    own = runs[position].trains_with
+    rank = sum(run.trains_with == own for run in runs[:position])
+    shade = SHADES[rank % len(SHADES)]
+    towards = np.array([1.0, 1.0, 1.0] if shade > 0 else [0.0, 0.0, 0.0])
+    return to_hex((1 - abs(shade)) * np.array(to_rgb(SIDE_COLOURS[side or own])) + abs(shade) * towards)
+
+
+def dashes_of(position: int) -> str:
+    """The dashes of a run, as in SVG; none of the first."""
+    return DASHES[position % len(DASHES)]
+
+
+def style_of(runs: Sequence[Run], line: Series) -> dict[str, Any]:
+    """Colour by side, dashes by run. Points are marked where they are few."""
+    dashes = dashes_of(line.run)
+    return {
+        "color": colour_of(runs, line.run, line.side),
+        "linestyle": (0, [float(length) / 2 for length in dashes.split()]) if dashes else "-",
+        "marker": "o" if len(line.x) < 30 else None,
+        "markersize": 3.2,
+        "markevery": max(1, len(line.x) // 30),
+    }
 
 
 def percent_axis(axes: Any) -> None:
     """Shares as percentages, from just below zero, so that a line of exact zeros stays clear of the axis."""
-    top = axes.get_ylim()[1]
+    top = min(axes.get_ylim()[1], 1.025)
     axes.set_ylim(-0.025 * top, top)
     percent_ticks(axes.yaxis)
 
@@ -260,14 +293,9 @@ def ticks_above_one(most: float) -> list[float]:
 def heat_panels(
     figure: Figure, panels: Any, loads: Mapping[str, NDArray[np.float64]], label: str, *, from_one: bool = False
 ) -> None:
-    """Loads over the mean by title, one panel each under one scale. White is 1, perfect balance; blue below, red above.
+    """Loads over the mean [y, x] by title, a panel each under one scale; the colour bar may begin at 1, which is white.
 
-    Args:
-        figure: that has the panels.
-        panels: axes.
-        loads: [y, x] of each panel.
-        label: of the colour bar.
-        from_one: whether the colour bar begins at 1.
+    Below 1, perfect balance, is blue, and above it red.
     """
     most = max(1.05, *(float(over.max()) for over in loads.values()))
     norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=most)
@@ -297,10 +325,12 @@ def top_down(axes: Any) -> None:
 
 
 def _keys(runs: Sequence[Run], series: Sequence[Series]) -> tuple[Key, ...]:
+    """Sides by colour, and runs by dashes; by both where no line is of a side."""
     drawn = sorted({line.run for line in series})
     sides = [side for side in SIDES if any(line.side == side for line in series)]
-    runs_keys = [Key(runs[position].label, colour_of(position)) for position in drawn] if len(runs) > 1 else []
-    return (*runs_keys, *(Key(SIDE_WORDS[side], None, dashed=side == "replayed") for side in sides))
+    several = drawn if len(runs) > 1 else []
+    of_runs = [Key(runs[place].label, None if sides else colour_of(runs, place), dashes_of(place)) for place in several]
+    return (*(Key(SIDE_WORDS[side], SIDE_COLOURS[side]) for side in sides), *of_runs)
 
 
 def _notes(runs: Sequence[Run], series: Sequence[Series], apart: Mapping[str, Collection[int]]) -> tuple[str, ...]:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import shlex
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 ABSENT = "–"  # noqa: RUF001  an en dash in a table cell: never measured
 GAP = "\N{NO-BREAK SPACE}"
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+AS_FAST = 1.005
+"""What differs by no more than this factor is called as fast."""
+
+Tile = tuple[str, str, str]
+"""Its name, its value, and what that is to be seen against."""
+Command = tuple[str, str]
+"""What it does, and the line for a shell that runs it where the page was made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +29,7 @@ class TableRow:
 
     Attributes:
         label: what it is about.
-        cells: by heading; one that is empty or missing says nothing.
+        cells: by heading, the same in all rows of a table; an empty one says nothing.
         ours: whether it is about a plan of ours.
         position: of the run that it is about, in a report.
     """
@@ -42,9 +54,9 @@ def percentage(share: float | None) -> str:
         return f"{percent:.0f}{GAP}%"
     return (
         f"{percent:.1f}{GAP}%"
-        if percent >= 10
+        if abs(percent) >= 10
         else f"{percent:.2f}{GAP}%"
-        if percent >= 0.1
+        if abs(percent) >= 0.1
         else f"{percent:.1g}{GAP}%"
     )
 
@@ -59,33 +71,44 @@ def scientific(value: float | None) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
-def seconds(value: float | None) -> str:
-    """Two decimals, or three digits where that is too many or too few."""
-    return ABSENT if value is None else f"{value:.2f}{GAP}s" if 0.1 <= value < 10 else f"{value:.3g}{GAP}s"
-
-
 def duration(value: float) -> str:
     """A short time in the unit that suits it: 3.21 s, 45.6 ms, 78.9 us."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
-            return f"{value / size:.3g}{GAP}{unit}"
-    return f"{value * 1e6:.3g}{GAP}us"
+    unit, size = time_unit(value)
+    return f"{value / size:.3g}{GAP}{unit}"
 
 
-def step_seconds(value: float) -> str:
-    """Seconds of a step with three digits, or as many as whole seconds take."""
+def step_time(value: float | None) -> str:
+    """The seconds of a step with three digits, or as many as whole ones take; short ones in milliseconds."""
+    if value is None:
+        return ABSENT
     decimals = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:,.{decimals}f}" if value >= 0.1 else f"{value:#.3g}"
+    return f"{value:,.{decimals}f}{GAP}s" if value >= 0.1 else duration(value)
 
 
-def step_time(value: float) -> str:
-    """The same with its unit; short ones in milliseconds."""
-    return f"{step_seconds(value)}{GAP}s" if value >= 0.1 else duration(value)
+def time_unit(most_s: float) -> tuple[str, float]:
+    """The unit that suits an axis of times up to `most_s`, and its seconds."""
+    return next(((unit, size) for unit, size in UNITS.items() if most_s >= size), ("us", 1e-6))
+
+
+def times(ratio: float) -> str:
+    """A gain, as 1.23 and the sign of multiplication."""
+    return f"{ratio:.2f}{TIMES}"
+
+
+def as_fast(other_s: float, this_s: float) -> str:
+    """How fast something is beside another whose seconds come first; the other's name follows."""
+    ratio = other_s / this_s
+    return "as fast as" if 1 / AS_FAST <= ratio <= AS_FAST else f"{ratio:.2f} times as fast as"
 
 
 def over_mean(value: float) -> str:
     """A load over the mean, with as many decimals as tell it from 1."""
     return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def quoted(path: Path) -> str:
+    """A path as a shell takes it."""
+    return shlex.quote(str(path))
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -97,3 +120,12 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             flat[f"{prefix}{key}"] = "none" if value is None else str(value)
     return flat
+
+
+def span_of(values: Iterable[Any], show: Callable[[Any], str]) -> str:
+    """The least and the most in words, or the one value where both are shown alike."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ABSENT
+    low, high = show(min(known)), show(max(known))
+    return low if low == high else f"{low} to {high}"

@@ -12,24 +12,21 @@ from numpy.typing import NDArray
 
 from foreroute.records import ExecutionRecord, Load, Run
 from foreroute.report.figure import (
+    INCHES,
     INK,
-    TALL_INCHES,
     Caption,
-    Key,
     Plot,
-    Series,
     card,
     card_of_runs,
     heat_panels,
     integer_ticks,
-    new_axes,
     series_by_run,
     spans,
+    style_of,
 )
 from foreroute.report.run_rows import planned_steps
 
 WORDS: dict[Load, str] = {"at_home": "every expert at its home", "executed": "executed under the plan"}
-STYLES: dict[Load, Any] = {"at_home": (0, (3.2, 1.6)), "executed": "-"}
 LINE = "#1b232c"
 MOST_LABELS = 12
 """Micro-steps that are numbered below the heat map; of more, every second one, and so on."""
@@ -44,16 +41,15 @@ def expert_load(runs: Sequence[Run]) -> Plot:
         sentence="Tokens of the busiest rank over the mean of all ranks if experts lay contiguously on that many ranks "
         "(1 is perfect balance), averaged over micro-steps and layers.",
         y_label="busiest rank over mean",
-        absent="No expert load was recorded (expert_load).",
     )
 
     if not ranks:
         return Plot(caption=caption)
-    figure = Figure(figsize=TALL_INCHES)
+    figure = Figure(figsize=INCHES)
     panels = figure.subplots(len(ranks), sharex=True, squeeze=False)[:, 0]
     for axes, rank in zip(panels, ranks, strict=True):
         for line in rows[rank]:
-            axes.plot(line.x, line.y, **line.style)
+            axes.plot(line.x, line.y, **style_of(runs, line))
         axes.set_title(f"{rank} ranks", loc="left", fontsize=10.5, color=INK, pad=3)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
     panels[-1].xaxis.set_major_locator(integer_ticks(6))
@@ -65,33 +61,7 @@ def expert_load(runs: Sequence[Run]) -> Plot:
 def rank_load_plots(runs: Sequence[Run]) -> list[Plot]:
     """The plots, when any run was expert-parallel under a plan; else none."""
     planned = [position for position, run in enumerate(runs) if planned_steps(run)]
-    return [_over_steps(runs), *(_by_cell(runs, position) for position in planned)] if planned else []
-
-
-def _over_steps(runs: Sequence[Run]) -> Plot:
-    """The busiest rank of the cells, over the run."""
-    caption = Caption(
-        title="Load of the busiest rank",
-        sentence="Assignments of the busiest rank of every cell, summed over cells, over the mean of all ranks: 1 is "
-        "perfect balance.",
-        y_label="busiest rank over mean",
-        absent="No run was expert-parallel under a plan.",
-    )
-    found: list[tuple[Load, Series]] = []
-    for position, run in enumerate(runs):
-        if steps := planned_steps(run):
-            x = np.array([step for step, _ in steps], np.float64)
-            for kind in WORDS:
-                y = np.array([execution["max_over_mean"][kind] for _, execution in steps], np.float64)
-                found.append((kind, Series(position, None, x, y)))
-    axes = new_axes(TALL_INCHES)
-    for kind, line in found:
-        axes.plot(line.x, line.y, **line.style | {"linestyle": STYLES[kind]})
-    # A line at exactly 1, perfect balance, stays clear of the axis.
-    axes.set_ylim(bottom=1 - 0.03 * (axes.get_ylim()[1] - 1))
-    axes.xaxis.set_major_locator(integer_ticks(6))
-    keys = [Key(WORDS[kind], None, dashed=kind == "at_home") for kind in WORDS]
-    return card_of_runs(caption, axes, runs, [line for _, line in found], keys)
+    return [_by_cell(runs, position) for position in planned]
 
 
 def _by_cell(runs: Sequence[Run], position: int) -> Plot:
@@ -111,7 +81,7 @@ def _by_cell(runs: Sequence[Run], position: int) -> Plot:
     )
     loads = {kind: _over_mean_GC(execution, kind) for kind in WORDS}
     titles = {kind: f"{WORDS[kind]}: busiest {execution['max_over_mean'][kind]:.2f} times the mean" for kind in WORDS}
-    figure = Figure(figsize=(TALL_INCHES[0], 4.6))
+    figure = Figure(figsize=(INCHES[0], 4.6))
     panels = figure.subplots(len(loads), sharex=True)
     heat_panels(figure, panels, {titles[kind]: over_GC for kind, over_GC in loads.items()}, "load over mean")
     for axes in panels:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.records import SIDES, MarginsRecord, Run, Side
+from foreroute.records import SIDES, MarginsRecord, Run
 from foreroute.report.figure import (
-    COLOURS,
-    TALL_INCHES,
+    INK,
+    SIDE_COLOURS,
     Caption,
+    Key,
     Plot,
     Series,
     card,
@@ -25,19 +28,22 @@ from foreroute.report.figure import (
     percent_ticks,
     plot_lines,
     series_by_side,
+    style_of,
 )
+from foreroute.report.run_rows import WINDOW
 
 if TYPE_CHECKING:
     from foreroute.doctor import Measures
+    from foreroute.trace import RoutedLayer
 
 
 def mismatch_plots(runs: Sequence[Run]) -> list[Plot]:
     """Over the steps of the runs, then summed over them."""
     shares = [
-        plot_lines(_F2, runs, series_by_side(runs, "f2"), percent_axis),
-        plot_lines(_DISAGREEMENT, runs, series_by_side(runs, "differing_share"), percent_axis),
+        plot_lines(_DISAGREEMENT, runs, series_by_side(runs, "differing_share"), percent_axis, smooth=True),
+        plot_lines(_F2, runs, series_by_side(runs, "f2"), percent_axis, smooth=True),
     ]
-    return [_k3(runs), *shares, _disagreement_by_layer(runs), _differing_layers(runs), _margins(runs)]
+    return [_k3(runs), *shares, _disagreement_by_layer(runs), _margins(runs)]
 
 
 def diagnosis_plots(measures: Measures) -> list[Plot]:
@@ -55,12 +61,9 @@ def _k3(runs: Sequence[Run]) -> Plot:
     zeros = bool((values <= 0).any())
     caption = Caption(
         title="Mismatch of trainer and rollout engine (k3)",
-        sentence="k3 estimates KL(rollout engine || trainer) on the sampled response tokens"
-        + (
-            f" (logarithmic above {floor_text}, linear below it so that zero can be shown)." if floor and zeros else "."
-        ),
+        sentence=f"k3 estimates KL(rollout engine || trainer) on the sampled response tokens. {SMOOTHED}"
+        + (f" Logarithmic above {floor_text}, linear below it so that zero can be shown." if floor and zeros else ""),
         y_label="k3, nats per response token",
-        absent="No mismatch was recorded.",
     )
 
     def finish(axes: Any) -> None:
@@ -71,27 +74,30 @@ def _k3(runs: Sequence[Run]) -> Plot:
         if zeros:  # a line of exact zeros would vanish in the axis
             axes.set_ylim(bottom=-(floor or 1.0) * 0.25)
 
-    return plot_lines(caption, runs, series, finish)
+    return plot_lines(caption, runs, series, finish, smooth=True)
 
 
 def _disagreement_by_layer(runs: Sequence[Run]) -> Plot:
     series = []
-    for position, side, found in _by_run_and_side(runs, "differing_share_by_layer"):
-        shares_L = np.asarray(np.mean(found, axis=0), np.float64)
-        series.append(Series(position, side, np.arange(len(shares_L), dtype=np.float64), shares_L))
-    return plot_lines(_BY_LAYER, runs, series, percent_axis, ticks=8)
+    for position, side in product(range(len(runs)), SIDES):
+        measured = (step["mismatch"][side] for step in runs[position].steps_to_compare(side))
+        if found := [each["differing_share_by_layer"] for each in measured if each.get("differing_share_by_layer")]:
+            shares_L = np.asarray(np.mean(found, axis=0), np.float64)
+            series.append(Series(position, side, np.arange(len(shares_L), dtype=np.float64), shares_L))
+    layers = layers_of(runs, [(line.run, len(line.x)) for line in series])
+
+    def finish(axes: Any) -> None:
+        number_layers(axes.xaxis, layers)
+        percent_axis(axes)
+
+    return plot_lines(replace(_BY_LAYER, x_label=layer_label(layers)), runs, series, finish)
 
 
-def _differing_layers(runs: Sequence[Run]) -> Plot:
-    series = []
-    for position, side, found in _by_run_and_side(runs, "differing_layers_histogram"):
-        shares = _normalised(np.sum(found, axis=0))
-        series.append(Series(position, side, np.arange(len(shares) + 1, dtype=np.float64) - 0.5, shares))
-    axes = new_axes()
-    _stairs(axes, series)
-    axes.xaxis.set_major_locator(integer_ticks(8))
-    percent_axis(axes)
-    return card_of_runs(_DIFFERING_LAYERS, axes, runs, series)
+def layers_of(runs: Sequence[Run], shown: Sequence[tuple[int, int]]) -> tuple[RoutedLayer, ...]:
+    """The layers of these runs, each given with how many it recorded; none where they are unknown, or not the same."""
+    tables = {runs[position].layers for position, _ in shown}
+    same = tables.pop() if len(tables) == 1 else ()
+    return same if all(recorded == len(same) for _, recorded in shown) else ()
 
 
 def _margins(runs: Sequence[Run]) -> Plot:
@@ -100,8 +106,8 @@ def _margins(runs: Sequence[Run]) -> Plot:
         found = [margins for step in run.steps if (margins := step.get("margins")) and margins["counts_LB"]]
         if found:
             series.append(Series(position, None, 10 ** np.array(found[0]["log10_edges"]), _share_by_bin(found)))
-    axes = new_axes(TALL_INCHES)
-    _stairs(axes, series)
+    axes = new_axes()
+    _stairs(axes, runs, series)
     axes.set_xscale("log")
     percent_axis(axes)
     return card_of_runs(_MARGINS, axes, runs, series)
@@ -122,15 +128,14 @@ def _by_layer(measures: Measures) -> Plot:
     shares_L, first_L = routes.differing_share_L, routes.first_differing_L / routes.rows
     axes = new_axes()
     layers = np.arange(len(shares_L))
-    axes.bar(layers, shares_L, color=COLOURS[0], alpha=0.75, width=0.7, label="differs")
-    axes.plot(layers, first_L, color=COLOURS[1], marker="o", markersize=3.5, label="differs first")
-    axes.set_ylim(0, max(1.25 * float(shares_L.max()), 1e-3))
-    axes.legend(frameon=False, fontsize=10, loc="upper left", ncols=2)
+    axes.bar(layers, shares_L, color=SIDE_COLOURS["native"], alpha=0.75, width=0.7)
+    axes.plot(layers, first_L, color=INK, marker="o", markersize=3.5)
+    axes.set_ylim(0, max(1.1 * float(shares_L.max()), 1e-3))
     number_layers(axes.xaxis, measures.layers)
     percent_ticks(axes.yaxis)
     by_layer = zip(measures.layers, shares_L, strict=True)
     said = f"Tokens that differ: {', '.join(f'{layer} {share:.1%}' for layer, share in by_layer)}"
-    return card(caption, axes, said)
+    return card(caption, axes, said, [Key("differs", SIDE_COLOURS["native"]), Key("differs first", INK)])
 
 
 def _by_position(measures: Measures) -> Plot:
@@ -147,7 +152,7 @@ def _by_position(measures: Measures) -> Plot:
         return Plot(caption=caption)
     overlap_T = explained.overlap_by_position_T
     axes = new_axes()
-    axes.plot(np.arange(len(overlap_T)), overlap_T, color=COLOURS[0])
+    axes.plot(np.arange(len(overlap_T)), overlap_T, color=SIDE_COLOURS["native"])
     lowest = float(np.nanmin(overlap_T))
     room = 0.06 * max(1 - lowest, 0.05)
     axes.set_ylim(max(0.0, lowest - room), 1 + room)
@@ -158,60 +163,38 @@ def _by_position(measures: Measures) -> Plot:
     return card(caption, axes, said)
 
 
-def _by_run_and_side(
-    runs: Sequence[Run], measure: Literal["differing_share_by_layer", "differing_layers_histogram"]
-) -> list[tuple[int, Side, list[list[float] | list[int]]]]:
-    """(run, side, one list per step) for every run and side that recorded `measure`."""
-    return [
-        (position, side, found)
-        for position, run in enumerate(runs)
-        for side in SIDES
-        if (found := [each for step in run.steps_to_compare(side) if (each := step["mismatch"][side].get(measure))])
-    ]
-
-
 def _share_by_bin(found: Sequence[MarginsRecord]) -> NDArray[np.float64]:
-    return _normalised(np.sum([np.sum(margins["counts_LB"], axis=0) for margins in found], axis=0))
+    counts_B = np.sum([np.sum(margins["counts_LB"], axis=0) for margins in found], axis=0)
+    return np.asarray(counts_B / max(counts_B.sum(), 1), np.float64)
 
 
-def _normalised(counts: NDArray[Any]) -> NDArray[np.float64]:
-    return np.asarray(counts / max(counts.sum(), 1), np.float64)
-
-
-def _stairs(axes: Any, series: Sequence[Series]) -> None:
+def _stairs(axes: Any, runs: Sequence[Run], series: Sequence[Series]) -> None:
     alone = len({line.run for line in series}) == 1  # the fills of several runs mix into a colour of none
     for line in series:
-        style = {"color": line.style["color"], "linestyle": line.style["linestyle"], "linewidth": 1.7}
+        look = style_of(runs, line)
+        style = {"color": look["color"], "linestyle": look["linestyle"], "linewidth": 1.7}
         if alone and line.side != "replayed":
             axes.stairs(line.y, line.x, fill=True, color=style["color"], alpha=0.12)
         axes.stairs(line.y, line.x, baseline=None, **style)
 
 
+SMOOTHED = f"Thick: mean of the last {WINDOW} steps."
 _F2 = Caption(
     title="Tokens far apart, F(2)",
-    sentence="Share of response tokens whose probabilities in trainer and rollout engine differ more than twofold.",
+    sentence="Share of response tokens whose probabilities in trainer and rollout engine differ more than twofold. "
+    + SMOOTHED,
     y_label="share of response tokens",
-    absent="No mismatch was recorded.",
 )
 _DISAGREEMENT = Caption(
     title="Routing disagreement",
-    sentence="Share of routing decisions in which trainer and rollout engine use different sets of experts.",
+    sentence="Share of routing decisions in which trainer and rollout engine use different sets of experts. "
+    + SMOOTHED,
     y_label="share of routing decisions",
-    absent="No mismatch was recorded.",
 )
 _BY_LAYER = Caption(
     title="Routing disagreement by layer",
     sentence="Share of tokens whose expert set differs in a layer, averaged over the measured steps.",
-    x_label=layer_label(()),
     y_label="share of tokens",
-    absent="No routing disagreement by layer was recorded (differing_share_by_layer).",
-)
-_DIFFERING_LAYERS = Caption(
-    title="Differing layers per token",
-    sentence="Share of tokens by the number of layers in which their expert sets differ; at 0 all layers agree.",
-    x_label="layers that differ",
-    y_label="share of tokens",
-    absent="No histogram of differing layers was recorded (differing_layers_histogram).",
 )
 _MARGINS = Caption(
     title="Top-k margins",
@@ -219,5 +202,4 @@ _MARGINS = Caption(
     "numerical difference that changes the selection.",
     x_label="score gap (logarithmic)",
     y_label="share of routing decisions",
-    absent="No top-k margins were recorded (margins).",
 )

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from foreroute.records import Run, read_runs
-from foreroute.report.format import flattened, percentage, reward, scientific, seconds
+from foreroute.report.finding import run_finding, run_tiles
+from foreroute.report.format import Command, flattened, percentage, quoted, reward, scientific, step_time
 from foreroute.report.run_rows import WINDOW, SummaryRow, alarm_rows, load_rows, runs_with_alarms, summary_rows
 from foreroute.report.template import write_html
 
@@ -17,6 +18,8 @@ ROUTING = {
     "R3": "R3, rollout routing replay: recompute and update replay the experts that the rollout engine selected",
     "R3+weights": "R3 with gate weights: recompute and update replay the engine's experts, and the weight of each",
 }
+KEPT = ("rollouts", "checkpoints")
+"""Folders of a run that a diagnosis needs."""
 
 
 def write_report(run_folders: Sequence[Path], target: Path) -> Path:
@@ -27,59 +30,77 @@ def write_report(run_folders: Sequence[Path], target: Path) -> Path:
             not installed.
         RunFolderError: when a run folder is missing or damaged.
     """
-    wording = {"percentage": percentage, "reward": reward, "scientific": scientific, "seconds": seconds}
+    wording = {"percentage": percentage, "reward": reward, "scientific": scientific, "step_time": step_time}
     return write_html(target, "run.html.j2", lambda: _values(read_runs(run_folders)), wording)
 
 
 def _values(runs: Sequence[Run]) -> dict[str, Any]:
     from foreroute.report import load_plots, mismatch_plots, training_plots
-    from foreroute.report.figure import colour_of
+    from foreroute.report.figure import Key, colour_of, dashes_of
 
     rows = summary_rows(runs)
-    plots = [
-        *training_plots.reward_plots(runs),
-        *mismatch_plots.mismatch_plots(runs),
-        *training_plots.update_plots(runs),
-        load_plots.expert_load(runs),
-    ]
+    names = [Key(run.label, colour_of(runs, place), dashes_of(place)) for place, run in enumerate(runs)]
     return {
         "title": f"Run {runs[0].label}" if len(runs) == 1 else f"Comparison of {len(runs)} runs",
+        "finding": run_finding(runs),
+        "tiles": run_tiles(runs),
         "runs": [
-            {"run": run, "colour": colour_of(position), "facts": describe(run), "pace": pace(row)}
-            for position, (run, row) in enumerate(zip(runs, rows, strict=True))
+            {"run": run, "key": key, "facts": describe(run, row)}
+            for run, key, row in zip(runs, names, rows, strict=True)
         ],
         "rows": rows,
-        "colours": [colour_of(position) for position in range(len(runs))],
+        "colours": [key.colour for key in names],
         "window": WINDOW,
         "notes": [*_reading_notes(runs), *_table_notes(rows)],
-        "plots": plots,
+        "plots": [
+            *mismatch_plots.mismatch_plots(runs),
+            *training_plots.reward_plots(runs),
+            *training_plots.update_plots(runs),
+            load_plots.expert_load(runs),
+        ],
         "alarm_rows": alarm_rows(runs),
         "runs_with_alarms": runs_with_alarms(runs),
         "load_rows": load_rows(runs),
         "load_plots": load_plots.rank_load_plots(runs),
+        "commands": [command for run in runs for command in commands_of(run)],
         "config": _config_lines(runs),
     }
 
 
-def describe(run: Run) -> list[str]:
-    """What a run is, in short phrases: routing, precision, the settings that change its mismatch, its length."""
+def describe(run: Run, row: SummaryRow) -> dict[str, str]:
+    """What a run is, by topic: routing, engine, the settings that change its mismatch, device, length, pace."""
     rl = run.config["rl"]
     first, last = run.steps[0]["step"], run.steps[-1]["step"]
-    facts = [ROUTING.get(run.routing, f"Routing {run.routing}"), f"rollout in {run.precision}"]
-    facts += _method(rl)
-    if "mini_steps" in rl:
-        facts.append(f"{rl['mini_steps']} mini-batch{'' if rl['mini_steps'] == 1 else 'es'} per step")
-    if "learning_rate" in rl:
-        facts.append(f"learning rate {rl['learning_rate']}")
-    facts += _devices(run)
-    facts += [f"seed {run.seed}", f"steps {first} to {last}" if last > first else f"step {first} only"]
-    return [*facts, f"measured both ways at {len(run.paired_steps())} of {len(run.steps)} steps"]
+    batches = rl.get("mini_steps")
+    update = [f"{batches} mini-batch{'' if batches == 1 else 'es'} per step"] if batches else []
+    update += [f"learning rate {rl['learning_rate']}"] if "learning_rate" in rl else []
+    phases = ", ".join(f"{phase} {step_time(value)}" for phase, value in row.seconds_by_phase.items())
+    facts = {
+        "routing": ROUTING.get(run.routing, f"Routing {run.routing}"),
+        "rollout": f"in {run.precision}",
+        "loss": ", ".join(_loss(rl)),
+        "update": ", ".join(update),
+        "device": "; ".join(_devices(run)),
+        "steps": f"{f'{first} to {last}' if last > first else f'{first} only'}, seed {run.seed}; measured both ways at "
+        f"{row.paired_steps} of {row.steps}",
+        "a step takes": f"{step_time(row.seconds_per_step)}: {phases}" if row.seconds_per_step else "",
+    }
+    return {topic: words for topic, words in facts.items() if words}
 
 
-def _method(rl: Mapping[str, Any]) -> list[str]:
-    """The loss, and what is added to it, where it was recorded."""
+def commands_of(run: Run) -> list[Command]:
+    """The command that diagnoses a run, where the run kept what that needs: a rollout of a checkpoint's weights."""
+    rollouts, checkpoints = ({path.name for path in (run.folder / name).glob("step-*")} for name in KEPT)
+    if not rollouts & checkpoints:
+        return []
+    page = run.folder / "doctor.html"
+    return [(f"Diagnose {run.label}:", f"foreroute doctor --model {quoted(run.folder)} --output {quoted(page)}")]
+
+
+def _loss(rl: Mapping[str, Any]) -> list[str]:
+    """The method, and what is added to it, where it was recorded."""
     correction, rejection = rl.get("correction", {}), rl.get("rejection", {})
-    facts = [f"method {rl['method']}"] if "method" in rl else []
+    facts = [str(rl["method"])] if "method" in rl else []
     if correction.get("kind", "none") != "none":
         low, high = correction.get("low"), f"{correction['high']:g}"
         facts.append(f"correction {correction['kind']} {f'at {high}' if low is None else f'outside {low:g} to {high}'}")
@@ -99,15 +120,7 @@ def _devices(run: Run) -> list[str]:
         if device := step.get("device"):
             name = f"CPU, {device['name']}" if device["kind"] == "cpu" else device["name"]
             most[name] = max(most.get(name, 0), device.get("peak_memory_bytes") or 0)
-    return [f"on {name}{f', up to {peak / 1e9:.2f} GB' if peak else ''}" for name, peak in most.items()]
-
-
-def pace(row: SummaryRow) -> str:
-    """Where the time of a step goes, on average."""
-    if row.seconds_per_step is None:
-        return ""
-    phases = ", ".join(f"{phase} {seconds(value)}" for phase, value in row.seconds_by_phase.items())
-    return f"{seconds(row.seconds_per_step)} per step: {phases}"
+    return [f"{name}{f', up to {peak / 1e9:.2f} GB' if peak else ''}" for name, peak in most.items()]
 
 
 def _reading_notes(runs: Sequence[Run]) -> list[str]:

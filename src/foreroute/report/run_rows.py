@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from foreroute.mismatch import Alarm, Kind
 from foreroute.mismatch.alarm_rules import WORDS
 from foreroute.records import SIDES, ExecutionRecord, Load, Run, Side, StepRecord
-from foreroute.report.format import ABSENT, TableRow, percentage, seconds
+from foreroute.report.format import ABSENT, TableRow, percentage, step_time
 
 Measure = Literal["k3", "f2", "differing_share", "differing_tokens_share"]
 BySide = dict[Side, float | None]
@@ -156,15 +156,15 @@ def _cells(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
     hidden_s = sum(step.get("planning_s", 0.0) * step.get("hidden_planning_share", 0.0) for step in steps)
     return {
         "Ranks": ", ".join(map(str, sorted({step["ranks"] for step in steps}))),
-        "Busiest rank, at home": over_mean("at_home"),
-        "Busiest rank, planned": over_mean("planned"),
-        "Busiest rank, executed": over_mean("executed"),
+        "Busiest rank over mean, experts at home": over_mean("at_home"),
+        "Busiest rank over mean, by the plan": over_mean("planned"),
+        "Busiest rank over mean, as executed": over_mean("executed"),
         "Replicas": f"{mean(lambda step: step.get('replicas', 0)):.0f}",
         "Weights moved": megabytes("host", "direct"),
         "Gradients moved": megabytes("gradients"),
-        "Waited for transfers": seconds(mean(lambda step: step.get("exposed_transfer_s", 0.0))),
-        "Waited for plans": seconds(mean(lambda step: step.get("exposed_planning_s", 0.0))),
+        "Waited for transfers": step_time(mean(lambda step: step.get("exposed_transfer_s", 0.0))),
+        "Waited for plans": step_time(mean(lambda step: step.get("exposed_planning_s", 0.0))),
         # of the time of planning, what no rank waited for
-        "Planning hidden": percentage(hidden_s / planning_s if planning_s else None),
-        "Cells fallen back": str(sum(step.get("cells_at_home", 0) for step in steps)),
+        "Planning that nothing waited for": percentage(hidden_s / planning_s if planning_s else None),
+        "Cells that fell back to homes": str(sum(step.get("cells_at_home", 0) for step in steps)),
     }

@@ -6,15 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foreroute.report.format import TableRow, duration, flattened, over_mean, percentage, step_seconds, step_time
+from foreroute.report.format import (
+    AS_FAST,
+    TableRow,
+    Tile,
+    as_fast,
+    duration,
+    flattened,
+    over_mean,
+    percentage,
+    step_time,
+    times,
+)
 from foreroute.report.template import write_html
 
 if TYPE_CHECKING:  # they load compiled code
     from foreroute.simulate import MethodRecord, SimulateConfig, SimulationRecord, SweepRecord, Timeline
     from foreroute.simulate.fit import FitRecord
-
-AS_FAST = 1.005
-"""Methods that take no longer than this times ours are called as fast."""
 
 
 def write_simulation_page(
@@ -43,29 +51,28 @@ def write_simulation_page(
 
 
 COLUMNS: dict[str, Callable[[MethodRecord], str]] = {
-    "Both stages": lambda method: step_seconds(method.training_s),
-    "Static / this": lambda method: f"{method.speedup_over_static:.2f}",
+    "Recompute and update": lambda method: step_time(method.training_s),
+    "Speedup over static": lambda method: times(method.speedup_over_static),
     "Of forced balance": lambda method: percentage(method.share_of_forced_balance),
     "Of the bound": lambda method: percentage(method.share_of_bound),
-    "Over mean": lambda method: over_mean(method.imbalance),
-    "Recompute": lambda method: step_seconds(method.stages.recompute),
-    "Update": lambda method: step_seconds(method.stages.update),
-    "Plan wait": lambda method: duration(method.stages.planning),
+    "Slowest rank over mean": lambda method: over_mean(method.imbalance),
+    "Recompute": lambda method: step_time(method.stages.recompute),
+    "Update": lambda method: step_time(method.stages.update),
+    "Wait for the plan": lambda method: duration(method.stages.planning),
     "Home moves": lambda method: duration(method.stages.home_moves) if method.stages.home_moves else "",
-    "Exposed": lambda method: percentage(method.exposed_share),
+    "Exposed transfers": lambda method: percentage(method.exposed_share),
     "Groups wait": lambda method: percentage(method.groups_waiting),
-    "Moved a cell": lambda method: f"{method.fetches_per_cell:.1f}",
-    "Planned in": lambda method: duration(method.planning_s),
-    "GPU-hours": lambda method: step_seconds(method.gpu_hours),
-    "Saved": lambda method: step_seconds(method.gpu_hours_saved),
+    "Experts fetched per cell": lambda method: f"{method.fetches_per_cell:.1f}",
+    "Planning time": lambda method: duration(method.planning_s),
+    "GPU-hours saved": lambda method: _saved(method),
 }
 """Of the table of methods; `MethodRecord` explains them."""
-OF_PLANS = ("Plan wait", "Planned in", "Saved")
+OF_PLANS = ("Wait for the plan", "Planning time", "GPU-hours saved")
 """Columns that say nothing of static."""
 
 
 def simulation_rows(record: SimulationRecord) -> list[TableRow]:
-    """One row per method in the order of the record, with the cells of `COLUMNS`; then the two limits."""
+    """One row per method in the order of the record; then the two limits. All have the cells of `COLUMNS`."""
     static_s, forced_balance_s, bound_s = record["static"].training_s, record.forced_balance_s, record.bound_s
     rows = [
         TableRow(
@@ -79,9 +86,9 @@ def simulation_rows(record: SimulationRecord) -> list[TableRow]:
         for method in record.methods
     ]
     for label, seconds in (("forced balance", forced_balance_s), ("no plan beats", bound_s)):
-        cells = {
-            "Both stages": step_seconds(seconds),
-            "Static / this": f"{static_s / seconds:.2f}",
+        cells = dict.fromkeys(COLUMNS, "") | {
+            "Recompute and update": step_time(seconds),
+            "Speedup over static": times(static_s / seconds),
             "Of forced balance": percentage(forced_balance_s / seconds),
             "Of the bound": percentage(bound_s / seconds),
         }
@@ -89,33 +96,52 @@ def simulation_rows(record: SimulationRecord) -> list[TableRow]:
     return rows
 
 
+def simulation_finding(record: SimulationRecord) -> str:
+    """What the methods are worth beside static and the strongest of the others, in one sentence."""
+    static, main, rival = record["static"], headline(record), strongest_rival(record)
+    if main.name == "static":
+        return (
+            f"By the cost model, forced balance would make recompute and update "
+            f"{as_fast(static.training_s, record.forced_balance_s)} static; no other method was simulated."
+        )
+    worth = f"{as_fast(static.training_s, main.training_s)} static"
+    best = _fastest([method for method in record.methods if is_ours(method.name)] or [main])
+    if rival is not None:
+        worth += f" and {as_fast(rival.training_s, main.training_s)} {rival.label}, the strongest other method"
+    if main.training_s > AS_FAST * best.training_s:
+        against = rival or main
+        worth += f"; {best.label} is {as_fast(against.training_s, best.training_s)} {against.label}"
+    return f"By the cost model, {main.label} makes recompute and update {worth}."
+
+
 def simulation_summary(record: SimulationRecord) -> list[str]:
-    """What the methods are worth on this step, in sentences."""
+    """What stands behind the finding, in sentences."""
     static, main = record["static"], headline(record)
     limits = (
         f"Forced balance would take {step_time(record.forced_balance_s)}; no plan takes less than "
         f"{step_time(record.bound_s)}."
     )
     if main.name == "static":
-        return [
-            f"Recompute and update take {step_time(static.training_s)} without balancing, and no other method "
-            f"was simulated. {limits}"
-        ]
+        return [f"Recompute and update take {step_time(static.training_s)} without balancing. {limits}"]
+    moves = [
+        f"{method.label} fetches {method.fetches_per_cell:.1f} experts for a cell, and its whole step takes "
+        f"{step_time(method.step_s)}, planning and home moves included."
+        for method in compared_methods(record)
+    ]
     return [
         f"Recompute and update take {step_time(static.training_s)} without balancing and "
-        f"{step_time(main.training_s)} with {main.label}, {_times(static, main)}. {limits}",
-        f"The slowest rank of a cell has {over_mean(static.imbalance)} times the mean load without balancing and "
-        f"{over_mean(main.imbalance)} times with {main.label}.",
-        *_rivals(record, main),
+        f"{step_time(main.training_s)} with {main.label}. {limits}",
+        " ".join(moves),
         f"Planning takes {duration(main.planning_s)} with {main.label}, and the recompute waits "
         f"{duration(main.stages.planning)} for it.",
     ]
 
 
 def headline(record: SimulationRecord) -> MethodRecord:
-    """The method that the page is about: the first of ours, else the fastest."""
-    ours = [method for method in record.methods if is_ours(method.name)]
-    return ours[0] if ours else _fastest(record.methods)
+    """The method that the page is about: the first of ours, else the fastest of the others, else static."""
+    balanced = [method for method in record.methods if method.name != "static"]
+    ours = [method for method in balanced if is_ours(method.name)]
+    return ours[0] if ours else _fastest(balanced or record.methods)
 
 
 def compared_methods(record: SimulationRecord) -> list[MethodRecord]:
@@ -142,12 +168,7 @@ def is_ours(name: str) -> bool:
 
 
 def fit_rows(found: FitRecord, before: Mapping[str, float]) -> list[TableRow]:
-    """One row per fitted parameter, with units.
-
-    Args:
-        found: what was fitted.
-        before: the configured values by name.
-    """
+    """One row per fitted parameter, with units; `before` has the configured values by name."""
     return [
         TableRow(label=name, cells={"Configured": _value(name, before[name]), "Fitted": _value(name, value)})
         for name, value in found.parameters.items()
@@ -175,52 +196,47 @@ def _values(
 
     return {
         "gpus": f"{record.gpus:,}",
+        "finding": simulation_finding(record),
         "tiles": _tiles(record),
         "sentences": simulation_summary(record),
         "facts": record.facts | {"step": _step(record)},
-        "stages": (simulation_plots.by_stage(record), simulation_plots.by_part(record)),
-        "timelines": simulation_plots.timelines(timelines),
-        "imbalance": sweep_plots.against_imbalance(record, sweeps),
+        "plots": [
+            *simulation_plots.timelines(timelines),
+            simulation_plots.by_stage(record),
+            simulation_plots.by_part(record),
+        ],
         "sensitivity_keys": sweep_plots.legend(record),
         "sensitivities": sweep_plots.sensitivities(record, config, sweeps),
         "columns": list(COLUMNS),
         "rows": simulation_rows(record),
-        "fit": None if fit is None else (fit_summary(fit[0]), fit_rows(*fit), simulation_plots.predictions(fit[0])),
-        "publish": step_seconds(record.publish_s),
-        "rollout": step_seconds(record.rollout_s) if record.rollout_s else "",
+        "fit": None if fit is None else (fit_summary(fit[0]), fit_rows(*fit)),
+        "publish": step_time(record.publish_s),
+        "rollout": step_time(record.rollout_s) if record.rollout_s else "",
         "planning": "configured" if config.execution.planning_s is not None else "measured",
         "config": flattened(config.model_dump()),
     }
 
 
-def _tiles(record: SimulationRecord) -> list[tuple[str, str, str]]:
-    """Name, value of the headline's method, and what it is to be seen against."""
-    static, main = record["static"], headline(record)
+def _tiles(record: SimulationRecord) -> list[Tile]:
+    static, main, rival = record["static"], headline(record), strongest_rival(record)
     seconds = f"{step_time(main.training_s)} instead of {step_time(static.training_s)} without balancing"
-    if (rival := strongest_rival(record)) is not None:
-        seconds += f"; {rival.speedup_over_static:.2f}\N{MULTIPLICATION SIGN} with {rival.label}"
+    tiles = [("speedup over static, of recompute and update", times(main.speedup_over_static), seconds)]
+    if rival is not None:
+        seconds = f"{step_time(rival.training_s)} with {rival.label}"
+        tiles.append(("speedup over the strongest other method", times(rival.training_s / main.training_s), seconds))
+    hours = f"{1000 * main.gpu_hours_saved:,.3g} of {1000 * static.gpu_hours:,.3g} in 1000 steps"
+    forced, rank = percentage(static.share_of_forced_balance), over_mean(static.imbalance)
     return [
-        (
-            "speedup of recompute and update",
-            f"{main.speedup_over_static:.2f}\N{MULTIPLICATION SIGN}",
-            seconds,
-        ),
-        (
-            "speed relative to forced balance",
-            percentage(main.share_of_forced_balance),
-            f"{percentage(static.share_of_forced_balance)} without balancing",
-        ),
-        (
-            "GPU-hours saved per step",
-            step_seconds(main.gpu_hours_saved),
-            f"of {step_seconds(static.gpu_hours)} without balancing",
-        ),
-        (
-            "slowest rank over mean",
-            over_mean(main.imbalance),
-            f"{over_mean(static.imbalance)} without balancing",
-        ),
+        *tiles,
+        ("speed relative to forced balance", percentage(main.share_of_forced_balance), f"{forced} without balancing"),
+        ("GPU-hours saved", _saved(main), hours),
+        ("slowest rank over mean", over_mean(main.imbalance), f"{rank} without balancing"),
     ]
+
+
+def _saved(method: MethodRecord) -> str:
+    """Of the GPU-hours of static."""
+    return percentage(method.gpu_hours_saved / (method.gpu_hours + method.gpu_hours_saved))
 
 
 def _step(record: SimulationRecord) -> str:
@@ -228,31 +244,6 @@ def _step(record: SimulationRecord) -> str:
         f"about {record.tokens_per_rank:,.0f} tokens per GPU and micro-step, {record.cells_per_group:,} cells per "
         f"group, {record.groups_simulated} of {record.groups} groups simulated"
     )
-
-
-def _rivals(record: SimulationRecord, main: MethodRecord) -> list[str]:
-    """What else is as fast, or the fastest."""
-    sentences = []
-    for method in compared_methods(record)[1:]:
-        ratio = method.training_s / main.training_s
-        words = (
-            f"takes {step_time(method.training_s)}, {1 / ratio:.2f} times as fast as {main.label}"
-            if ratio < 1 / AS_FAST
-            else f"is as fast as {main.label}, with {step_time(method.training_s)}"
-            if ratio <= AS_FAST
-            else f"takes {step_time(method.training_s)}, {ratio:.2f} times as long as {main.label}"
-        )
-        which = "The fastest plan of ours" if is_ours(method.name) else "The fastest of the other methods"
-        sentences.append(
-            f"{which} ({method.label}) {words}; it moves {method.fetches_per_cell:.1f} experts for a cell, "
-            f"{main.label} {main.fetches_per_cell:.1f}. The whole step, with what planning and home moves delay it by, "
-            f"takes {step_time(method.step_s)}, with {main.label} {step_time(main.step_s)}."
-        )
-    return sentences
-
-
-def _times(static: MethodRecord, method: MethodRecord) -> str:
-    return f"{static.training_s / method.training_s:.2f} times as fast"
 
 
 def _fastest(methods: tuple[MethodRecord, ...] | list[MethodRecord]) -> MethodRecord:

@@ -8,25 +8,40 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from foreroute.report.figure import COLOURS, GREY, INCHES, INK, Caption, Key, Plot, card, new_axes, top_down
-from foreroute.report.format import step_seconds, step_time
+from foreroute.report.figure import (
+    GREY,
+    INCHES,
+    INK,
+    PART_COLOURS,
+    Caption,
+    Key,
+    Plot,
+    card,
+    new_axes,
+    top_down,
+)
+from foreroute.report.format import step_time
 from foreroute.report.simulation import compared_methods
 
 if TYPE_CHECKING:
     from foreroute.simulate import SimulationRecord, Timeline
-    from foreroute.simulate.fit import FitRecord
     from foreroute.simulate.timelines import Span
 
-PALE, DARK = "#9aa5b1", "#333333"
-STAGE_COLOURS = (DARK, "#CC79A7", "#56B4E9", "#0072B2", "#009E73", "#E69F00")
-PART_COLOURS = ("#0072B2", "#D55E00", "#009E73", PALE, "#CC79A7", "#E69F00", DARK, "#56B4E9")
+STAGE_COLOURS = {
+    "planning": PART_COLOURS["waiting for the plan"],
+    "home moves": "#EEDD88",
+    "recompute": "#C9D3DE",
+    "update": "#9AA9B8",
+    "reduction": "#FFAABB",
+    "optimizer": "#44BB99",
+}
 SPAN_COLOURS = {
-    "attention": "#0072B2",
-    "dispatch": "#D55E00",
-    "experts": "#009E73",
-    "combine": "#E69F00",
-    "fetch": "#56B4E9",
-    "waits for weights": "#CC79A7",
+    "attention": PART_COLOURS["attention"],
+    "dispatch": PART_COLOURS["all-to-all"],
+    "experts": PART_COLOURS["experts"],
+    "combine": "#FFAABB",
+    "fetch": "#44BB99",
+    "waits for weights": PART_COLOURS["exposed transfers"],
 }
 BAR_INCHES = 0.34
 LABEL_WIDTH = 21
@@ -88,25 +103,6 @@ def timelines(found: Sequence[Timeline]) -> list[Plot]:
     return [_timeline_card(one, ranks, longest_s) for one in found]
 
 
-def predictions(found: FitRecord) -> Plot:
-    """Predicted against measured seconds."""
-    caption = Caption(
-        title="Predicted and measured",
-        sentence="Seconds of every measured stage, with the fitted rates. On the line both are the same.",
-        x_label="seconds, measured",
-        y_label="seconds, predicted",
-    )
-    most = 1.05 * max(*found.measured_s, *found.predicted_s)
-    axes = new_axes()
-    axes.plot([0, most], [0, most], color=GREY, linewidth=0.9)
-    axes.plot(found.measured_s, found.predicted_s, color=COLOURS[0], marker="o", markersize=5, linestyle="")
-    axes.set_xlim(0, most)
-    axes.set_ylim(0, most)
-    points = zip(found.names, found.measured_s, found.predicted_s, strict=True)
-    said = "; ".join(f"{name}: {step_time(a)} measured, {step_time(b)} predicted" for name, a, b in points)
-    return card(caption, axes, said)
-
-
 def _height(num_bars: int) -> float:
     return 0.8 + BAR_INCHES * num_bars
 
@@ -115,22 +111,15 @@ def _stacked(
     caption: Caption,
     bars: Sequence[tuple[str, Sequence[float]]],
     names: Sequence[str],
-    colours: Sequence[str],
+    colours: Mapping[str, str],
     *,
     height: float,
     line: float | None = None,
     groups: Mapping[int, str] | None = None,
 ) -> Plot:
-    """Bars of the same parts; parts that no bar has are left out.
+    """Bars of label and seconds of each part, from the top; parts that no bar has are left out.
 
-    Args:
-        caption: words.
-        bars: label and seconds of each part, from the top.
-        names: of the parts.
-        colours: of the parts.
-        height: of the picture in inches, at least.
-        line: seconds at which a line is drawn.
-        groups: headings over some bars, by position.
+    The picture has `height` inches at least, a line at `line` seconds, and headings over bars by position in `groups`.
     """
     widths_BX = np.array([seconds for _, seconds in bars], np.float64)
     totals_B, headings = widths_BX.sum(axis=1), groups or {}
@@ -140,13 +129,13 @@ def _stacked(
     axes = new_axes((INCHES[0], max(height, _height(len(bars) + len(headings)))))
     left_B = np.zeros(len(bars))
     for x in shown:
-        axes.barh(places_B, widths_BX[:, x], left=left_B, color=colours[x], height=0.66)
+        axes.barh(places_B, widths_BX[:, x], left=left_B, color=colours[names[x]], height=0.66)
         left_B += widths_BX[:, x]
     if line is not None:
-        axes.axvline(line, color=DARK, linewidth=1.2, linestyle=(0, (4, 2)))
+        axes.axvline(line, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
     for place, total in zip(places_B, totals_B, strict=True):
         axes.annotate(
-            step_seconds(total), (total, place), xytext=(5, 0), textcoords="offset points", va="center",
+            step_time(total), (total, place), xytext=(5, 0), textcoords="offset points", va="center",
             fontsize=9.5, color=INK, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
         )  # fmt: skip
     for first, heading in headings.items():
@@ -156,7 +145,7 @@ def _stacked(
     axes.set_ylim(-0.6, places_B[-1] + 0.6)
     top_down(axes)
     said = ", ".join(f"{label} {step_time(total)}" for (label, _), total in zip(bars, totals_B, strict=True))
-    keys = [Key(names[x], colours[x]) for x in shown]
+    keys = [Key(names[x], colours[names[x]]) for x in shown]
     return card(caption, axes, said, keys)
 
 

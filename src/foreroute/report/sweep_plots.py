@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from foreroute.report.figure import GREY, Caption, Key, Plot, card, new_axes, percent_ticks
-from foreroute.report.format import duration, over_mean
-from foreroute.report.simulation import compared_methods, headline
+from foreroute.report.figure import FORCED, GREY, PLANNED, PLANNED_OTHERWISE, RIVAL, Caption, Key, Plot, card, new_axes
+from foreroute.report.format import duration
+from foreroute.report.simulation import compared_methods, headline, is_ours
 
 if TYPE_CHECKING:
     from foreroute.simulate import SimulateConfig, SimulationRecord, SweepRecord
 
-COLOURS = ("#0072B2", "#009E73", "#E69F00")
-FORCED = "#55606c"
 SMALL_INCHES = (4.2, 2.7)
 WORDS = {
     "skew": ("Skew of the experts", "skew, 1 as the workload has it"),
@@ -32,9 +30,6 @@ NOTES = {
     "redundant_slots": " Methods with slots of their own number do not change.",
     "planning_s": " The first micro-steps are planned first, and the recompute waits for these.",
 }
-MARKERS = {"skew": ("o", "circles: skew"), "tokens_per_rank": ("s", "squares: tokens per GPU"),
-           "expert_parallel": ("^", "triangles: EP size")}  # fmt: skip
-"""What changes the static imbalance."""
 
 
 def sensitivities(record: SimulationRecord, config: SimulateConfig, sweeps: Sequence[SweepRecord]) -> list[Plot]:
@@ -44,64 +39,9 @@ def sensitivities(record: SimulationRecord, config: SimulateConfig, sweeps: Sequ
     gains = [
         gain
         for one in (record, *(point.simulation for point in sweeps if point.key != "planning_s"))
-        for gain in (*(method.speedup_over_static for method in _drawn(record, one)), _forced_gain(one))
+        for gain in (*(one[name].speedup_over_static for name in _colours(record)), _forced_gain(one))
     ]
     return [_card(key, record, config, points, (min(gains), max(gains))) for key, points in by_key.items()]
-
-
-def against_imbalance(record: SimulationRecord, sweeps: Sequence[SweepRecord]) -> list[Plot]:
-    """Gains over static, and speeds relative to forced balance, against the imbalance that static has."""
-    points = [("D", record), *((MARKERS[one.key][0], one.simulation) for one in sweeps if one.key in MARKERS)]
-    used = [words for key, (_, words) in MARKERS.items() if any(one.key == key for one in sweeps)]
-    note = f"Diamonds: as configured; {'; '.join(used)}."
-    gains = Caption(
-        title="Gains against static imbalance",
-        sentence="Static over this method, recompute and update, for every simulated step whose routing or group is "
-        "another. There is no one gain: it depends on how uneven the experts are. Hollow: forced balance.",
-        x_label="static: load of the slowest rank over the mean",
-        y_label="static / this",
-        absent="Nothing was varied that changes the imbalance: sweep over skew, tokens_per_rank or expert_parallel.",
-    )
-    if len(points) < 2:
-        return [Plot(caption=gains)]
-    shares = Caption(
-        title="Speed relative to forced balance, against static imbalance",
-        sentence="Time under forced balance over that of this method, for the same steps. Above 100 % a method keeps "
-        "more tokens in their node than uniform traffic would.",
-        x_label="static: load of the slowest rank over the mean",
-        y_label="speed over that of forced balance",
-    )
-    return [_scatter(gains, record, points, note, shares=False), _scatter(shares, record, points, note, shares=True)]
-
-
-def _scatter(
-    caption: Caption,
-    record: SimulationRecord,
-    points: Sequence[tuple[str, SimulationRecord]],
-    note: str,
-    *,
-    shares: bool,
-) -> Plot:
-    names = [method.name for method in compared_methods(record)]
-    axes = new_axes()
-    for marker, one in points:
-        x, size = one["static"].imbalance, 7.0 if marker == "D" else 5.5
-        if not shares:
-            axes.plot(x, _forced_gain(one), marker=marker, color=FORCED, fillstyle="none", markersize=size + 3)
-        for method in _drawn(record, one):
-            y = method.share_of_forced_balance if shares else method.speedup_over_static
-            axes.plot(x, y, marker=marker, color=COLOURS[names.index(method.name)], markersize=size, alpha=0.8)
-    axes.axhline(1.0, color=GREY, linewidth=0.8)
-    if shares:
-        percent_ticks(axes.yaxis, decimals=0)
-    main = headline(record).name
-    said = "; ".join(
-        f"{over_mean(one['static'].imbalance)}: "
-        f"{one[main].share_of_forced_balance if shares else one[main].speedup_over_static:.3g}"
-        for _, one in points
-    )
-    drawn = [key for key in legend(record) if not (shares and key.dashed)]
-    return card(caption, axes, said, drawn, (note,))
 
 
 def _order(point: SweepRecord) -> tuple[int, float]:
@@ -117,19 +57,18 @@ def _card(
         title=title,
         sentence=_said(key, configured, config) + NOTES.get(key, ""),
         x_label=x_label,
-        y_label="recompute waits, s" if waits else "static / this",
+        y_label="recompute waits, s" if waits else "speedup over static",
     )
     known = {point.value: point.simulation for point in points}
     places = sorted(({configured: record} | known).items())
-    methods = compared_methods(record)
     axes = new_axes(SMALL_INCHES)
     x = [value for value, _ in places]
     if not waits:
         axes.plot(x, [_forced_gain(one) for _, one in places], color=FORCED, linestyle=(0, (4, 2)), linewidth=1.3)
-    for n, method in reversed(list(enumerate(methods))):
-        same = [one[method.name] for _, one in places]
+    for name, colour in reversed(_colours(record).items()):
+        same = [one[name] for _, one in places]
         y = [one.stages.planning if waits else one.speedup_over_static for one in same]
-        axes.plot(x, y, color=COLOURS[n], marker="o", markersize=4.2)
+        axes.plot(x, y, color=colour, marker="o", markersize=4.2)
     axes.axvline(configured, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)))
     _x_axis(axes, list(known) if waits else x)
     low, high = (0.0, None) if waits else (min(1.0, span[0]) - 0.03, span[1] + 0.05 * (span[1] - 0.95))
@@ -156,13 +95,15 @@ def _short(value: float) -> str:
 
 def legend(record: SimulationRecord) -> list[Key]:
     """What the lines and points of all cards are."""
-    named = [Key(method.label, colour) for method, colour in zip(compared_methods(record), COLOURS, strict=False)]
-    return [*named, Key("forced balance", FORCED, dashed=True)]
+    named = [Key(record[name].label, colour) for name, colour in _colours(record).items()]
+    return [*named, Key("forced balance", FORCED, "6 3")]
 
 
-def _drawn(record: SimulationRecord, one: SimulationRecord) -> list[Any]:
+def _colours(record: SimulationRecord) -> dict[str, str]:
+    """Of the methods that are compared, by name."""
     names = [method.name for method in compared_methods(record)]
-    return [method for method in one.methods if method.name in names]
+    plans = [name for name in names if is_ours(name)]
+    return dict.fromkeys(names, RIVAL) | dict(zip(plans, (PLANNED, PLANNED_OTHERWISE), strict=False))
 
 
 def _forced_gain(record: SimulationRecord) -> float:

@@ -6,16 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from foreroute.records import Run
 from foreroute.report.figure import (
     Caption,
     Plot,
-    card_of_runs,
-    integer_ticks,
-    new_axes,
     percent_axis,
     percent_ticks,
     plot_lines,
@@ -44,8 +38,9 @@ class LinePlot(Caption):
 
 def reward_plots(runs: Sequence[Run]) -> list[Plot]:
     """Reward, entropy and gradient norm; reward on held-out problems where some were evaluated."""
+    reward = plot_lines(_REWARD, runs, series_by_run(runs, "reward_mean"), smooth=True)
     lines = [plot_lines(each, runs, series_by_run(runs, each.path)) for each in (_ENTROPY, _GRADIENT_NORM)]
-    return [_reward(runs), *held_out_reward(runs), *lines]
+    return [reward, *held_out_reward(runs), *lines]
 
 
 def held_out_reward(runs: Sequence[Run]) -> list[Plot]:
@@ -57,16 +52,6 @@ def held_out_reward(runs: Sequence[Run]) -> list[Plot]:
 def update_plots(runs: Sequence[Run]) -> list[Plot]:
     """Those that some run has something to show in; a bound that nothing ever reached is no plot."""
     return [plot for each in _UPDATE for plot in _update_plot(runs, each)]
-
-
-def _reward(runs: Sequence[Run]) -> Plot:
-    series = series_by_run(runs, "reward_mean")
-    axes = new_axes()
-    for line in series:
-        axes.plot(line.x, line.y, **line.style | {"marker": None, "linewidth": 0.8, "alpha": 0.4})
-        axes.plot(line.x, _trailing_mean(line.y), **line.style | {"linewidth": 2.2})
-    axes.xaxis.set_major_locator(integer_ticks(6))
-    return card_of_runs(_REWARD, axes, runs, series)
 
 
 def _update_plot(runs: Sequence[Run], of: LinePlot) -> list[Plot]:
@@ -89,15 +74,10 @@ def _from_zero(axes: Any) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _trailing_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.array([values[max(0, end - WINDOW) : end].mean() for end in range(1, len(values) + 1)])
-
-
 _REWARD = Caption(
     title="Reward",
     sentence=f"Mean reward of the responses of each step (thin) and its mean over the last {WINDOW} steps (thick).",
     y_label="mean reward",
-    absent="No reward was recorded (reward_mean).",
 )
 _HELD_OUT = Caption(
     title="Reward on held-out problems",
@@ -109,14 +89,12 @@ _ENTROPY = LinePlot(
     title="Entropy",
     sentence="Mean entropy of the trainer's next-token distribution; near zero, exploration has ended.",
     y_label="nats per response token",
-    absent="No entropy was recorded.",
 )
 _GRADIENT_NORM = LinePlot(
     path="grad_norm",
     title="Gradient norm",
     sentence="Norm of the gradient, averaged over the mini-batches of a step; spikes are unstable updates.",
     y_label="norm, before clipping",
-    absent="No gradient norm was recorded (grad_norm).",
 )
 _UPDATE = (
     LinePlot(
@@ -133,7 +111,7 @@ _UPDATE = (
         sentence="Share of routing decisions in which the policy's own experts, in the last mini-batch of an update, "
         "are still the replayed ones.",
         y_label="share of routing decisions",
-        finish=percent_axis,
+        finish=_up_to_all,
     ),
     LinePlot(
         path="clip_share",

@@ -227,7 +227,10 @@ def _parts(run: StageRun) -> dict[str, float]:
 
 def _facts(config: SimulateConfig, costs: CostModel) -> dict[str, str]:
     cluster, execution = config.cluster, config.execution
-    model, hardware = config.model.get("preset", "a model"), config.hardware.get("preset", "hardware")
+    model, hardware = (
+        config.model.get("preset", "sizes of its own"),
+        config.hardware.get("preset", "GPUs of rates of their own"),
+    )
     return {
         "cluster": f"{cluster.gpus} x {hardware}, expert parallel {cluster.expert_parallel}, pipeline stages "
         f"{cluster.pipeline}, {cluster.groups} groups",
@@ -235,6 +238,6 @@ def _facts(config: SimulateConfig, costs: CostModel) -> dict[str, str]:
         f"{costs.model.num_experts} experts of {costs.model.expert_bytes / 1e6:.1f} MB",
         "dispatcher": costs.dispatcher,
         "replicas": f"from {execution.recompute_path} in the recompute, {execution.update_path} in the update, "
-        f"{execution.prefetch} cells ahead",
+        f"{execution.prefetch} cell{'s' * (execution.prefetch != 1)} ahead",
         "overlap": f"{execution.overlap:g} of the computing time hides all-to-alls",
     }

@@ -1,0 +1,149 @@
+"""What the figures of runs say, in one sentence and a few tiles. Nothing is claimed that they do not show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+from foreroute.records import SIDES, Run
+from foreroute.report.format import Tile, percentage, reward, scientific, span_of
+from foreroute.report.run_rows import WINDOW, SummaryRow, planned_steps, runs_with_alarms, summary_rows
+
+FEWEST_RUNS = 4
+"""Of each kind. When all 4 of one are above all 4 of the other, chance does that once in 35 times; with 3, in 10."""
+MEASURES = ("differing_share", "k3")
+SAME = 1.05
+"""k3 is called lower where the other is more than so many times it."""
+
+
+def run_finding(runs: Sequence[Run]) -> str:
+    """What the runs show, in one sentence: the load of their ranks, their mismatch, their reward."""
+    rows = summary_rows(runs)
+    clauses = [*_load(runs), _mismatch(rows), *_reward(rows), *_collapsed(runs)]
+    text = "; ".join(clauses)
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def run_tiles(runs: Sequence[Run]) -> list[Tile]:
+    """Only what was recorded."""
+    rows = summary_rows(runs)
+    paired = [row for row in rows if row.paired_steps]
+    tiles = []
+    if loads := _loads(runs):
+        at_home, executed = zip(*loads, strict=True)
+        tiles.append(("busiest rank over mean", _loads_text(executed), f"{_loads_text(at_home)}, experts at home"))
+    if paired:
+        shares, k3 = ({side: [getattr(row, of)[side] for row in paired] for side in SIDES} for of in MEASURES)
+        routes = "routing decisions that differ, with replay"
+        tiles.append((routes, _shares(shares["replayed"]), f"{_shares(shares['native'])} without"))
+        without = f"{span_of(k3['native'], scientific)} without"
+        tiles.append(("k3 in nats per token, with replay", span_of(k3["replayed"], scientific), without))
+    last = [row.reward_last for row in rows if row.reward_last is not None]
+    if last:
+        first = span_of([row.reward_first for row in rows], reward)
+        tiles.append((f"mean reward, last {WINDOW} steps", span_of(last, reward), f"{first} in the first {WINDOW}"))
+    if watched := runs_with_alarms(runs):
+        alarmed = sum(any(step.get("alarms") for step in run.steps) for run in runs)
+        tiles.append(("runs with an alarm", str(alarmed), f"of {len(watched)} that recorded alarms"))
+    return tiles
+
+
+def _mismatch(rows: Sequence[SummaryRow]) -> str:
+    paired = [row for row in rows if row.paired_steps]
+    if not paired:
+        return _one_side(rows)
+    native, replayed = ([row.differing_share[side] or 0.0 for row in paired] for side in SIDES)
+    k3 = [(row.k3["native"] or 0.0, row.k3["replayed"] or 0.0) for row in paired]
+    if not any((*native, *replayed, *(value for pair in k3 for value in pair))):
+        return "trainer and rollout engine agree exactly: no route differs and k3 is 0, so replay changes nothing"
+    both = "k3 is {1} with replay, {0} without".format(*(span_of(side, scientific) for side in zip(*k3, strict=True)))
+    if not any(native) and not any(replayed):
+        return f"no route differs even without replay, so replay has none to mend; {both}"
+    if any(replayed):
+        return f"{_shares(replayed)} of the routing decisions differ with replay, {_shares(native)} without; {both}"
+    lower = all(high > SAME * low > 0 for high, low in k3)
+    factors = span_of([high / low for high, low in k3], _factor) if lower else ""
+    return f"replay removes every differing route{f' and lowers k3 {factors} times' if lower else f'; {both}'}"
+
+
+def _one_side(rows: Sequence[SummaryRow]) -> str:
+    """Where no step was measured both ways."""
+    for side in SIDES:
+        words, other = ("without", "with") if side == "native" else ("with", "without")
+        shares = [row.differing_share[side] for row in rows if row.differing_share[side] is not None]
+        if shares:
+            k3 = span_of([row.k3[side] for row in rows if row.k3[side] is not None], scientific)
+            return (
+                f"{words} replay {_shares(shares)} of the routing decisions differ and k3 is {k3} nats per token; what "
+                f"it is {other} replay was not measured at the same steps"
+            )
+    return "the mismatch of trainer and rollout engine was not recorded"
+
+
+def _reward(rows: Sequence[SummaryRow]) -> list[str]:
+    known = [row for row in rows if row.reward_last is not None]
+    if not known:
+        return []
+    if len(rows) == 1:
+        (row,) = rows
+        if row.steps < 2 * WINDOW:
+            return [f"the mean reward is {reward(row.reward_last)} over the last {min(row.steps, WINDOW)} steps"]
+        return [f"the mean reward goes from {reward(row.reward_first)} to {reward(row.reward_last)}"]
+    with_, without = (
+        [row.reward_last for row in known if row.reward_last is not None and (row.trains_with == "replayed") is replays]
+        for replays in (True, False)
+    )
+    if not with_ or not without or any(row.routing == "R2" for row in known):  # R2 is neither
+        return [f"their mean reward over the last {WINDOW} steps is {span_of((*with_, *without), reward)}"]
+    figures = f"{span_of(with_, reward)} with replay, {span_of(without, reward)} without"
+    if min(len(with_), len(without)) < FEWEST_RUNS:
+        few = "the two rewards" if len(known) == 2 else "the rewards of so few runs"
+        return [f"{few}, {figures}, are not told apart"]
+    if min(with_) > max(without) or max(with_) < min(without):
+        higher = "with" if min(with_) > max(without) else "without"
+        return [f"every run {higher} replay ends with more reward than every other: {figures}"]
+    return [f"the rewards, {figures}, are not told apart"]
+
+
+def _collapsed(runs: Sequence[Run]) -> list[str]:
+    """Which runs had the alarm that no figure above would show."""
+    names = [
+        run.label
+        for run in runs
+        if any(alarm.kind == "collapse" for step in run.steps for alarm in step.get("alarms") or ())
+    ]
+    return [f"the reward or the loss collapsed in {', '.join(names)}"] if names else []
+
+
+def _load(runs: Sequence[Run]) -> list[str]:
+    loads = _loads(runs)
+    if not loads:
+        return []
+    at_home, executed = zip(*loads, strict=True)
+    if all(after < before for before, after in loads):
+        return [f"plans lower the busiest rank from {_loads_text(at_home)} to {_loads_text(executed)} times the mean"]
+    return [f"the busiest rank has {_loads_text(executed)} times the mean, {_loads_text(at_home)} with experts at home"]
+
+
+def _loads(runs: Sequence[Run]) -> list[tuple[float, float]]:
+    """The mean load of the busiest rank over the mean, experts at home and as executed, of every run with plans."""
+    return [
+        (
+            fmean(execution["max_over_mean"]["at_home"] for _, execution in steps),
+            fmean(execution["max_over_mean"]["executed"] for _, execution in steps),
+        )
+        for run in runs
+        if (steps := planned_steps(run))
+    ]
+
+
+def _loads_text(loads: Iterable[float]) -> str:
+    return span_of(loads, "{:.2f}".format)
+
+
+def _factor(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def _shares(shares: Iterable[float | None]) -> str:
+    return span_of(shares, percentage)

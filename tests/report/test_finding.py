@@ -1,0 +1,179 @@
+"""What a page of runs states first: true of the figures, and no more than they show."""
+
+from dataclasses import replace
+
+import pytest
+
+from foreroute.records import read_runs
+from foreroute.report.figure import SIDE_COLOURS, Series, colour_of, style_of
+from foreroute.report.finding import run_finding, run_tiles
+from foreroute.report.mismatch_plots import layers_of
+from foreroute.report.run import write_report
+from foreroute.trace import RoutedLayer, RoutingSpec, save
+from tests.report.report_runs import config, execution, write_run
+from tests.traces import random_trace
+
+STEPS = 20
+
+
+def line(step, *, native=(0.02, 2e-3), replayed=(0.0, 1e-4), reward=0.5, **more):
+    """A step whose two sides have this differing share and k3; a side that is None was not measured."""
+    sides = {
+        name: {"k3": side[1], "f2": 0.0, "differing_share": side[0], "differing_tokens_share": 3 * side[0]}
+        for name, side in (("native", native), ("replayed", replayed))
+        if side is not None
+    }
+    return {"step": step, "mismatch": sides, **({} if reward is None else {"reward_mean": reward}), **more}
+
+
+def run(folder, routing="R3", steps=STEPS, **figures):
+    return write_run(folder, config(folder.name, routing=routing), [line(step, **figures) for step in range(steps)])
+
+
+def finding(*folders):
+    return run_finding(read_runs(folders))
+
+
+def test_replay_that_removes_what_differs(tmp_path):
+    with_, without = run(tmp_path / "R3", replayed=(0.0, 1e-4)), run(tmp_path / "none", "none", native=(0.03, 1e-3))
+    assert finding(with_).startswith("Replay removes every differing route and lowers k3 20 times; ")
+    assert finding(without, with_) == (
+        "Replay removes every differing route and lowers k3 10 to 20 times; the two rewards, 0.500 with replay, "
+        "0.500 without, are not told apart."
+    )
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({"native": (0.0, 1e-4)}, "No route differs even without replay, so replay has none to mend; k3 is 1.00e-4"),
+        ({"native": (0.0, 0.0), "replayed": (0.0, 0.0)}, "Trainer and rollout engine agree exactly: no route differs"),
+        ({"replayed": (0.0, 2e-3)}, "Replay removes every differing route; k3 is 2.00e-3 with replay, 2.00e-3 without"),
+        ({"replayed": (0.0, 5e-3)}, "Replay removes every differing route; k3 is 5.00e-3 with replay, 2.00e-3 without"),
+        ({"replayed": (0.0, 0.0)}, "Replay removes every differing route; k3 is 0 with replay, 2.00e-3 without"),
+        ({"replayed": (0.01, 1e-4)}, " of the routing decisions differ with replay, "),
+        (
+            {"replayed": None},
+            "% of the routing decisions differ and k3 is 2.00e-3 nats",
+        ),
+        ({"native": None}, "With replay 0\N{NO-BREAK SPACE}% of the routing decisions differ and k3 is 1.00e-4 nats"),
+        ({"native": None, "replayed": None}, "The mismatch of trainer and rollout engine was not recorded; "),
+    ],
+)
+def test_other_mismatches_are_told_as_they_are(tmp_path, figures, words):
+    text = finding(run(tmp_path / "R3", **figures))
+    assert words in text
+    assert "lowers" not in text
+    assert ("removes every" in text) is words.startswith("Replay removes")
+    assert ("not measured at the same steps" in text) is (len({None} & set(figures.values())) == len(figures) == 1)
+
+
+def test_one_run_in_five_where_replay_does_not_help_is_not_hidden(tmp_path):
+    folders = [run(tmp_path / str(n)) for n in range(4)] + [run(tmp_path / "4", replayed=(0.0, 3e-3))]
+    assert "lowers" not in finding(*folders)
+    assert "k3 is 1.00e-4 to 3.00e-3 with replay, 2.00e-3 without" in finding(*folders)
+
+
+def several(tmp_path, with_, without):
+    runs = [run(tmp_path / f"R3-{n}", reward=reward) for n, reward in enumerate(with_)]
+    return [*runs, *(run(tmp_path / f"none-{n}", "none", reward=reward) for n, reward in enumerate(without))]
+
+
+@pytest.mark.parametrize(
+    ("with_", "without", "words"),
+    [
+        ((0.9, 0.9), (0.1, 0.2), "the rewards of so few runs, 0.900 with replay, 0.100 to 0.200 without, are not told"),
+        ((0.9, 0.8, 0.9), (0.1, 0.2, 0.1, 0.1), "the rewards of so few runs"),
+        ((0.9, 0.8, 0.7, 0.6), (0.1, 0.2, 0.3, 0.4), "every run with replay ends with more reward than every other"),
+        ((0.1, 0.2, 0.3, 0.4), (0.9, 0.8, 0.7, 0.6), "every run without replay ends with more reward than every other"),
+        ((0.9, 0.8, 0.7, 0.3), (0.1, 0.2, 0.3, 0.4), "the rewards, 0.300 to 0.900 with replay, 0.100 to 0.400 without"),
+        ((0.9, 0.8), (), "their mean reward over the last 10 steps is 0.800 to 0.900"),
+        ((None, None), (), "lowers k3 20 times."),
+    ],
+)
+def test_rewards_are_told_apart_by_enough_runs_alone(tmp_path, with_, without, words):
+    text = finding(*several(tmp_path, with_, without))
+    assert words in text
+    assert ("told apart" in text) is ("few" in words or words.startswith("the rewards"))
+
+
+def test_a_run_that_replays_its_own_recompute_is_on_neither_side(tmp_path):
+    text = finding(run(tmp_path / "R3", reward=0.4), run(tmp_path / "R2", "R2", reward=0.6))
+    assert "their mean reward over the last 10 steps is 0.400 to 0.600." in text
+
+
+def test_the_reward_of_one_run(tmp_path):
+    rising = [line(step, reward=step / 100) for step in range(STEPS)]
+    text = finding(write_run(tmp_path / "a", config(), rising))
+    assert "the mean reward goes from 0.045 to 0.145." in text
+    assert "told apart" not in text
+    assert "the mean reward is 0.025 over the last 6 steps." in finding(write_run(tmp_path / "b", config(), rising[:6]))
+
+
+def test_loads_of_ranks_come_first(tmp_path):
+    spread = write_run(tmp_path / "a", config(), [line(step, execution=execution(step)) for step in range(3)])
+    assert finding(spread).startswith("Plans lower the busiest rank from 1.")
+    assert " to 1.00 times the mean; replay removes" in finding(spread)
+    worse = execution(0) | {"max_over_mean": {"at_home": 1.2, "planned": 1.0, "executed": 1.3}}
+    uneven = write_run(tmp_path / "b", config(), [line(0, execution=worse)])
+    assert finding(uneven).startswith("The busiest rank has 1.30 times the mean, 1.20 with experts at home; ")
+    assert run_tiles(read_runs([uneven]))[0] == ("busiest rank over mean", "1.30", "1.20, experts at home")
+
+
+def test_a_collapse_is_in_the_finding_and_other_alarms_are_not(tmp_path):
+    def alarmed(kind):
+        alarm = {"kind": kind, "since": 1, "value": 0.1, "threshold": 0.5}
+        return write_run(tmp_path / kind, config(kind), [line(0, alarms=[]), line(1, alarms=[alarm])])
+
+    assert "the reward or the loss collapsed in collapse." in finding(alarmed("collapse"))
+    assert "collapsed" not in finding(alarmed("f2"))
+    runs = read_runs([tmp_path / "f2", run(tmp_path / "silent")])
+    assert run_tiles(runs)[-1] == ("runs with an alarm", "1", "of 1 that recorded alarms")
+
+
+def test_tiles_have_what_was_recorded_alone(tmp_path):
+    gap = "\N{NO-BREAK SPACE}"
+    (run_,) = read_runs([run(tmp_path / "a")])
+    assert run_tiles([run_]) == [
+        ("routing decisions that differ, with replay", f"0{gap}%", f"2.00{gap}% without"),
+        ("k3 in nats per token, with replay", "1.00e-4", "2.00e-3 without"),
+        ("mean reward, last 10 steps", "0.500", "0.500 in the first 10"),
+    ]
+    assert run_tiles(read_runs([run(tmp_path / "b", native=None, reward=None)])) == []
+
+
+def test_the_page_begins_with_the_finding(tmp_path):
+    folder = run(tmp_path / "a")
+    page = write_report([folder], tmp_path / "page.html").read_text()
+    assert finding(folder) in page
+    assert page.index(finding(folder)) < page.index("<table")
+
+
+def test_colours_follow_meaning_and_no_two_runs_look_alike(tmp_path):
+    folders = [run(tmp_path / f"R3-{n}", steps=1) for n in range(9)]
+    runs = read_runs([run(tmp_path / "none", "none", steps=1), *folders])
+    assert [colour_of(runs, 0).upper(), colour_of(runs, 1).upper()] == list(SIDE_COLOURS.values())
+    assert colour_of(runs, 1, "native").upper() == SIDE_COLOURS["native"]
+    looks = [style_of(runs, Series(place, None, (0,), (0,))) for place in range(10)]
+    assert len({(look["color"], str(look["linestyle"])) for look in looks}) == 10
+
+
+def test_layers_have_the_numbers_of_the_runs_traces(tmp_path):
+    spec = RoutingSpec(8, 2, (RoutedLayer(1), RoutedLayer(2), RoutedLayer(4)))
+    sides = line(0)
+    for side in sides["mismatch"].values():
+        side["differing_share_by_layer"] = [0.1, 0.2, 0.3]
+    folders = [write_run(tmp_path / name, config(name), [sides]) for name in ("a", "b", "damaged")]
+    for folder in folders:
+        (folder / "traces").mkdir()
+        save(replace(random_trace(2), spec=spec), folder / "traces" / "step-000000.safetensors")
+    (folders[2] / "traces" / "step-000000.safetensors").write_bytes(b"no trace")
+    runs = read_runs(folders)
+    assert runs[0].layers == spec.layers
+    assert runs[2].layers == ()
+    assert "The numbers of the layers are not known: " in runs[2].notes[0]
+    assert layers_of(runs, [(0, 3), (1, 3)]) == spec.layers
+    assert layers_of(runs, [(0, 3), (2, 3)]) == ()
+    assert layers_of(runs, [(0, 2)]) == ()
+    assert "share of tokens against decoder layer" in write_report(folders[:2], tmp_path / "page.html").read_text()
+    assert "against routed layer, counted from 0" in write_report(folders, tmp_path / "page.html").read_text()
