@@ -4,7 +4,6 @@ import errno
 import os
 import signal
 from contextlib import contextmanager
-from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -122,13 +121,8 @@ def _plan_of_four(rank):
 
 
 @contextmanager
-def _other_plan(rank):
-    plan = expert_parallel._plan
-
-    def plan_without_slots(counts_MLGE, topology, options, home_LE):
-        return plan(counts_MLGE, replace(topology, redundant_slots=0), options, home_LE)
-
-    with mock.patch.object(expert_parallel, "_plan", plan_without_slots):
+def _no_plan(rank):
+    with mock.patch.object(expert_parallel, "_plan", _raising(MemoryError("no room to plan"))):
         yield
 
 
@@ -138,8 +132,22 @@ BREAKAGES = {
     "full memory": _only(0, _full_memory),
     "full disk": _only(0, _full_disk),
     "plan of four": _plan_of_four,
-    "other plan on rank 1": _only(1, _other_plan),
+    "no plan": _no_plan,
 }
+
+
+def die_planning(rank, config, folder):
+    """The rank that plans is killed while it plans the second step; the other has nothing to plan."""
+    plan, steps = expert_parallel._plan, []
+
+    def dying(*args):
+        steps.append(1)
+        if len(steps) > 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plan(*args)
+
+    with mock.patch.object(expert_parallel, "_plan", dying):
+        run(rank, config, folder)
 
 
 def die_in_update(rank, config, folder):

@@ -26,6 +26,7 @@ from foreroute.ep.transfer.replica_weights import DirectWeights, expert_bytes
 from foreroute.errors import CountsError, InputError, PlacementError, PlanError, ReplayError
 from foreroute.plan import ExecutionSchedule, StepPlan, load_plan
 from foreroute.plan.counts import counts_digest
+from foreroute.plan.plan_file import plan_from_bytes, plan_to_bytes
 from foreroute.plan.schedule import PathChoice
 from foreroute.trace import RoutingTrace
 
@@ -142,6 +143,22 @@ class ExpertParallelModel:
             )
         counts_GMLE = self.consensus.gather(torch.from_numpy(mine.astype(np.int64)), what).numpy()
         return np.ascontiguousarray(np.moveaxis(counts_GMLE, 0, 2))
+
+    def share_plan(self, plan: StepPlan | None) -> StepPlan:
+        """Give all ranks the plan that the first one made, so that it is made once. A collective call.
+
+        Args:
+            plan: of the first rank, or None when it could not make one; the others' is not looked at.
+
+        Raises:
+            PlanError: on every rank alike, when the first has none.
+            TransferError: when a rank does not answer, such as one that died while it planned.
+        """
+        mine = plan_to_bytes(plan) if self.consensus.rank == 0 and plan is not None else None
+        content = self.consensus.from_first(mine, "waiting for the plan of rank 0")
+        if content is None:
+            raise PlanError("rank 0 made no plan; look for the first error in its log")
+        return plan if plan is not None and self.consensus.rank == 0 else plan_from_bytes(content)
 
     def begin_step(
         self,

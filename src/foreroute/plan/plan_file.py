@@ -63,15 +63,11 @@ def save_plan(plan: StepPlan, path: str | os.PathLike[str], *, overwrite: bool =
         PlanError: when `path` exists and `overwrite` is False, or cannot be written: what was there is whole. When the
             plan contradicts itself.
     """
-    from safetensors.numpy import save as to_bytes
-
     target = Path(path)
     with writing_named(target, PlanError):
         if target.exists() and not overwrite:
             raise PlanError(f"{target} already exists; pass another path, or overwrite=True to replace it")
-        check_structure(plan)
-        metadata, tensors = encode_plan(plan)
-        write_atomically(target, to_bytes(tensors, metadata=metadata), overwrite=overwrite)
+        write_atomically(target, plan_to_bytes(plan), overwrite=overwrite)
     return target
 
 
@@ -88,6 +84,32 @@ def load_plan(path: str | os.PathLike[str]) -> StepPlan:
             return decode_plan(file.metadata, _read_tensors(file))
         except InputError as error:
             raise PlanError(f"{source} is not a readable plan: {error}. Plan again, or copy the file again") from error
+
+
+def plan_to_bytes(plan: StepPlan) -> bytes:
+    """The content of a plan's file.
+
+    Raises:
+        PlanError: when the plan contradicts itself.
+    """
+    from safetensors.numpy import save
+
+    check_structure(plan)
+    metadata, tensors = encode_plan(plan)
+    content: bytes = save(tensors, metadata=metadata)
+    return content
+
+
+def plan_from_bytes(content: bytes) -> StepPlan:
+    """The plan of which `plan_to_bytes` made this, on another rank of the same run.
+
+    Raises:
+        PlanError: when it cannot be right.
+    """
+    from safetensors.numpy import load
+
+    size = int.from_bytes(content[:8], "little")
+    return decode_plan(json.loads(content[8 : 8 + size])["__metadata__"], load(content))
 
 
 def encode_plan(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:

@@ -1,6 +1,6 @@
 """Expert-parallel execution: the experts are spread over the ranks of a run, and each stage executes a plan.
 
-routes known ─▶ counts of all ranks ─▶ planner's thread:  recompute │ update 0 │ update 1 │ …
+routes known ─▶ counts of all ranks ─▶ rank 0's planner:  recompute │ update 0 │ update 1 │ …
                                                               ▼          ▼
 main thread:                                              recompute ─▶ update 0 ─▶ …    each waits for its own plan
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from foreroute.adapters.hf import RoutedTransformer, distribute
 from foreroute.ep import BatchRows
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions, TransferRecord
 from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.errors import PlanError
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.trace import RoutingTrace, count_assignments
 from foreroute.train.config import ParallelConfig, TrainConfig
@@ -43,7 +44,7 @@ class _Planned(NamedTuple):
 
     counts_MLGE: NDArray[np.integer]
     number: int
-    plan: Future[tuple[StepPlan, float]]
+    plan: Future[tuple[StepPlan, float]] | None  # None but on the rank that plans
 
 
 class ExpertParallel(PolicyExecution):
@@ -95,8 +96,10 @@ class ExpertParallel(PolicyExecution):
     def plan(self, first: int, routes: RoutingTrace, stages: Sequence[Stage]) -> None:
         for stage in stages:
             counts_MLGE = self._count(routes, stage)
-            homes_LE = self._model.home_LE
-            future = self._planner.submit(_plan, counts_MLGE, self._topology, self._options, homes_LE)
+            future = None
+            if self.ranks.rank == 0:
+                home_LE = self._model.home_LE
+                future = self._planner.submit(_plan, counts_MLGE, self._topology, self._options, home_LE)
             self._planned[stage.name] = _Planned(counts_MLGE, first + stage.after, future)
 
     @contextmanager
@@ -106,7 +109,7 @@ class ExpertParallel(PolicyExecution):
             yield
             return
         begun = time.monotonic()
-        plan, planning_s = planned.plan.result()
+        plan, planning_s = self._shared(planned)
         known = time.monotonic()
         # replicas are fetched from what is published, which is the same for all stages on the same weights
         if not self._published:
@@ -147,6 +150,18 @@ class ExpertParallel(PolicyExecution):
         """Give the shared memory back."""
         self._planner.shutdown(cancel_futures=True)
         self._engine.close()
+
+    def _shared(self, planned: _Planned) -> tuple[StepPlan, float]:
+        """The plan of a stage, from rank 0, and the seconds that this rank planned."""
+        made, planning_s = None, 0.0
+        try:
+            if planned.plan is not None:
+                made, planning_s = planned.plan.result()
+        except Exception:
+            with suppress(PlanError):  # of no plan, which is what the others are told
+                self._model.share_plan(None)
+            raise
+        return self._model.share_plan(made), planning_s
 
     def _count(self, routes: RoutingTrace, stage: Stage) -> NDArray[np.int64]:
         """Count the assignments of all ranks, int64 [M, L, G, E]."""
@@ -266,10 +281,10 @@ def execution_record(loads: list[ExecutedStage], ranks: Ranks) -> dict[str, Any]
 
 
 def _seconds(seconds_G3: NDArray[np.float64]) -> dict[str, float]:
-    """Give the seconds of the rank that waited longest for transfers, and of the one that waited longest for plans."""
-    planning_s, waited_s, _ = seconds_G3[np.lexsort((seconds_G3[:, 0], seconds_G3[:, 1]))[-1]].tolist()
+    """Give the seconds that one rank planned, and the most that a rank waited for plans and for transfers."""
+    planning_s, waited_s, transfer_s = seconds_G3.max(axis=0).tolist()
     return {
-        "exposed_transfer_s": round(float(seconds_G3[:, 2].max()), 4),
+        "exposed_transfer_s": round(transfer_s, 4),
         "planning_s": round(planning_s, 4),
         "exposed_planning_s": round(waited_s, 4),
         "hidden_planning_share": round(1 - min(1.0, waited_s / planning_s), 4),

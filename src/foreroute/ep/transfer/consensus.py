@@ -77,6 +77,25 @@ class RankConsensus:
             raise lost_rank(what, self.rank, error) from error
         return torch.stack(parts)
 
+    def from_first(self, mine: bytes | None, what: str) -> bytes | None:
+        """What the first rank hands in, on every rank; None where it hands in nothing.
+
+        Raises:
+            TransferError: when a rank does not answer.
+        """
+        content = np.frombuffer(mine or b"", np.uint8).copy()
+        size = torch.tensor([-1 if mine is None else len(content)])
+        first = dist.get_global_rank(self.group, 0)
+        try:
+            dist.broadcast(size, first, group=self.group)
+            if size.item() < 0:
+                return None
+            sent = torch.from_numpy(content) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(sent, first, group=self.group)
+        except RuntimeError as error:
+            raise lost_rank(what, self.rank, error) from error
+        return sent.numpy().tobytes()
+
     def texts(self, mine: str, what: str) -> list[str]:
         """What each rank says, cut to 1 KiB of UTF-8.
 
