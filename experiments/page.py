@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from experiments.arms import Arms
 from experiments.cells import Cell
-from experiments.claims import ENOUGH, VERDICTS, Row, claims
+from experiments.claims import ENOUGH, NOT_SHOWN, VERDICTS, Row, claims
 from experiments.grid import FRESH, SEEDS
 from experiments.plots import draw_all
 from experiments.runner import current
@@ -57,6 +57,7 @@ def page_text(
         found={row.claim: row.found for row in found},
         claims=len(found),
         verdicts={verdict: rows for verdict in VERDICTS if (rows := [row for row in found if row.verdict == verdict])},
+        by_claim=_by_claim,
         figures=FIGURES,
         pictures=[f"![{words}]({folder}/{name}.svg)" for name, words in pictures.items()],
     )
@@ -92,6 +93,15 @@ def _render(template: str, **values: object) -> str:
         autoescape=False,
     )
     return environment.get_template(template).render(values)
+
+
+def _by_claim(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """What was found under each condition, which the claim has in parentheses, by the claim without it."""
+    told: dict[str, list[str]] = {}
+    for row in rows:
+        claim, _, condition = row.claim.removesuffix(")").partition(" (")
+        told.setdefault(claim, []).append(f"({condition})" if row.verdict == NOT_SHOWN else f"{row.found} ({condition})")
+    return told
 
 
 def _versions(lines: Iterable[dict[str, Any]]) -> str:
