@@ -100,7 +100,8 @@ def _by_claim(rows: Sequence[Row]) -> dict[str, list[str]]:
     told: dict[str, list[str]] = {}
     for row in rows:
         claim, _, condition = row.claim.removesuffix(")").partition(" (")
-        told.setdefault(claim, []).append(f"({condition})" if row.verdict == NOT_SHOWN else f"{row.found} ({condition})")
+        found = "" if row.verdict == NOT_SHOWN else f"{row.found} "
+        told.setdefault(claim, []).append(f"{found}({condition})")
     return told
 
 

@@ -44,7 +44,8 @@ then the type or the other values. Unknown keys, wrong types and numbers out of 
 writes this page.
 """
 TRAINING = """For `foreroute train FILE`. Only `name` is required. Pages about the tables: [model, task, rollout and
-evaluation](train.md), [rl](methods.md), [alarms and logging](diagnose.md), [parallel](experts.md#with-the-trainer), [vLLM](engines.md)."""
+evaluation](train.md), [rl](methods.md), [alarms and logging](diagnose.md), [parallel](experts.md#with-the-trainer), \
+[vLLM](engines.md)."""
 SIMULATION = """For `foreroute simulate FILE`; see [the simulator](simulate.md)."""
 TOPOLOGY = """For `foreroute plan`; see [the planner](planner.md). A default *preset* or *hardware* comes from there,
 and is required without one."""

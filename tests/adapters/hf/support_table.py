@@ -1,4 +1,4 @@
-"""The list of families in docs/huggingface.md: written from the checks by running this file, read by `test_every_family`.
+"""The families of docs/huggingface.md: written from the checks by running this file, read by `test_every_family`.
 
 Each family passes every check, except those that do not apply to it, which are listed with the reason.
 """
