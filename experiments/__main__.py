@@ -27,7 +27,7 @@ def main() -> None:
     run.add_argument(
         "--starts", type=Path, default=Path("runs/starts"), help="where checkpoints to start from are kept"
     )
-    commands.add_parser("page", help="redraw docs/evidence.md from the results")
+    commands.add_parser("page", help="redraw docs/evidence.md and experiments/results.md from the results")
     commands.add_parser("list", help="print which cells have a result")
     arguments = parser.parse_args()
     cells = grid()

@@ -13,7 +13,8 @@ from experiments.wording import interval_text
 ENOUGH = 3
 """Seeds below which there is no verdict."""
 
-VERDICTS = ("holds", "the opposite", "not shown", "too few seeds")
+NOT_SHOWN = "not shown"
+VERDICTS = ("holds", "the opposite", NOT_SHOWN, "too few seeds")
 
 
 @dataclass(frozen=True)

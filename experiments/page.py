@@ -1,8 +1,7 @@
-"""`docs/evidence.md`, from the results alone."""
+"""`docs/evidence.md` and the figures behind it, from the results alone."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,32 +10,33 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from experiments.arms import Arms
 from experiments.cells import Cell
-from experiments.claims import ENOUGH, VERDICTS, Row, claims
+from experiments.claims import ENOUGH, NOT_SHOWN, VERDICTS, Row, claims
 from experiments.grid import FRESH, SEEDS
 from experiments.plots import draw_all
 from experiments.runner import current
 from experiments.tables import boundary_table, other_runs_table, replay_table, static_table
 
-TEMPLATE = "evidence.md.j2"
+FIGURES = "https://github.com/foreroute/foreroute/blob/main/experiments/results.md"
 
 
 def write_page(cells: Sequence[Cell], results: Path, page: Path) -> None:
-    """Draw the page and the pictures beside it, in a folder of its name.
+    """Draw the page, the pictures beside it in a folder of its name, and the figures beside the results.
 
     Args:
         cells: of the grid; results of others, or of other settings, are left out.
-        results: one JSON object per finished cell.
+        results: one JSON object per finished cell; the figures get its name and the ending `.md`.
         page: to write.
     """
     done = current(cells, results)
     pictures = draw_all(Arms(done), page.with_suffix(""))
     page.write_text(page_text(cells, done, pictures, page.stem), encoding="utf-8")
+    results.with_suffix(".md").write_text(figures_text(cells, done), encoding="utf-8")
 
 
 def page_text(
     cells: Sequence[Cell], done: Mapping[str, dict[str, Any]], pictures: Mapping[str, str], folder: str
 ) -> str:
-    """The page.
+    """The page: findings, verdicts, how it was measured, pictures.
 
     Args:
         cells: of the grid.
@@ -44,8 +44,46 @@ def page_text(
         pictures: what each of the pictures shows, by name.
         folder: where they are, from the page.
     """
+    found = claims(Arms(done))
+    return _render(
+        "evidence.md.j2",
+        finished=len(done),
+        cells=len(cells),
+        seeds=len(SEEDS),
+        fresh=len(FRESH),
+        enough=ENOUGH,
+        hours=sum(line["processor_s"] for line in done.values()) / 3600,
+        versions=_versions(done.values()),
+        found={row.claim: row.found for row in found},
+        claims=len(found),
+        verdicts={verdict: rows for verdict in VERDICTS if (rows := [row for row in found if row.verdict == verdict])},
+        by_claim=_by_claim,
+        figures=FIGURES,
+        pictures=[f"![{words}]({folder}/{name}.svg)" for name, words in pictures.items()],
+    )
+
+
+def figures_text(cells: Sequence[Cell], done: Mapping[str, dict[str, Any]]) -> str:
+    """Every comparison and every arm, in tables.
+
+    Args:
+        cells: of the grid.
+        done: results by name.
+    """
     arms = Arms(done)
-    found = claims(arms)
+    return _render(
+        "results.md.j2",
+        finished=len(done),
+        cells=len(cells),
+        claims=_by_quantity(claims(arms)),
+        static=static_table(arms),
+        replays=replay_table(arms),
+        runs=other_runs_table(arms),
+        boundary=boundary_table(arms),
+    )
+
+
+def _render(template: str, **values: object) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -54,23 +92,17 @@ def page_text(
         keep_trailing_newline=True,
         autoescape=False,
     )
-    return environment.get_template(TEMPLATE).render(
-        finished=len(done),
-        cells=len(cells),
-        seeds=len(SEEDS),
-        fresh=len(FRESH),
-        enough=ENOUGH,
-        hours=sum(line["processor_s"] for line in done.values()) / 3600,
-        versions=_versions(done.values()),
-        claims=_by_quantity(found),
-        found={row.claim: row.found for row in found},
-        verdicts=_verdicts(found),
-        static=static_table(arms),
-        replays=replay_table(arms),
-        runs=other_runs_table(arms),
-        boundary=boundary_table(arms),
-        pictures={name: f"![{words}]({folder}/{name}.svg)" for name, words in pictures.items()},
-    )
+    return environment.get_template(template).render(values)
+
+
+def _by_claim(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """What was found under each condition, which the claim has in parentheses, by the claim without it."""
+    told: dict[str, list[str]] = {}
+    for row in rows:
+        claim, _, condition = row.claim.removesuffix(")").partition(" (")
+        found = "" if row.verdict == NOT_SHOWN else f"{row.found} "
+        told.setdefault(claim, []).append(f"{found}({condition})")
+    return told
 
 
 def _versions(lines: Iterable[dict[str, Any]]) -> str:
@@ -80,10 +112,3 @@ def _versions(lines: Iterable[dict[str, Any]]) -> str:
 
 def _by_quantity(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {name: [row for row in rows if row.quantity == name] for name in dict.fromkeys(r.quantity for r in rows)}
-
-
-def _verdicts(rows: Sequence[Row]) -> str:
-    """How many claims got each verdict."""
-    counts = Counter(row.verdict for row in rows)
-    named = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]]
-    return f"Of {len(rows)} comparisons: {', '.join(named)}."

@@ -102,9 +102,8 @@ def metrics_page(text: str) -> str:
     """docs/metrics.md with the keys of `foreroute.records.StepRecord` in their section."""
     before, _, rest = text.partition(RECORDED)
     after = rest[rest.index("\n## ") + 1 :]
-    rows = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in record_rows(step_record.StepRecord)]
-    table = "".join(f"| {row} |\n" for row in ["key | ", "---|---", *rows])
-    return f"{before}{RECORDED}{RECORDS}\n{table}\n{after}"
+    keys = "".join(f"- {key}: {text}\n" for key, text in record_rows(step_record.StepRecord))
+    return f"{before}{RECORDED}{RECORDS}\n{keys}\n{after}"
 
 
 def record_rows(kind: Any, path: str = "") -> Iterator[tuple[str, str]]:

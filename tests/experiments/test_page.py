@@ -10,7 +10,7 @@ from experiments.arms import Arms
 from experiments.claims import claims, verdict
 from experiments.grid import FRESH, SEEDS, grid
 from experiments.intervals import Interval
-from experiments.page import page_text, write_page
+from experiments.page import figures_text, page_text, write_page
 from experiments.plots import PICTURES
 from experiments.runner import current, digest_of
 from experiments.tables import boundary_table, static_table
@@ -116,7 +116,7 @@ def test_a_page_without_results_says_so(tmp_path):
     write_page(grid(), tmp_path / "results.jsonl", tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text()
     assert f"0 of\n{len(grid())} cells" in text
-    assert text.count("Not finished.") == 3
+    assert (tmp_path / "results.md").read_text().count("Not finished.") == 3
     assert not list((tmp_path / "page").iterdir())
 
 
@@ -129,7 +129,8 @@ def test_a_page_of_a_part_of_the_grid_is_whole(tmp_path):
     drawn = [path.name for path in (tmp_path / "page").iterdir()]
     assert set(drawn) == {f"{name}.svg" for name in PICTURES}
     assert all(f"(page/{picture})" in text for picture in drawn)
-    assert "too few seeds" in text
+    assert "### Too few seeds" in text
+    assert "| too few seeds |" in (tmp_path / "results.md").read_text()
 
 
 def test_the_page_in_the_documentation_is_that_of_the_results():
@@ -138,6 +139,7 @@ def test_the_page_in_the_documentation_is_that_of_the_results():
     pictures = {name: words for name, (_, words) in PICTURES.items() if (folder / f"{name}.svg").exists()}
     expected = page_text(grid(), done, pictures, PAGE.stem)
     assert Path(PAGE).read_text() == expected, "redraw it with: python -m experiments page"
+    assert RESULTS.with_suffix(".md").read_text() == figures_text(grid(), done)
 
 
 def test_what_the_page_says_in_short_rests_on_verdicts():

@@ -1,10 +1,10 @@
-"""The support table of docs/huggingface.md: written from the checks by running this file, read by `test_every_family`.
+"""The families of docs/huggingface.md: written from the checks by running this file, read by `test_every_family`.
 
-Each family of the table passes every check, except those that its last cell names, with the reason why they do not
-apply.
+Each family passes every check, except those that do not apply to it, which are listed with the reason.
 """
 
 import functools
+import re
 import sys
 from pathlib import Path
 
@@ -12,34 +12,40 @@ ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/huggingface.md"
 BEGIN, END = "<!-- support table -->", "<!-- end of support table -->"
 HOW_TO_UPDATE = "write it anew with `python tests/adapters/hf/support_table.py`"
-HEADER = ["family", "class", "gate", "does not apply"]
+USUAL = "ForCausalLM"
+"""How the class of a family ends where the page does not name it."""
 
 
 @functools.cache
 def committed():
-    """{family: its class, its gate, and {check: why it does not apply}} of the page."""
-    header, _, *rows = [_cells(line) for line in _tables()[0]]
-    assert header == HEADER
-    return {family: (model, gate, _exceptions(cell)) for family, model, gate, cell in rows}
-
-
-def _exceptions(cell):
-    return dict(part.split(": ", 1) for part in cell.split("; ") if part)
+    """{family: its gate, its class unless it is a usual one, and {check: why it does not apply}} of the page."""
+    by_gate, exceptions, _ = _lists()
+    found = {}
+    for gate, names in by_gate:
+        for name, _, model in (part.removesuffix(")").partition(" (") for part in names.split(", ")):
+            found[name] = (gate, model, {})
+    for check, said in exceptions:
+        names, _, reason = said.partition(": ")
+        for name in names.split(", "):
+            found[name][2][check] = reason
+    return found
 
 
 @functools.cache
 def committed_refusals():
     """{family: reason} of the page."""
-    return dict(_cells(line) for line in _tables()[1][2:])
+    return dict(_lists()[2])
 
 
-def _tables():
+def class_to_name(model):
+    """As the page has it: nothing for a usual class."""
+    return "" if model.endswith(USUAL) else model
+
+
+def _lists():
     section = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    return [block.splitlines() for block in section.split("\n\n") if block.startswith("|")]
-
-
-def _cells(line):
-    return [part.strip() for part in line.strip("|").split("|")]
+    blocks = [block for block in section.split("\n\n") if block.startswith("- ")]
+    return [re.findall(r"^- \*\*(.*?)\*\*: (.*)$", block, re.MULTILINE) for block in blocks]
 
 
 def write():
@@ -53,22 +59,25 @@ def write():
     from tests.adapters.hf.family_refusals import REFUSED, refusal
 
     torch.set_num_threads(1)
-    rows = [HEADER]
+    by_gate, exceptions = {}, {}
     for name, family in FAMILIES.items():
-        outcomes = {check.__name__: check(name) for check in CHECKS}
-        exceptions = "; ".join(f"{check}: {reason}" for check, reason in outcomes.items() if reason)
-        rows.append([name, family.model, str(GATES[name]), exceptions])
-    refused = [["family", "reason"], *([name, refusal(name)] for name in REFUSED)]
+        model = class_to_name(family.model)
+        by_gate.setdefault(str(GATES[name]), []).append(f"{name} ({model})" if model else name)
+        for check in CHECKS:
+            if reason := check(name):
+                exceptions.setdefault((check.__name__, reason), []).append(name)
+    told = f"{len(FAMILIES)} families of transformers {transformers.__version__} pass, by gate:"
+    gates = [(gate, ", ".join(names)) for gate, names in by_gate.items()]
+    not_applied = [(check, f"{', '.join(names)}: {reason}") for (check, reason), names in exceptions.items()]
+    refused = [(name, refusal(name)) for name in REFUSED]
     before, _, rest = PAGE.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
-    told = f"{len(rows) - 1} families of transformers {transformers.__version__} pass:"
-    PAGE.write_text(f"{before}{BEGIN}\n\n{told}\n\n{_table(rows)}\n\nRefused:\n\n{_table(refused)}\n\n{END}{after}")
+    parts = [told, _list(gates), "A check does not apply to", _list(not_applied), "Refused:", _list(refused)]
+    PAGE.write_text("\n\n".join([before + BEGIN, *parts, END + after]))
 
 
-def _table(rows):
-    header, *rest = rows
-    lines = [header, ["---"] * len(header), *rest]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def _list(items):
+    return "\n".join(f"- **{name}**: {said}" for name, said in items)
 
 
 if __name__ == "__main__":
