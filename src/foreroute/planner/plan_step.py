@@ -15,7 +15,6 @@ from foreroute.plan.counts import check_counts, counts_digest
 from foreroute.plan.options import PlanOptions
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
-from foreroute.planner.bound import least_loads
 from foreroute.planner.homes import check_homes, place_homes
 from foreroute.planner.progress import OnProgress, PlanInProgress, StepCells
 
@@ -123,6 +122,9 @@ def _planned(
     progress: PlanInProgress,
 ) -> StepPlan:
     """Place homes, plan all cells, and put the plan together."""
+    # numba loads with the first plan
+    from foreroute.planner.bound import least_loads
+
     num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
     home_LE = previous_LE.copy()
     if options.home_moves != 0:

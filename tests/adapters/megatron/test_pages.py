@@ -21,11 +21,6 @@ def test_every_block_of_the_page_runs():
     run("page_worker.run_blocks", "docs/megatron.md", blocks)
 
 
-def test_the_block_of_the_readme_runs():
-    [block] = [b for b in blocks_of((ROOT / "README.md").read_text()) if "adapters import megatron" in b[1]]
-    run("page_worker.run_blocks", "README.md", [block])
-
-
 def test_a_block_that_fails_is_seen():
     with pytest.raises(AssertionError, match=r'File "docs/megatron.md", line 3(.|\n)*NameError'):
         run("page_worker.run_blocks", "docs/megatron.md", [(2, "no_such_name\n")])

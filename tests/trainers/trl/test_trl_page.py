@@ -1,4 +1,4 @@
-"""The code of docs/trl.md and of README.md's part on TRL runs, in order, as a reader would have it."""
+"""The code of docs/trl.md runs, in order, as a reader would have it."""
 
 import re
 from pathlib import Path
@@ -31,9 +31,3 @@ def test_every_block_of_the_page_runs(tmp_path, monkeypatch):
     namespace = a_users_things()
     for line, code in blocks:
         exec(compile("\n" * line + code, "docs/trl.md", "exec"), namespace)
-
-
-def test_the_block_of_the_readme_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    [code] = [found for found in FENCE.findall((ROOT / "README.md").read_text()) if "trainers.trl" in found]
-    exec(code, a_users_things())
