@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from benchmarks.harness.execution_bench import BATCH, MICRO_STEPS, SIZES, SLOTS, Bench, in_processes
 from benchmarks.harness.pairs import compare
 from benchmarks.harness.schedule_bench import host_work
+from benchmarks.harness.step_seconds import step_seconds
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.ep.transfer.peers import PeerGroup
@@ -37,7 +38,10 @@ def run(*, quick: bool) -> dict[str, Any]:
         for name in ("executed_over_planned", "bytes_over_least", "host_over_direct")
     }
     return {
-        "metrics": worst | {"by_ranks": by_ranks} | host_work(15 if quick else 50),
+        "metrics": worst
+        | {"by_ranks": by_ranks}
+        | host_work(15 if quick else 50)
+        | (step_seconds(2, ["high"]) if quick else step_seconds(30)),
         "baselines": {"busiest_over_mean_at_home": {n: f["busiest_over_mean_at_home"] for n, f in by_ranks.items()}},
         "setting": {"sizes": SIZES, "micro_steps": MICRO_STEPS, "batch": BATCH, "slots": SLOTS, "pairs": pairs},
     }

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.execution_bench import SIZES, SLOTS, Bench, in_processes
+from benchmarks.harness.execution_bench import BATCH, SIZES, SLOTS, Bench, in_processes
 from foreroute.ep import BatchRows
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.ep.transfer.peers import PeerGroup
@@ -141,7 +141,7 @@ def _timed(rank: int, num_ranks: int, rounds: int) -> list[Timed]:
         bench.placed.use(engine)
         again = partial(Bench.routed_anew, bench.routed, bench.placed, rank, num_ranks)
         steps = [
-            (again(skew=skew, sequences=sequences), f"skew {skew}, {sequences} sequences")
+            (again(skew=skew, shape=(sequences, BATCH[1])), f"skew {skew}, {sequences} sequences")
             for skew, sequences in itertools.product(SKEWS, SEQUENCES)
         ]
         planned = [

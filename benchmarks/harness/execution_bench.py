@@ -64,11 +64,11 @@ class Bench:
         num_ranks: int,
         *,
         skew: float = 0.3,
-        sequences: int = BATCH[0],
+        shape: tuple[int, int] = BATCH,
         micro_steps: int = MICRO_STEPS,
     ) -> Bench:
-        """The same model on other routes, so many sequences each; with `skew` 0 all experts are as likely."""
-        batches, traces = drawn(routed.spec, rank, skew=skew, sequences=sequences, micro_steps=micro_steps)
+        """The same model on other routes, of sequences and tokens in each; with `skew` 0 all experts are as likely."""
+        batches, traces = drawn(routed.spec, rank, skew=skew, shape=shape, micro_steps=micro_steps)
         rows = [BatchRows.replayed(trace, batch).routed_LE for trace, batch in zip(traces, batches, strict=True)]
         mine_MLE = torch.from_numpy(np.stack([counts for counts in rows if counts is not None]).astype(np.int32))
         parts = [torch.empty_like(mine_MLE) for _ in range(num_ranks)]
@@ -85,15 +85,20 @@ class Bench:
         num_ranks = self.counts_MLGE.shape[2]
         return Topology(num_ranks, num_ranks, SLOTS, LINKS)
 
-    def step(self, plan: StepPlan) -> NDArray[np.int64]:
-        """Forward and backward of all micro-steps; int64 [M, L], assignments that this rank computed."""
-        self.placed.begin_step(0, plan, self.counts_MLGE)
+    def step(self, plan: StepPlan, *, updating: bool = True) -> NDArray[np.int64]:
+        """Forward, and backward if `updating`, of all micro-steps; int64 [M, L], assignments computed here."""
+        self.placed.begin_step(0, plan, self.counts_MLGE, updating=updating)
         executed = []
         for m, (batch, trace) in enumerate(zip(self.batches, self.traces, strict=True)):
             rows = BatchRows.replayed(trace, batch)
-            with self.routed.replay(trace), self.placed.executing(m, rows) as execution:
-                logits = self.routed.model(input_ids=batch, use_cache=False).logits
-                logits.log_softmax(-1)[..., 0].mean().backward()
+            with (
+                torch.set_grad_enabled(updating),
+                self.routed.replay(trace),
+                self.placed.executing(m, rows) as execution,
+            ):
+                loss = self.routed.model(input_ids=batch, use_cache=False).logits.log_softmax(-1)[..., 0].mean()
+                if updating:
+                    loss.backward()
             executed.append(execution.executed_L)
         self.routed.model.zero_grad(set_to_none=True)
         return np.stack(executed)
@@ -106,11 +111,16 @@ class Bench:
 
 
 def drawn(
-    spec: RoutingSpec, rank: int, *, skew: float = 0.3, sequences: int = BATCH[0], micro_steps: int = MICRO_STEPS
+    spec: RoutingSpec,
+    rank: int,
+    *,
+    skew: float = 0.3,
+    shape: tuple[int, int] = BATCH,
+    micro_steps: int = MICRO_STEPS,
 ) -> tuple[list[torch.Tensor], list[RoutingTrace]]:
-    """The micro-batches of a rank, int64 [sequences, T], and routes for them."""
+    """The micro-batches of a rank, int64 `shape`, and routes for them."""
     rng = np.random.default_rng([rank, int(1000 * skew)])
-    batches = [torch.from_numpy(rng.integers(0, 256, (sequences, BATCH[1]))) for _ in range(micro_steps)]
+    batches = [torch.from_numpy(rng.integers(0, 256, shape)) for _ in range(micro_steps)]
     return batches, [_skewed(spec, batch, rng, skew) for batch in batches]
 
 
