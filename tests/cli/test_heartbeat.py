@@ -126,7 +126,8 @@ def test_a_quick_verb_says_nothing(command, monkeypatch, words):
 def test_imports_and_what_has_no_name_are_not_silent_either(command, monkeypatch):
     monkeypatch.setattr(terminal, "SILENCE_S", 0.1)
     monkeypatch.setattr("foreroute.cli.traces.print_trace", lambda path: time.sleep(0.25))
-    assert set(command("inspect t")[2]) == {"starting, 0 s"}
+    # how long it has been silent is the machine's business
+    assert {line.partition(",")[0] for line in command("inspect t")[2]} == {"starting"}
 
     def named(path):
         with working("naming"):
@@ -134,7 +135,7 @@ def test_imports_and_what_has_no_name_are_not_silent_either(command, monkeypatch
         time.sleep(0.25)
 
     monkeypatch.setattr("foreroute.cli.traces.print_trace", named)
-    assert set(command("inspect t")[2]) == {"working, 0 s"}
+    assert {line.partition(",")[0] for line in command("inspect t")[2]} == {"working"}
 
 
 def test_a_line_says_how_much_is_done_and_obeys_no_name(monkeypatch):

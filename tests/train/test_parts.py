@@ -130,7 +130,7 @@ def test_a_stage_that_fails_is_timed_and_its_records_are_not_those_of_the_next(m
     engine.take_records = lambda: [engine.records.pop() for _ in list(engine.records)]
     execution = object.__new__(ExpertParallel)
     execution._engine, execution._published, execution._now, execution._executed = engine, True, None, []
-    execution._model = SimpleNamespace(begin_step=lambda *_, **__: None)
+    execution._model = SimpleNamespace(begin_step=lambda *_, **__: None, share_plan=lambda plan: plan)
     execution._planned = {"update 0": _Planned(counts_MLGE, 0, plan)}
     with pytest.raises(ArithmeticError), execution.running(SimpleNamespace(name="update 0")):
         fails()
