@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,16 +50,21 @@ class StepCells(NamedTuple):
             np.empty((cells, most, num_ranks), np.int32),
         )
 
+    @property
+    def of_replicas(self) -> tuple[NDArray[Any], ...]:
+        """What there is of each replica, in the order of `REPLICA_ARRAYS`."""
+        return self.expert_CP, self.rank_CP, self.slot_CP, self.fetched_CP, self.tokens_CPG
+
     def cell(self, micro_step: int, layer: int) -> CellPlan:
         """One cell, as views."""
         c = micro_step * len(self.home_LE) + layer
-        return CellPlan(self.home_LE[layer], *(array[c, : self.count_C[c]] for array in cast(Any, self[3:])))
+        return CellPlan(self.home_LE[layer], *(array[c, : self.count_C[c]] for array in self.of_replicas))
 
     def replace_cell(self, micro_step: int, layer: int, cell: CellPlan, max_load: int) -> None:
         """Put another plan of a cell in place of its present one."""
         c = micro_step * len(self.home_LE) + layer
         self.count_C[c], self.max_load_C[c] = len(cell.expert_R), max_load
-        for name, array in zip(REPLICA_ARRAYS, self[3:], strict=True):
+        for name, array in zip(REPLICA_ARRAYS, self.of_replicas, strict=True):
             array[c, : self.count_C[c]] = getattr(cell, name)
 
     def step_arrays(self) -> dict[str, Any]:
@@ -68,7 +73,7 @@ class StepCells(NamedTuple):
         return {
             "offsets": np.concatenate([[0], np.cumsum(self.count_C)]),
             "max_load_ML": self.max_load_C.reshape(-1, len(self.home_LE)),
-            **{name: array[there_CP] for name, array in zip(REPLICA_ARRAYS, self[3:], strict=True)},
+            **{name: array[there_CP] for name, array in zip(REPLICA_ARRAYS, self.of_replicas, strict=True)},
         }
 
 
