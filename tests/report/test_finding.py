@@ -177,3 +177,14 @@ def test_layers_have_the_numbers_of_the_runs_traces(tmp_path):
     assert layers_of(runs, [(0, 2)]) == ()
     assert "share of tokens against decoder layer" in write_report(folders[:2], tmp_path / "page.html").read_text()
     assert "against routed layer, counted from 0" in write_report(folders, tmp_path / "page.html").read_text()
+
+
+def test_runs_that_learned_nothing_say_so_first(tmp_path):
+    def sampled(share):
+        return {"sampling": {"rounds": 1, "responses": 8, "informative_share": share}}
+
+    idle, busy = run(tmp_path / "idle", **sampled(0.0)), run(tmp_path / "busy", **sampled(0.5))
+    nothing = "changed the weights, because all responses of every prompt got one reward; "
+    assert finding(idle).startswith(f"No step {nothing}")
+    assert finding(idle, busy).startswith(f"No step of idle {nothing}")
+    assert "changed the weights" not in finding(busy)

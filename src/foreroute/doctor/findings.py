@@ -23,7 +23,10 @@ response tokens with probabilities that differ twofold. Precision flips decision
 bfloat16; an engine that takes most decisions otherwise does not compute the trainer's model at the trainer's
 weights."""
 
-USE = "Train with replay: with routed.replay(trace, weight_version=...) around recompute and update."
+USE = (
+    'Train with replay, if you do not yet: rl.routing = "R3" in a configuration, or with routed.replay(trace, '
+    "weight_version=...) around recompute and update."
+)
 COMPARED_AGAIN = "Bring both sides into one order, log-probs included, and run the doctor again."
 NOT_THIS_MODEL = (
     "Do not train with replay on this model before the check passes: upgrade foreroute or transformers, or report the "

@@ -19,7 +19,7 @@ SAME = 1.05
 def run_finding(runs: Sequence[Run]) -> str:
     """What the runs show, in one sentence: the load of their ranks, their mismatch, their reward."""
     rows = summary_rows(runs)
-    clauses = [*_load(runs), _mismatch(rows), *_reward(rows), *_collapsed(runs)]
+    clauses = [*_idle(runs), *_load(runs), _mismatch(rows), *_reward(rows), *_collapsed(runs)]
     text = "; ".join(clauses)
     return f"{text[:1].upper()}{text[1:]}."
 
@@ -113,6 +113,19 @@ def _collapsed(runs: Sequence[Run]) -> list[str]:
         if any(alarm.kind == "collapse" for step in run.steps for alarm in step.get("alarms") or ())
     ]
     return [f"the reward or the loss collapsed in {', '.join(names)}"] if names else []
+
+
+def _idle(runs: Sequence[Run]) -> list[str]:
+    """Which runs have learned nothing, though all went well: a group of equal rewards has no advantage."""
+    names = [
+        run.label
+        for run in runs
+        if run.steps and not any(step.get("sampling", {}).get("informative_share", 1) for step in run.steps)
+    ]
+    if not names:
+        return []
+    which = "no step" if len(names) == len(runs) else f"no step of {', '.join(names)}"
+    return [f"{which} changed the weights, because all responses of every prompt got one reward"]
 
 
 def _load(runs: Sequence[Run]) -> list[str]:
