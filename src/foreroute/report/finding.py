@@ -120,7 +120,7 @@ def _idle(runs: Sequence[Run]) -> list[str]:
     names = [
         run.label
         for run in runs
-        if run.steps and not any(step.get("sampling", {}).get("informative_share", 1) for step in run.steps)
+        if run.steps and all((had := step.get("sampling")) and not had["informative_share"] for step in run.steps)
     ]
     if not names:
         return []
