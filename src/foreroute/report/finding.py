@@ -122,10 +122,8 @@ def _idle(runs: Sequence[Run]) -> list[str]:
         for run in runs
         if run.steps and all((had := step.get("sampling")) and not had["informative_share"] for step in run.steps)
     ]
-    if not names:
-        return []
     which = "no step" if len(names) == len(runs) else f"no step of {', '.join(names)}"
-    return [f"{which} changed the weights, because all responses of every prompt got one reward"]
+    return [f"{which} changed the weights, because all responses of every prompt got one reward"] if names else []
 
 
 def _load(runs: Sequence[Run]) -> list[str]:
