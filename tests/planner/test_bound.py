@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-from scipy.optimize import linprog
 
 from foreroute.plan import PlanOptions
 from foreroute.planner import plan
@@ -13,16 +12,13 @@ from tests.plan.random_plans import LINKS, Topology
 
 
 def best_split(load_E, hosts_E, num_ranks):
-    """The least largest load of any split over these hosts, as a linear program, rounded up to whole assignments."""
-    pairs = [(e, g) for e, hosts in enumerate(hosts_E) for g in hosts]
-    at_most = np.zeros((num_ranks, len(pairs) + 1))
-    at_most[:, -1] = -1
-    whole = np.zeros((len(load_E), len(pairs) + 1))
-    for i, (e, g) in enumerate(pairs):
-        at_most[g, i], whole[e, i] = 1, 1
-    found = linprog([*[0] * len(pairs), 1], at_most, np.zeros(num_ranks), whole, load_E)
-    assert found.success
-    return int(np.ceil(found.fun - 1e-9))
+    """The least largest load of any split over these hosts: by minimum cuts, what only a set of ranks can serve."""
+    least = 0
+    for size in range(1, num_ranks + 1):
+        for ranks in itertools.combinations(range(num_ranks), size):
+            alone = sum(int(load) for load, hosts in zip(load_E, hosts_E, strict=True) if hosts <= set(ranks))
+            least = max(least, -(-alone // size))
+    return least
 
 
 def best_plan(load_E, home_E, num_ranks, slots):
