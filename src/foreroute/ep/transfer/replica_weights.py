@@ -269,5 +269,6 @@ def summed_rows(arrived: Tensor, row_V: NDArray[np.int64], num_rows: int) -> Ten
     """
     wide = arrived.to(torch.promote_types(arrived.dtype, torch.float32))
     lengths = torch.from_numpy(np.bincount(row_V, minlength=num_rows)).to(arrived.device, non_blocking=True)
-    # the lengths are ours: checking them would wait for the device
-    return torch.segment_reduce(wide, "sum", lengths=lengths, axis=0, unsafe=True, initial=0.0)
+    # on a device, checking the lengths would wait for it
+    unchecked = arrived.device.type != "cpu"
+    return torch.segment_reduce(wide, "sum", lengths=lengths, axis=0, unsafe=unchecked, initial=0.0)
