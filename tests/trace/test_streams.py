@@ -338,3 +338,13 @@ def test_few_bytes_do_not_become_many_by_shared_rows(tmp_path, monkeypatch):
     monkeypatch.setattr("foreroute.trace.checks.DECODED_FREELY", 1 << 20)
     with pytest.raises(TraceFileError, match="bytes of tokens and payloads would become 10240000 bytes"):
         fr.load(path)
+
+
+def test_an_id_of_as_many_choices_as_there_are_is_refused(tmp_path):
+    trace = synthetic_trace(spec_of(), [1], seed=0).with_stream(
+        SAMPLING, DecisionStream.from_sets(300, [1], [1], [299])
+    )
+    assert fr.load(forged(tmp_path / "t", trace, streams_entry(of_sampling()))).equals(trace)
+    # one choice less changes no bit of the parameter, so that the same payload holds the same id
+    with pytest.raises(TraceFileError, match="sampling in block 0 does not decode"):
+        fr.load(forged(tmp_path / "t", trace, streams_entry(of_sampling(num_choices=299))))
