@@ -348,3 +348,16 @@ def test_an_id_of_as_many_choices_as_there_are_is_refused(tmp_path):
     # one choice less changes no bit of the parameter, so that the same payload holds the same id
     with pytest.raises(TraceFileError, match="sampling in block 0 does not decode"):
         fr.load(forged(tmp_path / "t", trace, streams_entry(of_sampling(num_choices=299))))
+
+
+@pytest.mark.parametrize(("word", "bit"), [(-1, 0), (-2, 63)], ids=["closing word", "after the last row"])
+def test_bits_after_the_last_row_are_refused(tmp_path, word, bit):
+    trace = with_decisions(random_trace(1), 1)
+
+    def change(metadata, tensors):
+        words = tensors["sampling.payloads"]
+        assert not int(words[word]) >> bit & 1
+        words[word] |= np.uint64(1 << bit)
+
+    with pytest.raises(TraceFileError, match="sampling in block 0 does not decode"):
+        fr.load(forged(tmp_path / "t", trace, change))
