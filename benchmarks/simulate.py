@@ -1,23 +1,25 @@
-"""What plans are worth on 64 GPUs, simulated: every method over ours, and ours over forced balance, in both stages.
+"""What plans are worth, simulated: every method over ours, and ours over forced balance, in both stages.
 
-8 nodes of 8 H100-class GPUs; Qwen3-30B-A3B and Qwen3-235B-A22B with expert parallelism over 8 to 64 of them; workloads
-of `simulate.workload`, the same tokens for every method. **Every second is modelled.** Planning is measured here.
+H100-class GPUs; Qwen3-30B-A3B and Qwen3-235B-A22B; workloads of `simulate.workload`, the same tokens for every method.
+**Every second is modelled.** Planning is measured here.
 
-`metrics.<model>.EP<n>` is for 8k tokens of a GPU in a micro-step, deduplicated dispatch and ours with two slots,
-stopping at 1.02 times the mean; under `by_tokens` the same for other sizes and for plain copies.
+`metrics.<model>.one_node` is what an executor carries out: 8 GPUs, a row for every assignment. `metrics.<model>.EP<n>`
+is not: 8 nodes of 8, expert parallelism over 8 to 64 GPUs, deduplicated dispatch; `not_executed` says what is missing.
+Both are for 8k tokens of a GPU in a micro-step and ours with two slots, stopping at 1.02 times the mean; `by_tokens`
+has other sizes, and on 64 GPUs plain copies too.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.balancers import OTHER_BALANCERS
-from foreroute.simulate import SimulateConfig, SimulationRecord, parse_config, simulate
+from foreroute.simulate import SimulationRecord, parse_config, simulate
 
 MODELS = {"qwen3-30b-a3b": "qwen3_30b_a3b", "qwen3-235b-a22b": "qwen3_235b_a22b"}
 RANKS = (8, 16, 32, 64)
 TOKENS = {"2k": 2048, "8k": 8192, "16k": 16_384}
-DISPATCHERS = ("dedup", "copies")
 METHODS = (
     "static",
     "eplb_previous",
@@ -28,53 +30,56 @@ METHODS = (
     "ours_traffic",
 )
 SKEWS = (0.5, 1.0, 2.0, 4.0)
+DRAWN = {"micro_steps": 16, "layers": 4, "groups": 2}
 FEW = ("static", "eplb_micro_step", "ours", "ours_traffic")
 
 
+@dataclass(frozen=True)
+class Scenario:
+    """A cluster, and how much of the step is drawn."""
+
+    preset: str
+    gpus: int
+    ranks: int
+    dispatchers: tuple[str, ...]
+    quick: bool
+
+    def simulate(
+        self, methods: tuple[str, ...], *, tokens: str = "8k", dispatcher: str | None = None, skew: float = 1.0
+    ) -> SimulationRecord:
+        """With its first dispatcher by default; all methods, and others' balancers beside them."""
+        size = {"micro_steps": 4, "layers": 1, "groups": 1} if self.quick else DRAWN
+        values = {
+            "cluster": {"gpus": self.gpus, "expert_parallel": self.ranks},
+            "model": {"preset": self.preset},
+            "costs": {"dispatcher": dispatcher or self.dispatchers[0]},
+            "workload": {"tokens_per_rank": TOKENS[tokens], "skew": skew, **size},
+            "methods": methods,
+        }
+        others = {name: OTHER_BALANCERS[name] for name in ("relibra", "laer")} if methods == METHODS else {}
+        return simulate(parse_config(values, source="the benchmark"), balancers=others)
+
+
 def run(quick: bool) -> dict[str, Any]:
-    """Figures by model and expert-parallel ranks; in `baselines` the seconds of every method."""
+    """Figures by model and cluster; in `baselines` the seconds of every method."""
     metrics: dict[str, Any] = {}
     seconds: dict[str, Any] = {}
     for preset, name in MODELS.items():
+        one_node = Scenario(preset, 8, 8, ("copies",), quick)
+        scenarios = {f"EP{ranks}": Scenario(preset, 64, ranks, ("dedup", "copies"), quick) for ranks in RANKS}
         metrics[name], seconds[name] = {}, {}
-        for ranks in RANKS:
-            config = config_of(preset, ranks, "8k", "dedup", METHODS, quick)
-            main = simulate(config, balancers={name: OTHER_BALANCERS[name] for name in ("relibra", "laer")})
-            metrics[name][f"EP{ranks}"] = figures(main) | {
+        for place, scenario in {"one_node": one_node, **scenarios}.items():
+            main = scenario.simulate(METHODS)
+            metrics[name][place] = figures(main) | {
                 "by_tokens": {
-                    f"{tokens}_{dispatcher}": _short(simulate(config_of(preset, ranks, tokens, dispatcher, FEW, quick)))
+                    f"{tokens}_{dispatcher}": _short(scenario.simulate(FEW, tokens=tokens, dispatcher=dispatcher))
                     for tokens in TOKENS
-                    for dispatcher in DISPATCHERS
+                    for dispatcher in scenario.dispatchers
                 },
-                "by_skew": {str(skew): _skewed(preset, ranks, skew, quick) for skew in SKEWS},
-                "exposed_share_2k_gradients_once": _gradients_once(preset, ranks, quick),
+                "by_skew": {str(skew): _skewed(scenario.simulate(("static", "ours"), skew=skew)) for skew in SKEWS},
             }
-            seconds[name][f"EP{ranks}"] = {record.name: round(record.training_s, 4) for record in main.methods}
+            seconds[name][place] = {record.name: round(record.training_s, 4) for record in main.methods}
     return {"metrics": metrics, "baselines": seconds}
-
-
-def config_of(
-    preset: str,
-    ranks: int,
-    tokens: str,
-    dispatcher: str,
-    methods: tuple[str, ...],
-    quick: bool,
-    *,
-    skew: float = 1.0,
-    execution: dict[str, str] | None = None,
-) -> SimulateConfig:
-    """64 GPUs."""
-    size = {"micro_steps": 4, "layers": 1, "groups": 1} if quick else {"micro_steps": 16, "layers": 4, "groups": 2}
-    values = {
-        "cluster": {"gpus": 64, "expert_parallel": ranks},
-        "model": {"preset": preset},
-        "costs": {"dispatcher": dispatcher},
-        "workload": {"tokens_per_rank": TOKENS[tokens], "skew": skew, **size},
-        "execution": execution or {},
-        "methods": methods,
-    }
-    return parse_config(values, source="the benchmark")
 
 
 def figures(found: SimulationRecord) -> dict[str, Any]:
@@ -86,6 +91,7 @@ def figures(found: SimulationRecord) -> dict[str, Any]:
         if record.name != "ours"
     }
     return {
+        "not_executed": list(ours.not_executed),
         "static_imbalance": round(static.imbalance, 3),
         **others,
         "share_of_ideal": round(ours.share_of_forced_balance, 4),
@@ -117,21 +123,13 @@ def _short(found: SimulationRecord) -> dict[str, float]:
     }
 
 
-def _skewed(preset: str, ranks: int, skew: float, quick: bool) -> dict[str, float]:
-    """More and less even experts; 8k tokens, deduplicated."""
-    found = simulate(config_of(preset, ranks, "8k", "dedup", ("static", "ours"), quick, skew=skew))
+def _skewed(found: SimulationRecord) -> dict[str, float]:
+    """Of more or less even experts."""
     return {
         "static_imbalance": round(found["static"].imbalance, 3),
         "speedup_over_static": round(found["ours"].speedup_over_static, 4),
         "share_of_ideal": round(found["ours"].share_of_forced_balance, 4),
     }
-
-
-def _gradients_once(preset: str, ranks: int, quick: bool) -> float:
-    """Exposed transfers at 2k tokens if gradients were added up in the slots, and returned once for each fetch."""
-    execution = {"gradient_return": "transfer"}
-    found = simulate(config_of(preset, ranks, "2k", "dedup", ("static", "ours"), quick, execution=execution))
-    return round(found["ours"].exposed_share, 5)
 
 
 def _parts(found: SimulationRecord, method: str) -> dict[str, float]:

@@ -91,7 +91,7 @@ def test_figures_equal_the_slow_oracle_token_by_token(dispatcher, update_path, n
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
 def test_the_estimate_is_the_expectation_of_independent_picks(ranks_per_node):
     for seed in range(5):
-        _, assignment, home_E, topology, costs = _case(seed, 8, ranks_per_node, top_k=2)
+        _, assignment, home_E, topology, costs = _case(seed, 8, ranks_per_node, top_k=2, dispatcher="dedup")
         pairs_GG = np.zeros((8, 8), np.int64)
         np.add.at(pairs_GG.T, assignment.rank_H, assignment.tokens_HG)
         rows = expected_messages(pairs_GG, 2, ranks_per_node)
@@ -218,7 +218,7 @@ def test_the_estimate_is_near_the_count_on_generated_routes(name):
     home_E = topology.contiguous_home_E(128)
     tokens_HG = step.counts()[0, 0].T.astype(np.int64)
     homes = CellHosts(np.arange(128, dtype=np.int32), home_E.astype(np.int32), tokens_HG, np.zeros(128, bool))
-    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
+    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup")
     exact = price_tokens(homes, home_E, topology, costs, routes=routes)
     estimate = price_cell(homes, home_E, topology, costs)
     assert 0.92 < estimate.cluster_out_G.sum() / exact.cluster_out_G.sum() < 1.005

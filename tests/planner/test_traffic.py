@@ -22,7 +22,7 @@ from tests.costs.token_hosts import CellRoutes, price_tokens
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 
 SMALL = replace(MODELS["qwen3-30b-a3b"], top_k=2, num_experts=8)
-COSTS = CostModel(model=SMALL, hardware=HARDWARE["h100"])
+COSTS = CostModel(model=SMALL, hardware=HARDWARE["h100"], dispatcher="dedup")
 
 
 def _seconds(cell, counts_GE, topology, costs, price=price_cell):
@@ -152,7 +152,7 @@ def test_gains_over_balance_alone(name, least):
     """Eight slots against two, 8k tokens per rank, deduplicated dispatch; also on the tokens as they are."""
     step = _workload(name, 8192).draw(seed=1)
     counts_MLGE = step.counts()
-    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
+    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup")
     few, many = (costs.hardware.topology(counts_MLGE.shape[2], slots) for slots in (2, 8))
     cell = plan(counts_MLGE, few, PlanOptions(slots="shared")).cell(0, 0)
     ids_TK, rank_T = step.routes(0, 0)
@@ -170,7 +170,7 @@ def test_gains_over_balance_alone(name, least):
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3-235b-a22b"])
 def test_small_micro_steps_expose_hardly_anything_and_are_not_slower(name, model):
     counts_GE = _workload(name, 2048).draw(seed=2).counts()[0, 0]
-    costs = CostModel(model=MODELS[model], hardware=HARDWARE["h100"], sequence_tokens=2048)
+    costs = CostModel(model=MODELS[model], hardware=HARDWARE["h100"], dispatcher="dedup", sequence_tokens=2048)
     few, many = (costs.hardware.topology(len(counts_GE), slots) for slots in (2, 8))
     cell = plan(counts_GE[None, None], few, PlanOptions(slots="shared")).cell(0, 0)
     found = replicate_for_traffic(cell, counts_GE, many, costs)
@@ -181,7 +181,7 @@ def test_steps_are_planned_cell_by_cell_on_any_number_of_threads():
     workload = replace(_workload("G16", 2048), num_micro_steps=2, num_layers=3)
     counts_MLGE = workload.draw(seed=2).counts()
     topology = HARDWARE["h100"].topology(16, 4)
-    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
+    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup")
     before = plan(counts_MLGE, topology, PlanOptions(slots="shared"))
     options = PlanOptions(slots="shared", traffic=True, pay_off=False)
     after = plan(counts_MLGE, topology, options, costs=costs)
@@ -203,7 +203,7 @@ def test_slots_that_keep_replicas_are_refused():
 def test_without_reason_a_cell_stays_as_it_is():
     counts_GE = _workload("G16", 2048).draw(seed=2).counts()[0, 0]
     topology = HARDWARE["h100"].topology(16, 8)
-    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
+    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup")
     cell = plan(counts_GE[None, None], topology, PlanOptions(slots="shared")).cell(0, 0)
     assert replicate_for_traffic(cell, counts_GE, topology, costs) is not cell
     # a rearrangement also pays by itself, with fewer padded rows or fewer weights to read: not here
@@ -222,7 +222,7 @@ def test_without_reason_a_cell_stays_as_it_is():
 def test_replicas_whose_transfer_exposes_more_than_they_save_are_declined():
     counts_GE = _workload("G16", 2048).draw(seed=2).counts()[0, 0]
     topology = HARDWARE["h100"].topology(16, 2)
-    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
+    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup")
     cell = plan(counts_GE[None, None], topology, PlanOptions(slots="shared")).cell(0, 0)
     assert len(cell.expert_R) > 4
     assert prune_replicas(cell, counts_GE, topology, costs) is cell  # nothing is exposed

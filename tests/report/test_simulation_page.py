@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
@@ -10,6 +11,7 @@ from foreroute.errors import InputError
 from foreroute.report import (
     compared_methods,
     simulation_finding,
+    simulation_plots,
     simulation_rows,
     simulation_summary,
     write_simulation_page,
@@ -21,6 +23,7 @@ from foreroute.simulate.fit import FitRecord
 from tests.report.simulation_records import TRAINING, config, record, sweeps, timeline, timelines
 
 SHOWN = {
+    "Executed": lambda m: "no" if m.not_executed else "yes",
     "Recompute and update": lambda m: m.training_s,
     "Speedup over static": lambda m: m.speedup_over_static,
     "Of forced balance": lambda m: 100 * m.share_of_forced_balance,
@@ -54,14 +57,16 @@ def text_of(html):
 
 
 def cells_of(html, label):
-    """Numbers of a row of the table by their column, as text; empty cells left out."""
+    """Numbers, yes and no of a row of the table by their column, as text; empty cells left out."""
     (row,) = re.findall(rf'<th scope="row">{re.escape(label)}</th>(.*?)</tr>', html)
     cells = re.findall(r'<td data-label="([^"]+)">([^<]*)</td>', row)
-    return {name: re.match(r"-?[\d.]+", value)[0] for name, value in cells if value}
+    return {name: re.match(r"-?[\d.]+|yes|no", value)[0] for name, value in cells if value}
 
 
 def rounds_to(text, value):
     """Whether a number is printed with all the digits that it shows."""
+    if text in ("yes", "no"):
+        return text == value
     decimals = len(text.partition(".")[2])
     return abs(float(text) - value) <= 0.501 * 10**-decimals
 
@@ -86,6 +91,7 @@ def test_numbers_of_the_table_are_those_of_the_records(full):
         assert rounds_to(cells["Speedup over static"], 17.72 / TRAINING[method.name])
     assert full.count('class="ours"') == 4
     assert cells_of(full, "forced balance")["Of forced balance"] == "100.0"
+    assert [cells_of(full, limit)["Executed"] for limit in ("forced balance", "no plan beats")] == ["no", "no"]
     assert cells_of(full, "no plan beats")["Of the bound"] == "100.0"
 
 
@@ -94,7 +100,7 @@ def test_the_tiles_are_beside_static_and_the_strongest_rival(full):
     rival = min((m for m in found.methods if m.name.startswith("eplb")), key=lambda method: method.training_s)
     times = "\N{MULTIPLICATION SIGN}"
     assert f"of recompute and update 1.34{times} 13.2 s instead of 17.7 s without balancing" in text
-    rival_s = f"{rival.training_s:.1f} s with {rival.label}"
+    rival_s = f"{rival.training_s:.1f} s with {rival.label} (not executed)"
     assert f"speedup over the strongest other method {rival.training_s / 13.21:.2f}{times} {rival_s}" in text
     assert "speed relative to forced balance 99.2 % 73.9 % without balancing" in text
     assert "ideal" not in text
@@ -107,7 +113,7 @@ def test_the_tiles_are_beside_static_and_the_strongest_rival(full):
 
 def test_pictures_show_the_records(full):
     seen = plots(full)
-    assert "static 18.2 s, EPLB, previous step 16.0 s" in seen["The step by method"]
+    assert "static 18.2 s, EPLB, previous step (not executed) 16.0 s" in seen["The step by method"]
     spent = seen["What recompute and update are spent on"]
     assert spent.startswith("static 3.54 s, foreroute 2.65 s, foreroute, 8 slots against traffic 1.97 s, EPLB, per")
     assert seen["Skew of the experts"] == "0.5: 1.21; 1: 1.34; 2: 1.48."
@@ -148,18 +154,22 @@ def test_what_is_missing_is_said(tmp_path):
     ("names", "shown", "finding"),
     [
         (("static",), [], "forced balance would make recompute and update 1.35 times as fast as static; no other"),
-        (("static", "lplb", "laer"), ["laer"], "LAER-style makes recompute and update 1.27 times as fast as static."),
+        (
+            ("static", "lplb", "laer"),
+            ["laer"],
+            "LAER-style (not executed) makes recompute and update 1.27 times as fast as static.",
+        ),
         (
             ("static", "fastermoe"),
             ["fastermoe"],
-            "FasterMoE-style makes recompute and update 1.10 times as fast as static.",
+            "FasterMoE-style (not executed) makes recompute and update 1.10 times as fast as static.",
         ),
         (("static", "ours_traffic"), ["ours_traffic"], "1.81 times as fast as static."),
         (
             ("static", "ours", "lplb"),
             ["ours", "lplb"],
-            "foreroute makes recompute and update 1.34 times as fast as static and 1.13 times as fast as LPLB-style, "
-            "the strongest other method.",
+            "foreroute makes recompute and update 1.34 times as fast as static and 1.13 times as fast as LPLB-style "
+            "(not executed), the strongest other method.",
         ),
     ],
 )
@@ -176,9 +186,9 @@ def test_some_methods_alone(tmp_path, names, shown, finding):
 @pytest.mark.parametrize(
     ("factor", "words"),
     [
-        (0.99, "and 0.99 times as fast as EPLB, per micro-step, the strongest"),
-        (1.0, "and as fast as EPLB, per micro-step, the strongest"),
-        (1.02, "and 1.02 times as fast as EPLB, per micro-step, the strongest"),
+        (0.99, "and 0.99 times as fast as EPLB, per micro-step (not executed), the strongest"),
+        (1.0, "and as fast as EPLB, per micro-step (not executed), the strongest"),
+        (1.02, "and 1.02 times as fast as EPLB, per micro-step (not executed), the strongest"),
     ],
 )
 def test_rivals_are_told_as_they_are(factor, words):
@@ -186,7 +196,39 @@ def test_rivals_are_told_as_they_are(factor, words):
     rival = replace(found["eplb_micro_step"], stages=found["ours"].stages._replace(update=13.21 * (factor - 0.2)))
     found = replace(found, methods=(*found.methods[::2], rival))
     assert words in simulation_finding(found)
-    assert "EPLB, per micro-step fetches 120.4 experts for a cell" in " ".join(simulation_summary(found))
+    assert "EPLB, per micro-step (not executed) fetches 120.4 experts for a cell" in " ".join(simulation_summary(found))
+
+
+def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(tmp_path):
+    found = record(("static", "ours"))
+    missing = ("expert-parallel ranks on several nodes", "pipeline stages")
+    found = replace(found, methods=tuple(replace(method, not_executed=missing) for method in found.methods))
+    assert "Executed in tests" not in simulation_summary(found)[-1]
+    assert ", ".join(missing) in simulation_summary(found)[-1]
+    assert simulation_finding(found).startswith("By the cost model, and not executed, foreroute makes")
+    assert {row.cells["Executed"] for row in simulation_rows(found)} == {"no"}
+    text = text_of(page(tmp_path, found, timelines=timelines()))
+    assert "13.2 s instead of 17.7 s without balancing, not executed" in text
+    assert "All times are modelled, not executed" in text
+    with patch.object(simulation_plots, "card", side_effect=simulation_plots.card) as drawn:
+        page(tmp_path, found, timelines=timelines())
+    assert len(drawn.call_args_list) == 4
+    assert all(call.args[0].x_label.endswith("seconds, modelled, not executed") for call in drawn.call_args_list)
+
+
+def test_points_of_a_sweep_that_no_executor_carries_out_are_named(tmp_path):
+    points = [point for point in sweeps(("static", "ours")) if point.key in ("expert_parallel", "overlap")]
+    wide = points[1].simulation
+    marked = replace(wide, methods=tuple(replace(method, not_executed=("pipeline stages",)) for method in wide.methods))
+    text = text_of(
+        page(tmp_path, record(("static", "ours")), sweeps=[points[0], replace(points[1], simulation=marked)])
+    )
+    assert text.count("Not executed at") == 1
+    assert "every EP size has its own. Not executed at 32." in text
+    assert (
+        "Not executed"
+        not in text_of(page(tmp_path, record(("static", "ours")), sweeps=points[2:])).split("Where the")[1]
+    )
 
 
 def test_a_faster_plan_of_ours_stands_in_the_finding_and_no_other_does():

@@ -43,7 +43,7 @@ def small_config(
     methods=("static", "ours"),
     links=None,
     costs=None,
-    planning_s=0.0,
+    **execution,
 ):
     """Four layers of a small model with top-2 routing, of which two are drawn."""
     values = {
@@ -59,7 +59,7 @@ def small_config(
             "vocabulary": 1000,
         },
         "workload": {"micro_steps": micro_steps, "layers": 2, "groups": groups, "tokens_per_rank": 512},
-        "execution": {"planning_s": planning_s},
+        "execution": {"planning_s": 0.0} | execution,
         "links": links or {},
         "costs": costs or {"dispatcher": "copies"},
     }

@@ -1,13 +1,16 @@
 """What a stage pass fetches, by which path, and what returns: by hand on a tiny step of two nodes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
-from foreroute.plan import Links, Topology
+from foreroute.plan import ExecutionSchedule, Links, PlanOptions, Topology
 from foreroute.plan.step_plan import CellHosts
-from foreroute.simulate.cell_costs import StagePass, fetched_hosts, transfers_of
+from foreroute.planner import plan
+from foreroute.simulate.cell_costs import StagePass, fetched_replicas, transfers_of
 from foreroute.simulate.ep_group import forward_only, layer_parts, one_forward_one_backward
 from foreroute.simulate.methods import PlannedStep
 
@@ -36,9 +39,13 @@ def planned(slots):
 
 def fetched(slots, order):
     found = {}
-    for stage_pass, layer, expert_H, rank_H in fetched_hosts(planned(slots), order):
-        assert rank_H.tolist() == [0] * len(expert_H)
-        found.setdefault((stage_pass.backward, stage_pass.micro_step), []).append((layer, expert_H.tolist()))
+    for stage_pass, layer, fetched_R in fetched_replicas(planned(slots), order):
+        experts = [
+            expert
+            for (expert, _, _), is_fetched in zip(REPLICAS[stage_pass.micro_step], fetched_R, strict=True)
+            if is_fetched
+        ]
+        found.setdefault((stage_pass.backward, stage_pass.micro_step), []).append((layer, experts))
     return found
 
 
@@ -64,22 +71,28 @@ def test_shared_slots_are_filled_in_every_visit():
 @pytest.mark.parametrize(("prefetch", "found_layers"), [(0, [1]), (1, [0, 1])])
 def test_shared_slots_still_hold_the_last_cells_where_the_order_turns(prefetch, found_layers):
     order = one_forward_one_backward(0, 1, 3)
-    moved = transfers_of(planned("shared"), np.arange(2), order, "host", TOPOLOGY, COSTS, prefetch=prefetch)
-    assert (moved.host_KMLG[0, :, :, 0] > 0).all()
+    moved = transfers_of(planned("shared"), np.arange(2), order, "direct", TOPOLOGY, COSTS, prefetch=prefetch)
+    arriving_KML = moved.direct_KMLG4[:, :, :, 0].sum(axis=-1)
+    assert (arriving_KML[0] > 0).all()
     for layer in range(2):
-        assert (moved.host_KMLG[1, :, layer, 0] > 0).all() == (layer not in found_layers)
+        assert (arriving_KML[1, :, layer] > 0).all() == (layer not in found_layers)
+
+
+NEAR_LINK, FAR_LINK = (3, 2 * BYTES / 340e9), (1, 2 * BYTES / 45e9)
 
 
 @pytest.mark.parametrize(
-    ("path", "near", "far"),  # what rank 0 waits for: expert 1 from its node, expert 3 from the other one
+    ("paths", "host_bytes_per_s", "near", "far"),  # what rank 0 waits for: expert 1 of its node, expert 3 of the other
     [
-        ("host", ("host", 2 * BYTES / 50e9), ("host", 2 * BYTES / 50e9)),
-        ("direct", (3, 2 * BYTES / 340e9), (1, 2 * BYTES / 45e9)),
-        ("auto", ("host", 2 * BYTES / 50e9), (1, 2 * BYTES / 45e9)),
+        ("host", 50e9, ("host", 2 * BYTES / 50e9), FAR_LINK),
+        ("direct", 50e9, NEAR_LINK, FAR_LINK),
+        ("auto", 50e9, NEAR_LINK, FAR_LINK),
+        ("auto", 500e9, ("host", 2 * BYTES / 500e9), FAR_LINK),
     ],
 )
-def test_paths_by_hand(path, near, far):
-    moved = transfers_of(planned("layer"), np.arange(2), forward_only(3), path, TOPOLOGY, COSTS, prefetch=1)
+def test_paths_by_hand(paths, host_bytes_per_s, near, far):
+    topology = replace(TOPOLOGY, links=replace(TOPOLOGY.links, host_bytes_per_s=host_bytes_per_s))
+    moved = transfers_of(planned("layer"), np.arange(2), forward_only(3), paths, topology, COSTS, prefetch=1)
     for m, (lane, seconds) in ((0, near), (2, far)):
         host_s, direct_G4 = moved.host_KMLG[0, m, 0, 0], moved.direct_KMLG4[0, m, 0]
         if lane == "host":
@@ -90,19 +103,39 @@ def test_paths_by_hand(path, near, far):
     assert not moved.gradient_MLG4.any()
 
 
-def test_gradients_return_in_every_micro_step_or_once_for_each_fetch():
+@pytest.mark.parametrize("paths", ["auto", "host", "direct"])
+def test_replicas_take_the_paths_of_the_executors_schedule(paths):
+    links = Links(50e9, 45e9, 50e9, 20e-6, 50e-6)  # the node's link is as fast as host memory: moves go both ways
+    topology, rng = Topology(8, 4, 3, links), np.random.default_rng(3)
+    counts = rng.multinomial(2000, rng.dirichlet(np.full(32, 0.1), (2, 3, 1)), (2, 3, 8)).astype(np.int32)
+    found = plan(counts, topology, PlanOptions(slots="shared"))
+    assert found.num_replicas_ML.min() > 4
+    step = PlannedStep(
+        [CellHosts.of(found.cell(*c), counts[c]) for c in np.ndindex(2, 3)],
+        found.home_LE.astype(np.int64), found.home_moves, "shared", 0.0,
+    )  # fmt: skip
+    moved = transfers_of(step, np.arange(3), forward_only(2), paths, topology, COSTS, prefetch=1)
+    num_bytes = COSTS.model.expert_bytes
+    by_host = np.rint(moved.host_KMLG[0] * links.host_bytes_per_s / num_bytes).astype(int)
+    executed, served, near = np.zeros_like(by_host), np.zeros_like(by_host), np.zeros_like(by_host)
+    for rank in range(8):
+        schedule = ExecutionSchedule(found, counts, rank, expert_bytes_L=[int(num_bytes)] * 3, paths=paths)
+        for c in np.ndindex(2, 3):
+            moves = schedule.cell(*c).served
+            executed[(*c, rank)], served[(*c, rank)] = moves["by_host"].sum(), len(moves)
+            near[(*c, rank)] = (moves["peer"] // 4 == rank // 4).sum()
+    assert np.array_equal(by_host, executed)
+    assert 0 < executed.sum() < near.sum() if paths == "auto" else executed.sum() == near.sum() * (paths == "host")
+    arriving = moved.direct_KMLG4[0][..., [1, 3]] / num_bytes * [links.cluster_bytes_per_s, links.node_bytes_per_s]
+    assert np.array_equal(np.rint(arriving.sum(axis=-1)).astype(int), served - executed)
+
+
+def test_gradients_return_in_every_micro_step():
     order = one_forward_one_backward(0, 1, 3)
-    every, once = (
-        transfers_of(
-            planned("layer"), np.arange(2), order, "host", TOPOLOGY, COSTS, prefetch=1, every_micro_step=each
-        ).gradient_MLG4[:, 0]
-        for each in (True, False)
-    )
+    found = transfers_of(planned("layer"), np.arange(2), order, "host", TOPOLOGY, COSTS, prefetch=1).gradient_MLG4[:, 0]
     near_s, far_s = 4 * BYTES / 340e9, 4 * BYTES / 45e9
-    assert every[:, 0, 2] == pytest.approx([near_s, near_s, 0])
-    assert every[:, 0, 0] == pytest.approx([0, 0, far_s])
-    assert once[:, 0, 2] == pytest.approx([near_s, 0, 0])
-    assert once[:, 0, 0] == pytest.approx([0, 0, far_s])
+    assert found[:, 0, 2] == pytest.approx([near_s, near_s, 0])
+    assert found[:, 0, 0] == pytest.approx([0, 0, far_s])
 
 
 def test_schedules():

@@ -57,7 +57,7 @@ def test_homes_move_with_their_state_over_the_busiest_link():
     assert move_seconds(moves[:0], 1.0, topology, costs) == 0
 
 
-def test_host_memory_is_filled_over_the_slower_of_its_links():
-    experts = 48 * 128 * EXPERT * 2
-    assert publish_seconds(*described(8)[1:]) == pytest.approx(experts / 8 / 50e9)
-    assert publish_seconds(*described(64)[1:]) == pytest.approx(experts * 7 / 8 / 8 / 45e9)
+def test_every_rank_publishes_its_own_experts():
+    assert publish_seconds(*described(8)) == pytest.approx(48 * 16 * EXPERT * 2 / 50e9)
+    assert publish_seconds(*described(64)) == pytest.approx(48 * 2 * EXPERT * 2 / 50e9)
+    assert publish_seconds(*described(8, pipeline=2)) == pytest.approx(24 * 16 * EXPERT * 2 / 50e9)

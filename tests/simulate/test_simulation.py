@@ -79,7 +79,7 @@ def test_one_hot_expert_costs_what_its_rank_costs():
 
 def test_bound_by_transfers_a_recompute_takes_what_its_copies_take():
     """Every cell fetches one replica into rank 0, over a host link so slow that all else is hidden behind it."""
-    config = small_config(links={"host_bytes_per_s": 1e6}, methods=["ours"])
+    config = small_config(links={"host_bytes_per_s": 1e6}, methods=["ours"], paths="host")
     cluster = config.described()
     step = next(iter(group_steps(config, cluster.topology, cluster.costs.model)))
     planned = all_at_home(step.problem)
@@ -184,11 +184,13 @@ def test_forced_balance_keeps_what_every_source_sends_and_levels_every_expert():
 
 
 def test_plans_are_waited_for_block_by_block():
-    ready_M = plan_ready(6, 0.6, 0.05)
-    assert ready_M == pytest.approx([0.05, 0.15, 0.35, 0.35, 0.55, 0.55])
-    config = small_config(planning_s=1e3)
-    found = simulate(config)["ours"]
+    assert plan_ready(6, 0.6, 0.05, early=True) == pytest.approx([0.05, 0.15, 0.35, 0.35, 0.55, 0.55])
+    assert plan_ready(6, 0.6, 0.05, early=False) == pytest.approx([0.55] * 6)
+    found = simulate(small_config(planning_s=1e3, early_cells=True))["ours"]
     hidden = simulate(small_config(planning_s=0.0))["ours"]
+    waited = simulate(small_config(planning_s=1e3))["ours"]
+    assert waited.stages.planning == pytest.approx(1e3)
+    assert waited.training_s == pytest.approx(hidden.training_s)
     assert hidden.stages.planning == 0
     assert found.training_s == pytest.approx(hidden.training_s)
     # the last block comes when the planner has ended; from then on its micro-steps run

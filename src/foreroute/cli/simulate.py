@@ -174,10 +174,11 @@ def _table(rows: Sequence[TableRow]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left")
     table.add_column("", max_width=26)
     columns = {
+        "exe-\ncuted": "Executed",
         "recompute\nand\nupdate": "Recompute and update",
         "speedup\nover\nstatic": "Speedup over static",
-        "speed, of\nforced\nbalance": "Of forced balance",
-        "slowest\nrank\nover mean": "Slowest rank over mean",
+        "of\nforced\nbalance": "Of forced balance",
+        "slowest\nrank,\nof mean": "Slowest rank over mean",
         "planning\ntime": "Planning time",
         "GPU-hours\nsaved": "GPU-hours saved",
     }

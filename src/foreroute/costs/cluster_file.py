@@ -14,7 +14,7 @@
     preset = "qwen3-30b-a3b"
 
     [costs]
-    dispatcher = "dedup"
+    dispatcher = "copies"
 
 Keys are the attributes of `Topology`, `Hardware`, `Links`, `ModelShape` and `CostModel`. What a preset says can be
 overridden key by key; without a preset every key is needed that has no default.

@@ -186,7 +186,7 @@ class CostModel:
 
     model: ModelShape
     hardware: Hardware
-    dispatcher: Dispatcher = "dedup"
+    dispatcher: Dispatcher = "copies"
     update_path: FetchPath = "host"
     sequence_tokens: float = 4096.0
 

@@ -51,6 +51,7 @@ def write_simulation_page(
 
 
 COLUMNS: dict[str, Callable[[MethodRecord], str]] = {
+    "Executed": lambda method: "no" if method.not_executed else "yes",
     "Recompute and update": lambda method: step_time(method.training_s),
     "Speedup over static": lambda method: times(method.speedup_over_static),
     "Of forced balance": lambda method: percentage(method.share_of_forced_balance),
@@ -87,6 +88,7 @@ def simulation_rows(record: SimulationRecord) -> list[TableRow]:
     ]
     for label, seconds in (("forced balance", forced_balance_s), ("no plan beats", bound_s)):
         cells = dict.fromkeys(COLUMNS, "") | {
+            "Executed": "no",
             "Recompute and update": step_time(seconds),
             "Speedup over static": times(static_s / seconds),
             "Of forced balance": percentage(forced_balance_s / seconds),
@@ -99,19 +101,20 @@ def simulation_rows(record: SimulationRecord) -> list[TableRow]:
 def simulation_finding(record: SimulationRecord) -> str:
     """What the methods are worth beside static and the strongest of the others, in one sentence."""
     static, main, rival = record["static"], headline(record), strongest_rival(record)
+    by = "By the cost model" + (", and not executed" if static.not_executed else "")
     if main.name == "static":
         return (
-            f"By the cost model, forced balance would make recompute and update "
+            f"{by}, forced balance would make recompute and update "
             f"{as_fast(static.training_s, record.forced_balance_s)} static; no other method was simulated."
         )
     worth = f"{as_fast(static.training_s, main.training_s)} static"
     best = _fastest([method for method in record.methods if is_ours(method.name)] or [main])
     if rival is not None:
-        worth += f" and {as_fast(rival.training_s, main.training_s)} {rival.label}, the strongest other method"
+        worth += f" and {as_fast(rival.training_s, main.training_s)} {named(rival, record)}, the strongest other method"
     if main.training_s > AS_FAST * best.training_s:
         against = rival or main
-        worth += f"; {best.label} is {as_fast(against.training_s, best.training_s)} {against.label}"
-    return f"By the cost model, {main.label} makes recompute and update {worth}."
+        worth += f"; {named(best, record)} is {as_fast(against.training_s, best.training_s)} {against.label}"
+    return f"{by}, {named(main, record)} makes recompute and update {worth}."
 
 
 def simulation_summary(record: SimulationRecord) -> list[str]:
@@ -122,19 +125,46 @@ def simulation_summary(record: SimulationRecord) -> list[str]:
         f"{step_time(record.bound_s)}."
     )
     if main.name == "static":
-        return [f"Recompute and update take {step_time(static.training_s)} without balancing. {limits}"]
+        return [
+            f"Recompute and update take {step_time(static.training_s)} without balancing. {limits}",
+            _executed(record),
+        ]
     moves = [
-        f"{method.label} fetches {method.fetches_per_cell:.1f} experts for a cell, and its whole step takes "
+        f"{named(method, record)} fetches {method.fetches_per_cell:.1f} experts for a cell, and its whole step takes "
         f"{step_time(method.step_s)}, planning and home moves included."
         for method in compared_methods(record)
     ]
     return [
         f"Recompute and update take {step_time(static.training_s)} without balancing and "
-        f"{step_time(main.training_s)} with {main.label}. {limits}",
+        f"{step_time(main.training_s)} with {named(main, record)}. {limits}",
         " ".join(moves),
-        f"Planning takes {duration(main.planning_s)} with {main.label}, and the recompute waits "
+        f"Planning takes {duration(main.planning_s)} with {named(main, record)}, and the recompute waits "
         f"{duration(main.stages.planning)} for it.",
+        _executed(record),
     ]
+
+
+def named(method: MethodRecord | Timeline, record: SimulationRecord) -> str:
+    """The label, marked where no executor carries the method out. Where none carries out static, `modelled` says so."""
+    is_marked = method.not_executed and not record["static"].not_executed
+    return f"{method.label} (not executed)" if is_marked else method.label
+
+
+def modelled(record: SimulationRecord) -> str:
+    """What all seconds are, for axes."""
+    return "modelled, not executed" if record["static"].not_executed else "modelled"
+
+
+def _executed(record: SimulationRecord) -> str:
+    """Which methods no executor carries out, and why."""
+    if missing := record["static"].not_executed:
+        return f"No executor carries out any of it: it takes {', '.join(missing)}."
+    reasons: dict[tuple[str, ...], list[str]] = {}
+    for method in record.methods:
+        reasons.setdefault(method.not_executed, []).append(method.label)
+    executed = "; ".join(reasons.pop(()))
+    rest = [f"{'; '.join(labels)} would take {', '.join(missing)}" for missing, labels in reasons.items()]
+    return f"Executed in tests on CPU processes: {executed}. Not executed: {'. '.join([*rest, 'Nor are the limits'])}."
 
 
 def headline(record: SimulationRecord) -> MethodRecord:
@@ -201,7 +231,7 @@ def _values(
         "sentences": simulation_summary(record),
         "facts": record.facts | {"step": _step(record)},
         "plots": [
-            *simulation_plots.timelines(timelines),
+            *simulation_plots.timelines(timelines, record),
             simulation_plots.by_stage(record),
             simulation_plots.by_part(record),
         ],
@@ -210,7 +240,8 @@ def _values(
         "columns": list(COLUMNS),
         "rows": simulation_rows(record),
         "fit": None if fit is None else (fit_summary(fit[0]), fit_rows(*fit)),
-        "publish": step_time(record.publish_s),
+        "modelled": modelled(record),
+        "early": config.execution.early_cells,
         "rollout": step_time(record.rollout_s) if record.rollout_s else "",
         "planning": "configured" if config.execution.planning_s is not None else "measured",
         "config": flattened(config.model_dump()),
@@ -220,9 +251,11 @@ def _values(
 def _tiles(record: SimulationRecord) -> list[Tile]:
     static, main, rival = record["static"], headline(record), strongest_rival(record)
     seconds = f"{step_time(main.training_s)} instead of {step_time(static.training_s)} without balancing"
+    if main.not_executed:
+        seconds += ", not executed"
     tiles = [("speedup over static, of recompute and update", times(main.speedup_over_static), seconds)]
     if rival is not None:
-        seconds = f"{step_time(rival.training_s)} with {rival.label}"
+        seconds = f"{step_time(rival.training_s)} with {named(rival, record)}"
         tiles.append(("speedup over the strongest other method", times(rival.training_s / main.training_s), seconds))
     hours = f"{1000 * main.gpu_hours_saved:,.3g} of {1000 * static.gpu_hours:,.3g} in 1000 steps"
     forced, rank = percentage(static.share_of_forced_balance), over_mean(static.imbalance)

@@ -21,7 +21,7 @@ from foreroute.report.figure import (
     top_down,
 )
 from foreroute.report.format import step_time
-from foreroute.report.simulation import compared_methods
+from foreroute.report.simulation import compared_methods, modelled, named
 
 if TYPE_CHECKING:
     from foreroute.simulate import SimulationRecord, Timeline
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 STAGE_COLOURS = {
     "planning": PART_COLOURS["waiting for the plan"],
     "home moves": "#EEDD88",
+    "publishing": "#BBCC33",
     "recompute": "#C9D3DE",
     "update": "#9AA9B8",
     "reduction": "#FFAABB",
@@ -60,10 +61,10 @@ def by_stage(record: SimulationRecord) -> Plot:
         title="The step by method",
         sentence="From the end of the rollout to new weights, stage after stage. Planning is only what the recompute "
         f"waits for. The line is the same step under forced balance, {step_time(forced_balance_s)}.",
-        x_label="seconds, modelled",
+        x_label=f"seconds, {modelled(record)}",
         y_label="",
     )
-    bars = [(method.label, tuple(method.stages)) for method in record.methods]
+    bars = [(named(method, record), tuple(method.stages)) for method in record.methods]
     return _stacked(caption, bars, STAGES, STAGE_COLOURS, height=_height(len(bars)), line=forced_balance_s)
 
 
@@ -76,12 +77,12 @@ def by_part(record: SimulationRecord) -> Plot:
         sentence="Of the slowest expert-parallel group, in its last pipeline stage. All-to-alls and experts last as "
         "long as their slowest rank; exposed transfers are waits for weights and gradients that move. "
         "Waiting for the plan delays the recompute and counts as planning elsewhere.",
-        x_label="seconds, modelled",
+        x_label=f"seconds, {modelled(record)}",
         y_label="",
     )
     methods = (record["static"], *compared_methods(record))
     bars = [
-        (method.label, [parts[part] for part in PARTS])
+        (named(method, record), [parts[part] for part in PARTS])
         for stage in ("recompute", "update")
         for method in methods
         for parts in [method.recompute_parts if stage == "recompute" else method.update_parts]
@@ -90,7 +91,7 @@ def by_part(record: SimulationRecord) -> Plot:
     return _stacked(caption, bars, PARTS, PART_COLOURS, groups=groups, height=_height(len(record.methods)))
 
 
-def timelines(found: Sequence[Timeline]) -> list[Plot]:
+def timelines(found: Sequence[Timeline], record: SimulationRecord) -> list[Plot]:
     """Cards that can be laid side by side: the same ranks, the same layers, the same scale of time.
 
     The first and the last layer of a timeline are left out where there are more than three: what is fetched for the
@@ -100,7 +101,7 @@ def timelines(found: Sequence[Timeline]) -> list[Plot]:
         return []
     ranks = _ranks(found[0])
     longest_s = max(end - begin for begin, end in map(_window, found))
-    return [_timeline_card(one, ranks, longest_s) for one in found]
+    return [_timeline_card(one, record, ranks, longest_s) for one in found]
 
 
 def _height(num_bars: int) -> float:
@@ -149,16 +150,16 @@ def _stacked(
     return card(caption, axes, said, keys)
 
 
-def _timeline_card(found: Timeline, ranks: list[int], longest_s: float) -> Plot:
+def _timeline_card(found: Timeline, record: SimulationRecord, ranks: list[int], longest_s: float) -> Plot:
     from foreroute.simulate.timelines import RESOURCES
 
     layers, (begin_s, end_s) = _layers(found), _window(found)
     caption = Caption(
-        title=f"Timeline: {found.label}",
+        title=f"Timeline: {named(found, record)}",
         sentence=f"Layers {layers[0]} to {layers[-1]} in micro-step {found.micro_step} of the {found.stage}, on "
         f"{_which(found, ranks)}. All ranks meet at every dispatch and combine, so white in a compute lane is a rank "
         "that waits for a slower one.",
-        x_label="milliseconds, modelled",
+        x_label=f"milliseconds, {modelled(record)}",
         y_label="",
     )
     spans = [span for span in found.spans if span.rank in ranks and span.end_s > begin_s and span.begin_s < end_s]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreroute.report.figure import FORCED, GREY, PLANNED, PLANNED_OTHERWISE, RIVAL, Caption, Key, Plot, card, new_axes
 from foreroute.report.format import duration
-from foreroute.report.simulation import compared_methods, headline, is_ours
+from foreroute.report.simulation import compared_methods, headline, is_ours, named
 
 if TYPE_CHECKING:
     from foreroute.simulate import SimulateConfig, SimulationRecord, SweepRecord
@@ -53,14 +53,14 @@ def _card(
 ) -> Plot:
     title, x_label = WORDS[key]
     configured, waits = _configured(key, record, config), key == "planning_s"
+    known = {point.value: point.simulation for point in points}
+    places = sorted(({configured: record} | known).items())
     caption = Caption(
         title=title,
-        sentence=_said(key, configured, config) + NOTES.get(key, ""),
+        sentence=_said(key, configured, config) + NOTES.get(key, "") + _marked(places, headline(record).name),
         x_label=x_label,
         y_label="recompute waits, s" if waits else "speedup over static",
     )
-    known = {point.value: point.simulation for point in points}
-    places = sorted(({configured: record} | known).items())
     axes = new_axes(SMALL_INCHES)
     x = [value for value, _ in places]
     if not waits:
@@ -95,8 +95,8 @@ def _short(value: float) -> str:
 
 def legend(record: SimulationRecord) -> list[Key]:
     """What the lines and points of all cards are."""
-    named = [Key(record[name].label, colour) for name, colour in _colours(record).items()]
-    return [*named, Key("forced balance", FORCED, "6 3")]
+    methods = [Key(named(record[name], record), colour) for name, colour in _colours(record).items()]
+    return [*methods, Key("forced balance", FORCED, "6 3")]
 
 
 def _colours(record: SimulationRecord) -> dict[str, str]:
@@ -119,6 +119,14 @@ def _said(key: str, configured: float, config: SimulateConfig) -> str:
     if key == "planning_s" and config.execution.planning_s is None:
         return f"Measured here: {duration(configured)}."
     return f"As configured: {configured:,.4g}."
+
+
+def _marked(places: list[tuple[float, SimulationRecord]], method: str) -> str:
+    """At which values no executor carries the method out."""
+    values = [_short(value) for value, one in places if one[method].not_executed]
+    if len(values) == len(places):
+        return " Not executed."
+    return f" Not executed at {', '.join(values)}." if values else ""
 
 
 def _configured(key: str, record: SimulationRecord, config: SimulateConfig) -> float:

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs import pricing
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
+from foreroute.plan.schedule import PATHS, PathChoice
 from foreroute.plan.topology import Topology
 from foreroute.simulate.methods import PlannedStep
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-TransferPath = Literal["host", "direct", "auto"]
 
 
 class Compute(NamedTuple):
@@ -107,12 +107,11 @@ def transfers_of(
     planned: PlannedStep,
     layers: NDArray[np.integer],
     order: Sequence[StagePass],
-    path: TransferPath,
+    paths: PathChoice,
     topology: Topology,
     costs: CostModel,
     *,
     prefetch: int,
-    every_micro_step: bool = True,
 ) -> Transfers:
     """Price what moves when a pipeline stage goes through its cells in this order.
 
@@ -120,29 +119,28 @@ def transfers_of(
         planned: who serves what.
         layers: which planned layer stands for each layer of the pipeline stage.
         order: of stage passes.
-        path: of weights. "host": every node's host memory holds all experts. "direct": from the home rank. "auto": host
-            memory where the home is in the same node, else direct.
+        paths: of weights, as the executor takes them.
         topology: ranks and links.
         costs: the cost model.
         prefetch: cells that are fetched ahead; slots that layers share are there once more than so often.
-        every_micro_step: whether a replica returns its gradients in each micro-step, or once for each fetch.
     """
     prices, ranks = costs.prices(topology), topology.num_ranks
     num_micro_steps, num_layers = _shape(planned)
     shape = (2, num_micro_steps, num_layers, ranks)
     host_KMLG, direct_KMLG4 = np.zeros(shape), np.zeros((*shape, 4))
     gradient_MLG4 = np.zeros((*shape[1:], 4))
-    for stage_pass, layer, expert_H, rank_H in fetched_hosts(planned, order):
-        home_E = planned.home_LE[layer]
-        near_H = _near(expert_H, rank_H, home_E, path, topology)
+    for stage_pass, layer, fetched_R in fetched_replicas(planned, order):
+        home_E, (expert_R, rank_R, _) = planned.home_LE[layer], _replicas(planned, stage_pass.micro_step, layer)
+        by_host_R = _by_host(home_E[expert_R], rank_R, paths, topology, costs)
         place = (int(stage_pass.backward), stage_pass.micro_step, layer)
-        host_KMLG[place] = pricing.transfer_seconds(expert_H, rank_H, near_H, home_E, ranks, prices)[0]
-        direct_KMLG4[place] = pricing.transfer_seconds(expert_H, rank_H, ~near_H, home_E, ranks, prices)[1]
+        for moved, of_path, chosen_R in ((host_KMLG, 0, by_host_R), (direct_KMLG4, 1, ~by_host_R)):
+            each = pricing.transfer_seconds(expert_R, rank_R, fetched_R & chosen_R, home_E, ranks, prices)
+            moved[place] = each[of_path]
     if any(stage_pass.backward for stage_pass in order):
         for m, layer in np.ndindex(num_micro_steps, num_layers):
-            expert_H, rank_H = _away(planned, m, layer, fetched=not every_micro_step)
-            all_H, home_E = np.ones(len(expert_H), np.bool_), planned.home_LE[layer]
-            gradient_MLG4[m, layer] = pricing.transfer_seconds(expert_H, rank_H, all_H, home_E, ranks, prices)[2]
+            (expert_R, rank_R, _), home_E = _replicas(planned, m, layer), planned.home_LE[layer]
+            all_R = np.ones(len(expert_R), np.bool_)
+            gradient_MLG4[m, layer] = pricing.transfer_seconds(expert_R, rank_R, all_R, home_E, ranks, prices)[2]
     host_KMLG, direct_KMLG4 = host_KMLG[:, :, layers], direct_KMLG4[:, :, layers]
     # Shared slots hold the last prefetch + 1 cells, which a backward pass begins with when it follows its forward pass.
     found = max(len(layers) - prefetch - 1, 0)
@@ -158,8 +156,10 @@ def without_cost(transfers: Transfers) -> Transfers:
     return Transfers(*map(np.zeros_like, transfers))
 
 
-def fetched_hosts(planned: PlannedStep, order: Sequence[StagePass]) -> Iterator[tuple[StagePass, int, Ints, Ints]]:
-    """Go through everything that is fetched, cell by cell: stage pass, layer, experts and ranks.
+def fetched_replicas(
+    planned: PlannedStep, order: Sequence[StagePass]
+) -> Iterator[tuple[StagePass, int, NDArray[np.bool_]]]:
+    """Go through everything that is fetched, cell by cell: stage pass, layer, and bool [R] of the cell's replicas.
 
     Slots of a layer hold what the plan left there as long as micro-steps come in the order in which it was made. Where
     a pipeline schedule goes back to an earlier micro-step, they hold what the last pass served. Slots that
@@ -171,15 +171,14 @@ def fetched_hosts(planned: PlannedStep, order: Sequence[StagePass]) -> Iterator[
         for layer in range(len(planned.home_LE)):
             if planned.slots == "layer" and turns_back(stage_pass, last):
                 continue
+            expert_R, rank_R, fetched_R = _replicas(planned, stage_pass.micro_step, layer)
             if planned.slots == "shared":
-                found = _away(planned, stage_pass.micro_step, layer)
-            elif in_order:
-                found = _away(planned, stage_pass.micro_step, layer, fetched=True)
-            else:
+                fetched_R = np.ones(len(expert_R), np.bool_)
+            elif not in_order:
                 assert last is not None, "the first stage pass is in order"
-                found = _missing(_away(planned, stage_pass.micro_step, layer), _away(planned, last.micro_step, layer))
-            if len(found[0]):
-                yield stage_pass, layer, *found
+                fetched_R = _missing((expert_R, rank_R), _replicas(planned, last.micro_step, layer)[:2])
+            if fetched_R.any():
+                yield stage_pass, layer, fetched_R
         last = stage_pass
 
 
@@ -194,34 +193,27 @@ def _shape(planned: PlannedStep) -> tuple[int, int]:
     return len(planned.assignments) // num_layers, num_layers
 
 
-def _away(planned: PlannedStep, micro_step: int, layer: int, *, fetched: bool = False) -> tuple[Ints, Ints]:
-    """Expert and rank of the hosts of a cell that are no homes; on request those that the plan fetches alone.
-
-    A rank always has the weights of its homes.
-    """
+def _replicas(planned: PlannedStep, micro_step: int, layer: int) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    """Of the hosts of a cell that are no homes: expert, rank, and whether the plan fetches them. All are [R]."""
     one = planned.assignments[micro_step * len(planned.home_LE) + layer]
-    chosen_H = planned.home_LE[layer, one.expert_H] != one.rank_H
-    if fetched:
-        chosen_H &= one.fetched_H
-    return one.expert_H[chosen_H].astype(np.int64), one.rank_H[chosen_H].astype(np.int64)
+    away_H = planned.home_LE[layer, one.expert_H] != one.rank_H
+    return one.expert_H[away_H].astype(np.int64), one.rank_H[away_H].astype(np.int64), one.fetched_H[away_H]
 
 
-def _missing(wanted: tuple[Ints, Ints], held: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
-    """The wanted hosts, as expert and rank, that are not held."""
-    more_than_ranks = 1 + max(int(rank_H.max(initial=0)) for _, rank_H in (wanted, held))
-    keys = [expert_H * more_than_ranks + rank_H for expert_H, rank_H in (wanted, held)]
-    missing_H = ~np.isin(keys[0], keys[1])
-    return wanted[0][missing_H], wanted[1][missing_H]
+def _missing(wanted: tuple[Ints, Ints], held: tuple[Ints, Ints]) -> NDArray[np.bool_]:
+    """Which of the wanted replicas, given as expert and rank, are not held."""
+    more_than_ranks = 1 + max(int(rank_R.max(initial=0)) for _, rank_R in (wanted, held))
+    keys = [expert_R * more_than_ranks + rank_R for expert_R, rank_R in (wanted, held)]
+    return ~np.isin(keys[0], keys[1])
 
 
-def _near(
-    expert_H: NDArray[np.int64],
-    rank_H: NDArray[np.int64],
-    home_E: NDArray[np.int64],
-    path: TransferPath,
-    topology: Topology,
+def _by_host(
+    source_R: Ints, target_R: Ints, paths: PathChoice, topology: Topology, costs: CostModel
 ) -> NDArray[np.bool_]:
-    if path == "auto":
-        near: NDArray[np.bool_] = topology.node_G[rank_H] == topology.node_G[home_E[expert_H]]
-        return near
-    return np.full(len(expert_H), path == "host")
+    """Which replicas of a cell come through host memory, by the executor's own choice."""
+    from foreroute.plan.schedule_kernels import Rates, choose_host
+
+    by_host_R = np.empty(len(source_R), np.bool_)
+    rates = Rates(topology.ranks_per_node, **vars(topology.links))
+    choose_host(source_R, target_R, round(costs.model.expert_bytes), PATHS[paths], rates, by_host_R)
+    return by_host_R

@@ -20,15 +20,16 @@ every key, its size, and every point of its sweep.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
 from foreroute.costs.cluster_file import Cluster, parse_cluster
 from foreroute.errors import ConfigError
 from foreroute.files.config_file import MOST_SECONDS, Count, Natural, Ranks, Section, Slots, Tokens, checked, read_toml
+from foreroute.plan.capabilities import EXECUTES, Ability
+from foreroute.plan.schedule import PathChoice
 from foreroute.planner.methods import METHODS
-from foreroute.simulate.cell_costs import TransferPath
 from foreroute.simulate.methods import check_methods
 from foreroute.simulate.steps import MOST_WORK, Size, drawn_size
 from foreroute.simulate.workload import WORKLOADS
@@ -185,14 +186,10 @@ class WorkloadConfig(Section):
 
 
 class ExecutionConfig(Section):
-    """How the cluster executes."""
+    """How the cluster executes; by default as the Hugging Face executor does."""
 
-    recompute_path: TransferPath = "host"
-    """Replicas from host memory, peer to peer, or by where the home is (auto)."""
-    update_path: TransferPath = "host"
-    """The same in the update."""
-    gradient_return: Literal["micro-step", "transfer"] = "micro-step"
-    """Replicas' gradients return after each micro-step, or once per fetch of weights."""
+    paths: PathChoice = "auto"
+    """Replicas come from the node's host memory, peer to peer, or by the faster."""
     prefetch: Natural = 1
     """Cells that are fetched ahead."""
     overlap: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -205,8 +202,8 @@ class ExecutionConfig(Section):
     """Between the end of the rollout and the recompute."""
     rollout_s: Seconds = 0.0
     """Of the rollout, added to whole steps."""
-    home_moves_hidden: bool = False
-    """Homes move beside the rollout."""
+    early_cells: bool = Ability.EARLY_CELLS in EXECUTES["hf"]
+    """First micro-steps begin while others are planned; or all wait for the plan."""
 
 
 class SweepConfig(Section):

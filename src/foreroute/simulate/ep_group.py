@@ -16,7 +16,6 @@ from foreroute.planner.plan_step import block_ends
 from foreroute.simulate.cell_costs import (
     Compute,
     StagePass,
-    TransferPath,
     Transfers,
     compute_of,
     transfers_of,
@@ -59,18 +58,17 @@ class EPGroup:
         parts = layer_parts(len(layers), config.cluster.pipeline)
         execution = config.execution
 
-        def transfers(orders: list[list[StagePass]], path: TransferPath) -> Transfers:
+        def transfers(orders: list[list[StagePass]]) -> Transfers:
             return _joined(
                 [
                     transfers_of(
                         planned,
                         layers[part.start : part.stop],
                         order,
-                        path,
+                        execution.paths,
                         topology,
                         costs,
                         prefetch=execution.prefetch,
-                        every_micro_step=execution.gradient_return == "micro-step",
                     )
                     for order, part in zip(orders, parts, strict=True)
                 ]
@@ -78,8 +76,8 @@ class EPGroup:
 
         return cls(
             compute,
-            transfers([forward_only(num_micro_steps)] * len(parts), execution.recompute_path),
-            transfers(update_orders(len(parts), num_micro_steps), execution.update_path),
+            transfers([forward_only(num_micro_steps)] * len(parts)),
+            transfers(update_orders(len(parts), num_micro_steps)),
             rules_of(config, topology, planned.slots),
             parts,
         )
@@ -129,19 +127,18 @@ def rules_of(config: SimulateConfig, topology: Topology, slots: SlotUse) -> Rule
     )
 
 
-def plan_ready(num_micro_steps: int, planning_s: float, lead_s: float) -> NDArray[np.float64]:
+def plan_ready(num_micro_steps: int, planning_s: float, lead_s: float, *, early: bool) -> NDArray[np.float64]:
     """float64 [M], seconds from the start of the recompute until the plan of each micro-step is there.
-
-    The planner hands over whole blocks of micro-steps: the first alone, then as many as before them, up to the longest
-    block. It takes as long for one micro-step as for another.
 
     Args:
         num_micro_steps: M.
-        planning_s: of the whole step.
+        planning_s: of the whole step; as long for one micro-step as for another.
         lead_s: by which it begins before the recompute.
+        early: whether whole blocks of micro-steps are handed over: the first alone, then as many as before them, up to
+            the longest block. Otherwise all come when the last is planned.
     """
-    ready_M = np.empty(num_micro_steps)
-    for begin, end in pairwise([0, *block_ends(num_micro_steps)]):
+    ready_M = np.full(num_micro_steps, planning_s)
+    for begin, end in pairwise([0, *block_ends(num_micro_steps)] if early else ()):
         ready_M[begin:end] = end / num_micro_steps * planning_s
     return np.maximum(ready_M - lead_s, 0.0)
 

@@ -1,19 +1,24 @@
-"""What the simulator is given of each method: the assignments of a whole step, and what moved before it."""
+"""What the simulator is given of each method: the assignments of a step, what moved before it, and who executes it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
+from foreroute.plan.capabilities import Ability, lacking
 from foreroute.plan.options import SlotUse
 from foreroute.plan.step_plan import CellHosts
 from foreroute.planner.balancers import BALANCERS, Balancer, BalancerInput
 from foreroute.planner.methods import METHODS, Ours, run_method
+
+if TYPE_CHECKING:
+    from foreroute.simulate.config import SimulateConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +55,33 @@ def plan_with(method: Balancer | Ours, problem: BalancerInput, costs: CostModel)
     run = run_method(method, problem, costs)
     assignments = list(run.cells)
     return PlannedStep(assignments, run.home_LE, run.home_moves, run.slots, run.planning_s)
+
+
+def not_executed(method: Balancer | Ours, config: SimulateConfig) -> tuple[str, ...]:
+    """What no executor carries out of a step that this method serves, in words; empty where one does all of it."""
+    cluster, execution, described = config.cluster, config.execution, config.described()
+    dedup = described.costs.dispatcher == "dedup"
+    needs = {Ability.KNOWN_COUNTS, Ability.DEDUPLICATED_DISPATCH if dedup else Ability.COPIED_DISPATCH}
+    asked = {
+        Ability.NODES: described.topology.num_nodes > 1,
+        Ability.EXPERT_DATA_PARALLEL: cluster.groups > 1,
+        Ability.PIPELINE: cluster.pipeline > 1,
+        Ability.OVERLAP: execution.overlap > 0,
+    }
+    if isinstance(method, Ours):
+        asked |= {
+            Ability.REPLICAS: True,
+            Ability.LAYER_SLOTS: method.options.slots == "layer",
+            Ability.SHARED_SLOTS: method.options.slots == "shared",
+            Ability.HOME_MOVES: method.options.home_moves != 0,
+            Ability.HOST_PATH: execution.paths != "direct",
+            Ability.DIRECT_PATH: execution.paths != "host",
+            Ability.PREFETCH: execution.prefetch > 0,
+            Ability.EARLY_CELLS: execution.early_cells,
+        }
+    elif method is not METHODS["static"]:
+        asked[Ability.OTHER_BALANCERS] = True
+    return lacking(needs | {ability for ability, is_asked in asked.items() if is_asked})
 
 
 def all_at_home(problem: BalancerInput) -> PlannedStep:

@@ -1,4 +1,4 @@
-"""What surrounds the two stages, in closed form: home moves before, gradient reduction and the optimizer after them.
+"""What surrounds the two stages, in closed form: home moves and publishing before, reduction and optimizer after them.
 
 Nothing of it overlaps with anything, which is the most that it can cost.
 """
@@ -67,13 +67,16 @@ def move_seconds(moves: NDArray[np.integer], scale: float, topology: Topology, c
     return slowest
 
 
-def publish_seconds(topology: Topology, costs: CostModel) -> float:
-    """Filling every node's host memory with all experts once per step, beside the rollout: over PCIe, or the NICs."""
-    model, links = costs.model, topology.links
-    held = model.num_layers * model.num_experts * model.expert_bytes
-    own = held / topology.num_ranks / links.host_bytes_per_s
-    others = held * (1 - 1 / topology.num_nodes) / topology.ranks_per_node / links.cluster_bytes_per_s
-    return max(own, others)
+def publish_seconds(cluster: ClusterConfig, topology: Topology, costs: CostModel) -> float:
+    """Copying the weights of a rank's experts to host memory, from where other ranks of the node fetch them."""
+    layers, _ = _dense_parameters(cluster, costs)
+    return (
+        layers
+        * costs.model.num_experts
+        / topology.num_ranks
+        * costs.model.expert_bytes
+        / topology.links.host_bytes_per_s
+    )
 
 
 def _dense_parameters(cluster: ClusterConfig, costs: CostModel) -> tuple[float, float]:

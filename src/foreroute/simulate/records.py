@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-STAGES = ("planning", "home moves", "recompute", "update", "reduction", "optimizer")
+STAGES = ("planning", "home moves", "publishing", "recompute", "update", "reduction", "optimizer")
 """Of a step, one after the other."""
 
 
@@ -14,6 +14,7 @@ class StageSeconds(NamedTuple):
 
     planning: float
     home_moves: float
+    publishing: float
     recompute: float
     update: float
     reduction: float
@@ -27,6 +28,7 @@ class MethodRecord:
     Attributes:
         name: short.
         label: for tables.
+        not_executed: what no executor carries out of what is simulated here, in words; empty where one does all of it.
         stages: seconds of each stage, of the slowest group.
         recompute_parts, update_parts: seconds of the slowest group's last pipeline stage by `engine.PARTS`; they add up
             to those stages, waiting for the plan aside.
@@ -43,6 +45,7 @@ class MethodRecord:
 
     name: str
     label: str
+    not_executed: tuple[str, ...]
     stages: StageSeconds
     recompute_parts: dict[str, float]
     update_parts: dict[str, float]
@@ -92,8 +95,7 @@ class SimulationRecord:
         cells_per_group: M * L.
         forced_balance_s: recompute and update under forced balance: every source sends the same to every expert,
             homes serve, nothing moves. Attention is as it is. Not a lower bound: it has more traffic than plans need.
-        bound_s: no plan takes less for these; see `costs.figures.least_seconds`.
-        publish_s: filling every node's host memory for the "host" path, once per step beside the rollout; in no sum.
+        bound_s: no plan takes less for these; see `costs.figures.least_seconds`. Like forced balance, never executed.
         rollout_s: as configured.
         methods: in the order of the configuration.
     """
@@ -107,7 +109,6 @@ class SimulationRecord:
     cells_per_group: int
     forced_balance_s: float
     bound_s: float
-    publish_s: float
     rollout_s: float
     methods: tuple[MethodRecord, ...]
 

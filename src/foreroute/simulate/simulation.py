@@ -16,7 +16,7 @@ from foreroute.planner.methods import METHODS, Ours
 from foreroute.simulate.config import SimulateConfig, SweepConfig, varied
 from foreroute.simulate.engine import PARTS, Floats, StageRun
 from foreroute.simulate.ep_group import EPGroup, plan_ready
-from foreroute.simulate.methods import PlannedStep, forced_balance, plan_with
+from foreroute.simulate.methods import PlannedStep, forced_balance, not_executed, plan_with
 from foreroute.simulate.optimizer_step import move_seconds, optimizer_seconds, publish_seconds, reduction_seconds
 from foreroute.simulate.records import MethodRecord, SimulationRecord, StageSeconds
 from foreroute.simulate.steps import GroupStep, group_steps
@@ -136,11 +136,10 @@ def _add(
     scale = costs.model.num_layers / drawn
     measured_s = planned.planning_s * scale / execution.planner_speed
     planning_s = measured_s if execution.planning_s is None else execution.planning_s
-    ready_M = plan_ready(num_micro_steps, planning_s, execution.plan_lead_s)
+    ready_M = plan_ready(num_micro_steps, planning_s, execution.plan_lead_s, early=execution.early_cells)
     sums.add(EPGroup.of(planned, step, config, topology, costs).run(ready_M))
     sums.planning_s.append(planning_s)
-    moves_s = move_seconds(planned.home_moves, scale, topology, costs)
-    sums.home_moves_s.append(0.0 if execution.home_moves_hidden else moves_s)
+    sums.home_moves_s.append(move_seconds(planned.home_moves, scale, topology, costs))
     for one, (layer, counts_GE) in zip(planned.assignments, step.problem.cells(), strict=True):
         total = int(counts_GE.sum())
         sums.ratios.append(int(one.loads_G.max()) / total * topology.num_ranks if total else 1.0)
@@ -156,11 +155,11 @@ def _record(
     costs: CostModel,
 ) -> SimulationRecord:
     forced_balance_s, bound_s = sums["forced_balance"].training_s, sums["bound"].training_s
-    after = (reduction_seconds(config.cluster, topology, costs), optimizer_seconds(config.cluster, topology, costs))
+    around = tuple(f(config.cluster, topology, costs) for f in (publish_seconds, reduction_seconds, optimizer_seconds))
     records: list[MethodRecord] = []
     for name, method in methods.items():
         static = records[0] if records else None
-        records.append(_method(name, method.label, sums[name], config, forced_balance_s, bound_s, after, static))
+        records.append(_method(name, method, sums[name], config, forced_balance_s, bound_s, around, static))
     counts = np.concatenate([step.problem.counts_MLGE[:, 0] for step in steps])
     return SimulationRecord(
         facts=_facts(config, costs),
@@ -172,7 +171,6 @@ def _record(
         cells_per_group=len(steps[0].problem.counts_MLGE) * costs.model.num_layers,
         forced_balance_s=forced_balance_s,
         bound_s=bound_s,
-        publish_s=publish_seconds(topology, costs),
         rollout_s=config.execution.rollout_s,
         methods=tuple(records),
     )
@@ -180,12 +178,12 @@ def _record(
 
 def _method(
     name: str,
-    label: str,
+    method: Balancer | Ours,
     sums: _Sums,
     config: SimulateConfig,
     forced_balance_s: float,
     bound_s: float,
-    after: tuple[float, float],
+    around: tuple[float, ...],
     static: MethodRecord | None,
 ) -> MethodRecord:
     stages = list(zip(*sums.runs, strict=True))
@@ -194,11 +192,14 @@ def _method(
     training_s = sum(seconds)
     waiting = 1 - sum(float(np.mean([_seconds(run) for run in stage])) for stage in stages) / training_s
     exposed_s = max(float(run.end_P.max()) for run in stages[0]) - seconds[0]
-    split = StageSeconds(exposed_s, max(sums.home_moves_s), seconds[0], seconds[1], *after)
+    publish_s, *after = around
+    publishing_s = publish_s if sums.fetches and config.execution.paths != "direct" else 0.0
+    split = StageSeconds(exposed_s, max(sums.home_moves_s), publishing_s, *seconds, *after)
     hours = (sum(split) + config.execution.rollout_s) * config.cluster.gpus / 3600
     return MethodRecord(
         name=name,
-        label=label,
+        label=method.label,
+        not_executed=not_executed(method, config),
         stages=split,
         recompute_parts=_parts(slowest[0]),
         update_parts=_parts(slowest[1]),
@@ -225,6 +226,13 @@ def _parts(run: StageRun) -> dict[str, float]:
     return dict(zip(PARTS, parts_X.tolist(), strict=True))
 
 
+PATH_WORDS = {
+    "auto": "from host memory or peers, by which ends sooner",
+    "host": "from host memory within a node, from peers beyond",
+    "direct": "from peers",
+}
+
+
 def _facts(config: SimulateConfig, costs: CostModel) -> dict[str, str]:
     cluster, execution = config.cluster, config.execution
     model, hardware = (
@@ -237,7 +245,6 @@ def _facts(config: SimulateConfig, costs: CostModel) -> dict[str, str]:
         "model": f"{model}: {costs.model.num_layers} routed layers, top-{costs.model.top_k} of "
         f"{costs.model.num_experts} experts of {costs.model.expert_bytes / 1e6:.1f} MB",
         "dispatcher": costs.dispatcher,
-        "replicas": f"from {execution.recompute_path} in the recompute, {execution.update_path} in the update, "
-        f"{execution.prefetch} cell{'s' * (execution.prefetch != 1)} ahead",
+        "replicas": f"{PATH_WORDS[execution.paths]}, {execution.prefetch} cell{'s' * (execution.prefetch != 1)} ahead",
         "overlap": f"{execution.overlap:g} of the computing time hides all-to-alls",
     }

@@ -14,7 +14,7 @@ from foreroute.simulate.cell_costs import StagePass
 from foreroute.simulate.config import SimulateConfig
 from foreroute.simulate.engine import StageRun
 from foreroute.simulate.ep_group import EPGroup, forward_only, update_orders
-from foreroute.simulate.methods import check_methods, plan_with
+from foreroute.simulate.methods import check_methods, not_executed, plan_with
 from foreroute.simulate.steps import group_steps
 
 RESOURCES = ("compute", "links", "copy engine")
@@ -49,6 +49,7 @@ class Timeline:
     Attributes:
         method: short name.
         label: for people.
+        not_executed: as in `MethodRecord`.
         stage: "recompute" or "update".
         micro_step: from 0.
         num_ranks: of the group.
@@ -57,6 +58,7 @@ class Timeline:
 
     method: str
     label: str
+    not_executed: tuple[str, ...]
     stage: str
     micro_step: int
     num_ranks: int
@@ -109,6 +111,7 @@ def timeline(
     return Timeline(
         method=method,
         label=METHODS[method].label,
+        not_executed=not_executed(METHODS[method], config),
         stage=stage,
         micro_step=micro_step,
         num_ranks=cluster.topology.num_ranks,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch import Tensor
 from foreroute.ep.transfer.peers import lost_rank, own_group
 from foreroute.errors import PlanError
 from foreroute.plan import StepPlan
+from foreroute.plan.capabilities import EXECUTES, Ability
 
 TEXT_BYTES = 1024
 """Every rank sends as many, so that their texts need one collective and no exchange of lengths."""
@@ -143,8 +146,14 @@ def plan_digest(plan: StepPlan) -> str:
 
 
 def require_ranks(plan: StepPlan, num_ranks: int) -> None:
-    """Raise `PlanError` unless a plan was made for this many ranks."""
+    """Raise `PlanError` unless a plan was made for this many ranks; warn where they are to be on several nodes."""
     if plan.topology.num_ranks != num_ranks:
         raise PlanError(
             f"the plan is for {plan.topology.num_ranks} ranks, and {num_ranks} are here; plan again for this world size"
+        )
+    if plan.topology.num_nodes > 1 and Ability.NODES not in EXECUTES["hf"]:
+        warnings.warn(
+            f"the plan is for {Ability.NODES} ({plan.topology.num_nodes}), on which this executor was never run; it "
+            "sends a row for every assignment, between nodes too. Keep an expert-parallel group within a node",
+            stacklevel=2,
         )

@@ -1,0 +1,61 @@
+"""Who executes what: one table, read by the executors and by the simulator, which marks what none of them carries out.
+
+An executor has an ability when a test runs it there, on CPU processes of one machine, so nothing here says how fast it
+is; `tests/simulate/test_executed.py` names the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from enum import StrEnum
+from typing import Literal
+
+Executor = Literal["hf", "megatron"]
+
+
+class Ability(StrEnum):
+    """One thing that executing a step may ask for, in words."""
+
+    REPLICAS = "replicas in every micro-step"
+    LAYER_SLOTS = "slots of every layer's own"
+    SHARED_SLOTS = "slots that layers share"
+    HOME_MOVES = "homes that move between steps"
+    HOST_PATH = "replicas from host memory of the node"
+    DIRECT_PATH = "replicas from peer to peer"
+    PREFETCH = "replicas fetched ahead"
+    KNOWN_COUNTS = "no exchange of counts"
+    EARLY_CELLS = "cells handed over while others are planned"
+    COPIED_DISPATCH = "a row for every assignment"
+    DEDUPLICATED_DISPATCH = "deduplicated dispatch"
+    OVERLAP = "all-to-alls hidden behind compute"
+    NODES = "expert-parallel ranks on several nodes"
+    EXPERT_DATA_PARALLEL = "expert data parallelism"
+    PIPELINE = "pipeline stages"
+    OTHER_BALANCERS = "plans of other balancers"
+
+
+EXECUTES: Mapping[Executor, frozenset[Ability]] = {
+    "hf": frozenset(
+        {
+            Ability.REPLICAS,
+            Ability.LAYER_SLOTS,
+            Ability.SHARED_SLOTS,
+            Ability.HOME_MOVES,
+            Ability.HOST_PATH,
+            Ability.DIRECT_PATH,
+            Ability.PREFETCH,
+            Ability.KNOWN_COUNTS,
+            Ability.COPIED_DISPATCH,
+        }
+    ),
+    "megatron": frozenset(
+        {Ability.HOME_MOVES, Ability.COPIED_DISPATCH, Ability.EXPERT_DATA_PARALLEL, Ability.PIPELINE}
+    ),
+}
+"""The abilities of `foreroute.ep` under `hf.distribute`, and of Megatron-Core with `foreroute.adapters.megatron`."""
+
+
+def lacking(needs: Set[Ability]) -> tuple[str, ...]:
+    """What the executor that lacks least cannot do of what is asked for, in words; empty where one can do all."""
+    missing = (tuple(str(one) for one in Ability if one in needs - abilities) for abilities in EXECUTES.values())
+    return min(missing, key=len)

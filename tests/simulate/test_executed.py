@@ -1,0 +1,194 @@
+"""What is called executed is executed: a test for every ability, and the rows of the simulator's table on processes."""
+
+import ast
+import warnings
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.adapters import hf
+from foreroute.costs.model import CostModel
+from foreroute.costs.presets import HARDWARE, MODELS
+from foreroute.ep import BatchRows
+from foreroute.ep.transfer.consensus import require_ranks
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
+from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.plan import Links, PlanOptions, Topology
+from foreroute.plan.capabilities import EXECUTES, Ability, lacking
+from foreroute.planner import plan
+from foreroute.planner.balancers import BalancerInput
+from foreroute.planner.methods import METHODS, OURS, Ours
+from foreroute.simulate import parse_config, simulate, timeline
+from foreroute.simulate.methods import plan_with
+from foreroute.trace import RoutingTrace
+from tests.processes import Workers
+from tests.simulate.simulate_cases import small_config
+
+ROOT = Path(__file__).parents[2]
+SLOTS, ENGINE = "tests/ep/transfer/test_slot_sets.py::", "tests/ep/transfer/test_transfer_engine.py::"
+MOVES, TRAINING = "tests/ep/transfer/test_home_moves.py::", "tests/ep/test_training.py::"
+MEGATRON = "tests/adapters/megatron/test_home_placement.py::"
+TESTS = {
+    "hf": {
+        Ability.REPLICAS: "tests/ep/test_bits.py::test_where_experts_are_split_all_is_equal_but_their_gradients",
+        Ability.LAYER_SLOTS: SLOTS + "test_slots_per_layer_need_no_refetch",
+        Ability.SHARED_SLOTS: SLOTS + "test_slots_are_refetched_for_backward",
+        Ability.HOME_MOVES: MOVES + "test_training_with_moves_equals_training_without",
+        Ability.HOST_PATH: ENGINE + "test_one_pass_moves_the_fewest_bytes_that_the_plan_needs",
+        Ability.DIRECT_PATH: "tests/ep/transfer/test_direct.py::test_weights_come_and_gradients_return",
+        Ability.PREFETCH: ENGINE + "test_all_but_the_first_fetch_had_begun_before_it_was_asked_for",
+        Ability.KNOWN_COUNTS: TRAINING + "test_training_is_that_of_one_process",
+        Ability.COPIED_DISPATCH: TRAINING + "test_training_is_that_of_one_process",
+    },
+    "megatron": {
+        Ability.HOME_MOVES: MEGATRON + "test_so_they_are_on_four_ranks",
+        Ability.COPIED_DISPATCH: MEGATRON + "test_ranks_are_given_the_tokens_that_the_plan_says",
+        Ability.EXPERT_DATA_PARALLEL: MEGATRON + "test_so_they_are_on_four_ranks",
+        Ability.PIPELINE: MEGATRON + "test_so_they_are_on_four_ranks",
+    },
+}
+"""The test that executes each ability."""
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+RANKS, MICRO_STEPS = 4, 2
+ROWS = ("static", *OURS)
+COSTS = CostModel(
+    # transfers that cost next to nothing, so that none is left out
+    model=replace(MODELS["qwen3-30b-a3b"], num_experts=16, top_k=2),
+    hardware=replace(HARDWARE["h100"], links=Links(1e15, 1e15, 1e15, 1e-9, 1e-9)),
+)
+
+
+def test_every_ability_of_the_table_has_a_test():
+    assert {executor: set(tests) for executor, tests in TESTS.items()} == EXECUTES
+    for place in {place for tests in TESTS.values() for place in tests.values()}:
+        path, name = place.split("::")
+        functions = [
+            node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)
+        ]
+        assert name in functions, place
+
+
+@pytest.fixture(scope="module")
+def executed():
+    """Counts of a step, and of every row the plan, the loads and the loss that four processes found."""
+    for name in ROWS:  # compiled here once
+        planned(np.ones((1, 1, RANKS, 16), np.int64), name, None)
+    workers = Workers(RANKS, timeout_s=120)
+    yield workers.run(execute)
+    workers.close()
+
+
+def planned(counts_MLGE, name, home_LE):
+    method = METHODS[name]
+    is_ours = isinstance(method, Ours)
+    topology = Topology(RANKS, RANKS, (is_ours and method.redundant_slots) or 2, COSTS.hardware.links)
+    options = method.options if is_ours else PlanOptions(replicas=False)
+    return plan(counts_MLGE, topology, options, home_LE=home_LE, costs=COSTS)
+
+
+def execute(rank):
+    """Every row under its plan: forward and backward on routes that favour some experts, others in every micro-step."""
+    model = hf.build_model("qwen3_moe", seed=0, **SIZES)
+    routed = hf.attach(model)
+    placed = hf.distribute(model, timeout_s=60)
+    home_LE, rng = placed.home_LE, np.random.default_rng(rank)
+    batches = [rng.integers(1, 64, (2, 40)) for _ in range(MICRO_STEPS)]
+    traces = []
+    for m, batch in enumerate(batches):
+        scores = rng.gumbel(size=(2, 40, 2, 16)) - 0.2 * ((np.arange(16) + 5 * m) % 16)
+        ids = np.argsort(-scores, axis=-1)[..., :2]
+        traces.append(RoutingTrace.from_sequences(routed.spec, list(batch), list(ids)))
+    rows = [BatchRows.replayed(trace, batch) for trace, batch in zip(traces, batches, strict=True)]
+    counts_MLGE = placed.gather_counts([one.routed_LE for one in rows])
+    found = {}
+    for step, name in enumerate(ROWS):
+        step_plan, loads, loss = planned(counts_MLGE, name, home_LE), [], 0.0
+        placed.move_homes(step_plan.home_LE)
+        slots = TransferOptions(slots=step_plan.slots, timeout_s=60)
+        with closing(TransferEngine(placed.homes, step_plan.topology, slots, PeerGroup(timeout_s=60))) as engine:
+            placed.use(engine)
+            engine.publish()
+            placed.begin_step(step, step_plan, counts_MLGE)
+            for m, (batch, trace) in enumerate(zip(batches, traces, strict=True)):
+                with routed.replay(trace), placed.executing(m, rows[m]) as execution:
+                    logits = model(input_ids=torch.from_numpy(batch), use_cache=False).logits
+                    part = logits.double().log_softmax(-1)[..., 0].mean()
+                    part.backward()
+                loss += float(part.detach())
+                loads.append(execution.executed_L)
+        model.zero_grad(set_to_none=True)
+        placed.move_homes(home_LE)
+        found[name] = (step_plan, np.stack(loads), loss)
+    return counts_MLGE, home_LE, found
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_are_called_executed_are_executed_as_simulated(executed, name):
+    counts_MLGE, home_LE, found = executed[0]
+    step_plan, _, loss = found[name]
+    assert (len(step_plan.expert_R) > 0) == (name != "static")
+    assert (len(step_plan.home_moves) > 0) == (name == "ours_rehomed")
+    simulated = plan_with(METHODS[name], BalancerInput(counts_MLGE, step_plan.topology, home_LE), COSTS)
+    simulated_MLG = np.stack([one.loads_G for one in simulated.assignments]).reshape(*counts_MLGE.shape[:2], RANKS)
+    assert np.array_equal(np.stack([of_rank[name][1] for _, _, of_rank in executed], axis=-1), simulated_MLG)
+    assert loss == pytest.approx(found["static"][2], rel=1e-6)
+
+
+def test_by_default_static_and_plans_of_ours_are_what_executes_and_nothing_else_is():
+    found = simulate(small_config(methods=None))
+    assert {method.name for method in found.methods if not method.not_executed} == set(ROWS)
+    assert found["eplb_step"].not_executed == ("plans of other balancers",)
+    assert found.as_dict()["methods"][0]["not_executed"] == ()
+    assert timeline(small_config(), "ours").not_executed == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "missing"),
+    [
+        ({"costs": {"dispatcher": "dedup"}}, {"deduplicated dispatch"}),
+        ({"execution": {"overlap": 0.5}}, {"all-to-alls hidden behind compute"}),
+        ({"execution": {"early_cells": True}}, {"cells handed over while others are planned"}),
+        ({"cluster": {"gpus": 8, "expert_parallel": 4}}, {"expert data parallelism"}),
+        ({"cluster": {"gpus": 8, "expert_parallel": 4, "pipeline": 2}}, {"pipeline stages"}),
+        ({"cluster": {"gpus": 4, "expert_parallel": 4}, "hardware": {"preset": "h100", "ranks_per_node": 2}},
+         {"expert-parallel ranks on several nodes"}),
+    ],
+)  # fmt: skip
+def test_what_no_executor_does_is_marked(change, missing):
+    values = small_config().model_dump() | change
+    found = simulate(parse_config(values, source="the test"))
+    assert set(found["ours"].not_executed) == missing
+    only_of_plans = "early_cells" in change.get("execution", {})
+    assert set(found["static"].not_executed) == (set() if only_of_plans else missing)
+    assert timeline(parse_config(values, source="the test"), "ours").not_executed == found["ours"].not_executed
+
+
+def test_one_executor_must_do_all():
+    assert lacking({Ability.REPLICAS, Ability.KNOWN_COUNTS, Ability.PIPELINE}) == ("pipeline stages",)
+    assert lacking({Ability.HOME_MOVES, Ability.PIPELINE}) == ()
+    assert len(lacking({Ability.REPLICAS, Ability.PIPELINE})) == 1
+
+
+def test_a_plan_for_what_the_executor_lacks_is_warned_of(monkeypatch):
+    counts = np.ones((1, 1, RANKS, 16), np.int64)
+    across = plan(counts, Topology(RANKS, 2, 1, COSTS.hardware.links))
+    with pytest.warns(UserWarning, match=r"several nodes \(2\), on which this executor was never run"):
+        require_ranks(across, RANKS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        require_ranks(planned(counts, "static", None), RANKS)
+        monkeypatch.setitem(EXECUTES, "hf", EXECUTES["hf"] | {Ability.NODES})
+        require_ranks(across, RANKS)
