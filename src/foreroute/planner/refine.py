@@ -126,7 +126,7 @@ def prune_replicas(
     dropped, takers = _unpaid(
         hosts.expert_H.astype(np.int64),
         hosts.rank_H.astype(np.int64),
-        hosts.tokens_HG.astype(np.int64),
+        np.array(hosts.tokens_HG, np.int64, order="C"),  # one kind of array: compiled once
         hosts.fetched_H.copy(),
         cell.home_E.astype(np.int64),
         slowest_attention(counts.sum(axis=1), costs),
