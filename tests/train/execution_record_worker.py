@@ -18,6 +18,7 @@ from numba.core.dispatcher import Dispatcher
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import PlanOptions, Topology
+from foreroute.planner import PlanInProgress
 from foreroute.train import stage_planner
 from foreroute.train.passes import response_logprobs
 from foreroute.train.stage_planner import Planning, StagePlanner, begin_plan, compile_planner
@@ -102,6 +103,26 @@ def steps_with_slow_plans(rank, config, plan_s, forward_s):
 
     with (
         mock.patch.object(stage_planner, "begin_plan", slow_plan),
+        mock.patch("foreroute.train.passes.response_logprobs", slow_forward),
+        precise_trainer(config) as trainer,
+    ):
+        return steps_of(trainer, 1)
+
+
+def steps_with_slow_blocks(rank, config, block_s, forward_s):
+    """One step, with a planner that takes so long for each block but the first, and forwards as `slow_forward`."""
+    add = PlanInProgress.add
+
+    def slow_add(self, cells, micro_steps, layers):
+        time.sleep(block_s if micro_steps.start else 0)
+        add(self, cells, micro_steps, layers)
+
+    def slow_forward(*args):
+        time.sleep(forward_s)
+        return response_logprobs(*args)
+
+    with (
+        mock.patch.object(PlanInProgress, "add", slow_add),
         mock.patch("foreroute.train.passes.response_logprobs", slow_forward),
         precise_trainer(config) as trainer,
     ):

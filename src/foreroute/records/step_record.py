@@ -143,6 +143,8 @@ class StageRecord(TypedDict, total=False):
     """Replicas of all cells."""
     fell_back: list[dict[str, str | int]]
     """Cells served by homes alone, and why."""
+    levels: dict[str, str]
+    """Whether the planner's `pay_off` and `traffic` were on, and why."""
 
 
 def _check_stage(stage: StageRecord) -> StageRecord:
