@@ -18,8 +18,9 @@ from torch import Tensor
 from foreroute.ep.transfer.consensus import RankConsensus, require_ranks
 from foreroute.ep.transfer.peers import ATTEMPTS, CHECKSUMS, PeerGroup, RowMoves, damaged_rows, post, with_checksums
 from foreroute.errors import TransferError
-from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan
+from foreroute.plan import CellSchedule, ExecutionSchedule
 from foreroute.plan.schedule import PathChoice
+from foreroute.plan.step_plan import ExecutablePlan
 
 
 class Cell(NamedTuple):
@@ -129,7 +130,7 @@ class DirectWeights:
         return "direct"
 
     def begin_step(
-        self, step: int, plan: StepPlan, schedule: ExecutionSchedule, *, updating: bool, digest: str | None = None
+        self, step: int, plan: ExecutablePlan, schedule: ExecutionSchedule, *, updating: bool, digest: str | None = None
     ) -> None:
         """Put a plan in force. Nothing is kept or prefetched, so `updating` and `digest` make no difference.
 
