@@ -31,8 +31,12 @@ def test_its_own_weights_change_no_bit(family):
     trace, logits = recorded(routed)
     assert (trace.gate_weights_NLK > 0).all()
     assert torch.equal(replayed(routed, trace), logits)
+    # in another order of sequences BLAS may sum a router's own logits otherwise: the weights show the bits that count
     swapped = trace.select([1, 0])
-    assert torch.equal(replayed(routed, swapped, BATCH.flip(0)), logits.flip(0))
+    with routed.record(gate_weights=True) as recording:
+        again = replayed(routed, swapped, BATCH.flip(0))
+    assert recording.trace().equals(swapped)
+    torch.testing.assert_close(again, logits.flip(0))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -152,8 +156,10 @@ def test_every_family_replays_them(name):
     trace = recording.trace()
     with torch.no_grad(), routed.replay(trace, gate_weights=True):
         assert torch.equal(run(model), native)
-    halved = trace.with_gate_weights(trace.gate_weights_NLK * 0.5)
-    with torch.no_grad(), routed.replay(halved, gate_weights=True):
+    # each pick otherwise: a norm of what the experts give out forgets a factor that they share
+    factor_K = np.linspace(0.5, 1.5, trace.gate_weights_NLK.shape[2], dtype=np.float32)
+    other = trace.with_gate_weights(trace.gate_weights_NLK * factor_K)
+    with torch.no_grad(), routed.replay(other, gate_weights=True):
         assert not torch.equal(run(model), native)
 
 
