@@ -42,6 +42,7 @@ def test_a_bfloat16_engine_is_helped_by_a_stated_factor(model):
     assert gain > 3
     assert found.worst is Severity.NOTE
     assert found.headline.startswith(f"R3 helps by a factor of {gain:.3g}")
+    assert found.headline.endswith(f"response tokens of weight version {VERSION}.")
     assert "the first layer that differs is decoder " in sentences(found, "routes")
 
 

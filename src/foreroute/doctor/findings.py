@@ -284,7 +284,9 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
     without, replayed, gain = measures.without, measures.with_replay, measures.gain
     if without is None:
         return
-    over = f"over {_many(without.count, 'response token')}"
+    versions = _known_versions(evidence)
+    sampled_by = f" of {_version_words(versions)}" if versions else ""
+    over = f"over {_many(without.count, 'response token')}{sampled_by}"
     if replayed is None or gain is None:
         yield Finding(
             _by_probabilities(without, Severity.NOTE),
