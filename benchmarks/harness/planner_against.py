@@ -83,7 +83,7 @@ def traffic(name: str, costs: CostModel, *, quick: bool) -> dict[str, float]:
         workload = _even(WORKLOADS[name], tokens, cells=4 if quick else 32)
         counts = workload.draw(seed=1).counts()
         priced = replace(costs, sequence_tokens=min(4096.0, float(tokens)))
-        balanced, _ = _planned(counts, PlanOptions(slots="shared", pay_off=False), 2, priced)
+        balanced, _ = _planned(counts, PlanOptions(slots="shared", traffic=False, pay_off=False), 2, priced)
         short, us = _planned(counts, PlanOptions(slots="shared", traffic=True, pay_off=False), 8, priced)
         seconds = [record_of(one, counts, priced, label="", planning_s=0.0).seconds for one in (balanced, short)]
         problem = BalancerInput(counts, short.topology, short.home_LE)

@@ -182,7 +182,7 @@ class CostModel:
         dispatcher: "copies" sends every assignment; "dedup" a token once to each node and rank.
         update_path: replicas in the update come from host memory, or directly from the home rank.
         sequence_tokens: length of a sequence, where none is given.
-        refine_s: seconds that the planner takes for traffic and pay-off of one cell; 0 takes them to be hidden.
+        refine_s: the planner's seconds for traffic and pay-off of a cell; 0: hidden.
     """
 
     model: ModelShape

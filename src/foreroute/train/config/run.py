@@ -109,23 +109,23 @@ class ParallelConfig(Section):
     expert: Ranks = 1
     """Ranks, one process each."""
     topology: str | None = None
-    """A [topology file](planner.md#the-topology-file), whose prices plans go by; without, nothing is priced."""
+    """[File](planner.md#the-topology-file) of ranks, links and prices."""
     ranks_per_node: Ranks | None = None
     """Ranks that share a node's memory; all by default."""
     redundant_slots: Slots = 2
     """Replicas on a rank, per layer; 0: every expert at home."""
     tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.02
-    """A cell is balanced with its busiest rank at most this share above the mean."""
+    """Most that the busiest rank of a balanced cell is above the mean."""
     slots: Literal["layer", "shared"] = "layer"
     """Slots of each layer, or one set for all."""
     home_moves: Natural | Literal["all"] = 0
     """Most experts of a layer that change their home before a step."""
     pay_off: bool | None = None
-    """Drop replicas that cost more time than they save; by default where plans are priced."""
+    """Drop replicas that cost more than they save; by default where priced."""
     traffic: bool | None = None
-    """More replicas, against traffic between nodes; by default where that pays."""
+    """More replicas, against traffic between nodes; likewise."""
     paths: Literal["auto", "host", "direct"] = "auto"
-    """Replicas travel through the node's memory, peer to peer, or by the faster."""
+    """Replicas by the node's memory, peer to peer, or the faster."""
     shared_memory: str = "/dev/shm"
     """Folder in the node's memory for replicas."""
     prefetch: Natural = 1
