@@ -6,7 +6,7 @@ from dataclasses import replace
 import foreroute as fr
 from foreroute.mismatch import Defect, explain
 from tests.cli.command import foreroute
-from tests.traces import random_trace
+from tests.traces import random_trace, with_decisions
 
 
 def test_inspect_shows_facts_and_claims_apart_and_obeys_neither(tmp_path):
@@ -50,3 +50,15 @@ def test_a_small_file_of_many_experts_does_not_dictate_memory(tmp_path):
     assert peak < 64 << 20
     found = explain(fr.load(path), fr.load(path))
     assert found.kind is Defect.NONE
+
+
+def test_inspect_names_the_decisions_beside_the_routes(tmp_path):
+    trace = with_decisions(random_trace(0), 0)
+    shown = foreroute("inspect", fr.save(trace, tmp_path / "t"), columns=200).stdout
+    masks = trace.streams["sampling"]
+    assert f"{int(masks.valid_N.sum())} rows, {len(masks.ids)} ids below 300" in shown
+    assert "stream indexer" in shown
+    assert "gate weights" in shown
+    plain = foreroute("inspect", fr.save(random_trace(0), tmp_path / "p"), columns=200).stdout
+    assert "stream" not in plain
+    assert "gate weights" not in plain

@@ -9,7 +9,9 @@ import torch
 from foreroute.adapters import hf
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.embedded import EmbeddedEngine, _through_e4m3
-from foreroute.errors import TraceContentError
+from foreroute.errors import ConfigError, TraceContentError
+from foreroute.replay import masked_logprobs_of_logits
+from foreroute.trace import SAMPLING
 from tests.models import tiny
 
 END = 3
@@ -130,3 +132,74 @@ def test_generations_that_do_not_add_up_are_refused():
         Generation(generation.trace, generation.prompt_lengths, generation.logprobs_R[1:])
     with pytest.raises(TraceContentError, match="at least one token each"):
         Generation(generation.trace, generation.trace.lengths, generation.logprobs_R)
+
+
+def kept_by_hand(logits_V, *, top_k=0, top_p=1.0, min_p=0.0):
+    """The set that is left of one distribution, in plain Python: min-p, top-k with ties, top-p of what is left."""
+    left = {i: float(x) for i, x in enumerate(logits_V)}
+    if min_p:
+        left = {i: x for i, x in left.items() if x >= max(left.values()) + np.log(min_p)}
+    if top_k:
+        lowest = sorted(left.values())[-min(top_k, len(left))]
+        left = {i: x for i, x in left.items() if x >= lowest}
+    total, kept, mass = sum(np.exp(x) for x in left.values()), set(), 0.0
+    for i in sorted(left, key=left.get, reverse=True):
+        if kept and mass >= top_p:
+            break
+        kept.add(i)
+        mass += np.exp(left[i]) / total
+    return kept
+
+
+@pytest.mark.parametrize(
+    "kept", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.05}, {"top_p": 0.9, "top_k": 20, "min_p": 0.02}]
+)
+def test_masks_are_the_sets_that_tokens_were_drawn_from(kept):
+    """With them the log-probs of a full forward are the engine's; without them the mean ratio is the kept mass."""
+    model = tiny("qwen3_moe").eval()
+    generation = sampled(EmbeddedEngine(model, "float32"), temperature=0.7, **kept)
+    trace, logprobs, masses = generation.trace, [], []
+    masks = trace.streams[SAMPLING]
+    for s in range(len(trace)):
+        tokens = torch.from_numpy(trace.tokens(s).astype(np.int64))
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None]).logits[0] / 0.7
+        first, rows = int(generation.prompt_lengths[s]), np.arange(*trace.offsets[s : s + 2])
+        own = masks.take(rows)
+        assert own.valid_N.tolist() == [first - 1 <= p < len(tokens) - 1 for p in range(len(tokens))]
+        for p in np.flatnonzero(own.valid_N):
+            assert set(own.ids[own.offsets[p] : own.offsets[p + 1]].tolist()) == kept_by_hand(
+                logits[p].double(), **kept
+            )
+            masses.append(logits[p].softmax(-1)[own.ids[own.offsets[p] : own.offsets[p + 1]]].sum().item())
+        predicting = np.flatnonzero(own.valid_N)
+        logprobs.append(masked_logprobs_of_logits(logits[predicting], tokens[predicting + 1], own.take(predicting)))
+    assert np.mean(masses) < 0.95
+    ratios = torch.cat(logprobs).exp().numpy() / np.exp(generation.logprobs_R)
+    np.testing.assert_allclose(ratios, 1, atol=1e-4)
+    assert generation.select([1, 0]).trace.streams[SAMPLING].equals(trace.select([1, 0]).streams[SAMPLING])
+
+
+def test_untruncated_sampling_has_no_masks_and_the_same_tokens():
+    model = tiny("qwen3_moe").eval()
+    plain, everything = (sampled(EmbeddedEngine(model, "float32"), **kept) for kept in ({}, {"top_k": 10_000}))
+    assert not plain.trace.streams
+    assert np.array_equal(plain.trace.token_ids_N, everything.trace.token_ids_N)
+    masks = everything.trace.streams[SAMPLING]
+    assert masks.valid_N.sum() == len(everything.logprobs_R)
+    assert not len(masks.ids)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"min_p": 1.0}, "min_p is 1.0"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"temperature": 0, "top_p": 0.5}, "leave top_k, top_p and min_p out"),
+    ],
+)
+def test_truncations_that_cannot_be_are_refused(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        Sampling(max_new_tokens=3, end_token=END, **wrong)

@@ -139,6 +139,13 @@ def test_impossible_sets_are_refused(changed, message):
         DecisionStream.from_sets(**{**good, **changed})
 
 
+def test_a_set_of_all_choices_left_nothing_out():
+    stream = DecisionStream.from_sets(3, [1, 1, 1, 0], [1, 3, 2, 0], [2, 0, 1, 2, 1, 0])
+    assert sets_of(stream) == [[[2]], [[]], [[0, 1]], None]
+    assert stream.contain(np.array([2, 1, 2, 0])).tolist() == [True, True, False, False]
+    assert stream.contain(np.array([1, 3, -1, 3])).tolist() == [False] * 4
+
+
 def test_a_stream_has_a_name_and_the_rows_of_its_trace():
     trace = random_trace(0)
     with pytest.raises(TraceContentError, match=f"has 2 rows for {trace.num_rows} of the trace"):
@@ -326,7 +333,7 @@ def test_few_bytes_do_not_become_many_by_shared_rows(tmp_path, monkeypatch):
     """One row holds a large set, and all sequences are that row."""
     size = 40_000
     trace = synthetic_trace(spec_of(2, 1, 1), [1], seed=0, complete=True)
-    masks = DecisionStream.from_sets(size, [1], [size], np.arange(size))
+    masks = DecisionStream.from_sets(size + 1, [1], [size], np.arange(size))
     path = tmp_path / "t"
 
     def repeat(metadata, tensors):

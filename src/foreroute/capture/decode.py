@@ -63,8 +63,8 @@ def decode(
 
     Args:
         output: a response (parsed, or JSON text or bytes), an in-process output, a list of them, or bare routes.
-        model: the routing spec, or `ModelFacts` where the engine's layer axis counts dense layers too, or the output has
-            sampling masks.
+        model: the routing spec, or `ModelFacts` where the engine's layer axis counts dense layers too, or the output
+            has sampling masks.
         token_ids: prompt and response tokens, [T] for one sequence or S of them. Needed where the output does not carry
             them; compared with those that it carries.
         start: the position of the first row, where the request skipped a known prefix (`routed_experts_prompt_start`,

@@ -50,19 +50,35 @@ class Sampling:
         group_size: responses per prompt.
         temperature: divides the logits; log-probs are those of the distribution sampled from. 0 takes the most probable
             token each time; log-probs are then those of the undivided logits.
+        top_k: the most probable tokens that are left to draw from, and all that are as probable as the last; 0 for all.
+        top_p: then the fewest tokens that have this much of the probability left are kept.
+        min_p: before both, tokens of less than this part of the highest probability are left out.
     """
 
     max_new_tokens: int
     end_token: int
     group_size: int = 1
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 1), ("end_token", -1), ("group_size", 1)):
+        for name, least in (("max_new_tokens", 1), ("end_token", -1), ("group_size", 1), ("top_k", 0)):
             whole_number(getattr(self, name), name, least, MAX_INT32, kind=ConfigError)
         temperature: object = self.temperature
         if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 <= self.temperature < math.inf:
             raise ConfigError(f"temperature is {shown(temperature)}; expected a number of 0 or more")
+        for name, possible in (("top_p", 0 < self.top_p <= 1), ("min_p", 0 <= self.min_p < 1)):
+            if not possible:
+                raise ConfigError(f"{name} is {shown(getattr(self, name))}; expected a part of the probability, 0 to 1")
+        if self.truncates and not self.temperature:
+            raise ConfigError("a temperature of 0 takes the most probable token; leave top_k, top_p and min_p out")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens may be left out; a generation then has sampling masks."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, eq=False)

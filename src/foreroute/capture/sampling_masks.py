@@ -1,7 +1,7 @@
 """Sampling masks of engines: the tokens that each sampled token was drawn from, on the rows of a trace.
 
-vLLM (from 0.28) and SGLang (0.5.23) return one list of ids for each generated token, vLLM's in `sampling_mask`, SGLang's
-in `meta_info.output_token_sampling_mask`. Nothing is repaired: a set that lacks the token that was sampled is refused.
+vLLM (from 0.28) and SGLang (0.5.23) return one list of ids for each generated token: vLLM in `sampling_mask`, SGLang in
+`meta_info.output_token_sampling_mask`. Nothing is repaired: a set that lacks the token that was sampled is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def decode_masks(
 ) -> DecisionStream | None:
     """Read the masks of all sequences, or return None when no sequence has any.
 
-    Row p holds the set that token p + 1 was drawn from; a set of all tokens is one that left nothing out.
+    Row p holds the set that token p + 1 was drawn from.
 
     Args:
         sequences: as they were found.
@@ -44,8 +44,9 @@ def decode_masks(
             "the output has sampling masks, and the size of the vocabulary is not known; pass "
             "model=ModelFacts(spec, vocabulary_size=...)"
         )
-    valid, counts = (np.zeros(sum(map(len, tokens)), kind) for kind in (np.bool_, np.int64))
-    next_ids, ids, start = np.zeros(len(valid), np.int64), [np.zeros(0, np.int64)], 0
+    valid = np.zeros(sum(map(len, tokens)), np.bool_)
+    counts, next_ids = np.zeros((2, len(valid)), np.int64)
+    ids, start = [np.zeros(0, np.int64)], 0
     for s, (raw, own) in enumerate(zip(sequences, tokens, strict=True)):
         sets = _sets(raw, s, len(own))
         first, after = start + len(own) - 1 - len(sets), start + len(own) - 1
@@ -54,9 +55,8 @@ def decode_masks(
         sizes = np.array([len(each) for each in sets], np.int64)
         if sets and not sizes.all():
             raise CaptureError(f"the mask of generated token {int(sizes.argmin())} of sequence {s} is empty")
-        everything = [len(each) == vocabulary_size and len(np.unique(each)) == vocabulary_size for each in sets]
-        ids += [each for each, all_tokens in zip(sets, everything, strict=True) if not all_tokens]
-        counts[first:after] = np.where(np.array(everything, np.bool_), 0, sizes)
+        ids += sets
+        counts[first:after] = sizes
         start += len(own)
     try:
         stream = DecisionStream.from_sets(vocabulary_size, valid, counts, np.concatenate(ids))

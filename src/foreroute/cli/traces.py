@@ -84,6 +84,11 @@ def _facts(path: Path, trace: RoutingTrace) -> Table:
         "weight versions": _few(versions) or "none",
         "pick order": "kept" if trace.pick_order_kept else "dropped",
         "routes in memory": f"{trace.expert_ids_NLK.nbytes:,} bytes, {trace.expert_ids_NLK.dtype}",
+        **({} if trace.gate_weights_NLK is None else {"gate weights": "of every pick"}),
+        **{
+            f"stream {name}": f"{int(stream.valid_N.sum())} rows, {len(stream.ids)} ids below {stream.num_choices}"
+            for name, stream in trace.streams.items()
+        },
         "as a file": ", ".join(f"{codec} {encoded_size(trace, codec):,}" for codec in CODECS) + " bytes",
         "digest": digest(trace),
         # what the file's writer claims; named so that it cannot pass for a fact above

@@ -61,8 +61,17 @@ class OutsideEngine:
         yield
         self.weight_version, self._half_loaded = version, False
 
-    def _require_weights(self) -> None:
-        """Raise `EngineError` when it is not known which weights the engine has."""
+    def _require_ready(self, sampling: Sampling) -> None:
+        """Raise `EngineError` when it is not known which weights the engine has.
+
+        Raises:
+            ConfigError: when tokens are to be left out, since the engine is not asked from which ones it drew.
+        """
+        if sampling.truncates:
+            raise ConfigError(
+                "this engine is not asked for sampling masks, so log-probs under top_k, top_p or min_p could not be "
+                "compared; leave them out, or use the embedded engine"
+            )
         if self._half_loaded:
             raise EngineError(
                 "the engine's weights are unknown, since loading the last ones failed half way; call load_weights again"

@@ -7,6 +7,7 @@ another precision, run token by token over a cache, routes its tokens on its own
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from foreroute.adapters.hf import attach
 from foreroute.capture import Generation, Sampling
 from foreroute.errors import DivergedError
 from foreroute.replay import Recording
-from foreroute.trace import NO_VERSION
+from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream
 
 __all__ = ["EmbeddedEngine"]
 
@@ -32,7 +33,7 @@ KEPT_IN_BFLOAT16 = ("embed", "lm_head", "gate.weight", "router", "norm", "bias")
 
 
 class EmbeddedEngine:
-    """Batched sampling from a copy of a Hugging Face model, with routes and behaviour log-probs.
+    """Batched sampling from a copy of a Hugging Face model, with routes, behaviour log-probs and sampling masks.
 
     Args:
         model: the policy; it is copied once, on its device, and not kept.
@@ -108,10 +109,13 @@ class EmbeddedEngine:
         cache = output.past_key_values
         cache.batch_repeat_interleave(group_size)
         logits = output.logits[:, -1].repeat_interleave(group_size, dim=0)
-        tokens, logprobs, done = [], [], torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+        tokens, logprobs, kept_sets = [], [], []
+        done = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
         with self._recording() as recording:
             while True:
-                token, logprob = _sample(logits, sampling.temperature, generator)
+                token, logprob, kept_SV = _sample(logits, sampling, generator)
+                if kept_SV is not None:
+                    kept_sets.append(kept_SV.cpu().numpy())
                 tokens.append(token)
                 logprobs.append(logprob)
                 done |= token == end_token
@@ -122,6 +126,8 @@ class EmbeddedEngine:
         response_lengths = _lengths_until(responses_SR, end_token)
         kept = np.arange(responses_SR.shape[1]) < response_lengths[:, None]
         trace = prompt_trace.continued_by(recording.rollout(responses_SR, kept))
+        if kept_sets:
+            trace = trace.with_stream(SAMPLING, _masks(kept_sets, response_lengths, prompts_PT.shape[1]))
         return Generation(trace, prompt_trace.lengths, logprobs_SR[kept].astype(np.float32))
 
 
@@ -137,15 +143,58 @@ def _on_device(generator: torch.Generator, device: torch.device) -> torch.Genera
     return torch.Generator(device).manual_seed(seed)
 
 
-def _sample(logits_SV: Tensor, temperature: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    logprobs_SV = (logits_SV.float() / (temperature or 1.0)).log_softmax(-1)
+def _sample(logits_SV: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return a token for each sequence, its log-prob where it was drawn, and bool [S, V] where tokens were left out."""
+    scaled_SV = logits_SV.float() / (sampling.temperature or 1.0)
+    kept_SV = _kept(scaled_SV, sampling) if sampling.truncates else None
+    logprobs_SV = (scaled_SV if kept_SV is None else scaled_SV.masked_fill(~kept_SV, -torch.inf)).log_softmax(-1)
     if bool(logprobs_SV.isnan().any()):
         raise DivergedError("the policy's logits are not finite; resume from a checkpoint with a lower learning rate")
-    if temperature == 0:
+    if sampling.temperature == 0:
         token = logprobs_SV.argmax(-1, keepdim=True)
     else:
         token = torch.multinomial(logprobs_SV.exp(), 1, generator=generator)
-    return token[:, 0], logprobs_SV.gather(1, token)[:, 0]
+    return token[:, 0], logprobs_SV.gather(1, token)[:, 0], kept_SV
+
+
+def _kept(logits_SV: Tensor, sampling: Sampling) -> Tensor:
+    """Bool [S, V], the tokens that are left: by min-p, then top-k with all ties, then top-p of what those left."""
+    left_SV = logits_SV
+    if sampling.min_p:
+        lowest = logits_SV.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        left_SV = left_SV.masked_fill(left_SV < lowest, -torch.inf)
+    if sampling.top_k:
+        lowest = left_SV.topk(min(sampling.top_k, left_SV.shape[1])).values[:, -1:]
+        left_SV = left_SV.masked_fill(left_SV < lowest, -torch.inf)
+    if sampling.top_p < 1:
+        rising, order = left_SV.softmax(-1).sort(dim=-1, stable=True)
+        dropped = rising.cumsum(-1) <= 1 - sampling.top_p
+        dropped[:, -1] = False
+        left_SV = left_SV.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -torch.inf)
+    return left_SV != -torch.inf
+
+
+def _masks(
+    kept_sets: Sequence[NDArray[np.bool_]], response_lengths: NDArray[np.int64], prompt_length: int
+) -> DecisionStream:
+    """The sets of all responses on the rows of their sequences: that of response token r in row prompt + r - 1.
+
+    Args:
+        kept_sets: bool [S, V] for each step.
+        response_lengths: int64 [S].
+        prompt_length: of every sequence.
+    """
+    valid, counts, ids = [], [], []
+    for sequence, length in enumerate(response_lengths.tolist()):
+        sets = [np.flatnonzero(kept_SV[sequence]) for kept_SV in kept_sets[:length]]
+        row = np.zeros(prompt_length + length, np.int64)
+        row[prompt_length - 1 : -1] = [len(each) for each in sets]
+        valid.append(row > 0)
+        counts.append(row)
+        ids += sets
+    return DecisionStream.from_sets(
+        kept_sets[0].shape[1], np.concatenate(valid), np.concatenate(counts), np.concatenate(ids)
+    )
 
 
 def _lengths_until(responses_SR: NDArray[Any], end_token: int) -> NDArray[np.int64]:

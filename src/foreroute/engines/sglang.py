@@ -76,7 +76,7 @@ class SGLangServerEngine(OutsideEngine):
         A response also ends at the end-of-text token of the model's configuration. SGLang minds the seeds, which come
         from `generator`, only when it was started with --enable-deterministic-inference.
         """
-        self._require_weights()
+        self._require_ready(sampling)
         # one request for each response, so that each has a seed of its own
         asked = [prompt for prompt in prompts for _ in range(sampling.group_size)]
         params = {

@@ -56,7 +56,7 @@ class DecisionStream:
         *,
         layers: Iterable[RoutedLayer] = (),
     ) -> DecisionStream:
-        """Check sets and pack them.
+        """Check sets and pack them. One of all choices is kept as one without ids: it left nothing out.
 
         Args:
             num_choices: ids are below it.
@@ -88,7 +88,11 @@ class DecisionStream:
             raise TraceContentError(f"ids go from {flat.min()} to {flat.max()}; expected 0 to {num_choices - 1}")
         stream = cls(num_choices, valid_N, offsets, _sorted_sets(flat.astype(np.int32), offsets), table)
         stream.check()
-        return stream
+        whole = np.diff(offsets) == num_choices
+        if not whole.any():
+            return stream
+        kept = stream.ids[~np.repeat(whole, np.diff(offsets))]
+        return replace(stream, offsets=as_offsets(np.where(whole, 0, np.diff(offsets))), ids=kept)
 
     @classmethod
     def absent(cls, num_choices: int, num_rows: int, *, layers: Iterable[RoutedLayer] = ()) -> DecisionStream:

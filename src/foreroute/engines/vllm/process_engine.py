@@ -203,7 +203,7 @@ class ProcessEngine(OutsideEngine):
             "temperature": sampling.temperature,
             "abort_after": abort_after,
         }
-        self._require_weights()
+        self._require_ready(sampling)
         reply = self._ask(request, "generate", arrays)
         require_version(reply.header.get("weight_version"), self.weight_version)
         of_prompt = np.repeat(np.arange(len(prompts)), sampling.group_size)

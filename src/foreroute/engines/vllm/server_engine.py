@@ -92,7 +92,7 @@ class VLLMServerEngine(OutsideEngine):
         self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
     ) -> Generation:
         """Sample `sampling.group_size` responses to each prompt; as `embedded.EmbeddedEngine.generate`."""
-        self._require_weights()
+        self._require_ready(sampling)
         body = {
             "model": self._model,
             "n": sampling.group_size,
