@@ -29,7 +29,7 @@ from benchmarks.harness.pairs import compare
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.slots import Channels, TransferBatch
+from foreroute.ep.transfer.slots import Channels, TransferBatch, TransferLane
 from foreroute.plan import Topology
 from foreroute.plan.schedule import MOVE
 
@@ -139,7 +139,7 @@ class HostPath:
         with closing(HostMemory(votes, Topology(1, 1, num_experts, LINKS), [home])) as memory:
             memory.publish([home], 60)
             slots = {name: torch.zeros_like(shard) for name, shard in home.items()}
-            yield cls(part, home, slots, memory, Channels(peers, memory, checksums=False))
+            yield cls(part, home, slots, memory, Channels(peers, memory, TransferLane(part.device)))
 
     @property
     def num_experts(self) -> int:

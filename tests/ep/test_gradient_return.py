@@ -1,4 +1,4 @@
-"""Gradients of replicas travel while backward goes on, and are waited for exactly once, on all ranks alike."""
+"""In which order rows, weights and gradients are launched and waited for, on all ranks alike."""
 
 import pytest
 import torch.distributed as dist
@@ -19,6 +19,13 @@ class Telling(DirectWeights):
         super().__init__(PeerGroup(timeout_s=20))
         self.log = log
 
+    def fetch(self, cell, home):
+        self.log.append(("fetched", cell.layer))
+        return super().fetch(cell, home)
+
+    def prefetch(self):
+        self.log.append("prefetching")
+
     def send_home(self, cell, grads):
         self.log.append(("sent", cell.layer))
         return Waiting(super().send_home(cell, grads), self.log, cell.layer)
@@ -33,8 +40,8 @@ class Waiting:
         return self.returning.wait()
 
 
-def backward_log(rank, case, frozen):
-    """What happens in a backward pass: gradients of replicas that are sent and come home, and of rows that travel."""
+def pass_log(rank, case, frozen):
+    """What happens in a forward and in a backward pass: what is fetched and sent home, and rows that travel."""
     model = policy(case)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.endswith(frozen))
@@ -46,31 +53,44 @@ def backward_log(rank, case, frozen):
     plans = (split_plan(seed, counts_MLGE, placed.home_LE) for seed in range(100))
     plan = next(plan for plan in plans if plan.num_replicas_ML[0].all())
     placed.begin_step(0, plan, counts_MLGE)
-    with replaying(routed, case, rank, 0, 0), placed.executing(0, rows_of(routed, case, rank, 0, 0)):
-        loss = log_probs(model, batch(rank, 0, 0)).sum()
     dist.all_to_all_single = lambda *args, **kwargs: log.append("rows") or all_to_all(*args, **kwargs)
     try:
+        with replaying(routed, case, rank, 0, 0), placed.executing(0, rows_of(routed, case, rank, 0, 0)):
+            loss = log_probs(model, batch(rank, 0, 0)).sum()
+        forward, log[:] = log[:], []
         loss.backward()
     finally:
         dist.all_to_all_single = all_to_all
-    return log
+    return forward, log
+
+
+def test_rows_are_launched_before_what_later_cells_need(workers):
+    """On one communicator they would wait behind it."""
+    forward = [event for layer in range(3) for event in (("fetched", layer), "rows", "prefetching", "rows")]
+    backward = [
+        event
+        for layer in (2, 1, 0)
+        for event in ("rows", ("fetched", layer), "prefetching", ("sent", layer), "rows", ("home", layer))
+    ]
+    assert workers(2).run(pass_log, Case(ranks=2, plan=3), "nothing") == [(forward, backward)] * 2
 
 
 @pytest.mark.parametrize("frozen", ["nothing", "experts.down_proj"])
 def test_gradients_travel_while_those_of_rows_are_sent_back(workers, frozen):
     expected = [event for layer in (2, 1, 0) for event in ("rows", ("sent", layer), "rows", ("home", layer))]
-    assert workers(2).run(backward_log, Case(ranks=2, plan=3), frozen) == [expected] * 2
+    for _, log in workers(2).run(pass_log, Case(ranks=2, plan=3), frozen):
+        assert [event for event in log if event == "rows" or event[0] in ("sent", "home")] == expected
 
 
 def test_checkpointed_parts_send_theirs_once(workers):
     """The two forward passes of a cell send nothing home."""
     for use_reentrant in (True, False):
-        for log in workers(2).run(backward_log, Case(ranks=2, plan=3, use_reentrant=use_reentrant), "nothing"):
-            assert [event for event in log if event != "rows"] == [
+        for _, log in workers(2).run(pass_log, Case(ranks=2, plan=3, use_reentrant=use_reentrant), "nothing"):
+            assert [event for event in log if event[0] in ("sent", "home")] == [
                 event for layer in (2, 1, 0) for event in (("sent", layer), ("home", layer))
             ]
 
 
 def test_frozen_experts_send_nothing(workers):
-    logs = workers(2).run(backward_log, Case(ranks=2, plan=3), ("experts.down_proj", "experts.gate_up_proj"))
-    assert logs == [["rows"] * 6] * 2
+    for _, log in workers(2).run(pass_log, Case(ranks=2, plan=3), ("experts.down_proj", "experts.gate_up_proj")):
+        assert [event for event in log if event == "rows" or event[0] in ("sent", "home")] == ["rows"] * 6

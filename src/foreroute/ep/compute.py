@@ -272,6 +272,7 @@ class ComputeReplicas(torch.autograd.Function):
                 f"replicas computed the forward pass of {transfers.cell}, and cannot be had again for backward"
             )
         wanted = [name for i, name in enumerate(transfers.names) if ctx.needs_input_grad[4 + i]]
+        transfers.source.prefetch()
         row_grad, gate_grad, weight_grads = _gradients(work, rows_RD, gates_R1, fetched, wanted, grads[0])
         if wanted:
             transfers.pending = transfers.source.send_home(transfers.cell, weight_grads)

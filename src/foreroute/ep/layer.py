@@ -75,6 +75,8 @@ class ExpertLayer:
             self._group, f"tokens of {execution.what(self.number)}", rows, ids_NK, execution.sent_rows(ids_NK.device)
         )
         grouped, gates = Dispatch.apply(hidden_ND, weights_NK, handle)
+        if replicas is not None:
+            replicas.transfers.source.prefetch()
         execution.end_layer(self.number, sum(handle.receive_G))
         summed: Tensor = Combine.apply(self._compute(grouped, gates, rows, replicas), handle)
         return summed.to(hidden_ND.dtype)

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
 from foreroute.ep.transfer import peers as transfer_peers
-from foreroute.ep.transfer.peers import Message
+from foreroute.ep.transfer.peers import Message, PeerGroup
 from tests.ep.transfer.toy import peers
 
 LATE_S = 0.5
@@ -56,6 +57,19 @@ def test_what_goes_by_the_host_leaves_at_once_and_lands_in_its_row(workers):
         (nothing, [[0.0] * 3, [11.0] * 3]),
         (nothing, [[0.0] * 3, [10.0] * 3]),
     ]
+
+
+def groups_of_peers(rank):
+    """Whether they are the model's own group: on gloo, and where NCCL would carry a GPU's tensors."""
+    own = [PeerGroup(timeout_s=20).group]
+    with patch.object(transfer_peers, "has_nccl", lambda group: True):
+        own += [PeerGroup(timeout_s=20).group, PeerGroup(ranks=[0, 1], timeout_s=20).group]
+    return [group is dist.group.WORLD for group in own]
+
+
+def test_on_nccl_transfers_share_the_communicator_of_the_model(workers):
+    """Some ranks of it alone have one of their own."""
+    assert workers(2).run(groups_of_peers) == [[False, True, False]] * 2
 
 
 def test_only_gloo_with_tensors_of_another_device_goes_by_the_host(workers):

@@ -17,6 +17,7 @@ from tests.ep.transfer.toy import (
     Multiplied,
     all_experts,
     begin,
+    fetch,
     largest_difference,
     make_engine,
     reference,
@@ -120,7 +121,7 @@ def fetch_those_with_replicas(rank, plan):
         begin(engine, 0, plan, homes, updating=updating)
         for cell in asked(*plan.shape[:2], updating=updating, checkpointed=True):
             if plan.num_replicas_ML[cell.micro_step, cell.layer]:
-                engine.fetch(cell, homes[cell.layer])
+                fetch(engine, cell, homes[cell.layer])
     engine.close()
     return engine.take_records()
 

@@ -95,11 +95,11 @@ class _Replicas(torch.autograd.Function):
     @staticmethod
     def forward(ctx, engine, cell, home, part_of, *shards):
         ctx.engine, ctx.cell, ctx.home, ctx.part_of = engine, cell, home, part_of
-        return part_of(engine.fetch(cell, home))
+        return part_of(fetch(engine, cell, home))
 
     @staticmethod
     def backward(ctx, grad):
-        fetched = ctx.engine.fetch(ctx.cell, ctx.home)
+        fetched = fetch(ctx.engine, ctx.cell, ctx.home)
         names = sorted(fetched)
         with torch.enable_grad():
             weights = {name: fetched[name].detach().requires_grad_() for name in names}
@@ -115,7 +115,7 @@ class _Views(torch.autograd.Function):
     @staticmethod
     def forward(ctx, engine, cell, home, *shards):
         ctx.engine, ctx.cell = engine, cell
-        replicas = engine.fetch(cell, home)
+        replicas = fetch(engine, cell, home)
         assert replicas is not None
         return tuple(replicas[name] for name in sorted(home))
 
@@ -126,11 +126,18 @@ class _Views(torch.autograd.Function):
         return None, None, None, *(returned[name] for name in names)
 
 
+def fetch(engine, cell, home):
+    """As the layer does, which prefetches when the rows of the cell have left."""
+    replicas = engine.fetch(cell, home)
+    engine.prefetch()
+    return replicas
+
+
 def layer_loss(engine, plan, cell, home, rank, *, refetch=True):
     """This rank's part of the loss of a cell, under whatever placement is in force."""
     plan_cell = plan.cell(cell.micro_step, cell.layer)
     # whether the cell is served at home is known only after a fetch; the second one is free
-    at_home = engine.fetch(cell, home) is None
+    at_home = fetch(engine, cell, home) is None
     hosts = {e: [int(plan_cell.home_E[e])] for e in range(len(plan_cell.home_E))}
     if not at_home:
         for e, r in zip(plan_cell.expert_R.tolist(), plan_cell.rank_R.tolist(), strict=True):

@@ -22,7 +22,7 @@ from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan
 from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory
 from foreroute.ep.transfer.peers import ATTEMPTS, PeerGroup
 from foreroute.ep.transfer.replica_weights import Cell, GradientReturn, RetriedReturn, cell_of, next_cell
-from foreroute.ep.transfer.slots import Channels, SlotSet, SlotSets, TransferBatch
+from foreroute.ep.transfer.slots import Channels, SlotSet, SlotSets, TransferBatch, TransferLane
 from foreroute.errors import ConfigError, PlanError, TransferError
 from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan, Topology
 from foreroute.plan.options import SlotUse
@@ -58,10 +58,10 @@ class TransferEngine:
             memory = HostMemory(
                 self._consensus, topology, homes, directory=options.directory, checksums=options.checksums
             )
-        self._channels = Channels(peers, memory, options.checksums)
+        lane = TransferLane(next(iter(homes[0].values())).device)
+        self._channels = Channels(peers, memory, lane, options.checksums, options.deadline_s is not None)
         self._slots = SlotSets(options.slots, 1 + options.prefetch, homes, topology)
         self._versions: list[tuple[int, ...]] = []
-        self._abandoned: list[TransferBatch] = []
         self._records: list[TransferRecord] = []
         # by host memory and from peers, since the last record
         self._received_bytes = (0, 0)
@@ -91,6 +91,8 @@ class TransferEngine:
             self._end_batch(slots, self._wait_s)
             slots.clear()
         self._running = None
+        # streams may still copy from host memory, which others write when this rank has signed off
+        self._channels.lane.synchronize()
         if self._channels.memory is not None:
             self._channels.memory.publish(self._homes, self._options.timeout_s)
         self._versions = [_versions(home) for home in self._homes]
@@ -127,7 +129,7 @@ class TransferEngine:
         self._previous, self._current, self._running = None, None, None
 
     def fetch(self, cell: Cell, home: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """As in `ReplicaWeights`; starts the transfers of the cells after it.
+        """As in `ReplicaWeights`.
 
         Views of slots, which the next filling of the slots overwrites: a backward pass that needs them later fetches
         the cell again (as `foreroute.ep` does), or is refused by autograd.
@@ -148,8 +150,25 @@ class TransferEngine:
         # A cell may be asked for twice, in its backward pass; the way on shows only in the last one that was another.
         if cell != self._current:
             self._previous, self._current = self._current, cell
-        self._prefetch(cell)
         return None if because is not None else slots.replicas(moves)
+
+    def prefetch(self) -> None:
+        """As in `ReplicaWeights`; of as many cells as the options say, and only of those that replicas serve."""
+        assert self._plan is not None, "a cell runs only under a plan"
+        assert self._current is not None, "a cell has been fetched"
+        ahead, previous, current = 0, self._previous, self._current
+        # cells without replicas are passed over, at most as many as lie between a layer and itself in the backward pass
+        for _ in range(2 * len(self._homes)):
+            guess = next_cell(previous, current, self._plan.shape[:2], updating=self._updating)
+            if guess is None or ahead == self._options.prefetch:
+                return
+            previous, current = current, guess
+            if guess in self._at_home or not self._plan.num_replicas_ML[guess.micro_step, guess.layer]:
+                continue
+            # the slots of the cell that runs are in use
+            if (slots := self._slots.of(guess)) is not self._running:
+                self._begin(slots, guess)
+                ahead += 1
 
     def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> RetriedReturn:
         """As in `ReplicaWeights`; peer to peer."""
@@ -173,13 +192,10 @@ class TransferEngine:
 
     def close(self, seconds: float = 10.0) -> None:
         """Wait so long for transfers under way, and give the shared memory back. Never raises: errors end here too."""
-        end = time.monotonic() + seconds
-        for batch in [*self._abandoned, *(s.batch for s in self._slots if s.batch is not None)]:
-            batch.end(max(0.0, end - time.monotonic()))
-        self._abandoned = []
+        self._channels.lane.close(seconds)
         if self._channels.memory is not None:
             self._channels.memory.close()
-        self._channels = Channels(self._peers, None, self._options.checksums)
+        self._channels = replace(self._channels, memory=None)
 
     @property
     def _wait_s(self) -> float:
@@ -237,25 +253,7 @@ class TransferEngine:
         objections = self._consensus.objections(objection, batch.what)
         if objections:
             slots.replace_buffers()
-            self._abandoned = [b for b in self._abandoned if not b.is_over] + [batch]
         return objections
-
-    def _prefetch(self, cell: Cell) -> None:
-        """Begin the transfers of the next cells that replicas serve."""
-        assert self._plan is not None, "a cell runs only under a plan"
-        ahead, previous, current = 0, self._previous, cell
-        # cells without replicas are passed over, at most as many as lie between a layer and itself in the backward pass
-        for _ in range(2 * len(self._homes)):
-            guess = next_cell(previous, current, self._plan.shape[:2], updating=self._updating)
-            if guess is None or ahead == self._options.prefetch:
-                return
-            previous, current = current, guess
-            if guess in self._at_home or not self._plan.num_replicas_ML[guess.micro_step, guess.layer]:
-                continue
-            # the slots of the cell that runs are in use
-            if (slots := self._slots.of(guess)) is not self._running:
-                self._begin(slots, guess)
-                ahead += 1
 
     def _moves(self, cell: Cell) -> CellSchedule:
         return cell_of(self._schedule, self._in_force[0], cell)
@@ -336,7 +334,7 @@ class TransferRecord:
         host_bytes: that came here through host memory and were waited for in this call, those of vain attempts and
             of prefetches that were not asked for among them; 0 when slots held everything.
         direct_bytes: the same from peers.
-        exposed_s: seconds that the caller waited.
+        exposed_s: seconds that the host waited; the stream's waits on a GPU are not among them.
         prefetched: the transfer had begun before it was asked for.
         at_home_because: what went wrong on which ranks, when the home placement is in force for the cell; else None.
     """

@@ -48,20 +48,28 @@ class Message:
 
 
 class PeerGroup:
-    """A process group for transfers alone, so that they never mix with the collectives of the model.
+    """The ranks between which weights and gradients travel.
+
+    On gloo it is a group of its own: transfers never mix with the collectives of the model. On NCCL it is the group
+    whose ranks it joins, the model's own. Two communicators that are in use at the same time can deadlock; of one,
+    everything runs in the order in which it is launched, and one thread launches, on all ranks in the same order.
+    `batch_isend_irecv` takes the communicator of the collectives (docs/decisions, "One communicator").
 
     All ranks of the group must begin the same exchanges in the same order; what one of them holds may be empty. Whoever
     begins one and fails before it is over leaves no rank waiting: what was posted is still sent.
 
     Args:
         along, ranks: as in `own_group`, which it is made by.
-        timeout_s: seconds after which a peer that does not answer is taken for dead.
+        timeout_s: seconds after which a peer that does not answer is taken for dead; on NCCL, that of the group holds.
     """
 
     def __init__(self, *along: dist.ProcessGroup, ranks: list[int] | None = None, timeout_s: float = 600.0) -> None:
-        self.group = own_group(*along, ranks=ranks, timeout_s=timeout_s)
+        shared = along[-1] if along else dist.group.WORLD
+        assert shared is not None, "torch.distributed has a default group once it is initialised"
+        on_nccl = ranks is None and has_nccl(shared)
+        self.group = shared if on_nccl else own_group(*along, ranks=ranks, timeout_s=timeout_s)
         dist.barrier(self.group)
-        if "cuda:nccl" in dist.get_backend_config(self.group).split(",") and torch.cuda.is_available():
+        if has_nccl(self.group) and torch.cuda.is_available():
             # NCCL wants all ranks in the first call on a group, and the first exchange may leave some out; the barrier
             # of a group that has gloo too is gloo's
             dist.all_reduce(torch.zeros(1, device="cuda"), group=self.group)
@@ -121,7 +129,7 @@ class Exchange:
     host_buffers: list[tuple[Tensor, Tensor]]
 
     def wait(self) -> None:
-        """Return when everything has left and arrived.
+        """Return when everything has left and arrived; on NCCL at once, and the current stream waits.
 
         Raises:
             TransferError: when a peer is gone or does not answer within the group's timeout.
@@ -135,6 +143,11 @@ class Exchange:
         for target, buffer in self.host_buffers:
             target.copy_(buffer)
         self.works, self.host_buffers = [], []
+
+
+def has_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether NCCL carries the group's tensors on a GPU."""
+    return "cuda:nccl" in dist.get_backend_config(group).split(",")
 
 
 def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:

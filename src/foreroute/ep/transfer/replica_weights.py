@@ -36,7 +36,7 @@ class Cell(NamedTuple):
 class ReplicaWeights(Protocol):
     """Brings the weights of this rank's replicas, and takes their gradients home.
 
-    All ranks call both methods for the same cells in the same order, those with nothing to send or receive too. A cell
+    All ranks call all methods for the same cells in the same order, those with nothing to send or receive too. A cell
     may be asked for any number of times (recomputation, backward): no call depends on which came before it.
     """
 
@@ -54,6 +54,13 @@ class ReplicaWeights(Protocol):
 
         Raises:
             TransferError: when the weights cannot be had at all.
+        """
+        ...
+
+    def prefetch(self) -> None:
+        """Begin the transfers of the cells after the one fetched last; called when the rows of that one have left.
+
+        So what later cells need travels while experts compute, and no row waits behind it.
         """
         ...
 
@@ -146,6 +153,9 @@ class DirectWeights:
         what = f"fetching the replicas of {cell}"
         post(self._peers, RowMoves(moves.lent, "row"), home, RowMoves(moves.served, "place"), replicas, what).wait()
         return replicas
+
+    def prefetch(self) -> None:
+        """Nothing: weights are sent when they are asked for."""
 
     def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> GradientReturn:
         """As in `ReplicaWeights`."""

@@ -4,15 +4,19 @@ The record is kept on every rank for all ranks, by the same calls in the same or
 lack. Transfers write behind autograd's back: each filling raises the version counters, so that a backward pass that
 still needs the old content is refused instead of silently wrong.
 
-A `TransferBatch` is one filling: copies from host memory and receipts from peers, ended and verified in a thread. It
+A `TransferBatch` is one filling: copies from host memory and receipts from peers. On a GPU with NCCL both are launched
+on the stream of the `TransferLane`, whose end the stream of the model waits for; the host waits for nothing. Elsewhere,
+and where a deadline or checksums are in force, the thread of the lane ends and verifies batches one after the other. It
 takes a thread because gloo tells that a message has arrived only to who waits for it, and waiting with a time limit
 would break the connection to the peer for good.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,6 +31,7 @@ from foreroute.ep.transfer.peers import (
     PeerGroup,
     RowMoves,
     damaged_rows,
+    has_nccl,
     post,
     row_checksums,
     with_checksums,
@@ -97,7 +102,10 @@ class SlotSet:
         if not slots or slots[-1] - slots[0] == len(slots) - 1:
             first = slots[0] if slots else 0
             return {name: tensor[first : first + len(slots)].detach() for name, tensor in self.tensors.items()}
-        return {name: tensor[slots] for name, tensor in self.tensors.items()}
+        return {
+            name: tensor.index_select(0, torch.tensor(slots).to(tensor.device, non_blocking=True))
+            for name, tensor in self.tensors.items()
+        }
 
 
 class SlotSets:
@@ -140,6 +148,75 @@ def _shapes(home: Mapping[str, Tensor]) -> tuple[tuple[str, torch.Size, torch.dt
     return tuple((name, home[name].shape[1:], home[name].dtype) for name in sorted(home))
 
 
+class TransferLane:
+    """The one thread of a rank's transfers, started when it is first needed, and on a GPU their one stream.
+
+    Args:
+        device: of the slots.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # the last one serves; those before it were left
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Let the thread do it, after what it was given before."""
+        self._jobs.put(job)
+        if not self._threads:
+            self._start()
+
+    def leave(self) -> None:
+        """Leave the thread to the job that it waits in, and give what is behind that to a new one."""
+        if self._threads:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self._start()
+
+    def close(self, seconds: float) -> None:
+        """Let the thread end when it has done what it was given; wait so long for it, and for those that were left."""
+        end = time.monotonic() + seconds
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Launch on the stream, if there is one."""
+        if self.stream is None:
+            yield
+            return
+        # a new thread starts on device 0, where returning to its stream would make a context of this process
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
+            yield
+
+    def follow(self) -> None:
+        """Launch nothing on the stream before what the current stream was given has run."""
+        if self.stream is not None:
+            # the slots may still be read, and the home rows written
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    def synchronize(self) -> None:
+        """Wait until the stream has run what it was given."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def _start(self) -> None:
+        # does not keep a process alive whose main thread ended by an error
+        self._threads.append(threading.Thread(target=self._serve, name="transfers", daemon=True))
+        self._threads[-1].start()
+
+    def _serve(self) -> None:
+        while self._threads[-1] is threading.current_thread():
+            job = self._jobs.get()
+            if job is None:
+                return
+            job()
+            # with it goes the memory that it holds
+            del job
+
+
 @dataclass(frozen=True)
 class Channels:
     """What weights travel by.
@@ -147,12 +224,22 @@ class Channels:
     Attributes:
         peers: the direct path.
         memory: the host path; None where it is not used.
+        lane: what runs transfers beside the model.
         checksums: verify what arrives.
+        timed: the host is to learn when a transfer is over, for a deadline.
     """
 
     peers: PeerGroup
     memory: HostMemory | None
-    checksums: bool
+    lane: TransferLane
+    checksums: bool = False
+    timed: bool = False
+
+    @property
+    def by_stream(self) -> bool:
+        """Whether streams alone know when a transfer is over."""
+        on_device = self.lane.stream is not None and has_nccl(self.peers.group)
+        return on_device and not self.checksums and not self.timed
 
 
 class TransferBatch:
@@ -188,44 +275,53 @@ class TransferBatch:
             sources = with_checksums(home, sent["row"].tolist())
             targets = with_checksums(slots, [])
         self._sums = targets.get(CHECKSUMS)
-        self._side = _SideStream(next(iter(slots.values())).device)
-        with self._side.entered():
+        lane = channels.lane
+        lane.follow()
+        with lane.entered():
             self._exchange = post(
                 channels.peers, RowMoves(sent, "row"), sources, RowMoves(self._received, "slot"), targets, what
             )
         self._objection: str | None = None
         self._error: Exception | None = None
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=what, daemon=True)
-        self._thread.start()
+        self._arrived: torch.cuda.Event | None = None
+        if channels.by_stream:
+            with torch.no_grad(), lane.entered():
+                self._objection = self._copy_from_host()
+                self._exchange.wait()
+                self._arrived = torch.cuda.Event()
+                self._arrived.record()
+            self._over.set()
+        else:
+            lane.submit(self._run)
 
     def wait(self, seconds: float) -> str | None:
         """What is wrong with what arrived at this rank, if only that it has not; None when all is well.
+
+        What has not arrived is given up: nobody waits for it again. Where streams alone know when it is over, the
+        current stream waits, and the host does not.
 
         Raises:
             TransferError: when a peer is gone.
         """
         if not self._over.wait(seconds):
+            self._channels.lane.leave()
             return f"replicas had not arrived after {seconds} s"
         if self._error is not None:
             raise self._error
+        if self._arrived is not None:
+            torch.cuda.current_stream(next(iter(self._slots.values())).device).wait_event(self._arrived)
         return self._objection
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing writes to the slots any more."""
-        return self._over.is_set()
-
-    def end(self, seconds: float) -> None:
-        """Wait for the thread, whatever has become of the transfers."""
-        self._thread.join(seconds)
-
     def _run(self) -> None:
+        lane = self._channels.lane
         try:
-            with torch.no_grad(), self._side.entered():
+            with torch.no_grad(), lane.entered():
                 stale = self._copy_from_host()
+                lane.synchronize()
+                stale = stale or self._stale()
                 self._exchange.wait()
-                self._side.synchronize()
+                lane.synchronize()
                 self._objection = stale or self._verify()
         # whatever it is, it is for the thread that waits
         except Exception as error:
@@ -234,18 +330,21 @@ class TransferBatch:
             self._over.set()
 
     def _copy_from_host(self) -> str | None:
+        """Launches the copies; what is wrong with the memory before them, or None."""
         memory = self._channels.memory
         if memory is None or not len(self._host):
             return None
-        sources = np.unique(self._host["peer"]).tolist()
-        # asked before and after the copy: what was read is of one version only if the stamps held all the while
-        before = [memory.objection(source) for source in sources]
+        stale = self._stale()
         for source, row, slot in _rows(self._host):
             for name, slots in self._slots.items():
                 slots[slot].copy_(memory.row(source, self._layer, name, row), non_blocking=True)
-        self._side.synchronize()
-        after = [memory.objection(source) for source in sources]
-        return next((objection for objection in before + after if objection is not None), None)
+        return stale
+
+    def _stale(self) -> str | None:
+        # asked before and after the copy: what was read is of one version only if the stamps held all the while
+        memory = self._channels.memory
+        objections = [memory.objection(s) for s in np.unique(self._host["peer"]).tolist()] if memory else []
+        return next((objection for objection in objections if objection is not None), None)
 
     def _verify(self) -> str | None:
         if self._sums is None:
@@ -256,29 +355,6 @@ class TransferBatch:
                 if row_checksums(self._slots, slot) != self._channels.memory.checksums(source, self._layer, row):
                     wrong.append(slot)
         return f"the replicas in slots {sorted(wrong)} arrived damaged" if wrong else None
-
-
-class _SideStream:
-    """A CUDA stream that starts after what the current one was given; nothing on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self._stream is not None:
-            # the slots may still be read, and the home rows written, by kernels that were launched before
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        # a new thread starts on device 0, where returning to its stream would make a context of this process
-        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
-            yield
-
-    def synchronize(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
 
 
 def _rows(moves: NDArray[np.void]) -> list[tuple[int, int, int]]:
