@@ -147,6 +147,7 @@ class ExecutionCase:
         optimizer: a name of `cpu_optimizers`.
         told: what DistributedDataParallel is told.
         complete: whether every row has a route, as an engine's last rows have not.
+        rounded: whether weights are those of a model in bfloat16.
     """
 
     cell: Cell
@@ -154,6 +155,7 @@ class ExecutionCase:
     optimizer: str = "momentum"
     told: tuple = ()
     complete: bool = True
+    rounded: bool = False
 
     def __str__(self):
         said = " ".join(f"{name}={value}" for name, value in self.told)

@@ -72,4 +72,9 @@ def test_layers_that_cannot_execute_plans_are_refused():
     run("known_count_checks.check_layers_that_cannot_execute_plans", ranks=2)
 
 
+@pytest.mark.parametrize("check", ["check_rounding_is_no_further_from_the_truth", "check_a_model_that_nothing_wraps"])
+def test_gradients_of_replicas(check):
+    run(f"plan_execution_checks.{check}", ranks=2)
+
+
 test_columns = checks_of("column_checks")
