@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -68,11 +69,8 @@ def _measured(rank: int, num_ranks: int, pairs: int, skews: Sequence[str]) -> di
         bench.take_routes(rank, SKEWS[name])
         found["static_imbalance"][name] = round(bench.static_imbalance, 3)
         for stage, forward_only in STAGES.items():
-            ratio = compare(
-                lambda only=forward_only: bench.step(True, only),
-                lambda only=forward_only: bench.step(False, only),
-                pairs=pairs,
-            )
+            planned, static = (partial(bench.step, by_plan, forward_only) for by_plan in (True, False))
+            ratio = compare(planned, static, pairs=pairs)
             found["planned_over_static"][stage][name] = _shown(ratio)
     found["collectives_saved"], found["host_waits"] = {}, {}
     for recompute, settings in {

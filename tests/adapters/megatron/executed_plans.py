@@ -48,7 +48,7 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS):
         of_chunks = [chunk.no_sync for chunk in model.chunks]
         chunks[0].config.no_sync_func = of_chunks if len(of_chunks) > 1 else of_chunks[0]
     forward = routed.replaying(forward_step)
-    found = {"losses": [], "gradients": {}, "off_plan": 0, "replicas": 0, "largest": []}
+    found = {"losses": [], "gradients": {}, "off_plan": 0, "replicas": 0, "fetches": []}
     for number in range(steps):
         model.zero_grad()
         batches = make_batches(cell, seed=number)
@@ -62,7 +62,7 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS):
         if planned is not None:
             found["replicas"] += len(made.expert_R)
             found["off_plan"] += rows_off_plan(routed, execution, counts_MLGE) if case.complete else 0
-            found["largest"].append(execution.executed_ML)
+            found["fetches"].append(execution.fetches)
         after_schedule()
         finalize_model_grads(model.chunks)
         found["gradients"].update({(number, *key): grad for key, grad in whole_gradients(routed, model).items()})

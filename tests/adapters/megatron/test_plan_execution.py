@@ -77,4 +77,19 @@ def test_gradients_of_replicas(check):
     run(f"plan_execution_checks.{check}", ranks=2)
 
 
+def test_fetches_are_begun_ahead_in_the_order_of_the_step_before():
+    splits = [{"ep": 2, "layers": 2}, {"ep": 2, "layers": 2, "recompute": "uniform", "dispatcher": "allgather"}]
+    run("fetch_order_checks.check_steps_after_the_first_fetch_ahead", splits, ranks=2)
+
+
+@pytest.mark.slow
+def test_fetches_are_begun_ahead_between_pipeline_stages():
+    splits = [{"ep": 2, "layers": 4, "pp": 2}, {"ep": 2, "layers": 4, "pp": 2, "vpp": 2, "recompute": "selective"}]
+    run("fetch_order_checks.check_steps_after_the_first_fetch_ahead", splits, ranks=4)
+
+
+def test_every_visit_gets_the_replicas_of_its_own_cell():
+    run("fetch_order_checks.check_every_visit_gets_its_own_cell")
+
+
 test_columns = checks_of("column_checks")
