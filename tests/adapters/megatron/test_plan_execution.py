@@ -10,7 +10,7 @@ import os
 import pytest
 
 from tests.adapters.megatron.forked_ranks import checks_of, run
-from tests.adapters.megatron.grid import EXECUTED, PLANS, executions_of
+from tests.adapters.megatron.grid import EXECUTED, EXECUTED_SHAPES, PLANS, executed_shape, executions_of
 
 EVERY = "FOREROUTE_MEGATRON_GRID" in os.environ
 
@@ -19,6 +19,11 @@ EVERY = "FOREROUTE_MEGATRON_GRID" in os.environ
 @pytest.mark.parametrize("name", EXECUTED)
 def test_losses_gradients_weights_and_state_equal_those_of_the_static_run(name):
     run("plan_execution_checks.check_cases", executions_of(name, EVERY), ranks=EXECUTED[name].ranks, timeout=900)
+
+
+@pytest.mark.slow
+def test_layers_of_every_shape_are_executed():
+    run("plan_execution_checks.check_cases", [executed_shape(name) for name in EXECUTED_SHAPES], ranks=2)
 
 
 def test_every_pair_of_values_is_among_the_ordinary_cases():

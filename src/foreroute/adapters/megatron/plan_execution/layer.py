@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.plan_execution.columns import CellColumns
@@ -172,6 +173,10 @@ def _objection_to_settings(config: Any, dispatcher: Any) -> str | None:
 def _objection_to_parameters(site: ChunkRouter) -> str | None:
     for weights in home_parameters(site):
         for name, parameter in weights.items():
+            if isinstance(parameter, DTensor):
+                return (
+                    f"{name} of its experts is sharded by FSDP, so no rank has a whole expert to lend; wrap it in DDP"
+                )
             if not parameter.requires_grad:
                 return (
                     f"{name} of its experts is frozen, and gradients of replicas have no place to go; train all of them"
