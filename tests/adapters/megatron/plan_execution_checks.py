@@ -82,6 +82,34 @@ def check_a_model_that_nothing_wraps():
     assert max(apart.values()) <= EXACT, apart
 
 
+def check_checkpoints_do_not_see_replicas():
+    """While a plan is executed, a model has the parameters, state and shards of checkpoints that it has else."""
+    case = ExecutionCase(Cell(ep=2, layers=2))
+    initialize(case.cell)
+    chunks = build(case.cell)
+    routed = megatron.attach(chunks)
+    batches = make_batches(case.cell)
+    shards = [routed.shard(skewed(batch, case, 0, m), laid_out(batch)) for m, batch in enumerate(batches)]
+    made, counts_MLGE, _ = make_plan(routed, None, "planned", 0, shards, None)
+    before = kept(chunks[0])
+    with routed.execute(made, counts_MLGE, shards) as execution:
+        step(chunks, carrying(batches, shards), routed.replaying(forward_step))
+        assert execution.fetches[0] > 0
+        assert kept(chunks[0]) == before
+
+
+def kept(chunk):
+    """What a checkpoint of a model would hold: names, values, and where shards lie in the whole."""
+    return (
+        [name for name, _ in chunk.named_parameters()],
+        {name: None if value is None else value.tolist() for name, value in chunk.state_dict().items()},
+        {
+            key: (shard.key, getattr(shard, "global_shape", None), getattr(shard, "global_offset", None))
+            for key, shard in chunk.sharded_state_dict().items()
+        },
+    )
+
+
 def in_float64(case):
     settings = {**dict(case.cell.settings), **FLOAT64}
     fields = {f.name: getattr(case.cell, f.name) for f in dataclasses.fields(case.cell) if f.name != "settings"}

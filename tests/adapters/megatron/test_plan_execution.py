@@ -77,8 +77,15 @@ def test_layers_that_cannot_execute_plans_are_refused():
     run("known_count_checks.check_layers_that_cannot_execute_plans", ranks=2)
 
 
-@pytest.mark.parametrize("check", ["check_rounding_is_no_further_from_the_truth", "check_a_model_that_nothing_wraps"])
-def test_gradients_of_replicas(check):
+@pytest.mark.parametrize(
+    "check",
+    [
+        "check_rounding_is_no_further_from_the_truth",
+        "check_a_model_that_nothing_wraps",
+        "check_checkpoints_do_not_see_replicas",
+    ],
+)
+def test_replicas_leave_gradients_and_checkpoints_as_they_were(check):
     run(f"plan_execution_checks.{check}", ranks=2)
 
 
