@@ -14,8 +14,8 @@ from tests.adapters.megatron.training_step import forward_step, step
 
 FLOAT64 = {"moe_router_dtype": "fp64", "params_dtype": torch.float64, "pipeline_dtype": torch.float64}
 EXACT = 1e-12
-NO_FURTHER = 1.05
-"""Rows of an expert are grouped otherwise, so that roundings are drawn anew; they have the same spread."""
+NO_FURTHER = 1.01
+"""Rows of an expert are grouped otherwise, so that roundings are drawn anew. Measured: 0.999 to 1.0003."""
 
 
 def check_cases(cases):

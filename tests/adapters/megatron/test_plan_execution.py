@@ -7,12 +7,24 @@ One test per split of the model. Four of its 16 variants run by default, each un
 import itertools
 import os
 
+import numpy as np
 import pytest
 
+from foreroute.plan import ExecutionSchedule, Links, PlanOptions, Topology
+from foreroute.planner import plan
 from tests.adapters.megatron.forked_ranks import checks_of, run
 from tests.adapters.megatron.grid import EXECUTED, EXECUTED_SHAPES, PLANS, executed_shape, executions_of
 
 EVERY = "FOREROUTE_MEGATRON_GRID" in os.environ
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Planner and schedule, into the cache of their compiler: ranks would compile them in the time of a check."""
+    counts_MLGE = np.ones((1, 1, 2, 8), np.int32) * np.arange(1, 9, dtype=np.int32)
+    topology = Topology(2, 2, 1, Links(4e9, 1e9, 2e9, 1e-5, 5e-5))
+    made = plan(counts_MLGE, topology, PlanOptions(tolerance=0.0, slots="shared"))
+    ExecutionSchedule(made, counts_MLGE, 0).cell(0, 0)
 
 
 @pytest.mark.slow
