@@ -5,7 +5,8 @@
 
 The policy learns to answer with even tokens. Its rollout engine is a copy of it in bfloat16, which flips experts now
 and then, as another engine would. Every step prints how far the trainer is from the engine on its own routes, and on
-the engine's.
+the engine's; and the rows of the slowest expert-parallel rank over the mean, with every expert at home, by the plan,
+and as its experts counted them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import numpy as np
 import on_cpu
 import torch
 import torch.distributed as dist
@@ -30,7 +32,10 @@ from megatron.core.transformer import TransformerConfig
 from foreroute import layout
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron import RoutedMegatron
+from foreroute.costs import hardware_preset
 from foreroute.mismatch import routing_mismatch, token_mismatch
+from foreroute.plan import PlanOptions
+from foreroute.planner import plan
 
 VOCABULARY, PROMPT, WIDTH, GROUP, GROUPS = 32, 4, 16, 8, 4
 """Tokens; positions of a prompt, and of all; answers to a prompt; prompts of a rank and step, each a micro-batch."""
@@ -57,7 +62,7 @@ def main() -> None:
         engine.load_state_dict(model.state_dict())
         batches, trace = rollout(engine, routed_engine, seed=step, version=step)
         metrics = recompute(model, routed, batches, trace)
-        update(model, routed, optimizer, batches)
+        metrics |= update(model, routed, optimizer, batches)
         if mpu.is_pipeline_last_stage() and mpu.get_data_parallel_rank() == 0:
             print(f"step {step}: " + ", ".join(f"{name} {value:.3g}" for name, value in metrics.items()), flush=True)
     dist.destroy_process_group()
@@ -107,12 +112,17 @@ def recompute(model: Any, routed: RoutedMegatron, batches: list[dict[str, Any]],
     }
 
 
-def update(model: Any, routed: RoutedMegatron, optimizer: Any, batches: list[dict[str, Any]]) -> None:
-    """Two optimizer steps of the clipped policy gradient; every micro-batch replays the routes that it carries."""
+def update(model: Any, routed: RoutedMegatron, optimizer: Any, batches: list[dict[str, Any]]) -> dict[str, float]:
+    """Two optimizer steps of the clipped policy gradient; micro-batches replay what they carry, served by a plan."""
     forward = routed.replaying(forward_step)
+    routes = [batch["routes"] for batch in batches]
+    counts_MLGE = routed.gather_counts(routes)
+    topology = hardware_preset("h100").topology(counts_MLGE.shape[2], redundant_slots=2)
+    planned = plan(counts_MLGE, topology, PlanOptions(slots="shared"), home_LE=routed.home_LE)
     for _ in range(2):
         optimizer.zero_grad(set_to_none=False)
-        run(model, batches, forward)
+        with routed.execute(planned, counts_MLGE, routes) as execution:
+            run(model, batches, forward)
         for parameter in model.parameters():
             if parameter.grad is not None:
                 is_dense = getattr(parameter, "allreduce", True)
@@ -120,6 +130,22 @@ def update(model: Any, routed: RoutedMegatron, optimizer: Any, batches: list[dic
                 dist.all_reduce(parameter.grad, group=group)
                 parameter.grad /= mpu.get_data_parallel_world_size()
         optimizer.step()
+    return loads(routed, execution, counts_MLGE)
+
+
+def loads(routed: RoutedMegatron, execution: Any, counts_MLGE: Any) -> dict[str, float]:
+    """The slowest rank's rows over the mean, added up over the cells of this pipeline stage."""
+    here = [routed.spec.layers.index(layer) for layer in routed.layers]
+    rows_GML = [torch.zeros(execution.executed_ML.shape, dtype=torch.int64) for _ in range(counts_MLGE.shape[2])]
+    dist.all_gather(rows_GML, torch.from_numpy(execution.executed_ML), group=mpu.get_expert_model_parallel_group())
+    loads_MLE = counts_MLGE.sum(2)
+    at_home_GML = np.stack([(loads_MLE * (routed.home_LE == rank)).sum(2) for rank in range(len(rows_GML))])
+    mean = counts_MLGE[:, here].sum() / len(rows_GML)
+    return {
+        "slowest rank at homes": at_home_GML.max(0)[:, here].sum() / mean,
+        "planned": execution.plan.max_load_ML[:, here].sum() / mean,
+        "executed": float(torch.stack(rows_GML).amax(0)[:, here].sum()) / mean,
+    }
 
 
 def forward_step(batches: Any, model: Any) -> tuple[Tensor, Any]:

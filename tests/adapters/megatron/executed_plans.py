@@ -25,8 +25,8 @@ SLOTS = 2
 LINKS = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
 
 
-def trained(case, planned, after_schedule=lambda: None):
-    """Three steps of a case.
+def trained(case, planned, after_schedule=lambda: None, steps=STEPS):
+    """Three steps of a case, or so many.
 
     Args:
         case: see `grid.ExecutionCase`.
@@ -40,15 +40,16 @@ def trained(case, planned, after_schedule=lambda: None):
     cell = case.cell
     doubles_stay()
     initialize(cell)
-    chunks = [chunk.to(chunk.config.params_dtype) for chunk in build(cell)]
+    chunks = [chunk.bfloat16() if case.rounded else chunk for chunk in build(cell)]
+    chunks = [chunk.to(chunk.config.params_dtype) for chunk in chunks]
     routed = megatron.attach(chunks)
     model = Trained(chunks, case.optimizer, **dict(case.told))
     if dict(case.told).get("overlap_grad_reduce"):
         of_chunks = [chunk.no_sync for chunk in model.chunks]
         chunks[0].config.no_sync_func = of_chunks if len(of_chunks) > 1 else of_chunks[0]
     forward = routed.replaying(forward_step)
-    found = {"losses": [], "gradients": {}, "off_plan": 0, "replicas": 0, "largest": []}
-    for number in range(STEPS):
+    found = {"losses": [], "gradients": {}, "off_plan": 0, "replicas": 0, "fetches": []}
+    for number in range(steps):
         model.zero_grad()
         batches = make_batches(cell, seed=number)
         traces = [skewed(batch, case, number, m) for m, batch in enumerate(batches)]
@@ -61,7 +62,7 @@ def trained(case, planned, after_schedule=lambda: None):
         if planned is not None:
             found["replicas"] += len(made.expert_R)
             found["off_plan"] += rows_off_plan(routed, execution, counts_MLGE) if case.complete else 0
-            found["largest"].append(execution.executed_ML)
+            found["fetches"].append(execution.fetches)
         after_schedule()
         finalize_model_grads(model.chunks)
         found["gradients"].update({(number, *key): grad for key, grad in whole_gradients(routed, model).items()})

@@ -1,10 +1,10 @@
 """What the comparisons of executed plans must see: each way of getting replicas wrong is far from the static run."""
 
-import contextlib
 import types
 from unittest import mock
 
 import pytest
+import torch
 
 from foreroute.adapters.megatron.plan_execution import execution as executions
 from foreroute.adapters.megatron.plan_execution import layer as layers
@@ -108,21 +108,17 @@ def returned(change):
     return mock.patch.object(BorrowedReplicas, "wait_home", lambda self: change(wait_home(self)))
 
 
-@contextlib.contextmanager
 def not_refilled():
     """Backward computes with what the slots hold then."""
-    fetch, fetched = BorrowedReplicas.fetch, set()
+    take, filled = BorrowedReplicas.take, set()
 
-    def once(self):
-        is_first = self not in fetched
-        fetched.add(self)
-        fetch(self)
-        if not is_first:
-            for weights in self._weights.values():
-                weights.zero_()
+    def once(self, weights):
+        if self in filled:
+            weights = {name: torch.zeros_like(rows) for name, rows in weights.items()}
+        filled.add(self)
+        take(self, weights)
 
-    with mock.patch.object(BorrowedReplicas, "fetch", once):
-        yield
+    return mock.patch.object(BorrowedReplicas, "take", once)
 
 
 def fuse():

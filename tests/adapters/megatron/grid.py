@@ -147,6 +147,7 @@ class ExecutionCase:
         optimizer: a name of `cpu_optimizers`.
         told: what DistributedDataParallel is told.
         complete: whether every row has a route, as an engine's last rows have not.
+        rounded: whether weights are those of a model in bfloat16.
     """
 
     cell: Cell
@@ -154,6 +155,7 @@ class ExecutionCase:
     optimizer: str = "momentum"
     told: tuple = ()
     complete: bool = True
+    rounded: bool = False
 
     def __str__(self):
         said = " ".join(f"{name}={value}" for name, value in self.told)
@@ -193,3 +195,22 @@ def executions_of(name, every):
         )
         for i, (recompute, dispatcher, packed) in enumerate(chosen)
     ]
+
+
+EXECUTED_SHAPES = {
+    "shared expert beside the dispatch": {
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_shared_expert_overlap": True,
+    },
+    "limited to groups, with bias": {**BIASED, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    "auxiliary loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+    "three picks": {"moe_router_topk": 3},
+    "multi-token prediction": {"mtp_num_layers": 1},
+}
+"""Settings of layers under which plans are executed, in packed micro-batches: auxiliary losses count padding else."""
+
+
+def executed_shape(name):
+    """(case, kinds of plans) of one of them."""
+    cell = with_settings(EXECUTED_SHAPES[name], ep=2, layers=2, recompute="selective", packed=True)
+    return ExecutionCase(cell), ("planned",)

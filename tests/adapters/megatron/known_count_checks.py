@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe import token_dispatcher
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.plan_execution.layer import REFUSED_SETTINGS
@@ -150,6 +152,17 @@ def check_layers_that_cannot_execute_plans():
         finally:
             module.requires_grad_(True)
 
+    @contextlib.contextmanager
+    def sharded(module):
+        whole = module.weight
+        if mine:
+            mesh = DeviceMesh("cpu", [1], _init_backend=False, _rank=1)
+            module.weight = torch.nn.Parameter(DTensor.from_local(whole.detach(), mesh, run_check=False))
+        try:
+            yield
+        finally:
+            module.weight = whole
+
     def said(name, value):
         return mock.patch.object(block.config, name, value, create=True) if mine else contextlib.nullcontext()
 
@@ -160,6 +173,7 @@ def check_layers_that_cannot_execute_plans():
         (other(block, preprocess=lambda *args: None), "with a forward of its own"),
         (mock.patch.object(block.token_dispatcher, "tp_size", 2), "a replica is a whole expert"),
         (frozen(expert.linear_fc2), "linear_fc2.weight of its experts is frozen"),
+        (sharded(expert.linear_fc2), "linear_fc2.weight of its experts is sharded by FSDP"),
         *((said(name, 2.0), f"{name} is set") for name in REFUSED_SETTINGS),
     ):
         with (

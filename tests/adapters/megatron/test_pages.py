@@ -32,7 +32,9 @@ def test_the_example_trains_on_two_ranks(arguments):
     script = ("examples/megatron/grpo.py", "--steps", "3", *arguments)
     done = torchrun(2, *script, timeout=300, cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = re.findall(r"^step \d: .*k3 on own routes (\S+), k3 on the engine's (\S+),", done.stdout, re.MULTILINE)
+    seen = r"^step \d: .*k3 on own routes (\S+), k3 on the engine's (\S+),.* planned (\S+), executed (\S+)$"
+    lines = re.findall(seen, done.stdout, re.MULTILINE)
     assert len(lines) == 3, done.stdout
-    native, replayed = (sum(map(float, column)) for column in zip(*lines, strict=True))
+    native, replayed, *_ = (sum(map(float, column)) for column in zip(*lines, strict=True))
     assert 0 < replayed < native / 2, lines
+    assert all(planned == executed for *_, planned, executed in lines), lines

@@ -7,18 +7,35 @@ One test per split of the model. Four of its 16 variants run by default, each un
 import itertools
 import os
 
+import numpy as np
 import pytest
 
+from foreroute.plan import ExecutionSchedule, Links, PlanOptions, Topology
+from foreroute.planner import plan
 from tests.adapters.megatron.forked_ranks import checks_of, run
-from tests.adapters.megatron.grid import EXECUTED, PLANS, executions_of
+from tests.adapters.megatron.grid import EXECUTED, EXECUTED_SHAPES, PLANS, executed_shape, executions_of
 
 EVERY = "FOREROUTE_MEGATRON_GRID" in os.environ
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Planner and schedule, into the cache of their compiler: ranks would compile them in the time of a check."""
+    counts_MLGE = np.ones((1, 1, 2, 8), np.int32) * np.arange(1, 9, dtype=np.int32)
+    topology = Topology(2, 2, 1, Links(4e9, 1e9, 2e9, 1e-5, 5e-5))
+    made = plan(counts_MLGE, topology, PlanOptions(tolerance=0.0, slots="shared"))
+    ExecutionSchedule(made, counts_MLGE, 0).cell(0, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXECUTED)
 def test_losses_gradients_weights_and_state_equal_those_of_the_static_run(name):
     run("plan_execution_checks.check_cases", executions_of(name, EVERY), ranks=EXECUTED[name].ranks, timeout=900)
+
+
+@pytest.mark.slow
+def test_layers_of_every_shape_are_executed():
+    run("plan_execution_checks.check_cases", [executed_shape(name) for name in EXECUTED_SHAPES], ranks=2)
 
 
 def test_every_pair_of_values_is_among_the_ordinary_cases():
@@ -70,6 +87,33 @@ def test_wrong_counts_end_all_ranks_with_one_error():
 
 def test_layers_that_cannot_execute_plans_are_refused():
     run("known_count_checks.check_layers_that_cannot_execute_plans", ranks=2)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "check_rounding_is_no_further_from_the_truth",
+        "check_a_model_that_nothing_wraps",
+        "check_checkpoints_do_not_see_replicas",
+    ],
+)
+def test_replicas_leave_gradients_and_checkpoints_as_they_were(check):
+    run(f"plan_execution_checks.{check}", ranks=2)
+
+
+def test_fetches_are_begun_ahead_in_the_order_of_the_step_before():
+    splits = [{"ep": 2, "layers": 2}, {"ep": 2, "layers": 2, "recompute": "uniform", "dispatcher": "allgather"}]
+    run("fetch_order_checks.check_steps_after_the_first_fetch_ahead", splits, ranks=2)
+
+
+@pytest.mark.slow
+def test_fetches_are_begun_ahead_between_pipeline_stages():
+    splits = [{"ep": 2, "layers": 4, "pp": 2}, {"ep": 2, "layers": 4, "pp": 2, "vpp": 2, "recompute": "selective"}]
+    run("fetch_order_checks.check_steps_after_the_first_fetch_ahead", splits, ranks=4)
+
+
+def test_every_visit_gets_the_replicas_of_its_own_cell():
+    run("fetch_order_checks.check_every_visit_gets_its_own_cell")
 
 
 test_columns = checks_of("column_checks")

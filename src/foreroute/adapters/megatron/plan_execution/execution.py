@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.plan_execution.columns import CellColumns
+from foreroute.adapters.megatron.plan_execution.fetching import Fetch, FetchAhead
 from foreroute.adapters.megatron.plan_execution.layer import (
     CellWork,
     PlannedLayer,
@@ -46,9 +47,11 @@ class ExecutionRanks:
     Attributes:
         consensus: of them.
         peers: the same, for weights and gradients.
+        orders: the (micro-step, layer) of all visits of the last execution, without and with backward passes.
     """
 
     def __init__(self, ep_group: Any) -> None:
+        self.orders: dict[bool, list[tuple[int, int]]] = {}
         self.consensus = RankConsensus(ep_group)
         self.peers = PeerGroup(ep_group)
 
@@ -127,6 +130,9 @@ class PlanExecution:
             for sites, passes in stage
             for site in sites
         ]
+        self._home = {spec.layers.index(s.layer): home_parameters(s) for sites, _ in stage for s in sites}
+        self._fetches: FetchAhead | None = None
+        self._updates = False
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -139,6 +145,9 @@ class PlanExecution:
             for layer in self._layers:
                 stack.enter_context(layer.in_place())
             yield
+        if self._fetches is not None:
+            self._fetches.close()
+            self._ranks.orders[self._updates] = self._fetches.visits
         objection = None
         fewest = min(self._begun.values(), default=len(self._shards))
         if fewest < len(self._shards):
@@ -165,7 +174,6 @@ class PlanExecution:
         return micro_step
 
     def _begin(self, site: ChunkRouter, layer: int, passes: PassStack) -> Callable[[], CellWork]:
-        home = home_parameters(site)
         fuses_gradients = bool(site.block.config.gradient_accumulation_fusion)
 
         def begin() -> CellWork:
@@ -177,13 +185,37 @@ class PlanExecution:
             columns = CellColumns.of(plan, counts_GE, rank, self.plan.topology.redundant_slots)
             replicas = None
             if columns.has_replicas:
-                moves = self._schedule.cell(cell.micro_step, layer)
+                moves, home = self._schedule.cell(cell.micro_step, layer), self._home[layer]
                 replicas = BorrowedReplicas(self._ranks.peers, cell, moves, home, fuses_gradients=fuses_gradients)
+            fetches = self._fetches_of(passes)
+
+            def fetch() -> None:
+                weights = fetches.visit(cell)
+                if replicas is not None:
+                    replicas.take(weights)
+
             planned_R = None if rows.unrouted_Q is None else rows.routed_R
             note = (lambda _: None) if is_recompute else partial(self._note, cell)
-            return CellWork(columns, planned_R, self._known_M[cell.micro_step], replicas, note)
+            return CellWork(columns, planned_R, self._known_M[cell.micro_step], replicas, fetch, note)
 
         return begin
+
+    def _fetches_of(self, passes: PassStack) -> FetchAhead:
+        if self._fetches is None:
+            self._updates = passes.top.with_grad
+            self._fetches = FetchAhead(self._begin_fetch, self._ranks.orders.get(self._updates, []))
+        return self._fetches
+
+    def _begin_fetch(self, cell: Cell) -> Fetch | None:
+        if not self.plan.num_replicas_ML[cell.micro_step, cell.layer]:
+            return None
+        moves = self._schedule.cell(cell.micro_step, cell.layer)
+        return Fetch(self._ranks.peers, cell, moves, self._home[cell.layer])
+
+    @property
+    def fetches(self) -> tuple[int, int]:
+        """Fetches of replicas so far, and how many of them were under way when their cell came."""
+        return (0, 0) if self._fetches is None else (self._fetches.num_fetches, self._fetches.num_ahead)
 
     def _note(self, cell: Cell, num_rows: int) -> None:
         self.executed_ML[cell.micro_step, cell.layer] += num_rows

@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.plan_execution.columns import CellColumns
@@ -44,7 +45,8 @@ class CellWork:
         columns: of the cell.
         planned_R: bool [R], the rows of this rank that the counts are of; None for all.
         counts_known: whether no rank has another row.
-        replicas: to be fetched; None where no rank serves any.
+        replicas: None where no rank serves any.
+        fetch: has them fetched; in cells without any too, so that the order of cells is known.
         note: told the rows that the experts of this rank compute.
     """
 
@@ -52,6 +54,7 @@ class CellWork:
     planned_R: Tensor | None
     counts_known: bool
     replicas: BorrowedReplicas | None
+    fetch: Callable[[], None]
     note: Callable[[int], None]
 
 
@@ -99,7 +102,8 @@ class PlannedLayer:
         work = self._work = self._begin()
         if work.replicas is not None:
             _finish_gathering(self._experts)
-            work.replicas.fetch()
+        work.fetch()
+        if work.replicas is not None:
             work.replicas.announce()
         self._dispatcher.expect(work.columns if work.counts_known else None)
         map_RC, probs_RC = work.columns.fill(routing_map, probs, work.planned_R)
@@ -116,12 +120,12 @@ class PlannedLayer:
         output, bias = self._run_home(rows[:here], rows_per_slot[:num_home], probs[:here])
         borrowed = work.replicas
         if borrowed is None:
-            return output, bias
+            return Refetch.apply(work.fetch, None, output), bias
         served = [sizes[num_home + slot] for slot in borrowed.slots]
         computed, token = borrowed.compute(self._experts.local_experts[0], rows[here:], probs[here:], served)
         output = torch.cat([output, *computed])
         borrowed.release()
-        return Refetch.apply(borrowed, token, output), bias
+        return Refetch.apply(work.fetch, token, output), bias
 
 
 def home_parameters(site: ChunkRouter) -> list[dict[str, nn.Parameter]]:
@@ -169,6 +173,10 @@ def _objection_to_settings(config: Any, dispatcher: Any) -> str | None:
 def _objection_to_parameters(site: ChunkRouter) -> str | None:
     for weights in home_parameters(site):
         for name, parameter in weights.items():
+            if isinstance(parameter, DTensor):
+                return (
+                    f"{name} of its experts is sharded by FSDP, so no rank has a whole expert to lend; wrap it in DDP"
+                )
             if not parameter.requires_grad:
                 return (
                     f"{name} of its experts is frozen, and gradients of replicas have no place to go; train all of them"

@@ -5,7 +5,7 @@ autograd stand around what happens to the rows of a cell, and so backward meets 
 
     BringHome ── dispatch ── Borrow ── replicas compute ── Refetch ── combine
 
-`Refetch` has the weights fetched again, since other cells may have used the slots. `Borrow` sends gradients home.
+`Refetch` has the weights fetched again, since they were given up behind the forward. `Borrow` sends gradients home.
 `BringHome` waits for those of this rank's experts and adds them to `main_grad` in its dtype, float32 as a rule. It is a
 node that the home parameters go into. So AccumulateGrad of a parameter, on which DistributedDataParallel counts the
 gradient as ready, comes after it: whatever bucket is reduced then has the gradients of all replicas.
@@ -13,22 +13,19 @@ gradient as ready, comes after it: whatever bucket is reduced then has the gradi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from foreroute.adapters.megatron.plan_execution.fetching import Home, lent_rows
 from foreroute.ep.transfer import Cell, PendingGradients
-from foreroute.ep.transfer.peers import PeerGroup, RowMoves, post
+from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import GradientReturn
 from foreroute.plan import CellSchedule
-
-Home = Sequence[Mapping[str, nn.Parameter]]
-"""name -> parameter, of each home expert of a layer, in ascending order of its id."""
 
 
 class BorrowedReplicas:
@@ -54,22 +51,9 @@ class BorrowedReplicas:
         self._pending: PendingGradients | None = None
         self._anchor: Tensor | None = None
 
-    def fetch(self) -> None:
-        """Bring the weights of the replicas here, and send what others serve. All ranks call it."""
-        # only what is lent is put together: Megatron keeps a parameter for each expert
-        row_V = lent_rows(self._moves).tolist()
-        some = self.home[0]
-        lent = {
-            name: torch.stack([self.home[row][name].detach() for row in row_V])
-            if row_V
-            else some[name].new_empty((0, *some[name].shape))
-            for name in self.names
-        }
-        weights = {name: some[name].new_empty((len(self.slots), *some[name].shape)) for name in self.names}
-        what = f"fetching the replicas of {self.cell}"
-        post(
-            self._peers, RowMoves(self._moves.lent, "place"), lent, RowMoves(self._moves.served, "place"), weights, what
-        ).wait()
+    def take(self, weights: dict[str, Tensor] | None) -> None:
+        """These are the weights of the replicas here: name -> [replicas here, ...], in order of slot."""
+        assert weights is not None, "made for cells with replicas alone"
         self._weights = weights
 
     def announce(self) -> None:
@@ -154,13 +138,6 @@ class BorrowedReplicas:
         return self._weights[name].as_strided(size, stride, offset)
 
 
-def lent_rows(moves: CellSchedule) -> NDArray[np.int64]:
-    """int64 [V], the row in this rank's shard of every replica elsewhere, in the order in which gradients come home."""
-    row_V = np.empty(len(moves.lent), np.int64)
-    row_V[moves.lent["place"]] = moves.lent["row"]
-    return row_V
-
-
 class BringHome(Function):
     """`BringHome.apply(borrowed, *home parameters)`: a scalar, which `Borrow` takes."""
 
@@ -199,14 +176,17 @@ class Borrow(Function):
 
 
 class Refetch(Function):
-    """`Refetch.apply(borrowed, token, output)`: the output. Backward begins with fetching the replicas again."""
+    """`Refetch.apply(fetch, token, output)`: the output. Backward begins with `fetch`, of cells without replicas too.
+
+    The token is that of `Borrow`; None in a cell without replicas.
+    """
 
     @staticmethod
-    def forward(ctx: Any, borrowed: BorrowedReplicas, token: Tensor, output: Tensor) -> Tensor:
-        ctx.borrowed = borrowed
+    def forward(ctx: Any, fetch: Callable[[], None], token: Tensor | None, output: Tensor) -> Tensor:
+        ctx.fetch, ctx.has_token = fetch, token is not None
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.borrowed.fetch()
-        return None, grads[0].new_zeros(()), grads[0]
+        ctx.fetch()
+        return None, grads[0].new_zeros(()) if ctx.has_token else None, grads[0]

@@ -1,0 +1,175 @@
+"""Seconds of a Megatron step under a plan over those of the same step with every expert at home, on two processes.
+
+Each process has a core, and experts dominate the step, as in `step_seconds`. *Static* is Megatron as it is, attached
+and replaying the same routes. Also what the all-to-all dispatcher asks of other ranks and waits for, with and without.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.execution_bench import LINKS, SLOTS, drawn, in_processes
+from benchmarks.harness.pairs import PairedRatio, compare
+from examples.megatron import on_cpu
+from foreroute import layout
+from foreroute.plan import PlanOptions, Topology
+from foreroute.planner import plan
+
+SIZES: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 512,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 512,
+    "num_moe_experts": 16,
+    "moe_router_topk": 4,
+    "moe_ffn_hidden_size": 512,
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+}
+SHAPE = (4, 256)
+"""Sequences and tokens of a micro-batch."""
+SKEWS = {"low": 0.3, "middle": 0.6, "high": 1.0}
+STAGES = {"recompute": True, "update": False}
+"""Whether the stage runs forward alone."""
+
+
+def planned_step(pairs: int, skews: Sequence[str] = tuple(SKEWS)) -> dict[str, Any]:
+    """`planned_over_static` by stage and skew, `static_imbalance` by skew, `collectives_saved` and `host_waits`.
+
+    Ratios are medians over pairs that were run in turn, with the 95 % interval of the median; None without two cores.
+    """
+    if len(os.sched_getaffinity(0)) < 2:
+        return dict.fromkeys(("planned_over_static", "static_imbalance", "collectives_saved", "host_waits"))
+    measured: dict[str, Any] = in_processes(_measured, 2, pairs, skews)
+    return measured
+
+
+def _measured(rank: int, num_ranks: int, pairs: int, skews: Sequence[str]) -> dict[str, Any]:
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    on_cpu.install()
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks, create_gloo_process_groups=False)
+    found: dict[str, Any] = {"planned_over_static": {stage: {} for stage in STAGES}, "static_imbalance": {}}
+    bench = Bench(rank, num_ranks, 0.0, {})
+    for name in skews:
+        bench.take_routes(rank, SKEWS[name])
+        found["static_imbalance"][name] = round(bench.static_imbalance, 3)
+        for stage, forward_only in STAGES.items():
+            planned, static = (partial(bench.step, by_plan, forward_only) for by_plan in (True, False))
+            ratio = compare(planned, static, pairs=pairs)
+            found["planned_over_static"][stage][name] = _shown(ratio)
+    found["collectives_saved"], found["host_waits"] = {}, {}
+    for recompute, settings in {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+    }.items():
+        counted = Bench(rank, num_ranks, SKEWS["middle"], settings)
+        (gathers, waits), (gathers_left, waits_left) = counted.asked(False), counted.asked(True)
+        found["collectives_saved"][recompute] = gathers - gathers_left
+        found["host_waits"][recompute] = {"static": waits, "planned": waits_left}
+    return found
+
+
+class Bench:
+    """A model that two ranks share, and micro-batches on routes that favour the experts of one of them."""
+
+    def __init__(self, rank: int, num_ranks: int, skew: float, settings: dict[str, Any]) -> None:
+        from foreroute.adapters import megatron
+
+        self._model = _model({"expert_model_parallel_size": num_ranks, **settings})
+        self._num_ranks = num_ranks
+        self._routed = megatron.attach(self._model)
+        self.take_routes(rank, skew)
+
+    def take_routes(self, rank: int, skew: float) -> None:
+        """Other micro-batches, and a plan for them."""
+        tokens, traces = drawn(self._routed.spec, rank, skew=skew, shape=SHAPE)
+        whole = [layout.pad(trace.lengths, side="right", order="sbhd") for trace in traces]
+        self._shards = [self._routed.shard(trace, each) for trace, each in zip(traces, whole, strict=True)]
+        self._batches = [{"tokens": t, "routes": r} for t, r in zip(tokens, self._shards, strict=True)]
+        self._counts_MLGE = self._routed.gather_counts(self._shards)
+        topology = Topology(self._num_ranks, self._num_ranks, SLOTS, LINKS)
+        self._plan = plan(
+            self._counts_MLGE, topology, PlanOptions(tolerance=0.02, slots="shared"), home_LE=self._routed.home_LE
+        )
+
+    @property
+    def static_imbalance(self) -> float:
+        """The slowest rank's assignments over the mean, with every expert at home, over all cells."""
+        loads_MLE = self._counts_MLGE.sum(2)
+        at_home = [(loads_MLE * (self._routed.home_LE == rank)).sum(2) for rank in range(self._num_ranks)]
+        return float(np.max(at_home, axis=0).sum() / loads_MLE.sum() * self._num_ranks)
+
+    def step(self, planned: bool, forward_only: bool) -> None:
+        """All micro-batches through Megatron's schedule; over when it is over on all ranks."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from benchmarks.megatron import forward_step
+
+        executing = self._routed.execute(self._plan, self._counts_MLGE, self._shards) if planned else nullcontext()
+        self._model.zero_grad(set_to_none=True)
+        dist.barrier()
+        with executing:
+            get_forward_backward_func()(
+                forward_step_func=self._routed.replaying(forward_step),
+                data_iterator=iter(self._batches),
+                model=self._model,
+                num_microbatches=len(self._batches),
+                seq_length=SHAPE[1],
+                micro_batch_size=SHAPE[0],
+                forward_only=forward_only,
+            )
+        dist.barrier()
+
+    def asked(self, planned: bool) -> tuple[float, float]:
+        """Per layer and micro-batch: gathers of counts, and waits of the host for the device, of the dispatchers."""
+        from megatron.core.transformer.moe import token_dispatcher as dispatchers
+
+        gather: Callable[..., Any] = dispatchers.gather_from_sequence_parallel_region
+        with (
+            mock.patch.object(dispatchers, "gather_from_sequence_parallel_region", side_effect=gather) as gathers,
+            mock.patch.object(type(torch.cuda.current_stream()), "synchronize") as waits,
+        ):
+            self.step(planned, False)
+        cells = len(self._batches) * SIZES["num_layers"]
+        return gathers.call_count / cells, waits.call_count / cells
+
+
+def _shown(ratio: PairedRatio) -> dict[str, float | None]:
+    return {
+        "median": round(ratio.ratio, 4),
+        "lower": None if ratio.lower is None else round(ratio.lower, 4),
+        "upper": None if ratio.upper is None else round(ratio.upper, 4),
+    }
+
+
+def _model(settings: dict[str, Any]) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import TransformerConfig
+
+    torch.manual_seed(0)
+    silu = {"activation_func": torch.nn.functional.silu}
+    config = TransformerConfig(**{**on_cpu.CONFIG, **SIZES, **silu, **settings})
+    return GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False),
+        vocab_size=256,
+        max_sequence_length=SHAPE[1],
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    ).train()

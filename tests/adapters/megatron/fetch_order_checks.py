@@ -1,0 +1,68 @@
+"""Fetches that are begun ahead: always those of the cell that is visited, whatever order was expected."""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreroute.adapters.megatron.plan_execution.fetching import FetchAhead
+from foreroute.ep.transfer import Cell
+from tests.adapters.megatron.executed_plans import trained
+from tests.adapters.megatron.grid import Cell as Split
+from tests.adapters.megatron.grid import ExecutionCase
+
+
+@dataclass
+class Sent:
+    """Stands for a fetch."""
+
+    cell: Cell
+    is_over: bool = False
+
+    def wait(self):
+        assert not self.is_over, "waited for twice"
+        self.is_over = True
+        return {"cell": self.cell}
+
+
+def check_every_visit_gets_its_own_cell():
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        cells = list(itertools.product(range(3), range(4)))
+        replicated = {cell for cell in cells if rng.random() < 0.6}
+        visits = [cells[i] for i in rng.integers(len(cells), size=40)]
+        expected = list(visits)
+        for _ in range(rng.integers(3)):
+            expected[rng.integers(40)] = cells[rng.integers(len(cells))]
+        expected = expected[: rng.integers(41)] if rng.random() < 0.5 else expected
+        begun = []
+
+        def begin(cell, begun=begun, replicated=replicated):
+            if cell[1:] not in replicated:
+                return None
+            begun.append(Sent(cell))
+            return begun[-1]
+
+        fetches = FetchAhead(begin, expected)
+        for visit in visits:
+            found = fetches.visit(Cell(7, *visit))
+            assert found == ({"cell": (7, *visit)} if visit in replicated else None)
+        fetches.close()
+        assert all(sent.is_over for sent in begun), "nothing is left on its way"
+        assert fetches.num_fetches == sum(visit in replicated for visit in visits)
+        if expected == visits:
+            first = {layer: visits.index(next(v for v in visits if v[1] == layer)) for layer in {v[1] for v in visits}}
+            missed = sum(visits[place] in replicated for place in first.values())
+            assert fetches.num_fetches - fetches.num_ahead == missed, "all but those of a layer's first visit are ahead"
+
+
+def check_steps_after_the_first_fetch_ahead(splits):
+    """With recomputation and virtual stages too: in a step, only what a layer needs first is not under way."""
+    for split in splits:
+        found = trained(ExecutionCase(Split(**split)), "planned")
+        layers = split["layers"] // split.get("pp", 1)
+        (fetches, ahead), *later = found["fetches"]
+        assert (fetches > layers, ahead) == (True, 0)
+        for fetches, ahead in later:
+            assert fetches > 2 * layers
+            assert fetches - ahead <= layers, (split, fetches, ahead)
