@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 SYNCHRONIZING = "synchronizing CUDA operation"
+DATA_PATH = tuple(f"foreroute/ep/{name}" for name in ("layer.py", "dispatch.py", "compute.py", "transfer/"))
+"""What runs between the rows of a step. A step's begin and a micro-step's end, where ranks agree, are elsewhere."""
 ROWS = 30
 
 
@@ -43,6 +48,22 @@ def waits_on_cuda(work: Callable[[], object]) -> list[str]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
     return [place(each.filename, each.lineno) for each in caught if SYNCHRONIZING in str(each.message)]
+
+
+def launch_waits(work: Callable[[], object]) -> list[str]:
+    """Those of `waits_on_cuda`, and the explicit ones for a stream or an event, that the data path of a layer makes."""
+    explicit: list[str] = []
+    with ExitStack() as stack:
+        for kind in (torch.cuda.Stream, torch.cuda.Event):
+
+            def noting(waited: Any, wait: Callable[[Any], None] = kind.synchronize) -> None:
+                caller = sys._getframe(1)
+                explicit.append(place(caller.f_code.co_filename, caller.f_lineno))
+                wait(waited)
+
+            stack.enter_context(patch.object(kind, "synchronize", noting))
+        found = waits_on_cuda(work)
+    return [each for each in dict.fromkeys(found + explicit) if each.startswith(DATA_PATH)]
 
 
 def place(file: str, line: int) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,14 @@ from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 from torch.nn import functional
 
+from benchmarks.gpu.counting import launch_waits, waits_on_cuda
 from benchmarks.gpu.part import Part, Skipped
 from benchmarks.harness.execution_bench import LINKS, SIZES, Bench, drawn
 from benchmarks.harness.pairs import compare
 from foreroute.adapters import hf
 from foreroute.ep import BatchRows
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
-from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.transfer.peers import PeerGroup, has_nccl
 from foreroute.plan import StepPlan, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.counts import counts_digest
@@ -111,6 +113,25 @@ def two_ranks(part: Part) -> None:
             version = ".".join(map(str, torch.cuda.nccl.version()))
             raise Skipped(f"NCCL {version} refuses two ranks on one card, before {'.'.join(map(str, MULTI_RANK_NCCL))}")
         _two_ranks(part, "cpu:gloo,cuda:nccl", "nccl_")
+
+
+def waits(part: Part) -> None:
+    """Of the host, between the rows of a planned step."""
+    with part.check("a planned step waits for the device nowhere between its rows"):
+        if part.device.type == "cpu":
+            raise Skipped("only a GPU is waited for; tests/ep/test_host_waits.py counts on a stand-in")
+        if not waits_on_cuda(lambda: torch.ones(1, device=part.device).item()):
+            raise Skipped(
+                "PyTorch's sync debug mode sees no wait in an .item() here, so that it would see none elsewhere"
+            )
+        bench = bench_on(0, 1, part.device, torch.bfloat16)
+        _require_no_waits(part, "planned_step_waits", launch_waits(partial(step_under, bench, 0)))
+
+
+def _require_no_waits(part: Part, name: str, places: list[str]) -> None:
+    part.record(**{name: len(places)})
+    if places:
+        raise AssertionError(f"the host waits for the device at {places}")
 
 
 def passes(part: Part) -> None:
@@ -278,6 +299,9 @@ def _two_ranks(part: Part, backend: str, prefix: str) -> None:
             moved, other = answer[f"{path}_bytes"], "direct" if path == "host" else "host"
             if moved[path] == 0 or moved[other] > 0:
                 raise AssertionError(f"rank {rank} fetched {moved} bytes by a plan for the {path} path")
+        if prefix:  # by gloo, the host carries what is sent
+            waits = [place for answer in answers for place in answer[f"{path}_waits"]]
+            _require_no_waits(part, f"{prefix}two_ranks_{path}_launch_waits", waits)
     part.record(
         **{
             f"{prefix}two_ranks_{path}_fetch_waits_ms": round(answers[0][f"{path}_waits_ms"], 3)
@@ -345,7 +369,10 @@ def _by(path: Any, bench: Bench, step: int) -> dict[str, Any]:
         bench.placed.use(engine)
         outcome = step_under(bench, step)
         fetched = [record for record in engine.take_records() if record.kind == "fetch"]
+        on_nccl = has_nccl(bench.placed.group) and torch.cuda.is_available()
+        waits = launch_waits(partial(step_under, bench, step)) if on_nccl else []
     return {
+        f"{path}_waits": waits,
         path: outcome,
         f"{path}_bytes": {
             "host": sum(record.host_bytes for record in fetched),

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.gpu.part import Part, Skipped
+from benchmarks.harness.schedule_bench import host_work
 from foreroute.costs.presets import HARDWARE
 from foreroute.ep.transfer.consensus import plan_digest
 from foreroute.plan import PlanOptions, StepPlan, Topology
@@ -61,6 +62,12 @@ def run(part: Part) -> None:
         require_equal({n: _planned(counts, topology, n, MOVES) for n in threads})
         moving = [part.timed(lambda: _planned(counts, topology, threads[-1], MOVES)) for _ in range(3)]
         part.record(step_with_homes_all_cores_ms=round(statistics.median(moving) * 1e3, 2))
+    with part.check("host work of a cell whose schedule is at hand"):
+        work = host_work(REPEATS)
+        part.record(
+            **{f"{figure}_{name}": round(value, 4) for figure, by in work.items() for name, value in by.items()}
+        )
+        part.record(host_ms_per_cell_aim="<= 0.05", schedule_us_per_cell_aim="<= 20")
 
 
 def require_equal(plans: dict[int, StepPlan]) -> None:

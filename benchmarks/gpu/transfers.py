@@ -54,6 +54,7 @@ def run(part: Part) -> None:
         copies(part)
         expert_parallel.one_rank(part)
         expert_parallel.empty_groups(part)
+        expert_parallel.waits(part)
         expert_parallel.passes(part)
     if part.device.type == "cuda":
         expert_parallel.two_ranks(part)
