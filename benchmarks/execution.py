@@ -108,5 +108,5 @@ def _summed(value: float) -> float:
     return float(total)
 
 
-def _rounded(values: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 4) for name, value in values.items()}
+def _rounded(values: dict[str, float | None]) -> dict[str, float | None]:
+    return {name: None if value is None else round(value, 4) for name, value in values.items()}

@@ -3,7 +3,8 @@
 A step runs through Megatron's own schedule: forward and backward of two micro-batches, their routes placed in the step.
 Both sides are the same model on its own routes, so that experts have the same work; the native side calls the forward
 step unwrapped, outside any session. An A/A line says how far apart two equal things measure on this machine. Times are
-CPU time of the one thread that works.
+CPU time of the one thread that works. A time that the run does not resolve is None (`harness.pairs`); user instructions
+stand beside it.
 
 Memory is that of the buffers themselves: what Megatron's `RouterReplay` objects hold after `set_replay_data`, and what
 `place` makes of the same trace, found by walking over both.
@@ -24,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.harness.pairs import PairedRatio, compare
+from benchmarks.harness.instructions import count_in_user_space
+from benchmarks.harness.pairs import PairedRatio, compare, near_one
 from benchmarks.replay import keep_memory
 from examples.megatron import on_cpu
 from foreroute import layout
@@ -69,17 +71,20 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def _measured(many: int, few: int) -> dict[str, Any]:
+    counting = count_in_user_space()
+    ratio = partial(compare, clock=time.thread_time, counter=counting.counter)
     figures: dict[str, PairedRatio] = {}
     for name, settings in RECOMPUTE.items():
         bench = Bench.of(settings)
         if name == "none":
-            figures["step"] = _ratio(bench.replayed(), bench.native, many)
-            figures["step_a_over_a"] = _ratio(partial(bench.native), bench.native, many)
-            figures["step_with_telemetry"] = _ratio(bench.replayed(telemetry=True), bench.native, few)
+            figures["step"] = ratio(bench.replayed(), bench.native, pairs=many)
+            figures["step_a_over_a"] = ratio(partial(bench.native), bench.native, pairs=many)
+            figures["step_with_telemetry"] = ratio(bench.replayed(telemetry=True), bench.native, pairs=few)
         else:
-            figures[f"step_{name}_recompute"] = _ratio(bench.replayed(), bench.native, few)
-    metrics: dict[str, Any] = {f"{name}_ratio": round(figure.ratio, 4) for name, figure in figures.items()}
-    metrics |= {f"{name}_quartiles": [round(f.low, 4), round(f.high, 4)] for name, f in figures.items()}
+            figures[f"step_{name}_recompute"] = ratio(bench.replayed(), bench.native, pairs=few)
+    metrics: dict[str, Any] = counting.reported()
+    for name, figure in figures.items():
+        metrics |= near_one(name, figure)
     for name, shape in QUEUED.items():
         theirs, ours = _queued_bytes_per_token(*shape)
         metrics |= {f"{name}_bytes_ratio": round(theirs / ours, 2), f"{name}_bytes_per_token": round(ours, 1)}
@@ -196,10 +201,6 @@ def _step(model: Any, forward: Callable[..., Any], batches: list[dict[str, Any]]
         forward_only=False,
     )
     return losses
-
-
-def _ratio(candidate: Callable[[], object], baseline: Callable[[], object], pairs: int) -> PairedRatio:
-    return compare(candidate, baseline, pairs=pairs, clock=time.thread_time)
 
 
 def _queued_bytes_per_token(num_layers: int, num_experts: int, top_k: int) -> tuple[float, float]:

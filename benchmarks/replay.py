@@ -1,9 +1,10 @@
-"""What replay costs: time of a forward, and of forward plus backward, replayed with telemetry over unpatched.
+"""What replay costs: time of a forward, and of forward plus backward, replayed over unpatched, with telemetry and not.
 
 The two run in turn on one model with the same weights and batch, for every implementation of the experts, eager and
 compiled. The unpatched side is the same model outside any session, which is bit for bit the model that was never
 attached. An A/A line (unpatched over unpatched) says how far apart two equal things measure on this machine. Times are
-CPU time of the one thread that works.
+CPU time of the one thread that works. A time that the run does not resolve is None (`harness.pairs`); user instructions
+stand beside it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import ctypes
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.harness.pairs import PairedRatio, compare
+from benchmarks.harness.instructions import Counter, count_in_user_space
+from benchmarks.harness.pairs import PairedRatio, compare, near_one, worst_near_one
 from foreroute.adapters import hf
 from foreroute.replay import PassObservation, ReplayRows, Watch
 from foreroute.trace import RoutingTrace
@@ -45,6 +48,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
 }
 """Sizes and batch by implementation of the experts. The backward of eager fills the gradient of every expert once for
 each of them; batched_mm copies the weights of every pick."""
+
+TELEMETRY = {"": False, "_with_telemetry": True}
+"""Whether routers also select by themselves, by what the names of such figures end in."""
 
 
 @dataclass(frozen=True)
@@ -103,41 +109,36 @@ def run(*, quick: bool) -> dict[str, Any]:
     """Medians and quartiles over interleaved pairs."""
     torch.set_num_threads(1)
     keep_memory()
-    few, many = (5, 8) if quick else (40, 80)
+    few, many = (2, 4) if quick else (40, 80)  # quick resolves no time; instructions need no more
     compiler = "aot_eager" if quick else "inductor"
+    counting = count_in_user_space()
+    ratio = partial(_ratio, counter=counting.counter)
     eager = Bench.of("grouped_mm")
     figures = {
-        "forward": _ratio(eager.replayed(eager.forward), eager.forward, many),
-        "step": _ratio(eager.replayed(eager.step), eager.step, few),
-        "forward_without_telemetry": _ratio(eager.replayed(eager.forward, telemetry=False), eager.forward, many),
-        "forward_recording": _ratio(eager.recording, eager.forward, many),
-        "forward_a_over_a": _ratio(lambda: eager.forward(), eager.forward, many),
-        "step_a_over_a": _ratio(lambda: eager.step(), eager.step, few),
+        "forward_recording": ratio(eager.recording, eager.forward, many),
+        "forward_a_over_a": ratio(lambda: eager.forward(), eager.forward, many),
+        "step_a_over_a": ratio(lambda: eager.step(), eager.step, few),
     }
-    by_kind = {"grouped_mm": {"forward": figures["forward"], "step": figures["step"]}}
+    by_kind = {"grouped_mm": _forwards(eager, many, ratio) | _steps(eager, few, ratio)}
     for kind in ("eager", "batched_mm"):
         bench = Bench.of(kind)
-        by_kind[kind] = {
-            "forward": _ratio(bench.replayed(bench.forward), bench.forward, max(many // 2, 5)),
-            "step": _ratio(bench.replayed(bench.step), bench.step, max(few // 2, 3)),
-        }
-    bench = Bench.of("grouped_mm", compiler)
-    by_kind["compiled"] = {"step": _ratio(bench.replayed(bench.step), bench.step, max(few // 2, 3))}
-    metrics: dict[str, Any] = {f"{name}_ratio": round(figure.ratio, 4) for name, figure in figures.items()}
-    metrics |= {f"{name}_quartiles": _quartiles(figure) for name, figure in figures.items()}
-    for kind, pair in by_kind.items():
-        metrics[kind] = {f"{name}_ratio": round(figure.ratio, 4) for name, figure in pair.items()}
-        metrics[kind] |= {f"{name}_quartiles": _quartiles(figure) for name, figure in pair.items()}
-    metrics["worst_step_ratio"] = max(metrics[kind]["step_ratio"] for kind in by_kind)
+        by_kind[kind] = _forwards(bench, many // 2, ratio) | _steps(bench, max(few // 2, 2), ratio)
+    by_kind["compiled"] = _steps(Bench.of("grouped_mm", compiler), max(few // 2, 2), ratio)
+    metrics: dict[str, Any] = {}
+    for name, figure in (figures | by_kind["grouped_mm"]).items():
+        metrics |= near_one(name, figure)
+    for kind, found in by_kind.items():
+        metrics[kind] = {key: value for name, figure in found.items() for key, value in near_one(name, figure).items()}
+    for end in TELEMETRY:
+        metrics |= worst_near_one(f"worst_step{end}", {kind: found[f"step{end}"] for kind, found in by_kind.items()})
     return {
-        "metrics": metrics | _bytes_per_token(eager),
+        "metrics": metrics | counting.reported() | _bytes_per_token(eager),
         "baselines": {name: asdict(figures[name]) for name in ("forward_a_over_a", "step_a_over_a")},
         "setting": {
             "family": "qwen3_moe",
             "sizes_and_tokens": SETTINGS,
             "pairs": [many, few],
             "compiler": compiler,
-            "telemetry": "on, but for forward_without_telemetry",
         },
     }
 
@@ -150,12 +151,24 @@ def keep_memory() -> None:
             mallopt(trim_or_map_threshold, 1 << 30)
 
 
-def _ratio(candidate: Callable[[], object], baseline: Callable[[], object], pairs: int) -> PairedRatio:
-    return compare(candidate, baseline, pairs=pairs, clock=time.thread_time)
+def _forwards(bench: Bench, pairs: int, ratio: Callable[..., PairedRatio]) -> dict[str, PairedRatio]:
+    return {
+        f"forward{end}": ratio(bench.replayed(bench.forward, telemetry=telemetry), bench.forward, pairs)
+        for end, telemetry in TELEMETRY.items()
+    }
 
 
-def _quartiles(figure: PairedRatio) -> list[float]:
-    return [round(figure.low, 4), round(figure.high, 4)]
+def _steps(bench: Bench, pairs: int, ratio: Callable[..., PairedRatio]) -> dict[str, PairedRatio]:
+    return {
+        f"step{end}": ratio(bench.replayed(bench.step, telemetry=telemetry), bench.step, pairs)
+        for end, telemetry in TELEMETRY.items()
+    }
+
+
+def _ratio(
+    candidate: Callable[[], object], baseline: Callable[[], object], pairs: int, counter: Counter | None
+) -> PairedRatio:
+    return compare(candidate, baseline, pairs=pairs, clock=time.thread_time, counter=counter)
 
 
 def _bytes_per_token(bench: Bench) -> dict[str, float]:

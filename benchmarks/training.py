@@ -39,7 +39,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import training_trl
-from benchmarks.harness.pairs import PairedRatio, compare
+from benchmarks.harness.instructions import Counter, count_in_user_space
+from benchmarks.harness.pairs import PairedRatio, compare, near_one
 from benchmarks.harness.training_trl import Batches
 from benchmarks.replay import SIZES as WIDE
 from benchmarks.replay import SMALLER, keep_memory
@@ -86,15 +87,16 @@ def run(*, quick: bool) -> dict[str, Any]:
     keep_memory()
     mixed = _against_trl(4 if quick else 17, PROMPTS, RESPONSES, ("none", "R3"))
     equal = _against_trl(3 if quick else 9, (40, 40), (43, 43), ("none",))
-    cost = _r3_cost(5 if quick else 46)
+    counting = count_in_user_space()
+    cost = _r3_cost(5 if quick else 46, counting.counter)
     return {
         "metrics": {
             "tokens_per_s_over_trl": mixed.pop("none_over_trl"),
             "r3_tokens_per_s_over_trl": mixed.pop("R3_over_trl"),
             **mixed,
             "equal_lengths": equal,
-            "r3_cost": round(cost.ratio - 1, 4),
-            "r3_cost_quartiles": [round(cost.low - 1, 4), round(cost.high - 1, 4)],
+            **near_one("r3_cost", cost, as_cost=True),
+            **counting.reported(),
         },
         "baselines": {"step_without_replay": asdict(cost)},
         "setting": {
@@ -218,7 +220,7 @@ def _rollout(rng: np.random.Generator, spec: Any, prompts: tuple[int, int], resp
     return Experience(generation, rewards, advantages, informative, responses[1], sampled)
 
 
-def _r3_cost(pairs: int) -> PairedRatio:
+def _r3_cost(pairs: int, counter: Counter | None) -> PairedRatio:
     """Whole steps with R3 over those without replay, whose engine records nothing."""
     sizes = {name: size for name, size in (WIDE | SMALLER).items() if name != "vocab_size"}
     steps: dict[str, Callable[[], object]] = {}
@@ -235,7 +237,7 @@ def _r3_cost(pairs: int) -> PairedRatio:
         policy = make_policy(config, task)
         engine = (EmbeddedEngine if routing == "R3" else _Silent)(policy.model, "bfloat16")
         steps[routing] = partial(_step, make_trainer(config, task, policy, PolicyExecution(policy), engine))
-    return compare(steps["R3"], steps["none"], pairs=pairs, clock=time.thread_time)
+    return compare(steps["R3"], steps["none"], pairs=pairs, clock=time.thread_time, counter=counter)
 
 
 def _step(trainer: Trainer) -> None:

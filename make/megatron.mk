@@ -7,9 +7,9 @@ MEGATRON_READY := $(MEGATRON_PATH)/.ready
 
 .PHONY: test-megatron-grid test-megatron-newest
 
-# every variant of every split of the model, of which make test runs a quarter: about five minutes
+# every variant of every split of the model, of which CI runs a quarter, and every kind of plan executed in each
 test-megatron-grid: $(READY)
-	FOREROUTE_MEGATRON_GRID=all $(BIN)/pytest -q tests/adapters/megatron/test_grid.py
+	FOREROUTE_MEGATRON_GRID=all $(BIN)/pytest -q tests/adapters/megatron/test_grid.py tests/adapters/megatron/test_plan_execution.py
 
 $(MEGATRON_READY): | $(READY)
 	$(BIN)/pip install --quiet --target $(MEGATRON_PATH) --no-deps --ignore-requires-python \

@@ -3,7 +3,7 @@
 import numpy as np
 
 from foreroute import RoutedLayer, RoutingSpec, RoutingTrace, concatenate
-from foreroute.trace import synthetic_trace
+from foreroute.trace import DecisionStream, synthetic_trace
 
 
 def spec_of(num_experts=8, top_k=2, num_layers=3):
@@ -32,3 +32,23 @@ def mixed_trace(seed):
     samples = prompts.continued_by(answers).continued_by(later)
     trace = concatenate([samples, random_trace(seed, num_layers=4)])
     return trace.select(rng.permutation(len(trace)))
+
+
+def random_sets(rng, num_rows, num_choices, *, layers=()):
+    """A stream in which some rows decided nothing, and some decisions left nothing out."""
+    depth, most = max(1, len(layers)), min(num_choices, 9)
+    valid = rng.random(num_rows) < 0.7
+    counts = rng.integers(0, most + 1, (num_rows, depth)) * valid[:, None]
+    ids = [rng.choice(num_choices, n, replace=False) for n in counts.reshape(-1)]
+    return DecisionStream.from_sets(
+        num_choices, valid, counts, np.concatenate([*ids, [0][:0]]).astype(int), layers=layers
+    )
+
+
+def with_decisions(trace, seed, *, weights=True):
+    """The same trace with gate weights and two streams: sampling masks, and an indexer's choices in two layers."""
+    rng = np.random.default_rng(seed)
+    masks, indexers = random_sets(rng, trace.num_rows, 300), (RoutedLayer(0), RoutedLayer(5))
+    trace = trace.with_stream("sampling", masks)
+    trace = trace.with_stream("indexer", random_sets(rng, trace.num_rows, 2**31 - 1, layers=indexers))
+    return trace.with_gate_weights(rng.random(trace.expert_ids_NLK.shape)) if weights else trace

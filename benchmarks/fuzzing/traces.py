@@ -14,9 +14,18 @@ from benchmarks.fuzzing.mutations import forge
 from benchmarks.fuzzing.target import Target, written
 from foreroute.capture import Generation, load_generation, save_generation
 from foreroute.files import seal_arrays, seal_file, seal_slices
-from foreroute.trace import CODECS, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, synthetic_trace
+from foreroute.trace import (
+    CODECS,
+    DecisionStream,
+    RoutedLayer,
+    RoutingSpec,
+    RoutingTrace,
+    concatenate,
+    load,
+    synthetic_trace,
+)
 from foreroute.trace.file.codec import CodecName
-from foreroute.trace.file.format import BULK
+from foreroute.trace.file.format import is_bulk
 from foreroute.trace.file.writing import encode_trace
 
 MODELS = ((8, 2, 3), (128, 8, 2), (300, 2, 1), (5, 1, 1))
@@ -37,6 +46,16 @@ def trace_targets(folder: Path) -> list[Target]:
         )
         for codec in CODECS
     ]
+    beside = Target(
+        name="trace, streams",
+        make=lambda rng: _bytes_of(_with_streams(_trace(rng), rng), "packed"),
+        read=lambda raw: load(written(raw, folder / "streams")),
+        same=_same_trace,
+        forge=lambda raw, rng: forge(raw, rng, seal_trace),
+        check=lambda raw, trace: require_possible(trace),
+        sealed=True,
+        weight=3.0,
+    )
     part = Target(
         name="trace, in part",
         make=_maker("packed"),
@@ -53,7 +72,7 @@ def trace_targets(folder: Path) -> list[Target]:
         read=lambda raw: load_generation(written(raw, folder / "rollout.safetensors")),
         same=_same_generation,
     )
-    return [*whole, part, generation]
+    return [*whole, beside, part, generation]
 
 
 def require_possible(trace: RoutingTrace) -> None:
@@ -73,15 +92,29 @@ def require_possible(trace: RoutingTrace) -> None:
     for row in trace.expert_ids_NLK[trace.valid_N].reshape(-1, spec.top_k).tolist():
         assert len(set(row)) == spec.top_k, row
         assert max(row) < spec.num_experts, row
+    if trace.gate_weights_NLK is not None:
+        assert trace.gate_weights_NLK.shape == trace.expert_ids_NLK.shape
+        assert np.isfinite(trace.gate_weights_NLK).all()
+    for stream in trace.streams.values():
+        depth = max(1, len(stream.layers))
+        ends = stream.offsets.tolist()
+        assert (len(stream.valid_N), len(ends) - 1, ends[-1]) == (rows, rows * depth, len(stream.ids))
+        for i, (a, b) in enumerate(pairwise(ends)):
+            ids = stream.ids[a:b].tolist()
+            assert ids == sorted(set(ids)), ids
+            assert all(0 <= x < stream.num_choices for x in ids), ids
+            assert stream.valid_N[i // depth] or not ids
 
 
 def seal_trace(tensors: dict[str, NDArray[Any]], metadata: dict[str, str]) -> None:
     """Right seals wherever the changed tables still allow to compute them."""
     try:
-        sizes = tensors["payload_words"].reshape(-1).astype(np.int64)
-        if (sizes >= 0).all() and int(sizes.astype(object).sum()) <= len(tensors["payloads"]):
-            seals = seal_slices(tensors["payloads"], np.cumsum(sizes) - sizes, sizes)
-            tensors["payload_seals"] = np.frombuffer(seals, np.uint8).reshape(*tensors["payload_words"].shape, 16)
+        for prefix in (name.removesuffix("payloads") for name in list(tensors) if name.endswith("payloads")):
+            sizes = tensors[f"{prefix}payload_words"].reshape(-1).astype(np.int64)
+            words = tensors[f"{prefix}payloads"]
+            if (sizes >= 0).all() and int(sizes.astype(object).sum()) <= len(words):
+                seals = np.frombuffer(seal_slices(words, np.cumsum(sizes) - sizes, sizes), np.uint8)
+                tensors[f"{prefix}payload_seals"] = seals.reshape(*tensors[f"{prefix}payload_words"].shape, 16)
         starts = tensors["block_starts"].tolist()
         valid = np.unpackbits(tensors["valid_bits"], bitorder="little").astype(np.bool_)
         rows = [seal_arrays(tensors["token_ids"][a:b], valid[a:b]) for a, b in pairwise(starts)]
@@ -89,7 +122,7 @@ def seal_trace(tensors: dict[str, NDArray[Any]], metadata: dict[str, str]) -> No
     except (KeyError, ValueError, TypeError, OverflowError, MemoryError):
         pass
     ours = {k: v for k, v in metadata.items() if k.startswith("foreroute.") and k != "foreroute.digest"}
-    metadata["foreroute.digest"] = _seal_file(ours, {k: v for k, v in tensors.items() if k not in BULK})
+    metadata["foreroute.digest"] = _seal_file(ours, {k: v for k, v in tensors.items() if not is_bulk(k)})
 
 
 def _seal_file(metadata: dict[str, str], tensors: dict[str, NDArray[Any]]) -> str:
@@ -105,9 +138,13 @@ def _maker(codec: CodecName) -> Callable[[np.random.Generator], bytes]:
 
 def trace_bytes(rng: np.random.Generator, codec: CodecName) -> bytes:
     """A file of four sequences, of which two share their prompt."""
+    return _bytes_of(_trace(rng), codec)
+
+
+def _bytes_of(trace: RoutingTrace, codec: CodecName) -> bytes:
     from safetensors.numpy import save
 
-    metadata, tensors = encode_trace(_trace(rng), codec)
+    metadata, tensors = encode_trace(trace, codec)
     raw: bytes = save(tensors, metadata=metadata)
     return raw
 
@@ -119,6 +156,17 @@ def _trace(rng: np.random.Generator) -> RoutingTrace:
     prompt = synthetic_trace(spec, [20], seed=seed, complete=True).select([0, 0])
     samples = prompt.continued_by(synthetic_trace(spec, rng.integers(1, 9, 2).tolist(), seed=seed, weight_version=3))
     return concatenate([samples, synthetic_trace(spec, rng.integers(1, 90, 2).tolist(), seed=seed)])
+
+
+def _with_streams(trace: RoutingTrace, rng: np.random.Generator) -> RoutingTrace:
+    """Gate weights, sampling masks, and an indexer in two layers; every kind of row is among them."""
+    for name, choices, layers in (("sampling", 50, ()), ("indexer", 2**31 - 1, (RoutedLayer(0), RoutedLayer(3)))):
+        valid = rng.random(trace.num_rows) < 0.7
+        counts = rng.integers(0, 6, (trace.num_rows, max(1, len(layers)))) * valid[:, None]
+        ids = [rng.choice(choices, n, replace=False) for n in counts.reshape(-1)]
+        stream = DecisionStream.from_sets(choices, valid, counts, np.concatenate(ids), layers=layers)
+        trace = trace.with_stream(name, stream)
+    return trace.with_gate_weights(rng.random(trace.expert_ids_NLK.shape))
 
 
 def _generation_bytes(rng: np.random.Generator, folder: Path) -> bytes:

@@ -1,11 +1,22 @@
-"""Interleaved timing: two callables in turn, compared pair by pair, so that drift of the machine cancels."""
+"""Interleaved measurement: two callables in turn, compared pair by pair, so that drift of the machine cancels.
+
+A ratio near 1 is a figure only where the run resolved it: `near_one` holds back what a few pairs on a busy machine
+happened to say. Beside time stand user instructions, which no neighbour moves, where something counts them.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import comb
+from typing import Any
+
+from benchmarks.harness.instructions import Counter
+
+RESOLUTION = 0.02
+"""The widest 95 % interval of a ratio near 1 that still says something about a cost of a percent."""
 
 
 @dataclass(frozen=True)
@@ -14,14 +25,30 @@ class PairedRatio:
 
     Attributes:
         ratio: median over the pairs.
-        low, high: quartiles over the pairs.
+        low, high: quartiles over the pairs, of which there are two or more.
+        lower, upper: the 95 % interval of the median; None of fewer than six pairs.
         baseline_ms: median time of the baseline.
+        instructions_ratio: median over the pairs of user instructions; None where nobody counts them.
+        pairs: how many.
     """
 
     ratio: float
     low: float
     high: float
+    lower: float | None
+    upper: float | None
     baseline_ms: float
+    instructions_ratio: float | None
+    pairs: int
+
+    @property
+    def unresolved(self) -> str:
+        """Why the ratio is no figure where it is near 1; empty where it is one."""
+        if self.lower is None or self.upper is None:
+            return f"not resolved: a 95 % interval takes six pairs, and these are {self.pairs}"
+        if self.upper - self.lower > RESOLUTION:
+            return f"not resolved: {self.pairs} pairs leave a 95 % interval of {self.lower:.3f} to {self.upper:.3f}"
+        return ""
 
 
 Clock = Callable[[], float]
@@ -33,6 +60,7 @@ def compare(
     *,
     pairs: int,
     clock: Clock = time.perf_counter,
+    counter: Counter | None = None,
 ) -> PairedRatio:
     """Run both `pairs` times, swapping which goes first, after one warm-up of each.
 
@@ -41,21 +69,83 @@ def compare(
         baseline: what it is measured against.
         pairs: how often each runs.
         clock: in seconds. `time.thread_time` leaves out the waits of a busy machine, for work of one thread.
+        counter: of user instructions.
     """
     candidate()
     baseline()
-    ratios, base = [], []
+    ratios, base, instructions = [], [], []
     for pair in range(pairs):
-        first, second = (candidate, baseline) if pair % 2 else (baseline, candidate)
-        times = {id(first): _seconds(first, clock)}
-        times[id(second)] = _seconds(second, clock)
-        ratios.append(times[id(candidate)] / times[id(baseline)])
-        base.append(times[id(baseline)])
-    low, median, high = statistics.quantiles(ratios, n=4)
-    return PairedRatio(median, low, high, statistics.median(base) * 1e3)
+        in_turn = (candidate, baseline) if pair % 2 else (baseline, candidate)
+        measured = [_measured(each, clock, counter) for each in in_turn]
+        of_candidate, of_baseline = measured if pair % 2 else reversed(measured)
+        ratios.append(of_candidate[0] / of_baseline[0])
+        base.append(of_baseline[0])
+        if counter is not None:
+            instructions.append(of_candidate[1] / of_baseline[1])
+    # inclusive: those of two pairs are between the two
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    lower, upper = median_interval(ratios) or (None, None)
+    counted = statistics.median(instructions) if instructions else None
+    return PairedRatio(median, low, high, lower, upper, statistics.median(base) * 1e3, counted, pairs)
 
 
-def _seconds(run: Callable[[], object], clock: Clock) -> float:
-    start = clock()
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The narrowest pair of order statistics, alike from both ends, that holds the true median in 95 % of all samples.
+
+    Each value falls below the median like a fair coin, whatever the distribution. None of fewer than six values, where
+    even the smallest and the largest miss it more often.
+    """
+    n, k, misses = len(values), 0, 0
+    # as many samples of 2^n leave the median outside of the (k+1)-th smallest and largest
+    while k < n // 2 and 40 * (misses + comb(n, k)) <= 2**n:
+        misses += comb(n, k)
+        k += 1
+    ascending = sorted(values)
+    return (ascending[k - 1], ascending[-k]) if k else None
+
+
+def near_one(name: str, found: PairedRatio, *, as_cost: bool = False) -> dict[str, Any]:
+    """What a report says of a ratio near 1.
+
+    Args:
+        name: of what is measured.
+        found: the ratio.
+        as_cost: whether to say what it is above 1.
+
+    Returns:
+        `<name>_ratio` and `<name>_instructions_ratio`, or `<name>` and `<name>_instructions` of a cost; each is None
+        where the run did not resolve or nobody counted it. `<name>_interval` (95 %, of the median), `<name>_quartiles`,
+        and `<name>_reason` where the time is None.
+    """
+    base, suffix = (1.0, "") if as_cost else (0.0, "_ratio")
+
+    def shown(*values: float | None) -> list[float | None]:
+        return [None if value is None else round(value - base, 4) for value in values]
+
+    why = found.unresolved
+    return {
+        f"{name}{suffix}": None if why else shown(found.ratio)[0],
+        **({f"{name}_reason": why} if why else {}),
+        f"{name}_interval": None if found.lower is None else shown(found.lower, found.upper),
+        f"{name}_quartiles": shown(found.low, found.high),
+        f"{name}_instructions{suffix}": shown(found.instructions_ratio)[0],
+    }
+
+
+def worst_near_one(name: str, by_kind: Mapping[str, PairedRatio]) -> dict[str, Any]:
+    """`<name>_ratio` and `<name>_instructions_ratio` as of `near_one`: the largest, or None if one is."""
+    unresolved = [kind for kind, found in by_kind.items() if found.unresolved]
+    counted = [found.instructions_ratio for found in by_kind.values() if found.instructions_ratio is not None]
+    figures: dict[str, Any] = {
+        f"{name}_ratio": None if unresolved else round(max(found.ratio for found in by_kind.values()), 4),
+        f"{name}_instructions_ratio": round(max(counted), 4) if len(counted) == len(by_kind) else None,
+    }
+    return figures | ({f"{name}_reason": f"not resolved: {', '.join(unresolved)}"} if unresolved else {})
+
+
+def _measured(run: Callable[[], object], clock: Clock, counter: Counter | None) -> tuple[float, int]:
+    counted = 0 if counter is None else counter()
+    begun = clock()
     run()
-    return clock() - start
+    seconds = clock() - begun
+    return seconds, 0 if counter is None else counter() - counted

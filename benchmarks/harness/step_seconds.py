@@ -14,12 +14,13 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from math import floor, sqrt
+from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 
 from benchmarks.harness.execution_bench import Bench, in_processes
+from benchmarks.harness.pairs import median_interval
 from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_seconds, processes_config, time_steps
 from foreroute.adapters import hf
 from foreroute.ep import ExpertParallelModel
@@ -147,13 +148,9 @@ def _ratio(candidate: Case, baseline: Case, updating: bool, pairs: int) -> dict[
         seconds = [_seconds(each, updating) for each in order]
         if pair:  # the first warms up
             ratios.append(seconds[0] / seconds[1] if pair % 2 else seconds[1] / seconds[0])
-    ratios.sort()
-    # the k-th smallest and largest bound the median with the probability of a fair coin
-    k = floor((pairs - 1.96 * sqrt(pairs)) / 2)
-    median = (ratios[(pairs - 1) // 2] + ratios[pairs // 2]) / 2
-    if k < 1:
-        return {"median": round(median, 4), "lower": None, "upper": None}
-    return {"median": round(median, 4), "lower": round(ratios[k - 1], 4), "upper": round(ratios[-k], 4)}
+    interval = median_interval(ratios) or (None, None)
+    values = zip(("median", "lower", "upper"), (median(ratios), *interval), strict=True)
+    return {name: None if value is None else round(value, 4) for name, value in values}
 
 
 def _seconds(case: Case, updating: bool) -> float:

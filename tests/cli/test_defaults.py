@@ -11,6 +11,7 @@ from foreroute.cli.main import app
 from foreroute.cli.plan import read_home_moves
 from foreroute.cli.plan_inputs import DEFAULT_BUDGET, PlanInputs
 from foreroute.doctor.examine import examine
+from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import PlanOptions
 from foreroute.planner.methods import OURS
 from foreroute.train import TrainConfig, parse_config, train
@@ -70,6 +71,12 @@ def test_an_option_of_the_command_line_has_the_default_of_its_argument(verb, pyt
 def test_the_trainer_and_the_simulator_plan_by_the_same_defaults():
     config: TrainConfig = parse_config({"name": "defaults"}, source="test")
     default = PlanOptions()
-    assert (config.parallel.tolerance, config.parallel.slots) == (default.tolerance, default.slots)
+    for name in ("tolerance", "slots", "home_moves", "traffic", "pay_off"):
+        assert getattr(config.parallel, name) == getattr(default, name), name
+    transfers = TransferOptions()
+    assert transfers.slots == default.slots
+    for name in ("paths", "prefetch", "deadline_s", "checksums", "timeout_s"):
+        assert getattr(config.parallel, name) == getattr(transfers, name), name
+    assert config.parallel.shared_memory == str(transfers.directory)
     assert OURS["ours"].options == default
     assert DEFAULT_BUDGET == 16_384

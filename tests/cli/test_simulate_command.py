@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from foreroute.cli.main import main
+from foreroute.costs.cluster_file import load_cluster
 from foreroute.simulate import load_config, parse_config
 from foreroute.simulate.fit import fit
 from foreroute.simulate.measurements import load_measurements
@@ -72,7 +73,12 @@ def test_configuration_to_table_figures_and_page(run, tmp_path):
     code, printed = run("config.toml")
     assert code == 0, printed.err
     folder = tmp_path / "runs" / "simulate" / "config"
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "report.html", "simulation.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "cluster.toml",
+        "config.json",
+        "report.html",
+        "simulation.json",
+    ]
     figures = json.loads((folder / "simulation.json").read_text())
     assert [method["name"] for method in figures["methods"]] == ["static", "eplb_micro_step", "ours"]
     table = printed.out.partition("\nBy the cost model")[0].splitlines()
@@ -119,6 +125,8 @@ def test_rates_are_fitted_first(run, tmp_path):
     found = fit(measured, config, ["gemm_flops_per_s"])
     resolved = json.loads((tmp_path / "out" / "config.json").read_text())
     assert resolved["hardware"] == {"preset": "h100", **found.parameters}
+    fitted = config.model_copy(update={"hardware": resolved["hardware"]}).described()
+    assert load_cluster(tmp_path / "out" / "cluster.toml") == fitted, "what plans can be priced by"
     figures = json.loads((tmp_path / "out" / "simulation.json").read_text())
     assert figures["fit"]["measured_s"] == [0.004, 0.011]
     assert re.search(r"fitted +gemm_flops_per_s [\d.,]+ TFLOP/s, configured 600 TFLOP/s", printed.out)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from foreroute.costs.cluster_file import load_cluster, parse_cluster
+from foreroute.costs.cluster_file import cluster_toml, load_cluster, parse_cluster
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.errors import ConfigError, TopologyError
 
@@ -32,6 +32,24 @@ def test_presets_and_overrides(tmp_path):
     assert cluster.costs.hardware.tile_rows == 64
     assert cluster.costs.model == MODELS["qwen3-30b-a3b"]
     assert (cluster.costs.dispatcher, cluster.costs.sequence_tokens) == ("copies", 512)
+
+
+@pytest.mark.parametrize("hardware", HARDWARE)
+@pytest.mark.parametrize("memory", [None, 10**9])
+def test_a_cluster_can_be_written_down_and_read_again(hardware, memory):
+    topology = {"num_ranks": 16, "redundant_slots": 2} | ({} if memory is None else {"slot_memory_bytes": memory})
+    given = {
+        "topology": topology | {"ranks_per_node": 4},
+        "hardware": {"preset": hardware},
+        "model": {"preset": "glm-4.5", "weight_bytes": 0.5},
+        "links": {"cluster_bytes_per_s": 1.1e17, "node_latency_s": 1e-7},
+        "costs": {"dispatcher": "copies", "update_path": "direct", "refine_s": 1e-4},
+    }
+    cluster = parse_cluster(given, source="x")
+    assert parse_cluster(tomllib.loads(cluster_toml(cluster)), source="x") == cluster
+    other = tomllib.loads(cluster_toml(cluster))
+    other["costs"]["refine_s"] = 0.0
+    assert parse_cluster(other, source="x") != cluster
 
 
 def test_without_presets_every_key_without_default_is_needed():

@@ -13,11 +13,15 @@ def random_counts(seed, shape, most=30):
     return rng.integers(0, most, shape) * (rng.random(shape) < 0.7)
 
 
-def random_plan(counts_MLGE, topology, *, seed=0, moves=0, keep=0.5):
-    """Fill each slot with a random expert, which stays with probability `keep` from micro-step to micro-step."""
+def random_plan(counts_MLGE, topology, *, seed=0, moves=0, keep=0.5, homes=None):
+    """Fill each slot with a random expert, which stays with probability `keep` from micro-step to micro-step.
+
+    Homes are drawn too, where none are given.
+    """
     rng = np.random.default_rng(seed)
     num_micro_steps, num_layers, num_ranks, num_experts = counts_MLGE.shape
     before_LE = np.stack([rng.permutation(topology.contiguous_home_E(num_experts)) for _ in range(num_layers)])
+    before_LE = before_LE if homes is None else homes
     home_LE = before_LE.copy()
     for home_E in home_LE:
         for _ in range(moves // 2):

@@ -2,15 +2,18 @@
 
 import subprocess
 import sys
-from dataclasses import fields
+import threading
+from dataclasses import fields, replace
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from foreroute.errors import CountsError, PlanLateError, TopologyError
+from foreroute.errors import CountsError, InputError, PlanError, PlanLateError, TopologyError
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.planner import plan, start
+from foreroute.planner.progress import PlanInProgress
 from tests.plan.random_plans import LINKS
 from tests.processes import ROOT, environment
 
@@ -56,6 +59,53 @@ def test_cells_can_be_taken_before_the_plan_is_done():
     assert progress.num_planned == 45
 
 
+@pytest.mark.parametrize("slots", ["layer", "shared"])
+def test_parts_are_plans_of_their_micro_steps(slots):
+    """Each stands alone by the checker, and together they are the plan; what slots held before is fetched."""
+    counts = _counts(5, (9, 5, 4, 16))
+    options = PlanOptions(slots=slots)
+    progress = start(counts, Topology(4, 2, 2, LINKS), options)
+    whole = progress.result(timeout=60)
+    assert progress.num_ready == progress.num_micro_steps == 9
+    _equal(whole, progress.part(0))
+    for first in (0, 1, 4, 8):
+        part = progress.part(first)
+        verify(part, counts[first:], options)
+        for m, layer in np.ndindex(part.shape[:2]):
+            mine, planned = part.cell(m, layer), whole.cell(first + m, layer)
+            for name in ("home_E", "expert_R", "rank_R", "slot_R", "tokens_RG"):
+                np.testing.assert_array_equal(getattr(mine, name), getattr(planned, name))
+        assert (part.fetched_R | ~whole.fetched_R[-len(part.fetched_R) :]).all()
+    if slots == "layer":
+        assert not whole.fetched_R.all()
+        # a control: as they stand in the whole plan, these micro-steps are no plan
+        alone = replace(part, fetched_R=whole.fetched_R[-len(part.fetched_R) :])
+        with pytest.raises(PlanError, match="fetch"):
+            verify(alone, counts[8:], options)
+
+
+def test_a_part_is_there_before_the_plan_is_done():
+    planning, gate, add = threading.Event(), threading.Event(), PlanInProgress.add
+
+    def held_up(self, cells, micro_steps, layers):
+        if micro_steps.start:
+            planning.set()
+            assert gate.wait(60)
+        add(self, cells, micro_steps, layers)
+
+    with mock.patch.object(PlanInProgress, "add", held_up):
+        progress = start(_counts(5, (9, 5, 4, 16)), Topology(4, 2, 1, LINKS), PlanOptions(threads=2))
+        assert progress.part(0, timeout=60).shape == (1, 5, 16)
+        assert planning.wait(60)
+        with pytest.raises(PlanLateError, match=r"micro-step 1 is not planned after 0.01 s; 5 cells are"):
+            progress.part(1, timeout=0.01)
+        gate.set()
+        progress.result(timeout=60)
+        assert progress.part(1).shape == (8, 5, 16)
+    with pytest.raises(InputError, match="no cell"):
+        progress.part(9)
+
+
 def test_progress_is_told():
     told = []
     plan(_counts(5, (9, 5, 4, 16)), Topology(4, 2, 1, LINKS), on_progress=lambda *step: told.append(step))
@@ -82,10 +132,8 @@ def test_a_cell_that_is_late_or_does_not_exist_is_an_error():
     progress = start(_counts(5, (2, 1, 4, 16)), Topology(4, 2, 1, LINKS))
     with pytest.raises(ValueError, match="no cell"):
         progress.cell(2, 0)
-    from foreroute.planner.progress import PlanInProgress
-
     with pytest.raises(PlanLateError, match="not planned after"):
-        PlanInProgress((1, 1)).cell(0, 0, timeout=0.01)
+        PlanInProgress((1, 1), lambda cells, begin, end: None).cell(0, 0, timeout=0.01)
 
 
 def test_plans_are_the_same_without_numba():

@@ -48,7 +48,7 @@ def test_homes_move_within_their_budget(moves):
 
 def test_replicas_against_traffic_are_faster_and_valid():
     given, topology = counts(1, 4000), replace(TOPOLOGY, redundant_slots=6)
-    balanced = PlanOptions(slots="shared")
+    balanced = PlanOptions(slots="shared", traffic=False)
     short = replace(balanced, traffic=True)
     plans = [plan(given, topology, options, costs=COSTS) for options in (balanced, short)]
     verify(plans[1], given, short)
@@ -72,6 +72,60 @@ def test_replicas_that_do_not_pay_are_declined(slots):
     assert same(plan(given, TOPOLOGY, options), plan(given, TOPOLOGY, keeping)), "nothing is priced"
 
 
+def test_levels_left_open_are_on_where_they_pay_and_say_why():
+    many, one_node = replace(TOPOLOGY, redundant_slots=6), replace(TOPOLOGY, ranks_per_node=8)
+    paying = "on: where it saves time"
+    for topology, options, costs, pay_off, traffic in [
+        (many, PlanOptions(slots="shared"), COSTS, paying, paying),
+        (many, PlanOptions(), COSTS, paying, "off: slots of each layer keep what they hold, and it refills all"),
+        (one_node, PlanOptions(slots="shared"), COSTS, paying, "off: all ranks share a node"),
+        (many, PlanOptions(slots="shared"), None, "off: nothing is priced", "off: nothing is priced"),
+        (many, PlanOptions(replicas=False), COSTS, "off: there are no replicas", "off: there are no replicas"),
+        (many, PlanOptions(slots="shared", traffic=True, pay_off=False), COSTS, "off: asked for", "on: asked for"),
+    ]:
+        progress = start(counts(1, 4000), topology, options, costs=costs)
+        found = progress.result(timeout=60)
+        assert progress.levels == {"pay_off": pay_off, "traffic": traffic}
+        forced = replace(options, pay_off=pay_off.startswith("on"), traffic=traffic.startswith("on"))
+        assert same(found, plan(counts(1, 4000), topology, forced, costs=costs))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_levels_are_off_in_layers_where_planning_them_exposes_more_than_they_save(seed):
+    """Decided anew here: from plans with the levels on and off everywhere, and a clock that hands blocks over."""
+    given, topology = counts(seed, 300), replace(TOPOLOGY, redundant_slots=6)
+    auto = PlanOptions(slots="shared")
+    plans = [plan(given, topology, replace(auto, pay_off=is_on, traffic=is_on), costs=COSTS) for is_on in (False, True)]
+    saved_L, run_L = [], []
+    for layer in range(3):
+        cells = [each.cell(0, layer) for each in plans]
+        off, on = (price_cell(CellHosts.of(c, given[0, layer]), c.home_E, topology, COSTS) for c in cells)
+        saved_L.append(4 * (off.seconds - on.seconds))
+        run_L.append(off.recompute.total)
+    assert min(saved_L) > 0
+    for refine_s in (min(saved_L) / 5, *sorted(saved_L)[:2], sum(saved_L)):
+        is_on_L = [saved > waited(refine_s, run_s) for saved, run_s in zip(saved_L, run_L, strict=True)]
+        options = replace(auto, threads=1 + seed % 2)
+        progress = start(given, topology, options, costs=replace(COSTS, refine_s=refine_s))
+        found = progress.result(timeout=60)
+        for m, layer in np.ndindex(4, 3):
+            mine, expected = found.cell(m, layer), plans[is_on_L[layer]].cell(m, layer)
+            assert all(np.array_equal(getattr(mine, name), getattr(expected, name)) for name in vars(mine))
+        num_off = is_on_L.count(False)
+        assert (f"in {num_off} of 3 layers" in progress.levels["traffic"]) == (num_off > 0)
+        assert progress.levels["pay_off"].startswith("off" if num_off == 3 else "on")
+    assert num_off == 3, "the last one costs more than all of them save"
+
+
+def waited(plan_s, run_s):
+    """What four micro-steps wait when the plan of one is ready, of two, and of all."""
+    clock = waits = 0.0
+    for ready_s in (plan_s, 2 * plan_s, 4 * plan_s, 4 * plan_s):
+        waits += max(0.0, ready_s - clock)
+        clock = max(clock, ready_s) + run_s
+    return waits
+
+
 def test_cells_handed_out_early_are_those_of_the_plan():
     given = counts(3, 4000)
     options = PlanOptions(slots="shared", traffic=True, home_moves=4)
@@ -87,6 +141,7 @@ def test_cells_handed_out_early_are_those_of_the_plan():
     ("topology", "options"),
     [
         (TOPOLOGY, PlanOptions(slots="shared", traffic=True)),
+        (TOPOLOGY, PlanOptions(pay_off=True)),
         (replace(TOPOLOGY, slot_memory_bytes=10**12), PlanOptions()),
     ],
 )

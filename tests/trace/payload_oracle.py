@@ -65,3 +65,40 @@ def read_planes(words, num_rows, num_experts, top_k, code_lengths):
             rows.append(sorted(ids))
         assert position == ends[lane]
     return rows
+
+
+def read_rice(words, num_rows, num_choices):
+    """None, or a list of ids, for each row."""
+    bits, position, rows = bits_of(words[:-1]), 0, []
+
+    def unary():
+        nonlocal position
+        start = position
+        while not bits[position]:
+            position += 1
+        position += 1
+        return position - 1 - start
+
+    def low(count):
+        nonlocal position
+        position += count
+        return number(bits, position - count, count)
+
+    for _ in range(num_rows):
+        z = unary()
+        state = 2**z + low(z)
+        if state == 1:
+            rows.append(None)
+            continue
+        ids, count = [], state - 2
+        if count:
+            t, b = unary(), (num_choices // count).bit_length() - 1
+            k = b + t // 2 if t % 2 == 0 else b - (t + 1) // 2
+        for _ in range(count):
+            gap = unary() * 2**k
+            ids.append(gap + low(k) + (ids[-1] + 1 if ids else 0))
+        rows.append(ids)
+    assert not any(bits[position:])
+    assert len(bits) - position < 64
+    assert words[-1] == 0
+    return rows

@@ -48,10 +48,10 @@ def routes(spec, num_rows, seed):
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("codec", CODECS)
-def test_version_1_is_read(name, codec):
+def test_version_2_is_read(name, codec):
     expected = archived(name)
     expected = expected.without_pick_order() if codec == "planes" else expected
-    path = DATA / "v1" / f"{name}-{codec}.safetensors"
+    path = DATA / "v2" / f"{name}-{codec}.safetensors"
     read = fr.load(path)
     assert read.equals(expected)
     assert read.provenance == expected.provenance
@@ -63,7 +63,7 @@ def test_version_1_is_read(name, codec):
 def write() -> None:
     for name in SHAPES:
         for codec in CODECS:
-            fr.save(archived(name), DATA / "v1" / f"{name}-{codec}.safetensors", codec=codec)
+            fr.save(archived(name), DATA / "v2" / f"{name}-{codec}.safetensors", codec=codec)
 
 
 if __name__ == "__main__":

@@ -176,8 +176,8 @@ def test_a_file_that_breaks_a_rule_is_refused(tmp_path, broken):
 
 def test_another_version_is_refused_before_anything_else(tmp_path):
     path = tmp_path / "t"
-    path.write_bytes(to_bytes({"anything": np.zeros(2)}, metadata={"foreroute.version": "2", "foreroute.other": "x"}))
-    with pytest.raises(TraceFileError, match="has trace format 2"):
+    path.write_bytes(to_bytes({"anything": np.zeros(2)}, metadata={"foreroute.version": "3", "foreroute.other": "x"}))
+    with pytest.raises(TraceFileError, match="has trace format 3"):
         fr.load(path)
 
 
@@ -254,16 +254,16 @@ def test_routes_of_far_more_memory_than_the_file_are_neither_written_nor_read(tm
     """Rows without a route take 4 bytes in the file, and as much as any others in memory."""
     spec = fr.RoutingSpec(64, 16, tuple(map(fr.RoutedLayer, range(1024))))
     trace = fr.RoutingTrace.unrouted(spec, [np.zeros(1200, np.int32)])
-    with pytest.raises(TraceContentError, match="4800 bytes of tokens and routes would become 19660800"):
+    with pytest.raises(TraceContentError, match="4800 bytes of tokens and payloads would become 19660800"):
         fr.save(trace, tmp_path / "t")
-    monkeypatch.setattr("foreroute.trace.file.writing.check_expansion", lambda *_: None)
+    monkeypatch.setattr("foreroute.trace.file.writing.check_memory", lambda *_: None)
     fr.save(trace, tmp_path / "t")
-    with pytest.raises(TraceFileError, match="4800 bytes of tokens and routes would become 19660800"):
+    with pytest.raises(TraceFileError, match="4800 bytes of tokens and payloads would become 19660800"):
         fr.load(tmp_path / "t")
 
 
 def test_a_header_of_more_than_a_mebibyte_is_refused_before_it_is_parsed(tmp_path):
-    header = json.dumps({"__metadata__": {"foreroute.version": "1", "x": "[" * (1 << 20)}}).encode()
+    header = json.dumps({"__metadata__": {"foreroute.version": "2", "x": "[" * (1 << 20)}}).encode()
     (tmp_path / "t").write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(TraceFileError, match="1048576 at most"):
         fr.load(tmp_path / "t")

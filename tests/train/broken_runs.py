@@ -11,7 +11,8 @@ import numpy as np
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import DivergedError, EngineError
 from foreroute.plan import Topology
-from foreroute.train import checkpoint, expert_parallel, loop
+from foreroute.planner import PlanInProgress
+from foreroute.train import checkpoint, expert_parallel, loop, stage_planner
 from tests.ep.transfer.faults import FaultyPeers
 from tests.train.expert_parallel_runs import run
 from tests.train.expert_parallel_steps import Steps, precise_trainer, steps_of
@@ -109,20 +110,33 @@ def _only(there, breakage):
 
 @contextmanager
 def _plan_of_four(rank):
-    plan = expert_parallel._plan
+    begin_plan = stage_planner.begin_plan
 
-    def plan_for_four(counts_MLGE, topology, options, home_LE):
-        four = Topology(4, 4, topology.redundant_slots, topology.links)
+    def plan_for_four(planning, counts_MLGE, home_LE):
+        four = Topology(4, 4, planning.topology.redundant_slots, planning.topology.links)
         homes_of_four_LE = np.tile(four.contiguous_home_E(home_LE.shape[1]), (len(home_LE), 1))
-        return plan(np.tile(counts_MLGE, (1, 1, 2, 1)), four, options, homes_of_four_LE)
+        return begin_plan(planning._replace(topology=four), np.tile(counts_MLGE, (1, 1, 2, 1)), homes_of_four_LE)
 
-    with mock.patch.object(expert_parallel, "_plan", plan_for_four):
+    with mock.patch.object(stage_planner, "begin_plan", plan_for_four):
         yield
 
 
 @contextmanager
 def _no_plan(rank):
-    with mock.patch.object(expert_parallel, "_plan", _raising(MemoryError("no room to plan"))):
+    with mock.patch.object(stage_planner, "begin_plan", _raising(MemoryError("no room to plan"))):
+        yield
+
+
+@contextmanager
+def _no_later_micro_step(rank):
+    add = PlanInProgress.add
+
+    def failing(self, cells, micro_steps, layers):
+        if micro_steps.start:
+            raise MemoryError("no room to plan")
+        add(self, cells, micro_steps, layers)
+
+    with mock.patch.object(PlanInProgress, "add", failing):
         yield
 
 
@@ -133,20 +147,21 @@ BREAKAGES = {
     "full disk": _only(0, _full_disk),
     "plan of four": _plan_of_four,
     "no plan": _no_plan,
+    "no later micro-step": _no_later_micro_step,
 }
 
 
 def die_planning(rank, config, folder):
     """The rank that plans is killed while it plans the second step; the other has nothing to plan."""
-    plan, steps = expert_parallel._plan, []
+    begin_plan, steps = stage_planner.begin_plan, []
 
     def dying(*args):
         steps.append(1)
         if len(steps) > 4:
             os.kill(os.getpid(), signal.SIGKILL)
-        return plan(*args)
+        return begin_plan(*args)
 
-    with mock.patch.object(expert_parallel, "_plan", dying):
+    with mock.patch.object(stage_planner, "begin_plan", dying):
         run(rank, config, folder)
 
 

@@ -15,14 +15,15 @@ import numpy as np
 import torch.distributed as dist
 from numba.core.dispatcher import Dispatcher
 
-from foreroute import planner
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import PlanOptions, Topology
-from foreroute.train import expert_parallel
-from foreroute.train.config import ParallelConfig
-from foreroute.train.expert_parallel import LINKS, _plan, compile_planner
+from foreroute.planner import PlanInProgress
+from foreroute.train import stage_planner
 from foreroute.train.passes import response_logprobs
+from foreroute.train.stage_planner import Planning, StagePlanner, begin_plan, compile_planner
+from tests.plan.random_plans import LINKS
+from tests.planner.test_planner_levels import COSTS
 from tests.train.expert_parallel_steps import precise_trainer, steps_of
 
 LOCK = threading.Lock()
@@ -56,7 +57,8 @@ def metered_steps(rank, config, count):
 
 @contextmanager
 def metered(meters):
-    exchange_rows, begin, row, plan = dist.all_to_all_single, PeerGroup.begin, HostMemory.row, expert_parallel._plan
+    exchange_rows, begin, row = dist.all_to_all_single, PeerGroup.begin, HostMemory.row
+    in_making = []
 
     def seen_rows(arrived, sent, receive_G, *rest, **options):
         meters.rows.append(sum(receive_G))
@@ -72,36 +74,55 @@ def metered(meters):
         meters.add("host", found.nbytes)
         return found
 
-    def seen_plan(counts_MLGE, *rest):
-        made = plan(counts_MLGE, *rest)
-        meters.planned.append((counts_MLGE, made[0]))
-        return made
+    def seen_plan(planning, counts_MLGE, home_LE):
+        in_making.append((counts_MLGE, begin_plan(planning, counts_MLGE, home_LE)))
+        return in_making[-1][1]
 
     with ExitStack() as stack:
         for place, name, seen in (
             (dist, "all_to_all_single", seen_rows),
             (PeerGroup, "begin", seen_messages),
             (HostMemory, "row", seen_row),
-            (expert_parallel, "_plan", seen_plan),
+            (stage_planner, "begin_plan", seen_plan),
         ):
             stack.enter_context(mock.patch.object(place, name, seen))
         yield
+        meters.planned += [(counts_MLGE, progress.result()) for counts_MLGE, progress in in_making]
 
 
 def steps_with_slow_plans(rank, config, plan_s, forward_s):
     """One step, with a planner and a recompute that take at least so long."""
-    plan = planner.plan
 
-    def slow_plan(*args, **options):
+    def slow_plan(*args):
         time.sleep(plan_s)
-        return plan(*args, **options)
+        return begin_plan(*args)
 
     def slow_forward(*args):
         time.sleep(forward_s)
         return response_logprobs(*args)
 
     with (
-        mock.patch.object(planner, "plan", slow_plan),
+        mock.patch.object(stage_planner, "begin_plan", slow_plan),
+        mock.patch("foreroute.train.passes.response_logprobs", slow_forward),
+        precise_trainer(config) as trainer,
+    ):
+        return steps_of(trainer, 1)
+
+
+def steps_with_slow_blocks(rank, config, block_s, forward_s):
+    """One step, with a planner that takes so long for each block but the first, and forwards as `slow_forward`."""
+    add = PlanInProgress.add
+
+    def slow_add(self, cells, micro_steps, layers):
+        time.sleep(block_s if micro_steps.start else 0)
+        add(self, cells, micro_steps, layers)
+
+    def slow_forward(*args):
+        time.sleep(forward_s)
+        return response_logprobs(*args)
+
+    with (
+        mock.patch.object(PlanInProgress, "add", slow_add),
         mock.patch("foreroute.train.passes.response_logprobs", slow_forward),
         precise_trainer(config) as trainer,
     ):
@@ -121,13 +142,16 @@ def compiled():
 
 def compiled_before_and_after_plans(rank):
     """What is compiled at first, after `compile_planner`, and after plans as runs make them."""
-    before = compiled()
-    compile_planner(ParallelConfig(expert=4))
-    ready = compiled()
-    for slots, per_node in (("layer", 4), ("shared", 2)):
-        topology = Topology(4, per_node, 2, LINKS)
-        counts_MLGE = np.random.default_rng(0).poisson(3, (3, 2, 4, 16)).astype(np.int32)
-        homes_LE = np.tile(topology.contiguous_home_E(16), (2, 1))
-        plan, _ = _plan(counts_MLGE, topology, PlanOptions(slots=slots), homes_LE)
-        assert len(plan.expert_R)
-    return before, ready, compiled()
+    before, seen = compiled(), []
+    for costs in (None, COSTS):
+        for slots, per_node in (("layer", 4), ("shared", 2)):
+            options = PlanOptions(slots=slots, home_moves=4)
+            planning = Planning(Topology(4, per_node, 2, LINKS), options, costs)
+            compile_planner(planning)
+            ready = compiled()
+            counts_MLGE = np.random.default_rng(0).poisson(3, (3, 2, 4, 16)).astype(np.int32)
+            homes_LE = np.tile(planning.topology.contiguous_home_E(16), (2, 1))
+            begin_plan(planning, counts_MLGE, homes_LE).result()
+            StagePlanner(planning).homes(counts_MLGE, homes_LE)
+            seen.append((ready, compiled()))
+    return before, seen

@@ -7,7 +7,12 @@ import pytest
 
 from foreroute.records import parse_step
 from tests.processes import Workers
-from tests.train.execution_record_worker import compiled_before_and_after_plans, metered_steps, steps_with_slow_plans
+from tests.train.execution_record_worker import (
+    compiled_before_and_after_plans,
+    metered_steps,
+    steps_with_slow_blocks,
+    steps_with_slow_plans,
+)
 from tests.train.expert_parallel_steps import config_of
 from tests.train.small_runs import SIZES
 
@@ -122,13 +127,23 @@ def test_planning_that_a_stage_does_not_wait_for_is_hidden(workers):
     assert record["hidden_planning_share"] == pytest.approx(hidden, abs=1e-3)
 
 
+def test_later_micro_steps_are_planned_while_the_first_run(workers):
+    """Every block but the first takes longer to plan than everything else, and no longer than a forward."""
+    block_s, forward_s = 0.6, 1.2
+    steps, *_ = workers(RANKS).run(steps_with_slow_blocks, config_of(RANKS), block_s, forward_s)
+    record = steps.records[0]["execution"]
+    assert record["planning_s"] >= 2 * block_s
+    assert record["exposed_planning_s"] < block_s
+
+
 def test_one_small_plan_compiles_all_that_plans_of_a_run_need():
     """In a process of its own, where nothing was planned before."""
     alone = Workers(1, timeout_s=240)
     try:
-        [(before, ready, after)] = alone.run(compiled_before_and_after_plans)
+        [(before, seen)] = alone.run(compiled_before_and_after_plans)
     finally:
         alone.close()
     assert not before
-    assert ready
-    assert after == ready, after - ready
+    for ready, after in seen:
+        assert ready
+        assert after == ready, after - ready

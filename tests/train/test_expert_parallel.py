@@ -5,7 +5,10 @@ import pytest
 import torch
 
 from foreroute.errors import ConfigError
+from foreroute.train import RunFolder
+from tests.train.expert_parallel_runs import path_of
 from tests.train.expert_parallel_steps import config_of, dense_elements, parallel_steps, steps_alone, steps_without_sums
+from tests.train.small_runs import SIZES, same_state
 
 STEPS = 2
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
@@ -16,17 +19,95 @@ EXACT = {"rtol": 1e-9, "atol": 1e-11}
     [
         {"routing": "R3"},
         {"routing": "R3", "redundant_slots": 0},
-        {"routing": "R2", "slots": "shared", "paths": "direct"},
+        {"routing": "R3", "home_moves": 4},
+        {"routing": "R2", "slots": "shared", "paths": "direct", "home_moves": "all"},
         {"routing": "none"},
     ],
-    ids=["R3", "R3_at_home", "R2_shared_slots", "live"],
+    ids=["R3", "R3_at_home", "R3_homes_move", "R2_shared_slots", "live"],
 )
 def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, parallel):
-    learn_alike(workers, config_of(2, **parallel))
+    records = learn_alike(workers, config_of(2, **parallel))
+    for execution in (record["execution"] for record in records if "stages" in record["execution"]):
+        moves = parallel.get("home_moves", 0)
+        assert bool(execution["bytes"]["homes"]) == (execution["home_moves"] > 0) == bool(moves)
+        if moves == 4:
+            assert execution["home_moves"] <= 4 * SIZES["num_hidden_layers"]
 
 
-def learn_alike(workers, config):
-    steps, *_ = workers(config.parallel.expert).run(parallel_steps, config, STEPS)
+def test_a_run_that_goes_on_has_its_homes_again(workers, tmp_path):
+    """So it plans, and adds, as the one that was not interrupted. On other ranks experts begin in blocks."""
+    config = config_of(2, home_moves=4)
+    whole, *_ = workers(2).run(parallel_steps, config, STEPS)
+    begun, *_ = workers(2).run(parallel_steps, config, 1)
+    assert not torch.equal(begun.state["homes"], contiguous(2)), "the case must move experts"
+    write(tmp_path, begun.state)
+    continued, *_ = workers(2).run(parallel_steps, config, 1, path_of(tmp_path, 1))
+    assert same_state(continued.state, whole.state)
+    # a control: without the homes in the checkpoint, experts move elsewhere
+    write(tmp_path / "without", {key: value for key, value in begun.state.items() if key != "homes"})
+    without, *_ = workers(2).run(parallel_steps, config, 1, path_of(tmp_path / "without", 1))
+    assert not torch.equal(without.state["homes"], whole.state["homes"])
+    on_four, *_ = workers(4).run(parallel_steps, config_of(4), 1, path_of(tmp_path, 1))
+    assert on_four.records[0]["grad_norm"] > 0
+
+
+def contiguous(num_ranks):
+    home_E = np.repeat(np.arange(num_ranks), SIZES["num_experts"] // num_ranks)
+    return torch.from_numpy(np.tile(home_E, (SIZES["num_hidden_layers"], 1)).astype(np.int16))
+
+
+def write(folder, state):
+    (folder / "checkpoints").mkdir(parents=True)
+    RunFolder(folder).save_checkpoint(1, state)
+
+
+TOPOLOGY = """
+[topology]
+num_ranks = 4
+ranks_per_node = 2
+redundant_slots = 2
+
+[hardware]
+preset = "h100"
+
+[links]
+cluster_bytes_per_s = 1e6
+node_latency_s = 1e-9
+cluster_latency_s = 1e-9
+{links}
+
+[model]
+num_layers = 2
+num_experts = 16
+top_k = 2
+hidden = 32
+intermediate = 16
+dense_parameters = 4096
+attention_width = 32
+vocabulary = 16
+weight_bytes = 1e-3
+gradient_bytes = 1e-3
+"""
+
+
+def test_plans_go_by_the_prices_of_a_topology_file(workers, tmp_path):
+    """With a slow link between nodes, replicas keep tokens in them; where weights are slower, no replica pays."""
+    cheap, dear = tmp_path / "cheap.toml", tmp_path / "dear.toml"
+    cheap.write_text(TOPOLOGY.format(links=""))
+    dear.write_text(TOPOLOGY.format(links="host_bytes_per_s = 1.0"))
+    (short,) = learn_alike(workers, config_of(4, topology=str(cheap), slots="shared"), 1)
+    (none,) = learn_alike(workers, config_of(4, topology=str(dear), paths="direct"), 1)
+    for stage in short["execution"]["stages"].values():
+        assert stage["levels"] == {"pay_off": "on: where it saves time", "traffic": "on: where it saves time"}
+        assert stage["replicas"] > 0
+    for stage in none["execution"]["stages"].values():
+        assert stage["levels"]["traffic"] == "off: slots of each layer keep what they hold, and it refills all"
+        assert stage["levels"]["pay_off"] == "on: where it saves time"
+        assert stage["replicas"] == 0
+
+
+def learn_alike(workers, config, count=STEPS):
+    steps, *_ = workers(config.parallel.expert).run(parallel_steps, config, count)
     learned_alike(steps, config)
     return steps.records
 

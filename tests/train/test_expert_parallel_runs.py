@@ -117,10 +117,13 @@ def checkpoint(folder, step):
 
 
 def learned(folder):
-    """Records without the seconds in them."""
-    timed = ("exposed_transfer_s", "planning_s", "exposed_planning_s", "hidden_planning_share")
+    """Records without the seconds and paths in them."""
+    timed = ("moving_homes_s", "exposed_transfer_s", "planning_s", "exposed_planning_s", "hidden_planning_share")
     found = records(folder)
     for record in found:
         for key in timed:
             del record["execution"][key]
+        # which path they took follows from links that each run measures
+        moved = record["execution"]["bytes"]
+        moved["weights"] = moved.pop("host") + moved.pop("direct")
     return found

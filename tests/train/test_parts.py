@@ -1,6 +1,5 @@
 """The parts of the trainer, by hand and by brute force."""
 
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from foreroute.layout import by_token_budget
 from foreroute.train import loop
 from foreroute.train.config import RLConfig
-from foreroute.train.expert_parallel import ExpertParallel, _Planned
+from foreroute.train.expert_parallel import ExpertParallel, _Announced
 from foreroute.train.passes import inputs, make_schedule, pad, response_logprobs, sampled_logprobs
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
@@ -123,15 +122,13 @@ def test_a_stage_that_fails_is_timed_and_its_records_are_not_those_of_the_next(m
         trainer.run_step()
     assert trainer.seconds.keys() >= {"rollout", "recompute", "update"}
 
-    plan = Future()
-    plan.set_result((None, 0.5))
     counts_MLGE = np.zeros((1, 1, 2, 2), np.int32)
     engine = SimpleNamespace(records=["of the stage that fails"])
     engine.take_records = lambda: [engine.records.pop() for _ in list(engine.records)]
     execution = object.__new__(ExpertParallel)
     execution._engine, execution._published, execution._now, execution._executed = engine, True, None, []
     execution._model = SimpleNamespace(begin_step=lambda *_, **__: None, share_plan=lambda plan: plan)
-    execution._planned = {"update 0": _Planned(counts_MLGE, 0, plan)}
+    execution._announced = {"update 0": _Announced(counts_MLGE, 0, None)}
     with pytest.raises(ArithmeticError), execution.running(SimpleNamespace(name="update 0")):
         fails()
     assert (execution._now, execution._executed, engine.records) == (None, [], [])

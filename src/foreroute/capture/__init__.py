@@ -3,7 +3,7 @@
 recognise    which form an output has, where the routes lie     recognise, Recognised
 wires        the forms, and which engine writes which           WireKind, ENGINES
 arrays       bytes, text and lists to arrays
-decode       the door: tokens, rows and layers put in place     decode
+decode       the door: tokens, rows and layers put in place     decode; masks in sampling_masks
 checks       captures that cannot be true                       refuse_constant_layers
 model_facts  what an engine's layer axis means                  ModelFacts; facts_of_config in model_config
 encode       the way out                                        encode, WRITABLE

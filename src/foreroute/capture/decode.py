@@ -33,6 +33,7 @@ from foreroute.capture.recognition import (
     shown,
     whole_number,
 )
+from foreroute.capture.sampling_masks import decode_masks
 from foreroute.capture.wires import (
     ENGINES,
     FIRST_LOGICAL_SGLANG,
@@ -45,7 +46,7 @@ from foreroute.capture.wires import (
     WireRules,
 )
 from foreroute.errors import CaptureError
-from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
+from foreroute.trace import NO_VERSION, SAMPLING, RoutingSpec, RoutingTrace
 
 
 def decode(
@@ -58,11 +59,12 @@ def decode(
     engine: str = "",
     engine_version: str = "",
 ) -> RoutingTrace:
-    """Read the routes of every sequence in `output`.
+    """Read the routes of every sequence in `output`, and its sampling masks where it has them.
 
     Args:
         output: a response (parsed, or JSON text or bytes), an in-process output, a list of them, or bare routes.
-        model: the routing spec, or `ModelFacts` where the engine's layer axis counts dense layers too.
+        model: the routing spec, or `ModelFacts` where the engine's layer axis counts dense layers too, or the output has
+            sampling masks.
         token_ids: prompt and response tokens, [T] for one sequence or S of them. Needed where the output does not carry
             them; compared with those that it carries.
         start: the position of the first row, where the request skipped a known prefix (`routed_experts_prompt_start`,
@@ -72,10 +74,12 @@ def decode(
         engine_version: such as "0.5.12"; decides whether the ids are logical.
 
     Returns:
-        One sequence for each choice. Row p is the routing of input position p; the last token's row is absent.
+        One sequence for each choice. Row p is the routing of input position p; the last token's row is absent. The
+        masks are `trace.streams["sampling"]`.
 
     Raises:
-        CaptureError: when the form is unknown or damaged, rows or layers do not fit, or the routes cannot be trusted.
+        CaptureError: when the form is unknown or damaged, rows or layers do not fit, or routes or masks cannot be
+            trusted.
     """
     engine = known_engine(engine)
     facts = model if isinstance(model, ModelFacts) else ModelFacts(model)
@@ -111,7 +115,8 @@ def decode(
         provenance={name: value for name, value in stated.items() if value},
     )
     refuse_constant_layers(trace)
-    return trace
+    masks = decode_masks(sequences, tokens, facts.vocabulary_size)
+    return trace if masks is None else trace.with_stream(SAMPLING, masks)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ class RawSequence:
         start: the position of the first row, where the output states it.
         dtype: the dtype that the engine advertises for bytes without a header.
         token_ids: all tokens, where the output does not tell prompt and response apart.
+        sampling_mask: the sets that its tokens were drawn from, where the output has them.
     """
 
     routes: Any
@@ -66,6 +67,7 @@ class RawSequence:
     start: Any = None
     dtype: Any = None
     token_ids: Any = None
+    sampling_mask: Any = None
 
 
 def recognise(output: object) -> Recognised:
@@ -204,7 +206,8 @@ def _from_choices(record: Any, choices: Any) -> tuple[WireKind, list[RawSequence
         response = _first(field_of(choice, "token_ids"), field_of(choice, "generation_token_ids"))
         start = field_of(routes, "start") if isinstance(routes, Mapping) else None
         own_prompt = _first(field_of(choice, "prompt_token_ids"), prompt)
-        sequences.append(RawSequence(routes, prompt_routes, own_prompt, response, start))
+        mask = field_of(choice, "sampling_mask")
+        sequences.append(RawSequence(routes, prompt_routes, own_prompt, response, start, sampling_mask=mask))
     kinds = {_kind_of_field(record, sequence) for sequence in sequences}
     if len(kinds) > 1:
         raise CaptureError(f"the choices of one output mix forms ({', '.join(sorted(kinds))}); expected one")
@@ -251,7 +254,8 @@ def _sglang(holder: Any, record: Any) -> RawSequence:
     start, dtype = field_of(holder, "routed_experts_start_len"), field_of(holder, "routed_experts_dtype")
     prompt = field_of(record, "prompt_token_ids")
     response = _first(field_of(record, "output_ids"), field_of(record, "token_ids"))
-    return RawSequence(routes, None, prompt, response, start, dtype)
+    mask = field_of(holder, "output_token_sampling_mask")
+    return RawSequence(routes, None, prompt, response, start, dtype, sampling_mask=mask)
 
 
 def _only_choice(record: Any) -> Any:

@@ -188,9 +188,11 @@ def plan(
     shared_slots: Annotated[bool, typer.Option("--shared-slots", help="One set of slots for all layers.")] = False,
     locality: Annotated[bool, typer.Option(help="Serve tokens near their source.")] = True,
     traffic: Annotated[
-        bool, typer.Option("--traffic", help="With --shared-slots: also replicate to cut traffic.")
-    ] = False,
-    pay_off: Annotated[bool, typer.Option(help="Drop replicas that expose more time than they save.")] = True,
+        bool | None, typer.Option(help="Also replicate to cut traffic; by default with --shared-slots, where it pays.")
+    ] = None,
+    pay_off: Annotated[
+        bool | None, typer.Option(help="Drop replicas that expose more time than they save; by default where it pays.")
+    ] = None,
     previous_plan: Annotated[Path | None, typer.Option(help="Plan of the step before.")] = None,
     previous_step: Annotated[
         list[Path] | None, typer.Option(help="Traces (repeat it) or one .npz of the step before.")

@@ -18,7 +18,7 @@ from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, InputError, PlanError
 from foreroute.files import TensorFile, check_writable, writing_named
 from foreroute.plan import PlanOptions, StepPlan, save_plan, verify
-from foreroute.planner import plan
+from foreroute.planner import plan, start
 from foreroute.planner.balancers import BALANCERS, BalancerInput
 from foreroute.planner.compare import BalancerRecord, compare, record_of
 from foreroute.report import TableRow, check_page, method_rows, plan_finding, plan_summary, write_plan_page
@@ -48,7 +48,9 @@ def run_plan(
         step = read_step(inputs)
     facts = {**step.facts, **_facts(step, options)}
     console.print(_list(facts))
-    found, planning_s = _planned(step, options, console)
+    found, levels, planning_s = _planned(step, options, console)
+    facts |= levels
+    console.print(_list(levels))
     with working("verifying and writing the plan", console), writing_named(output, PlanError):
         verify(found, step.counts_MLGE, options)
         save_plan(found, output, overwrite=overwrite)
@@ -116,8 +118,6 @@ def _facts(step: StepToPlan, options: PlanOptions) -> dict[str, str]:
         f"stops at {1 + options.tolerance:g} times the mean",
         moves,
         "slots shared by the layers" if options.slots == "shared" else "slots of every layer's own",
-        *(["replicas against traffic"] if options.traffic else []),
-        *([] if options.pay_off else ["no pay-off test"]),
         *([] if options.replicas else ["no replicas"]),
         *([] if options.locality else ["no locality"]),
     ]
@@ -143,14 +143,14 @@ def _dispatch(costs: CostModel) -> str:
     return "dispatch without duplicates" if costs.dispatcher == "dedup" else "dispatch of every copy"
 
 
-def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[StepPlan, float]:
-    """Plan the step; returns the plan and, as of other balancers, its processor seconds without those of compiling."""
+def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[StepPlan, dict[str, str], float]:
+    """Plan the step; returns the plan, which levels were on and why, and its processor seconds, without compiling."""
     with working("planning the first micro-step", console):
         plan(step.counts_MLGE[:1], step.topology, options, home_LE=step.home_LE, costs=step.costs)
     cells = step.counts_MLGE.shape[0] * step.counts_MLGE.shape[1]
     with working("planning", console, total=cells, unit="cells") as work:
         before, before_cpu = time.perf_counter(), time.process_time()
-        found = plan(
+        progress = start(
             step.counts_MLGE,
             step.topology,
             options,
@@ -158,11 +158,12 @@ def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[
             costs=step.costs,
             on_progress=work.advance,
         )
+        found = progress.result()
         elapsed_s, planning_s = time.perf_counter() - before, time.process_time() - before_cpu
     threads = "one thread" if options.threads == 1 else f"{options.threads} threads"
     found = replace(found, packing=step.packing, tokens_digest=step.tokens_digest)
     console.print(f"{'planned':<9} {cells} cells in {duration(elapsed_s)} with {threads}", highlight=False)
-    return found, planning_s
+    return found, {level.replace("_", "-"): why for level, why in progress.levels.items()}, planning_s
 
 
 def _others(step: StepToPlan, baselines: Sequence[str] | None, console: Console) -> list[BalancerRecord]:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from foreroute.cli.terminal import CommandProgress, Console, working, write_page
+from foreroute.costs.cluster_file import cluster_toml
 from foreroute.errors import InputError, RunFolderError
 from foreroute.files import check_writable, write_folder_atomically, writing_named
 from foreroute.report import (
@@ -83,7 +84,8 @@ def run_simulation(
     }
     contents = {"config.json": config.model_dump(mode="json"), "simulation.json": figures}
     with working("writing the figures", console), writing_named(folder, RunFolderError):
-        write_folder_atomically(folder, {name: json.dumps(values, indent=1) for name, values in contents.items()})
+        texts = {name: json.dumps(values, indent=1) for name, values in contents.items()}
+        write_folder_atomically(folder, texts | {"cluster.toml": cluster_toml(config.described())})
     console.print(f"{'figures':<9} {folder / 'simulation.json'}", soft_wrap=True, highlight=False, markup=False)
     page = folder / "report.html"
     write_page(

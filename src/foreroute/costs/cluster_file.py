@@ -22,6 +22,7 @@ overridden key by key; without a preset every key is needed that has no default.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -77,6 +78,24 @@ def parse_cluster(values: dict[str, Any], *, source: str) -> Cluster:
         **given["topology"],
     }
     return Cluster(Topology(links=links, **place), CostModel(model=model, hardware=hardware, **given["costs"]))
+
+
+def cluster_toml(cluster: Cluster) -> str:
+    """The content of a file that describes this cluster, every key given."""
+    costs, topology = cluster.costs, cluster.topology
+    tables = {
+        "topology": vars(topology),
+        "hardware": vars(costs.hardware),
+        "links": vars(topology.links),
+        "model": vars(costs.model),
+        "costs": vars(costs),
+    }
+    lines = []
+    for name, values in tables.items():
+        # numbers and words in JSON are those of TOML
+        given = {key: value for key, value in values.items() if isinstance(value, int | float | str)}
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in given.items()), ""]
+    return "\n".join(lines)
 
 
 def _made(kind: type[Made], preset: Made | None, values: Mapping[str, Any], what: str) -> Made:

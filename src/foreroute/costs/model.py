@@ -182,6 +182,7 @@ class CostModel:
         dispatcher: "copies" sends every assignment; "dedup" a token once to each node and rank.
         update_path: replicas in the update come from host memory, or directly from the home rank.
         sequence_tokens: length of a sequence, where none is given.
+        refine_s: seconds that the planner takes for traffic and pay-off of one cell; 0 takes them to be hidden.
     """
 
     model: ModelShape
@@ -189,6 +190,7 @@ class CostModel:
     dispatcher: Dispatcher = "copies"
     update_path: FetchPath = "host"
     sequence_tokens: float = 4096.0
+    refine_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.dispatcher not in ("copies", "dedup"):
@@ -196,6 +198,8 @@ class CostModel:
         if self.update_path not in ("host", "direct"):
             raise ConfigError(f"update_path is {self.update_path!r}; expected 'host' or 'direct'")
         _require_within("sequence_tokens", self.sequence_tokens, MOST_SEQUENCE)
+        if not 0 <= self.refine_s <= MOST_OF_HARDWARE["layer_s"]:
+            raise ConfigError(f"refine_s is {self.refine_s}; expected 0 to {MOST_OF_HARDWARE['layer_s']:g}")
 
     def expert_seconds(self, tokens_X: NDArray[np.integer], one: PassCost = FORWARD) -> NDArray[np.float64]:
         """Seconds of single local experts; those of a rank add up. An expert without tokens costs nothing.

@@ -17,35 +17,44 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from foreroute.ep.transfer import Cell, PendingGradients, ReplicaWeights
+from foreroute.ep.transfer.replica_weights import segment_sums
 from foreroute.errors import AttachError, TransferError
 from foreroute.plan import CellPlan
 
 LEAST_TORCH = "2.10"
 """The first with torch.nn.functional.grouped_mm; what pyproject.toml asks for."""
 
-LEAST_ROWS = {("cpu", torch.float32): 4}
-"""Below this many rows, BLAS computes a row with another order of sums than in a larger GEMM."""
+LEAST_ROWS = {("cpu", torch.float32): 16}
+"""Below this many rows, BLAS computes a row with another order of sums than in a larger GEMM: found by trying, below 4
+on one CPU, and on another below 5 for rows of 96, and below 16 for rows of 384 and more."""
 
 WHOLE_VECTORS = 64
 """So many rows of any width fill whole SIMD registers. The CPU computes what is left one by one, with another exp."""
 
 
-def run_experts(module: Any, weights: Mapping[str, Tensor], rows_RD: Tensor, group_rows_S: Sequence[int]) -> Tensor:
-    """Up, gate and down projection of every group with its own weights.
+def run_experts(
+    module: Any, weights: Mapping[str, Tensor], rows_RD: Tensor, gates_R1: Tensor, group_rows_S: Sequence[int]
+) -> Tensor:
+    """Up, gate and down projection of every group with its own weights, times the gate weight of each row.
+
+    Gate weights are applied between activation and down projection, whose input is narrower than its result. Autograd
+    keeps the rows [R, D], for the gradient of the up projection, what that gave, [R, 2 I] with a gate and [R, I]
+    without, and the weighted activations [R, I].
 
     Args:
         module: the experts module, for its layout, gate and activation.
         weights: name -> [S, ...], as the module's own parameters are laid out, one row per group.
         rows_RD: [R, D], in order of group.
+        gates_R1: [R, 1], their gate weights.
         group_rows_S: rows of each group.
 
     Returns:
         [R, D'].
     """
     up = "gate_up_proj" if module.has_gate else "up_proj"
-    hidden = _grouped_linear(module, weights, up, rows_RD, group_rows_S)
-    hidden = _rowwise(module._apply_gate if module.has_gate else module.act_fn, hidden)
-    return _grouped_linear(module, weights, "down_proj", hidden, group_rows_S)
+    hidden = _grouped_linear(module, weights, up, rows_RD, None, group_rows_S)
+    weighted = Activate.apply(hidden, gates_R1, module._apply_gate if module.has_gate else module.act_fn)
+    return _grouped_linear(module, weights, "down_proj", weighted, gates_R1, group_rows_S)
 
 
 def require_grouped_mm() -> None:
@@ -63,22 +72,80 @@ def least_rows(weights: Mapping[str, Tensor]) -> int:
     return LEAST_ROWS.get((weight.device.type, weight.dtype), 1)
 
 
-def _rowwise(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Apply a function of each row so that the bits of a row do not depend on which others there are."""
-    if rows.device.type != "cpu":
-        return function(rows)
-    return function(functional.pad(rows, (0, 0, 0, -len(rows) % WHOLE_VECTORS)))[: len(rows)]
+class Activate(torch.autograd.Function):
+    """`Activate.apply(hidden_RI, gates_R1, function)`: a function of each row times its gate weight.
+
+    Keeps what it is given, and computes the function again in backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, gates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(hidden, gates)
+        ctx.function = function
+        return _activated(hidden, gates, function)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            hidden, gates = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+            out = _activated(hidden, gates, ctx.function)
+        return *torch.autograd.grad(out, [hidden, gates], grads[0]), None
+
+
+def _activated(hidden: Tensor, gates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """So that on a CPU the bits of a row do not depend on which others there are."""
+    if hidden.device.type != "cpu":
+        activated = function(hidden)
+    else:
+        activated = function(functional.pad(hidden, (0, 0, 0, -len(hidden) % WHOLE_VECTORS)))[: len(hidden)]
+    return (activated * gates).to(hidden.dtype)
 
 
 def _grouped_linear(
-    module: Any, weights: Mapping[str, Tensor], name: str, rows: Tensor, group_rows_S: Sequence[int]
+    module: Any,
+    weights: Mapping[str, Tensor],
+    name: str,
+    rows: Tensor,
+    gates_R1: Tensor | None,
+    group_rows_S: Sequence[int],
 ) -> Tensor:
+    """Of rows that are weighted already, where there are gate weights: they weight the bias alone."""
     weight = weights[name] if module.is_transposed else weights[name].transpose(-2, -1)
     out = _grouped_mm(rows.to(weight.dtype), weight, group_rows_S)
     if not module.has_bias:
         return out
-    sizes = torch.tensor(group_rows_S).to(rows.device, non_blocking=True)
-    return out + weights[f"{name}_bias"].repeat_interleave(sizes, dim=0, output_size=len(rows))
+    biased: Tensor = AddBias.apply(out, weights[f"{name}_bias"], gates_R1, group_rows_S)
+    return biased
+
+
+class AddBias(torch.autograd.Function):
+    """`AddBias.apply(rows_RD, bias_SD, gates_R1, group_rows_S)`: rows plus the bias of their group; keeps no row.
+
+    The bias is weighted where there are gate weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, gates: Tensor | None, group_rows_S: Sequence[int]) -> Tensor:
+        ctx.save_for_backward(bias, gates)
+        ctx.group_rows_S = group_rows_S
+        added = _of_group(bias, group_rows_S)
+        return (rows + (added if gates is None else added * gates)).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        bias, gates = ctx.saved_tensors
+        grad, bias_grad, gate_grad = grads[0], None, None
+        if ctx.needs_input_grad[1]:
+            bias_grad = segment_sums(grad if gates is None else grad * gates, ctx.group_rows_S).to(bias.dtype)
+        if ctx.needs_input_grad[2]:
+            gate_grad = (grad * _of_group(bias, ctx.group_rows_S)).sum(dim=1, keepdim=True).to(gates.dtype)
+        return grad, bias_grad, gate_grad, None
+
+
+def _of_group(bias: Tensor, group_rows_S: Sequence[int]) -> Tensor:
+    """[S, D] to [R, D], that of every row's group."""
+    sizes = torch.tensor(group_rows_S).to(bias.device, non_blocking=True)
+    return bias.repeat_interleave(sizes, dim=0, output_size=sum(group_rows_S))
 
 
 def _grouped_mm(rows: Tensor, weight: Tensor, group_rows_S: Sequence[int]) -> Tensor:
@@ -177,24 +244,26 @@ class ReceiveGradients(torch.autograd.Function):
 
 
 class ComputeReplicas(torch.autograd.Function):
-    """`ComputeReplicas.apply(rows_RD, weights, work, *home)`: [R, D]. Gradients of weights go to `ReceiveGradients`.
+    """`ComputeReplicas.apply(rows_RD, gates_R1, weights, work, *home)`: [R, D], by `run_experts`.
 
-    Autograd keeps the rows and nothing else. Backward asks for the weights once more, whose slots may have served other
-    cells since, and computes the rows again. All ranks call it for a cell that has replicas on any of them, so that all
-    take part in both exchanges.
+    Gradients of weights go to `ReceiveGradients`. Autograd keeps rows and gate weights and nothing else. Backward asks
+    for the weights once more, whose slots may have served other cells since, and computes the rows again. All ranks
+    call it for a cell that has replicas on any of them, so that all take part in both exchanges.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, weights: Mapping[str, Tensor], work: ReplicaWork, *home: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_RD, *home)
+    def forward(
+        ctx: Any, rows_RD: Tensor, gates_R1: Tensor, weights: Mapping[str, Tensor], work: ReplicaWork, *home: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(rows_RD, gates_R1, *home)
         ctx.work = work
         if not work.group_rows_S:
             return rows_RD.new_empty(rows_RD.shape, dtype=home[0].dtype)
-        return run_experts(work.module, weights, rows_RD, work.group_rows_S)
+        return run_experts(work.module, weights, rows_RD, gates_R1, work.group_rows_S)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows_RD, *home = ctx.saved_tensors
+        rows_RD, gates_R1, *home = ctx.saved_tensors
         work: ReplicaWork = ctx.work
         transfers = work.transfers
         fetched = transfers.source.fetch(transfers.cell, dict(zip(transfers.names, home, strict=True)))
@@ -202,22 +271,30 @@ class ComputeReplicas(torch.autograd.Function):
             raise TransferError(
                 f"replicas computed the forward pass of {transfers.cell}, and cannot be had again for backward"
             )
-        wanted = [name for i, name in enumerate(transfers.names) if ctx.needs_input_grad[3 + i]]
-        row_grad, weight_grads = _gradients(work, rows_RD, fetched, wanted, grads[0])
+        wanted = [name for i, name in enumerate(transfers.names) if ctx.needs_input_grad[4 + i]]
+        row_grad, gate_grad, weight_grads = _gradients(work, rows_RD, gates_R1, fetched, wanted, grads[0])
         if wanted:
             transfers.pending = transfers.source.send_home(transfers.cell, weight_grads)
-        return row_grad, None, None, *(None for _ in home)
+        return row_grad, gate_grad, None, None, *(None for _ in home)
 
 
 def _gradients(
-    work: ReplicaWork, rows_RD: Tensor, fetched: Mapping[str, Tensor], wanted: list[str], grad: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of the rows, and of those weights that are wanted."""
+    work: ReplicaWork,
+    rows_RD: Tensor,
+    gates_R1: Tensor,
+    fetched: Mapping[str, Tensor],
+    wanted: list[str],
+    grad: Tensor,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Of the rows, of their gate weights, and of those weights that are wanted."""
     if not work.group_rows_S:
-        return torch.zeros_like(rows_RD), {name: torch.zeros_like(fetched[name]) for name in wanted}
+        none = {name: torch.zeros_like(fetched[name]) for name in wanted}
+        return torch.zeros_like(rows_RD), torch.zeros_like(gates_R1), none
     with torch.enable_grad():
-        rows = rows_RD.detach().requires_grad_()
+        rows, gates = rows_RD.detach().requires_grad_(), gates_R1.detach().requires_grad_()
         weights = {name: tensor.detach().requires_grad_(name in wanted) for name, tensor in fetched.items()}
-        out = run_experts(work.module, weights, rows, work.group_rows_S)
-    row_grad, *weight_grads = torch.autograd.grad(out, [rows, *(weights[name] for name in wanted)], grad)
-    return row_grad, dict(zip(wanted, weight_grads, strict=True))
+        out = run_experts(work.module, weights, rows, gates, work.group_rows_S)
+    row_grad, gate_grad, *weight_grads = torch.autograd.grad(
+        out, [rows, gates, *(weights[name] for name in wanted)], grad
+    )
+    return row_grad, gate_grad, dict(zip(wanted, weight_grads, strict=True))

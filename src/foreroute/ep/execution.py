@@ -16,7 +16,8 @@ from foreroute.ep.transfer import Cell, ReplicaWeights
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import CountsError, ReplayError
 from foreroute.layout import locate_rows
-from foreroute.plan import CellPlan, CellSchedule, ExecutionSchedule, StepPlan
+from foreroute.plan import CellPlan, CellSchedule, ExecutionSchedule
+from foreroute.plan.step_plan import ExecutablePlan
 from foreroute.trace import RoutingTrace, count_assignments
 
 
@@ -91,14 +92,14 @@ class ActivePlan:
 
     Attributes:
         step: its number.
-        plan: of the step.
+        plan: of the step; cells of later micro-steps may still be to come.
         counts_MLGE: integers [M, L, G, E], the counts that were planned; None where only the plan is known.
         weights: where replicas come from.
         schedule: of this rank.
     """
 
     step: int
-    plan: StepPlan
+    plan: ExecutablePlan
     counts_MLGE: NDArray[np.integer] | None
     weights: ReplicaWeights
     schedule: ExecutionSchedule

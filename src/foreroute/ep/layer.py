@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foreroute.ep.compute import ComputeReplicas, Replicas, ReplicaWork, least_rows, run_experts
-from foreroute.ep.dispatch import Combine, Dispatch, DispatchHandle, expand
+from foreroute.ep.dispatch import Combine, Dispatch, DispatchHandle
 from foreroute.ep.execution import Execution
 from foreroute.ep.shards import ExpertShards
 from foreroute.errors import CountsError
@@ -43,7 +43,7 @@ class ExpertLayer:
         Args:
             hidden_ND: [N, D], this rank's rows.
             ids_NK: integers [N, K], the experts of each.
-            weights_NK: [N, K], their gate weights; applied here, at the source.
+            weights_NK: [N, K], their gate weights; applied where the experts compute.
 
         Returns:
             [N, D].
@@ -74,10 +74,9 @@ class ExpertLayer:
         handle = DispatchHandle.of(
             self._group, f"tokens of {execution.what(self.number)}", rows, ids_NK, execution.sent_rows(ids_NK.device)
         )
-        received = Dispatch.apply(hidden_ND, handle)
-        execution.end_layer(self.number, len(received) - 1)
-        picked = Combine.apply(self._compute(received, rows, replicas), handle).view(*ids_NK.shape, -1)
-        summed: Tensor = (picked * weights_NK.unsqueeze(-1)).sum(dim=1)
+        grouped, gates = Dispatch.apply(hidden_ND, weights_NK, handle)
+        execution.end_layer(self.number, sum(handle.receive_G))
+        summed: Tensor = Combine.apply(self._compute(grouped, gates, rows, replicas), handle)
         return summed.to(hidden_ND.dtype)
 
     def _fetch(self, execution: Execution) -> Replicas | None:
@@ -87,23 +86,24 @@ class ExpertLayer:
             return None
         return Replicas.fetched(*planned, self.shards.parameters)
 
-    def _compute(self, received: Tensor, rows: CellSchedule, replicas: Replicas | None) -> Tensor:
-        """[rows received + 1, D], the last row of zeros, to [rows received, D]."""
+    def _compute(self, grouped: Tensor, gates: Tensor, rows: CellSchedule, replicas: Replicas | None) -> Tensor:
+        """[rows computed, D] in order of group, and their gate weights, to [rows computed, D]."""
         module: Any = self.shards.module
-        shards, num_home = self.shards.parameters, rows.num_home
-        sizes_S = rows.group_rows_S.tolist()
+        sizes_S, num_home = rows.group_rows_S.tolist(), rows.num_home
         num_home_rows = sum(sizes_S[:num_home])
-        # padding lies beyond what was received, and is read from the row of zeros
-        taken = expand(rows.grouped, received.device).clamp(max=len(received) - 1)
-        grouped = received.index_select(0, taken)
-        computed = run_experts(module, shards, grouped[:num_home_rows], sizes_S[:num_home])
+        # a norm of what experts give out forgets its scale: gate weights come after it
+        norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
+        scale = gates if norm is None else torch.ones_like(gates)
+        computed = run_experts(
+            module, self.shards.parameters, grouped[:num_home_rows], scale[:num_home_rows], sizes_S[:num_home]
+        )
         if replicas is not None:
             work = ReplicaWork(replicas.transfers, module, sizes_S[num_home:])
-            served = ComputeReplicas.apply(grouped[num_home_rows:], replicas.weights, work, *replicas.home.values())
+            served = ComputeReplicas.apply(
+                grouped[num_home_rows:], scale[num_home_rows:], replicas.weights, work, *replicas.home.values()
+            )
             computed = torch.cat([computed, served])
-        if getattr(module, "has_post_expert_norm", False):
-            computed = module.post_expert_norm(computed)
-        return computed.index_select(0, expand(rows.returned, received.device))
+        return computed if norm is None else norm(computed) * gates
 
     def _require_rows(self, execution: Execution, num_rows: int) -> None:
         for mask_N in (execution.rows.planned_N, execution.rows.sent_N):

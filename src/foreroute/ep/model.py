@@ -18,16 +18,17 @@ from foreroute.ep.compute import least_rows
 from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionStack
 from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.shards import ExpertShards, clip_gradients, cut_alike, shard_dense, sum_gradients
+from foreroute.ep.shared_plan import SharedPlan, agree_on_counts, agree_on_rows, agree_on_step, parts_of
 from foreroute.ep.transfer import ReplicaWeights
-from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan
+from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.home_moves import move_homes
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import DirectWeights, expert_bytes
 from foreroute.errors import CountsError, InputError, PlacementError, PlanError, ReplayError
 from foreroute.plan import ExecutionSchedule, StepPlan, load_plan
-from foreroute.plan.counts import counts_digest
-from foreroute.plan.plan_file import plan_from_bytes, plan_to_bytes
 from foreroute.plan.schedule import PathChoice
+from foreroute.plan.step_plan import ExecutablePlan
+from foreroute.planner import PlanInProgress
 from foreroute.trace import RoutingTrace
 
 
@@ -40,7 +41,7 @@ class StepWeights(ReplicaWeights, Protocol):
         ...
 
     def begin_step(
-        self, step: int, plan: StepPlan, schedule: ExecutionSchedule, *, updating: bool, digest: str | None = None
+        self, step: int, plan: ExecutablePlan, schedule: ExecutionSchedule, *, updating: bool, digest: str | None = None
     ) -> None:
         """A plan is in force from now on, with this digest on all ranks. A collective call."""
         ...
@@ -144,35 +145,35 @@ class ExpertParallelModel:
         counts_GMLE = self.consensus.gather(torch.from_numpy(mine.astype(np.int64)), what).numpy()
         return np.ascontiguousarray(np.moveaxis(counts_GMLE, 0, 2))
 
-    def share_plan(self, plan: StepPlan | None) -> StepPlan:
-        """Give all ranks the plan that the first one made, so that it is made once. A collective call.
+    def share_plan(self, plan: PlanInProgress | None) -> SharedPlan:
+        """Give all ranks the plan that the first one makes, so that it is made once. A collective call.
+
+        It waits for the first micro-steps alone; `executing` takes the others as they are planned.
 
         Args:
-            plan: of the first rank, or None when it could not make one; the others' is not looked at.
+            plan: of the first rank, as `planner.start` gives it, or None when it could not begin one; the others' is
+                not looked at.
 
         Raises:
-            PlanError: on every rank alike, when the first has none.
+            PlanError: when the first rank has none; its own error, there, when it cannot plan the first micro-step.
             TransferError: when a rank does not answer, such as one that died while it planned.
         """
-        mine = plan_to_bytes(plan) if self.consensus.rank == 0 and plan is not None else None
-        content = self.consensus.from_first(mine, "waiting for the plan of rank 0")
-        if content is None:
-            raise PlanError("rank 0 made no plan; look for the first error in its log")
-        return plan if plan is not None and self.consensus.rank == 0 else plan_from_bytes(content)
+        return SharedPlan(self.consensus, plan)
 
     def begin_step(
         self,
         step: int,
-        plan: StepPlan | str | os.PathLike[str],
+        plan: StepPlan | SharedPlan | str | os.PathLike[str],
         planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace] | None = None,
         *,
         updating: bool = True,
-    ) -> StepPlan:
+    ) -> StepPlan | SharedPlan:
         """Put a plan in force. A collective call.
 
         Args:
             step: its number; another one after every change of weights.
-            plan: the same on all ranks, with the homes that experts have; or the file that it was saved to.
+            plan: the same on all ranks, with the homes that experts have; what `share_plan` gave; or the file that it
+                was saved to.
             planned: integers [M, L, G, E], the counts that were planned; or the traces of all sequences of the step,
                 which are counted by the packing of the plan. Without them, counts are exchanged in every cell.
             updating: whether backward passes follow.
@@ -188,15 +189,18 @@ class ExpertParallelModel:
         """
         self._active = None
         plan, counts_MLGE = self._read(step, plan, planned)
-        digest = _agree_on_step(self.consensus, step, plan, counts_MLGE, self.home_LE)
+        digest = agree_on_step(self.consensus, step, plan, counts_MLGE, self.home_LE)
+        first, *others = parts_of(plan)
         schedule = ExecutionSchedule(
-            plan,
+            first,
             counts_MLGE,
             self.consensus.rank,
             least_rows_L=[least_rows(layer.shards.tensors) for layer in self.layers],
             expert_bytes_L=[expert_bytes(home) for home in self.homes],
             paths=self._weights.paths,
         )
+        for part in others:
+            schedule.extend(part)
         self._weights.begin_step(step, plan, schedule, updating=updating, digest=digest)
         self._active = ActivePlan(step, plan, counts_MLGE, self._weights, schedule)
         return plan
@@ -204,14 +208,17 @@ class ExpertParallelModel:
     def _read(
         self,
         step: int,
-        plan: StepPlan | str | os.PathLike[str],
+        plan: StepPlan | SharedPlan | str | os.PathLike[str],
         planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace] | None,
-    ) -> tuple[StepPlan, NDArray[np.integer] | None]:
+    ) -> tuple[StepPlan | SharedPlan, NDArray[np.integer] | None]:
         """The plan and its counts, on all ranks or on none."""
         refusal: InputError | None = None
         try:
-            found = plan if isinstance(plan, StepPlan) else load_plan(plan)
-            counts = planned if planned is None or isinstance(planned, np.ndarray) else found.counts_of(planned)
+            found = plan if isinstance(plan, StepPlan | SharedPlan) else load_plan(plan)
+            if planned is None or isinstance(planned, np.ndarray):
+                counts = planned
+            else:
+                counts = parts_of(found)[0].counts_of(planned)
         except InputError as error:
             refusal = error
         objection = None if refusal is None else str(refusal)
@@ -234,7 +241,7 @@ class ExpertParallelModel:
             The execution.
 
         Raises:
-            PlanError: without a plan in force, or when it has no such micro-step.
+            PlanError: without a plan in force, or when it has no such micro-step; when the rank that plans cannot.
             CountsError: on every rank alike, before anything is sent, when the rows of one are not those planned; in a
                 forward, or on leaving, when what routers did differs.
             ReplayError: on every rank alike, when a layer of the model did not run.
@@ -242,7 +249,8 @@ class ExpertParallelModel:
         if self._active is None:
             raise PlanError("no plan is in force: call begin_step(step, plan, ...) first")
         rows = BatchRows() if rows is None else rows
-        exchanges = _agree_on_rows(self.consensus, self._active, micro_step, rows)
+        self._take_up_parts(self._active, micro_step)
+        exchanges = agree_on_rows(self.consensus, self._active, micro_step, rows)
         execution = Execution(self.group, len(self.layers), rows, self._active, micro_step, exchanges)
         with self._capture(), self._executions.on_top(execution):
             yield execution
@@ -250,6 +258,16 @@ class ExpertParallelModel:
             raise ReplayError("; ".join(objections))
         if not exchanges and (objections := self.consensus.objections(execution.misrouted(), "ending a micro-step")):
             raise CountsError("; ".join(objections))
+
+    def _take_up_parts(self, active: ActivePlan, micro_step: int) -> None:
+        """Take up what has been planned by now, this micro-step at least, where the plan is still in the making."""
+        if not isinstance(active.plan, SharedPlan):
+            return
+        begin = active.plan.num_known
+        if parts := active.plan.advance(micro_step):
+            agree_on_counts(self.consensus, active.plan, parts, active.counts_MLGE, begin)
+            for part in parts:
+                active.schedule.extend(part)
 
     def sum_gradients(self) -> None:
         """Add up the gradients of dense parameters over all ranks. A collective call, before the optimizer's.
@@ -342,109 +360,3 @@ def _states_allowed(layers: list[ExpertLayer]) -> Iterator[None]:
         for layer in layers:
             stack.enter_context(layer.shards.state_allowed())
         yield
-
-
-def _agree_on_step(
-    consensus: RankConsensus,
-    step: int,
-    plan: StepPlan,
-    counts_MLGE: NDArray[np.integer] | None,
-    home_LE: NDArray[np.int16],
-) -> str:
-    """Make sure that all ranks have the same plan, that it fits the model, and that the counts are its own.
-
-    Args:
-        consensus: of the ranks.
-        step: its number.
-        plan: that this rank is to put in force.
-        counts_MLGE: integers [M, L, G, E], what was planned, or None.
-        home_LE: int16 [L, E], where experts live.
-
-    Returns:
-        `plan_digest` of the plan.
-
-    Raises:
-        PlanError: on every rank alike, for different plans, or one for other ranks, layers, experts or homes.
-        CountsError: on every rank alike, for counts that are not those of the plan.
-        TransferError: when a rank does not answer.
-    """
-    digest = agree_on_plan(consensus, step, plan)
-    what = f"agreeing on the homes and counts of step {step}"
-    if objections := consensus.objections(_objection_to_plan(plan, home_LE), what):
-        raise PlanError("; ".join(objections))
-    if objections := consensus.objections(_objection_to_counts(plan, counts_MLGE), what):
-        raise CountsError("; ".join(objections))
-    return digest
-
-
-def _agree_on_rows(consensus: RankConsensus, active: ActivePlan, micro_step: int, rows: BatchRows) -> bool:
-    """Make sure that all ranks begin the same micro-step, with the rows that were planned.
-
-    Returns:
-        Whether counts must be exchanged in every cell: they must where one rank does not know its routes ahead, sends a
-        row that is not planned, or has no counts.
-
-    Raises:
-        PlanError: on every rank alike, for different micro-steps, or one that the plan does not have.
-        CountsError: on every rank alike, when the rows of one are not those planned.
-        TransferError: when a rank does not answer.
-    """
-    num_micro_steps = active.plan.shape[0]
-    objection = None
-    if 0 <= micro_step < num_micro_steps:
-        objection = _objection_to_rows(active, micro_step, rows, consensus.rank)
-    is_known = active.counts_MLGE is not None and rows.routed_LE is not None and rows.all_planned
-    seen = torch.tensor([micro_step, -micro_step, objection is not None, not is_known])
-    what = f"beginning micro-step {micro_step} of step {active.step}"
-    most, minus_least, objected, exchanges = consensus.most(seen, what).tolist()
-    if most != -minus_least or not 0 <= micro_step < num_micro_steps:
-        raise PlanError(
-            f"ranks begin micro-steps {-minus_least} to {most} of a plan that has {num_micro_steps}; expected the same "
-            f"on all of them, from 0 to {num_micro_steps - 1}"
-        )
-    if objected:
-        texts = consensus.texts(objection or "", what)
-        raise CountsError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
-    return bool(exchanges)
-
-
-def _objection_to_plan(plan: StepPlan, home_LE: NDArray[np.int16]) -> str | None:
-    if plan.shape[1:] != home_LE.shape:
-        return (
-            f"the plan is for {plan.shape[1]} routed layers of {plan.shape[2]} experts, the model has "
-            f"{home_LE.shape[0]} of {home_LE.shape[1]}"
-        )
-    if (plan.home_LE != home_LE).any():
-        layer, expert = np.argwhere(plan.home_LE != home_LE)[0].tolist()
-        return (
-            f"routed layer {layer}: expert {expert} lives on rank {home_LE[layer, expert]}, and on rank "
-            f"{plan.home_LE[layer, expert]} by the plan; move homes first"
-        )
-    return None
-
-
-def _objection_to_counts(plan: StepPlan, counts_MLGE: NDArray[np.integer] | None) -> str | None:
-    if counts_MLGE is None:
-        return None
-    expected = (*plan.shape[:2], plan.topology.num_ranks, plan.shape[2])
-    if counts_MLGE.shape != expected:
-        return f"counts are {list(counts_MLGE.shape)}, the plan is for {list(expected)}"
-    found = counts_digest(counts_MLGE)
-    if found != plan.counts_digest:
-        return f"counts have digest {found}, the plan was made for {plan.counts_digest}; hand in the counts of the plan"
-    return None
-
-
-def _objection_to_rows(active: ActivePlan, micro_step: int, rows: BatchRows, rank: int) -> str | None:
-    if active.counts_MLGE is None or rows.routed_LE is None:
-        return None
-    planned_LE = active.counts_MLGE[micro_step, :, rank]
-    if rows.routed_LE.shape != planned_LE.shape:
-        return f"rows are routed to {list(rows.routed_LE.shape)} layers and experts, expected {list(planned_LE.shape)}"
-    if (rows.routed_LE != planned_LE).any():
-        layer, expert = np.argwhere(rows.routed_LE != planned_LE)[0].tolist()
-        return (
-            f"its rows of micro-step {micro_step} make {rows.routed_LE[layer, expert]} assignments to expert {expert} "
-            f"of routed layer {layer}, {planned_LE[layer, expert]} were planned; execute the micro-batches of the plan"
-        )
-    return None

@@ -23,10 +23,10 @@ class PlanOptions:
         slots: "layer": each layer has its own redundant slots, which keep what they hold from micro-step to
             micro-step. "shared": one set of slots serves all layers and is empty at every cell.
         locality: False splits tokens without regard to where they come from.
-        traffic: also replicate what cuts the slowest link's bytes, where the cost model says that it pays. It refills
-            all slots in every cell, and so needs `slots="shared"`.
-        pay_off: drop replicas whose transfer exposes more time than they save, by the cost model. Nothing is dropped
-            where the planner is given none.
+        traffic: also replicate what cuts the slowest link's bytes, in cells where the cost model says that it pays. It
+            refills all slots in every cell, and so needs `slots="shared"`. None: on where it can be, in layers where it
+            saves more time than planning it exposes.
+        pay_off: drop replicas whose transfer exposes more time than they save, by the cost model. None: likewise.
         threads: of the planner. Plans do not depend on it.
         seed: of the placement search. The same seed gives the same plan.
     """
@@ -36,8 +36,8 @@ class PlanOptions:
     replicas: bool = True
     slots: SlotUse = "layer"
     locality: bool = True
-    traffic: bool = False
-    pay_off: bool = True
+    traffic: bool | None = None
+    pay_off: bool | None = None
     threads: int = 1
     seed: int = 0
 

@@ -114,8 +114,9 @@ class ExecutionSchedule:
     others are compiled. A cell that is asked for waits for its micro-step alone.
 
     Args:
-        plan: of the step.
-        counts_MLGE: integers [M, L, G, E], what was planned; None where it is not known: weights alone are scheduled.
+        plan: of the step, or of its first micro-steps; `extend` takes the others.
+        counts_MLGE: integers [M, L, G, E], what was planned, of the whole step; None where it is not known: weights
+            alone are scheduled.
         rank: whose schedule.
         least_rows_L: a group with any row is padded to this many, by layer; 1 by default.
         expert_bytes_L: bytes of one expert's weights, by layer; needed for the choice of a path.
@@ -137,25 +138,31 @@ class ExecutionSchedule:
         paths: PathChoice = "direct",
     ) -> None:
         num_layers = plan.shape[1]
-        costs = _Costs(
+        self._counts_MLGE, self._rank = counts_MLGE, rank
+        self._costs = _Costs(
             np.ones(num_layers, np.int64) if least_rows_L is None else np.array(least_rows_L, np.int64),
             np.zeros(num_layers, np.int64) if expert_bytes_L is None else np.array(expert_bytes_L, np.int64),
             paths,
             plan.topology,
         )
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="schedule")  # its thread ends with the schedule
+        self._blocks: list[Future[Any]] = []
+        self.extend(plan)
 
-        def block(micro_step: int) -> Any:
-            first = micro_step * num_layers
-            offsets = plan.offsets[first : first + num_layers + 1]
-            part = slice(int(offsets[0]), int(offsets[-1]))
-            cells = _Cells(plan.home_LE, offsets - offsets[0], *(getattr(plan, name)[part] for name in _REPLICAS))
-            words = [f"micro-step {micro_step}, routed layer {layer}" for layer in range(num_layers)]
-            counts_LGE = _served_by_replicas(cells, plan) if counts_MLGE is None else counts_MLGE[micro_step]
-            return _compile(cells, counts_LGE, rank, costs, words)
+    def extend(self, part: StepPlan) -> None:
+        """Compile the micro-steps after those that are known."""
+        num_known, num_layers = len(self._blocks), part.shape[1]
 
-        pool = ThreadPoolExecutor(1, thread_name_prefix="schedule")
-        self._blocks: list[Future[Any]] = [pool.submit(block, m) for m in range(plan.shape[0])]
-        pool.shutdown(wait=False)  # what was submitted is compiled nevertheless
+        def block(m: int) -> Any:
+            offsets = part.offsets[m * num_layers : (m + 1) * num_layers + 1]
+            replicas = slice(int(offsets[0]), int(offsets[-1]))
+            cells = _Cells(part.home_LE, offsets - offsets[0], *(getattr(part, name)[replicas] for name in _REPLICAS))
+            words = [f"micro-step {num_known + m}, routed layer {layer}" for layer in range(num_layers)]
+            known = self._counts_MLGE
+            counts_LGE = _served_by_replicas(cells, part) if known is None else known[num_known + m]
+            return _compile(cells, counts_LGE, self._rank, self._costs, words)
+
+        self._blocks += [self._pool.submit(block, m) for m in range(part.shape[0])]
 
     def cell(self, micro_step: int, layer: int) -> CellSchedule:
         """The schedule of one cell."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -16,12 +17,10 @@ from foreroute.plan.options import PlanOptions
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
 from foreroute.planner.homes import check_homes, place_homes
+from foreroute.planner.levels import block_ends, levels_by_price
 from foreroute.planner.progress import OnProgress, PlanInProgress, StepCells
 
 DEFAULTS = PlanOptions()
-LONGEST_BLOCK = 8
-"""Micro-steps that one compiled call plans at most; the first plans one, so that execution can begin. Chosen by hand:
-longer blocks would hand cells over later, and a call costs little beside eight micro-steps."""
 SHARED_SETS = 2
 """Slots that all layers share are there twice: one set is filled while the other is used."""
 
@@ -43,7 +42,7 @@ def plan(
         options: what the plan may do.
         home_LE: integers [L, E], the rank that each expert lives on now; E / G experts per rank. Contiguous when left
             out.
-        costs: the cost model, which the option `traffic` and a limit of slot memory need, and `pay_off` goes by.
+        costs: the cost model, which `traffic`, `pay_off` and a limit of slot memory need.
         on_progress: called with the number of cells planned so far and in all, from a planner's thread.
 
     Raises:
@@ -70,7 +69,8 @@ def start(
         home_LE = np.tile(topology.contiguous_home_E(num_experts), (num_layers, 1))
     previous_LE = check_homes(home_LE, num_layers, num_experts, topology)
     _check_costs(topology, options, costs, num_layers)
-    progress = PlanInProgress((num_micro_steps, num_layers), on_progress)
+    part_of = partial(_part, counts, topology, options, previous_LE)
+    progress = PlanInProgress((num_micro_steps, num_layers), part_of, on_progress)
 
     def run() -> None:
         try:
@@ -82,18 +82,11 @@ def start(
     return progress
 
 
-def block_ends(num_micro_steps: int) -> list[int]:
-    """Where the blocks of micro-steps end that are planned at once: 1, 2, 4, 8, then every `LONGEST_BLOCK`."""
-    ends = [1]
-    while ends[-1] < num_micro_steps:
-        ends.append(min(2 * ends[-1], ends[-1] + LONGEST_BLOCK, num_micro_steps))
-    return ends
-
-
 def _check_costs(topology: Topology, options: PlanOptions, costs: CostModel | None, num_layers: int) -> None:
     """What needs a cost model has one, and redundant slots fit into their memory."""
     needs = {
-        "traffic": options.traffic,
+        "traffic": bool(options.traffic),
+        "pay_off": bool(options.pay_off),
         "slot_memory_bytes": topology.slot_memory_bytes is not None,
     }
     if costs is None:
@@ -122,28 +115,48 @@ def _planned(
     progress: PlanInProgress,
 ) -> StepPlan:
     """Place homes, plan all cells, and put the plan together."""
-    # numba loads with the first plan
-    from foreroute.planner.bound import least_loads
-
-    num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
     home_LE = previous_LE.copy()
     if options.home_moves != 0:
         home_LE = place_homes(
             counts, topology, previous_LE, max_moves=options.home_moves, seed=options.seed, threads=options.threads
         )
-    slots = topology.redundant_slots if options.replicas else 0
-    cells = StepCells.empty(home_LE, num_micro_steps, num_ranks, slots)
+    cells = StepCells.empty(home_LE, len(counts), topology.num_ranks, _slots(topology, options))
     # Cells first: whoever waits for the first of them need not wait for sums and digests of all counts.
     _plan_cells(counts, topology, options, costs, cells, progress)
+    return _part(counts, topology, options, previous_LE, cells, 0, len(counts))
+
+
+def _slots(topology: Topology, options: PlanOptions) -> int:
+    return topology.redundant_slots if options.replicas else 0
+
+
+def _part(
+    counts: NDArray[np.int32],
+    topology: Topology,
+    options: PlanOptions,
+    previous_LE: NDArray[np.int16],
+    cells: StepCells,
+    begin: int,
+    end: int,
+) -> StepPlan:
+    """The plan of some micro-steps, as if there were no others: slots are empty before."""
+    # numba loads with the first plan
+    from foreroute.planner.bound import least_loads
+
+    counts_MLGE, arrays = counts[begin:end], cells.step_arrays(begin, end)
+    if begin:
+        layer_R = np.repeat(np.arange((end - begin) * counts.shape[1]) % counts.shape[1], np.diff(arrays["offsets"]))
+        slot_R = (layer_R * topology.num_ranks + arrays["rank_R"]) * topology.redundant_slots + arrays["slot_R"]
+        arrays["fetched_R"][np.unique(slot_R, return_index=True)[1]] = True
     return StepPlan(
         topology=topology,
-        shape=(num_micro_steps, num_layers, num_experts),
+        shape=(end - begin, counts.shape[1], counts.shape[3]),
         previous_home_LE=previous_LE,
-        home_LE=home_LE,
-        bound_ML=least_loads(counts, home_LE, slots),
-        counts_digest=counts_digest(counts),
+        home_LE=cells.home_LE,
+        bound_ML=least_loads(counts_MLGE, cells.home_LE, _slots(topology, options)),
+        counts_digest=counts_digest(counts_MLGE),
         slots=options.slots,
-        **cells.step_arrays(),
+        **arrays,
     )
 
 
@@ -165,10 +178,11 @@ def _plan_cells(
     outlook = look_ahead(counts if persistent else counts[:0], cells.home_LE)
     held_LH = np.full((num_layers, num_experts + num_ranks * slots), NONE, np.int32)
     refiner = None
-    if costs is not None and slots and (options.traffic or options.pay_off):
+    settled, progress.levels = levels_by_price(topology, options, costs)
+    if costs is not None and slots and (settled.traffic or settled.pay_off):
         from foreroute.planner.refine import Refiner
 
-        refiner = Refiner(counts, topology, options, costs)
+        refiner = Refiner(counts, topology, options, settled, costs)
 
     def plan_layers(layers: slice) -> None:
         cell = new_cell(num_ranks, num_experts, slots, topology.ranks_per_node, outlook, persistent)
@@ -183,3 +197,5 @@ def _plan_cells(
     parts = [slice(first, end) for first, end in pairwise(bounds) if first < end]
     with ThreadPoolExecutor(len(parts)) as pool:
         list(pool.map(plan_layers, parts))
+    if refiner is not None:
+        progress.levels |= refiner.levels()

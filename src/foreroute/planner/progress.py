@@ -67,25 +67,36 @@ class StepCells(NamedTuple):
         for name, array in zip(REPLICA_ARRAYS, self.of_replicas, strict=True):
             array[c, : self.count_C[c]] = getattr(cell, name)
 
-    def step_arrays(self) -> dict[str, Any]:
-        """What a `StepPlan` holds of its cells, by name."""
-        there_CP = np.arange(self.expert_CP.shape[1]) < self.count_C[:, None]
+    def step_arrays(self, begin: int, end: int) -> dict[str, Any]:
+        """What a `StepPlan` of the micro-steps `begin` to `end` - 1 holds of its cells, by name."""
+        cells = slice(begin * len(self.home_LE), end * len(self.home_LE))
+        there_CP = np.arange(self.expert_CP.shape[1]) < self.count_C[cells, None]
         return {
-            "offsets": np.concatenate([[0], np.cumsum(self.count_C)]),
-            "max_load_ML": self.max_load_C.reshape(-1, len(self.home_LE)),
-            **{name: array[there_CP] for name, array in zip(REPLICA_ARRAYS, self.of_replicas, strict=True)},
+            "offsets": np.concatenate([[0], np.cumsum(self.count_C[cells])]),
+            "max_load_ML": self.max_load_C[cells].reshape(-1, len(self.home_LE)),
+            **{name: array[cells][there_CP] for name, array in zip(REPLICA_ARRAYS, self.of_replicas, strict=True)},
         }
+
+
+PartOf = Callable[[StepCells, int, int], StepPlan]
+"""Makes the plan of the micro-steps from a first to before a last one, all of them planned."""
 
 
 class PlanInProgress:
     """A plan while it is made; may be used from any thread.
 
     Cells are planned in the order of execution, so that the first micro-step can run while later ones are planned.
+
+    Attributes:
+        num_micro_steps: M, of the whole step.
+        levels: once it is planned, whether "traffic" and "pay_off" are on, and why.
     """
 
-    def __init__(self, shape: tuple[int, int], on_progress: OnProgress | None = None) -> None:
+    def __init__(self, shape: tuple[int, int], part_of: PartOf, on_progress: OnProgress | None = None) -> None:
         """Of a step of `shape` (M, L); made by `foreroute.planner.start`."""
-        self._on_progress = on_progress
+        self.num_micro_steps = shape[0]
+        self.levels: dict[str, str] = {}
+        self._part_of, self._on_progress = part_of, on_progress
         self._changed = threading.Condition()
         self._planned_ML = np.zeros(shape, np.bool_)
         self._cells: StepCells | None = None
@@ -109,15 +120,30 @@ class PlanInProgress:
             InputError: when the step has no such cell.
             PlanLateError: when the time is up. The plan goes on; asking again is fine.
         """
-        num_micro_steps, num_layers = self._planned_ML.shape
-        if not (0 <= micro_step < num_micro_steps and 0 <= layer < num_layers):
-            raise InputError(
-                f"there is no cell ({micro_step}, {layer}) in a step of {num_micro_steps} micro-steps and "
-                f"{num_layers} layers"
-            )
+        self._require(micro_step, layer)
         self._wait(lambda: bool(self._planned_ML[micro_step, layer]), timeout, f"cell ({micro_step}, {layer})")
         assert self._cells is not None
         return self._cells.cell(micro_step, layer)
+
+    @property
+    def num_ready(self) -> int:
+        """Micro-steps from the first on that are planned, without a gap."""
+        missing_M = np.flatnonzero(~self._planned_ML.all(axis=1))
+        return int(missing_M[0]) if len(missing_M) else self.num_micro_steps
+
+    def part(self, first: int, timeout: float | None = None) -> StepPlan:
+        """What is planned from micro-step `first` on, that one at least, as a plan of these micro-steps alone.
+
+        It takes slots to be empty before, and its digest is that of their counts.
+
+        Raises:
+            InputError: when the step has no such micro-step.
+            PlanLateError: when that one is not planned after `timeout` seconds.
+        """
+        self._require(first, 0)
+        self._wait(lambda: self.num_ready > first, timeout, f"micro-step {first}")
+        assert self._cells is not None
+        return self._part_of(self._cells, first, self.num_ready)
 
     def result(self, timeout: float | None = None) -> StepPlan:
         """The whole plan. Waits for it, at most `timeout` seconds.
@@ -143,6 +169,14 @@ class PlanInProgress:
         with self._changed:
             self._plan, self._error = plan, error
             self._changed.notify_all()
+
+    def _require(self, micro_step: int, layer: int) -> None:
+        num_micro_steps, num_layers = self._planned_ML.shape
+        if not (0 <= micro_step < num_micro_steps and 0 <= layer < num_layers):
+            raise InputError(
+                f"there is no cell ({micro_step}, {layer}) in a step of {num_micro_steps} micro-steps and "
+                f"{num_layers} layers"
+            )
 
     def _wait(self, ready: Callable[[], bool], timeout: float | None, what: str) -> None:
         with self._changed:

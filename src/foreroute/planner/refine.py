@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.costs.figures import slowest_attention
+from foreroute.costs.figures import price_cell, slowest_attention
 from foreroute.costs.model import CostModel, Prices
 from foreroute.costs.pricing import EXPOSED, NODE_OUT, cell_seconds, pairs_between, rows_sent, transfer_seconds
 from foreroute.kernels import kernel
 from foreroute.plan.options import PlanOptions
 from foreroute.plan.step_plan import CellHosts, CellPlan
 from foreroute.plan.topology import Topology
+from foreroute.planner.levels import LEVELS, exposed_planning
 from foreroute.planner.progress import StepCells
 from foreroute.planner.traffic import replicate_for_traffic
 
@@ -25,31 +27,73 @@ class Refiner:
     """Refines cells as they are planned. The micro-steps of a layer must come in order."""
 
     def __init__(
-        self, counts_MLGE: NDArray[np.int32], topology: Topology, options: PlanOptions, costs: CostModel
+        self,
+        counts_MLGE: NDArray[np.int32],
+        topology: Topology,
+        options: PlanOptions,
+        settled: PlanOptions,
+        costs: CostModel,
     ) -> None:
-        """Of one step; layers may come from several threads."""
-        self._counts_MLGE, self._topology, self._options, self._costs = counts_MLGE, topology, options, costs
+        """Of one step, with the options as they were given and as `levels_by_price` settled them.
+
+        Layers may come from several threads.
+        """
+        self._counts_MLGE, self._topology, self._costs = counts_MLGE, topology, costs
+        self._open = [level for level in LEVELS if getattr(options, level) is None and getattr(settled, level)]
+        self._options_L = [settled] * counts_MLGE.shape[1]
         slots = (counts_MLGE.shape[1], topology.num_ranks, topology.redundant_slots)
         self._held_LGS = np.full(slots, -1, np.int16)
 
     def refine(self, cells: StepCells, place: tuple[int, int, int, int]) -> None:
         """Give cells other replicas where that is faster; `place` as of `plan_block`."""
         begin, end, first_layer, end_layer = place
+        if begin == 0 and self._open and self._costs.refine_s:
+            for layer in range(first_layer, end_layer):
+                self._settle(layer, cells.cell(0, layer))
         for m in range(begin, end):
             for layer in range(first_layer, end_layer):
                 before, counts_GE = cells.cell(m, layer), self._counts_MLGE[m, layer]
-                cell = self._refined(before, counts_GE, self._held_LGS[layer])
+                cell = self._refined(before, counts_GE, self._held_LGS[layer], self._options_L[layer])
                 if cell is not before:
                     cells.replace_cell(m, layer, cell, int(cell.loads_G(counts_GE).max()))
 
-    def _refined(self, cell: CellPlan, counts_GE: NDArray[np.int32], held_GS: NDArray[np.int16]) -> CellPlan:
-        if self._options.traffic:
-            cell = replicate_for_traffic(
-                cell, counts_GE, self._topology, self._costs, tolerance=self._options.tolerance
-            )
-        if not self._options.pay_off:
+    def levels(self) -> dict[str, str]:
+        """Why a level that was left open is not on in all layers; nothing where it is."""
+        num_off = [sum(not getattr(options, level) for options in self._options_L) for level in self._open]
+        return {
+            level: f"{'off' if off == len(self._options_L) else 'on'}: in {off} of {len(self._options_L)} layers, "
+            "planning it would expose more time than it saves"
+            for level, off in zip(self._open, num_off, strict=True)
+            if off
+        }
+
+    def _settle(self, layer: int, cell: CellPlan) -> None:
+        """Leave the open levels on in a layer if what they save in its first cell, in all of them, is more than
+        planning them exposes.
+        """
+        counts_GE, topology, costs = self._counts_MLGE[0, layer], self._topology, self._costs
+        num_micro_steps, on = len(self._counts_MLGE), self._options_L[layer]
+        closed: dict[str, Any] = dict.fromkeys(self._open, False)
+        off = replace(on, **closed)
+        nothing_held_GS = np.full_like(self._held_LGS[layer], -1)
+        priced = [
+            price_cell(CellHosts.of(found, counts_GE), cell.home_E, topology, costs)
+            for options in (off, on)
+            for found in [self._refined(cell, counts_GE, nothing_held_GS.copy(), options)]
+        ]
+        without_s, with_s = (figures.seconds for figures in priced)
+        exposed_s = exposed_planning(num_micro_steps, costs.refine_s, priced[0].recompute.total)
+        if num_micro_steps * (without_s - with_s) <= exposed_s:
+            self._options_L[layer] = off
+
+    def _refined(
+        self, cell: CellPlan, counts_GE: NDArray[np.int32], held_GS: NDArray[np.int16], options: PlanOptions
+    ) -> CellPlan:
+        if options.traffic:
+            cell = replicate_for_traffic(cell, counts_GE, self._topology, self._costs, tolerance=options.tolerance)
+        if not options.pay_off:
             return cell
-        if self._options.slots == "layer":
+        if options.slots == "layer":
             # What was declined in an earlier micro-step is not in its slot, whatever the cell level planned.
             cell = replace(cell, fetched_R=held_GS[cell.rank_R, cell.slot_R] != cell.expert_R)
         cell = prune_replicas(cell, counts_GE, self._topology, self._costs)
@@ -82,7 +126,7 @@ def prune_replicas(
     dropped, takers = _unpaid(
         hosts.expert_H.astype(np.int64),
         hosts.rank_H.astype(np.int64),
-        hosts.tokens_HG.astype(np.int64),
+        np.array(hosts.tokens_HG, np.int64, order="C"),  # one kind of array: compiled once
         hosts.fetched_H.copy(),
         cell.home_E.astype(np.int64),
         slowest_attention(counts.sum(axis=1), costs),

@@ -17,7 +17,7 @@ from foreroute.costs.figures import price_cell, slowest_attention
 from foreroute.costs.model import CostModel
 from foreroute.plan.step_plan import CellHosts, CellPlan
 from foreroute.plan.topology import Topology
-from foreroute.planner.traffic_kernels import SearchInput, search_cell, split_by_distance
+from foreroute.planner.traffic_kernels import SearchInput, search_cell
 
 
 def replicate_for_traffic(
@@ -61,10 +61,9 @@ def replicate_for_traffic(
         slowest_attention(counts.sum(axis=1), costs),
         costs.prices(topology),
     )
-    served_GE = search_cell(known, base_NE, base_s, topology.redundant_slots)
-    if not served_GE.size:
+    expert_H, rank_H, tokens_HG = search_cell(known, base_NE, base_s, topology.redundant_slots)
+    if not len(expert_H):
         return cell
-    expert_H, rank_H, _, tokens_HG = split_by_distance(counts, served_GE, home_E, topology.ranks_per_node, False)
     return _cell_plan(cell.home_E, expert_H, rank_H, tokens_HG)
 
 

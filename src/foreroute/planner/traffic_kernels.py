@@ -68,8 +68,8 @@ class Candidate(NamedTuple):
 
 
 @kernel
-def search_cell(cell: SearchInput, base_NE: Bools, base_s: float, slots: int) -> Ints:
-    """The loads of the fastest plan found, int64 [G, E]. When none is better than that to beat, there are no loads.
+def search_cell(cell: SearchInput, base_NE: Bools, base_s: float, slots: int) -> tuple[Ints, Ints, Ints]:
+    """The hosts of the fastest plan found: experts and ranks [H], and tokens [H, G]; none if it is no better.
 
     First come as many replicas as fit. Where their transfers expose time, other numbers are tried, first about as many
     as the rest of the cell's work hides. Last, fewer as long as that costs nothing.
@@ -98,8 +98,11 @@ def search_cell(cell: SearchInput, base_NE: Bools, base_s: float, slots: int) ->
     else:
         found = _economise(cell, first_NE, found)
     if found.seconds > base_s * (1 - WORTH):
-        return np.zeros((0, 0), np.int64)
-    return found.served_GE
+        return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
+    expert_H, rank_H, _, tokens_HG = split_by_distance(
+        cell.counts_GE, found.served_GE, cell.home_E, cell.prices.ranks_per_node, False
+    )
+    return expert_H, rank_H, tokens_HG
 
 
 @kernel

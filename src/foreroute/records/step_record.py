@@ -143,6 +143,8 @@ class StageRecord(TypedDict, total=False):
     """Replicas of all cells."""
     fell_back: list[dict[str, str | int]]
     """Cells served by homes alone, and why."""
+    levels: dict[str, str]
+    """Whether the planner's `pay_off` and `traffic` were on, and why."""
 
 
 def _check_stage(stage: StageRecord) -> StageRecord:
@@ -174,17 +176,21 @@ class ExecutionRecord(TypedDict, total=False):
     replicas: int
     """Replicas of all cells."""
     bytes: dict[str, int]
-    """Arrived: weights by `host` memory, `direct`, and `gradients`."""
+    """Arrived: weights by `host` memory, `direct`, `gradients`, and what `homes` moved."""
+    home_moves: int
+    """Experts that changed their home before the step, of all layers."""
+    moving_homes_s: Seconds
+    """Seconds of placing and moving them."""
     cells_at_home: int
     """Cells that fell back to their homes."""
     exposed_transfer_s: Seconds
     """Seconds that the slowest rank waited for replicas' weights and gradients."""
     planning_s: Seconds
-    """Seconds of planning, on the rank that waited longest."""
+    """Seconds of planning."""
     exposed_planning_s: Seconds
-    """Seconds that stages waited for plans."""
+    """Seconds that stages waited for plans, and micro-steps for their part."""
     hidden_planning_share: float
-    """Share of planning that no stage waited for."""
+    """Share of planning that nothing waited for."""
     stages: dict[str, Annotated[StageRecord, AfterValidator(_check_stage)]]
     """By name: recompute, update 0, ..."""
 

@@ -26,6 +26,7 @@ from foreroute.replay.rows import (
     refuse_missing,
     to_device,
 )
+from foreroute.replay.sampling_masks import masked_logprobs, masked_logprobs_of_logits
 from foreroute.replay.selection import (
     Forced,
     LayerObservation,
@@ -70,6 +71,8 @@ __all__ = [
     "is_faithful",
     "is_hooked",
     "kept_by",
+    "masked_logprobs",
+    "masked_logprobs_of_logits",
     "not_of_kind",
     "overridden",
     "patched",

@@ -75,6 +75,7 @@ class ReplayRows:
         counts: which selection auxiliary losses and expert-bias counters count.
         weights_LRK: float32 [L, R, K], gate weights to force where a slot has a route; None leaves them live.
         drops: whether `counted_R` leaves out a row that is real; known on the host, and never set in a graph.
+        micro_step: of the plan that is executed on them; None where none is.
     """
 
     ids_LRK: Tensor
@@ -86,6 +87,7 @@ class ReplayRows:
     counts: Counts = "native"
     weights_LRK: Tensor | None = None
     drops: bool = False
+    micro_step: int | None = None
 
     @classmethod
     def gather(

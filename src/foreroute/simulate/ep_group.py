@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
 from foreroute.plan.options import SlotUse
 from foreroute.plan.topology import Topology
-from foreroute.planner.plan_step import block_ends
+from foreroute.planner.levels import block_ends
 from foreroute.simulate.cell_costs import (
     Compute,
     StagePass,

@@ -1,7 +1,8 @@
-"""What was routed: the container of routes, its checks, its file, its fingerprint, and counts. No torch.
+"""What was decided: the container of routes and other decisions, its checks, file, fingerprint, and counts. No torch.
 
 spec         experts, picks and routed layers of a model       RoutingSpec, RoutedLayer, LayerKind
 container    the routes of sequences, and cutting them         RoutingTrace, concatenate
+streams      other decisions on the same rows                  DecisionStream, SAMPLING
 operations   what is done with whole traces                    extended, overlap, digest, count_assignments
 checks       arrays from outside: dtypes, ranges, offsets
 file/        a trace on disk                                   save, load, TraceStore, CODECS
@@ -22,12 +23,15 @@ from foreroute.trace.operations import (
     overlap,
 )
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
+from foreroute.trace.streams import SAMPLING, DecisionStream
 from foreroute.trace.synthetic import synthetic_trace
 
 __all__ = [
     "CODECS",
     "NO_VERSION",
+    "SAMPLING",
     "CodecName",
+    "DecisionStream",
     "LayerKind",
     "RouteOverlap",
     "RoutedLayer",

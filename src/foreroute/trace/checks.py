@@ -11,7 +11,7 @@ from foreroute.errors import TraceContentError
 from foreroute.trace.spec import RoutingSpec
 
 DECODED_FREELY, DECODED_PER_BYTE = 16 << 20, 1024
-"""A file may ask for 16 MiB of routes, or for 1,024 times the bytes of its tokens and payloads: so a small file cannot
+"""A file may ask for 16 MiB of memory, or for 1,024 times the bytes of its tokens and payloads: so a small file cannot
 make a reader allocate without bound."""
 
 
@@ -121,17 +121,15 @@ def ascending(offsets: NDArray[Any], upto: int) -> bool:
     return bool(offsets[0] == 0 and offsets[-1] == upto and (offsets[1:] >= offsets[:-1]).all())
 
 
-def check_expansion(spec: RoutingSpec, num_rows: int, stored_bytes: int) -> None:
-    """Raise `TraceContentError` when the routes of a file would take far more memory than its tokens and payloads.
+def check_memory(decoded_bytes: int, stored_bytes: int) -> None:
+    """Raise `TraceContentError` when what a file holds would take far more memory than its tokens and payloads.
 
     Args:
-        spec: the model.
-        num_rows: N, the rows of all sequences.
+        decoded_bytes: that all rows would take.
         stored_bytes: of tokens and payloads.
     """
-    decoded = num_rows * spec.num_layers * spec.top_k * spec.id_dtype.itemsize
-    if decoded > max(DECODED_FREELY, DECODED_PER_BYTE * stored_bytes):
-        raise TraceContentError(f"{stored_bytes} bytes of tokens and routes would become {decoded} bytes of routes")
+    if decoded_bytes > max(DECODED_FREELY, DECODED_PER_BYTE * stored_bytes):
+        raise TraceContentError(f"{stored_bytes} bytes of tokens and payloads would become {decoded_bytes} bytes")
 
 
 def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -14,10 +14,12 @@ tokens has T rows; the last sampled token was never an input, so its row is mark
 and never an expert id, because 0 is an expert.
 
 This room is the only one that cuts, joins or reorders routes; nothing outside it indexes `expert_ids_NLK` by sequence.
+Other decisions of the rollout go with their rows, as `streams`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,9 +41,13 @@ from foreroute.trace.checks import (
     narrow_ids,
 )
 from foreroute.trace.spec import RoutedLayer, RoutingSpec
+from foreroute.trace.streams import SAMPLING, DecisionStream, joined, same_streams
 
 NO_VERSION = -1
 """The weight version of a row that was never computed, or whose source did not state one."""
+GATE_WEIGHTS = "gate_weights"
+"""The name of the gate weights in a file, where they are a stream as well."""
+STREAM_NAME = re.compile(r"[a-z_]{1,32}", re.ASCII)
 MOST_VALUES = 16
 """Distinct values of a fact that joined traces keep, of those on which their parts do not agree."""
 _MORE = "…"
@@ -62,7 +68,9 @@ class RoutingTrace:
         offsets: int64 [S + 1], sequence s owns the rows `offsets[s]:offsets[s + 1]`.
         provenance: what made the trace, as short strings (engine, version, source).
         pick_order_kept: False when a codec dropped the order of picks; the ids of a row then ascend.
-        gate_weights_NLK: float32 [N, L, K], what each pick was weighted with; None where the source has none.
+        gate_weights_NLK: float32 [N, L, K], what each pick was weighted with, 0 where absent; None where the source
+            has none.
+        streams: the other decisions of the rollout by name, each with N rows.
     """
 
     spec: RoutingSpec
@@ -74,6 +82,7 @@ class RoutingTrace:
     provenance: Mapping[str, str] = field(default_factory=dict)
     pick_order_kept: bool = True
     gate_weights_NLK: NDArray[np.float32] | None = None
+    streams: Mapping[str, DecisionStream] = field(default_factory=dict)
 
     @classmethod
     def from_sequences(
@@ -213,10 +222,10 @@ class RoutingTrace:
         """
         chosen = as_sequence_numbers(sequences, len(self))
         lengths = self.lengths[chosen]
-        return self._take(join_ranges(self.offsets[:-1][chosen], lengths), lengths)
+        return self.take_rows(join_ranges(self.offsets[:-1][chosen], lengths), lengths)
 
     def select_layers(self, layers: Iterable[RoutedLayer]) -> RoutingTrace:
-        """Return the given layers, in the given order; the layer table shrinks with them.
+        """Return the given layers, in the given order; the layer table shrinks with them. Streams stay whole.
 
         Raises:
             SpecMismatchError: when a layer is not in the table.
@@ -233,6 +242,8 @@ class RoutingTrace:
     def truncated(self, lengths: ArrayLike) -> RoutingTrace:
         """Return the first `lengths[s]` rows of each sequence.
 
+        The sampling mask of a token that is cut off goes with it.
+
         Raises:
             TraceContentError: unless there is a whole number for each sequence, from 0 to its length.
         """
@@ -244,7 +255,11 @@ class RoutingTrace:
                 f"{given.reshape(-1)[:8].tolist()}; expected a whole number for each, from 0 to its length"
             )
         kept = given.astype(np.int64)
-        return self._take(join_ranges(self.offsets[:-1], kept), kept)
+        cut = self.take_rows(join_ranges(self.offsets[:-1], kept), kept)
+        if SAMPLING not in cut.streams:
+            return cut
+        last = cut.offsets[1:][(kept > 0) & (kept < self.lengths)] - 1
+        return cut.with_stream(SAMPLING, cut.streams[SAMPLING].without(last))
 
     def continued_by(self, suffix: RoutingTrace) -> RoutingTrace:
         """Append to each sequence that of the same number in `suffix` (a later turn, a resumed rollout)."""
@@ -274,12 +289,37 @@ class RoutingTrace:
         return replace(self, expert_ids_NLK=ids_NLK, gate_weights_NLK=weights_NLK, pick_order_kept=False)
 
     def with_gate_weights(self, weights_NLK: ArrayLike) -> RoutingTrace:
-        """Add the weight of each pick, [N, L, K]. Rows without a route may hold any number."""
-        return replace(self, gate_weights_NLK=as_gate_weights(weights_NLK, self.expert_ids_NLK.shape))
+        """Add the weight of each pick, [N, L, K]. Those of rows without a route become 0."""
+        given_NLK = as_gate_weights(weights_NLK, self.expert_ids_NLK.shape)
+        return replace(self, gate_weights_NLK=np.where(self.valid_N[:, None, None], given_NLK, np.float32(0)))
 
     def without_gate_weights(self) -> RoutingTrace:
-        """Return the routes alone."""
+        """Return the same trace without them."""
         return replace(self, gate_weights_NLK=None)
+
+    def with_stream(self, name: str, stream: DecisionStream) -> RoutingTrace:
+        """Add a stream of decisions, or put it in the place of the one with its name.
+
+        Args:
+            name: lower-case letters and underscores, such as "sampling".
+            stream: with a row for each of the trace.
+
+        Raises:
+            TraceContentError: when there can be no such name, or the stream has another number of rows.
+        """
+        if not isinstance(name, str) or not STREAM_NAME.fullmatch(name) or name == GATE_WEIGHTS:
+            raise TraceContentError(
+                f"a stream is named {name!r:.60}; expected up to 32 lower-case letters and underscores, and not "
+                f"{GATE_WEIGHTS}, which with_gate_weights adds"
+            )
+        if stream.num_rows != self.num_rows:
+            raise TraceContentError(f"the stream {name} has {stream.num_rows} rows for {self.num_rows} of the trace")
+        return replace(self, streams={**self.streams, name: stream})
+
+    def without_streams(self, *names: str) -> RoutingTrace:
+        """Return the same trace without the named streams, or without any when none is named."""
+        gone = names or tuple(self.streams)
+        return replace(self, streams={name: each for name, each in self.streams.items() if name not in gone})
 
     def with_provenance(self, **facts: str) -> RoutingTrace:
         """Return the same routes with further facts about what made them."""
@@ -301,9 +341,11 @@ class RoutingTrace:
             )
             and (self.gate_weights_NLK is None) == (other.gate_weights_NLK is None)
             and np.array_equal(weights_of(self), weights_of(other))
+            and same_streams(self.streams, other.streams)
         )
 
-    def _take(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> RoutingTrace:
+    def take_rows(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> RoutingTrace:
+        """Return sequences of the given lengths, int64 [S'], made of the given rows, int64 [N'], with all streams."""
         return replace(
             self,
             expert_ids_NLK=self.expert_ids_NLK[rows],
@@ -312,6 +354,7 @@ class RoutingTrace:
             weight_versions_N=self.weight_versions_N[rows],
             offsets=as_offsets(lengths),
             gate_weights_NLK=None if self.gate_weights_NLK is None else self.gate_weights_NLK[rows],
+            streams={name: stream.take(rows) for name, stream in self.streams.items()},
         )
 
 
@@ -319,7 +362,7 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
     """Join all sequences of the given traces, in order; pick order is dropped where one of them has dropped it.
 
     Raises:
-        TraceContentError: when there is no trace to join, or some have gate weights and others do not.
+        TraceContentError: when there is no trace to join, or some have gate weights or a stream and others do not.
         SpecMismatchError: when the traces come from different models.
     """
     parts = list(traces)
@@ -336,13 +379,17 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
         token_ids_N=np.concatenate([p.token_ids_N for p in parts]),
         weight_versions_N=np.concatenate([p.weight_versions_N for p in parts]),
         offsets=as_offsets(np.concatenate([p.lengths for p in parts])),
-        provenance=common_provenance([p.provenance for p in parts]),
+        provenance=_common_provenance([p.provenance for p in parts]),
         pick_order_kept=parts[0].pick_order_kept,
-        gate_weights_NLK=joined_gate_weights(parts),
+        gate_weights_NLK=_joined_gate_weights(parts),
+        streams={
+            name: joined(name, [p.streams.get(name) for p in parts], [p.valid_N for p in parts])
+            for name in dict.fromkeys(name for p in parts for name in p.streams)
+        },
     )
 
 
-def joined_gate_weights(parts: Sequence[RoutingTrace]) -> NDArray[np.float32] | None:
+def _joined_gate_weights(parts: Sequence[RoutingTrace]) -> NDArray[np.float32] | None:
     """Join the gate weights of traces; None where none has any.
 
     Raises:
@@ -388,7 +435,7 @@ def _pack(
     )
 
 
-def common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:
+def _common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:
     """Return the facts on which the parts agree, and every distinct value of others, `MOST_VALUES` at most."""
     keys = dict.fromkeys(key for facts in all_facts for key in facts)
     return {key: _joined([facts[key] for facts in all_facts if key in facts]) for key in keys}

@@ -13,7 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import BatchMismatchError, TraceContentError
 from foreroute.trace.checks import as_array, join_ranges
-from foreroute.trace.container import RoutingTrace, common_provenance, joined_gate_weights
+from foreroute.trace.container import RoutingTrace, concatenate
+from foreroute.trace.streams import DecisionStream
 
 
 def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool = False) -> RoutingTrace:
@@ -21,6 +22,7 @@ def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool
 
     Each sequence of `earlier` must be a beginning of the sequence of the same number in `later`. A row that both routed
     keeps the routes and the weight version of `earlier`, because the log-probabilities of its token came from there.
+    So does each stream, where both have a decision.
 
     Args:
         earlier: S sequences.
@@ -29,7 +31,7 @@ def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool
 
     Raises:
         SpecMismatchError: when the traces come from different models.
-        TraceContentError: when one has gate weights and the other does not.
+        TraceContentError: when one has gate weights or a stream and the other does not.
         BatchMismatchError: when a sequence of `later` does not begin with the tokens of `earlier`.
     """
     earlier.spec.require_same(later.spec, what="the later capture")
@@ -48,25 +50,20 @@ def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool
             f"{row - int(earlier.offsets[sequence])}, the earlier capture has {int(earlier.token_ids_N[row])}. "
             "Send token ids, not text, from turn to turn; a rewritten history starts a new trajectory"
         )
-    kept = earlier.valid_N & ~later.valid_N[shared] if replace_routed else earlier.valid_N
-    rows = shared[kept]
-    expert_ids, valid, versions = later.expert_ids_NLK.copy(), later.valid_N.copy(), later.weight_versions_N.copy()
-    expert_ids[rows] = earlier.expert_ids_NLK[kept]
-    valid[rows] = True
-    versions[rows] = earlier.weight_versions_N[kept]
-    weights = joined_gate_weights([earlier, later])
-    if weights is not None:
-        earlier_weights, weights = np.split(weights, [earlier.num_rows])
-        weights[rows] = earlier_weights[kept]
-    return replace(
-        later,
-        expert_ids_NLK=expert_ids,
-        valid_N=valid,
-        weight_versions_N=versions,
-        provenance=common_provenance([earlier.provenance, later.provenance]),
-        pick_order_kept=earlier.pick_order_kept and later.pick_order_kept,
-        gate_weights_NLK=weights,
-    )
+    both = concatenate([earlier, later])
+
+    def rows_N(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """The row of `both` that each row of the result is, where the two have a decision in these rows."""
+        kept = first & ~second[shared] if replace_routed else first
+        rows = earlier.num_rows + np.arange(later.num_rows)
+        rows[shared[kept]] = np.flatnonzero(kept)
+        return rows
+
+    def rows_of(stream: DecisionStream) -> NDArray[np.int64]:
+        return rows_N(stream.valid_N[: earlier.num_rows], stream.valid_N[earlier.num_rows :])
+
+    routes = both.without_streams().take_rows(rows_N(earlier.valid_N, later.valid_N), later.lengths)
+    return replace(routes, streams={name: stream.take(rows_of(stream)) for name, stream in both.streams.items()})
 
 
 @dataclass(frozen=True)
@@ -106,6 +103,7 @@ def overlap(a: RoutingTrace, b: RoutingTrace) -> RouteOverlap:
 def digest(trace: RoutingTrace) -> str:
     """Return BLAKE2b-128 over model facts, sequence bounds, tokens, weight versions, validity and routes, as hex.
 
+    Gate weights and streams take part where there are any. Those of a stream alone have `DecisionStream.digest`.
     Provenance, the model's name and the codec of a file do not take part: the same routes have the same digest wherever
     they came from. Whether pick order is kept does: a trace read from an order-dropping file has the digest of
     `trace.without_pick_order()`, which is another one than that of the recorded trace.
@@ -123,6 +121,10 @@ def digest(trace: RoutingTrace) -> str:
         trace.expert_ids_NLK,
     ):
         state.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
+    if trace.gate_weights_NLK is not None:
+        state.update(np.ascontiguousarray(trace.gate_weights_NLK, "<f4").data)
+    for name, stream in sorted(trace.streams.items()):
+        state.update(f"{name}:{stream.digest()}".encode())
     return state.hexdigest()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,7 @@ class RoutedLayer:
     kind: LayerKind = LayerKind.DECODER
 
     def __post_init__(self) -> None:
-        if not _is_whole(self.index) or not 0 <= self.index <= MAX_LAYER_NUMBER:
+        if not is_whole(self.index) or not 0 <= self.index <= MAX_LAYER_NUMBER:
             raise TraceContentError(f"a routed layer has number {self.index!r:.40}; expected 0 to {MAX_LAYER_NUMBER}")
         if not isinstance(self.kind, LayerKind):
             raise TraceContentError(
@@ -70,9 +71,9 @@ class RoutingSpec:
     id_dtype: np.dtype[np.uint8] | np.dtype[np.uint16] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not _is_whole(self.num_experts) or not 1 <= self.num_experts <= MAX_EXPERTS:
+        if not is_whole(self.num_experts) or not 1 <= self.num_experts <= MAX_EXPERTS:
             raise TraceContentError(f"num_experts is {self.num_experts!r:.40}; expected 1 to {MAX_EXPERTS}")
-        if not _is_whole(self.top_k) or not 1 <= self.top_k <= self.num_experts:
+        if not is_whole(self.top_k) or not 1 <= self.top_k <= self.num_experts:
             raise TraceContentError(f"top_k is {self.top_k!r:.40}; expected 1 to num_experts = {self.num_experts}")
         if not self.layers:
             raise TraceContentError("the layer table is empty; a routed model has at least one routed layer")
@@ -129,7 +130,24 @@ class RoutingSpec:
             )
 
 
-def _is_whole(value: object) -> bool:
+def layers_from(entries: Any) -> tuple[RoutedLayer, ...]:
+    """Make a layer table of what a file has: a list of [number, kind].
+
+    Raises:
+        TraceContentError: when it is something else.
+    """
+    # counted before anything is made of them
+    if not isinstance(entries, list) or len(entries) > MAX_LAYERS:
+        raise TraceContentError(f"the layer table is {entries!r:.40}; expected a list of {MAX_LAYERS} layers at most")
+    kinds = [kind.value for kind in LayerKind]
+    for entry in entries:
+        if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str) and entry[1] in kinds):
+            raise TraceContentError(f"a layer is {entry!r:.60}; expected [number, kind] with one of {', '.join(kinds)}")
+    return tuple(RoutedLayer(number, LayerKind(kind)) for number, kind in entries)
+
+
+def is_whole(value: object) -> bool:
+    """Say whether it is an integer, and no truth value."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 

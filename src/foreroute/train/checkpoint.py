@@ -109,7 +109,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read the state in a checkpoint: "step", "model", "optimizer", and "rollouts" where some were waiting.
+    """Read the state in a checkpoint: "step", "model", "optimizer", "homes" where experts move, and "rollouts" where
+    some were waiting.
 
     Raises:
         RunFolderError: when it is missing, damaged, or no checkpoint.

@@ -98,11 +98,12 @@ class Trainer:
         trains_with: Side = "replayed" if rl.routing in ("R3", "R3+weights") else "native"
         steps_taken = step * rl.mini_steps  # of the optimizer, one per mini-batch; they number the weights
         if trains_with == "replayed":
-            self.execution.plan(steps_taken, experience.generation.trace, [schedule.recompute, *schedule.update])
+            stages = [schedule.recompute, *schedule.update]
+            self.execution.plan(steps_taken, experience.generation.trace, stages, self.optimizer)
         with self._timed("recompute"):
             passes = {trains_with: self._recompute(experience, schedule, trains_with)}
         if rl.routing == "R2":
-            self.execution.plan(steps_taken, passes[trains_with].executed, schedule.update)
+            self.execution.plan(steps_taken, passes[trains_with].executed, schedule.update, self.optimizer)
         if self._measures:
             other: Side = "native" if trains_with == "replayed" else "replayed"
             with self._timed("measure"):
@@ -131,7 +132,9 @@ class Trainer:
         """Give everything that a resumed run needs; randomness follows from the seed and the step."""
         optimizer = self.execution.optimizer_state(self.optimizer)
         waiting = {} if self.async_rollouts is None else {"rollouts": self.async_rollouts.state()}
-        return {"model": dict(self.execution.state_dict()), "optimizer": optimizer} | waiting
+        home_LE = self.execution.home_LE()
+        homes = {} if home_LE is None else {"homes": torch.from_numpy(home_LE)}
+        return {"model": dict(self.execution.state_dict()), "optimizer": optimizer} | homes | waiting
 
     def restore(self, state: Mapping[str, Any], name: str = "the checkpoint") -> None:
         """Continue from a checkpoint of the same run.
@@ -144,6 +147,8 @@ class Trainer:
             RunFolderError: when it is of another model.
         """
         with misfit_named(name):
+            if "homes" in state:
+                self.execution.move_homes(state["homes"].numpy(), self.optimizer)
             self.execution.load(state["model"], self.optimizer, state["optimizer"])
             self.step = state["step"]
             if self.async_rollouts is not None:

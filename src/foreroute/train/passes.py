@@ -270,8 +270,18 @@ class PolicyExecution:
         self._policy.model.load_state_dict(weights)
         load_state(optimizer, state)
 
-    def plan(self, first: int, routes: RoutingTrace, stages: Sequence[Stage]) -> None:
-        """Announce stages, in their order, and the routes to replay; `first` optimizer steps come before them."""
+    def home_LE(self) -> NDArray[np.int16] | None:
+        """Give the rank that every expert lives on, int16 [L, E], where that changes in a run."""
+        return None
+
+    def move_homes(self, home_LE: NDArray[np.int16], optimizer: torch.optim.Optimizer) -> None:
+        """Move experts to where they lived when a checkpoint was saved, if these ranks can."""
+
+    def plan(self, first: int, routes: RoutingTrace, stages: Sequence[Stage], optimizer: torch.optim.Optimizer) -> None:
+        """Announce stages, in their order, and the routes to replay; `first` optimizer steps come before them.
+
+        Experts may move to other homes for them, with what the optimizer keeps of them.
+        """
 
     def running(self, stage: Stage, *, updating: bool = False) -> AbstractContextManager[None]:
         """Run the micro-steps of a stage that replays routes, by its plan if it was announced."""

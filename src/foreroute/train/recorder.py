@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,7 @@ class Recorder:
         self._history.append(Signals.of(record))
         record["alarms"] = [asdict(alarm) for alarm in alarms(self._history, self._config.alarms.rules())]
         if step % self._config.measure.save_trace_every == 0:
-            generation = experience.generation
-            self._run.save_rollout(step, replace(generation, trace=generation.trace.without_gate_weights()))
+            self._run.save_rollout(step, experience.generation)
         there, aside = self._run.metrics.append(record)
         for logger in self._loggers:
             logger.log(step, scalars(there))

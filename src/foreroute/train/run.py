@@ -11,13 +11,14 @@ from typing import Any
 
 from foreroute.errors import ConfigError, RunFolderError
 from foreroute.train.config import TrainConfig
-from foreroute.train.expert_parallel import compile_planner, make_execution
+from foreroute.train.expert_parallel import make_execution
 from foreroute.train.loop import Trainer, make_trainer
 from foreroute.train.model import load_reference, make_engine, make_policy, write_model
 from foreroute.train.ranks import Ranks, find_device, join_ranks, use_device
 from foreroute.train.recorder import Recorder, require_loggers
 from foreroute.train.rollout import Experience
 from foreroute.train.run_folder import RunFolder, by_key
+from foreroute.train.stage_planner import Planning, compile_planner, read_planning
 from foreroute.train.tasks import Task, make_task
 from foreroute.train.warm_start import warm_start
 
@@ -74,9 +75,10 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
                 f"the model's {policy.spec.num_experts} experts cannot be dealt to parallel.expert = {ranks.size} "
                 "evenly"
             )
+        planning = ranks.on_all("reading the topology file", lambda: read_planning(config.parallel, policy.spec))
         engine = held.enter_context(closing(make_engine(config, policy)))
         last = _last_checkpoint(run, ranks)
-        if last is None and not _warm_started(policy.model, config, task, ranks, watcher):
+        if last is None and not _warm_started(policy.model, config, task, planning, ranks, watcher):
             return run
         execution = held.enter_context(closing(make_execution(config, policy, ranks)))
         trainer = held.enter_context(closing(make_trainer(config, task, policy, execution, engine)))
@@ -125,7 +127,9 @@ def _require_nothing_recorded(run: RunFolder) -> None:
         )
 
 
-def _warm_started(model: Any, config: TrainConfig, task: Task, ranks: Ranks, watcher: Watcher) -> bool:
+def _warm_started(
+    model: Any, config: TrainConfig, task: Task, planning: Planning, ranks: Ranks, watcher: Watcher
+) -> bool:
     """Have rank 0 make the weights that RL starts from; False when it was stopped meanwhile."""
     begun = []
 
@@ -134,7 +138,7 @@ def _warm_started(model: Any, config: TrainConfig, task: Task, ranks: Ranks, wat
             begun.append(warm_start(model, config, task, watcher.on_warm_start, watcher.should_stop))
         elif ranks.rank == 1:
             # all ranks need the kernels next, and would compile them side by side
-            compile_planner(config.parallel)
+            compile_planner(planning)
 
     ranks.on_all("the warm start", work)
     ranks.broadcast(model.state_dict())

@@ -65,6 +65,10 @@ class Trained:
     def step(self):
         """Sum gradients over ranks, as Megatron's loop does, and step."""
         finalize_model_grads(self.chunks)
+        self.apply()
+
+    def apply(self):
+        """Step, with gradients that were summed already."""
         if not self._is_megatron:
             for chunk in self.chunks:
                 for parameter in chunk.parameters():

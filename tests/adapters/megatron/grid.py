@@ -135,3 +135,61 @@ SCORES = {
     ),
     "shared expert": with_settings({"moe_shared_expert_intermediate_size": 32}, recompute="uniform"),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutionCase:
+    """A way of training under executed plans.
+
+    Attributes:
+        cell: how the model is split.
+        ranks: processes; those beyond `cell.ranks` are data-parallel, of experts too.
+        optimizer: a name of `cpu_optimizers`.
+        told: what DistributedDataParallel is told.
+        complete: whether every row has a route, as an engine's last rows have not.
+    """
+
+    cell: Cell
+    ranks: int = 2
+    optimizer: str = "momentum"
+    told: tuple = ()
+    complete: bool = True
+
+    def __str__(self):
+        said = " ".join(f"{name}={value}" for name, value in self.told)
+        return f"{self.cell}, {self.ranks} ranks, {self.optimizer} {said}"
+
+
+OVERLAP = (("overlap_grad_reduce", True), ("bucket_size", 3000))
+EXECUTED = {
+    "ep2": ExecutionCase(Cell(ep=2, layers=2)),
+    "ep2-tp2": ExecutionCase(Cell(ep=2, tp=2, layers=2)),
+    "ep2-cp2": ExecutionCase(Cell(ep=2, cp=2, layers=2), complete=False),
+    "ep4": ExecutionCase(Cell(ep=4, layers=2), 4),
+    "ep2-pp2": ExecutionCase(Cell(ep=2, pp=2, layers=2), 4),
+    "ep2-pp2-vpp2": ExecutionCase(Cell(ep=2, pp=2, vpp=2), 4),
+    "ep2-edp2": ExecutionCase(Cell(ep=2, layers=2), 4, told=OVERLAP),
+    "ep2-edp2-distributed": ExecutionCase(Cell(ep=2, layers=2), 4, "distributed", OVERLAP),
+}
+"""The splits under which plans are executed, crossed with every variant and every kind of plan."""
+PLANS = ("static", "planned", "random")
+"""Every expert at its home; the planner's; valid ones of no merit, which also move homes."""
+
+
+def executions_of(name, every):
+    """(case, kinds of plans) of one split: all, or each variant of `_covering` under one kind.
+
+    Over the splits, every kind of plan then meets every recomputation, dispatcher and packing.
+    """
+    case, turn = EXECUTED[name], list(EXECUTED).index(name)
+    chosen = VARIANTS if every else _covering(turn)
+    return [
+        (
+            dataclasses.replace(
+                case,
+                cell=dataclasses.replace(case.cell, recompute=recompute, dispatcher=dispatcher, packed=packed),
+            ),
+            PLANS if every else (PLANS[(i + turn) % 3],),
+        )
+        for i, (recompute, dispatcher, packed) in enumerate(chosen)
+    ]

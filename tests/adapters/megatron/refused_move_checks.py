@@ -15,8 +15,6 @@ from foreroute.adapters.megatron.expert_placement.layer_transfer import LayerTra
 from foreroute.adapters.megatron.expert_placement.parameters import expert_slots
 from foreroute.ep.transfer.peers import Exchange
 from foreroute.errors import PlacementError, PlanError, TransferError
-from foreroute.plan import Links, Topology
-from foreroute.planner import plan
 from foreroute.trace import RoutedLayer
 from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.grid import Cell
@@ -34,7 +32,7 @@ class OtherLayer(MoELayer):
 
 
 def check_refusals():
-    for refusal in (of_homes, of_plans, of_gradients, of_optimizers, of_layers, of_faults, of_a_second_attach):
+    for refusal in (of_homes, of_gradients, of_optimizers, of_layers, of_faults, of_a_second_attach):
         initialize(CELL)
         chunks = build(CELL)
         refusal(megatron.attach(chunks), chunks)
@@ -49,14 +47,6 @@ def of_homes(routed, chunks):
     one_sided = other_LE if here() else other_LE[:1]
     refused(PlanError, r"rank 0: homes are int16 \[1, 8\], expected integers \[2, 8\]", routed, one_sided)
     refused(PlanError, "ranks hold different homes, by their digests", routed, np.roll(other_LE, here(), axis=1))
-
-
-def of_plans(routed, chunks):
-    counts_MLGE = np.ones((1, 2, 2, 8), np.int32)
-    counts_MLGE[..., 0] = 100
-    links = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
-    with_replicas = plan(counts_MLGE, Topology(2, 2, redundant_slots=1, links=links))
-    refused(PlanError, "replicas, which Megatron does not execute", routed, with_replicas)
 
 
 def of_gradients(routed, chunks):

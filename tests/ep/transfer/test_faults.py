@@ -120,7 +120,7 @@ def test_what_tokens_were_sent_to_is_sent_again(workers):
     """Later fetches of a cell that replicas serve cannot fall back any more."""
     fault = Fault("corrupt", 1, "replicas of step 0, micro-step 1, routed layer 1", times=2)
     plan = random_plan(0, ranks=4, slots=3)
-    outcomes = workers(4).run(refetch_under, plan, replace(GUARDED, prefetch=0), fault)
+    outcomes = workers(4).run(refetch_under, plan, replace(GUARDED, prefetch=0, slots="shared"), fault)
     assert outcomes[1]["happened"] == 2
     assert_right(outcomes, at_home=set())
 

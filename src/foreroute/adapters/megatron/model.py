@@ -15,10 +15,11 @@ from foreroute.adapters.megatron.discover import Chunk
 from foreroute.adapters.megatron.expert_placement import HomePlacement
 from foreroute.adapters.megatron.forward_args import Call, find_layout, in_batch_order, require_fits
 from foreroute.adapters.megatron.hooks import ChunkHooks
+from foreroute.adapters.megatron.plan_execution import ExecutionRanks, PlanExecution, whole_counts
 from foreroute.adapters.megatron.recording import RankGroups, rows_over_ranks
 from foreroute.adapters.megatron.route_shard import RouteShard, Share, shard
 from foreroute.adapters.megatron.schedule import ReplayingStep, RoutesIn, StepListener, routes_in
-from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError, TraceContentError
+from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError, ReplayError, TraceContentError
 from foreroute.layout import Layout
 from foreroute.plan import StepPlan
 from foreroute.replay import (
@@ -61,6 +62,9 @@ class RoutedMegatron(RoutedModel):
         self.layers = tuple(site.layer for site in sites)
         self._homes = HomePlacement(spec, sites, num_places, chunks[0].trunk.pg_collection)
         self._chunk_hooks = hooks
+        self._ranks: ExecutionRanks | None = None
+        self._execution: PlanExecution | None = None
+        self._num_executions = 0
         self._chunk_of: dict[int, tuple[nn.Module, int]] = {}
 
     def shard(
@@ -136,6 +140,70 @@ class RoutedMegatron(RoutedModel):
 
         return ReplayingStep(forward_step, routes_of, open_session, self._running, policy)
 
+    def gather_counts(self, micro_batches: Sequence[RouteShard]) -> NDArray[np.int32]:
+        """Count the routes of all ranks of this expert-parallel group, as `plan` and `execute` take them.
+
+        A collective call on every rank of the model.
+
+        Args:
+            micro_batches: of this rank, in the order in which the schedule will take them, made by `shard`.
+
+        Returns:
+            counts_MLGE: int32 [M, L, G, E], the same on every rank of the group and its pipeline stages. Rows without a
+                route are not counted; padding that is spread is.
+
+        Raises:
+            CountsError: on every rank of the group alike, when ranks have different numbers of micro-batches.
+            TransferError: when a rank does not answer.
+        """
+        counts = self._execution_ranks().gather_counts(micro_batches)
+        return whole_counts(counts, self.layers, self.spec, self.chunks[0].trunk.pg_collection.pp)
+
+    @contextmanager
+    def execute(
+        self, plan: StepPlan, counts_MLGE: NDArray[np.integer], micro_batches: Sequence[RouteShard]
+    ) -> Iterator[PlanExecution]:
+        """Serve every MoE layer of every micro-batch by its cell of a plan while the context is open.
+
+        Opened around one call of Megatron's schedule whose forward step is `replaying`, or around `replay` sessions of
+        the same micro-batches, with backward inside. Weights may change between two executions and not within one. A
+        collective call on every rank of the expert-parallel group, on entering, on leaving, and whenever a forward
+        begins.
+
+        Args:
+            plan: of these micro-batches, the same on every rank of the group. Experts live where it says.
+            counts_MLGE: what it was made for, from `gather_counts`.
+            micro_batches: the routes that the batches bring, in the order in which the schedule takes them.
+
+        Yields:
+            The execution.
+
+        Raises:
+            PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts or homes.
+            CountsError: on every rank alike, when the plan was made for other counts, or a micro-batch has others.
+            PlacementError: on every rank alike, when a layer cannot execute a plan.
+            ReplayError: on every rank alike, when a planned micro-batch was not run.
+            TransferError: when a rank does not answer.
+        """
+        if self._execution is not None:
+            raise ReplayError("a plan is executed on this model already; leave that execution before another one")
+        self._num_executions += 1
+        stage = [(chunk.sites, hooks.passes) for chunk, hooks in zip(self.chunks, self._chunk_hooks, strict=True)]
+        ranks, step = self._execution_ranks(), self._num_executions
+        execution = PlanExecution(ranks, step, plan, counts_MLGE, micro_batches, self.spec, stage, self.home_LE)
+        with execution.in_force():
+            self._execution = execution
+            try:
+                yield execution
+            finally:
+                self._execution = None
+
+    def _execution_ranks(self) -> ExecutionRanks:
+        if self._ranks is None:
+            sites = [site for chunk in self.chunks for site in chunk.sites]
+            self._ranks = ExecutionRanks(sites[0].block.ep_group if sites else self.chunks[0].trunk.pg_collection.ep)
+        return self._ranks
+
     @property
     def home_LE(self) -> NDArray[np.int16]:
         """int16 [L, E], the expert-parallel rank that every expert of the whole model lives on now."""
@@ -155,8 +223,9 @@ class RoutedMegatron(RoutedModel):
         rank are in its slots in ascending order of their ids.
 
         Args:
-            homes: a plan without replicas, or integers [L, E] for the routed layers of `spec`: the rank of the
-                expert-parallel group that each expert lives on from now on, E / G on each. The same on every rank.
+            homes: a plan, of which homes alone are taken, or integers [L, E] for the routed layers of `spec`: the rank
+                of the expert-parallel group that each expert lives on from now on, E / G on each. The same on every
+                rank.
             optimizer: the one that trains the experts, of torch or of Megatron; None where none does.
 
         Returns:
@@ -164,7 +233,7 @@ class RoutedMegatron(RoutedModel):
 
         Raises:
             PlanError: on every rank alike, when homes differ between ranks, are of other layers, experts or ranks, or
-                not E / G to a rank, or a plan has replicas.
+                not E / G to a rank.
             TransferError: on every rank alike, when something cannot be moved, such as an expert with a gradient or
                 state of an unknown kind, or a rank is gone. Nothing has moved then.
         """
@@ -181,7 +250,9 @@ class RoutedMegatron(RoutedModel):
                 raise BatchMismatchError(
                     "the routes are cut to a rank already: give no layout with them, and only those of this rank"
                 )
-            return MicroBatchRoutes(routes, lambda call: routes, self._chunk_hooks, policy.counts)
+            return MicroBatchRoutes(
+                routes, lambda call: routes, self._chunk_hooks, policy.counts, lambda: self._execution
+            )
         if not isinstance(routes, RoutingTrace):
             raise not_of_kind("what is to be replayed", routes, "a RoutingTrace, or what `shard` made of one")
         trace = routes
@@ -191,7 +262,7 @@ class RoutedMegatron(RoutedModel):
         def cut(call: Call) -> RouteShard:
             return self._cut(trace, find_layout(trace, call) if layout is None else layout, policy)
 
-        return MicroBatchRoutes(trace, cut, self._chunk_hooks, policy.counts)
+        return MicroBatchRoutes(trace, cut, self._chunk_hooks, policy.counts, lambda: self._execution)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Over all ranks of the model. See `RoutedModel`."""
@@ -244,6 +315,7 @@ class MicroBatchRoutes:
         cut: gives those of this rank, when the first forward begins.
         hooks: of the chunks.
         counts: which selection is to be counted.
+        execution: the one in force when a forward begins, or None.
     """
 
     def __init__(
@@ -252,8 +324,10 @@ class MicroBatchRoutes:
         cut: Callable[[Call], RouteShard],
         hooks: Sequence[ChunkHooks],
         counts: Counts,
+        execution: Callable[[], PlanExecution | None],
     ) -> None:
         self._routes = routes
+        self._execution = execution
         self._shard: RouteShard | None = None
         self._cut = cut
         self._hooks = hooks
@@ -273,12 +347,22 @@ class MicroBatchRoutes:
         if self._shard is None:
             self._shard = self._cut(call)
         routes, hooks = self._shard, self._hooks[chunk]
+        micro_step = None
+        execution = self._execution()
+        if execution is not None and hooks.spec is not None:
+            micro_step = execution.begin_pass(chunk, routes)
         require_fits(call, routes)
         loss_mask_BT = in_batch_order(routes.counted_C, call)
         drops = routes.dropped_C is not None and bool(hooks.trunk.post_process)
         if hooks.spec is None:
             return PassRoutes(None, loss_mask_BT, drops)
-        rows = routes.rows(hooks.spec.layers, call.device, mask_padding=hooks.counts_all_ranks, counts=self._counts)
+        rows = routes.rows(
+            hooks.spec.layers,
+            call.device,
+            mask_padding=hooks.counts_all_ranks,
+            counts=self._counts,
+            micro_step=micro_step,
+        )
         return PassRoutes(rows, loss_mask_BT, drops)
 
     def close(self) -> None:

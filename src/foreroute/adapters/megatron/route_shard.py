@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,19 @@ class RouteShard:
         return self._flagged(REAL)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every slot, padding too, has a route here, so that nothing is left to the model's routers."""
+        return bool(self._flagged(FORCED).all())
+
+    @cached_property
+    def counts_LE(self) -> NDArray[np.int64]:
+        """int64 [L, E], assignments of the slots that have a route, padding that is spread among them."""
+        num_experts = self.spec.num_experts
+        forced_LRK = self.ids_LRK.numpy()[:, self._flagged(FORCED)]
+        counts = [np.bincount(ids_RK.reshape(-1), minlength=num_experts) for ids_RK in forced_LRK]
+        return np.array(counts, np.int64).reshape(len(self.layers), num_experts)
+
+    @property
     def counted_C(self) -> NDArray[np.bool_]:
         """Bool [C], tokens that belong in the loss; False for padding."""
         real_C = np.asarray(self.tokens_C >= 0)
@@ -134,6 +148,7 @@ class RouteShard:
         *,
         mask_padding: bool = False,
         counts: Counts = "native",
+        micro_step: int | None = None,
     ) -> ReplayRows:
         """The rows of some of the layers, on the device. They must follow each other in the order of `self.layers`.
 
@@ -142,10 +157,11 @@ class RouteShard:
             device: where the model is.
             mask_padding: whether statistics leave padding out even where no rank has any.
             counts: which selection is to be counted.
+            micro_step: of the plan that is executed on them, if one is.
         """
         first = self.layers.index(layers[0])
         here = slice(first, first + len(layers))
-        return ReplayRows.from_host(
+        rows = ReplayRows.from_host(
             self.ids_LRK[here],
             self._flagged(FORCED),
             self.real_R,
@@ -155,6 +171,7 @@ class RouteShard:
             mask_padding=mask_padding or self.is_padded,
             counts=counts,
         )
+        return rows if micro_step is None else replace(rows, micro_step=micro_step)
 
     def _flagged(self, flag: int) -> NDArray[np.bool_]:
         return np.asarray((self.flags_R & flag) != 0)

@@ -14,6 +14,7 @@ from foreroute.ep.transfer.peers import lost_rank, own_group
 from foreroute.errors import PlanError
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import EXECUTES, Ability
+from foreroute.plan.step_plan import ExecutablePlan
 
 TEXT_BYTES = 1024
 """Every rank sends as many, so that their texts need one collective and no exchange of lengths."""
@@ -91,8 +92,8 @@ class RankConsensus:
         first = dist.get_global_rank(self.group, 0)
         try:
             dist.broadcast(size, first, group=self.group)
-            if size.item() < 0:
-                return None
+            if size.item() <= 0:
+                return None if size.item() < 0 else b""
             sent = torch.from_numpy(content) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
             dist.broadcast(sent, first, group=self.group)
         except RuntimeError as error:
@@ -145,7 +146,7 @@ def plan_digest(plan: StepPlan) -> str:
     return digest.hexdigest()
 
 
-def require_ranks(plan: StepPlan, num_ranks: int) -> None:
+def require_ranks(plan: ExecutablePlan, num_ranks: int) -> None:
     """Raise `PlanError` unless a plan was made for this many ranks; warn where they are to be on several nodes."""
     if plan.topology.num_ranks != num_ranks:
         raise PlanError(

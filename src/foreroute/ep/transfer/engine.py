@@ -27,6 +27,7 @@ from foreroute.errors import ConfigError, PlanError, TransferError
 from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan, Topology
 from foreroute.plan.options import SlotUse
 from foreroute.plan.schedule import PathChoice
+from foreroute.plan.step_plan import ExecutablePlan
 
 
 class TransferEngine:
@@ -64,7 +65,7 @@ class TransferEngine:
         self._records: list[TransferRecord] = []
         # by host memory and from peers, since the last record
         self._received_bytes = (0, 0)
-        self._plan: StepPlan | None = None
+        self._plan: ExecutablePlan | None = None
         self._schedule: ExecutionSchedule | None = None
         self._in_force, self._updating = (-1, ""), False
         self._previous: Cell | None = None
@@ -95,7 +96,7 @@ class TransferEngine:
         self._versions = [_versions(home) for home in self._homes]
 
     def begin_step(
-        self, step: int, plan: StepPlan, schedule: ExecutionSchedule, *, updating: bool, digest: str | None = None
+        self, step: int, plan: ExecutablePlan, schedule: ExecutionSchedule, *, updating: bool, digest: str | None = None
     ) -> None:
         """Put a plan in force, once for the recompute and once for the update of a step.
 
@@ -113,7 +114,9 @@ class TransferEngine:
             PlanError: on every rank alike, when plans differ, or are for other ranks, slots, layers or experts.
             TransferError: when a rank does not answer.
         """
-        digest = agree_on_plan(self._consensus, step, plan) if digest is None else digest
+        if digest is None:
+            assert isinstance(plan, StepPlan), "a plan in the making is agreed on by who shares it"
+            digest = agree_on_plan(self._consensus, step, plan)
         self._require_fitting(plan)
         for slots in self._slots:
             self._end_batch(slots, self._wait_s)
@@ -257,7 +260,7 @@ class TransferEngine:
     def _moves(self, cell: Cell) -> CellSchedule:
         return cell_of(self._schedule, self._in_force[0], cell)
 
-    def _require_fitting(self, plan: StepPlan) -> None:
+    def _require_fitting(self, plan: ExecutablePlan) -> None:
         num_layers, num_experts = plan.shape[1:]
         shard_sizes = {len(shard) for home in self._homes for shard in home.values()}
         here = (len(self._homes), {size * self._topology.num_ranks for size in shard_sizes}, self._topology)
@@ -298,7 +301,7 @@ class TransferOptions:
     """
 
     paths: PathChoice = "auto"
-    slots: SlotUse = "shared"
+    slots: SlotUse = "layer"
     prefetch: int = 1
     deadline_s: float | None = None
     checksums: bool = False

@@ -7,19 +7,19 @@ peer to peer when they are asked for, and keeps nothing. Gradients take this pat
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.ep.transfer.consensus import RankConsensus, require_ranks
 from foreroute.ep.transfer.peers import ATTEMPTS, CHECKSUMS, PeerGroup, RowMoves, damaged_rows, post, with_checksums
 from foreroute.errors import TransferError
-from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan
+from foreroute.plan import CellSchedule, ExecutionSchedule
 from foreroute.plan.schedule import PathChoice
+from foreroute.plan.step_plan import ExecutablePlan
 
 
 class Cell(NamedTuple):
@@ -129,7 +129,7 @@ class DirectWeights:
         return "direct"
 
     def begin_step(
-        self, step: int, plan: StepPlan, schedule: ExecutionSchedule, *, updating: bool, digest: str | None = None
+        self, step: int, plan: ExecutablePlan, schedule: ExecutionSchedule, *, updating: bool, digest: str | None = None
     ) -> None:
         """Put a plan in force. Nothing is kept or prefetched, so `updating` and `digest` make no difference.
 
@@ -191,10 +191,9 @@ class GradientReturn:
         self, peers: PeerGroup, moves: CellSchedule, grads: Mapping[str, Tensor], what: str, *, checksums: bool = False
     ) -> None:
         sent = with_checksums(grads, range(len(next(iter(grads.values()))))) if checksums else grads
-        self._row_V = np.empty(len(moves.lent), np.int64)
-        self._row_V[moves.lent["place"]] = moves.lent["row"]
-        self._num_rows = moves.num_home
-        self._arrived = {name: grad.new_empty((len(self._row_V), *grad.shape[1:])) for name, grad in sent.items()}
+        # what comes home is in order of the row of the shard
+        self._replicas_of_row = np.bincount(moves.lent["row"], minlength=moves.num_home).tolist()
+        self._arrived = {name: grad.new_empty((len(moves.lent), *grad.shape[1:])) for name, grad in sent.items()}
         self.objection: str | None = None
         self.num_bytes = sum(self._arrived[name].numel() * grad.element_size() for name, grad in grads.items())
         # kept until all has left
@@ -209,9 +208,9 @@ class GradientReturn:
         self._sent = {}
         grads = {name: grad for name, grad in self._arrived.items() if name != CHECKSUMS}
         if CHECKSUMS in self._arrived:
-            wrong = damaged_rows(grads, self._arrived[CHECKSUMS], range(len(self._row_V)))
+            wrong = damaged_rows(grads, self._arrived[CHECKSUMS], range(len(self._arrived[CHECKSUMS])))
             self.objection = f"{len(wrong)} gradients arrived damaged" if wrong else None
-        return {name: summed_rows(grad, self._row_V, self._num_rows) for name, grad in grads.items()}
+        return {name: segment_sums(grad, self._replicas_of_row) for name, grad in grads.items()}
 
 
 class RetriedReturn:
@@ -256,19 +255,18 @@ class RetriedReturn:
         raise TransferError(f"{self._what} failed {ATTEMPTS} times: " + "; ".join(objections))
 
 
-def summed_rows(arrived: Tensor, row_V: NDArray[np.int64], num_rows: int) -> Tensor:
-    """Add rows into a shard of zeros, those of one row of the shard one after the other, on any device alike.
+def segment_sums(rows: Tensor, lengths_S: Sequence[int]) -> Tensor:
+    """Add up neighbouring rows, those of a segment one after the other, on any device alike.
 
     Args:
-        arrived: [V, ...], gradients.
-        row_V: int64 [V], where each belongs; ascending.
-        num_rows: of the shard.
+        rows: [V, ...], gradients.
+        lengths_S: rows of each segment, V in all.
 
     Returns:
-        [num_rows, ...] in float32, or float64 for gradients in float64.
+        [S, ...] in float32, or float64 for gradients in float64; zeros for an empty segment.
     """
-    wide = arrived.to(torch.promote_types(arrived.dtype, torch.float32))
-    lengths = torch.from_numpy(np.bincount(row_V, minlength=num_rows)).to(arrived.device, non_blocking=True)
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    lengths = torch.tensor(lengths_S, dtype=torch.int64).to(rows.device, non_blocking=True)
     # on a device, checking the lengths would wait for it
-    unchecked = arrived.device.type != "cpu"
+    unchecked = rows.device.type != "cpu"
     return torch.segment_reduce(wide, "sum", lengths=lengths, axis=0, unsafe=unchecked, initial=0.0)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 KEY = "foreroute."
-METADATA = tuple(KEY + name for name in ("version", "spec", "codec", "pick_order", "provenance", "digest"))
+METADATA = tuple(KEY + name for name in ("version", "spec", "codec", "pick_order", "streams", "provenance", "digest"))
 SHAPES: dict[str, tuple[str, int]] = {
     "run_offsets": ("<i8", 1),
     "run_starts": ("<i8", 1),
@@ -27,6 +27,12 @@ SHAPES: dict[str, tuple[str, int]] = {
 BULK = {"token_ids": "<i4", "valid_bits": "|u1", "payloads": "<u8"}
 TABLES = {"code_lengths": ("|u1", 2)}
 """What only some codecs have."""
+STREAM_SHAPES: dict[str, tuple[str, int]] = {"payload_words": ("<u4", 2), "payload_seals": ("|u1", 3)}
+STREAM_COUNTS = {"id_counts": ("<i8", 2)}
+"""Tables of each stream, and of each one of sets. Their names begin with that of the stream and a dot."""
+SETS, FLOATS = "rice", "float32"
+"""The codecs of streams: of sets, and of gate weights."""
+MOST_STREAMS = 16
 MOST_HEADER_BYTES = 1 << 20
 """Of the safetensors header: a parsed one takes far more memory than its bytes."""
 MAX_EXPANSION = 64
@@ -37,6 +43,11 @@ SEAL_BYTES = 16
 
 ORDER = {True: "kept", False: "dropped"}
 """`foreroute.pick_order`."""
+
+
+def is_bulk(name: str) -> bool:
+    """Say whether a tensor is read in part, and so has seals of its own and no place in the file's digest."""
+    return name in BULK or name.endswith(".payloads")
 
 
 @dataclass(frozen=True)

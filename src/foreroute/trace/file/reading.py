@@ -7,7 +7,7 @@ decodes each block into place. A row that several sequences share is decoded onc
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.files import TensorFile, is_text, parse_json, seal_arrays, seal_file, seal_slices
-from foreroute.trace.checks import as_offsets, as_sequence_numbers, ascending, check_expansion, join_ranges
-from foreroute.trace.container import NO_VERSION, RoutingTrace
+from foreroute.files import TensorFile, is_text, parse_json, seal_arrays, seal_file
+from foreroute.trace.checks import as_offsets, as_sequence_numbers, ascending, check_memory, join_ranges
+from foreroute.trace.container import GATE_WEIGHTS, NO_VERSION, RoutingTrace
 from foreroute.trace.file.codec import CODEC_CLASSES, CODECS, Codec
 from foreroute.trace.file.format import (
     BULK,
@@ -29,13 +29,23 @@ from foreroute.trace.file.format import (
     METADATA,
     MOST_HEADER_BYTES,
     SEAL_BYTES,
+    SETS,
     SHAPES,
     TABLES,
     StoredRuns,
+    is_bulk,
 )
-from foreroute.trace.spec import MAX_LAYERS, LayerKind, RoutedLayer, RoutingSpec
+from foreroute.trace.file.streams import (
+    NeededRows,
+    Payloads,
+    StoredStream,
+    decode_weights,
+    read_sets_of,
+    row_bytes,
+    stored_streams,
+)
+from foreroute.trace.spec import RoutedLayer, RoutingSpec, layers_from
 
-KINDS = tuple(kind.value for kind in LayerKind)
 ROWS_AT_ONCE = 1 << 18
 """Rows that are copied with one index array: its 8 bytes per row may be more than the routes of a row take."""
 
@@ -53,9 +63,11 @@ class TraceHeader:
         block_starts: int64 [B + 1], first stored row of each block, U at the end.
         span_starts: int64 [V], first stored row of each run of one weight version.
         span_versions: int32 [V].
-        payload_words: uint32 [B, L].
-        payload_seals: uint8 [B, L, 16].
         row_seals: uint8 [B, 16].
+        routes: their payloads.
+        streams: those beside the routes by name.
+        id_counts: int64 [B, D] by name, for those of sets: the ids in each payload.
+        stored_bytes: of tokens and payloads.
     """
 
     spec: RoutingSpec
@@ -66,9 +78,11 @@ class TraceHeader:
     block_starts: NDArray[np.int64]
     span_starts: NDArray[np.int64]
     span_versions: NDArray[np.int32]
-    payload_words: NDArray[np.uint32]
-    payload_seals: NDArray[np.uint8]
     row_seals: NDArray[np.uint8]
+    routes: Payloads
+    streams: Mapping[str, tuple[StoredStream, Payloads]]
+    id_counts: Mapping[str, NDArray[np.int64]]
+    stored_bytes: int
 
 
 def load(
@@ -76,8 +90,9 @@ def load(
     *,
     sequences: ArrayLike | None = None,
     layers: Iterable[RoutedLayer] | None = None,
+    streams: Iterable[str] | None = None,
 ) -> RoutingTrace:
-    """Read a trace, or the sequences and layers that a rank needs, and verify every byte that is used.
+    """Read a trace, or the sequences, layers and streams that a rank needs, and verify every byte that is used.
 
     Reading a part gives what `load(path).select(sequences).select_layers(layers)` gives, and decodes only the blocks
     that hold those sequences, in those layers alone.
@@ -86,10 +101,12 @@ def load(
         path: a file written by `save`.
         sequences: integers [S'], each from 0 to S - 1; all in order when left out.
         layers: members of the file's layer table; all in order when left out.
+        streams: names of those wanted beside the routes, "gate_weights" among them; all when left out. Others are not
+            read.
 
     Raises:
-        TraceFileError: when the file is missing, not a trace, of a newer format, truncated or damaged.
-        TraceContentError: when a sequence is not in the file or is no number, or no layer is asked for.
+        TraceFileError: when the file is missing, not a trace, of another format, truncated or damaged.
+        TraceContentError: when a sequence or a stream is not in the file, or no layer is asked for.
         SpecMismatchError: when a layer is not in the file.
     """
     source = Path(path)
@@ -107,8 +124,13 @@ def load(
             chosen = list(layers)
             positions = spec.positions(chosen)
             spec = replace(spec, layers=tuple(chosen))
+        wanted = list(header.streams) if streams is None else list(streams)
+        if missing := [name for name in wanted if name not in header.streams]:
+            raise TraceContentError(
+                f"{source} has no stream {missing[0]!r:.40}; it has {', '.join(header.streams) or 'routes alone'}"
+            )
         try:
-            return _read_rows(file, header, spec, runs, positions)
+            return _read_rows(file, header, spec, runs, positions, wanted)
         except TraceContentError as error:
             raise _damage(source, error) from error
 
@@ -126,9 +148,10 @@ def _read_header(file: TensorFile) -> TraceHeader:
     """
     _check_version(file)
     ours = {key: value for key, value in file.metadata.items() if key.startswith(KEY)}
-    _check_names(ours, file)
-    sizes = {name: file.tensors[name].shape[0] for name in BULK}
-    small = [name for name in (*SHAPES, *TABLES) if name in file.tensors]
+    streams = stored_streams(ours.get("foreroute.streams", "[]"))
+    _check_names(ours, file, streams)
+    sizes = {name: tensor.shape[0] for name, tensor in file.tensors.items() if is_bulk(name)}
+    small = [name for name in file.tensors if not is_bulk(name)]
     if not all(map(is_text, ours.values())):
         raise TraceContentError("its metadata hold halves of characters")
     tensors = file.read_all(small)
@@ -151,16 +174,27 @@ def _read_header(file: TensorFile) -> TraceHeader:
     order = ours["foreroute.pick_order"]
     if order not in (("kept", "dropped") if codec.keeps_order else ("dropped",)):
         raise TraceContentError(f"pick order cannot be {order!r:.40} with codec {name}")
-    _check_blocks(spec, tensors, sizes, last_bits)
+    _check_blocks(tensors, sizes, last_bits)
+    shape = (len(tensors["row_seals"]), spec.num_layers)
+    routes = Payloads("payloads", tensors["payload_words"], tensors["payload_seals"])
+    routes.check(shape, sizes["payloads"])
+    beside = {
+        stream.name: (stream, stream.payloads(tensors, shape, sizes[f"{stream.name}.payloads"])) for stream in streams
+    }
     runs = _checked_runs(tensors, sizes["token_ids"])
-    check_expansion(spec, int(runs.edges[-1]), 4 * sizes["token_ids"] + 8 * sizes["payloads"])
+    stored_bytes = 4 * sizes["token_ids"] + 8 * sum(size for name, size in sizes.items() if name.endswith("payloads"))
+    check_memory(int(runs.edges[-1]) * row_bytes(spec, streams), stored_bytes)
     return TraceHeader(
         spec=spec,
         codec=codec,
         pick_order_kept=order == "kept",
         provenance=provenance,
         runs=runs,
-        **{name: tensors[name] for name in SHAPES if not name.startswith("run_")},
+        routes=routes,
+        streams=beside,
+        id_counts={name: tensors[f"{name}.id_counts"] for name, (stream, _) in beside.items() if stream.codec == SETS},
+        stored_bytes=stored_bytes,
+        **{name: tensors[name] for name in ("block_starts", "span_starts", "span_versions", "row_seals")},
     )
 
 
@@ -171,18 +205,21 @@ def _check_version(file: TensorFile) -> None:
     if version != str(FORMAT_VERSION):
         raise TraceFileError(
             f"{file.path} has trace format {version:.40}; this foreroute reads format {FORMAT_VERSION}. "
-            "Upgrade foreroute"
+            + ("Record it again" if version == "1" else "Upgrade foreroute")
         )
 
 
-def _check_names(ours: Mapping[str, str], file: TensorFile) -> None:
+def _check_names(ours: Mapping[str, str], file: TensorFile, streams: Iterable[StoredStream]) -> None:
     """Refuse a file that lacks a key or tensor, has another type of one, or has others; nothing is read yet."""
     there = {*ours, *file.tensors}
-    missing = [name for name in (*METADATA, *SHAPES, *BULK) if name not in there]
-    unknown = (set(ours) - set(METADATA)) | (set(file.tensors) - {*SHAPES, *TABLES, *BULK})
+    needed = {**SHAPES, **{name: (dtype, 1) for name, dtype in BULK.items()}}
+    for stream in streams:
+        needed |= stream.shapes
+    missing = [name for name in (*METADATA, *needed) if name not in there]
+    unknown = (set(ours) - set(METADATA)) | (set(file.tensors) - {*needed, *TABLES})
     if missing or unknown:
         raise TraceContentError(f"missing: {_few(missing)}; unknown: {_few(sorted(unknown))}")
-    for name, (dtype, ndim) in {**SHAPES, **TABLES, **{name: (dtype, 1) for name, dtype in BULK.items()}}.items():
+    for name, (dtype, ndim) in {**needed, **TABLES}.items():
         if name not in there:
             continue
         found = file.tensors[name]
@@ -200,27 +237,14 @@ def _few(names: Iterable[str]) -> str:
 def _spec_from(facts: Any) -> RoutingSpec:
     if not isinstance(facts, dict) or set(facts) != {"num_experts", "top_k", "layers", "model"}:
         raise TraceContentError(f"foreroute.spec is {facts!r:.80}; expected num_experts, top_k, layers and model")
-    layers = facts["layers"]
-    # counted before anything is made of them
-    if not isinstance(layers, list) or len(layers) > MAX_LAYERS:
-        raise TraceContentError(f"the layer table is {layers!r:.40}; expected a list of {MAX_LAYERS} layers at most")
-    numbers, kinds = [], []
-    for entry in layers:
-        if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str) and entry[1] in KINDS):
-            raise TraceContentError(f"a layer is {entry!r:.60}; expected [number, kind] with one of {', '.join(KINDS)}")
-        numbers.append(entry[0])
-        kinds.append(LayerKind(entry[1]))
     if not is_text(facts["model"]):
         raise TraceContentError(f"the model's name is {facts['model']!r:.40}; expected text")
-    table = tuple(map(RoutedLayer, numbers, kinds))
-    return RoutingSpec(facts["num_experts"], facts["top_k"], table, facts["model"])
+    return RoutingSpec(facts["num_experts"], facts["top_k"], layers_from(facts["layers"]), facts["model"])
 
 
-def _check_blocks(
-    spec: RoutingSpec, tensors: Mapping[str, NDArray[Any]], sizes: Mapping[str, int], last_bits: NDArray[np.uint8]
-) -> None:
-    """Refuse blocks, weight-version spans and tables of payloads that do not fit the stored rows and each other."""
-    stored, starts, words = sizes["token_ids"], tensors["block_starts"], tensors["payload_words"]
+def _check_blocks(tensors: Mapping[str, NDArray[Any]], sizes: Mapping[str, int], last_bits: NDArray[np.uint8]) -> None:
+    """Refuse blocks and weight-version spans that do not fit the stored rows and each other."""
+    stored, starts = sizes["token_ids"], tensors["block_starts"]
     if not _tiles(starts[:-1], stored) or starts[-1:].tolist() != [stored] or sizes["valid_bits"] != (stored + 7) // 8:
         raise TraceContentError(f"blocks or validity bits do not tile {stored} stored rows")
     if not _tiles(tensors["span_starts"], stored) or len(tensors["span_starts"]) != len(tensors["span_versions"]):
@@ -229,13 +253,8 @@ def _check_blocks(
         raise TraceContentError(f"a weight version is {least}; expected 0 or more, or -1")
     if stored % 8 and int(last_bits[0]) >> stored % 8:
         raise TraceContentError(f"valid_bits has bits past the {stored} stored rows")
-    shape = (len(starts) - 1, spec.num_layers)
-    if words.shape != shape or tensors["payload_seals"].shape != (*shape, SEAL_BYTES):
-        raise TraceContentError(f"payload tables have shape {words.shape}, not blocks x layers {shape}")
-    if tensors["row_seals"].shape != (shape[0], SEAL_BYTES):
-        raise TraceContentError(f"row_seals has shape {tensors['row_seals'].shape} for {shape[0]} blocks")
-    if int(words.sum(dtype=np.uint64)) != sizes["payloads"]:
-        raise TraceContentError(f"payload_words does not add up to the {sizes['payloads']} words there are")
+    if tensors["row_seals"].shape != (len(starts) - 1, SEAL_BYTES):
+        raise TraceContentError(f"row_seals has shape {tensors['row_seals'].shape} for {len(starts) - 1} blocks")
 
 
 def _tiles(starts: NDArray[np.int64], total: int) -> bool:
@@ -267,9 +286,14 @@ def _runs_of(runs: StoredRuns, sequences: NDArray[np.int64]) -> StoredRuns:
 
 
 def _read_rows(
-    file: TensorFile, header: TraceHeader, spec: RoutingSpec, runs: StoredRuns, positions: NDArray[np.int64]
+    file: TensorFile,
+    header: TraceHeader,
+    spec: RoutingSpec,
+    runs: StoredRuns,
+    positions: NDArray[np.int64],
+    wanted: Sequence[str],
 ) -> RoutingTrace:
-    """Read the sequences that are made of the given runs, in some layers.
+    """Read the sequences that are made of the given runs, in some layers, with some streams.
 
     Args:
         file: the trace file.
@@ -277,6 +301,7 @@ def _read_rows(
         spec: of the result, with the layers at `positions`.
         runs: of the wanted sequences.
         positions: int64 [L'], places on the file's layer axis.
+        wanted: names of streams.
 
     Raises:
         TraceFileError: when the file was cut meanwhile.
@@ -291,14 +316,18 @@ def _read_rows(
     dest = near_N if as_stored else _first_wanted(near_N, num_near)
     columns = np.zeros(num_near, np.int32), np.zeros(num_near, np.bool_), np.zeros(num_near, np.int32)
     ids_NLK = np.zeros((num_rows, spec.num_layers, spec.top_k), spec.id_dtype)
-    _read_blocks(file, header, positions, blocks, near_edges, dest, columns, ids_NLK)
+    weights_NLK = np.zeros(ids_NLK.shape, np.float32) if GATE_WEIGHTS in wanted else None
+    _read_blocks(file, header, positions, blocks, near_edges, dest, columns, ids_NLK, weights_NLK)
     tokens, valid, versions = columns
     if not as_stored:
         for start, stop in _chunks(num_rows):  # every near row stands in the first row that wants it: copy the others
             first = dest[near_N[start:stop]]
             again = np.flatnonzero(first != np.arange(start, stop))
             ids_NLK[start + again] = ids_NLK[first[again]]
+            if weights_NLK is not None:
+                weights_NLK[start + again] = weights_NLK[first[again]]
         tokens, valid, versions = tokens[near_N], valid[near_N], versions[near_N]
+    needed = NeededRows(blocks, near_edges, near_N)
     return RoutingTrace(
         spec=spec,
         expert_ids_NLK=ids_NLK,
@@ -308,6 +337,12 @@ def _read_rows(
         offsets=runs.edges[runs.offsets],
         provenance=header.provenance,
         pick_order_kept=header.pick_order_kept,
+        gate_weights_NLK=weights_NLK,
+        streams={
+            name: read_sets_of(file, *header.streams[name], header.id_counts[name], needed, header.stored_bytes)
+            for name in wanted
+            if name in header.id_counts
+        },
     )
 
 
@@ -352,6 +387,7 @@ def _read_blocks(
     dest: NDArray[np.int64],
     columns: tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int32]],
     out_NLK: NDArray[Any],
+    weights_NLK: NDArray[np.float32] | None,
 ) -> None:
     """Read and verify blocks: tokens, validity and versions of all their rows, and the routes of those wanted.
 
@@ -364,16 +400,13 @@ def _read_blocks(
         dest: int64, the row of `out_NLK` for each near row, -1 where it is not wanted.
         columns: tokens, validity and weight versions of the near rows, written.
         out_NLK: written.
+        weights_NLK: gate weights, where they are wanted; written.
 
     Raises:
         TraceContentError: when something is not what was sealed, cannot be true, or does not decode.
     """
     tokens, valid, versions = columns
     codec, out_layers = header.codec, np.arange(len(positions))
-    # Payloads lie block by block, layer by layer. Layers between the wanted ones are read, being on the way, and
-    # neither verified nor decoded.
-    low, high = int(positions.min()), int(positions.max()) + 1
-    ends_BL = np.cumsum(header.payload_words.reshape(-1), dtype=np.int64).reshape(header.payload_words.shape)
     for block, (a, b) in zip(blocks.tolist(), pairwise(near_edges.tolist()), strict=True):
         start, stop = header.block_starts[block : block + 2].tolist()
         versions[a:b] = _versions(header, start, stop)
@@ -387,16 +420,13 @@ def _read_blocks(
         if (versions[a:b][~valid[a:b]] != NO_VERSION).any():
             raise TraceContentError("a row without routes states a weight version; expected -1")
         rows = dest[a:b][valid[a:b]]
-        sizes = header.payload_words[block, positions].astype(np.int64)
+        words, starts, sizes = header.routes.read(file, block, positions)
+        if weights_NLK is not None:
+            decode_weights(*header.streams[GATE_WEIGHTS][1].read(file, block, positions), rows, weights_NLK)
         if not len(rows):
             if sizes.any():
                 raise TraceContentError(f"block {block} has payloads but no routed row")
             continue
-        first = int(ends_BL[block, low]) - int(header.payload_words[block, low])
-        words = file.read("payloads", first, int(ends_BL[block, high - 1]))
-        starts = ends_BL[block, positions] - sizes - first
-        if seal_slices(words, starts, sizes) != header.payload_seals[block, positions].tobytes():
-            raise TraceContentError(f"a payload of block {block} is not what was written")
         codec.decode(words, starts, sizes, rows, out_layers, out_NLK)
         if codec.keeps_order and not header.pick_order_kept:
             ids_RLK = out_NLK[rows[rows >= 0]]

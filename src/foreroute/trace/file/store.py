@@ -84,7 +84,12 @@ class TraceStore:
         return save(trace, self.path(step), codec=self._codec)
 
     def load(
-        self, step: int, *, sequences: ArrayLike | None = None, layers: Iterable[RoutedLayer] | None = None
+        self,
+        step: int,
+        *,
+        sequences: ArrayLike | None = None,
+        layers: Iterable[RoutedLayer] | None = None,
+        streams: Iterable[str] | None = None,
     ) -> RoutingTrace:
         """Read the trace of a step, or a part of it, as `foreroute.load`.
 
@@ -93,7 +98,7 @@ class TraceStore:
         """
         if not os.path.exists(self.path(step)):
             raise TraceFileError(f"{self.folder} has no step {step}; it has {_summary(self.steps)}")
-        return load(self.path(step), sequences=sequences, layers=layers)
+        return load(self.path(step), sequences=sequences, layers=layers, streams=streams)
 
     def damaged(self) -> dict[Path, str]:
         """Read all shards, and return those that cannot be read, and why."""

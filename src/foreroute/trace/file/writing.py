@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.files import is_text, seal_arrays, seal_file, seal_slices, write_atomically, writing_named
-from foreroute.trace.checks import as_offsets, as_tokens, as_versions, check_expansion, check_rows, join_ranges
+from foreroute.files import is_text, seal_arrays, seal_file, write_atomically, writing_named
+from foreroute.trace.checks import as_offsets, as_tokens, as_versions, check_memory, check_rows, join_ranges
 from foreroute.trace.container import NO_VERSION, RoutingTrace
 from foreroute.trace.file.codec import CODEC_CLASSES, CODECS, CodecName
 from foreroute.trace.file.format import (
@@ -23,8 +23,11 @@ from foreroute.trace.file.format import (
     ORDER,
     SEAL_BYTES,
     StoredRuns,
+    is_bulk,
 )
+from foreroute.trace.file.streams import encode_streams, row_bytes, sealed, stored_streams
 from foreroute.trace.spec import RoutingSpec
+from foreroute.trace.streams import common_rows
 
 ROWS_PER_EXPERT = 16
 LEAST_ROWS, MOST_ROWS = 1024, 8192
@@ -53,8 +56,8 @@ def save(
 
     Raises:
         TraceFileError: when `path` exists and `overwrite` is False, or cannot be written: what was there is whole.
-        TraceContentError: when a row cannot be true, the codec is unknown, there are gate weights, or the model's name
-            and the provenance take more than 1 MiB.
+        TraceContentError: when a row cannot be true, the codec is unknown, or the model's name and the provenance take
+            more than 1 MiB.
     """
     from safetensors.numpy import save as to_bytes
 
@@ -83,15 +86,11 @@ def encode_trace(trace: RoutingTrace, name: CodecName) -> tuple[dict[str, str], 
     """Make the metadata and tensors of the file of a trace.
 
     Raises:
-        TraceContentError: when a row, a token, a weight version or a fact cannot be true, the codec is unknown, there
-            are gate weights, or hardly any of very many rows is routed.
+        TraceContentError: when a row, a token, a weight version or a fact cannot be true, the codec is unknown, or
+            hardly any of very many rows is routed.
     """
     if name not in CODECS:
         raise TraceContentError(f"codec {name!r} is unknown; expected one of {', '.join(CODECS)}")
-    if trace.gate_weights_NLK is not None:
-        raise TraceContentError(
-            "the file format has no place for gate weights; save trace.without_gate_weights(), the routes alone"
-        )
     spec, ids_NLK = trace.spec, np.ascontiguousarray(trace.expert_ids_NLK)
     _refuse_what_no_reader_takes(trace, ids_NLK)
     runs, rows_U, stored_S = share_prefixes(trace)
@@ -103,28 +102,33 @@ def encode_trace(trace: RoutingTrace, name: CodecName) -> tuple[dict[str, str], 
     blocks = [rows_U[a:b][valid[a:b]] for a, b in bounds]
     codec = CODEC_CLASSES[name].fitted(spec, ids_NLK, blocks)
     words_BL = np.zeros((len(blocks), spec.num_layers), np.uint32)
-    coded = [np.zeros(0, np.uint64)]
+    coded = []
     for block, rows in enumerate(blocks):
         if len(rows):  # a block without routed rows has payloads of no words
             words, words_BL[block] = codec.encode(ids_NLK, rows)
             coded.append(words)
-    payloads = np.concatenate(coded)
-    check_expansion(spec, int(runs.edges[-1]), tokens.nbytes + payloads.nbytes)
+    if trace.gate_weights_NLK is not None and not codec.keeps_order:
+        trace = trace.without_pick_order()  # weights lie in the order of the picks
+    streams, beside = encode_streams(trace, [rows_U[a:b] for a, b in bounds])
+    tensors: dict[str, NDArray[Any]] = {**sealed(coded, words_BL), **beside, "token_ids": tokens}
+    stored_bytes = sum(tensor.nbytes for tensor_name, tensor in tensors.items() if is_bulk(tensor_name))
+    for decoded in (
+        int(runs.edges[-1]) * row_bytes(spec, stored_streams(streams)),
+        *(stream.ids.nbytes for stream in trace.streams.values()),
+    ):
+        check_memory(decoded, stored_bytes)
 
-    sizes = words_BL.reshape(-1).astype(np.int64)
     layers = [[int(layer.index), layer.kind.value] for layer in spec.layers]
     row_seals = b"".join([seal_arrays(tokens[a:b], valid[a:b]) for a, b in bounds])
-    payload_seals = seal_slices(payloads, np.cumsum(sizes) - sizes, sizes)
-    small: dict[str, NDArray[Any]] = {
+    tensors |= {
         "run_offsets": runs.offsets,
         "run_starts": runs.starts,
         "run_lengths": runs.lengths,
         "block_starts": starts,
         "span_starts": spans,
         "span_versions": versions[spans],
-        "payload_words": words_BL,
-        "payload_seals": np.frombuffer(payload_seals, np.uint8).reshape(*words_BL.shape, SEAL_BYTES),
         "row_seals": np.frombuffer(row_seals, np.uint8).reshape(len(bounds), SEAL_BYTES),
+        "valid_bits": np.packbits(valid, bitorder="little"),
         **codec.tables,
     }
     facts = {"num_experts": int(spec.num_experts), "top_k": int(spec.top_k), "layers": layers, "model": spec.model}
@@ -133,11 +137,12 @@ def encode_trace(trace: RoutingTrace, name: CodecName) -> tuple[dict[str, str], 
         "foreroute.spec": json.dumps(facts),
         "foreroute.codec": name,
         "foreroute.pick_order": ORDER[trace.pick_order_kept and codec.keeps_order],
+        "foreroute.streams": streams,
         "foreroute.provenance": json.dumps(dict(trace.provenance)),
     }
+    small = {name: tensor for name, tensor in tensors.items() if not is_bulk(name)}
     metadata["foreroute.digest"] = seal_file(metadata, small)
-    bits = np.packbits(valid, bitorder="little")
-    return metadata, {**small, "token_ids": tokens, "valid_bits": bits, "payloads": payloads}
+    return metadata, tensors
 
 
 def _refuse_what_no_reader_takes(trace: RoutingTrace, ids_NLK: NDArray[Any]) -> None:
@@ -160,7 +165,7 @@ def _refuse_what_no_reader_takes(trace: RoutingTrace, ids_NLK: NDArray[Any]) -> 
 
 
 def share_prefixes(trace: RoutingTrace) -> tuple[StoredRuns, NDArray[np.int64], NDArray[np.int64]]:
-    """Find routed prefixes that an earlier sequence has too: same tokens, weight versions and routes.
+    """Find routed prefixes that an earlier sequence has too: same tokens, weight versions and decisions.
 
     Returns:
         runs: how each sequence is chained.
@@ -203,10 +208,13 @@ def _common_rows(trace: RoutingTrace, a: int, b: int) -> int:
         length = int(differs.argmax()) if differs.any() else length
     routed = trace.valid_N[first_a : first_a + length]
     length = length if routed.all() else int(routed.argmin())
-    ids = trace.expert_ids_NLK
+    for stream in trace.streams.values():
+        length = common_rows(stream, first_a, first_b, length)
+    picked = [trace.expert_ids_NLK, *([] if trace.gate_weights_NLK is None else [trace.gate_weights_NLK])]
     for start in range(0, length, COMPARED_ROWS):
         stop = min(start + COMPARED_ROWS, length)
-        differs = (ids[first_a + start : first_a + stop] != ids[first_b + start : first_b + stop]).any(axis=(1, 2))
+        here, there = (slice(first + start, first + stop) for first in (first_a, first_b))
+        differs = np.logical_or.reduce([(each[here] != each[there]).any(axis=(1, 2)) for each in picked])
         if differs.any():
             return start + int(differs.argmax())
     return length

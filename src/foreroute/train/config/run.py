@@ -108,6 +108,8 @@ class ParallelConfig(Section):
 
     expert: Ranks = 1
     """Ranks, one process each."""
+    topology: str | None = None
+    """A [topology file](planner.md#the-topology-file), whose prices plans go by; without, nothing is priced."""
     ranks_per_node: Ranks | None = None
     """Ranks that share a node's memory; all by default."""
     redundant_slots: Slots = 2
@@ -116,6 +118,12 @@ class ParallelConfig(Section):
     """A cell is balanced with its busiest rank at most this share above the mean."""
     slots: Literal["layer", "shared"] = "layer"
     """Slots of each layer, or one set for all."""
+    home_moves: Natural | Literal["all"] = 0
+    """Most experts of a layer that change their home before a step."""
+    pay_off: bool | None = None
+    """Drop replicas that cost more time than they save; by default where plans are priced."""
+    traffic: bool | None = None
+    """More replicas, against traffic between nodes; by default where that pays."""
     paths: Literal["auto", "host", "direct"] = "auto"
     """Replicas travel through the node's memory, peer to peer, or by the faster."""
     shared_memory: str = "/dev/shm"
@@ -143,6 +151,15 @@ class ParallelConfig(Section):
             self.refuse_unused(
                 ParallelConfig.model_fields, "with expert = 1, one process; set expert, or leave them out"
             )
+        if self.topology is not None:
+            self.refuse_unused(
+                ("ranks_per_node", "redundant_slots"), "beside topology, which says them; leave them out"
+            )
+        elif self.pay_off or self.traffic:
+            asked = "pay_off" if self.pay_off else "traffic"
+            raise ValueError(f"{asked} = true goes by prices; name a topology file, or leave it out")
+        if self.traffic and self.slots != "shared":
+            raise ValueError('traffic = true refills all slots in every cell; set slots = "shared", or leave it out')
         if self.deadline_s is not None and self.deadline_s >= self.timeout_s:
             raise ValueError(f"deadline_s = {self.deadline_s} is not below timeout_s = {self.timeout_s}")
         return self

@@ -97,11 +97,6 @@ class HomePlacement:
         return after_LE
 
     def _objection(self, homes: StepPlan | NDArray[np.integer]) -> str | None:
-        if isinstance(homes, StepPlan) and len(homes.expert_R):
-            return (
-                f"the plan has {len(homes.expert_R)} replicas, which Megatron does not execute; plan with "
-                "redundant_slots=0, or pass plan.home_LE to take its homes alone"
-            )
         home_LE = np.asarray(homes.home_LE if isinstance(homes, StepPlan) else homes)
         shape, num_ep_ranks = self.block_home_LE.shape, self._num_ep_ranks
         each = shape[1] // num_ep_ranks

@@ -1,0 +1,177 @@
+"""Sampling masks: bytes in a file, codec speed, and log-probabilities on the recorded sets.
+
+Sizes. Sets of top-p 0.8 and 0.95 and at most 512 tokens, from flat and from peaked distributions over 151,936 tokens:
+Zipf's law of several exponents over an order of tokens that is drawn for each row. `of_bound` is the bytes in a file
+over log2 C(V, n) bits for each set of n, which says nothing of n; `of_json`, over the lists of an engine's answer. The
+figure `mask_bytes_over_bound` is `of_bound` of sets of 39.
+
+Log-probabilities, forward and backward, float32, sets of 512 tokens. The baseline computes what an unmasked loss needs,
+a tile of rows at a time, and makes its logits again in the backward pass. Time is from interleaved pairs. Memory is
+what each takes at most above its inputs, from the resident size of a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from math import lgamma, log
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.harness.pairs import compare
+from foreroute.replay import masked_logprobs
+from foreroute.trace import SAMPLING, DecisionStream, RoutedLayer, RoutingSpec, RoutingTrace, encoded_size
+from foreroute.trace.file.codec.rice import read_sets, write_sets
+
+VOCABULARY, WIDTH, SET, TILE = 151_936, 512, 512, 512
+ROWS, QUICK_ROWS = 8192, 256
+EXPONENTS = {"flat": (0.9, 1.0, 1.1, 1.2), "peaked": (*[4.0] * 8, 1.2, 1.0)}
+"""One is drawn for each row. With 4, a token has 92 % of the probability."""
+MOST_KEPT = 512
+
+
+def run(*, quick: bool) -> dict[str, Any]:
+    """Sizes, speeds, and ratios of time and memory."""
+    sizes = {
+        f"{name}, top-p {top_p}": _sizes(exponents, top_p, 500 if quick else 4000)
+        for name, exponents in EXPONENTS.items()
+        for top_p in (0.8, 0.95)
+    }
+    sizes |= {f"sets of {count}": _of_size(count, 500 if quick else 4000) for count in (3, 39)}
+    rows = QUICK_ROWS if quick else ROWS
+    made = [_measured(name, rows) for name in ("masked", "tiled")]
+    time_ratio = _timed(rows, pairs=2 if quick else 3)
+    return {
+        "metrics": {
+            "mask_bytes": sizes,
+            "mask_bytes_over_bound": sizes["sets of 39"]["of_bound"],
+            "codec": _speed(40_000 if quick else 400_000),
+            "rows": rows,
+            "masked_time_over_plain": time_ratio,
+            "masked_memory_over_plain": made[0]["bytes"] / made[1]["bytes"],
+            "masked_mib": made[0]["bytes"] / 2**20,
+        },
+        "baselines": {"tiled_mib": made[1]["bytes"] / 2**20},
+    }
+
+
+def _sizes(exponents: tuple[float, ...], top_p: float, rows: int) -> dict[str, float]:
+    rng = np.random.default_rng(0)
+    weights = [np.arange(1, VOCABULARY + 1) ** -exponent for exponent in exponents]
+    kept = [int(np.searchsorted(np.cumsum(each / each.sum()), top_p)) + 1 for each in weights]
+    return _measured_sizes(rng, np.minimum(rng.choice(kept, rows), MOST_KEPT))
+
+
+def _of_size(count: int, rows: int) -> dict[str, float]:
+    return _measured_sizes(np.random.default_rng(1), np.full(rows, count))
+
+
+def _measured_sizes(rng: np.random.Generator, counts: NDArray[np.int64]) -> dict[str, float]:
+    sets = [rng.choice(VOCABULARY, count, replace=False) for count in counts]
+    masks = DecisionStream.from_sets(VOCABULARY, np.ones(len(sets), bool), counts, np.concatenate(sets))
+    spec = RoutingSpec(8, 1, (RoutedLayer(0),))
+    trace = RoutingTrace.from_sequences(spec, [np.zeros(len(sets), int)], [np.zeros((len(sets), 1, 1), np.int64)])
+    taken = encoded_size(trace.with_stream(SAMPLING, masks), "packed") - encoded_size(trace, "packed")
+    bound = sum(_log2_sets(VOCABULARY, int(count)) for count in counts) / 8
+    written = sum(len(json.dumps(ids.tolist(), separators=(",", ":"))) + 1 for ids in sets)
+    return {
+        "mean_set": float(counts.mean()),
+        "bytes_per_token": taken / len(sets),
+        "of_bound": taken / bound,
+        "of_json": taken / written,
+    }
+
+
+def _log2_sets(of: int, count: int) -> float:
+    return (lgamma(of + 1) - lgamma(count + 1) - lgamma(of - count + 1)) / log(2)
+
+
+def _speed(num_ids: int) -> dict[str, float]:
+    """Megabytes of int32 ids that one core encodes and decodes in a second, in sets of 39."""
+    rows = num_ids // 39
+    rng = np.random.default_rng(2)
+    ids = np.concatenate([np.sort(rng.choice(VOCABULARY, 39, replace=False)) for _ in range(rows)]).astype(np.int32)
+    offsets, valid, order = np.arange(0, 39 * rows + 1, 39), np.ones(rows, bool), np.arange(rows)
+    out, counts, read = np.zeros(len(ids), np.uint64), np.zeros(rows, np.int64), np.zeros(len(ids), np.int32)
+
+    def write() -> int:
+        out[:] = 0
+        return int(write_sets(offsets, ids, valid, order, 1, 0, VOCABULARY, out))
+
+    words = out[: -(-write() // 64) + 1]
+    assert read_sets(words, VOCABULARY, counts, read)
+    assert np.array_equal(read, ids)
+    return {
+        "encode_mb_per_s": 4 * len(ids) / 1e6 / _seconds(write),
+        "decode_mb_per_s": 4 * len(ids) / 1e6 / _seconds(lambda: read_sets(words, VOCABULARY, counts, read)),
+    }
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(5):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return sorted(taken)[2]
+
+
+def _problem(rows: int) -> tuple[Tensor, Tensor, Tensor, DecisionStream]:
+    rng = np.random.default_rng(3)
+    ids = np.concatenate([np.sort(rng.choice(VOCABULARY, SET, replace=False)) for _ in range(rows)])
+    masks = DecisionStream.from_sets(VOCABULARY, np.ones(rows, bool), np.full(rows, SET), ids)
+    torch.manual_seed(0)
+    hidden, head = torch.randn(rows, WIDTH), torch.randn(VOCABULARY, WIDTH) / WIDTH**0.5
+    return hidden.requires_grad_(), head.requires_grad_(), torch.from_numpy(ids.reshape(rows, SET)[:, 7].copy()), masks
+
+
+def _masked(hidden: Tensor, head: Tensor, targets: Tensor, masks: DecisionStream) -> None:
+    torch.autograd.grad(masked_logprobs(hidden, head, targets, masks).sum(), (hidden, head))
+
+
+def _tiled(hidden: Tensor, head: Tensor, targets: Tensor, masks: DecisionStream) -> None:
+    def logprobs(hidden_RH: Tensor, targets_R: Tensor) -> Tensor:
+        logits_RV = hidden_RH @ head.T
+        return logits_RV.gather(1, targets_R[:, None])[:, 0] - logits_RV.logsumexp(-1)
+
+    tiles = zip(hidden.split(TILE), targets.split(TILE), strict=True)
+    parts = [checkpoint(logprobs, *tile, use_reentrant=False) for tile in tiles]
+    torch.autograd.grad(torch.cat(parts).sum(), (hidden, head))
+
+
+LOSSES = {"masked": _masked, "tiled": _tiled}
+
+
+def _timed(rows: int, *, pairs: int) -> float:
+    problem = _problem(rows)
+    return compare(lambda: _masked(*problem), lambda: _tiled(*problem), pairs=pairs).ratio
+
+
+def _measured(name: str, rows: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.decisions", name, str(rows)]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    measured: dict[str, float] = json.loads(done.stdout)
+    return measured
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    problem = _problem(int(sys.argv[2]))
+    before = _peak()
+    LOSSES[sys.argv[1]](*problem)
+    print(json.dumps({"bytes": _peak() - before}))

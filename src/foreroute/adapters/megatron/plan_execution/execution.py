@@ -1,0 +1,276 @@
+"""A plan in force: which of its cells a layer runs now, and what all ranks have agreed on before it does.
+
+The micro-step of a pass belongs to its routes (`ReplayRows.micro_step`). A recomputation runs on the input of its own
+pass, and nodes of autograd keep their cell. So a fetch is bound to (step, micro-step, layer), whatever ran last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from foreroute.adapters.megatron.discover import ChunkRouter
+from foreroute.adapters.megatron.plan_execution.columns import CellColumns
+from foreroute.adapters.megatron.plan_execution.layer import (
+    CellWork,
+    PlannedLayer,
+    home_parameters,
+    objection_to_layer,
+)
+from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas
+from foreroute.adapters.megatron.route_shard import RouteShard
+from foreroute.ep.transfer import Cell
+from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan
+from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError
+from foreroute.plan import ExecutionSchedule, StepPlan
+from foreroute.plan.counts import counts_digest
+from foreroute.replay import ReplayRows
+from foreroute.replay.passes import PassStack
+from foreroute.trace import RoutedLayer, RoutingSpec
+
+
+class ExecutionRanks:
+    """The expert-parallel ranks of this pipeline stage, as they agree and as they send weights. Made together.
+
+    Args:
+        ep_group: Megatron's.
+
+    Attributes:
+        consensus: of them.
+        peers: the same, for weights and gradients.
+    """
+
+    def __init__(self, ep_group: Any) -> None:
+        self.consensus = RankConsensus(ep_group)
+        self.peers = PeerGroup(ep_group)
+
+    def gather_counts(self, micro_batches: Sequence[RouteShard]) -> NDArray[np.int32]:
+        """int32 [M, L, G, E], assignments of every rank in the L layers of this stage.
+
+        Raises:
+            CountsError: on every rank alike, when ranks have other numbers of micro-batches.
+        """
+        counts_MLE = np.array([shard.counts_LE for shard in micro_batches], np.int32)
+        what = "gathering counts"
+        texts = self.consensus.texts(f"{len(micro_batches)} micro-batches", what)
+        if len(set(texts)) > 1 or not micro_batches:
+            listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+            raise CountsError(
+                f"ranks have other micro-batches than can be planned ({listed}); expected as many on each"
+            )
+        counts_GMLE = self.consensus.gather(torch.from_numpy(counts_MLE), what).numpy()
+        return np.moveaxis(counts_GMLE, 0, 2)
+
+
+class PlanExecution:
+    """What `RoutedMegatron.execute` yields. Making one is a collective call of the expert-parallel ranks.
+
+    Args:
+        ranks: of this stage.
+        step: other than that of every execution before.
+        plan: the same on all of them.
+        counts_MLGE: integers [M, L, G, E], that the plan was made for.
+        micro_batches: of this rank.
+        spec: of the whole model.
+        stage: per chunk, the routers of this rank and the passes that they run in.
+        home_LE: int16 [L, E], where experts live.
+
+    Attributes:
+        plan: the plan.
+        executed_ML: int64 [M, L], assignments that the experts of this rank have computed, recomputation left out;
+            layers of other stages have none.
+
+    Raises:
+        PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts or homes.
+        CountsError: on every rank alike, when the plan was made for other counts, or a micro-batch has others.
+        PlacementError: on every rank alike, when a layer cannot execute a plan.
+    """
+
+    def __init__(
+        self,
+        ranks: ExecutionRanks,
+        step: int,
+        plan: StepPlan,
+        counts_MLGE: NDArray[np.integer],
+        micro_batches: Sequence[RouteShard],
+        spec: RoutingSpec,
+        stage: Sequence[tuple[Sequence[ChunkRouter], PassStack]],
+        home_LE: NDArray[np.int16],
+    ) -> None:
+        self.plan = plan
+        self.executed_ML = np.zeros(plan.shape[:2], np.int64)
+        self._ranks, self._step, self._shards = ranks, step, list(micro_batches)
+        self._counts_MLGE = counts_MLGE
+        # chunks without routers take no part
+        self._begun = {chunk: 0 for chunk, (sites, _) in enumerate(stage) if sites}
+        consensus = ranks.consensus
+        what = f"agreeing on the plan of step {step}"
+        agree_on_plan(consensus, step, plan)
+        _raise_alike(consensus, PlacementError, _objection_to_layers(stage), what)
+        _raise_alike(consensus, PlanError, _objection_to_plan(plan, len(self._shards), spec, home_LE), what)
+        layers = [spec.layers.index(site.layer) for sites, _ in stage for site in sites]
+        mine = _objection_to_counts(plan, counts_MLGE, self._shards, layers, consensus.rank)
+        _raise_alike(consensus, CountsError, mine, what)
+        partly = torch.tensor([not shard.is_whole for shard in self._shards], dtype=torch.int32)
+        self._known_M = [not any_ for any_ in consensus.most(partly, what).tolist()]
+        self._schedule = ExecutionSchedule(plan, counts_MLGE, consensus.rank)
+        self._layers = [
+            PlannedLayer(site, plan.topology.redundant_slots, self._begin(site, spec.layers.index(site.layer), passes))
+            for sites, passes in stage
+            for site in sites
+        ]
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Have the layers execute it while the context is open. Leaving it is a collective call.
+
+        Raises:
+            ReplayError: on every rank alike, when a micro-step was not run.
+        """
+        with ExitStack() as stack:
+            for layer in self._layers:
+                stack.enter_context(layer.in_place())
+            yield
+        objection = None
+        fewest = min(self._begun.values(), default=len(self._shards))
+        if fewest < len(self._shards):
+            objection = f"{fewest} of {len(self._shards)} planned micro-batches ran"
+        _raise_alike(self._ranks.consensus, ReplayError, objection, f"ending step {self._step}")
+
+    def begin_pass(self, chunk: int, shard: RouteShard) -> int:
+        """A chunk begins its next forward, on these routes. A collective call. Returns the micro-step.
+
+        Raises:
+            CountsError: on every rank alike, when these routes are not the ones that were planned.
+        """
+        micro_step = self._begun[chunk]
+        objection = None
+        if micro_step == len(self._shards):
+            objection = f"a forward begins after all {micro_step} planned micro-batches; plan as many as are run"
+        elif shard is not self._shards[micro_step]:
+            objection = (
+                f"micro-batch {micro_step} brings other routes than were planned; put what was given to execute() into "
+                "the batches, in the same order"
+            )
+        _raise_alike(self._ranks.consensus, CountsError, objection, f"beginning micro-step {micro_step}")
+        self._begun[chunk] += 1
+        return micro_step
+
+    def _begin(self, site: ChunkRouter, layer: int, passes: PassStack) -> Callable[[], CellWork]:
+        home = home_parameters(site)
+        fuses_gradients = bool(site.block.config.gradient_accumulation_fusion)
+
+        def begin() -> CellWork:
+            rows, is_recompute, micro_step = _replayed(passes, site)
+            cell = Cell(self._step, micro_step, layer)
+            plan = self.plan.cell(cell.micro_step, layer)
+            rank = self._ranks.consensus.rank
+            counts_GE = self._counts_MLGE[cell.micro_step, layer]
+            columns = CellColumns.of(plan, counts_GE, rank, self.plan.topology.redundant_slots)
+            replicas = None
+            if columns.has_replicas:
+                moves = self._schedule.cell(cell.micro_step, layer)
+                replicas = BorrowedReplicas(self._ranks.peers, cell, moves, home, fuses_gradients=fuses_gradients)
+            planned_R = None if rows.unrouted_Q is None else rows.routed_R
+            note = (lambda _: None) if is_recompute else partial(self._note, cell)
+            return CellWork(columns, planned_R, self._known_M[cell.micro_step], replicas, note)
+
+        return begin
+
+    def _note(self, cell: Cell, num_rows: int) -> None:
+        self.executed_ML[cell.micro_step, cell.layer] += num_rows
+
+
+def whole_counts(
+    counts_MLGE: NDArray[np.int32], layers: Sequence[RoutedLayer], spec: RoutingSpec, pp_group: Any
+) -> NDArray[np.int32]:
+    """Put the layers of all pipeline stages together. A collective call of them.
+
+    Args:
+        counts_MLGE: int32 [M, L here, G, E]; G may be 0 where there is no layer.
+        layers: of this stage.
+        spec: of the whole model.
+        pp_group: Megatron's; None for one stage.
+
+    Returns:
+        int32 [M, L, G, E].
+    """
+    stages: list[Any] = [(tuple(layers), counts_MLGE)]
+    if pp_group is not None and pp_group.size() > 1:
+        stages = [None] * pp_group.size()
+        dist.all_gather_object(stages, (tuple(layers), counts_MLGE), group=pp_group)
+    columns: Mapping[RoutedLayer, NDArray[np.int32]] = {
+        layer: counts[:, i] for of_stage, counts in stages for i, layer in enumerate(of_stage)
+    }
+    return np.stack([columns[layer] for layer in spec.layers], axis=1)
+
+
+def _replayed(passes: PassStack, site: ChunkRouter) -> tuple[ReplayRows, bool, int]:
+    """The rows of the pass that runs, whether it is a recomputation, and its micro-step."""
+    rows = passes.top.input.rows if passes else None
+    if rows is None or rows.micro_step is None:
+        raise ReplayError(
+            f"the layer of {site.path} runs under a plan, and outside of a replay of planned routes; call the schedule "
+            "with routed.replaying(forward_step), and bring the routes that were given to execute() in every batch"
+        )
+    return rows, passes.top.is_recompute, rows.micro_step
+
+
+def _raise_alike(consensus: RankConsensus, error: type[Exception], mine: str | None, what: str) -> None:
+    if objections := consensus.objections(mine, what):
+        raise error(f"{what}: " + "; ".join(objections))
+
+
+def _objection_to_layers(stage: Sequence[tuple[Sequence[ChunkRouter], PassStack]]) -> str | None:
+    for site in (site for sites, _ in stage for site in sites):
+        if reason := objection_to_layer(site):
+            return f"the layer of {site.path} cannot execute a plan: {reason}"
+    return None
+
+
+def _objection_to_plan(
+    plan: StepPlan, num_micro_batches: int, spec: RoutingSpec, home_LE: NDArray[np.int16]
+) -> str | None:
+    expected = (num_micro_batches, spec.num_layers, spec.num_experts)
+    if plan.shape != expected:
+        return f"the plan is for (micro-batches, layers, experts) = {plan.shape}, expected {expected}"
+    if not np.array_equal(plan.home_LE, home_LE):
+        layer, expert = np.argwhere(plan.home_LE != home_LE)[0].tolist()
+        return (
+            f"expert {expert} of routed layer {layer} lives on rank {home_LE[layer, expert]}, and on rank "
+            f"{plan.home_LE[layer, expert]} by the plan; call routed.move_homes(plan.home_LE, optimizer) first"
+        )
+    return None
+
+
+def _objection_to_counts(
+    plan: StepPlan,
+    counts_MLGE: NDArray[np.integer],
+    shards: Sequence[RouteShard],
+    layers: Sequence[int],
+    rank: int,
+) -> str | None:
+    expected = (*plan.shape[:2], plan.topology.num_ranks, plan.shape[2])
+    if counts_MLGE.shape != expected or counts_MLGE.dtype.kind not in "iu":
+        return f"counts are {counts_MLGE.dtype} {list(counts_MLGE.shape)}, expected integers {list(expected)}"
+    found = counts_digest(counts_MLGE)
+    if found != plan.counts_digest:
+        return f"counts have digest {found}, the plan was made for {plan.counts_digest}; hand in the counts of the plan"
+    for micro_step, shard in enumerate(shards):
+        differs = np.argwhere(shard.counts_LE != counts_MLGE[micro_step, layers, rank])
+        if len(differs):
+            row, expert = differs[0].tolist()
+            return (
+                f"micro-batch {micro_step} makes {shard.counts_LE[row, expert]} assignments to expert {expert} of "
+                f"routed layer {layers[row]}, {counts_MLGE[micro_step, layers[row], rank, expert]} were planned; hand "
+                "in the micro-batches that were counted, in the same order"
+            )
+    return None

@@ -1,0 +1,191 @@
+"""One MoE layer while a plan is executed: columns before its dispatcher, replicas behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+from torch import Tensor, nn
+
+from foreroute.adapters.megatron.discover import ChunkRouter
+from foreroute.adapters.megatron.plan_execution.columns import CellColumns
+from foreroute.adapters.megatron.plan_execution.dispatching import PlannedDispatcher
+from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas, Refetch
+from foreroute.errors import PlacementError
+
+DISPATCHERS = (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher)
+DDP_MODULE = "megatron.core.distributed.distributed_data_parallel"
+REFUSED_SETTINGS = {
+    "moe_expert_capacity_factor": "its capacity counts columns as experts",
+    "moe_router_padding_for_quantization": "it adds rows to columns that no plan has counted",
+    "fp8": "scaling factors belong to parameters, and a slot is none",
+    "fp4": "scaling factors belong to parameters, and a slot is none",
+    "moe_latent_size": "rows are projected between the layer and its dispatcher",
+    "moe_apply_probs_on_input": "the experts module applies weights before its experts",
+    "delay_wgrad_compute": "gradients of homes would come after those of their replicas, when buckets have left",
+    "add_bias_linear": "biases of experts are added by their module",
+}
+"""Of TransformerConfig, and why they and replicas exclude each other."""
+
+
+@dataclass(frozen=True, eq=False)
+class CellWork:
+    """What a layer is to do in one pass over a cell.
+
+    Attributes:
+        columns: of the cell.
+        planned_R: bool [R], the rows of this rank that the counts are of; None for all.
+        counts_known: whether no rank has another row.
+        replicas: to be fetched; None where no rank serves any.
+        note: told the rows that the experts of this rank compute.
+    """
+
+    columns: CellColumns
+    planned_R: Tensor | None
+    counts_known: bool
+    replicas: BorrowedReplicas | None
+    note: Callable[[int], None]
+
+
+class PlannedLayer:
+    """Stands, on the instance, in a MoE layer's `preprocess` and `token_dispatcher` and in its experts' `forward`.
+
+    Args:
+        site: the layer's router.
+        num_slots: P, redundant slots of each rank.
+        begin: what the layer is to do in the pass that runs now.
+    """
+
+    def __init__(self, site: ChunkRouter, num_slots: int, begin: Callable[[], CellWork]) -> None:
+        self._site = site
+        self._block, self._experts = site.block, site.block.experts
+        self._begin = begin
+        self._dispatcher = PlannedDispatcher(self._block.token_dispatcher, num_slots)
+        # the class's own: columns stand where the permutation of moved homes does
+        self._preprocess = partial(type(self._block).preprocess, self._block)
+        self._run_home = self._experts.forward
+        self._work: CellWork | None = None
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Stand there while the context is open."""
+        with ExitStack() as stack:
+            for module, name, stand_in in (
+                (self._block, "preprocess", self._fill_columns),
+                (self._block, "token_dispatcher", self._dispatcher.dispatcher),
+                (self._experts, "forward", self._run_experts),
+            ):
+                stack.callback(_restore, module.__dict__, name, dict(module.__dict__))
+                module.__dict__[name] = stand_in
+            yield
+
+    def _fill_columns(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
+        """See `MoELayer.preprocess`. [R, E] each, and a map of bool."""
+        num_experts = self._site.module.num_experts
+        if routing_map.dtype != torch.bool or not probs.shape[-1] == routing_map.shape[-1] == num_experts:
+            raise PlacementError(
+                f"router {self._site.path} hands on weights {list(probs.shape)} and a map {list(routing_map.shape)} of "
+                f"{routing_map.dtype}; expected a column for each of {num_experts} experts, and a map of bool. No plan "
+                "can be executed in this configuration"
+            )
+        work = self._work = self._begin()
+        if work.replicas is not None:
+            _finish_gathering(self._experts)
+            work.replicas.fetch()
+            work.replicas.announce()
+        self._dispatcher.expect(work.columns if work.counts_known else None)
+        map_RC, probs_RC = work.columns.fill(routing_map, probs, work.planned_R)
+        return self._preprocess(hidden_states, probs_RC, map_RC)
+
+    def _run_experts(self, rows: Tensor, rows_per_slot: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `SequentialMLP.forward`. [R, D], [S], [R]."""
+        work, self._work = self._work, None
+        assert work is not None, "the layer hands rows to its dispatcher first"
+        sizes = rows_per_slot.tolist()
+        work.note(sum(sizes))
+        num_home = len(self._experts.local_experts)
+        here = sum(sizes[:num_home])
+        output, bias = self._run_home(rows[:here], rows_per_slot[:num_home], probs[:here])
+        borrowed = work.replicas
+        if borrowed is None:
+            return output, bias
+        served = [sizes[num_home + slot] for slot in borrowed.slots]
+        computed, token = borrowed.compute(self._experts.local_experts[0], rows[here:], probs[here:], served)
+        output = torch.cat([output, *computed])
+        borrowed.release()
+        return Refetch.apply(borrowed, token, output), bias
+
+
+def home_parameters(site: ChunkRouter) -> list[dict[str, nn.Parameter]]:
+    """Name -> parameter, of each home expert of a layer."""
+    return [dict(expert.named_parameters()) for expert in site.block.experts.local_experts]
+
+
+def objection_to_layer(site: ChunkRouter) -> str | None:
+    """Why a plan cannot be executed in a layer, or None."""
+    block, experts, config = site.block, site.block.experts, site.block.config
+    dispatcher = block.token_dispatcher
+    if any(getattr(type(block), name, None) is not getattr(MoELayer, name) for name in ("forward", "preprocess")):
+        return f"it is a {type(block).__name__} with a forward of its own, so it is not known where it dispatches"
+    if type(dispatcher) not in DISPATCHERS:
+        return (
+            f"its dispatcher is a {type(dispatcher).__name__}, which fills buffers of its own by expert; set "
+            "moe_token_dispatcher_type to alltoall or allgather"
+        )
+    if type(experts) is not SequentialMLP:
+        return (
+            f"its experts are a {type(experts).__name__}, whose kernels take the weights of its own parameters alone; "
+            "build the layer with SequentialMLP (moe_grouped_gemm=False)"
+        )
+    for linear in (experts.local_experts[0].linear_fc1, experts.local_experts[0].linear_fc2):
+        if type(linear) not in (ColumnParallelLinear, RowParallelLinear):
+            return (
+                f"its experts are made of {type(linear).__name__}, which keeps state for each of its weights; use the "
+                "local spec (use_transformer_engine=False)"
+            )
+    return _objection_to_settings(config, dispatcher) or _objection_to_parameters(site)
+
+
+def _objection_to_settings(config: Any, dispatcher: Any) -> str | None:
+    if dispatcher.tp_size > 1:
+        return (
+            f"expert_tensor_parallel_size is {dispatcher.tp_size}, and a replica is a whole expert; set it to 1 to "
+            "execute plans"
+        )
+    for name, reason in REFUSED_SETTINGS.items():
+        if getattr(config, name, None) not in (None, False):
+            return f"{name} is set: {reason}; train without it to execute plans"
+    return None
+
+
+def _objection_to_parameters(site: ChunkRouter) -> str | None:
+    for weights in home_parameters(site):
+        for name, parameter in weights.items():
+            if not parameter.requires_grad:
+                return (
+                    f"{name} of its experts is frozen, and gradients of replicas have no place to go; train all of them"
+                )
+    return None
+
+
+def _finish_gathering(experts: nn.Module) -> None:
+    """Under overlap_param_gather a weight is stale until the hook of its module has run, and it is about to be sent."""
+    for module in experts.modules():
+        for hook in module._forward_pre_hooks.values():
+            if getattr(hook, "__module__", None) == DDP_MODULE:
+                hook(module, ())
+
+
+def _restore(attributes: dict[str, Any], name: str, before: dict[str, Any]) -> None:
+    if name in before:
+        attributes[name] = before[name]
+    else:
+        del attributes[name]

@@ -1,0 +1,212 @@
+"""The replicas of one MoE layer: weights that are borrowed for a pass, and gradients that are brought home in time.
+
+Slots are plain tensors, which neither DistributedDataParallel, nor an optimizer, nor a checkpoint sees. Three nodes of
+autograd stand around what happens to the rows of a cell, and so backward meets them in the reverse order:
+
+    BringHome ── dispatch ── Borrow ── replicas compute ── Refetch ── combine
+
+`Refetch` has the weights fetched again, since other cells may have used the slots. `Borrow` sends gradients home.
+`BringHome` waits for those of this rank's experts and adds them to `main_grad` in its dtype, float32 as a rule. It is a
+node that the home parameters go into. So AccumulateGrad of a parameter, on which DistributedDataParallel counts the
+gradient as ready, comes after it: whatever bucket is reduced then has the gradients of all replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from foreroute.ep.transfer import Cell, PendingGradients
+from foreroute.ep.transfer.peers import PeerGroup, RowMoves, post
+from foreroute.ep.transfer.replica_weights import GradientReturn
+from foreroute.plan import CellSchedule
+
+Home = Sequence[Mapping[str, nn.Parameter]]
+"""name -> parameter, of each home expert of a layer, in ascending order of its id."""
+
+
+class BorrowedReplicas:
+    """The replicas of one pass over one cell. Every rank of the group makes one where any has a replica.
+
+    Args:
+        peers: the expert-parallel ranks.
+        cell: which.
+        moves: of the cell, on this rank.
+        home: of the layer, on this rank.
+        fuses_gradients: whether kernels add the gradient of a weight to its `main_grad` and return none.
+    """
+
+    def __init__(self, peers: PeerGroup, cell: Cell, moves: CellSchedule, home: Home, *, fuses_gradients: bool) -> None:
+        self.cell = cell
+        self.names = list(home[0])
+        self.home = home
+        self.slots = np.sort(moves.served["slot"]).tolist()
+        self._peers, self._moves = peers, moves
+        self._fuses_gradients = fuses_gradients
+        self._weights: dict[str, Tensor] | None = None
+        self._fused: list[Tensor] = []
+        self._pending: PendingGradients | None = None
+        self._anchor: Tensor | None = None
+
+    def fetch(self) -> None:
+        """Bring the weights of the replicas here, and send what others serve. All ranks call it."""
+        # only what is lent is put together: Megatron keeps a parameter for each expert
+        row_V = lent_rows(self._moves).tolist()
+        some = self.home[0]
+        lent = {
+            name: torch.stack([self.home[row][name].detach() for row in row_V])
+            if row_V
+            else some[name].new_empty((0, *some[name].shape))
+            for name in self.names
+        }
+        weights = {name: some[name].new_empty((len(self.slots), *some[name].shape)) for name in self.names}
+        what = f"fetching the replicas of {self.cell}"
+        post(
+            self._peers, RowMoves(self._moves.lent, "place"), lent, RowMoves(self._moves.served, "place"), weights, what
+        ).wait()
+        self._weights = weights
+
+    def announce(self) -> None:
+        """Before the rows are dispatched: from now on, backward will bring gradients home."""
+        self._anchor = BringHome.apply(self, *(weights[name] for weights in self.home for name in self.names))
+
+    def compute(
+        self, expert: nn.Module, rows: Tensor, probs: Tensor, sizes: Sequence[int]
+    ) -> tuple[list[Tensor], Tensor]:
+        """Run the replicas here, each on its rows.
+
+        Args:
+            expert: any of the module's experts, for what it computes.
+            rows: [R, D], in order of slot.
+            probs: [R].
+            sizes: rows of each replica here.
+
+        Returns:
+            What comes out of each replica, and a token that hands backward on to `Borrow`.
+        """
+        token, *flat = Borrow.apply(self, self._anchor)
+        if self._fuses_gradients:
+            self._fused = [torch.zeros_like(weight, dtype=torch.float32) for weight in flat]
+            for weight, main_grad in zip(flat, self._fused, strict=True):
+                weight.main_grad = main_grad
+        computed = []
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            parts = zip(rows.split(list(sizes)), probs.split(list(sizes)), strict=True)
+            for i, part in enumerate(parts):
+                weights = {name: flat[n * len(self.slots) + i] for n, name in enumerate(self.names)}
+                computed.append(torch.func.functional_call(expert, weights, part)[0])
+        return computed, token
+
+    def release(self) -> None:
+        """Other cells may have the memory from here on."""
+        self._weights = None
+
+    def send_home(self, grads: Sequence[Tensor | None]) -> None:
+        """Begin to return the gradients of the replicas here, in the order of `borrow`. All ranks call it."""
+        assert self._weights is not None, "Refetch comes first"
+        found = self._fused if self._fuses_gradients else grads
+        # a replica that no row came to may have none
+        own = [
+            torch.zeros_like(weight) if grad is None else grad
+            for weight, grad in zip(self.borrow(), found, strict=True)
+        ]
+        num = len(self.slots)
+        dtype = torch.float32 if self._fuses_gradients else next(iter(self._weights.values())).dtype
+        sent = {
+            name: torch.stack(own[n * num : (n + 1) * num]) if num else self._weights[name].to(dtype)
+            for n, name in enumerate(self.names)
+        }
+        what = f"returning the gradients of {self.cell}"
+        self._pending = GradientReturn(self._peers, self._moves, sent, what)
+        self._weights, self._fused = None, []
+
+    def wait_home(self) -> list[Tensor | None]:
+        """The gradients of replicas elsewhere, in float32, in the order of `BringHome`; None where there is none."""
+        assert self._pending is not None, "Borrow comes first, which alone is given the scalar of BringHome"
+        returned, self._pending = self._pending.wait(), None
+        lent = set(lent_rows(self._moves).tolist())
+        return [returned[name][row] if row in lent else None for row in range(len(self.home)) for name in self.names]
+
+    def borrow(self) -> list[Tensor]:
+        """Weights of the replicas here, name after name."""
+        assert self._weights is not None, "fetched before the rows were dispatched"
+        return [row for name in self.names for row in self._weights[name]]
+
+    def _pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps: in place of a borrowed weight, or a view of it, where it lies in the slots."""
+        assert self._weights is not None, "replicas compute before they are released"
+        for name, weights in self._weights.items():
+            if tensor.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr() and tensor.numel():
+                return name, tensor.size(), tensor.stride(), tensor.storage_offset()
+        return tensor
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        assert self._weights is not None, "Refetch comes first"
+        name, size, stride, offset = packed
+        return self._weights[name].as_strided(size, stride, offset)
+
+
+def lent_rows(moves: CellSchedule) -> NDArray[np.int64]:
+    """int64 [V], the row in this rank's shard of every replica elsewhere, in the order in which gradients come home."""
+    row_V = np.empty(len(moves.lent), np.int64)
+    row_V[moves.lent["place"]] = moves.lent["row"]
+    return row_V
+
+
+class BringHome(Function):
+    """`BringHome.apply(borrowed, *home parameters)`: a scalar, which `Borrow` takes."""
+
+    @staticmethod
+    def forward(ctx: Any, borrowed: BorrowedReplicas, *home: Tensor) -> Tensor:
+        ctx.borrowed, ctx.home = borrowed, home
+        ctx.set_materialize_grads(False)
+        return home[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        grads: list[Tensor | None] = []
+        for parameter, grad in zip(ctx.home, ctx.borrowed.wait_home(), strict=True):
+            main_grad = getattr(parameter, "main_grad", None)
+            if grad is not None and main_grad is not None:
+                # autograd would round to the parameter's dtype, and after fused kernels Megatron ignores what it brings
+                main_grad.add_(grad)
+                grad = None
+            grads.append(None if grad is None else grad.to(parameter.dtype))
+        return None, *grads
+
+
+class Borrow(Function):
+    """`Borrow.apply(borrowed, scalar)`: a token and the weights of the replicas here. On ranks that have none too."""
+
+    @staticmethod
+    def forward(ctx: Any, borrowed: BorrowedReplicas, scalar: Tensor) -> tuple[Tensor, ...]:
+        ctx.borrowed = borrowed
+        ctx.set_materialize_grads(False)
+        return scalar.new_zeros(()), *borrowed.borrow()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.borrowed.send_home(grads[1:])
+        return None, grads[0]
+
+
+class Refetch(Function):
+    """`Refetch.apply(borrowed, token, output)`: the output. Backward begins with fetching the replicas again."""
+
+    @staticmethod
+    def forward(ctx: Any, borrowed: BorrowedReplicas, token: Tensor, output: Tensor) -> Tensor:
+        ctx.borrowed = borrowed
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.borrowed.fetch()
+        return None, grads[0].new_zeros(()), grads[0]

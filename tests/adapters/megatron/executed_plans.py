@@ -1,0 +1,200 @@
+"""Training with plans that are executed, and the same training with every expert at home: what there is to compare."""
+
+import contextlib
+import itertools
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from foreroute import RoutedLayer, RoutingSpec, RoutingTrace, layout
+from foreroute.adapters import megatron
+from foreroute.plan import Links, PlanOptions, Topology
+from foreroute.planner import plan
+from tests.adapters.megatron.cpu_optimizers import Trained, finalize_model_grads
+from tests.adapters.megatron.grid_checks import carrying
+from tests.adapters.megatron.home_move_checks import put_together, whole_experts
+from tests.adapters.megatron.micro_batches import make_batches
+from tests.adapters.megatron.model_chunks import EXPERTS, build, initialize
+from tests.adapters.megatron.training_step import forward_step, moe_layers, step
+from tests.plan.random_plans import random_plan
+
+STEPS = 3
+SLOTS = 2
+LINKS = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
+
+
+def trained(case, planned, after_schedule=lambda: None):
+    """Three steps of a case.
+
+    Args:
+        case: see `grid.ExecutionCase`.
+        planned: "static", "planned" or "random"; None for Megatron as it is.
+        after_schedule: called before gradients are summed over ranks.
+
+    Returns:
+        Losses, gradients after reduction by (step, parameter), weights and optimizer state; rows off the plan, cells
+        with replicas and rows of the slowest rank.
+    """
+    cell = case.cell
+    doubles_stay()
+    initialize(cell)
+    chunks = [chunk.to(chunk.config.params_dtype) for chunk in build(cell)]
+    routed = megatron.attach(chunks)
+    model = Trained(chunks, case.optimizer, **dict(case.told))
+    if dict(case.told).get("overlap_grad_reduce"):
+        of_chunks = [chunk.no_sync for chunk in model.chunks]
+        chunks[0].config.no_sync_func = of_chunks if len(of_chunks) > 1 else of_chunks[0]
+    forward = routed.replaying(forward_step)
+    found = {"losses": [], "gradients": {}, "off_plan": 0, "replicas": 0, "largest": []}
+    for number in range(STEPS):
+        model.zero_grad()
+        batches = make_batches(cell, seed=number)
+        traces = [skewed(batch, case, number, m) for m, batch in enumerate(batches)]
+        shards = [routed.shard(trace, laid_out(batch)) for batch, trace in zip(batches, traces, strict=True)]
+        with contextlib.ExitStack() as stack:
+            if planned is not None:
+                made, counts_MLGE, shards = make_plan(routed, model, planned, number, shards, (batches, traces))
+                execution = stack.enter_context(routed.execute(made, counts_MLGE, shards))
+            found["losses"].append(step(model.chunks, carrying(batches, shards), forward)[0])
+        if planned is not None:
+            found["replicas"] += len(made.expert_R)
+            found["off_plan"] += rows_off_plan(routed, execution, counts_MLGE) if case.complete else 0
+            found["largest"].append(execution.executed_ML)
+        after_schedule()
+        finalize_model_grads(model.chunks)
+        found["gradients"].update({(number, *key): grad for key, grad in whole_gradients(routed, model).items()})
+        model.apply()
+    if dict(case.told).get("overlap_param_gather"):
+        for chunk in model.chunks:
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                group.finish_param_sync()
+    found["weights"] = {
+        **whole_experts(routed, model),
+        **{
+            (i, name): tensor.detach().clone()
+            for i, chunk in enumerate(model.chunks)
+            for name, tensor in chunk.named_parameters()
+            if "experts." not in name
+        },
+    }
+    return found
+
+
+def make_plan(routed, model, planned, number, shards, data):
+    """(plan, counts, shards) of a step. A random plan also moves homes, after which padding is spread elsewhere."""
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    topology = Topology(ranks, ranks, 0 if planned == "static" else SLOTS, LINKS)
+    counts_MLGE = routed.gather_counts(shards)
+    if planned == "random":
+        homes = random_plan(counts_MLGE, topology, seed=number, moves=4).home_LE
+        routed.move_homes(homes, model.optimizer)
+        shards = [routed.shard(trace, laid_out(batch)) for batch, trace in zip(*data, strict=True)]
+        counts_MLGE = routed.gather_counts(shards)
+        return random_plan(counts_MLGE, topology, seed=number, homes=homes), counts_MLGE, shards
+    options = PlanOptions(tolerance=0.0, slots="shared", replicas=planned == "planned")
+    return plan(counts_MLGE, topology, options, home_LE=routed.home_LE), counts_MLGE, shards
+
+
+def skewed(batch, case, number, m):
+    """Routes that favour other experts in each micro-step and layer, on all ranks alike."""
+    layers = case.cell.routed_layers
+    top_k = dict(case.cell.settings).get("moe_router_topk", 2)
+    favour = np.random.default_rng((number, m)).gumbel(size=(len(layers), EXPERTS)) * 1.5
+    own = np.random.default_rng((number, m, parallel_state.get_data_parallel_rank()))
+    spec = RoutingSpec(EXPERTS, top_k, tuple(map(RoutedLayer, layers)))
+    routes = [
+        np.argsort(-(favour + own.gumbel(size=(n - 1 + case.complete, *favour.shape))), axis=-1)[..., :top_k]
+        for n in batch.lengths
+    ]
+    return RoutingTrace.from_sequences(spec, [t.numpy() for t in batch.tokens], routes)
+
+
+def laid_out(batch):
+    """Where the rows of a batch are, before ranks share it."""
+    if batch.packed:
+        return layout.pack(np.array(batch.lengths), align=batch.align)
+    return layout.pad(np.array(batch.lengths), side="right", order="sbhd", to=batch.width)
+
+
+def rows_off_plan(routed, execution, counts_MLGE):
+    """In how many cells of this rank the experts computed another number of rows than the plan says."""
+    here = [routed.spec.layers.index(layer) for layer in routed.layers]
+    rank = parallel_state.get_expert_model_parallel_rank()
+    return sum(
+        int(execution.plan.cell(m, layer).loads_G(counts_MLGE[m, layer])[rank]) != execution.executed_ML[m, layer]
+        for m, layer in itertools.product(range(len(counts_MLGE)), here)
+    )
+
+
+def whole_gradients(routed, model):
+    """Key -> main_grad: experts by (layer, logical expert, name), from whoever has them; the rest by chunk and name."""
+    place, part = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
+    mine = []
+    for layer, block in moe_layers([chunk.module for chunk in model.chunks]).items():
+        row = [named.index for named in routed.spec.layers].index(layer)
+        for slot, expert in enumerate(np.flatnonzero(routed.home_LE[row] == place).tolist()):
+            for name, parameter in block.experts.local_experts[slot].named_parameters():
+                mine.append(((layer, expert, part, name), *reduced(model, parameter)))
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, mine)
+    found = put_together(itertools.chain.from_iterable(everywhere))
+    for i, chunk in enumerate(model.chunks):
+        for name, parameter in chunk.named_parameters():
+            if "experts." not in name:
+                found[i, name] = reduced(model, parameter)[2].clone()
+    return found
+
+
+def reduced(model, parameter):
+    """(first element, elements of the whole, tensor), of the part of a gradient that is summed over ranks here."""
+    grad = parameter.main_grad.detach().reshape(-1)
+    parts = [p for p in getattr(model.optimizer, "chained_optimizers", []) if hasattr(p, "model_param_gbuf_map")]
+    for part in parts:
+        if parameter in part.model_param_gbuf_map:
+            owned = part._get_model_param_range_map(parameter)["param"]
+            return owned.start, parameter.numel(), grad[owned.start : owned.end].clone()
+    return 0, parameter.numel(), grad[:0] if parts else grad.clone()
+
+
+def furthest(one, other):
+    """The largest difference of each kind, over the largest magnitude in the tensor; over all ranks."""
+    losses = [abs(a - b) / abs(b) for a, b in zip(_flat(one["losses"]), _flat(other["losses"]), strict=True)]
+    found = {"losses": max(losses, default=0.0)}
+    for kind in ("gradients", "weights"):
+        assert one[kind].keys() == other[kind].keys()
+        found[kind] = max(_apart(one[kind][key], other[kind][key]) for key in one[kind])
+    largest = torch.tensor(list(found.values()), dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return dict(zip(found, largest.tolist(), strict=True))
+
+
+def _apart(a, b):
+    if torch.equal(a, b):
+        return 0.0
+    return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-300))
+
+
+def _flat(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
+def doubles_stay():
+    """Megatron's optimizers know three types by name, and its loss is float32: float64 goes through as it is."""
+    from tests.adapters.megatron import cpu_optimizers
+
+    cpu_optimizers._install()
+    if hasattr(torch.Tensor.float, "stays"):
+        return
+    named, rounded = torch.Tensor.type, torch.Tensor.float
+
+    def type_of(tensor, *args, **kwargs):
+        found = named(tensor, *args, **kwargs)
+        return "torch.cuda.FloatTensor" if found == "torch.cuda.DoubleTensor" else found
+
+    def to_float(tensor, *args, **kwargs):
+        return tensor if tensor.dtype == torch.float64 else rounded(tensor, *args, **kwargs)
+
+    type_of.__name__, to_float.stays = "type_of", True
+    torch.Tensor.type, torch.Tensor.float = type_of, to_float

@@ -1,0 +1,136 @@
+"""What the comparisons of executed plans must see: each way of getting replicas wrong is far from the static run."""
+
+import contextlib
+import types
+from unittest import mock
+
+import pytest
+
+from foreroute.adapters.megatron.plan_execution import execution as executions
+from foreroute.adapters.megatron.plan_execution import layer as layers
+from foreroute.adapters.megatron.plan_execution.execution import PlanExecution
+from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas, BringHome
+from tests.adapters.megatron.executed_plans import furthest, trained
+from tests.adapters.megatron.grid import OVERLAP, Cell, ExecutionCase, with_settings
+from tests.adapters.megatron.plan_execution_checks import EXACT, in_float64
+
+SEEN = 1e-6
+"""A million times what is let pass."""
+
+
+def check_gradients_that_are_dropped_doubled_or_of_slots_that_were_not_refilled():
+    case = in_float64(ExecutionCase(Cell(ep=2, layers=2)))
+    plain = trained(case, None)
+    for name, broken in (
+        ("dropped", returned(lambda grads: [None for _ in grads])),
+        ("doubled", returned(lambda grads: [None if grad is None else 2 * grad for grad in grads])),
+        ("not refilled", not_refilled()),
+    ):
+        with broken:
+            apart = furthest(trained(case, "planned"), plain)
+        assert apart["gradients"] > SEEN, f"{name}: {apart}"
+
+
+def check_gradients_that_are_late_for_their_bucket():
+    """Added after the schedule and before gradients are summed over ranks, when buckets have left."""
+    case = in_float64(ExecutionCase(Cell(ep=2, layers=2), 4, told=OVERLAP))
+    late = []
+
+    def backward(ctx, *_):
+        late.extend(zip(ctx.home, ctx.borrowed.wait_home(), strict=True))
+        return None, *(None for _ in ctx.home)
+
+    def add():
+        for parameter, grad in late:
+            if grad is not None:
+                parameter.main_grad.add_(grad)
+        late.clear()
+
+    plain = trained(case, None)
+    # ranks that hold the same experts end with other gradients of them, which is as far as a comparison gets
+    with (
+        mock.patch.object(BringHome, "backward", staticmethod(backward)),
+        pytest.raises(AssertionError, match=r"copies of .* differ|too far"),
+    ):
+        assert furthest(trained(case, "planned", add), plain)["gradients"] <= SEEN, "too far"
+
+
+def check_the_key_of_the_latest_forward():
+    """A recomputation that takes the cell of whatever ran last, as a global variable would say. Seen on two stages."""
+    case = in_float64(ExecutionCase(Cell(ep=2, pp=2, layers=2, recompute="selective", dispatcher="allgather"), 4))
+    latest = []
+    begin_pass, replayed = PlanExecution.begin_pass, executions._replayed
+
+    def begin(self, chunk, shard):
+        latest[:] = [begin_pass(self, chunk, shard)]
+        return latest[0]
+
+    def of_latest(passes, site):
+        rows, is_recompute, _ = replayed(passes, site)
+        return rows, is_recompute, latest[0]
+
+    plain = trained(case, None)
+    with mock.patch.object(PlanExecution, "begin_pass", begin), mock.patch.object(executions, "_replayed", of_latest):
+        apart = furthest(trained(case, "planned"), plain)
+    assert apart["gradients"] > SEEN, apart
+
+
+def check_weights_that_are_sent_before_they_are_gathered():
+    told = (*OVERLAP, ("overlap_param_gather", True))
+    case = in_float64(ExecutionCase(Cell(ep=2, layers=2), 4, "distributed", told))
+    plain = trained(case, None)
+    apart = furthest(trained(case, "planned"), plain)
+    assert max(apart.values()) <= EXACT, apart
+    with mock.patch.object(layers, "_finish_gathering"):
+        apart = furthest(trained(case, "planned"), plain)
+    assert apart["losses"] > SEEN, apart
+
+
+def check_fused_gradients_and_those_sent_through_autograd():
+    """Kernels that add to main_grad make Megatron ignore what autograd brings. In float32, as they are."""
+    fuse()
+    settings = {"gradient_accumulation_fusion": True}
+    case = ExecutionCase(with_settings(settings, ep=2, layers=2, recompute="selective"))
+    plain = trained(case, None)
+    apart = furthest(trained(case, "planned"), plain)
+    assert max(apart.values()) < 1e-4, apart
+
+    def backward(ctx, *_):
+        return None, *ctx.borrowed.wait_home()
+
+    with mock.patch.object(BringHome, "backward", staticmethod(backward)):
+        apart = furthest(trained(case, "planned"), plain)
+    assert apart["gradients"] > 1e-2, apart
+
+
+def returned(change):
+    wait_home = BorrowedReplicas.wait_home
+    return mock.patch.object(BorrowedReplicas, "wait_home", lambda self: change(wait_home(self)))
+
+
+@contextlib.contextmanager
+def not_refilled():
+    """Backward computes with what the slots hold then."""
+    fetch, fetched = BorrowedReplicas.fetch, set()
+
+    def once(self):
+        is_first = self not in fetched
+        fetched.add(self)
+        fetch(self)
+        if not is_first:
+            for weights in self._weights.values():
+                weights.zero_()
+
+    with mock.patch.object(BorrowedReplicas, "fetch", once):
+        yield
+
+
+def fuse():
+    """What apex's kernel does, for gradient_accumulation_fusion on the CPU."""
+    from megatron.core.tensor_parallel import layers as linear
+
+    def add(rows, grad, main_grad):
+        main_grad.add_(grad.t().mm(rows))
+
+    linear._grad_accum_fusion_available = True
+    linear.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=add)

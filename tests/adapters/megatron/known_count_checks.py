@@ -1,0 +1,172 @@
+"""Counts known ahead: what the dispatcher no longer asks for and waits for; and plans that cannot be executed."""
+
+import contextlib
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe import token_dispatcher
+
+from foreroute.adapters import megatron
+from foreroute.adapters.megatron.plan_execution.layer import REFUSED_SETTINGS
+from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError
+from tests.adapters.megatron.cpu_optimizers import Trained
+from tests.adapters.megatron.executed_plans import laid_out, make_plan, skewed, trained
+from tests.adapters.megatron.grid import Cell, ExecutionCase
+from tests.adapters.megatron.grid_checks import carrying
+from tests.adapters.megatron.micro_batches import make_batches
+from tests.adapters.megatron.model_chunks import build, initialize
+from tests.adapters.megatron.training_step import forward_step, moe_layers, step
+
+STEPS, MICRO_BATCHES, LAYERS = 3, 3, 2
+
+
+def check_exchanges_and_waits():
+    """One exchange of counts and one wait of the host per layer and forward before, two with recomputation; then none.
+
+    Rows without a route make the counts of their micro-step unknown, and everything is as it was before.
+    """
+    for recompute, runs in (("none", 1), ("selective", 2)):
+        cell = Cell(ep=2, layers=LAYERS, recompute=recompute)
+        cells = STEPS * MICRO_BATCHES * LAYERS * runs
+        for complete, planned, expected in (
+            (True, None, cells),
+            (True, "static", 0),
+            (True, "planned", 0),
+            (False, "planned", cells),
+        ):
+            exchanges, waits = counted(ExecutionCase(cell, complete=complete), planned)
+            assert exchanges == expected, (recompute, complete, planned, exchanges)
+            assert (waits > 0) == (expected > 0), (recompute, complete, planned, waits)
+
+
+def counted(case, planned):
+    """(gathers of counts, waits of the host for the device) of the dispatchers in a run."""
+    with (
+        mock.patch.object(
+            token_dispatcher,
+            "gather_from_sequence_parallel_region",
+            side_effect=token_dispatcher.gather_from_sequence_parallel_region,
+        ) as gathers,
+        mock.patch.object(type(torch.cuda.current_stream()), "synchronize") as waits,
+    ):
+        trained(case, planned)
+    return gathers.call_count, waits.call_count
+
+
+def check_wrong_counts_end_all_ranks_alike():
+    case = ExecutionCase(Cell(ep=2, layers=LAYERS))
+    initialize(case.cell)
+    chunks = build(case.cell)
+    routed = megatron.attach(chunks)
+    model = Trained(chunks, "momentum")
+    batches = make_batches(case.cell)
+    traces = [skewed(batch, case, 0, m) for m, batch in enumerate(batches)]
+    shards = [routed.shard(trace, laid_out(batch)) for batch, trace in zip(batches, traces, strict=True)]
+    made, counts_MLGE, _ = make_plan(routed, model, "planned", 0, shards, None)
+    layers = moe_layers(chunks)
+    before = {layer: (block.token_dispatcher, dict(block.__dict__)) for layer, block in layers.items()}
+    first = dist.get_rank() == 0
+    backwards = [shards[1], shards[0], *shards[2:]]
+    forward = routed.replaying(forward_step)
+
+    def execute(brought, *, plan=made, counts=counts_MLGE, announced=shards, forward=forward):
+        with routed.execute(plan, counts, announced):
+            step(model.chunks, carrying(batches[: len(brought)], brought), forward)
+
+    other = make_plan(routed, model, "static", 0, shards, None)[0]
+    moved_LE = routed.home_LE[:, ::-1]
+    for error, said, wrong in (
+        (CountsError, "rank 0: micro-batch 0 brings other routes", lambda: execute(backwards if first else shards)),
+        (CountsError, "rank 0: micro-batch 0 makes", lambda: execute(shards, announced=backwards if first else shards)),
+        (CountsError, "counts have digest", lambda: execute(shards, counts=counts_MLGE + first)),
+        (CountsError, r"expected integers \[3, 2, 2, 8\]", lambda: execute(shards, counts=counts_MLGE[:, :1])),
+        (CountsError, "ranks have other micro-batches", lambda: routed.gather_counts(shards[: 3 - first])),
+        (PlanError, "ranks hold different plans", lambda: execute(shards, plan=other if first else made)),
+        (PlanError, "expected \\(2, 2, 8\\)", lambda: execute(shards[:2], announced=shards[:2])),
+        (PlanError, "move_homes", lambda: execute(shards, plan=dataclasses.replace(made, home_LE=moved_LE))),
+        (ReplayError, "2 of 3 planned micro-batches ran", lambda: execute(shards[:2])),
+        (CountsError, "a forward begins after all 3", lambda: _four_times(execute, shards, batches, forward)),
+        (ReplayError, "outside of a replay of planned routes", lambda: execute(shards, forward=forward_step)),
+        (ReplayError, "is executed on this model already", lambda: _nested(routed, made, counts_MLGE, shards)),
+    ):
+        with pytest.raises(error, match=said):
+            wrong()
+        dist.barrier()
+        for layer, block in layers.items():
+            assert (block.token_dispatcher, dict(block.__dict__)) == before[layer], "the layer is left as it was"
+    execute(shards)
+
+
+def _four_times(execute, shards, batches, forward):
+    more = iter(carrying(batches[:1], shards[:1]))
+
+    def step_and_more(iterator, chunk):
+        output = forward(iterator, chunk)
+        if iterator.__length_hint__() == 0:
+            forward(more, chunk)
+        return output
+
+    execute(shards, forward=step_and_more)
+
+
+def _nested(routed, made, counts_MLGE, shards):
+    with routed.execute(made, counts_MLGE, shards), routed.execute(made, counts_MLGE, shards):
+        pass
+
+
+def check_layers_that_cannot_execute_plans():
+    """Each with its reason, on all ranks alike where one has such a layer; and the layer is left as it was."""
+    case = ExecutionCase(Cell(ep=2, layers=LAYERS))
+    initialize(case.cell)
+    chunks = build(case.cell)
+    routed = megatron.attach(chunks)
+    model = Trained(chunks, "momentum")
+    batches = make_batches(case.cell)
+    shards = [routed.shard(skewed(batch, case, 0, m), laid_out(batch)) for m, batch in enumerate(batches)]
+    made, counts_MLGE, _ = make_plan(routed, model, "planned", 0, shards, None)
+    block = moe_layers(chunks)[1]
+    expert = block.experts.local_experts[0]
+    mine = dist.get_rank() == 1
+
+    @contextlib.contextmanager
+    def other(part, **methods):
+        """Of a class of its own, on rank 1 alone."""
+        kind = type(part)
+        if mine:
+            part.__class__ = type(f"Other{kind.__name__}", (kind,), methods)
+        try:
+            yield
+        finally:
+            part.__class__ = kind
+
+    @contextlib.contextmanager
+    def frozen(module):
+        module.requires_grad_(not mine)
+        try:
+            yield
+        finally:
+            module.requires_grad_(True)
+
+    def said(name, value):
+        return mock.patch.object(block.config, name, value, create=True) if mine else contextlib.nullcontext()
+
+    for broken, reason in (
+        (other(block.token_dispatcher), "set moe_token_dispatcher_type"),
+        (other(block.experts), "build the layer with SequentialMLP"),
+        (other(expert.linear_fc1), "keeps state for each of its weights"),
+        (other(block, preprocess=lambda *args: None), "with a forward of its own"),
+        (mock.patch.object(block.token_dispatcher, "tp_size", 2), "a replica is a whole expert"),
+        (frozen(expert.linear_fc2), "linear_fc2.weight of its experts is frozen"),
+        *((said(name, 2.0), f"{name} is set") for name in REFUSED_SETTINGS),
+    ):
+        with (
+            broken,
+            pytest.raises(PlacementError, match=f"rank 1: the layer of decoder.layers.\\d.mlp.router .*{reason}"),
+            routed.execute(made, counts_MLGE, shards),
+        ):
+            pass
+    with routed.execute(made, counts_MLGE, shards):
+        step(model.chunks, carrying(batches, shards), routed.replaying(forward_step))

@@ -1,0 +1,133 @@
+"""Sampling masks in the forms of vLLM and SGLang: on the right rows, in one order, or refused."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from benchmarks.harness import wires
+from foreroute.capture import ModelFacts, decode
+from foreroute.errors import CaptureError
+from foreroute.trace import SAMPLING
+
+VOCABULARY = 50_000
+R = wires.rollout(np.random.default_rng(5), prompt=7, response=5)
+FACTS = replace(R.facts, vocabulary_size=VOCABULARY)
+
+
+def sets_for(response, seed=0):
+    """A set for each token, with it, in no order; that of the first token has no other."""
+    rng = np.random.default_rng(seed)
+    sizes = [1, *rng.integers(2, 9, len(response) - 1)]
+    others = [rng.choice(VOCABULARY, size - 1, replace=False).tolist() for size in sizes]
+    return [rng.permutation([*{*few, token}]).tolist() for few, token in zip(others, response, strict=True)]
+
+
+def vllm(r, sets):
+    output = wires.vllm_narrow(r)
+    output.outputs[0].sampling_mask = SimpleNamespace(token_ids=[sorted(ids) for ids in sets])
+    return output
+
+
+def vllm_arrays(r, sets):
+    output = wires.vllm_narrow(r)
+    output.outputs[0].sampling_mask = SimpleNamespace(token_ids=[np.array(ids, np.int32) for ids in sets])
+    return output
+
+
+def vllm_http(r, sets):
+    answer = json.loads(wires.vllm_http(r))
+    answer["choices"][0]["sampling_mask"] = sets
+    return json.dumps(answer)
+
+
+def sglang(r, sets):
+    answer = json.loads(wires.sglang(r))
+    answer["meta_info"]["output_token_sampling_mask"] = sets
+    answer["prompt_token_ids"] = r.prompt
+    return json.dumps(answer)
+
+
+FORMS = [vllm, vllm_arrays, vllm_http, sglang]
+
+
+def masks_of(trace):
+    stream = trace.streams[SAMPLING]
+    return [ids.tolist() for ids in np.split(stream.ids, stream.offsets[1:-1])]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_row_p_has_the_set_that_token_p_1_was_drawn_from(form):
+    sets = sets_for(R.response)
+    trace = decode(form(R, sets), model=FACTS)
+    assert trace.streams[SAMPLING].valid_N.tolist() == [False] * 6 + [True] * 5 + [False]
+    assert masks_of(trace) == [[]] * 6 + [sorted(ids) for ids in sets] + [[]]
+    assert trace.streams[SAMPLING].num_choices == VOCABULARY
+    bare = decode(wires.vllm_narrow(R), model=R.facts)
+    assert trace.without_streams().equals(bare)
+
+
+def test_several_choices_have_masks_of_their_own():
+    others = [wires.rollout(np.random.default_rng(seed), prompt=4, response=seed) for seed in (2, 6)]
+    sets = [sets_for(r.response, seed) for seed, r in enumerate(others)]
+    trace = decode([vllm(r, each) for r, each in zip(others, sets, strict=True)], model=FACTS)
+    expected = [[*[[]] * 3, *map(sorted, each), []] for each in sets]
+    assert masks_of(trace) == expected[0] + expected[1]
+
+
+def test_a_set_of_all_tokens_left_nothing_out():
+    facts = ModelFacts(FACTS.spec, FACTS.num_hidden_layers, max(R.tokens) + 1)
+    sets = sets_for(R.response)
+    sets = [[min(token, facts.vocabulary_size - 1) for token in ids] for ids in sets]
+    sets = [list({*ids, token}) for ids, token in zip(sets, R.response, strict=True)]
+    sets[2] = list(range(facts.vocabulary_size))
+    stream = decode(sglang(R, sets), model=facts).streams[SAMPLING]
+    assert stream.valid_N[8]
+    assert stream.counts_ND[8, 0] == 0
+    sets[2][0] = 1  # twice now
+    with pytest.raises(CaptureError, match="twice"):
+        decode(sglang(R, sets), model=facts)
+
+
+def changed(position, value):
+    def change(sets):
+        return [*sets[:position], value, *sets[position + 1 :]]
+
+    return change
+
+
+REFUSED = {
+    "too few": (lambda sets: sets[1:], "4 sampling masks for 5 generated tokens"),
+    "too many": (lambda sets: [*sets, sets[0]], "6 sampling masks for 5 generated"),
+    "shifted": (lambda sets: sets[-1:] + sets[:-1], "was sampled and is not in its mask"),
+    "one lacks its token": (changed(1, [3, 4]), r"is not in its mask \(1 such tokens\)"),
+    "empty": (changed(1, []), "the mask of generated token 1 of sequence 0 is empty"),
+    "an id twice": (lambda sets: changed(1, [sets[1][0], *sets[1]])(sets), "twice"),
+    "an id of no token": (lambda sets: changed(1, [VOCABULARY, *sets[1]])(sets), "expected 0 to 49999"),
+    "a negative id": (lambda sets: changed(1, [-1, *sets[1]])(sets), "ids from -1"),
+    "a huge id": (lambda sets: changed(1, [2**70, *sets[1]])(sets), "expected a list of token ids|ids from"),
+    "fractions": (changed(1, [1.5]), "expected a list of token ids"),
+    "truth values": (changed(1, [True]), "expected a list of token ids"),
+    "texts": (changed(1, ["3"]), "expected a list of token ids"),
+    "lists within": (changed(1, [[3]]), "expected a list of token ids"),
+    "no lists": (lambda sets: [1, 2, 3, 4, 5], "expected a list of token ids"),
+    "a number": (lambda sets: 3, "is a int; expected a list"),
+}
+
+
+@pytest.mark.parametrize("form", [vllm_http, sglang])
+@pytest.mark.parametrize("broken", REFUSED)
+def test_masks_that_cannot_be_are_refused(form, broken):
+    change, message = REFUSED[broken]
+    with pytest.raises(CaptureError, match=message):
+        decode(form(R, change(sets_for(R.response))), model=FACTS)
+
+
+def test_masks_of_some_sequences_or_of_no_vocabulary_are_refused():
+    sets = sets_for(R.response)
+    with pytest.raises(CaptureError, match="the size of the vocabulary is not known"):
+        decode(vllm(R, sets), model=R.facts)
+    with pytest.raises(CaptureError, match="sequence 1 has no sampling mask"):
+        decode([vllm(R, sets), wires.vllm_narrow(R)], model=FACTS)

@@ -1,0 +1,69 @@
+"""What autograd keeps of a routed layer, storage by storage, against the rows that the schedule gives a rank."""
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from foreroute.adapters import hf
+from foreroute.ep.layer import ExpertLayer
+from tests.ep import training_worker
+from tests.ep.training import Case, policy
+
+
+@contextmanager
+def counting_kept(parameters):
+    """Yields how many numbers each call of a layer keeps: those of a storage once, of a parameter not at all."""
+    ours, kept, call = {p.untyped_storage().data_ptr() for p in parameters}, [], ExpertLayer.__call__
+
+    def counted(layer, *args):
+        seen = {}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if tensor.is_floating_point() and storage.data_ptr() not in ours:
+                # the tensor too, so that no other takes its place
+                seen[storage.data_ptr()] = storage.nbytes() // tensor.element_size(), tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = call(layer, *args)
+        kept.append(sum(number for number, _ in seen.values()))
+        return out
+
+    with patch.object(ExpertLayer, "__call__", counted):
+        yield kept
+
+
+def kept_and_rows(rank, case):
+    """By layer of the first micro-step: numbers that autograd keeps, and rows of home experts and of replicas here."""
+    model = policy(case)
+    routed = hf.attach(model)
+    placed = hf.distribute(model, home_LE=training_worker.homes(case, routed.spec), timeout_s=20)
+    counts_MLGE = training_worker.all_counts(routed, case, rank, 0)
+    placed.begin_step(0, training_worker.make_plan(case, counts_MLGE, placed.home_LE, 0), counts_MLGE)
+    here = training_worker.rows_of(routed, case, rank, 0, 0)
+    with (
+        training_worker.replaying(routed, case, rank, 0, 0),
+        placed.executing(0, here) as execution,
+        counting_kept(model.parameters()) as kept,
+    ):
+        training_worker.log_probs(model, training_worker.batch(rank, 0, 0)).sum().backward()
+    cells = [execution.schedule(layer, True) for layer in range(len(placed.layers))]
+    rows = [(int(c.group_rows_S[: c.num_home].sum()), int(c.group_rows_S[c.num_home :].sum())) for c in cells]
+    return kept, rows, int(here.sent_N.sum()) * routed.spec.top_k
+
+
+@pytest.mark.parametrize("plan", ["static", 1])
+@pytest.mark.parametrize(("family", "inner"), [("qwen3_moe", 24), ("gpt_oss", 48)])
+def test_kept_are_the_rows_that_are_computed_and_nothing_of_what_comes_back(workers, family, inner, plan):
+    """A row of D, its gate weight, and of home experts 2 I before and I after the activation; routes are crowded, so
+    that a rank computes other numbers of rows than it sends.
+    """
+    width, differing = 32, 0
+    case = Case(family, 2, routing="crowded", plan=plan)
+    for kept, rows, sent in workers(2).run(kept_and_rows, case):
+        assert kept == [home * (width + 1 + 3 * inner) + replicas * (width + 1) for home, replicas in rows]
+        differing += sum(home + replicas != sent for home, replicas in rows)
+    assert differing

@@ -1,0 +1,140 @@
+"""Log-probabilities on recorded sets, against dense float64 and finite differences."""
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.errors import BatchMismatchError, ConfigError, TraceContentError
+from foreroute.replay import masked_logprobs, masked_logprobs_of_logits
+from foreroute.trace import DecisionStream
+
+VOCABULARY, WIDTH = 700, 12
+
+
+def problem(seed=0, *, num_rows=23, dtype=torch.float64):
+    """Sets of every kind: one token, a few, a large part, all but one, and no set at all."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.choice([0, 1, 2, 5, 10, 11, 60, 699], num_rows)
+    sizes[:8] = [0, 1, 2, 5, 10, 11, 60, 699]
+    sets = [rng.choice(VOCABULARY, size, replace=False) for size in sizes]
+    targets = torch.tensor([int(rng.choice(ids if len(ids) else VOCABULARY)) for ids in sets])
+    masks = DecisionStream.from_sets(VOCABULARY, np.ones(num_rows, bool), sizes, np.concatenate(sets).astype(int))
+    torch.manual_seed(seed)
+    hidden = torch.randn(num_rows, WIDTH, dtype=torch.float64).to(dtype).requires_grad_()
+    head = torch.randn(VOCABULARY + 4, WIDTH, dtype=torch.float64).to(dtype).requires_grad_()
+    return hidden, head, targets, masks
+
+
+def dense(logits_RV, targets_R, masks, temperature):
+    """The oracle: -inf outside of the sets, log-softmax over all."""
+    scaled = logits_RV[:, : masks.num_choices] / temperature
+    left_out = torch.ones(scaled.shape, dtype=torch.bool)
+    for row in range(masks.num_rows):
+        ids = masks.ids[masks.offsets[row] : masks.offsets[row + 1]]
+        left_out[row, ids.tolist() if len(ids) else slice(None)] = False
+    return scaled.masked_fill(left_out, -torch.inf).log_softmax(-1).gather(1, targets_R[:, None])[:, 0]
+
+
+def by_logits(hidden, head, targets, masks, temperature=1.0):
+    return masked_logprobs_of_logits(hidden @ head.T, targets, masks, temperature=temperature)
+
+
+def by_hidden(hidden, head, targets, masks, temperature=1.0):
+    return masked_logprobs(hidden, head, targets, masks, temperature=temperature)
+
+
+@pytest.fixture(params=[1 << 24, 2000, 1], ids=["one chunk", "chunks", "a row at a time"])
+def _chunks(request, monkeypatch):
+    monkeypatch.setattr("foreroute.replay.sampling_masks.CHUNK_NUMBERS", request.param)
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("compute", [by_hidden, by_logits])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients_are_those_of_the_dense_computation(compute, temperature):
+    hidden, head, targets, masks = problem()
+    weights = torch.randn(len(targets), dtype=torch.float64)
+    expected = dense(hidden @ head.T, targets, masks, temperature)
+    wanted = torch.autograd.grad((expected * weights).sum(), (hidden, head))
+    found = compute(hidden, head, targets, masks, temperature)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+    got = torch.autograd.grad((found * weights).sum(), (hidden, head))
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+    single = torch.from_numpy(masks.counts_ND[:, 0] == 1)
+    assert not found[single].any()
+    assert not got[0][single].any()
+
+
+@pytest.mark.parametrize("compute", [by_hidden, by_logits])
+def test_gradients_are_those_of_finite_differences(compute):
+    hidden, head, targets, masks = problem(1, num_rows=8)
+    torch.manual_seed(2)
+    for tensor in (hidden, head):
+        direction = torch.randn_like(tensor)
+        loss = compute(hidden, head, targets, masks, 0.8).square().sum()
+        slope = (torch.autograd.grad(loss, tensor)[0] * direction).sum()
+        values = []
+        for step in (1e-6, -1e-6):
+            moved = [(each + step * direction).detach() if each is tensor else each.detach() for each in (hidden, head)]
+            values.append(compute(*moved, targets, masks, 0.8).square().sum())
+        assert torch.allclose((values[0] - values[1]) / 2e-6, slope, rtol=1e-7)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-6)])
+def test_products_are_added_up_in_float32(dtype, tolerance):
+    hidden, head, targets, masks = problem(dtype=dtype)
+    found = masked_logprobs(hidden, head, targets, masks)
+    exact = dense(hidden.double() @ head.double().T, targets, masks, 1.0)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found.double(), exact, rtol=1e-6, atol=tolerance * float(exact.detach().abs().max()))
+    found.sum().backward()
+    assert hidden.grad.dtype == head.grad.dtype == dtype
+
+
+def test_a_frozen_head_gets_no_gradient():
+    hidden, head, targets, masks = problem()
+    masked_logprobs(hidden, head.detach(), targets, masks).sum().backward()
+    assert hidden.grad.any()
+
+
+def test_masks_without_rows_or_sets():
+    hidden, head, _, masks = problem()
+    nothing = masks.take(np.zeros(0, np.int64))
+    for compute in (by_hidden, by_logits):
+        assert compute(hidden[:0], head, torch.zeros(0, dtype=torch.long), nothing).shape == (0,)
+
+
+REFUSED = {
+    "another token": (lambda h, w, t, m: (h, w, torch.where(t == t[3], 1 - t, t) % 700, m), "leaves out its token"),
+    "a shifted mask": (lambda h, w, t, m: (h, w, t, m.take(np.roll(np.arange(len(t)), 1))), "leaves out its token"),
+    "a token past the choices": (
+        lambda h, w, t, m: (h, w, torch.where(t == t[0], 700, t), m),
+        "leaves out its token 700",
+    ),
+    "fewer masks": (lambda h, w, t, m: (h, w, t, m.take(np.arange(5))), "masks of 5 rows"),
+    "fewer targets": (lambda h, w, t, m: (h, w, t[:5], m), "targets of shape"),
+    "targets of floats": (lambda h, w, t, m: (h, w, t.double(), m), "torch.float64 targets"),
+    "a smaller head": (lambda h, w, t, m: (h, w[:600], t, m), "the head has 600"),
+}
+
+
+@pytest.mark.parametrize("compute", [by_hidden, by_logits])
+@pytest.mark.parametrize("broken", REFUSED)
+def test_masks_of_other_rows_are_refused(compute, broken):
+    change, message = REFUSED[broken]
+    with pytest.raises(BatchMismatchError, match=message):
+        compute(*change(*problem()))
+
+
+def test_what_cannot_be_computed_is_refused():
+    hidden, head, targets, masks = problem()
+    with pytest.raises(TraceContentError, match="row 4 has no sampling mask"):
+        masked_logprobs(hidden, head, targets, masks.without(np.array([4])))
+    for temperature in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="expected a number above 0"):
+            masked_logprobs(hidden, head, targets, masks, temperature=temperature)
+    with pytest.raises(BatchMismatchError, match=r"expected \[R, H\] and \[V, H\]"):
+        masked_logprobs(hidden, head[:, :5], targets, masks)
+    with pytest.raises(BatchMismatchError, match=r"expected \[R, V\]"):
+        masked_logprobs_of_logits(hidden[0], targets, masks)

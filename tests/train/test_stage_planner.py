@@ -1,0 +1,66 @@
+"""What a run plans with: its configuration, and the topology file that it names."""
+
+import pytest
+
+from foreroute.costs.cluster_file import load_cluster
+from foreroute.errors import ConfigError
+from foreroute.plan import Links, PlanOptions, Topology
+from foreroute.train.model import make_policy
+from foreroute.train.stage_planner import read_planning
+from foreroute.train.tasks import make_task
+from tests.train.small_runs import small_config
+from tests.train.test_expert_parallel import TOPOLOGY
+
+
+def planning_of(links=None, **parallel):
+    config = small_config(parallel=parallel, rollout={"prompts": 8})
+    return read_planning(config.parallel, make_policy(config, make_task(config)).spec, links)
+
+
+def test_without_a_file_nothing_is_priced():
+    links = Links(1e9, 1e8, 1e10, 1e-5, 1e-4)
+    found = planning_of(links, expert=4, ranks_per_node=2, redundant_slots=3, home_moves="all", slots="shared")
+    assert found == (Topology(4, 2, 3, links), PlanOptions(home_moves=None, slots="shared"), None)
+
+
+def test_a_file_says_ranks_slots_links_and_prices(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(TOPOLOGY.format(links=""))
+    cluster = load_cluster(path)
+    found = planning_of(expert=4, topology=str(path), pay_off=False, home_moves=6)
+    assert found == (cluster.topology, PlanOptions(home_moves=6, pay_off=False), cluster.costs)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("num_ranks = 4", "num_ranks = 2", r"cluster.toml says num_ranks = 2, the run has 4; describe the ranks"),
+        ("num_experts = 16", "num_experts = 32", "says num_experts = 32, the run has 16"),
+        ("num_layers = 2", "num_layers = 3", "says num_layers = 3, the run has 2"),
+        ("top_k = 2", "top_k = 4", "says top_k = 4, the run has 2"),
+        ("hidden = 32", "hiden = 32", "hiden"),
+    ],
+)
+def test_a_file_of_another_run_is_refused(before, after, message, tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(TOPOLOGY.format(links="").replace(before, after))
+    with pytest.raises(ConfigError, match=message):
+        planning_of(expert=4, topology=str(path))
+    with pytest.raises(ConfigError, match="missing"):
+        planning_of(expert=4, topology=str(tmp_path / "missing.toml"))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"pay_off": True}, "pay_off = true goes by prices; name a topology file"),
+        ({"traffic": True, "slots": "shared"}, "traffic = true goes by prices; name a topology file"),
+        ({"traffic": True, "topology": "cluster.toml"}, "traffic = true refills all slots in every cell; set slots"),
+        ({"topology": "cluster.toml", "redundant_slots": 1}, "redundant_slots changes nothing beside topology"),
+        ({"topology": "cluster.toml", "ranks_per_node": 2}, "ranks_per_node changes nothing beside topology"),
+        ({"home_moves": "some"}, "home_moves"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(parallel, message):
+    with pytest.raises(ConfigError, match=message):
+        small_config(parallel={"expert": 4, **parallel}, rollout={"prompts": 8})
