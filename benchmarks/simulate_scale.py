@@ -60,7 +60,6 @@ def _simulated(model: str, gpus: int, ranks: int, layers: int, groups: int) -> S
         "cluster": {"gpus": gpus, "expert_parallel": ranks},
         "model": {"preset": model},
         "costs": {"dispatcher": "dedup"},
-        "execution": {"early_cells": True},
         "workload": {"tokens_per_rank": TOKENS, "micro_steps": MICRO_STEPS, "layers": layers, "groups": groups},
         "methods": ["static", "ours"],
     }

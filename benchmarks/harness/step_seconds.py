@@ -1,11 +1,15 @@
 """Seconds of a planned step over those of a static one, on two processes with a core each, where expert GEMMs dominate.
 
 The model is small in layers and large in experts, so that fetching a replica is little beside the rows that it serves,
-as on a cluster. *Static* has every expert at its home; *balanced* are as many tokens on uniform routes, at home.
+as on a cluster; backward passes compute activations anew. *Static* has every expert at its home; *balanced* are as many
+tokens on uniform routes, at home. *Predicted* is what the simulator makes of the very same plans, with rates that were
+fitted to other skews and sizes on the same processes. *Does not pay* are steps of few rows, where replicas are fetched
+for too little, and four processes on two cores, which do all of the work whatever the plan.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -17,7 +21,9 @@ import torch.distributed as dist
 
 from benchmarks.harness.execution_bench import Bench, in_processes
 from benchmarks.harness.pairs import median_interval
+from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_seconds, processes_config, time_steps
 from foreroute.adapters import hf
+from foreroute.ep import ExpertParallelModel
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import PlanOptions, StepPlan
@@ -37,37 +43,65 @@ SHAPE = (4, 256)
 """Sequences and tokens of a micro-batch."""
 SKEWS = {"low": 0.3, "middle": 0.6, "high": 1.0}
 """Static imbalance about 1.3, 1.6 and 1.9 on two ranks."""
+OTHER_SKEWS, OTHER_SEQUENCES, ROUNDS = (0.15, 0.45, 0.8), (2, 6), 5
+"""Of the steps that rates are fitted to, and how often each is run; none is a step that is predicted."""
+FEW_ROWS = (1, 16)
+"""A micro-batch with four rows for each expert."""
+PLANNED, STATIC = PlanOptions(tolerance=0.02), PlanOptions(replicas=False)
 Case = tuple[Bench, StepPlan, TransferEngine]
-STAGES = {"recompute": False, "update": True}
 
 
-def step_seconds(pairs: int, skews: Sequence[str] = tuple(SKEWS)) -> dict[str, Any]:
-    """`planned_over_static` by stage and skew, `planned_over_balanced` and `static_imbalance` by skew.
+def step_seconds(pairs: int, skews: Sequence[str] = tuple(SKEWS), *, predicts: bool = True) -> dict[str, Any]:
+    """`planned_over_static` and `predicted_planned_over_static` by stage and skew, and what goes with them.
 
-    Ratios are medians over pairs that were run in turn, with the 95 % interval of the median. Without two cores, and
-    with fewer pairs than resolve an interval, they are None.
+    Beside them `planned_over_balanced` and `static_imbalance` by skew, and `does_not_pay` by why and stage. Ratios are
+    medians over pairs that were run in turn, with the 95 % interval of the median. Without two cores, and with fewer
+    pairs than resolve an interval, they are None; so are predictions where none are asked for.
     """
     if len(os.sched_getaffinity(0)) < 2:
-        return dict.fromkeys(("planned_over_static", "planned_over_balanced", "static_imbalance"))
-    measured: dict[str, Any] = in_processes(_measured, 2, pairs, skews)
-    return measured
+        names = ("planned_over_static", "planned_over_balanced", "static_imbalance", "does_not_pay")
+        return dict.fromkeys((*names, "predicted_planned_over_static"))
+    found: dict[str, Any]
+    found, cases, others = in_processes(_measured, 2, pairs, skews, ROUNDS if predicts else 0)
+    found["does_not_pay"]["four_processes_on_two_cores"] = in_processes(_crowded, 4, pairs)
+    predicted = {stage: _predicted(cases, others, stage) for stage in STAGES} if predicts else None
+    return found | {"predicted_planned_over_static": predicted}
 
 
-def _measured(rank: int, num_ranks: int, pairs: int, skews: Sequence[str]) -> dict[str, Any]:
+def _predicted(cases: dict[str, list[TimedStep]], others: list[TimedStep], stage: str) -> dict[str, float]:
+    """Seconds of the first step of each case over those of the second."""
+    config = processes_config(SIZES, 2, sequence_tokens=SHAPE[1])
+    ratios = {}
+    for name, steps in cases.items():
+        planned_s, static_s = predict_seconds(others, steps, stage, config).tolist()
+        ratios[name] = round(planned_s / static_s, 4)
+    return ratios
+
+
+def _placed() -> tuple[hf.RoutedTransformer, ExpertParallelModel]:
+    model: Any = hf.build_model("qwen3_moe", seed=0, **SIZES)
+    model.activation_checkpointing_enable()
+    return hf.attach(model), hf.distribute(model, timeout_s=120)
+
+
+def _measured(
+    rank: int, num_ranks: int, pairs: int, skews: Sequence[str], rounds: int
+) -> tuple[dict[str, Any], dict[str, list[TimedStep]], list[TimedStep]]:
+    """Ratios of rank 0; what was planned and static in each case; and other steps, timed in so many rounds."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
-    model = hf.build_model("qwen3_moe", seed=0, **SIZES)
-    routed = hf.attach(model)
-    placed = hf.distribute(model, timeout_s=120)
+    routed, placed = _placed()
     peers = PeerGroup(timeout_s=120)
     found: dict[str, Any] = {
         "planned_over_static": {stage: {} for stage in STAGES},
         "planned_over_balanced": {},
         "static_imbalance": {},
     }
+    cases: dict[str, list[TimedStep]] = {}
     even = Bench.routed_anew(routed, placed, rank, num_ranks, skew=0.0, shape=SHAPE)
     for name in skews:
         bench = Bench.routed_anew(routed, placed, rank, num_ranks, skew=SKEWS[name], shape=SHAPE)
-        plan, home = bench.plan(PlanOptions(tolerance=0.02)), bench.plan(PlanOptions(replicas=False))
+        plan, home = bench.plan(PLANNED), bench.plan(STATIC)
+        cases[name] = [TimedStep(name, bench.counts_MLGE, one) for one in (plan, home)]
         mean = bench.counts_MLGE.sum() / num_ranks
         found["static_imbalance"][name] = round(float(home.max_load_ML.sum() / mean), 3)
         with closing(bench.engine(peers, slots="layer")) as engine:
@@ -75,9 +109,35 @@ def _measured(rank: int, num_ranks: int, pairs: int, skews: Sequence[str]) -> di
             planned, static = (bench, plan, engine), (bench, home, engine)
             for stage, updating in STAGES.items():
                 found["planned_over_static"][stage][name] = _ratio(planned, static, updating, pairs)
-            balanced = (even, even.plan(PlanOptions(replicas=False)), engine)
+            balanced = (even, even.plan(STATIC), engine)
             found["planned_over_balanced"][name] = _ratio(planned, balanced, True, pairs)
-    return found
+    few = Bench.routed_anew(routed, placed, rank, num_ranks, skew=SKEWS["high"], shape=FEW_ROWS)
+    found["does_not_pay"] = {"few_rows": _by_stage(few, peers, pairs)}
+    others = [
+        (
+            f"skew {skew}, {sequences} sequences",
+            Bench.routed_anew(routed, placed, rank, num_ranks, skew=skew, shape=(sequences, SHAPE[1])),
+        )
+        for skew, sequences in itertools.product(OTHER_SKEWS, OTHER_SEQUENCES if rounds else ())
+    ]
+    steps = [(name, bench, bench.plan(options)) for name, bench in others for options in (PLANNED, STATIC)]
+    with closing(few.engine(peers, slots="layer")) as engine:
+        placed.use(engine)
+        return found, cases, time_steps(steps, engine, rounds=rounds)
+
+
+def _crowded(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
+    """Ratios by stage where processes share cores."""
+    bench = Bench.routed_anew(*_placed(), rank, num_ranks, skew=SKEWS["high"], shape=SHAPE)
+    return _by_stage(bench, PeerGroup(timeout_s=120), pairs)
+
+
+def _by_stage(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
+    """Seconds planned over static."""
+    with closing(bench.engine(peers, slots="layer")) as engine:
+        bench.placed.use(engine)
+        planned, static = ((bench, bench.plan(options), engine) for options in (PLANNED, STATIC))
+        return {stage: _ratio(planned, static, updating, pairs) for stage, updating in STAGES.items()}
 
 
 def _ratio(candidate: Case, baseline: Case, updating: bool, pairs: int) -> dict[str, float | None]:

@@ -186,9 +186,9 @@ def test_forced_balance_keeps_what_every_source_sends_and_levels_every_expert():
 def test_plans_are_waited_for_block_by_block():
     assert plan_ready(6, 0.6, 0.05, early=True) == pytest.approx([0.05, 0.15, 0.35, 0.35, 0.55, 0.55])
     assert plan_ready(6, 0.6, 0.05, early=False) == pytest.approx([0.55] * 6)
-    found = simulate(small_config(planning_s=1e3, early_cells=True))["ours"]
+    found = simulate(small_config(planning_s=1e3))["ours"]
     hidden = simulate(small_config(planning_s=0.0))["ours"]
-    waited = simulate(small_config(planning_s=1e3))["ours"]
+    waited = simulate(small_config(planning_s=1e3, early_cells=False))["ours"]
     assert waited.stages.planning == pytest.approx(1e3)
     assert waited.training_s == pytest.approx(hidden.training_s)
     assert hidden.stages.planning == 0

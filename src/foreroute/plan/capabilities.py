@@ -45,11 +45,21 @@ EXECUTES: Mapping[Executor, frozenset[Ability]] = {
             Ability.DIRECT_PATH,
             Ability.PREFETCH,
             Ability.KNOWN_COUNTS,
+            Ability.EARLY_CELLS,
             Ability.COPIED_DISPATCH,
         }
     ),
     "megatron": frozenset(
-        {Ability.HOME_MOVES, Ability.COPIED_DISPATCH, Ability.EXPERT_DATA_PARALLEL, Ability.PIPELINE}
+        {
+            Ability.REPLICAS,
+            Ability.SHARED_SLOTS,
+            Ability.HOME_MOVES,
+            Ability.DIRECT_PATH,
+            Ability.KNOWN_COUNTS,
+            Ability.COPIED_DISPATCH,
+            Ability.EXPERT_DATA_PARALLEL,
+            Ability.PIPELINE,
+        }
     ),
 }
 """The abilities of `foreroute.ep` under `hf.distribute`, and of Megatron-Core with `foreroute.adapters.megatron`."""

@@ -1,0 +1,136 @@
+"""Steps that were timed on processes, and what the simulator predicts of others with rates that are fitted to them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from benchmarks.harness.execution_bench import SLOTS, Bench
+from foreroute.ep import BatchRows
+from foreroute.ep.transfer.engine import TransferEngine
+from foreroute.plan import StepPlan
+from foreroute.simulate import SimulateConfig, parse_config
+from foreroute.simulate.fit import fit, fit_record
+from foreroute.simulate.measurements import Measurement
+
+STAGES = {"recompute": False, "update": True}
+"""Whether a stage has backward passes."""
+FITTED = ("gemm_flops_per_s", "memory_bytes_per_s", "layer_s", "node_bytes_per_s")
+HEAD_WIDTH = 64
+
+
+class TimedStep(NamedTuple):
+    """A plan of counts [M, L, G, E], and its seconds by stage where it was run."""
+
+    name: str
+    counts_MLGE: NDArray[np.integer]
+    plan: StepPlan
+    seconds: Mapping[str, float] = {}
+
+
+def time_steps(steps: Sequence[tuple[str, Bench, StepPlan]], engine: TransferEngine, *, rounds: int) -> list[TimedStep]:
+    """Run steps in turn, round after round; the seconds of each are those of the slowest rank in its quickest round.
+
+    The model must compute activations anew in backward passes, as the simulator's update does.
+    """
+    seconds: list[dict[str, list[float]]] = [{stage: [] for stage in STAGES} for _ in steps]
+    for turn in range(rounds + 1):
+        for (_, bench, plan), times in zip(steps, seconds, strict=True):
+            for stage, updating in STAGES.items():
+                taken = _seconds(bench, plan, engine, updating=updating)
+                if turn > 0:  # the first warms up
+                    times[stage].append(taken)
+    return [
+        TimedStep(name, bench.counts_MLGE, plan, {stage: min(times[stage]) for stage in STAGES})
+        for (name, bench, plan), times in zip(steps, seconds, strict=True)
+    ]
+
+
+def predict_seconds(
+    known: Sequence[TimedStep], asked: Sequence[TimedStep], stage: str, config: SimulateConfig
+) -> NDArray[np.float64]:
+    """float64 [asked], simulated seconds of a stage, with rates fitted to the same stage of the known steps."""
+    fitted = fit([_measurement(one, stage) for one in known], config, FITTED)
+    costs = replace(config.described().costs, hardware=fitted.hardware)
+    unseen = [_measurement(one, stage) for one in asked]
+    return np.array(fit_record(unseen, config, costs, FITTED).predicted_s)
+
+
+def processes_config(sizes: Mapping[str, Any], num_ranks: int, *, sequence_tokens: int) -> SimulateConfig:
+    """The bench model of these sizes on gloo processes of this machine, with rates to begin a fit from."""
+    hidden, heads, kv_heads = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    return parse_config(
+        {
+            "cluster": {
+                "gpus": num_ranks,
+                "expert_parallel": num_ranks,
+                "redundant_slots": SLOTS,
+                "processors_per_node": min(num_ranks, os.cpu_count() or 1),
+            },
+            "model": {
+                "num_layers": sizes["num_hidden_layers"],
+                "num_experts": sizes["num_experts"],
+                "top_k": sizes["num_experts_per_tok"],
+                "hidden": hidden,
+                "intermediate": sizes["moe_intermediate_size"],
+                "dense_parameters": 2 * hidden * HEAD_WIDTH * (heads + kv_heads),
+                "attention_width": heads * HEAD_WIDTH,
+                "vocabulary": sizes["vocab_size"],
+                "weight_bytes": 4.0,
+                "activation_bytes": 4.0,
+            },
+            "hardware": {
+                "gemm_flops_per_s": 2e10,
+                "attention_flops_per_s": 2e10,
+                "memory_bytes_per_s": 5e9,
+                "ranks_per_node": num_ranks,
+                "tile_rows": 1,
+                "layer_s": 5e-3,
+            },
+            "links": {
+                "node_bytes_per_s": 5e8,
+                "cluster_bytes_per_s": 5e8,
+                "host_bytes_per_s": 5e9,
+                "node_latency_s": 1e-4,
+                "cluster_latency_s": 1e-4,
+            },
+            "costs": {"dispatcher": "copies", "sequence_tokens": float(sequence_tokens)},
+            "execution": {"paths": "host"},
+        },
+        source="the benchmark",
+    )
+
+
+def _measurement(one: TimedStep, stage: str) -> Measurement:
+    seconds = one.seconds.get(stage, 1.0)
+    return Measurement.of(one.name, one.counts_MLGE, one.plan, one.plan.topology, stage, seconds)
+
+
+def _seconds(bench: Bench, plan: StepPlan, engine: TransferEngine, *, updating: bool) -> float:
+    """Of the slowest rank."""
+    engine.publish()
+    bench.placed.begin_step(0, plan, bench.counts_MLGE, updating=updating)
+    dist.barrier()
+    begun = time.perf_counter()
+    for m, (batch, trace) in enumerate(zip(bench.batches, bench.traces, strict=True)):
+        rows = BatchRows.replayed(trace, batch)
+        with (
+            torch.set_grad_enabled(updating),
+            bench.routed.replay(trace),
+            bench.placed.executing(m, rows),
+        ):
+            logits = bench.routed.model(input_ids=batch, use_cache=False).logits
+            if updating:
+                logits.log_softmax(-1)[..., 0].mean().backward()
+    taken = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
+    bench.routed.model.zero_grad(set_to_none=True)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return taken.item()
