@@ -303,6 +303,12 @@ def parametrized(rank):
     hf.distribute(model)
 
 
+def learnt_activation(rank):
+    model = tiny("qwen3_moe")
+    model.model.layers[1].mlp.experts.act_fn = nn.PReLU()
+    hf.distribute(model)
+
+
 def lora(rank):
     config = LoraConfig(target_parameters=["mlp.experts.gate_up_proj"], r=2)
     hf.distribute(get_peft_model(tiny("qwen3_moe"), config))
@@ -342,6 +348,7 @@ ATTACHED = {
         older_torch,
         dtensor,
         parametrized,
+        learnt_activation,
         lora,
         meta,
         other_parameter,

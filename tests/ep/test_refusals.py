@@ -70,6 +70,7 @@ ATTACHED = {
     "no_experts": ("AttachError", "has no experts modules"),
     "dtensor": ("AttachError", "model.layers.1.mlp.experts.down_proj is a DTensor"),
     "parametrized": ("AttachError", "has parametrized weights"),
+    "learnt_activation": ("AttachError", "has a PReLU, an activation that is learnt"),
     "lora": ("AttachError", "is wrapped by a ParamWrapper"),
     "meta": ("AttachError", "is on the meta device"),
     "other_parameter": ("AttachError", "model.layers.1.mlp.experts.scale is torch.float32 [8]"),

@@ -135,6 +135,12 @@ def _require_spreadable(path: str, module: nn.Module) -> None:
         )
     if is_parametrized(module):
         raise AttachError(f"{path} has parametrized weights, as LoRA leaves them; merge them first")
+    activation = getattr(module, "act_fn", None)
+    if isinstance(activation, nn.Module) and any(True for _ in activation.parameters()):
+        raise AttachError(
+            f"{path} has a {type(activation).__name__}, an activation that is learnt; its gradients from all ranks and "
+            "replicas are not added up"
+        )
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
