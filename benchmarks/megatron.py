@@ -6,6 +6,8 @@ step unwrapped, outside any session. An A/A line says how far apart two equal th
 CPU time of the one thread that works. A time that the run does not resolve is None (`harness.pairs`); user instructions
 stand beside it.
 
+What executing a plan brings on two processes is measured by `harness.megatron_plan`.
+
 Memory is that of the buffers themselves: what Megatron's `RouterReplay` objects hold after `set_replay_data`, and what
 `place` makes of the same trace, found by walking over both.
 """
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness.instructions import count_in_user_space
+from benchmarks.harness.megatron_plan import planned_step
 from benchmarks.harness.pairs import PairedRatio, compare, near_one
 from benchmarks.replay import keep_memory
 from examples.megatron import on_cpu
@@ -67,7 +70,9 @@ def run(*, quick: bool) -> dict[str, Any]:
     keep_memory()
     with tempfile.TemporaryDirectory() as folder:
         start(folder, CPU)
-        return _measured(*((7, 3) if quick else (40, 20)))
+        measured = _measured(*((7, 3) if quick else (40, 20)))
+    planned = planned_step(2, ["high"]) if quick else planned_step(30)
+    return measured | {"metrics": measured["metrics"] | planned}
 
 
 def _measured(many: int, few: int) -> dict[str, Any]:
