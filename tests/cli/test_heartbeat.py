@@ -109,8 +109,9 @@ def test_a_verb_says_what_it_does_while_it_lasts(command, monkeypatch, words, sl
     code, _, err = command(words)
     assert code == 1
     assert err[-1] == "error: enough"
-    expected = re.compile(rf"{said}, \d+ s")
-    assert expected.fullmatch(err[-2]), err
+    # on a busy machine it may speak once more before the error is printed, when nothing that has a name goes on
+    named = [line for line in err[:-1] if not line.startswith("working")]
+    assert re.fullmatch(rf"{said}, \d+ s", named[-1]), err
 
 
 @pytest.mark.parametrize("words", ["inspect t", "validate t", "diff t t", "convert t u", f"{PLAN} --no-baselines"])

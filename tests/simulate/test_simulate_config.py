@@ -28,8 +28,8 @@ def test_the_file_of_the_simulators_page_is_read():
     page = (Path(__file__).parents[2] / "docs" / "simulate.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     config = parse_config(tomllib.loads(text), source="page")
-    assert config.cluster.groups == 4
-    assert config.sweep.cluster_bandwidth == (0.5, 2.0)
+    assert (config.cluster.gpus, config.cluster.groups) == (8, 1)
+    assert config.sweep.skew == (0.5, 2.0)
 
 
 @pytest.mark.parametrize(
