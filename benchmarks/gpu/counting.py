@@ -14,8 +14,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 SYNCHRONIZING = "synchronizing CUDA operation"
-DATA_PATH = tuple(f"foreroute/ep/{name}" for name in ("layer.py", "dispatch.py", "compute.py", "transfer/"))
-"""What runs between the rows of a step. A step's begin and a micro-step's end, where ranks agree, are elsewhere."""
+DATA_PATH = tuple(f"foreroute/ep/{name}" for name in ("layer.py", "compute.py", "transfer/"))
+"""What runs between the rows of a step. The beginnings of steps and micro-steps, where ranks agree, are elsewhere."""
 ROWS = 30
 
 

@@ -157,6 +157,20 @@ def live_rows(s):
 def routers_free_though_routes_were_announced(s):
     s.begin()
     s.forward(replay=False)
+    s.placed.sum_gradients()
+
+
+def and_another_micro_step_begins(s):
+    s.begin()
+    s.forward(replay=False)
+    with s.placed.executing(1, rows_of(s.routed, CASE, s.rank, 0, 1)):
+        pass
+
+
+def and_another_step_begins(s):
+    s.begin()
+    s.forward(replay=False)
+    s.begin()
 
 
 def more_to_replicas_than_there_is(s):
@@ -232,6 +246,8 @@ CASES = {
         live_routes_of_other_counts,
         live_routes_of_other_counts_with_the_plan_alone,
         routers_free_though_routes_were_announced,
+        and_another_micro_step_begins,
+        and_another_step_begins,
         more_to_replicas_than_there_is,
         no_forward,
         two_forwards,

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.ep import BatchRows, dispatch
+from foreroute.ep import BatchRows
+from foreroute.ep import layer as routed_layer
 from foreroute.errors import ReplayError
 from tests.ep.planned import static_plan
 from tests.models import tiny
@@ -36,7 +37,7 @@ def waits_of_a_cell(rank, is_spoilt):
         placed.executing(0, rows),
         Counting() as counting,
         torch.no_grad(),
-        patch.object(dispatch, "expand", SPOILT[is_spoilt]),
+        patch.object(routed_layer, "expand", SPOILT[is_spoilt]),
     ):
         counts = counting.count(lambda: layer(*given))
     return counts.launches, counts.waits
@@ -50,7 +51,7 @@ def waiting(runs, device):
     return rows + torch.arange(len(rows), device=device)
 
 
-SPOILT = {False: dispatch.expand, True: waiting}
+SPOILT = {False: routed_layer.expand, True: waiting}
 
 
 @pytest.mark.parametrize("is_spoilt", [False, True])

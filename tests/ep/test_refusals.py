@@ -37,6 +37,8 @@ EARLY = {
 LATE = {
     "more_to_replicas_than_there_is": ("PlanError", "more than there are; the plan was made for other counts"),
     "routers_free_though_routes_were_announced": ("CountsError", "routers made other assignments than"),
+    "and_another_micro_step_begins": ("CountsError", "routers made other assignments than"),
+    "and_another_step_begins": ("CountsError", "routers made other assignments than"),
     "two_forwards": ("ReplayError", "runs a second time in step 0, micro-step 0, routed layer 0"),
 }
 

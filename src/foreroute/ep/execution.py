@@ -131,6 +131,8 @@ class Execution:
         self._runs_L = [0] * self.num_layers
         self._recomputing = 0
         self._differs: dict[int, Tensor] = {}
+        self._differing = torch.zeros(0, dtype=torch.bool)
+        self._brought: torch.cuda.Event | None = None
         self._indices: dict[str, Tensor | None] = {}
 
     @contextmanager
@@ -220,17 +222,30 @@ class Execution:
         self._require_planned(layer, planned_GE)
         return np.asarray(sent_GE)
 
-    def unexecuted(self) -> str | None:
-        """Which layer did not run, in words, or None."""
+    def end(self) -> None:
+        """The forward is over; what `misrouted` tells is brought to the host, which does not wait for it.
+
+        Raises:
+            ReplayError: when a layer did not run. Every rank finds the same: rows of one that runs wait for the others.
+        """
         for layer, runs in enumerate(self._runs_L):
             if not runs:
-                return f"{self.what(layer)} was not executed: no forward of the model ran, or it bypassed the layer"
-        return None
+                raise ReplayError(
+                    f"{self.what(layer)} was not executed: no forward of the model ran, or it bypassed the layer"
+                )
+        if self._differs:
+            differing = torch.stack(list(self._differs.values()))
+            self._differing = differing.to("cpu", non_blocking=True)
+            if differing.is_cuda:
+                self._brought = torch.cuda.Event()
+                self._brought.record()
 
     def misrouted(self) -> str | None:
-        """Which layer's routers did not do what was known ahead, in words, or None. Waits for the device."""
-        for layer, differs in self._differs.items():
-            if bool(differs):
+        """Which layer's routers did not do what was known ahead, in words, or None. Waits for the forward's end."""
+        if self._brought is not None:
+            self._brought.synchronize()
+        for layer, differs in zip(self._differs, self._differing.tolist(), strict=True):
+            if differs:
                 return (
                     f"{self.what(layer)}: routers made other assignments than BatchRows.routed_LE, so rows went astray"
                 )
@@ -247,7 +262,7 @@ class Execution:
         assert counts_MLGE is not None, "counts that are known ahead are those of a plan"
         counts_GE: NDArray[np.int64] = counts_MLGE[self.micro_step, layer].astype(np.int64)
         announced_E = torch.from_numpy(counts_GE[dist.get_rank(self.group)])
-        # looked at when the micro-step is over, so that the device is not waited for
+        # looked at when the next micro-step begins, so that the device is not waited for
         self._differs[layer] = (sent_E != announced_E.to(sent_E.device, non_blocking=True)).any()
         return counts_GE
 

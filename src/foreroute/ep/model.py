@@ -24,7 +24,7 @@ from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.home_moves import move_homes
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import DirectWeights, expert_bytes
-from foreroute.errors import CountsError, InputError, PlacementError, PlanError, ReplayError
+from foreroute.errors import CountsError, InputError, PlacementError, PlanError
 from foreroute.plan import ExecutionSchedule, StepPlan, load_plan
 from foreroute.plan.schedule import PathChoice
 from foreroute.plan.step_plan import ExecutablePlan
@@ -80,6 +80,8 @@ class ExpertParallelModel:
         self._weights: StepWeights = DirectWeights(peers)
         self._capture = capture
         self._active: ActivePlan | None = None
+        # its routers are still to be compared with what was known ahead
+        self._last: Execution | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -184,10 +186,11 @@ class ExpertParallelModel:
         Raises:
             PlanError: on every rank alike, when plans differ, a file cannot be read, or one is for other ranks, layers,
                 experts, homes or tokens.
-            CountsError: on every rank alike, when the plan was made for other counts.
+            CountsError: on every rank alike, when the plan was made for other counts, or as in `executing`.
             TransferError: when a rank does not answer.
         """
         self._active = None
+        self._require_routed()
         plan, counts_MLGE = self._read(step, plan, planned)
         digest = agree_on_step(self.consensus, step, plan, counts_MLGE, self.home_LE)
         first, *others = parts_of(plan)
@@ -228,8 +231,10 @@ class ExpertParallelModel:
 
     @contextmanager
     def executing(self, micro_step: int, rows: BatchRows | None = None) -> Iterator[Execution]:
-        """Run one forward of the model as the plan in force says. A collective call, on entering and on leaving.
+        """Run one forward of the model as the plan in force says. A collective call, on entering.
 
+        Where routes are known ahead, what routers did is compared with them later, so that the host need not wait for
+        the device: by the next call of this method, of `begin_step` or of `sum_gradients`, before any weight changes.
         With the model's own activation checkpointing, `backward()` may run inside or outside the context, and those of
         several micro-steps in any order that is the same on all ranks.
 
@@ -242,21 +247,29 @@ class ExpertParallelModel:
 
         Raises:
             PlanError: without a plan in force, or when it has no such micro-step; when the rank that plans cannot.
-            CountsError: on every rank alike, before anything is sent, when the rows of one are not those planned; in a
-                forward, or on leaving, when what routers did differs.
-            ReplayError: on every rank alike, when a layer of the model did not run.
+            CountsError: on every rank alike, before anything is sent, when the rows of one are not those planned, or
+                what its routers did in the forward before differs; in a forward, when counts are exchanged and differ.
+            ReplayError: on leaving, when a layer of the model did not run.
         """
         if self._active is None:
             raise PlanError("no plan is in force: call begin_step(step, plan, ...) first")
         rows = BatchRows() if rows is None else rows
         self._take_up_parts(self._active, micro_step)
-        exchanges = agree_on_rows(self.consensus, self._active, micro_step, rows)
+        exchanges = agree_on_rows(self.consensus, self._active, micro_step, rows, self._misrouted())
         execution = Execution(self.group, len(self.layers), rows, self._active, micro_step, exchanges)
         with self._capture(), self._executions.on_top(execution):
             yield execution
-        if objections := self.consensus.objections(execution.unexecuted(), "ending a micro-step"):
-            raise ReplayError("; ".join(objections))
-        if not exchanges and (objections := self.consensus.objections(execution.misrouted(), "ending a micro-step")):
+        execution.end()
+        self._last = execution
+
+    def _misrouted(self) -> str | None:
+        """What routers of the last forward did otherwise than was known ahead, or None; said once."""
+        last, self._last = self._last, None
+        return None if last is None else last.misrouted()
+
+    def _require_routed(self) -> None:
+        """Raise `CountsError` on every rank alike, when routers of one did otherwise than was known ahead."""
+        if objections := self.consensus.objections(self._misrouted(), "comparing routes with those known ahead"):
             raise CountsError("; ".join(objections))
 
     def _take_up_parts(self, active: ActivePlan, micro_step: int) -> None:
@@ -273,7 +286,11 @@ class ExpertParallelModel:
         """Add up the gradients of dense parameters over all ranks. A collective call, before the optimizer's.
 
         Those of sharded ones are added up in the backward.
+
+        Raises:
+            CountsError: as in `executing`.
         """
+        self._require_routed()
         sum_gradients(self.dense_parameters(), self.group, self.consensus.group)
 
     def clip_gradients(self, max_norm: float) -> Tensor:

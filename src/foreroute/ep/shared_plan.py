@@ -175,8 +175,17 @@ def agree_on_counts(
         raise CountsError("; ".join(objections))
 
 
-def agree_on_rows(consensus: RankConsensus, active: ActivePlan, micro_step: int, rows: BatchRows) -> bool:
+def agree_on_rows(
+    consensus: RankConsensus, active: ActivePlan, micro_step: int, rows: BatchRows, objection: str | None
+) -> bool:
     """Make sure that all ranks begin the same micro-step, with the rows that were planned.
+
+    Args:
+        consensus: of the ranks.
+        active: the plan in force.
+        micro_step: that this rank begins.
+        rows: of its micro-batch.
+        objection: what else is wrong here, or None.
 
     Returns:
         Whether counts must be exchanged in every cell: they must where one rank does not know its routes ahead, sends a
@@ -184,12 +193,11 @@ def agree_on_rows(consensus: RankConsensus, active: ActivePlan, micro_step: int,
 
     Raises:
         PlanError: on every rank alike, for different micro-steps, or one that the plan does not have.
-        CountsError: on every rank alike, when the rows of one are not those planned.
+        CountsError: on every rank alike, when the rows of one are not those planned, or something else is wrong there.
         TransferError: when a rank does not answer.
     """
     num_micro_steps = active.plan.shape[0]
-    objection = None
-    if 0 <= micro_step < num_micro_steps:
+    if objection is None and 0 <= micro_step < num_micro_steps:
         objection = _objection_to_rows(active, micro_step, rows, consensus.rank)
     is_known = active.counts_MLGE is not None and rows.routed_LE is not None and rows.all_planned
     seen = torch.tensor([micro_step, -micro_step, objection is not None, not is_known])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ExpertsInterface
 
-from foreroute.adapters.hf.recomputing import Recomputing
+from foreroute.adapters.hf.model import CHECKPOINTS_IN, require_prepared
 from foreroute.ep import Execution, ExpertLayer, ExpertParallelModel, ExpertShards
 from foreroute.ep.compute import require_grouped_mm
 from foreroute.ep.execution import ExecutionStack
@@ -24,7 +27,7 @@ from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import AttachError, TopologyError
 from foreroute.layout import block_homes
-from foreroute.replay import is_hooked
+from foreroute.replay import is_hooked, overridden, told_apart
 
 NAME = "foreroute"
 """Of our function in the registry of transformers."""
@@ -206,3 +209,58 @@ def _require_same_models(model: nn.Module, home_LE: NDArray[np.int16], consensus
 def _checksum(parameter: Tensor) -> int:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
     return int(parameter.detach().contiguous().view(integers).sum(dtype=torch.int64))
+
+
+class Recomputing:
+    """Puts an execution back in force around every recomputation of a part of its forward.
+
+    Backward runs checkpointed parts of a model again, when another execution, or none, may be in force.
+
+    Args:
+        model: whose parts are checkpointed.
+        executions: of the model.
+    """
+
+    def __init__(self, model: nn.Module, executions: ExecutionStack) -> None:
+        self._model = model
+        self._executions = executions
+        self._open = 0
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """While the context is open, checkpoints remember the execution in which they were made."""
+        with ExitStack() as stack:
+            for module in self._model.modules():
+                for name in CHECKPOINTS_IN:
+                    if callable(module.__dict__.get(name)):
+                        stack.enter_context(overridden(module, name, self._checkpoint))
+            yield
+
+    def guarded(self, layer: ExpertLayer) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """The layer, refusing checkpoints that remember nothing."""
+        return partial(self._run, layer)
+
+    def _run(self, layer: ExpertLayer, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        now = self._executions.top
+        if now.active_plan is not None and not now.is_recomputing and not self._open:
+            require_prepared(layer.path)
+        return layer(hidden_ND, ids_NK, weights_NK)
+
+    def _checkpoint(
+        self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        again = partial(self._again, self._executions.top)
+        return checkpoint(told_apart(function, self._first, again), *args, **kwargs)
+
+    @contextmanager
+    def _first(self) -> Iterator[None]:
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+
+    @contextmanager
+    def _again(self, execution: Execution) -> Iterator[None]:
+        with self._executions.on_top(execution), execution.recomputing():
+            yield
