@@ -16,6 +16,7 @@ from tests.adapters.megatron.forked_ranks import checks_of, run
 from tests.adapters.megatron.grid import (
     EXECUTED,
     EXECUTED_SHAPES,
+    OVERLAP,
     PLANS,
     Cell,
     ExecutionCase,
@@ -50,7 +51,9 @@ def test_layers_of_every_shape_are_executed():
     "case",
     [
         ExecutionCase(Cell(ep=2, layers=2, packed=True, recompute="selective")),
-        pytest.param(ExecutionCase(Cell(ep=2, layers=2, packed=True), 4, "distributed"), marks=pytest.mark.slow),
+        pytest.param(
+            ExecutionCase(Cell(ep=2, layers=2, packed=True), 4, "distributed", OVERLAP), marks=pytest.mark.slow
+        ),
         pytest.param(
             ExecutionCase(Cell(ep=4, layers=2, packed=True, dispatcher="allgather"), 4), marks=pytest.mark.slow
         ),
