@@ -133,7 +133,7 @@ def not_refilled():
     take, filled = BorrowedReplicas.take, set()
 
     def once(self, weights):
-        if self in filled:
+        if self in filled and weights is not None:
             weights = {name: torch.zeros_like(rows) for name, rows in weights.items()}
         filled.add(self)
         take(self, weights)
