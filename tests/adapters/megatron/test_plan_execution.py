@@ -13,7 +13,7 @@ import pytest
 from foreroute.plan import ExecutionSchedule, Links, PlanOptions, Topology
 from foreroute.planner import plan
 from tests.adapters.megatron.forked_ranks import checks_of, run
-from tests.adapters.megatron.grid import EXECUTED, EXECUTED_SHAPES, PLANS, executed_shape, executions_of
+from tests.adapters.megatron.grid import EXECUTED, EXECUTED_SHAPES, GROUPED, PLANS, executed_shape, executions_of
 
 EVERY = "FOREROUTE_MEGATRON_GRID" in os.environ
 
@@ -31,6 +31,13 @@ def compiled():
 @pytest.mark.parametrize("name", EXECUTED)
 def test_losses_gradients_weights_and_state_equal_those_of_the_static_run(name):
     run("plan_execution_checks.check_cases", executions_of(name, EVERY), ranks=EXECUTED[name].ranks, timeout=900)
+
+
+@pytest.mark.parametrize(
+    "name", [name if case.ranks == 2 else pytest.param(name, marks=pytest.mark.slow) for name, case in GROUPED.items()]
+)
+def test_experts_in_one_module_are_executed(name):
+    run("plan_execution_checks.check_cases", [(GROUPED[name], PLANS)], ranks=GROUPED[name].ranks)
 
 
 @pytest.mark.slow
@@ -58,6 +65,7 @@ def test_every_pair_of_values_is_among_the_ordinary_cases():
     [
         "check_gradients_that_are_dropped_doubled_or_of_slots_that_were_not_refilled",
         "check_fused_gradients_and_those_sent_through_autograd",
+        "check_experts_in_one_module",
     ],
 )
 def test_a_wrong_way_is_seen_on_two_ranks(check):
@@ -85,8 +93,14 @@ def test_wrong_counts_end_all_ranks_with_one_error():
     run("known_count_checks.check_wrong_counts_end_all_ranks_alike", ranks=2)
 
 
-def test_layers_that_cannot_execute_plans_are_refused():
-    run("known_count_checks.check_layers_that_cannot_execute_plans", ranks=2)
+@pytest.mark.slow
+def test_stages_that_hold_different_plans_end_all_ranks_with_one_error():
+    run("known_count_checks.check_stages_that_hold_different_plans", ranks=4)
+
+
+@pytest.mark.parametrize("check", ["check_layers_and_settings", "check_experts_in_one_module"])
+def test_layers_that_cannot_execute_plans_are_refused(check):
+    run(f"refused_execution_checks.{check}", ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +109,7 @@ def test_layers_that_cannot_execute_plans_are_refused():
         "check_rounding_is_no_further_from_the_truth",
         "check_a_model_that_nothing_wraps",
         "check_checkpoints_do_not_see_replicas",
+        "check_nothing_fetched_is_kept_for_backward",
     ],
 )
 def test_replicas_leave_gradients_and_checkpoints_as_they_were(check):
