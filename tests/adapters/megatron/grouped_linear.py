@@ -28,11 +28,10 @@ class GroupedLinear(torch.nn.Module):
         device = "cpu" if config.use_cpu_initialization else "meta"
         assert device == "cpu" or config.init_model_with_meta_device, "else on a GPU"
         for i in range(num_gemms):
-            weight = torch.nn.Parameter(torch.empty(out_size, in_size, dtype=config.params_dtype, device=device))
+            drawn = torch.empty(out_size, in_size, device=device)  # in float32, as Megatron draws on the CPU
+            weight = torch.nn.Parameter((drawn if device == "meta" else init_method(drawn)).to(config.params_dtype))
             weight.allreduce = config.expert_model_parallel_size == 1
             self.register_parameter(f"weight{i}", weight)
-            if device == "cpu":
-                init_method(weight)
 
     def forward(self, rows, m_splits):
         assert len(m_splits) == self.num_gemms

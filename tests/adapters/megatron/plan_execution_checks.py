@@ -62,7 +62,7 @@ def check_rounding_is_no_further_from_the_truth():
         truth = trained(in_float64(dataclasses.replace(case, optimizer="momentum", told=())), None, steps=1)
         executed = trained(case, "planned", steps=1)
         plain_away, executed_away = away(trained(case, None, steps=1), truth), away(executed, truth)
-        assert 0 < plain_away < (0.1 if rounded else 1e-5), plain_away
+        assert 0 < plain_away < (0.1 if rounded else 1e-5), (experts, kind, plain_away)
         assert executed_away <= NO_FURTHER * plain_away, (experts, kind, executed_away, plain_away)
         if sent_as is not None:
             with mock.patch.object(replicas, "GradientReturn", sending_as(sent_as)):
@@ -112,7 +112,9 @@ def check_a_model_that_nothing_wraps():
 def check_checkpoints_do_not_see_replicas():
     """While a plan is executed, a model has the parameters, state and shards of checkpoints that it has else."""
     for experts in ("sequential", "grouped"):
-        chunks, routed, batches, shards, made, counts_MLGE = planned(ExecutionCase(Cell(ep=2, layers=2, experts=experts)))
+        chunks, routed, batches, shards, made, counts_MLGE = planned(
+            ExecutionCase(Cell(ep=2, layers=2, experts=experts))
+        )
         before = kept(chunks[0])
         with routed.execute(made, counts_MLGE, shards) as execution:
             step(chunks, carrying(batches, shards), routed.replaying(forward_step))
@@ -123,7 +125,9 @@ def check_checkpoints_do_not_see_replicas():
 def check_nothing_fetched_is_kept_for_backward():
     """When a forward ends, the memory of all weights that were fetched for it is free."""
     for experts in ("sequential", "grouped", "grouped, fused"):
-        chunks, routed, batches, shards, made, counts_MLGE = planned(ExecutionCase(Cell(ep=2, layers=2, experts=experts)))
+        chunks, routed, batches, shards, made, counts_MLGE = planned(
+            ExecutionCase(Cell(ep=2, layers=2, experts=experts))
+        )
         if "fused" in experts:
             chunks = Trained(chunks, "momentum").chunks
         fetched, alive, take = [], [], BorrowedReplicas.take

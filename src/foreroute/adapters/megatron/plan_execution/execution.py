@@ -64,7 +64,9 @@ class ExecutionRanks:
             mine = None
             if len(set(digests)) > 1:
                 listed = "; ".join(f"stage {stage}: plan {digest}" for stage, digest in enumerate(digests))
-                mine = f"pipeline stages hold different plans ({listed}); every stage must be given the plan of all layers"
+                mine = (
+                    f"pipeline stages hold different plans ({listed}); every stage must be given the plan of all layers"
+                )
             # the other ranks of the group may be in pipelines that agree
             _raise_alike(self.consensus, PlanError, mine, what)
         agree_on_plan(self.consensus, step, plan)

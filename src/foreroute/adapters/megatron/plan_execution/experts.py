@@ -48,7 +48,7 @@ def _run_each(
     expert: nn.Module, weights: Sequence[Mapping[str, Tensor]], rows: Tensor, probs: Tensor, sizes: Sequence[int]
 ) -> list[Tensor]:
     parts = zip(weights, rows.split(list(sizes)), probs.split(list(sizes)), strict=True)
-    return [functional_call(expert, dict(of_replica), part)[0] for of_replica, *part in parts]
+    return [functional_call(expert, dict(of_one), (own, own_probs))[0] for of_one, own, own_probs in parts]
 
 
 class GroupedReplicas:
@@ -128,7 +128,9 @@ def _objection_to_grouped(experts: Any) -> str | None:
             "moe_single_grouped_weight=False and add_bias_linear=False, and no adapters"
         )
     if getattr(experts, "_with_fused_impl", False):
-        return "use_transformer_engine_op_fuser is set: its fused operations hold parameters and no slots; switch it off"
+        return (
+            "use_transformer_engine_op_fuser is set: its fused operations hold parameters and no slots; switch it off"
+        )
     if experts.offload_expert_fc1 or experts.offload_moe_act:
         return (
             "offload_modules names expert_fc1 or moe_act: Megatron counts what it offloads by layer, and replicas would "

@@ -123,7 +123,8 @@ class BorrowedReplicas:
     def borrow(self) -> list[Tensor]:
         """Weights of the replicas here, name after name."""
         assert self._weights is not None, "fetched before the rows were dispatched"
-        return [row for name in self.names for row in self._weights[name]]
+        # a view would keep what it is a view of, emptied or not
+        return [row.data for name in self.names for row in self._weights[name]]
 
     def _gradient_dtype(self, weight: Tensor) -> torch.dtype:
         """What kernels make gradients in: float32 (float64 for float64) where they add, else what they compute in."""
