@@ -3,9 +3,11 @@
 import types
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+from foreroute.adapters.megatron.plan_execution import columns
 from foreroute.adapters.megatron.plan_execution import execution as executions
 from foreroute.adapters.megatron.plan_execution import layer as layers
 from foreroute.adapters.megatron.plan_execution.execution import PlanExecution
@@ -53,6 +55,24 @@ def check_gradients_that_are_late_for_their_bucket():
         pytest.raises(AssertionError, match=r"copies of .* differ|too far"),
     ):
         assert furthest(trained(case, "planned", add), plain)["gradients"] <= SEEN, "too far"
+
+
+def check_an_expert_that_is_looked_for_in_the_slot_of_another():
+    """After homes have moved: two experts of the first rank change their columns, in all layers."""
+    case = in_float64(ExecutionCase(Cell(ep=2, layers=2, packed=True)))
+    row_of = columns.home_row_E
+
+    def swapped(home_E):
+        row_E = row_of(home_E)
+        first = np.flatnonzero(home_E == 0)[:2]
+        row_E[first] = row_E[first[::-1]]
+        return row_E
+
+    plain = trained(case, None, steps=1)
+    assert max(furthest(trained(case, "homes", steps=1), plain).values()) == 0.0
+    with mock.patch.object(columns, "home_row_E", swapped):
+        apart = furthest(trained(case, "homes", steps=1), plain)
+    assert apart["losses"] > SEEN, apart
 
 
 def check_the_key_of_the_latest_forward():
@@ -128,7 +148,7 @@ def not_refilled():
     take, filled = BorrowedReplicas.take, set()
 
     def once(self, weights):
-        if self in filled:
+        if self in filled and weights is not None:
             weights = {name: torch.zeros_like(rows) for name, rows in weights.items()}
         filled.add(self)
         take(self, weights)

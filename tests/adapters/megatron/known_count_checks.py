@@ -129,7 +129,7 @@ def check_stages_that_hold_different_plans():
         mine = other[0] if dist.get_rank() in ranks else made[0]
         with (
             pytest.raises(
-                PlanError, match="pipeline stages hold different plans .stage 0: plan .*; stage 1: "
+                PlanError, match=r"pipeline stages hold different plans \(stage 0: plan .*; stage 1: "
             ) as caught,
             routed.execute(mine, counts_MLGE, shards),
         ):

@@ -3,19 +3,33 @@
 import dataclasses
 from unittest import mock
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.plan_execution import replicas
 from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas
 from foreroute.ep.transfer.replica_weights import GradientReturn
+from foreroute.plan import PlanOptions, Topology
+from foreroute.planner import plan
 from tests.adapters.megatron.cpu_optimizers import Trained
-from tests.adapters.megatron.executed_plans import doubles_stay, furthest, laid_out, make_plan, skewed, trained
+from tests.adapters.megatron.executed_plans import (
+    LINKS,
+    SLOTS,
+    WITHOUT_REPLICAS,
+    doubles_stay,
+    furthest,
+    laid_out,
+    make_plan,
+    skewed,
+    trained,
+)
 from tests.adapters.megatron.grid import Cell, ExecutionCase, with_settings
 from tests.adapters.megatron.grid_checks import carrying
 from tests.adapters.megatron.micro_batches import make_batches
-from tests.adapters.megatron.model_chunks import build, initialize
+from tests.adapters.megatron.model_chunks import TOP_K, build, initialize
 from tests.adapters.megatron.training_step import forward_step, step
 
 FLOAT64 = {"moe_router_dtype": "fp64", "params_dtype": torch.float64, "pipeline_dtype": torch.float64}
@@ -39,10 +53,20 @@ def check_cases(cases):
 def check_equal(plain, executed, planned):
     """Bits without replicas, units of float64 with them; and the plan was carried out."""
     apart = furthest(executed, plain)
-    most = 0.0 if planned == "static" else EXACT
+    most = 0.0 if planned in WITHOUT_REPLICAS else EXACT
     assert max(apart.values()) <= most, f"{apart} away from the run with every expert at home"
     assert executed["off_plan"] == 0, f"{executed['off_plan']} cells computed other numbers of rows than planned"
-    assert (executed["replicas"] > 0) == (planned != "static")
+    assert (executed["replicas"] > 0) == (planned not in WITHOUT_REPLICAS)
+
+
+def check_homes_move_and_replicas_serve(cases):
+    """Homes are planned and moved in every step, and the plan is executed on them. Packed: padding goes by homes."""
+    for case in map(in_float64, cases):
+        plain = trained(case, None)
+        for planned in ("homes", "homes and replicas"):
+            executed = trained(case, planned)
+            assert executed["moved"] > 0
+            check_equal(plain, executed, planned)
 
 
 def check_rounding_is_no_further_from_the_truth():
@@ -109,6 +133,42 @@ def check_a_model_that_nothing_wraps():
     assert max(apart.values()) <= EXACT, apart
 
 
+def check_padding_is_spread_by_the_plan():
+    """Counts have it, so that ranks are even with it, and the largest cell of the plan is an exact capacity.
+
+    Padding that is left to the model is in no count, and homes take it beyond what was planned.
+    """
+    case = ExecutionCase(Cell(ep=2, layers=2))
+    initialize(case.cell)
+    chunks = build(case.cell)
+    routed = megatron.attach(chunks)
+    batches = make_batches(case.cell)
+    topology = Topology(2, 2, SLOTS, LINKS)
+    options = PlanOptions(tolerance=0.0, slots="shared", home_moves=None)
+    for padding in ("spread", "native"):
+        shards = [
+            routed.shard(skewed(batch, case, 0, m), laid_out(batch), padding=padding) for m, batch in enumerate(batches)
+        ]
+        counts_MLGE = routed.gather_counts(shards)
+        made = plan(counts_MLGE, topology, options, home_LE=routed.home_LE)
+        chunks[0].zero_grad(set_to_none=True)
+        routed.move_homes(made, None)  # padding keeps the experts that it was counted for
+        with routed.execute(made, counts_MLGE, shards) as execution:
+            step(chunks, carrying(batches, shards), routed.replaying(forward_step, padding=padding))
+        executed_GML = [torch.empty_like(torch.from_numpy(execution.executed_ML)) for _ in range(2)]
+        dist.all_gather(executed_GML, torch.from_numpy(execution.executed_ML))
+        executed_GML = torch.stack(executed_GML).numpy()
+        rows_M = [2 * batch.width * len(batch.lengths) * TOP_K for batch in batches]
+        assert (executed_GML.sum(0) == np.array(rows_M)[:, None]).all()
+        if padding == "spread":
+            assert len(made.home_moves)
+            assert np.array_equal(executed_GML.max(0), made.max_load_ML)
+            assert executed_GML.max() == made.max_load_ML.max() <= 1.02 * executed_GML.mean()
+        else:
+            assert counts_MLGE.sum() < sum(rows_M) * 2
+            assert (executed_GML.max(0) > made.max_load_ML).any()
+
+
 def check_checkpoints_do_not_see_replicas():
     """While a plan is executed, a model has the parameters, state and shards of checkpoints that it has else."""
     for experts in ("sequential", "grouped"):
@@ -133,7 +193,7 @@ def check_nothing_fetched_is_kept_for_backward():
         fetched, alive, take = [], [], BorrowedReplicas.take
 
         def taken(self, weights, fetched=fetched, take=take):
-            fetched.extend(StorageWeakRef(rows.untyped_storage()) for rows in weights.values())
+            fetched.extend(StorageWeakRef(rows.untyped_storage()) for rows in (weights or {}).values())
             take(self, weights)
 
         def forward(iterator, chunk, fetched=fetched, alive=alive):

@@ -44,7 +44,7 @@ def check_experts_in_one_module():
         refused(said(experts, "offload_moe_act", True), "offload_modules names expert_fc1 or moe_act")
         refused(frozen(experts.linear_fc2.weight2), "linear_fc2.weight of its experts is frozen")
         more = {**experts.linear_fc1._parameters, "bias0": torch.nn.Parameter(torch.zeros(2))}
-        refused(said(experts.linear_fc1, "_parameters", more), "linear_fc1.bias0 is or lacks a parameter")
+        refused(said(experts.linear_fc1, "_parameters", more), "linear_fc1.bias0 is no weight of one of its experts")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,17 @@ import pytest
 from foreroute.plan import ExecutionSchedule, Links, PlanOptions, Topology
 from foreroute.planner import plan
 from tests.adapters.megatron.forked_ranks import checks_of, run
-from tests.adapters.megatron.grid import EXECUTED, EXECUTED_SHAPES, GROUPED, PLANS, executed_shape, executions_of
+from tests.adapters.megatron.grid import (
+    EXECUTED,
+    EXECUTED_SHAPES,
+    GROUPED,
+    OVERLAP,
+    PLANS,
+    Cell,
+    ExecutionCase,
+    executed_shape,
+    executions_of,
+)
 
 EVERY = "FOREROUTE_MEGATRON_GRID" in os.environ
 
@@ -45,6 +55,23 @@ def test_layers_of_every_shape_are_executed():
     run("plan_execution_checks.check_cases", [executed_shape(name) for name in EXECUTED_SHAPES], ranks=2)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        ExecutionCase(Cell(ep=2, layers=2, packed=True, recompute="selective")),
+        pytest.param(
+            ExecutionCase(Cell(ep=2, layers=2, packed=True), 4, "distributed", OVERLAP), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ExecutionCase(Cell(ep=4, layers=2, packed=True, dispatcher="allgather"), 4), marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_homes_move_in_every_step_and_replicas_serve_beside_them(case):
+    run("plan_execution_checks.check_homes_move_and_replicas_serve", [case], ranks=case.ranks, timeout=300)
+
+
 def test_every_pair_of_values_is_among_the_ordinary_cases():
     cases = [(case, kind) for name in EXECUTED for case, kinds in executions_of(name, False) for kind in kinds]
     values = {
@@ -66,6 +93,7 @@ def test_every_pair_of_values_is_among_the_ordinary_cases():
         "check_gradients_that_are_dropped_doubled_or_of_slots_that_were_not_refilled",
         "check_fused_gradients_and_those_sent_through_autograd",
         "check_experts_in_one_module",
+        "check_an_expert_that_is_looked_for_in_the_slot_of_another",
     ],
 )
 def test_a_wrong_way_is_seen_on_two_ranks(check):
@@ -87,6 +115,10 @@ def test_a_wrong_way_is_seen_on_four_ranks(check):
 
 def test_counts_are_known_ahead():
     run("known_count_checks.check_exchanges_and_waits", ranks=2)
+
+
+def test_padding_is_spread_by_the_plan():
+    run("plan_execution_checks.check_padding_is_spread_by_the_plan", ranks=2)
 
 
 def test_wrong_counts_end_all_ranks_with_one_error():

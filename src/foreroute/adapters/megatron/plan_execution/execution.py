@@ -199,16 +199,13 @@ class PlanExecution:
             rank = self._ranks.consensus.rank
             counts_GE = self._counts_MLGE[cell.micro_step, layer]
             columns = CellColumns.of(plan, counts_GE, rank, self.plan.topology.redundant_slots)
-            replicas = None
-            if columns.has_replicas:
-                moves, home = self._schedule.cell(cell.micro_step, layer), self._home[layer]
-                replicas = BorrowedReplicas(self._ranks.peers, cell, moves, home, fuses_gradients=fuses_gradients)
+            moves = self._schedule.cell(cell.micro_step, layer) if columns.has_replicas else None
+            peers, home = self._ranks.peers, self._home[layer]
+            replicas = BorrowedReplicas(peers, cell, moves, home, fuses_gradients=fuses_gradients)
             fetches = self._fetches_of(passes)
 
             def fetch() -> None:
-                weights = fetches.visit(cell)
-                if replicas is not None:
-                    replicas.take(weights)
+                replicas.take(fetches.visit(cell))
 
             planned_R = None if rows.unrouted_Q is None else rows.routed_R
             note = (lambda _: None) if is_recompute else partial(self._note, cell)

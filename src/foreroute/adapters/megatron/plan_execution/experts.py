@@ -82,7 +82,7 @@ class GroupedReplicas:
         config = copy.copy(experts.config)
         # neither memory nor random numbers for parameters that are never used
         config.use_cpu_initialization, config.init_model_with_meta_device = False, True
-        # else it would overwrite main_grad in a first micro-batch, and keep what it made of weights by their name
+        # nothing may be kept by the name of a weight: in the next pass it is another one
         config.disable_parameter_transpose_cache = True
         fc1, fc2 = experts.linear_fc1, experts.linear_fc2
         submodules = SimpleNamespace(linear_fc1=type(fc1), linear_fc2=type(fc2), activation_func=None)
@@ -124,17 +124,15 @@ def _objection_to_grouped(experts: Any) -> str | None:
     expected = {f"{name}{number}" for name in GROUPED_NAMES for number in range(experts.num_local_experts)}
     if strange := {name for name, _ in experts.named_parameters()} ^ expected:
         return (
-            f"{min(strange)} is or lacks a parameter of its experts, which have two weights each; set "
-            "moe_single_grouped_weight=False and add_bias_linear=False, and no adapters"
+            f"{min(strange)} is no weight of one of its experts, or is missing; set moe_single_grouped_weight=False "
+            "and use no adapters"
         )
     if getattr(experts, "_with_fused_impl", False):
-        return (
-            "use_transformer_engine_op_fuser is set: its fused operations hold parameters and no slots; switch it off"
-        )
+        return "use_transformer_engine_op_fuser is set: its operations hold parameters and no slots; switch it off"
     if experts.offload_expert_fc1 or experts.offload_moe_act:
         return (
-            "offload_modules names expert_fc1 or moe_act: Megatron counts what it offloads by layer, and replicas would "
-            "be one more; offload other modules"
+            "offload_modules names expert_fc1 or moe_act, which Megatron counts by layer, and replicas would be one "
+            "more; offload other modules"
         )
     return None
 

@@ -45,7 +45,7 @@ class CellWork:
         columns: of the cell.
         planned_R: bool [R], the rows of this rank that the counts are of; None for all.
         counts_known: whether no rank has another row.
-        replicas: None where no rank serves any.
+        replicas: of the cell, if any.
         fetch: has them fetched; in cells without any too, so that the order of cells is known.
         note: told the rows that the experts of this rank compute.
     """
@@ -53,7 +53,7 @@ class CellWork:
     columns: CellColumns
     planned_R: Tensor | None
     counts_known: bool
-    replicas: BorrowedReplicas | None
+    replicas: BorrowedReplicas
     fetch: Callable[[], None]
     note: Callable[[int], None]
 
@@ -101,11 +101,10 @@ class PlannedLayer:
                 "can be executed in this configuration"
             )
         work = self._work = self._begin()
-        if work.replicas is not None:
+        if work.columns.has_replicas:
             _finish_gathering(self._experts)
         work.fetch()
-        if work.replicas is not None:
-            work.replicas.announce()
+        work.replicas.announce()
         self._dispatcher.expect(work.columns if work.counts_known else None)
         map_RC, probs_RC = work.columns.fill(routing_map, probs, work.planned_R)
         return self._preprocess(hidden_states, probs_RC, map_RC)
@@ -120,11 +119,10 @@ class PlannedLayer:
         here = sum(sizes[:num_home])
         output, bias = self._run_home(rows[:here], rows_per_slot[:num_home], probs[:here])
         borrowed = work.replicas
-        if borrowed is None:
-            return Refetch.apply(work.fetch, None, output), bias
         served = [sizes[num_home + slot] for slot in borrowed.slots]
         computed, token = borrowed.compute(self._run_replicas, rows[here:], probs[here:], served)
-        output = torch.cat([output, *computed])
+        if computed:
+            output = torch.cat([output, *computed])
         borrowed.release()
         return Refetch.apply(work.fetch, token, output), bias
 
