@@ -18,7 +18,7 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness.instructions import count_in_user_space
-from benchmarks.harness.megatron_plan import planned_step
+from benchmarks.harness.megatron_plan import forward_step, planned_step
 from benchmarks.harness.pairs import PairedRatio, compare, near_one
 from benchmarks.replay import keep_memory
 from examples.megatron import on_cpu
@@ -66,12 +66,13 @@ QUEUED = {"queue": (48, 128, 8), "queue_above_256_experts": (61, 512, 8)}
 
 def run(*, quick: bool) -> dict[str, Any]:
     """Medians and quartiles over interleaved pairs, and bytes per token."""
+    # in processes of its own, before this one begins a process group
+    planned = planned_step(2, ["high"]) if quick else planned_step(30)
     torch.set_num_threads(1)
     keep_memory()
     with tempfile.TemporaryDirectory() as folder:
         start(folder, CPU)
         measured = _measured(*((7, 3) if quick else (40, 20)))
-    planned = planned_step(2, ["high"]) if quick else planned_step(30)
     return measured | {"metrics": measured["metrics"] | planned}
 
 
@@ -179,16 +180,6 @@ def _model(settings: dict[str, Any], width: int) -> Any:
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     ).train()
-
-
-def forward_step(batches: Iterator[dict[str, Any]], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """As Megatron's schedules take it: the losses of the tokens of a batch, and what reduces them."""
-    tokens = next(batches)["tokens"]
-    width, device = tokens.shape[1], tokens.device
-    positions = torch.arange(width, device=device).expand_as(tokens)
-    ahead = torch.ones(width, width, dtype=torch.bool, device=device).triu(1)[None, None]
-    losses = model(tokens, positions, ahead, labels=tokens.roll(-1, 1))
-    return losses, lambda losses: (losses.mean(), {"losses": losses.detach()})
 
 
 def _step(model: Any, forward: Callable[..., Any], batches: list[dict[str, Any]]) -> Losses:

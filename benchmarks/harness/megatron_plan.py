@@ -1,14 +1,15 @@
 """Seconds of a Megatron step under a plan over those of the same step with every expert at home, on two processes.
 
 Each process has a core, and experts dominate the step, as in `step_seconds`. *Static* is Megatron as it is, attached
-and replaying the same routes. Also what the all-to-all dispatcher asks of other ranks and waits for, with and without.
+and replaying the same routes. *Attached* is a step whose wrapped forward is given no routes, over the same step of a
+model that was never attached. Also what the all-to-all dispatcher asks of other ranks and waits for, with and without.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -16,9 +17,10 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.harness.execution_bench import LINKS, SLOTS, drawn, in_processes
-from benchmarks.harness.pairs import PairedRatio, compare
+from benchmarks.harness.pairs import PairedRatio, compare, near_one
 from examples.megatron import on_cpu
 from foreroute import layout
 from foreroute.plan import PlanOptions, Topology
@@ -47,12 +49,14 @@ STAGES = {"recompute": True, "update": False}
 
 
 def planned_step(pairs: int, skews: Sequence[str] = tuple(SKEWS)) -> dict[str, Any]:
-    """`planned_over_static` by stage and skew, `static_imbalance` by skew, `collectives_saved` and `host_waits`.
+    """Ratios of seconds, `planned_over_static` by stage and skew and `attached_ratio`, and what goes with them.
 
-    Ratios are medians over pairs that were run in turn, with the 95 % interval of the median; None without two cores.
+    Beside them `static_imbalance` by skew, `collectives_saved` and `host_waits`. Ratios are medians over pairs that
+    were run in turn, with the 95 % interval of the median; None without two cores.
     """
     if len(os.sched_getaffinity(0)) < 2:
-        return dict.fromkeys(("planned_over_static", "static_imbalance", "collectives_saved", "host_waits"))
+        names = ("planned_over_static", "static_imbalance", "attached_ratio", "collectives_saved", "host_waits")
+        return dict.fromkeys(names)
     measured: dict[str, Any] = in_processes(_measured, 2, pairs, skews)
     return measured
 
@@ -72,6 +76,7 @@ def _measured(rank: int, num_ranks: int, pairs: int, skews: Sequence[str]) -> di
             planned, static = (partial(bench.step, by_plan, forward_only) for by_plan in (True, False))
             ratio = compare(planned, static, pairs=pairs)
             found["planned_over_static"][stage][name] = _shown(ratio)
+    found |= near_one("attached", compare(*bench.without_routes(), pairs=pairs))
     found["collectives_saved"], found["host_waits"] = {}, {}
     for recompute, settings in {
         "none": {},
@@ -90,7 +95,8 @@ class Bench:
     def __init__(self, rank: int, num_ranks: int, skew: float, settings: dict[str, Any]) -> None:
         from foreroute.adapters import megatron
 
-        self._model = _model({"expert_model_parallel_size": num_ranks, **settings})
+        self._settings = {"expert_model_parallel_size": num_ranks, **settings}
+        self._model = _model(self._settings)
         self._num_ranks = num_ranks
         self._routed = megatron.attach(self._model)
         self.take_routes(rank, skew)
@@ -115,25 +121,18 @@ class Bench:
         return float(np.max(at_home, axis=0).sum() / loads_MLE.sum() * self._num_ranks)
 
     def step(self, planned: bool, forward_only: bool) -> None:
-        """All micro-batches through Megatron's schedule; over when it is over on all ranks."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
+        """All micro-batches on their routes, under the plan or at home."""
+        executing = self._routed.execute(self._plan, self._counts_MLGE, self._shards) if planned else None
+        forward = self._routed.replaying(forward_step)
+        _run(self._model, forward, self._batches, executing=executing, forward_only=forward_only)
 
-        from benchmarks.megatron import forward_step
-
-        executing = self._routed.execute(self._plan, self._counts_MLGE, self._shards) if planned else nullcontext()
-        self._model.zero_grad(set_to_none=True)
-        dist.barrier()
-        with executing:
-            get_forward_backward_func()(
-                forward_step_func=self._routed.replaying(forward_step),
-                data_iterator=iter(self._batches),
-                model=self._model,
-                num_microbatches=len(self._batches),
-                seq_length=SHAPE[1],
-                micro_batch_size=SHAPE[0],
-                forward_only=forward_only,
-            )
-        dist.barrier()
+    def without_routes(self) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Steps of micro-batches that bring no routes: of the attached model, and of an equal one that never was."""
+        batches = [{"tokens": batch["tokens"]} for batch in self._batches]
+        return (
+            partial(_run, self._model, self._routed.replaying(forward_step), batches),
+            partial(_run, _model(self._settings), forward_step, batches),
+        )
 
     def asked(self, planned: bool) -> tuple[float, float]:
         """Per layer and micro-batch: gathers of counts, and waits of the host for the device, of the dispatchers."""
@@ -147,6 +146,42 @@ class Bench:
             self.step(planned, False)
         cells = len(self._batches) * SIZES["num_layers"]
         return gathers.call_count / cells, waits.call_count / cells
+
+
+def forward_step(batches: Iterator[dict[str, Any]], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """As Megatron's schedules take it: the losses of the tokens of a batch, and what reduces them."""
+    tokens = next(batches)["tokens"]
+    width, device = tokens.shape[1], tokens.device
+    positions = torch.arange(width, device=device).expand_as(tokens)
+    ahead = torch.ones(width, width, dtype=torch.bool, device=device).triu(1)[None, None]
+    losses = model(tokens, positions, ahead, labels=tokens.roll(-1, 1))
+    return losses, lambda losses: (losses.mean(), {"losses": losses.detach()})
+
+
+def _run(
+    model: Any,
+    forward: Callable[..., Any],
+    batches: Sequence[dict[str, Any]],
+    *,
+    executing: AbstractContextManager[Any] | None = None,
+    forward_only: bool = False,
+) -> None:
+    """Micro-batches through Megatron's schedule; over when it is over on all ranks."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    model.zero_grad(set_to_none=True)
+    dist.barrier()
+    with executing or nullcontext():
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(batches),
+            model=model,
+            num_microbatches=len(batches),
+            seq_length=SHAPE[1],
+            micro_batch_size=SHAPE[0],
+            forward_only=forward_only,
+        )
+    dist.barrier()
 
 
 def _shown(ratio: PairedRatio) -> dict[str, float | None]:

@@ -3,7 +3,7 @@
 spec         experts, picks and routed layers of a model       RoutingSpec, RoutedLayer, LayerKind
 container    the routes of sequences, and cutting them         RoutingTrace, concatenate
 streams      other decisions on the same rows                  DecisionStream, SAMPLING
-operations   what is done with whole traces                    extended, overlap, digest, count_assignments
+operations   what is done with whole traces                    from_masks, extended, overlap, digest, count_assignments
 checks       arrays from outside: dtypes, ranges, offsets
 file/        a trace on disk                                   save, load, TraceStore, CODECS
 synthetic    made-up routes                                    synthetic_trace
@@ -20,6 +20,7 @@ from foreroute.trace.operations import (
     count_assignments,
     digest,
     extended,
+    from_masks,
     overlap,
 )
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
@@ -44,6 +45,7 @@ __all__ = [
     "digest",
     "encoded_size",
     "extended",
+    "from_masks",
     "load",
     "overlap",
     "save",
