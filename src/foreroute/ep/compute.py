@@ -190,7 +190,7 @@ class BorrowedWeights:
     Attributes:
         cell: which cell runs.
         source: of the weights.
-        home: name -> [E / G, ...], this rank's shard.
+        names: of the weights.
         trained: names of those that are trained.
         tensors: name -> [replicas here, ...], while they are needed: until the source is asked for another cell.
             Backward has them fetched again.
@@ -200,15 +200,15 @@ class BorrowedWeights:
 
     cell: Cell
     source: ReplicaWeights
-    home: Mapping[str, Tensor]
+    names: tuple[str, ...]
     trained: tuple[str, ...]
     tensors: Mapping[str, Tensor]
     grads: dict[str, Tensor] = field(default_factory=dict)
     pending: PendingGradients | None = None
 
-    def fetch_again(self) -> None:
+    def fetch_again(self, home: Sequence[Tensor]) -> None:
         """Have the weights fetched once more, for backward."""
-        fetched = self.source.fetch(self.cell, self.home)
+        fetched = self.source.fetch(self.cell, dict(zip(self.names, home, strict=True)))
         if fetched is None:
             raise TransferError(
                 f"replicas computed the forward pass of {self.cell}, and cannot be had again for backward"
@@ -244,12 +244,11 @@ class Replicas:
         cls, cell: Cell, plan: CellPlan, source: ReplicaWeights, home: Mapping[str, nn.Parameter]
     ) -> Replicas | None:
         """All ranks call it, before they dispatch the rows of the cell; None when the homes serve it."""
-        shards = {name: shard.detach() for name, shard in home.items()}
-        tensors = source.fetch(cell, shards)
+        tensors = source.fetch(cell, {name: shard.detach() for name, shard in home.items()})
         if tensors is None:
             return None
         trained = tuple(name for name, shard in home.items() if shard.requires_grad)
-        borrowed = BorrowedWeights(cell, source, shards, trained, tensors)
+        borrowed = BorrowedWeights(cell, source, tuple(home), trained, tensors)
         brought = ReceiveGradients.apply(borrowed, *home.values())
         return cls(borrowed, plan, dict(zip(home, brought, strict=True)))
 
@@ -265,7 +264,7 @@ class Replicas:
         else:
             out = rows.to(next(iter(self.home.values())).dtype)
         self.borrowed.tensors = {}
-        again: Tensor = FetchAgain.apply(self.borrowed, out)
+        again: Tensor = FetchAgain.apply(self.borrowed, out, *self.home.values())
         return again
 
 
@@ -292,7 +291,7 @@ class ReceiveGradients(torch.autograd.Function):
         borrowed: BorrowedWeights = ctx.borrowed
         assert borrowed.pending is not None, "Borrow comes first, which alone is given these shards"
         returned, borrowed.pending = borrowed.pending.wait(), None
-        return None, *(returned.get(name) for name in borrowed.home)
+        return None, *(returned.get(name) for name in borrowed.names)
 
 
 class Borrow(torch.autograd.Function):
@@ -312,21 +311,26 @@ class Borrow(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         borrowed: BorrowedWeights = ctx.borrowed
         borrowed.send_home()
-        return None, grads[0], grads[1], *(None for _ in borrowed.home)
+        return None, grads[0], grads[1], *(None for _ in borrowed.names)
 
 
 class FetchAgain(torch.autograd.Function):
-    """`FetchAgain.apply(borrowed, out)`: the result as it is. Backward begins here, by having the weights fetched."""
+    """`FetchAgain.apply(borrowed, out, *home)`: the result as it is. Backward begins by having the weights fetched.
+
+    Under a non-reentrant checkpoint, whoever first asks for what was kept has the forward pass repeated, in which all
+    ranks fetch. Therefore all ask here, also those that keep nothing else since they have no replica.
+    """
 
     @staticmethod
-    def forward(ctx: Any, borrowed: BorrowedWeights, out: Tensor) -> Tensor:
+    def forward(ctx: Any, borrowed: BorrowedWeights, out: Tensor, *home: Tensor) -> Tensor:
         ctx.borrowed = borrowed
+        ctx.save_for_backward(*home)
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        ctx.borrowed.fetch_again()
-        return None, grads[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.borrowed.fetch_again([shard.detach() for shard in ctx.saved_tensors])
+        return None, grads[0], *(None for _ in ctx.borrowed.names)
 
 
 class BorrowedProduct(torch.autograd.Function):
