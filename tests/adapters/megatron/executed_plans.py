@@ -14,7 +14,7 @@ from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.planner import plan
 from tests.adapters.megatron.cpu_optimizers import Trained, finalize_model_grads
 from tests.adapters.megatron.grid_checks import carrying
-from tests.adapters.megatron.home_move_checks import put_together, whole_experts
+from tests.adapters.megatron.home_move_checks import parameters_of, put_together, whole_experts
 from tests.adapters.megatron.micro_batches import make_batches
 from tests.adapters.megatron.model_chunks import EXPERTS, build, initialize
 from tests.adapters.megatron.training_step import forward_step, moe_layers, step
@@ -153,7 +153,7 @@ def whole_gradients(routed, model):
     for layer, block in moe_layers([chunk.module for chunk in model.chunks]).items():
         row = [named.index for named in routed.spec.layers].index(layer)
         for slot, expert in enumerate(np.flatnonzero(routed.home_LE[row] == place).tolist()):
-            for name, parameter in block.experts.local_experts[slot].named_parameters():
+            for name, parameter in parameters_of(block.experts, slot).items():
                 mine.append(((layer, expert, part, name), *reduced(model, parameter)))
     everywhere = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)

@@ -13,7 +13,7 @@ from foreroute.adapters.megatron.plan_execution import layer as layers
 from foreroute.adapters.megatron.plan_execution.execution import PlanExecution
 from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas, BringHome
 from tests.adapters.megatron.executed_plans import furthest, trained
-from tests.adapters.megatron.grid import OVERLAP, Cell, ExecutionCase, with_settings
+from tests.adapters.megatron.grid import GROUPED, OVERLAP, Cell, ExecutionCase, with_settings
 from tests.adapters.megatron.plan_execution_checks import EXACT, in_float64
 
 SEEN = 1e-6
@@ -115,12 +115,27 @@ def check_fused_gradients_and_those_sent_through_autograd():
     apart = furthest(trained(case, "planned"), plain)
     assert max(apart.values()) < 1e-4, apart
 
-    def backward(ctx, *_):
-        return None, *ctx.borrowed.wait_home()
-
-    with mock.patch.object(BringHome, "backward", staticmethod(backward)):
+    with mock.patch.object(BringHome, "backward", staticmethod(through_autograd)):
         apart = furthest(trained(case, "planned"), plain)
     assert apart["gradients"] > 1e-2, apart
+
+
+def check_experts_in_one_module():
+    """The same wrong ways behind TEGroupedMLP, whose kernels add gradients of weights to main_grad."""
+    case = in_float64(GROUPED["grouped, fused"])
+    plain = trained(case, None)
+    for name, broken in (
+        ("dropped", returned(lambda grads: [None for _ in grads])),
+        ("not refilled", not_refilled()),
+        ("through autograd", mock.patch.object(BringHome, "backward", staticmethod(through_autograd))),
+    ):
+        with broken:
+            apart = furthest(trained(case, "planned"), plain)
+        assert apart["gradients"] > SEEN, f"{name}: {apart}"
+
+
+def through_autograd(ctx, *_):
+    return None, *ctx.borrowed.wait_home()
 
 
 def returned(change):
@@ -133,7 +148,7 @@ def not_refilled():
     take, filled = BorrowedReplicas.take, set()
 
     def once(self, weights):
-        if self in filled:
+        if self in filled and weights is not None:
             weights = {name: torch.zeros_like(rows) for name, rows in weights.items()}
         filled.add(self)
         take(self, weights)

@@ -1,7 +1,7 @@
 """Checkpoints written and read while experts are away, by runs with other homes and by runs without foreroute."""
 
 import contextlib
-import queue
+import multiprocessing
 import shutil
 import tempfile
 from types import SimpleNamespace
@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -177,7 +175,7 @@ class Run:
         return {**model, "optimizer": optimizer}
 
     def save(self, path, more=()):
-        with written_here():
+        with children_allowed():
             dist_checkpointing.save(self.shards(False, {**FORMAT, **dict(more)}), path)
 
     def load(self, path, more=()):
@@ -238,20 +236,11 @@ def folder():
 
 
 @contextlib.contextmanager
-def written_here():
-    """Megatron writes files in processes of its own, which ranks that are daemons may not have."""
-
-    def write(transforms, use_msc, rank, buckets, results):
-        written = {}
-        for number, bucket in enumerate(buckets):
-            result, count = queue.Queue(), queue.Queue()
-            count.put(number)
-            FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, result, count, use_fsync=False)
-            _, written[number] = result.get()
-        results.put(written)
-
-    with (
-        mock.patch.object(FileSystemWriterAsync, "write_preloaded_data_multiproc", staticmethod(write)),
-        mock.patch.object(filesystem_async, "_get_write_results_queue", queue.Queue),
-    ):
+def children_allowed():
+    """Megatron writes files in processes of its own, which ranks may not have, since they are daemons."""
+    config = multiprocessing.current_process()._config
+    config["daemon"] = False
+    try:
         yield
+    finally:
+        config["daemon"] = True

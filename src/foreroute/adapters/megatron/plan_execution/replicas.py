@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
+from foreroute.adapters.megatron.plan_execution.experts import RunReplicas
 from foreroute.adapters.megatron.plan_execution.fetching import Home, lent_rows
 from foreroute.ep.transfer import Cell, PendingGradients
 from foreroute.ep.transfer.peers import PeerGroup
@@ -66,30 +67,32 @@ class BorrowedReplicas:
         self._anchor = BringHome.apply(self, *(weights[name] for weights in self.home for name in self.names))
 
     def compute(
-        self, expert: nn.Module, rows: Tensor, probs: Tensor, sizes: Sequence[int]
+        self, run: RunReplicas, rows: Tensor, probs: Tensor, sizes: Sequence[int]
     ) -> tuple[list[Tensor], Tensor]:
         """Run the replicas here, each on its rows.
 
         Args:
-            expert: any of the module's experts, for what it computes.
+            run: those of this layer.
             rows: [R, D], in order of slot.
             probs: [R].
             sizes: rows of each replica here.
 
         Returns:
-            What comes out of each replica, and a token that hands backward on to `Borrow`.
+            What comes out of the replicas, and a token that hands backward on to `Borrow`.
         """
         token, *flat = Borrow.apply(self, self._anchor)
+        num = len(self.slots)
         if self._fuses_gradients:
-            self._fused = [torch.zeros_like(weight, dtype=torch.float32) for weight in flat]
+            self._fused = [torch.zeros_like(weight, dtype=self._gradient_dtype(weight)) for weight in flat]
             for weight, main_grad in zip(flat, self._fused, strict=True):
                 weight.main_grad = main_grad
-        computed = []
+        weights = [dict(zip(self.names, flat[i::num], strict=True)) for i in range(num)]
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            parts = zip(rows.split(list(sizes)), probs.split(list(sizes)), strict=True)
-            for i, part in enumerate(parts):
-                weights = {name: flat[n * len(self.slots) + i] for n, name in enumerate(self.names)}
-                computed.append(torch.func.functional_call(expert, weights, part)[0])
+            computed = run(weights, rows, probs, sizes)
+        if self._fuses_gradients:
+            for weight in flat:
+                # Transformer Engine finds main_grad through the tensor, and would keep what is in the slot with it
+                weight.data = weight.new_empty(0)
         return computed, token
 
     def release(self) -> None:
@@ -108,7 +111,7 @@ class BorrowedReplicas:
             for weight, grad in zip(self.borrow(), found, strict=True)
         ]
         num = len(self.slots)
-        dtype = torch.float32 if self._fuses_gradients else next(iter(self._weights.values())).dtype
+        dtype = self._gradient_dtype(next(iter(self._weights.values())))
         sent = {
             name: torch.stack(own[n * num : (n + 1) * num]) if num else self._weights[name].to(dtype)
             for n, name in enumerate(self.names)
@@ -129,7 +132,12 @@ class BorrowedReplicas:
     def borrow(self) -> list[Tensor]:
         """Weights of the replicas here, name after name."""
         assert self._weights is not None, "fetched before the rows were dispatched"
-        return [row for name in self.names for row in self._weights[name]]
+        # a view would keep what it is a view of, emptied or not
+        return [row.data for name in self.names for row in self._weights[name]]
+
+    def _gradient_dtype(self, weight: Tensor) -> torch.dtype:
+        """What kernels make gradients in: float32 (float64 for float64) where they add, else what they compute in."""
+        return torch.promote_types(weight.dtype, torch.float32) if self._fuses_gradients else weight.dtype
 
     def _pack(self, tensor: Tensor) -> Any:
         """What autograd keeps: in place of a borrowed weight, or a view of it, where it lies in the slots."""
