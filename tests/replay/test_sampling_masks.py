@@ -1,11 +1,13 @@
 """Log-probabilities on recorded sets, against dense float64 and finite differences."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from foreroute.errors import BatchMismatchError, ConfigError, TraceContentError
-from foreroute.replay import masked_logprobs, masked_logprobs_of_logits
+from foreroute.replay import masked_entropy_of_logits, masked_logprobs, masked_logprobs_of_logits
 from foreroute.trace import DecisionStream
 
 VOCABULARY, WIDTH = 700, 12
@@ -64,6 +66,17 @@ def test_values_and_gradients_are_those_of_the_dense_computation(compute, temper
     single = torch.from_numpy(masks.counts_ND[:, 0] == 1)
     assert not found[single].any()
     assert not got[0][single].any()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_entropy_is_that_of_the_dense_computation(temperature):
+    hidden, head, targets, masks = problem()
+    logits = (hidden @ head.T).detach()
+    found = masked_entropy_of_logits(logits, targets, masks, temperature=temperature)
+    for row in range(masks.num_rows):
+        ids = masks.ids[masks.offsets[row] : masks.offsets[row + 1]].tolist() or range(masks.num_choices)
+        p = [math.exp(float(logits[row, i]) / temperature) for i in ids]
+        assert float(found[row]) == pytest.approx(-sum(x / sum(p) * math.log(x / sum(p)) for x in p), abs=1e-12)
 
 
 @pytest.mark.parametrize("compute", [by_hidden, by_logits])

@@ -17,7 +17,8 @@ from foreroute.conformance.huggingface import HuggingFaceModel
 from foreroute.doctor.evidence import Evidence, TrainerPass
 from foreroute.errors import AttachError, BatchMismatchError, TraceError
 from foreroute.layout import by_token_budget
-from foreroute.trace import RoutingTrace, concatenate
+from foreroute.replay import masked_logprobs_of_logits
+from foreroute.trace import SAMPLING, RoutingTrace, concatenate
 
 QUICK = tuple(check.id for check in ALL_CHECKS if check.quick)
 
@@ -118,9 +119,14 @@ def _response_logprobs(model: Any, part: Generation, temperature: float) -> list
     input_ids = torch.from_numpy(tokens).to(device)
     mask = torch.from_numpy(kept.astype(np.int64)).to(device)
     logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-    logprobs = (logits.float() / temperature).log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0].cpu().numpy()
-    sampled = np.split(part.sampled_N, part.trace.offsets[1:-1])
-    return [row[: n - 1][of_row[1:]] for row, of_row, n in zip(logprobs, sampled, lengths, strict=True)]
+    rows = np.flatnonzero(part.targets_N)
+    logits_RV = logits[mask[:, 1:].bool()].index_select(0, torch.from_numpy(rows).to(device)).float()
+    targets_R = torch.from_numpy(part.trace.token_ids_N[part.sampled_N].astype(np.int64)).to(device)
+    if (masks := part.trace.truncated(lengths - 1).streams.get(SAMPLING)) is not None:
+        logprobs_R = masked_logprobs_of_logits(logits_RV, targets_R, masks.take(rows), temperature=temperature)
+    else:
+        logprobs_R = (logits_RV / temperature).log_softmax(-1).gather(-1, targets_R[:, None])[:, 0]
+    return np.split(logprobs_R.cpu().numpy(), np.cumsum(part.response_lengths)[:-1])
 
 
 def _without_logprobs(trace: RoutingTrace) -> Generation:

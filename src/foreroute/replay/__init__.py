@@ -26,7 +26,7 @@ from foreroute.replay.rows import (
     refuse_missing,
     to_device,
 )
-from foreroute.replay.sampling_masks import masked_logprobs, masked_logprobs_of_logits
+from foreroute.replay.sampling_masks import masked_entropy_of_logits, masked_logprobs, masked_logprobs_of_logits
 from foreroute.replay.selection import (
     Forced,
     LayerObservation,
@@ -71,6 +71,7 @@ __all__ = [
     "is_faithful",
     "is_hooked",
     "kept_by",
+    "masked_entropy_of_logits",
     "masked_logprobs",
     "masked_logprobs_of_logits",
     "not_of_kind",

@@ -86,27 +86,83 @@ def masked_logprobs_of_logits(
     Raises:
         BatchMismatchError, TraceContentError, ConfigError: as `masked_logprobs`.
     """
-    if logits_RV.ndim != 2:
-        raise BatchMismatchError(f"logits have shape {tuple(logits_RV.shape)}; expected [R, V]")
-    tokens = _checked(len(logits_RV), logits_RV.shape[1], targets_R, masks, temperature)
-    wide, device = torch.promote_types(logits_RV.dtype, torch.float32), logits_RV.device
-    flat, counts = logits_RV.reshape(-1), masks.counts_ND[:, 0]
-    begin_R = np.arange(len(counts), dtype=np.int64) * logits_RV.shape[1]
-    of_set = to_device(np.repeat(np.arange(len(counts)), counts), device)
-    kept = flat.index_select(0, to_device(np.repeat(begin_R, counts) + masks.ids, device)).to(wide) / temperature
-    chosen_R = flat.index_select(0, to_device(begin_R + tokens, device)).to(wide) / temperature
-    # Sums are taken relative to the highest logit of each set.
-    top_R = torch.full_like(chosen_R, -torch.inf).scatter_reduce(0, of_set, kept.detach(), "amax")
-    sums_R = torch.zeros_like(chosen_R).index_add(0, of_set, (kept - top_R[of_set]).exp())
-    whole = np.flatnonzero(counts == 0)
-    if not len(whole):
-        return chosen_R - top_R - sums_R.log()
-    rows = to_device(whole, device)
-    all_logits = logits_RV.index_select(0, rows)[:, : masks.num_choices].to(wide) / temperature
-    # rows of no set have no highest logit and no sum: neutral ones, which are then replaced
-    neutral = to_device(counts == 0, device)
-    log_sums = top_R.masked_fill(neutral, 0) + sums_R.masked_fill(neutral, 1).log()
-    return chosen_R - log_sums.index_copy(0, rows, all_logits.logsumexp(-1))
+    tokens = _checked_logits(logits_RV, targets_R, masks, temperature)
+    chosen_R = logits_RV.gather(1, to_device(tokens, logits_RV.device)[:, None])[:, 0]
+    return chosen_R.to(_wide(logits_RV)) / temperature - _SetLogits.of(logits_RV, masks, temperature).log_sums_R
+
+
+def masked_entropy_of_logits(
+    logits_RV: Tensor, targets_R: Tensor, masks: DecisionStream, *, temperature: float = 1.0
+) -> Tensor:
+    """Compute the entropy of the distributions on recorded sets that tokens were drawn from, in nats.
+
+    Args:
+        logits_RV: floats [R, V], as the model returns them.
+        targets_R: as in `masked_logprobs`.
+        masks: see there.
+        temperature: see there.
+
+    Returns:
+        float32 [R], float64 where the logits are.
+
+    Raises:
+        BatchMismatchError, TraceContentError, ConfigError: as `masked_logprobs`.
+    """
+    _checked_logits(logits_RV, targets_R, masks, temperature)
+    kept = _SetLogits.of(logits_RV, masks, temperature)
+    # -sum p log p = log Z - sum p l
+    means_R = torch.zeros_like(kept.log_sums_R).index_add(
+        0, kept.of_set, (kept.logits - kept.log_sums_R[kept.of_set]).exp() * kept.logits
+    )
+    if kept.all_logits is not None:
+        whole = (kept.all_logits.softmax(-1) * kept.all_logits).sum(-1)
+        means_R = means_R.index_copy(0, kept.rows, whole)
+    return kept.log_sums_R - means_R
+
+
+@dataclass(frozen=True)
+class _SetLogits:
+    """Logits over the temperature, of the sets alone.
+
+    Attributes:
+        logits: [ids of all sets].
+        of_set: int64 [ids of all sets], the row of each.
+        rows: int64 [r], the rows whose sets left nothing out.
+        all_logits: [r, V], theirs; None where there is no such row.
+        log_sums_R: [R], the logarithm of the sum of exp(logits) of each set.
+    """
+
+    logits: Tensor
+    of_set: Tensor
+    rows: Tensor
+    all_logits: Tensor | None
+    log_sums_R: Tensor
+
+    @classmethod
+    def of(cls, logits_RV: Tensor, masks: DecisionStream, temperature: float) -> _SetLogits:
+        wide, device = _wide(logits_RV), logits_RV.device
+        counts = masks.counts_ND[:, 0]
+        begin_R = np.arange(len(counts), dtype=np.int64) * logits_RV.shape[1]
+        of_set = to_device(np.repeat(np.arange(len(counts)), counts), device)
+        picked = to_device(np.repeat(begin_R, counts) + masks.ids, device)
+        kept = logits_RV.reshape(-1).index_select(0, picked).to(wide) / temperature
+        # Sums are taken relative to the highest logit of each set.
+        top_R = torch.full((len(counts),), -torch.inf, dtype=wide, device=device)
+        top_R = top_R.scatter_reduce(0, of_set, kept.detach(), "amax")
+        sums_R = torch.zeros_like(top_R).index_add(0, of_set, (kept - top_R[of_set]).exp())
+        rows = to_device(np.flatnonzero(counts == 0), device)
+        if not len(rows):
+            return cls(kept, of_set, rows, None, top_R + sums_R.log())
+        all_logits = logits_RV.index_select(0, rows)[:, : masks.num_choices].to(wide) / temperature
+        # rows of no set have no highest logit and no sum: neutral ones, which are then replaced
+        neutral = to_device(counts == 0, device)
+        log_sums_R = top_R.masked_fill(neutral, 0) + sums_R.masked_fill(neutral, 1).log()
+        log_sums_R = log_sums_R.index_copy(0, rows, all_logits.logsumexp(-1))
+        return cls(kept, of_set, rows, all_logits, log_sums_R)
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -235,6 +291,14 @@ def _logits_of(
 def _parts(head_VH: Tensor, choices: int) -> list[tuple[int, int]]:
     step = max(1, CHUNK_NUMBERS // max(1, head_VH.shape[1]))
     return [(first, min(first + step, choices)) for first in range(0, choices, step)]
+
+
+def _checked_logits(
+    logits_RV: Tensor, targets_R: Tensor, masks: DecisionStream, temperature: float
+) -> NDArray[np.int64]:
+    if logits_RV.ndim != 2:
+        raise BatchMismatchError(f"logits have shape {tuple(logits_RV.shape)}; expected [R, V]")
+    return _checked(len(logits_RV), logits_RV.shape[1], targets_R, masks, temperature)
 
 
 def _checked(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from foreroute.capture import Generation
-from foreroute.trace import RoutingSpec, RoutingTrace
+from foreroute.trace import DecisionStream, RoutingSpec, RoutingTrace
 from foreroute.trace.checks import check_rows
 from foreroute.train.ranks import use_device
 from foreroute.train.rollout import Experience, SamplingRounds
@@ -89,7 +89,8 @@ def stored(experience: Experience) -> dict[str, Any]:
     """Take a rollout apart into tensors and plain values, which a checkpoint can hold."""
     generation = experience.generation
     return {
-        "trace": _values(generation.trace, "spec"),
+        "trace": _values(generation.trace, "spec", "streams"),
+        "streams": {name: _values(stream, "layers") for name, stream in generation.trace.streams.items()},
         "generation": _values(generation, "trace"),
         "experience": _values(experience, "generation", "sampled"),
         "sampled": _values(experience.sampled),
@@ -103,14 +104,18 @@ def restored(state: Mapping[str, Any], spec: RoutingSpec) -> Experience:
         KeyError, TypeError: when it is something else.
         TraceContentError: when routes are not those of a model with this spec.
     """
-    parts: dict[str, dict[str, Any]] = {
-        part: {name: value.numpy() if isinstance(value, Tensor) else value for name, value in state[part].items()}
-        for part in ("trace", "generation", "experience", "sampled")
-    }
-    trace = RoutingTrace(spec, **parts["trace"])
+    parts = {part: _arrays(state[part]) for part in ("trace", "generation", "experience", "sampled")}
+    streams = {name: DecisionStream(**_arrays(values)) for name, values in state["streams"].items()}
+    for stream in streams.values():
+        stream.check()
+    trace = RoutingTrace(spec, streams=streams, **parts["trace"])
     check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
     generation = Generation(trace, **parts["generation"])
     return Experience(generation, sampled=SamplingRounds(**parts["sampled"]), **parts["experience"])
+
+
+def _arrays(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def _values(holder: Any, *without: str) -> dict[str, Any]:

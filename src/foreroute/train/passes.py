@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.capture import Generation
 from foreroute.layout import MicroBatches, by_token_budget
-from foreroute.replay import to_device
-from foreroute.trace import RoutingTrace, concatenate
+from foreroute.replay import masked_entropy_of_logits, masked_logprobs_of_logits, to_device
+from foreroute.trace import SAMPLING, DecisionStream, RoutingTrace, concatenate
 from foreroute.trace.checks import as_offsets, join_ranges
 from foreroute.train.config import RLConfig
 from foreroute.train.optimizer import load_state
@@ -170,23 +170,41 @@ def recompute(
 def response_logprobs(model: Any, generation: Generation, temperature: float) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of each sampled token, and the entropy of the distribution it was sampled from.
 
+    Both are on the recorded sets where top-p, top-k or min-p left tokens out.
+
     Returns:
         Two tensors [R] in float32, or in the logits' dtype where that is wider: response tokens packed sequence after
         sequence. Entropy is in nats, without gradient.
     """
-    logits_RV, targets_R = _response_logits(model, generation, temperature)
-    logprobs_RV = logits_RV.log_softmax(-1)
+    logits_RV, targets_R = _response_logits(model, generation)
+    if (masks := _masks(generation)) is not None:
+        logprobs_R = masked_logprobs_of_logits(logits_RV, targets_R, masks, temperature=temperature)
+        return logprobs_R, masked_entropy_of_logits(logits_RV.detach(), targets_R, masks, temperature=temperature)
+    logprobs_RV = _scaled(logits_RV, temperature).log_softmax(-1)
     entropy_R = -(logprobs_RV.detach().exp() * logprobs_RV.detach()).sum(-1)
     return logprobs_RV.gather(-1, targets_R[:, None])[:, 0], entropy_R
 
 
 def sampled_logprobs(model: Any, generation: Generation, temperature: float) -> Tensor:
     """Compute the log-probabilities of `response_logprobs`, to the bit, without the passes over logits for entropy."""
-    return -cross_entropy(*_response_logits(model, generation, temperature), reduction="none")
+    logits_RV, targets_R = _response_logits(model, generation)
+    if (masks := _masks(generation)) is not None:
+        return masked_logprobs_of_logits(logits_RV, targets_R, masks, temperature=temperature)
+    return -cross_entropy(_scaled(logits_RV, temperature), targets_R, reduction="none")
 
 
-def _response_logits(model: Any, generation: Generation, temperature: float) -> tuple[Tensor, Tensor]:
-    """Compute logits [R, V] over the temperature, and find the tokens [R] that were sampled there."""
+def _masks(generation: Generation) -> DecisionStream | None:
+    """The sets that the R sampled tokens were drawn from, where some tokens were left out."""
+    masks = inputs(generation.trace).streams.get(SAMPLING)
+    return None if masks is None else masks.take(np.flatnonzero(generation.targets_N))
+
+
+def _scaled(logits_RV: Tensor, temperature: float) -> Tensor:
+    return logits_RV if temperature == 1 else logits_RV / temperature
+
+
+def _response_logits(model: Any, generation: Generation) -> tuple[Tensor, Tensor]:
+    """Compute logits [R, V], and find the tokens [R] that were sampled there."""
     input_ids_BT, mask_BT = pad(inputs(generation.trace))
     # the logits at position p are those of token p + 1
     predicts_BT = mask_BT.astype(bool)
@@ -202,7 +220,7 @@ def _response_logits(model: Any, generation: Generation, temperature: float) -> 
     logits_RV = logits_RV.to(torch.promote_types(logits.dtype, torch.float32))
     responses = [generation.response(s) for s in range(len(generation))]
     targets_R = to_device(np.concatenate(responses).astype(np.int64), device)
-    return logits_RV if temperature == 1 else logits_RV / temperature, targets_R
+    return logits_RV, targets_R
 
 
 @contextmanager

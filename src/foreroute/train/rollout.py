@@ -136,7 +136,13 @@ def sample(
     Raises:
         FunctionError: when not one of them got a reward.
     """
-    sampling = Sampling(task.max_response_tokens, task.end_token, settings.group_size, settings.temperature)
+    sampling = Sampling(
+        task.max_response_tokens,
+        task.end_token,
+        settings.group_size,
+        settings.temperature,
+        **({} if isinstance(settings, EvaluationConfig) else settings.truncation),
+    )
     generation, failed = converse(engine, task, problems, sampling, generator)
     scores = score(task, problems, generation, sampling.group_size)
     rewards_S, failures = scores.rewards_S.copy(), {**scores.failures, **failed}

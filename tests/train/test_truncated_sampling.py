@@ -1,0 +1,154 @@
+"""Rollouts by top-p, top-k and min-p: the trainer scores tokens on the sets that they were drawn from."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.doctor import diagnose
+from foreroute.doctor.examine import examine
+from foreroute.errors import ConfigError
+from foreroute.trace import SAMPLING
+from foreroute.train import rollout
+from foreroute.train.async_rollout import restored, stored
+from foreroute.train.passes import make_schedule, recompute, response_logprobs, sampled_logprobs
+from foreroute.train.ranks import Ranks
+from foreroute.train.rollout import Experience, roll_out
+from tests.train.expert_parallel_steps import scored_by_tokens
+from tests.train.small_runs import always_informative, records, small_config, trainer_of
+
+TEMPERATURE = 0.8
+CUTS = [{"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.2}, {"top_p": 0.9, "top_k": 8, "min_p": 0.01}]
+
+
+def config_of(cut, **sections):
+    settings = {"prompts": 8, "precision": "float32", "temperature": TEMPERATURE, **sections.pop("rollout", {}), **cut}
+    return small_config(rollout=settings, warm_start={"max_steps": 4}, **sections)
+
+
+def rolled_out(cut, monkeypatch):
+    monkeypatch.setattr(rollout, "score", always_informative)
+    config = config_of(cut)
+    trainer = trainer_of(config)
+    trainer.engine.load_weights(trainer.policy.model.state_dict(), 0)
+    return config, trainer, roll_out(trainer.engine, trainer.task, config, 0, Ranks())
+
+
+def recomputed(config, trainer, experience):
+    stage = make_schedule(experience, config.rl, Ranks(), seed=(0, 0)).recompute
+    return recompute(
+        trainer.policy,
+        trainer.execution,
+        experience.generation,
+        stage,
+        temperature=TEMPERATURE,
+        replay=True,
+        weight_version=0,
+    )
+
+
+def without_masks(experience):
+    generation = experience.generation
+    whole = replace(generation, trace=generation.trace.without_streams())
+    return replace(experience, generation=whole)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_ratios_are_one_on_the_recorded_sets_and_the_kept_mass_without(cut, monkeypatch):
+    config, trainer, experience = rolled_out(cut, monkeypatch)
+    engine = experience.generation.logprobs_R.astype(np.float64)
+    on_sets = recomputed(config, trainer, experience)
+    log_r = on_sets.logprobs_R - engine
+    assert np.mean(np.expm1(log_r) - log_r) < 1e-9
+    assert recomputed(config, trainer, without_masks(experience)).logprobs_R.mean() < on_sets.logprobs_R.mean() - 0.01
+    # entropy: of the sets, from dense logits
+    generation = experience.generation
+    masks = generation.trace.streams[SAMPLING]
+    kept = np.zeros((masks.num_rows, masks.num_choices), bool)
+    for row in range(masks.num_rows):
+        ids = masks.ids[masks.offsets[row] : masks.offsets[row + 1]]
+        kept[row, ids if len(ids) else slice(None)] = True
+    for s in (0, len(generation) - 1):
+        own = generation.select([s])
+        first = int(generation.trace.offsets[s])
+        tokens = torch.from_numpy(own.trace.tokens(0).astype(np.int64))
+        with torch.no_grad(), trainer.policy.replay(own.trace):
+            logits = trainer.policy.model(tokens[None], use_cache=False).logits[0].double() / TEMPERATURE
+        expected = []
+        for row in np.flatnonzero(own.targets_N):
+            p = logits[row][torch.from_numpy(kept[first + row])].softmax(-1)
+            expected.append(float(-(p * p.log()).sum()))
+        ends = np.concatenate([[0], np.cumsum(generation.response_lengths)])
+        np.testing.assert_allclose(on_sets.entropy_R[ends[s] : ends[s + 1]], expected, atol=1e-5)
+
+
+def test_gradients_are_those_of_dense_logits_outside_of_the_sets_at_minus_infinity(monkeypatch):
+    _, trainer, experience = rolled_out(CUTS[-1], monkeypatch)
+    generation = experience.generation.select([0, 5])
+    model = trainer.policy.model.double()
+
+    def gradients(logprobs_R):
+        model.zero_grad()
+        logprobs_R.sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    found = sampled_logprobs(model, generation, TEMPERATURE)
+    assert torch.equal(found, response_logprobs(model, generation, TEMPERATURE)[0])
+    parts = []
+    for s in range(2):
+        own = generation.select([s])
+        masks = own.trace.streams[SAMPLING]
+        tokens = torch.from_numpy(own.trace.tokens(0).astype(np.int64))
+        logits = model(tokens[None], use_cache=False).logits[0] / TEMPERATURE
+        for row in np.flatnonzero(own.targets_N):
+            ids = masks.ids[masks.offsets[row] : masks.offsets[row + 1]].tolist()
+            left_out = torch.ones(logits.shape[1], dtype=torch.bool)
+            left_out[ids or slice(None)] = False
+            parts.append(logits[row].masked_fill(left_out, -torch.inf).log_softmax(-1)[tokens[row + 1]])
+    dense = torch.stack(parts)
+    assert torch.allclose(found, dense, rtol=0, atol=1e-12)
+    for one, other in zip(gradients(found), gradients(dense), strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("routing", ["R3", "R2", "none"])
+def test_a_run_trains_on_them_and_its_evaluations_are_left_alone(tmp_path, routing):
+    from foreroute.train import train
+
+    evaluation = {"every": 2, "prompts": 3, "temperature": 1.0}
+    config = config_of(
+        {"top_p": 0.7},
+        rl={"steps": 3, "routing": routing, "kl_coefficient": 0.01, "mini_steps": 2},
+        evaluation=evaluation,
+    )
+    with scored_by_tokens():
+        train(config, tmp_path / "run")
+    for record in records(tmp_path / "run"):
+        compared = [part["k3"] for part in record["mismatch"].values() if part and "k3" in part]
+        assert compared
+        assert max(compared) < 1e-9
+
+
+def test_rollouts_ahead_keep_their_masks_in_a_checkpoint(monkeypatch):
+    _, _, experience = rolled_out({"top_p": 0.7}, monkeypatch)
+    back = restored(stored(experience), experience.generation.trace.spec)
+    assert isinstance(back, Experience)
+    assert back.generation.trace.equals(experience.generation.trace)
+    assert len(back.generation.trace.streams[SAMPLING].ids)
+
+
+def test_the_doctor_scores_on_the_sets(monkeypatch):
+    _, trainer, experience = rolled_out({"top_p": 0.7}, monkeypatch)
+    k3 = [
+        diagnose(examine(trainer.policy.model, each.generation, temperature=TEMPERATURE)).measures.with_replay.k3
+        for each in (experience, without_masks(experience))
+    ]
+    assert k3[0] < 1e-9
+    assert k3[1] > 1e-3
+
+
+def test_engines_that_are_not_asked_for_masks_are_refused():
+    vllm = {"engine": "vllm", "precision": "float32", "vllm": {"python": "python"}}
+    with pytest.raises(ConfigError, match="top_p, top_k change nothing with vLLM, which is not asked for"):
+        config_of({"top_p": 0.9, "top_k": 3}, rollout=vllm)
