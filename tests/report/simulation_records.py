@@ -58,6 +58,7 @@ def method(name, training=None, imbalance=1.02, planning=2.13):
         groups_waiting=0.012,
         planning_s=0.0 if name == "static" else planning,
         fetches_per_cell=0.0 if name == "static" else 120.4 if name == "eplb_micro_step" else 3.1,
+        moved_bytes={"rows": {"node": 2.5e9, "cluster": 1.25e9}},
         gpu_hours=sum(stages) * 64 / 3600,
         gpu_hours_saved=(TRAINING["static"] + 0.431 - sum(stages)) * 64 / 3600,
     )

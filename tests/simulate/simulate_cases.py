@@ -15,6 +15,7 @@ def random_work(seed, *, micro_steps=3, layers=4, ranks=2, transfers=1.0):
         attention_MG2=rng.random((micro_steps, ranks, 2)),
         head_MG=rng.random((micro_steps, ranks)),
         all_to_all_ML=rng.random(cells) / 2,
+        rows_ML2=np.zeros((*cells, 2)),
         experts_MLG2=rng.random((*cells, ranks, 2)),
         layer_s=0.05,
         send_M=rng.random(micro_steps) / 4,

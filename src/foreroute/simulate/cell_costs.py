@@ -31,6 +31,7 @@ class Compute(NamedTuple):
         attention_MG2: [M, G, 2], seconds of attention and all that is dense in a layer, forward and backward.
         head_MG: [M, G], seconds of the output head in a forward pass; backward takes twice as long.
         all_to_all_ML: [M, L], seconds of one all-to-all.
+        rows_ML2: [M, L, 2], rows that all ranks together send in it, over their links inside nodes and over NICs.
         experts_MLG2: [M, L, G, 2], seconds of the experts, forward and backward.
         layer_s: fixed, of one pass over one layer.
         send_M: [M], seconds of handing a micro-step to the next pipeline stage.
@@ -39,6 +40,7 @@ class Compute(NamedTuple):
     attention_MG2: Floats
     head_MG: Floats
     all_to_all_ML: Floats
+    rows_ML2: Floats
     experts_MLG2: Floats
     layer_s: float
     send_M: Floats
@@ -79,14 +81,16 @@ def compute_of(
     """
     shape = num_micro_steps, num_layers = _shape(planned)
     prices, ranks = costs.prices(topology), topology.num_ranks
-    all_to_all_ML, experts_MLG2 = np.empty(shape), np.empty((*shape, ranks, 2))
+    all_to_all_ML, rows_ML2, experts_MLG2 = np.empty(shape), np.empty((*shape, 2)), np.empty((*shape, ranks, 2))
     tokens_MG = np.empty((num_micro_steps, ranks))
     for cell, one in enumerate(planned.assignments):
         m, layer = divmod(cell, num_layers)
         rank_H = one.rank_H.astype(np.int64)
         tokens_HG = np.ascontiguousarray(one.tokens_HG, np.int64)
         pairs_GG = pricing.pairs_between(rank_H, tokens_HG)
-        all_to_all_ML[m, layer] = pricing.all_to_all_seconds(pricing.rows_sent(pairs_GG, prices), prices)
+        rows_G4 = pricing.rows_sent(pairs_GG, prices)
+        all_to_all_ML[m, layer] = pricing.all_to_all_seconds(rows_G4, prices)
+        rows_ML2[m, layer] = rows_G4[:, [pricing.NODE_OUT, pricing.CLUSTER_OUT]].sum(axis=0)
         forward_G, backward_G = pricing.experts_by_rank(rank_H, tokens_HG.sum(axis=1), ranks, prices)
         experts_MLG2[m, layer, :, 0], experts_MLG2[m, layer, :, 1] = forward_G, backward_G
         if layer == 0:
@@ -97,6 +101,7 @@ def compute_of(
         attention_MG2=attention_MG2,
         head_MG=costs.head_seconds(tokens_MG),
         all_to_all_ML=all_to_all_ML,
+        rows_ML2=rows_ML2,
         experts_MLG2=experts_MLG2,
         layer_s=prices.layer_s,
         send_M=send_s,

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.costs import pricing
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
 from foreroute.plan.options import SlotUse
 from foreroute.plan.topology import Topology
@@ -53,7 +54,9 @@ class EPGroup:
         layers = np.arange(costs.model.num_layers) % drawn
         compute = compute_of(planned, step.squares_MG, topology, costs)
         compute = compute._replace(
-            all_to_all_ML=compute.all_to_all_ML[:, layers], experts_MLG2=compute.experts_MLG2[:, layers]
+            all_to_all_ML=compute.all_to_all_ML[:, layers],
+            rows_ML2=compute.rows_ML2[:, layers],
+            experts_MLG2=compute.experts_MLG2[:, layers],
         )
         parts = layer_parts(len(layers), config.cluster.pipeline)
         execution = config.execution
@@ -114,6 +117,32 @@ class EPGroup:
         first = run(orders, self.parts, self.compute, self.recompute, self.rules, stage=0, ready_M=ready_M)
         orders = update_orders(len(self.parts), num_micro_steps)
         return first, run(orders, self.parts, self.compute, self.update, self.rules, stage=1)
+
+    def moved_bytes(self, topology: Topology, costs: CostModel) -> dict[str, dict[str, float]]:
+        """What a rank sends in recompute and update, on average, by what it is and over which link.
+
+        Fetches from host memory are counted where they arrive.
+        """
+        model, prices, ranks = costs.model, costs.prices(topology), topology.num_ranks * len(self.parts)
+        # recompute, and in the update forward, forward anew and backward; a dispatch and a combine each
+        node, cluster = self.compute.rows_ML2.sum(axis=(0, 1)) * 8 * model.row_bytes / ranks
+        of_expert = model.expert_bytes / ranks
+        host_s = sum(float(each.host_KMLG.sum()) for each in (self.recompute, self.update))
+        direct_4 = sum(each.direct_KMLG4.sum(axis=(0, 1, 2, 3)) for each in (self.recompute, self.update))
+        gradient_4 = self.update.gradient_MLG4.sum(axis=(0, 1, 2))
+        of_gradient = model.expert_parameters * model.gradient_bytes / ranks
+        return {
+            "rows": {"node": float(node), "cluster": float(cluster)},
+            "weights of replicas": {
+                "host": host_s / prices.host_fetch_s * of_expert,
+                "node": float(direct_4[pricing.NODE_OUT]) / prices.node_fetch_s * of_expert,
+                "cluster": float(direct_4[pricing.CLUSTER_OUT]) / prices.cluster_fetch_s * of_expert,
+            },
+            "gradients of replicas": {
+                "node": float(gradient_4[pricing.NODE_OUT]) / prices.node_gradient_s * of_gradient,
+                "cluster": float(gradient_4[pricing.CLUSTER_OUT]) / prices.cluster_gradient_s * of_gradient,
+            },
+        }
 
 
 def rules_of(config: SimulateConfig, topology: Topology, slots: SlotUse) -> Rules:

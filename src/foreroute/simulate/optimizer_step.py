@@ -19,21 +19,29 @@ OPTIMIZER_BYTES = 4 + 12 + 12 + 2
 
 
 def reduction_seconds(cluster: ClusterConfig, topology: Topology, costs: CostModel) -> float:
-    """Reduce-scatter of gradients and all-gather of weights over data-parallel ranks, dense parameters, then experts.
+    """What `reduction_bytes` take, those over the NICs after those in the node."""
+    moved, links = reduction_bytes(cluster, topology, costs), topology.links
+    return moved["node"] / links.node_bytes_per_s + moved["cluster"] / links.cluster_bytes_per_s
 
-    Each is taken to run in the node first and then over the NICs, where a rank has its part of the node's data:
-    (r - 1) / r * B / node + (n - 1) / n * B / r / cluster, for B bytes on n nodes of r ranks.
+
+def reduction_bytes(cluster: ClusterConfig, topology: Topology, costs: CostModel) -> dict[str, float]:
+    """What a rank sends, by link, to reduce-scatter gradients and gather weights over data-parallel ranks.
+
+    Dense parameters and experts are each taken to go through the node first and then over the NICs, where a rank has
+    its part of the node's data: (r - 1) / r * B and (n - 1) / n * B / r, for B bytes on n nodes of r ranks.
     """
     model, ranks_per_node = costs.model, costs.hardware.ranks_per_node
     layers, dense = _dense_parameters(cluster, costs)
     replicas = cluster.gpus // cluster.pipeline
     experts = layers * model.num_experts / topology.num_ranks * model.expert_parameters
     in_node = max(1, ranks_per_node // topology.num_ranks)
-    seconds = 0.0
-    for size in (model.gradient_bytes, model.weight_bytes):
-        seconds += _scattered(dense * size, replicas, ranks_per_node, topology)
-        seconds += _scattered(experts * size, cluster.groups, in_node, topology)
-    return seconds
+    size = model.gradient_bytes + model.weight_bytes
+    scattered = [
+        _scattered(dense * size, replicas, ranks_per_node),
+        _scattered(experts * size, cluster.groups, in_node),
+    ]
+    node, cluster_bytes = np.sum(scattered, axis=0).tolist()
+    return {"node": node, "cluster": cluster_bytes}
 
 
 def optimizer_seconds(cluster: ClusterConfig, topology: Topology, costs: CostModel) -> float:
@@ -86,9 +94,8 @@ def _dense_parameters(cluster: ClusterConfig, costs: CostModel) -> tuple[float, 
     return layers, layers * model.dense_parameters + model.vocabulary * model.hidden
 
 
-def _scattered(size: float, replicas: int, ranks_per_node: int, topology: Topology) -> float:
+def _scattered(size: float, replicas: int, ranks_per_node: int) -> tuple[float, float]:
+    """Bytes over the link in the node, and over the NIC."""
     in_node = min(replicas, ranks_per_node)
     nodes = -(-replicas // in_node)
-    links = topology.links
-    near = (in_node - 1) / in_node * size / links.node_bytes_per_s
-    return near + (nodes - 1) / nodes * size / in_node / links.cluster_bytes_per_s
+    return (in_node - 1) / in_node * size, (nodes - 1) / nodes * size / in_node

@@ -39,6 +39,8 @@ class MethodRecord:
         groups_waiting: share of recompute and update that a group waits for the slowest one, on average.
         planning_s: processor seconds of planning a group's step, all layers, on one thread; hidden for the most part.
         fetches_per_cell: experts whose weights are moved for a cell.
+        moved_bytes: what a GPU sends in a step, on average, by what it is and link: host, node, cluster. Fetches from
+            host memory are counted where they arrive.
         gpu_hours: of one step, rollout included.
         gpu_hours_saved: against static.
     """
@@ -56,6 +58,7 @@ class MethodRecord:
     groups_waiting: float
     planning_s: float
     fetches_per_cell: float
+    moved_bytes: dict[str, dict[str, float]]
     gpu_hours: float
     gpu_hours_saved: float
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,7 +17,13 @@ from foreroute.simulate.config import SimulateConfig, SweepConfig, varied
 from foreroute.simulate.engine import PARTS, Floats, StageRun
 from foreroute.simulate.ep_group import EPGroup, plan_ready
 from foreroute.simulate.methods import PlannedStep, forced_balance, not_executed, plan_with
-from foreroute.simulate.optimizer_step import move_seconds, optimizer_seconds, publish_seconds, reduction_seconds
+from foreroute.simulate.optimizer_step import (
+    move_seconds,
+    optimizer_seconds,
+    publish_seconds,
+    reduction_bytes,
+    reduction_seconds,
+)
 from foreroute.simulate.records import MethodRecord, SimulationRecord, StageSeconds
 from foreroute.simulate.steps import GroupStep, group_steps
 
@@ -110,6 +116,7 @@ class _Sums:
         planning_s, home_moves_s: of every group.
         ratios: imbalance of every cell.
         fetches: experts fetched.
+        moved_bytes: of every group.
     """
 
     runs: list[tuple[StageRun, StageRun]] = field(default_factory=list)
@@ -117,6 +124,7 @@ class _Sums:
     home_moves_s: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     fetches: int = 0
+    moved_bytes: list[dict[str, dict[str, float]]] = field(default_factory=list)
 
     def add(self, runs: tuple[StageRun, StageRun]) -> None:
         """Add the recompute and the update of one group."""
@@ -137,7 +145,9 @@ def _add(
     measured_s = planned.planning_s * scale / execution.planner_speed
     planning_s = measured_s if execution.planning_s is None else execution.planning_s
     ready_M = plan_ready(num_micro_steps, planning_s, execution.plan_lead_s, early=execution.early_cells)
-    sums.add(EPGroup.of(planned, step, config, topology, costs).run(ready_M))
+    group = EPGroup.of(planned, step, config, topology, costs)
+    sums.add(group.run(ready_M))
+    sums.moved_bytes.append(group.moved_bytes(topology, costs))
     sums.planning_s.append(planning_s)
     sums.home_moves_s.append(move_seconds(planned.home_moves, scale, topology, costs))
     for one, (layer, counts_GE) in zip(planned.assignments, step.problem.cells(), strict=True):
@@ -156,10 +166,12 @@ def _record(
 ) -> SimulationRecord:
     forced_balance_s, bound_s = sums["forced_balance"].training_s, sums["bound"].training_s
     around = tuple(f(config.cluster, topology, costs) for f in (publish_seconds, reduction_seconds, optimizer_seconds))
+    reduced = {"gradients and weights of data parallelism": reduction_bytes(config.cluster, topology, costs)}
     records: list[MethodRecord] = []
     for name, method in methods.items():
         static = records[0] if records else None
-        records.append(_method(name, method, sums[name], config, forced_balance_s, bound_s, around, static))
+        moved = _means(sums[name].moved_bytes) | reduced
+        records.append(_method(name, method, sums[name], config, forced_balance_s, bound_s, around, moved, static))
     counts = np.concatenate([step.problem.counts_MLGE[:, 0] for step in steps])
     return SimulationRecord(
         facts=_facts(config, costs),
@@ -184,6 +196,7 @@ def _method(
     forced_balance_s: float,
     bound_s: float,
     around: tuple[float, ...],
+    moved_bytes: dict[str, dict[str, float]],
     static: MethodRecord | None,
 ) -> MethodRecord:
     stages = list(zip(*sums.runs, strict=True))
@@ -210,9 +223,17 @@ def _method(
         groups_waiting=waiting,
         planning_s=max(sums.planning_s),
         fetches_per_cell=sums.fetches / len(sums.ratios),
+        moved_bytes=moved_bytes,
         gpu_hours=hours,
         gpu_hours_saved=0.0 if static is None else static.gpu_hours - hours,
     )
+
+
+def _means(groups: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    return {
+        what: {link: float(np.mean([group[what][link] for group in groups])) for link in by_link}
+        for what, by_link in groups[0].items()
+    }
 
 
 def _seconds(run: StageRun) -> float:
