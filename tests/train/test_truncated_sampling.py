@@ -27,9 +27,9 @@ def config_of(cut, **sections):
     return small_config(rollout=settings, warm_start={"max_steps": 4}, **sections)
 
 
-def rolled_out(cut, monkeypatch):
+def rolled_out(cut, monkeypatch, **sections):
     monkeypatch.setattr(rollout, "score", always_informative)
-    config = config_of(cut)
+    config = config_of(cut, **sections)
     trainer = trainer_of(config)
     trainer.engine.load_weights(trainer.policy.model.state_dict(), 0)
     return config, trainer, roll_out(trainer.engine, trainer.task, config, 0, Ranks())
@@ -84,7 +84,7 @@ def test_ratios_are_one_on_the_recorded_sets_and_the_kept_mass_without(cut, monk
 
 
 def test_gradients_are_those_of_dense_logits_outside_of_the_sets_at_minus_infinity(monkeypatch):
-    _, trainer, experience = rolled_out(CUTS[-1], monkeypatch)
+    _, trainer, experience = rolled_out(CUTS[-1], monkeypatch, model={"experts_implementation": "eager"})
     generation = experience.generation.select([0, 5])
     model = trainer.policy.model.double()
 

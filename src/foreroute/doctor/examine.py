@@ -122,8 +122,9 @@ def _response_logprobs(model: Any, part: Generation, temperature: float) -> list
     rows = np.flatnonzero(part.targets_N)
     logits_RV = logits[mask[:, 1:].bool()].index_select(0, torch.from_numpy(rows).to(device)).float()
     targets_R = torch.from_numpy(part.trace.token_ids_N[part.sampled_N].astype(np.int64)).to(device)
-    if (masks := part.trace.truncated(lengths - 1).streams.get(SAMPLING)) is not None:
-        logprobs_R = masked_logprobs_of_logits(logits_RV, targets_R, masks.take(rows), temperature=temperature)
+    if (masks := part.trace.streams.get(SAMPLING)) is not None:
+        of_tokens = masks.take(np.flatnonzero(part.sampled_N) - 1)
+        logprobs_R = masked_logprobs_of_logits(logits_RV, targets_R, of_tokens, temperature=temperature)
     else:
         logprobs_R = (logits_RV / temperature).log_softmax(-1).gather(-1, targets_R[:, None])[:, 0]
     return np.split(logprobs_R.cpu().numpy(), np.cumsum(part.response_lengths)[:-1])

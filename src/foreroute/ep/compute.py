@@ -258,7 +258,7 @@ class Replicas:
         Autograd keeps what it keeps of home experts, and no weight: backward asks for those once more, since their
         slots may have served other cells.
         """
-        rows, gates = Borrow.apply(self.borrowed, rows_RD, gates_R1, *self.home.values())
+        rows, gates = SendGradients.apply(self.borrowed, rows_RD, gates_R1, *self.home.values())
         if group_rows_S:
             out = run_experts(module, self.borrowed, rows, gates, group_rows_S)
         else:
@@ -271,7 +271,7 @@ class Replicas:
 class ReceiveGradients(torch.autograd.Function):
     """`ReceiveGradients.apply(borrowed, *home)`: the home shards as they are, with the gradients that come to them.
 
-    `Borrow` sends gradients, which are waited for here. Autograd takes nodes that were made later first. This one is
+    `SendGradients` sends gradients, which are waited for here. Autograd takes nodes that were made later first. This one is
     made before the rows are dispatched, so that while gradients travel, backward computes the home experts and sends
     the gradients of rows back. The order is the same on all ranks, since they make the same nodes.
     """
@@ -289,13 +289,13 @@ class ReceiveGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         borrowed: BorrowedWeights = ctx.borrowed
-        assert borrowed.pending is not None, "Borrow comes first, which alone is given these shards"
+        assert borrowed.pending is not None, "SendGradients comes first, which alone is given these shards"
         returned, borrowed.pending = borrowed.pending.wait(), None
         return None, *(returned.get(name) for name in borrowed.names)
 
 
-class Borrow(torch.autograd.Function):
-    """`Borrow.apply(borrowed, rows_RD, gates_R1, *home)`: rows and gate weights as they are.
+class SendGradients(torch.autograd.Function):
+    """`SendGradients.apply(borrowed, rows_RD, gates_R1, *home)`: rows and gate weights as they are.
 
     Backward comes here when the replicas have all of their gradients, and sends those home.
     """

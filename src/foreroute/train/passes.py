@@ -195,8 +195,8 @@ def sampled_logprobs(model: Any, generation: Generation, temperature: float) -> 
 
 def _masks(generation: Generation) -> DecisionStream | None:
     """The sets that the R sampled tokens were drawn from, where some tokens were left out."""
-    masks = inputs(generation.trace).streams.get(SAMPLING)
-    return None if masks is None else masks.take(np.flatnonzero(generation.targets_N))
+    masks = generation.trace.streams.get(SAMPLING)
+    return None if masks is None else masks.take(np.flatnonzero(generation.sampled_N) - 1)
 
 
 def _scaled(logits_RV: Tensor, temperature: float) -> Tensor:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -237,10 +238,17 @@ def folder():
 
 @contextlib.contextmanager
 def children_allowed():
-    """Megatron writes files in processes of its own, which ranks may not have, since they are daemons."""
+    """Megatron writes files with processes of its own, which ranks may not have, since they are daemons.
+
+    They end here: a rank leaves without looking back.
+    """
     config = multiprocessing.current_process()._config
     config["daemon"] = False
     try:
-        yield
+        with mock.patch.object(filesystem_async, "_results_queue", None):
+            yield
     finally:
         config["daemon"] = True
+        for child in multiprocessing.active_children():
+            child.terminate()
+            child.join()
