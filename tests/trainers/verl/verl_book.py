@@ -16,7 +16,7 @@ PROMPT, RESPONSE = 6, 8
 
 
 class Book:
-    """Sequences of a rollout, each with routes [T - 1, 2, 2] and log-probs of its response.
+    """Sequences of a rollout, each with routes [T - 1, 2, 2] and log-probs of its response, which are near those of the model on these routes.
 
     Args:
         folder: the policy's checkpoint.
@@ -32,12 +32,15 @@ class Book:
         self.pairs = [tuple(rng.integers(2, 200, n) for n in pair) for pair in lengths]
         self.native = [self._native(np.concatenate(pair)) for pair in self.pairs]
         self.routes, self.sampled = [], []
-        for (_, response), (ids, logprobs) in zip(self.pairs, self.native, strict=True):
+        for ids, _ in self.native:
             drawn = ids[:-1].copy()
             cells = rng.random(drawn.shape[:2]) < replaced
             drawn[cells] = np.argsort(rng.random((*drawn.shape[:2], 8)), axis=-1)[cells][:, :2]
             self.routes.append(drawn)
-            self.sampled.append((logprobs[-len(response) :] + rng.normal(0, 0.5, len(response))).astype(np.float32))
+        for (_, response), logprobs in zip(self.pairs, self.replayed(), strict=True):
+            noise = rng.normal(0, 0.2, len(response))
+            noise[0] += 0.8  # more than twofold, in one token of each sequence
+            self.sampled.append((logprobs[-len(response) :].numpy() + noise).astype(np.float32))
 
     def traces(self):
         return [self.trace([s]) for s in range(len(self.pairs))]
