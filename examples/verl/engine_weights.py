@@ -26,7 +26,8 @@ def _read(module, kind, stored):
         return _unpacked(stored, module.quant_method.moe_kernel.fused_experts.isa)
     # an embedding looks its rows up, as they are stored
     if kind == "weight" and hasattr(module, "cpu_linear") and type(module).__name__ != "VocabParallelEmbedding":
-        size = getattr(module, "input_size_per_partition", None) or module.embedding_dim
+        sizes = ("input_size_per_partition", "input_size", "embedding_dim")
+        size = next(getattr(module, name) for name in sizes if hasattr(module, name))
         # each product is a weight times one: exact in every precision
         return module.cpu_linear(torch.eye(size, dtype=module.params_dtype), module.weight, None).T
     return stored

@@ -7,9 +7,10 @@ verl is told of it in its configuration:
 
 import os
 
-from engine_weights import save
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+from engine_weights import save
 
 FOLDER = os.environ.get("ENGINE_WEIGHTS")
 """Where each worker saves the weights that it computes with, after every sync."""
@@ -32,7 +33,7 @@ class WorkerExtension(vLLMColocateWorkerExtension):
         self.num_syncs += 1
 
     def unpack_experts(self):
-        """vLLM packs experts only where a layer has no kernel yet: with one, it would read new weights as packed."""
+        """VLLM packs experts only where a layer has no kernel yet: with one, it would read new weights as packed."""
         for module in self.model_runner.model.modules():
             method = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:

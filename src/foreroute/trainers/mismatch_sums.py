@@ -82,15 +82,10 @@ class MismatchSums:
             self._all[name] += value
         self._mine = dict.fromkeys(NAMES, 0.0)
 
-    def shared(self) -> dict[str, float]:
-        """The metrics of all processes, by name, as far as they were added up."""
-        sums = self._all
-        return {name: sums[above] / sums[below] for name, (above, below) in METRICS.items() if sums[below]}
-
     def flush(self) -> dict[str, float]:
         """What is to be logged, by name. Starts anew."""
-        metrics, self._all = self.shared(), dict.fromkeys(NAMES, 0.0)
-        return metrics
+        sums, self._all = self._all, dict.fromkeys(NAMES, 0.0)
+        return {name: sums[above] / sums[below] for name, (above, below) in METRICS.items() if sums[below]}
 
     def _add(self, **values: float) -> None:
         for name, value in values.items():

@@ -98,7 +98,7 @@ def test_a_rollout_without_the_weights_of_a_layers_experts_ends_the_run_before_i
     book.sampled = [
         logprobs[-len(response) :].numpy() for (_, response), logprobs in zip(book.pairs, book.replayed(), strict=True)
     ]
-    with pytest.raises(EngineError, match=r"tokens are \S+ nats \(k3\).*weights did not arrive"):
+    with pytest.raises(EngineError, match=r"are \S+ nats \(k3\).*Weights did not arrive"):
         old_log_probs(engine, tensordict(book.batch()))
 
 

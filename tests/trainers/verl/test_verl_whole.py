@@ -35,7 +35,7 @@ def run(folder, policy, *, until=None, **settings):
     try:
         while process.poll() is None and time.monotonic() < end and not (until and until()):
             time.sleep(0.5)
-        assert process.poll() is not None or until and until(), demo_cluster.tail(folder)
+        assert process.poll() is not None or (until and until()), demo_cluster.tail(folder)
     finally:
         stop(process)
     return process.returncode
@@ -104,7 +104,7 @@ def test_a_sync_that_leaves_the_experts_without_their_weights_ends_the_run(tmp_p
         ],
     )
     assert code not in (0, None)
-    assert "EngineError: the rollout's tokens are" in (tmp_path / "output.txt").read_text()
+    assert "EngineError: the rollout's log-probs are" in (tmp_path / "output.txt").read_text()
     assert demo_cluster.metrics(tmp_path) == {}  # before anything was learned from it
     different, _ = demo_cluster.differing_weights(tmp_path, policy)
     assert {name.split(".mlp.")[1] for _, _, name in different} == {"experts.gate_up_proj", "experts.down_proj"}

@@ -21,10 +21,11 @@ from verl.utils.device import get_device_id
 
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import facts_of
-from foreroute.errors import EngineError, ReplayError
+from foreroute.errors import ReplayError
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
+from foreroute.trainers.verl.expert_weights import ExpertWeightsCheck
 from foreroute.trainers.verl.protocol import (
     FIELD,
     of_responses,
@@ -40,9 +41,6 @@ from foreroute.trainers.verl.settings import Replay
 Step = Callable[..., Any]
 """verl's `forward_step(micro_batch, loss_function, forward_only)`."""
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
-K3_LIMIT = 0.1
-"""k3, in nats, above which two sides that took the same experts do not hold the same weights. A rollout in bfloat16 was
-at 0.0004, one in float32 at 1e-12, and one whose experts' weights were spoiled at the sync at 0.5."""
 
 
 class EnginePassController:
@@ -67,6 +65,7 @@ class EnginePassController:
         self._engine = engine
         self._replay = replay
         self._facts = facts_of(self.routed)
+        self._weights_check = ExpertWeightsCheck(self.routed.spec) if replay == "R3" else None
         self._has_old_pass = False
         self._num_steps = 0
 
@@ -79,7 +78,7 @@ class EnginePassController:
 
         Raises:
             ReplayError: when no micro-batch went through `forward_step`.
-            EngineError: when the rollout cannot have sampled with the trainer's weights. They are compared in the
+            EngineError: when the rollout was not sampled with the trainer's weights. They are compared in the
                 old-log-prob pass under R3, before anything is learned from the rollout.
         """
         logs: dict[str, float] = {}
@@ -91,11 +90,11 @@ class EnginePassController:
                 f"{type(self._engine).__name__} ran a batch of {len(data)} without forward_step, so that nothing was "
                 "replayed in it"
             )
-        self.metrics.share(self._over_ranks)
         if update:
+            self.metrics.share(self._over_ranks)
             logs.update(self.metrics.flush())
-        elif self._replay == "R3":
-            self._require_same_weights()
+        elif self._weights_check is not None:
+            self._weights_check.judge(self._over_ranks)
 
     def step(self, step: Step, micro_batch: Any, loss_function: Any, *, update: bool) -> Any:
         """A `forward_step` of verl on a micro-batch, replayed, recorded and measured as its pass asks for."""
@@ -164,17 +163,10 @@ class EnginePassController:
             return
         lengths = response_lengths(micro_batch)
         trained, counted = of_responses(log_probs, lengths), sampled_mask(micro_batch)
-        self.metrics.compare_tokens(parts_of(sampled, lengths), _padded(trained), _padded(counted))
-
-    def _require_same_weights(self) -> None:
-        k3 = self.metrics.shared().get("mismatch/k3", 0.0)
-        if not k3 <= K3_LIMIT:
-            raise EngineError(
-                f"the rollout's tokens are {k3:.3g} nats (k3) from this trainer's log-probs on the same experts, and "
-                f"no precision makes more than {K3_LIMIT}: weights did not arrive in the rollout engine at the last "
-                "sync. Compare its log-probs of a fixed text with those of a checkpoint; if they agree, the rollout "
-                "samples from another distribution than it reports (rollout.temperature, top_p, top_k)"
-            )
+        by_rollout = parts_of(sampled, lengths)
+        self.metrics.compare_tokens(by_rollout, _padded(trained), _padded(counted))
+        if self._weights_check is not None and not update:
+            self._weights_check.add(executed, by_rollout, trained, counted)
 
     def _over_ranks(self, sums: Tensor) -> Tensor:
         group = self._engine.get_data_parallel_group()
