@@ -196,9 +196,11 @@ def differing_weights(run, policy, *, first=0):
         Step, file and tensor of each, and how many were compared.
     """
     from transformers import AutoConfig
+    from transformers.utils import logging
 
     from engine_weights import differing, of_policy, of_trainer
 
+    logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(policy)
     found, compared = [], 0
     for file in sorted((run / "engines").glob("*.safetensors")):

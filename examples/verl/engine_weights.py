@@ -3,11 +3,15 @@
 vLLM packs weights for its kernels, so that what it was given and what it computes with can differ.
 """
 
+import logging
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+
+# it says of every DTensor in a checkpoint that there is no process group here
+logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
 
 
 def save(model, path):
