@@ -34,6 +34,7 @@ test-whole: $(READY)
 	$(BIN)/pytest -n 2 --dist loadfile
 
 # every grid, verl, a million malformed inputs, 200 kills: without a limit of time
+test-all: NEWEST =
 test-all: test-whole test-megatron-newest test-megatron-grid test-verl
 	for case in fuzz doors kills; do $(BIN)/python -m benchmarks $$case --json || exit 1; done
 

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -39,16 +40,19 @@ SIZES: dict[str, Any] = {
     "moe_intermediate_size": 512,
     "norm_topk_prob": True,
 }
-SHAPE = (4, 256)
-"""Sequences and tokens of a micro-batch."""
+SHAPE, MICRO_STEPS = (8, 256), 2
+"""Sequences and tokens of a micro-batch, and how many make a step."""
 SKEWS = {"low": 0.3, "middle": 0.6, "high": 1.0}
 """Static imbalance about 1.3, 1.6 and 1.9 on two ranks."""
-OTHER_SKEWS, OTHER_SEQUENCES, ROUNDS = (0.15, 0.45, 0.8), (2, 6), 5
+OTHER_SKEWS, OTHER_SEQUENCES, ROUNDS = (0.15, 0.45, 0.8), (4, 12), 5
 """Of the steps that rates are fitted to, and how often each is run; none is a step that is predicted."""
 FEW_ROWS = (1, 16)
 """A micro-batch with four rows for each expert."""
+CROWDED_PAIRS = 10
+"""Of steps that take four times as long: 95 % is between their second and ninth."""
 PLANNED, STATIC = PlanOptions(tolerance=0.02), PlanOptions(replicas=False)
 Case = tuple[Bench, StepPlan, TransferEngine]
+routed_anew = partial(Bench.routed_anew, micro_steps=MICRO_STEPS)
 
 
 def step_seconds(pairs: int, skews: Sequence[str] = tuple(SKEWS), *, predicts: bool = True) -> dict[str, Any]:
@@ -63,7 +67,7 @@ def step_seconds(pairs: int, skews: Sequence[str] = tuple(SKEWS), *, predicts: b
         return dict.fromkeys((*names, "predicted_planned_over_static"))
     found: dict[str, Any]
     found, cases, others = in_processes(_measured, 2, pairs, skews, ROUNDS if predicts else 0)
-    found["does_not_pay"]["four_processes_on_two_cores"] = in_processes(_crowded, 4, pairs)
+    found["does_not_pay"]["four_processes_on_two_cores"] = in_processes(_crowded, 4, min(pairs, CROWDED_PAIRS))
     predicted = {stage: _predicted(cases, others, stage) for stage in STAGES} if predicts else None
     return found | {"predicted_planned_over_static": predicted}
 
@@ -97,9 +101,9 @@ def _measured(
         "static_imbalance": {},
     }
     cases: dict[str, list[TimedStep]] = {}
-    even = Bench.routed_anew(routed, placed, rank, num_ranks, skew=0.0, shape=SHAPE)
+    even = routed_anew(routed, placed, rank, num_ranks, skew=0.0, shape=SHAPE)
     for name in skews:
-        bench = Bench.routed_anew(routed, placed, rank, num_ranks, skew=SKEWS[name], shape=SHAPE)
+        bench = routed_anew(routed, placed, rank, num_ranks, skew=SKEWS[name], shape=SHAPE)
         plan, home = bench.plan(PLANNED), bench.plan(STATIC)
         cases[name] = [TimedStep(name, bench.counts_MLGE, one) for one in (plan, home)]
         mean = bench.counts_MLGE.sum() / num_ranks
@@ -111,12 +115,12 @@ def _measured(
                 found["planned_over_static"][stage][name] = _ratio(planned, static, updating, pairs)
             balanced = (even, even.plan(STATIC), engine)
             found["planned_over_balanced"][name] = _ratio(planned, balanced, True, pairs)
-    few = Bench.routed_anew(routed, placed, rank, num_ranks, skew=SKEWS["high"], shape=FEW_ROWS)
+    few = routed_anew(routed, placed, rank, num_ranks, skew=SKEWS["high"], shape=FEW_ROWS)
     found["does_not_pay"] = {"few_rows": _by_stage(few, peers, pairs)}
     others = [
         (
             f"skew {skew}, {sequences} sequences",
-            Bench.routed_anew(routed, placed, rank, num_ranks, skew=skew, shape=(sequences, SHAPE[1])),
+            routed_anew(routed, placed, rank, num_ranks, skew=skew, shape=(sequences, SHAPE[1])),
         )
         for skew, sequences in itertools.product(OTHER_SKEWS, OTHER_SEQUENCES if rounds else ())
     ]
@@ -128,7 +132,7 @@ def _measured(
 
 def _crowded(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
     """Ratios by stage where processes share cores."""
-    bench = Bench.routed_anew(*_placed(), rank, num_ranks, skew=SKEWS["high"], shape=SHAPE)
+    bench = routed_anew(*_placed(), rank, num_ranks, skew=SKEWS["high"], shape=SHAPE)
     return _by_stage(bench, PeerGroup(timeout_s=120), pairs)
 
 

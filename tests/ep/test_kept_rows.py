@@ -64,6 +64,6 @@ def test_kept_are_the_rows_that_are_computed_and_nothing_of_what_comes_back(work
     width, differing = 32, 0
     case = Case(family, 2, routing="crowded", plan=plan)
     for kept, rows, sent in workers(2).run(kept_and_rows, case):
-        assert kept == [home * (width + 1 + 3 * inner) + replicas * (width + 1) for home, replicas in rows]
+        assert kept == [(home + replicas) * (width + 1 + 3 * inner) for home, replicas in rows]
         differing += sum(home + replicas != sent for home, replicas in rows)
     assert differing

@@ -144,6 +144,11 @@ def draw_seeds(generator: torch.Generator, count: int) -> NDArray[np.int64]:
     return torch.randint(1 << 31, (count,), generator=generator).numpy()
 
 
+def stop_token_ids(sampling: Sampling) -> list[int]:
+    """The tokens that end a response; vLLM refuses numbers outside of its vocabulary, such as -1 for none."""
+    return [sampling.end_token] if sampling.end_token >= 0 else []
+
+
 def require_finished(finished_S: Sequence[bool]) -> None:
     """Raise `EngineError` when a sequence was aborted: as a whole response it would be trained on as if it ended so."""
     if not all(finished_S):

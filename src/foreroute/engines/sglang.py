@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from foreroute.adapters.checkpoint import ServedModel, Weights
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
-from foreroute.engines.base import OutsideEngine, SampledSequence, draw_seeds, generation_of, require_version
+from foreroute.engines.base import (
+    OutsideEngine,
+    SampledSequence,
+    draw_seeds,
+    generation_of,
+    require_version,
+    stop_token_ids,
+)
 from foreroute.engines.http import Answer, Endpoint
 from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import EngineError
@@ -83,7 +90,7 @@ class SGLangServerEngine(OutsideEngine):
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             # with ignore_eos SGLang ignores these too
-            "stop_token_ids": [sampling.end_token],
+            "stop_token_ids": stop_token_ids(sampling),
         }
         body = {
             "input_ids": [prompt.tolist() for prompt in asked],

@@ -9,7 +9,7 @@ are concatenated or interleaved.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +33,11 @@ WHOLE_VECTORS = 64
 
 
 def run_experts(
-    module: Any, weights: Mapping[str, Tensor], rows_RD: Tensor, gates_R1: Tensor, group_rows_S: Sequence[int]
+    module: Any,
+    weights: Mapping[str, Tensor] | BorrowedWeights,
+    rows_RD: Tensor,
+    gates_R1: Tensor,
+    group_rows_S: Sequence[int],
 ) -> Tensor:
     """Up, gate and down projection of every group with its own weights, times the gate weight of each row.
 
@@ -43,7 +47,7 @@ def run_experts(
 
     Args:
         module: the experts module, for its layout, gate and activation.
-        weights: name -> [S, ...], as the module's own parameters are laid out, one row per group.
+        weights: name -> [S, ...], as the module's own parameters are laid out, one row per group; or those borrowed.
         rows_RD: [R, D], in order of group.
         gates_R1: [R, 1], their gate weights.
         group_rows_S: rows of each group.
@@ -103,19 +107,21 @@ def _activated(hidden: Tensor, gates: Tensor, function: Callable[[Tensor], Tenso
 
 def _grouped_linear(
     module: Any,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | BorrowedWeights,
     name: str,
     rows: Tensor,
     gates_R1: Tensor | None,
     group_rows_S: Sequence[int],
 ) -> Tensor:
     """Of rows that are weighted already, where there are gate weights: they weight the bias alone."""
+    bias = f"{name}_bias"
+    if isinstance(weights, BorrowedWeights):
+        rows = rows.to(weights.tensors[name].dtype)
+        out: Tensor = BorrowedProduct.apply(rows, weights, name, module.is_transposed, group_rows_S)
+        return AddBorrowedBias.apply(out, gates_R1, weights, bias, group_rows_S) if module.has_bias else out
     weight = weights[name] if module.is_transposed else weights[name].transpose(-2, -1)
     out = _grouped_mm(rows.to(weight.dtype), weight, group_rows_S)
-    if not module.has_bias:
-        return out
-    biased: Tensor = AddBias.apply(out, weights[f"{name}_bias"], gates_R1, group_rows_S)
-    return biased
+    return AddBias.apply(out, weights[bias], gates_R1, group_rows_S) if module.has_bias else out
 
 
 class AddBias(torch.autograd.Function):
@@ -128,18 +134,28 @@ class AddBias(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, bias: Tensor, gates: Tensor | None, group_rows_S: Sequence[int]) -> Tensor:
         ctx.save_for_backward(bias, gates)
         ctx.group_rows_S = group_rows_S
-        added = _of_group(bias, group_rows_S)
-        return (rows + (added if gates is None else added * gates)).to(rows.dtype)
+        return _biased(rows, bias, gates, group_rows_S)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         bias, gates = ctx.saved_tensors
-        grad, bias_grad, gate_grad = grads[0], None, None
-        if ctx.needs_input_grad[1]:
-            bias_grad = segment_sums(grad if gates is None else grad * gates, ctx.group_rows_S).to(bias.dtype)
-        if ctx.needs_input_grad[2]:
-            gate_grad = (grad * _of_group(bias, ctx.group_rows_S)).sum(dim=1, keepdim=True).to(gates.dtype)
+        grad, sizes = grads[0], ctx.group_rows_S
+        bias_grad = _bias_grad(grad, bias, gates, sizes) if ctx.needs_input_grad[1] else None
+        gate_grad = _bias_gate_grad(grad, bias, gates, sizes) if ctx.needs_input_grad[2] else None
         return grad, bias_grad, gate_grad, None
+
+
+def _biased(rows: Tensor, bias: Tensor, gates: Tensor | None, group_rows_S: Sequence[int]) -> Tensor:
+    added = _of_group(bias, group_rows_S)
+    return (rows + (added if gates is None else added * gates)).to(rows.dtype)
+
+
+def _bias_grad(grad: Tensor, bias: Tensor, gates: Tensor | None, group_rows_S: Sequence[int]) -> Tensor:
+    return segment_sums(grad if gates is None else grad * gates, group_rows_S).to(bias.dtype)
+
+
+def _bias_gate_grad(grad: Tensor, bias: Tensor, gates: Tensor, group_rows_S: Sequence[int]) -> Tensor:
+    return (grad * _of_group(bias, group_rows_S)).sum(dim=1, keepdim=True).to(gates.dtype)
 
 
 def _of_group(bias: Tensor, group_rows_S: Sequence[int]) -> Tensor:
@@ -152,25 +168,61 @@ def _grouped_mm(rows: Tensor, weight: Tensor, group_rows_S: Sequence[int]) -> Te
     if rows.dtype == torch.float64:  # which grouped_mm lacks
         parts = zip(rows.split(list(group_rows_S)), weight.unbind(0), strict=True)
         return torch.cat([part @ matrix for part, matrix in parts])
-    ends = torch.tensor(group_rows_S).cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
-    return functional.grouped_mm(rows, weight, offs=ends)
+    return functional.grouped_mm(rows, weight, offs=_ends(rows, group_rows_S))
+
+
+def _grouped_outer(left: Tensor, right: Tensor, group_rows_S: Sequence[int]) -> Tensor:
+    """Sums over the rows of every group, [S, columns of left, columns of right]."""
+    if left.dtype == torch.float64:
+        sizes = list(group_rows_S)
+        return torch.stack([a.t() @ b for a, b in zip(left.split(sizes), right.split(sizes), strict=True)])
+    return functional.grouped_mm(left.transpose(0, 1), right, offs=_ends(left, group_rows_S))
+
+
+def _ends(rows: Tensor, group_rows_S: Sequence[int]) -> Tensor:
+    return torch.tensor(group_rows_S).cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
 
 
 @dataclass(eq=False)
-class ReplicaTransfers:
-    """Where replicas come from in one pass over a cell, and where their gradients go.
+class BorrowedWeights:
+    """The weights of the replicas here in one pass over a cell, and the gradients that its backward finds for them.
 
     Attributes:
         cell: which cell runs.
         source: of the weights.
-        names: of the parameters of the home shard.
-        returning: gradients that backward has sent home and not waited for yet.
+        names: of the weights.
+        trained: names of those that are trained.
+        tensors: name -> [replicas here, ...], while they are needed: until the source is asked for another cell.
+            Backward has them fetched again.
+        grads: name -> [replicas here, ...].
+        pending: gradients that backward has sent home and not waited for yet.
     """
 
     cell: Cell
     source: ReplicaWeights
     names: tuple[str, ...]
+    trained: tuple[str, ...]
+    tensors: Mapping[str, Tensor]
+    grads: dict[str, Tensor] = field(default_factory=dict)
     pending: PendingGradients | None = None
+
+    def fetch_again(self, home: Sequence[Tensor]) -> None:
+        """Have the weights fetched once more, for backward."""
+        fetched = self.source.fetch(self.cell, dict(zip(self.names, home, strict=True)))
+        if fetched is None:
+            raise TransferError(
+                f"replicas computed the forward pass of {self.cell}, and cannot be had again for backward"
+            )
+        self.tensors = fetched
+        self.source.prefetch()
+
+    def send_home(self) -> None:
+        """Begin to return the gradients: zeros where no row has brought one."""
+        found = {name: self.grads.pop(name, None) for name in self.trained}
+        grads = {name: torch.zeros_like(self.tensors[name]) if grad is None else grad for name, grad in found.items()}
+        self.tensors = {}
+        if grads:
+            self.pending = self.source.send_home(self.cell, grads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,15 +230,13 @@ class Replicas:
     """The replicas of a cell, for one pass.
 
     Attributes:
-        transfers: of the pass.
+        borrowed: their weights.
         plan: of the cell.
-        weights: name -> [replicas here, ...], valid until the source is asked for another cell.
         home: name -> [E / G, ...], this rank's shard, from `ReceiveGradients`.
     """
 
-    transfers: ReplicaTransfers
+    borrowed: BorrowedWeights
     plan: CellPlan
-    weights: Mapping[str, Tensor]
     home: Mapping[str, Tensor]
 
     @classmethod
@@ -194,40 +244,41 @@ class Replicas:
         cls, cell: Cell, plan: CellPlan, source: ReplicaWeights, home: Mapping[str, nn.Parameter]
     ) -> Replicas | None:
         """All ranks call it, before they dispatch the rows of the cell; None when the homes serve it."""
-        weights = source.fetch(cell, {name: shard.detach() for name, shard in home.items()})
-        if weights is None:
+        tensors = source.fetch(cell, {name: shard.detach() for name, shard in home.items()})
+        if tensors is None:
             return None
-        transfers = ReplicaTransfers(cell, source, tuple(home))
-        brought = ReceiveGradients.apply(transfers, *home.values())
-        return cls(transfers, plan, weights, dict(zip(home, brought, strict=True)))
+        trained = tuple(name for name, shard in home.items() if shard.requires_grad)
+        borrowed = BorrowedWeights(cell, source, tuple(home), trained, tensors)
+        brought = ReceiveGradients.apply(borrowed, *home.values())
+        return cls(borrowed, plan, dict(zip(home, brought, strict=True)))
 
+    def compute(self, module: Any, rows_RD: Tensor, gates_R1: Tensor, group_rows_S: Sequence[int]) -> Tensor:
+        """`run_experts` by the replicas here; [R, D]. All ranks call it, those without a replica too.
 
-@dataclass(frozen=True, eq=False)
-class ReplicaWork:
-    """What backward needs to know of a forward pass.
-
-    Attributes:
-        transfers: of the pass.
-        module: the experts module, for its layout.
-        group_rows_S: rows of each replica here.
-    """
-
-    transfers: ReplicaTransfers
-    module: Any
-    group_rows_S: list[int]
+        Autograd keeps what it keeps of home experts, and no weight: backward asks for those once more, since their
+        slots may have served other cells.
+        """
+        rows, gates = Borrow.apply(self.borrowed, rows_RD, gates_R1, *self.home.values())
+        if group_rows_S:
+            out = run_experts(module, self.borrowed, rows, gates, group_rows_S)
+        else:
+            out = rows.to(next(iter(self.home.values())).dtype)
+        self.borrowed.tensors = {}
+        again: Tensor = FetchAgain.apply(self.borrowed, out, *self.home.values())
+        return again
 
 
 class ReceiveGradients(torch.autograd.Function):
-    """`ReceiveGradients.apply(transfers, *home)`: the home shards as they are, with the gradients that come to them.
+    """`ReceiveGradients.apply(borrowed, *home)`: the home shards as they are, with the gradients that come to them.
 
-    `ComputeReplicas` sends gradients, which are waited for here. Autograd takes nodes that were made later first. This
-    one is made before the rows are dispatched, so that while gradients travel, backward computes the home experts and
-    sends the gradients of rows back. The order is the same on all ranks, since they make the same nodes.
+    `Borrow` sends gradients, which are waited for here. Autograd takes nodes that were made later first. This one is
+    made before the rows are dispatched, so that while gradients travel, backward computes the home experts and sends
+    the gradients of rows back. The order is the same on all ranks, since they make the same nodes.
     """
 
     @staticmethod
-    def forward(ctx: Any, transfers: ReplicaTransfers, *home: Tensor) -> tuple[Tensor, ...]:
-        ctx.transfers = transfers
+    def forward(ctx: Any, borrowed: BorrowedWeights, *home: Tensor) -> tuple[Tensor, ...]:
+        ctx.borrowed = borrowed
         ctx.set_materialize_grads(False)
         views = tuple(shard.view_as(shard) for shard in home)
         ctx.mark_non_differentiable(
@@ -237,65 +288,103 @@ class ReceiveGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        transfers: ReplicaTransfers = ctx.transfers
-        assert transfers.pending is not None, "ComputeReplicas comes first, which alone is given these shards"
-        returned, transfers.pending = transfers.pending.wait(), None
-        return None, *(returned.get(name) for name in transfers.names)
+        borrowed: BorrowedWeights = ctx.borrowed
+        assert borrowed.pending is not None, "Borrow comes first, which alone is given these shards"
+        returned, borrowed.pending = borrowed.pending.wait(), None
+        return None, *(returned.get(name) for name in borrowed.names)
 
 
-class ComputeReplicas(torch.autograd.Function):
-    """`ComputeReplicas.apply(rows_RD, gates_R1, weights, work, *home)`: [R, D], by `run_experts`.
+class Borrow(torch.autograd.Function):
+    """`Borrow.apply(borrowed, rows_RD, gates_R1, *home)`: rows and gate weights as they are.
 
-    Gradients of weights go to `ReceiveGradients`. Autograd keeps rows and gate weights and nothing else. Backward asks
-    for the weights once more, whose slots may have served other cells since, and computes the rows again. All ranks
-    call it for a cell that has replicas on any of them, so that all take part in both exchanges.
+    Backward comes here when the replicas have all of their gradients, and sends those home.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: Tensor, gates_R1: Tensor, weights: Mapping[str, Tensor], work: ReplicaWork, *home: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(rows_RD, gates_R1, *home)
-        ctx.work = work
-        if not work.group_rows_S:
-            return rows_RD.new_empty(rows_RD.shape, dtype=home[0].dtype)
-        return run_experts(work.module, weights, rows_RD, gates_R1, work.group_rows_S)
+        ctx: Any, borrowed: BorrowedWeights, rows: Tensor, gates: Tensor, *home: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.borrowed = borrowed
+        return rows.view_as(rows), gates.view_as(gates)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows_RD, gates_R1, *home = ctx.saved_tensors
-        work: ReplicaWork = ctx.work
-        transfers = work.transfers
-        fetched = transfers.source.fetch(transfers.cell, dict(zip(transfers.names, home, strict=True)))
-        if fetched is None:
-            raise TransferError(
-                f"replicas computed the forward pass of {transfers.cell}, and cannot be had again for backward"
-            )
-        wanted = [name for i, name in enumerate(transfers.names) if ctx.needs_input_grad[4 + i]]
-        transfers.source.prefetch()
-        row_grad, gate_grad, weight_grads = _gradients(work, rows_RD, gates_R1, fetched, wanted, grads[0])
-        if wanted:
-            transfers.pending = transfers.source.send_home(transfers.cell, weight_grads)
-        return row_grad, gate_grad, None, None, *(None for _ in home)
+        borrowed: BorrowedWeights = ctx.borrowed
+        borrowed.send_home()
+        return None, grads[0], grads[1], *(None for _ in borrowed.names)
 
 
-def _gradients(
-    work: ReplicaWork,
-    rows_RD: Tensor,
-    gates_R1: Tensor,
-    fetched: Mapping[str, Tensor],
-    wanted: list[str],
-    grad: Tensor,
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Of the rows, of their gate weights, and of those weights that are wanted."""
-    if not work.group_rows_S:
-        none = {name: torch.zeros_like(fetched[name]) for name in wanted}
-        return torch.zeros_like(rows_RD), torch.zeros_like(gates_R1), none
-    with torch.enable_grad():
-        rows, gates = rows_RD.detach().requires_grad_(), gates_R1.detach().requires_grad_()
-        weights = {name: tensor.detach().requires_grad_(name in wanted) for name, tensor in fetched.items()}
-        out = run_experts(work.module, weights, rows, gates, work.group_rows_S)
-    row_grad, gate_grad, *weight_grads = torch.autograd.grad(
-        out, [rows, gates, *(weights[name] for name in wanted)], grad
-    )
-    return row_grad, gate_grad, dict(zip(wanted, weight_grads, strict=True))
+class FetchAgain(torch.autograd.Function):
+    """`FetchAgain.apply(borrowed, out, *home)`: the result as it is. Backward begins by having the weights fetched.
+
+    Under a non-reentrant checkpoint, whoever first asks for what was kept has the forward pass repeated, in which all
+    ranks fetch. Therefore all ask here, also those that keep nothing else since they have no replica.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, borrowed: BorrowedWeights, out: Tensor, *home: Tensor) -> Tensor:
+        ctx.borrowed = borrowed
+        ctx.save_for_backward(*home)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.borrowed.fetch_again([shard.detach() for shard in ctx.saved_tensors])
+        return None, grads[0], *(None for _ in ctx.borrowed.names)
+
+
+class BorrowedProduct(torch.autograd.Function):
+    """`BorrowedProduct.apply(rows_RD, borrowed, name, is_transposed, group_rows_S)`: rows times their group's matrix.
+
+    Keeps the rows. The gradient of the matrices, [S, ...] as the parameter is laid out, is left with `borrowed`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        borrowed: BorrowedWeights,
+        name: str,
+        is_transposed: bool,
+        group_rows_S: Sequence[int],
+    ) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.borrowed, ctx.name, ctx.is_transposed, ctx.group_rows_S = borrowed, name, is_transposed, group_rows_S
+        weight = borrowed.tensors[name]
+        return _grouped_mm(rows, weight if is_transposed else weight.transpose(-2, -1), group_rows_S)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        grad, weight = grads[0], ctx.borrowed.tensors[ctx.name]
+        if ctx.name in ctx.borrowed.trained:
+            left, right = (rows, grad) if ctx.is_transposed else (grad, rows)
+            ctx.borrowed.grads[ctx.name] = _grouped_outer(left, right, ctx.group_rows_S)
+        row_grad = _grouped_mm(grad, weight.transpose(-2, -1) if ctx.is_transposed else weight, ctx.group_rows_S)
+        return row_grad, None, None, None, None
+
+
+class AddBorrowedBias(torch.autograd.Function):
+    """`AddBorrowedBias.apply(rows_RD, gates_R1, borrowed, name, group_rows_S)`: as `AddBias`, of borrowed biases."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        gates: Tensor | None,
+        borrowed: BorrowedWeights,
+        name: str,
+        group_rows_S: Sequence[int],
+    ) -> Tensor:
+        ctx.save_for_backward(gates)
+        ctx.borrowed, ctx.name, ctx.group_rows_S = borrowed, name, group_rows_S
+        return _biased(rows, borrowed.tensors[name], gates, group_rows_S)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gates,) = ctx.saved_tensors
+        bias = ctx.borrowed.tensors[ctx.name]
+        if ctx.name in ctx.borrowed.trained:
+            ctx.borrowed.grads[ctx.name] = _bias_grad(grads[0], bias, gates, ctx.group_rows_S)
+        gate_grad = _bias_gate_grad(grads[0], bias, gates, ctx.group_rows_S) if ctx.needs_input_grad[1] else None
+        return grads[0], gate_grad, None, None, None

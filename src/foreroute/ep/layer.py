@@ -18,7 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.ep.compute import ComputeReplicas, Replicas, ReplicaWork, least_rows, run_experts
+from foreroute.ep.compute import Replicas, least_rows, run_experts
 from foreroute.ep.execution import Execution
 from foreroute.ep.shards import ExpertShards
 from foreroute.ep.transfer.peers import collective_errors
@@ -85,7 +85,7 @@ class ExpertLayer:
         )
         grouped, gates = Dispatch.apply(hidden_ND, weights_NK, handle)
         if replicas is not None:
-            replicas.transfers.source.prefetch()
+            replicas.borrowed.source.prefetch()
         execution.end_layer(self.number, sum(handle.receive_G))
         summed: Tensor = Combine.apply(self._compute(grouped, gates, rows, replicas), handle)
         return summed.to(hidden_ND.dtype)
@@ -109,10 +109,7 @@ class ExpertLayer:
             module, self.shards.parameters, grouped[:num_home_rows], scale[:num_home_rows], sizes_S[:num_home]
         )
         if replicas is not None:
-            work = ReplicaWork(replicas.transfers, module, sizes_S[num_home:])
-            served = ComputeReplicas.apply(
-                grouped[num_home_rows:], scale[num_home_rows:], replicas.weights, work, *replicas.home.values()
-            )
+            served = replicas.compute(module, grouped[num_home_rows:], scale[num_home_rows:], sizes_S[num_home:])
             computed = torch.cat([computed, served])
         return computed if norm is None else norm(computed) * gates
 

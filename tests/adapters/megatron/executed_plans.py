@@ -14,7 +14,7 @@ from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.planner import plan
 from tests.adapters.megatron.cpu_optimizers import Trained, finalize_model_grads
 from tests.adapters.megatron.grid_checks import carrying
-from tests.adapters.megatron.home_move_checks import put_together, whole_experts
+from tests.adapters.megatron.home_move_checks import parameters_of, put_together, whole_experts
 from tests.adapters.megatron.micro_batches import make_batches
 from tests.adapters.megatron.model_chunks import EXPERTS, build, initialize
 from tests.adapters.megatron.training_step import forward_step, moe_layers, step
@@ -22,6 +22,7 @@ from tests.plan.random_plans import random_plan
 
 STEPS = 3
 SLOTS = 2
+WITHOUT_REPLICAS = ("static", "homes")
 LINKS = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
 
 
@@ -30,12 +31,12 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS):
 
     Args:
         case: see `grid.ExecutionCase`.
-        planned: "static", "planned" or "random"; None for Megatron as it is.
+        planned: "static", "planned", "homes", "homes and replicas" or "random"; None for Megatron as it is.
         after_schedule: called before gradients are summed over ranks.
 
     Returns:
         Losses, gradients after reduction by (step, parameter), weights and optimizer state; rows off the plan, cells
-        with replicas and rows of the slowest rank.
+        with replicas and moves of homes.
     """
     cell = case.cell
     doubles_stay()
@@ -48,7 +49,7 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS):
         of_chunks = [chunk.no_sync for chunk in model.chunks]
         chunks[0].config.no_sync_func = of_chunks if len(of_chunks) > 1 else of_chunks[0]
     forward = routed.replaying(forward_step)
-    found = {"losses": [], "gradients": {}, "off_plan": 0, "replicas": 0, "fetches": []}
+    found = {"losses": [], "gradients": {}, "off_plan": 0, "replicas": 0, "moved": 0, "fetches": []}
     for number in range(steps):
         model.zero_grad()
         batches = make_batches(cell, seed=number)
@@ -56,11 +57,13 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS):
         shards = [routed.shard(trace, laid_out(batch)) for batch, trace in zip(batches, traces, strict=True)]
         with contextlib.ExitStack() as stack:
             if planned is not None:
+                before_LE = routed.home_LE
                 made, counts_MLGE, shards = make_plan(routed, model, planned, number, shards, (batches, traces))
                 execution = stack.enter_context(routed.execute(made, counts_MLGE, shards))
             found["losses"].append(step(model.chunks, carrying(batches, shards), forward)[0])
         if planned is not None:
             found["replicas"] += len(made.expert_R)
+            found["moved"] += int((routed.home_LE != before_LE).sum())
             found["off_plan"] += rows_off_plan(routed, execution, counts_MLGE) if case.complete else 0
             found["fetches"].append(execution.fetches)
         after_schedule()
@@ -84,9 +87,12 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS):
 
 
 def make_plan(routed, model, planned, number, shards, data):
-    """(plan, counts, shards) of a step. A random plan also moves homes, after which padding is spread elsewhere."""
+    """(plan, counts, shards) of a step. A random plan also moves homes, after which padding is spread elsewhere.
+
+    Plans of "homes" are the planner's too: homes for the counts of all groups of expert data parallelism together.
+    """
     ranks = parallel_state.get_expert_model_parallel_world_size()
-    topology = Topology(ranks, ranks, 0 if planned == "static" else SLOTS, LINKS)
+    topology = Topology(ranks, ranks, 0 if planned in WITHOUT_REPLICAS else SLOTS, LINKS)
     counts_MLGE = routed.gather_counts(shards)
     if planned == "random":
         homes = random_plan(counts_MLGE, topology, seed=number, moves=4).home_LE
@@ -94,8 +100,19 @@ def make_plan(routed, model, planned, number, shards, data):
         shards = [routed.shard(trace, laid_out(batch)) for batch, trace in zip(*data, strict=True)]
         counts_MLGE = routed.gather_counts(shards)
         return random_plan(counts_MLGE, topology, seed=number, homes=homes), counts_MLGE, shards
-    options = PlanOptions(tolerance=0.0, slots="shared", replicas=planned == "planned")
+    if planned in ("homes", "homes and replicas"):
+        homes = plan(of_all_groups(counts_MLGE), topology, PlanOptions(home_moves=None), home_LE=routed.home_LE)
+        routed.move_homes(homes, model.optimizer)
+    options = PlanOptions(tolerance=0.0, slots="shared", replicas=planned not in WITHOUT_REPLICAS)
     return plan(counts_MLGE, topology, options, home_LE=routed.home_LE), counts_MLGE, shards
+
+
+def of_all_groups(counts_MLGE):
+    """Counts of the groups of expert data parallelism, one after another along the first axis."""
+    group = parallel_state.get_expert_data_parallel_group()
+    everywhere = [None] * group.size()
+    dist.all_gather_object(everywhere, counts_MLGE, group=group)
+    return np.concatenate(everywhere)
 
 
 def skewed(batch, case, number, m):
@@ -136,7 +153,7 @@ def whole_gradients(routed, model):
     for layer, block in moe_layers([chunk.module for chunk in model.chunks]).items():
         row = [named.index for named in routed.spec.layers].index(layer)
         for slot, expert in enumerate(np.flatnonzero(routed.home_LE[row] == place).tolist()):
-            for name, parameter in block.experts.local_experts[slot].named_parameters():
+            for name, parameter in parameters_of(block.experts, slot).items():
                 mine.append(((layer, expert, part, name), *reduced(model, parameter)))
     everywhere = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)

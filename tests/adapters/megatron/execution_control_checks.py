@@ -3,15 +3,17 @@
 import types
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+from foreroute.adapters.megatron.plan_execution import columns
 from foreroute.adapters.megatron.plan_execution import execution as executions
 from foreroute.adapters.megatron.plan_execution import layer as layers
 from foreroute.adapters.megatron.plan_execution.execution import PlanExecution
 from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas, BringHome
 from tests.adapters.megatron.executed_plans import furthest, trained
-from tests.adapters.megatron.grid import OVERLAP, Cell, ExecutionCase, with_settings
+from tests.adapters.megatron.grid import GROUPED, OVERLAP, Cell, ExecutionCase, with_settings
 from tests.adapters.megatron.plan_execution_checks import EXACT, in_float64
 
 SEEN = 1e-6
@@ -55,6 +57,24 @@ def check_gradients_that_are_late_for_their_bucket():
         assert furthest(trained(case, "planned", add), plain)["gradients"] <= SEEN, "too far"
 
 
+def check_an_expert_that_is_looked_for_in_the_slot_of_another():
+    """After homes have moved: two experts of the first rank change their columns, in all layers."""
+    case = in_float64(ExecutionCase(Cell(ep=2, layers=2, packed=True)))
+    row_of = columns.home_row_E
+
+    def swapped(home_E):
+        row_E = row_of(home_E)
+        first = np.flatnonzero(home_E == 0)[:2]
+        row_E[first] = row_E[first[::-1]]
+        return row_E
+
+    plain = trained(case, None, steps=1)
+    assert max(furthest(trained(case, "homes", steps=1), plain).values()) == 0.0
+    with mock.patch.object(columns, "home_row_E", swapped):
+        apart = furthest(trained(case, "homes", steps=1), plain)
+    assert apart["losses"] > SEEN, apart
+
+
 def check_the_key_of_the_latest_forward():
     """A recomputation that takes the cell of whatever ran last, as a global variable would say. Seen on two stages."""
     case = in_float64(ExecutionCase(Cell(ep=2, pp=2, layers=2, recompute="selective", dispatcher="allgather"), 4))
@@ -95,12 +115,27 @@ def check_fused_gradients_and_those_sent_through_autograd():
     apart = furthest(trained(case, "planned"), plain)
     assert max(apart.values()) < 1e-4, apart
 
-    def backward(ctx, *_):
-        return None, *ctx.borrowed.wait_home()
-
-    with mock.patch.object(BringHome, "backward", staticmethod(backward)):
+    with mock.patch.object(BringHome, "backward", staticmethod(through_autograd)):
         apart = furthest(trained(case, "planned"), plain)
     assert apart["gradients"] > 1e-2, apart
+
+
+def check_experts_in_one_module():
+    """The same wrong ways behind TEGroupedMLP, whose kernels add gradients of weights to main_grad."""
+    case = in_float64(GROUPED["grouped, fused"])
+    plain = trained(case, None)
+    for name, broken in (
+        ("dropped", returned(lambda grads: [None for _ in grads])),
+        ("not refilled", not_refilled()),
+        ("through autograd", mock.patch.object(BringHome, "backward", staticmethod(through_autograd))),
+    ):
+        with broken:
+            apart = furthest(trained(case, "planned"), plain)
+        assert apart["gradients"] > SEEN, f"{name}: {apart}"
+
+
+def through_autograd(ctx, *_):
+    return None, *ctx.borrowed.wait_home()
 
 
 def returned(change):
@@ -113,7 +148,7 @@ def not_refilled():
     take, filled = BorrowedReplicas.take, set()
 
     def once(self, weights):
-        if self in filled:
+        if self in filled and weights is not None:
             weights = {name: torch.zeros_like(rows) for name, rows in weights.items()}
         filled.add(self)
         take(self, weights)

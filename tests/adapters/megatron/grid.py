@@ -18,6 +18,7 @@ class Cell:
     dispatcher: str = "alltoall"
     packed: bool = False
     as_shipped: bool = False
+    experts: str = "sequential"
     layers: int = 4
     settings: tuple = ()
 
@@ -214,3 +215,19 @@ def executed_shape(name):
     """(case, kinds of plans) of one of them."""
     cell = with_settings(EXECUTED_SHAPES[name], ep=2, layers=2, recompute="selective", packed=True)
     return ExecutionCase(cell), ("planned",)
+
+
+GROUPED = {
+    "grouped": ExecutionCase(Cell(ep=2, layers=2, experts="grouped")),
+    "grouped, fused": ExecutionCase(
+        Cell(ep=2, layers=2, experts="grouped, fused", recompute="selective", dispatcher="allgather", packed=True)
+    ),
+    "grouped, distributed": ExecutionCase(
+        Cell(ep=2, layers=2, experts="grouped", recompute="uniform", packed=True), 4, "distributed", OVERLAP
+    ),
+    "grouped, fused, distributed": ExecutionCase(
+        Cell(ep=2, layers=2, experts="grouped, fused", recompute="block"), 4, "distributed", OVERLAP
+    ),
+    "grouped, fused, virtual stages": ExecutionCase(Cell(ep=2, pp=2, vpp=2, experts="grouped, fused"), 4),
+}
+"""Experts in TEGroupedMLP, each under all kinds of plans."""

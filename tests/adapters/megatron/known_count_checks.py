@@ -1,6 +1,5 @@
-"""Counts known ahead: what the dispatcher no longer asks for and waits for; and plans that cannot be executed."""
+"""Counts known ahead: what the dispatcher no longer asks for and waits for; and plans of other counts or ranks."""
 
-import contextlib
 import dataclasses
 from unittest import mock
 
@@ -8,12 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe import token_dispatcher
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from foreroute.adapters import megatron
-from foreroute.adapters.megatron.plan_execution.layer import REFUSED_SETTINGS
-from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError
+from foreroute.errors import CountsError, PlanError, ReplayError
 from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.executed_plans import laid_out, make_plan, skewed, trained
 from tests.adapters.megatron.grid import Cell, ExecutionCase
@@ -119,68 +115,27 @@ def _nested(routed, made, counts_MLGE, shards):
         pass
 
 
-def check_layers_that_cannot_execute_plans():
-    """Each with its reason, on all ranks alike where one has such a layer; and the layer is left as it was."""
-    case = ExecutionCase(Cell(ep=2, layers=LAYERS))
+def check_stages_that_hold_different_plans():
+    """Each of a valid one, which expert-parallel ranks agree on, or all but one; every rank ends with one error."""
+    case = ExecutionCase(Cell(ep=2, pp=2, layers=LAYERS), 4)
     initialize(case.cell)
     chunks = build(case.cell)
     routed = megatron.attach(chunks)
-    model = Trained(chunks, "momentum")
     batches = make_batches(case.cell)
     shards = [routed.shard(skewed(batch, case, 0, m), laid_out(batch)) for m, batch in enumerate(batches)]
-    made, counts_MLGE, _ = make_plan(routed, model, "planned", 0, shards, None)
-    block = moe_layers(chunks)[1]
-    expert = block.experts.local_experts[0]
-    mine = dist.get_rank() == 1
-
-    @contextlib.contextmanager
-    def other(part, **methods):
-        """Of a class of its own, on rank 1 alone."""
-        kind = type(part)
-        if mine:
-            part.__class__ = type(f"Other{kind.__name__}", (kind,), methods)
-        try:
-            yield
-        finally:
-            part.__class__ = kind
-
-    @contextlib.contextmanager
-    def frozen(module):
-        module.requires_grad_(not mine)
-        try:
-            yield
-        finally:
-            module.requires_grad_(True)
-
-    @contextlib.contextmanager
-    def sharded(module):
-        whole = module.weight
-        if mine:
-            mesh = DeviceMesh("cpu", [1], _init_backend=False, _rank=1)
-            module.weight = torch.nn.Parameter(DTensor.from_local(whole.detach(), mesh, run_check=False))
-        try:
-            yield
-        finally:
-            module.weight = whole
-
-    def said(name, value):
-        return mock.patch.object(block.config, name, value, create=True) if mine else contextlib.nullcontext()
-
-    for broken, reason in (
-        (other(block.token_dispatcher), "set moe_token_dispatcher_type"),
-        (other(block.experts), "build the layer with SequentialMLP"),
-        (other(expert.linear_fc1), "keeps state for each of its weights"),
-        (other(block, preprocess=lambda *args: None), "with a forward of its own"),
-        (mock.patch.object(block.token_dispatcher, "tp_size", 2), "a replica is a whole expert"),
-        (frozen(expert.linear_fc2), "linear_fc2.weight of its experts is frozen"),
-        (sharded(expert.linear_fc2), "linear_fc2.weight of its experts is sharded by FSDP"),
-        *((said(name, 2.0), f"{name} is set") for name in REFUSED_SETTINGS),
-    ):
+    made, other = (make_plan(routed, None, kind, 0, shards, None) for kind in ("planned", "static"))
+    counts_MLGE = made[1]
+    for ranks in ({2, 3}, {3}):
+        mine = other[0] if dist.get_rank() in ranks else made[0]
         with (
-            broken,
-            pytest.raises(PlacementError, match=f"rank 1: the layer of decoder.layers.\\d.mlp.router .*{reason}"),
-            routed.execute(made, counts_MLGE, shards),
+            pytest.raises(
+                PlanError, match=r"pipeline stages hold different plans \(stage 0: plan .*; stage 1: "
+            ) as caught,
+            routed.execute(mine, counts_MLGE, shards),
         ):
             pass
-    with routed.execute(made, counts_MLGE, shards):
-        step(model.chunks, carrying(batches, shards), routed.replaying(forward_step))
+        said = [None] * dist.get_world_size()
+        dist.all_gather_object(said, str(caught.value))
+        assert len(set(said)) == 1, said
+    with routed.execute(made[0], counts_MLGE, shards):
+        step(chunks, carrying(batches, shards), routed.replaying(forward_step))

@@ -8,6 +8,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.transformer import TransformerConfig
 
 from examples.megatron import on_cpu
+from tests.adapters.megatron import grouped_linear
 from tests.adapters.megatron.cpu_modules import Norm, PackedAttention, RMSNorm
 
 RECOMPUTE_SETTINGS = {
@@ -75,7 +76,10 @@ def build(cell, seed=0, **more):
     torch.manual_seed(seed)
     configured = config(cell)
     stages = range(cell.vpp) if cell.vpp > 1 else [None]
-    return [_chunk(cell, configured, stage, **more) for stage in stages]
+    chunks = [_chunk(cell, configured, stage, **more) for stage in stages]
+    if "fused" in cell.experts:
+        grouped_linear.fuse(chunks)
+    return chunks
 
 
 def _chunk(cell, configured, stage, **more):
@@ -89,6 +93,9 @@ def _chunk(cell, configured, stage, **more):
             attention.core_attention = PackedAttention
             if configured.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = norm
+    if "grouped" in cell.experts:
+        for layer in block.layer_specs:
+            grouped_linear.use_grouped_experts(layer.submodules.mlp)
     extra = get_gpt_mtp_block_spec(configured, block, use_transformer_engine=False, vp_stage=stage)
     is_stage = {"ignore_virtual": False, "vp_stage": stage}
     return GPTModel(

@@ -1,15 +1,35 @@
 """Plans that are executed change nothing that a training run gives, and have every rank compute what they say."""
 
 import dataclasses
+from unittest import mock
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from foreroute.adapters import megatron
-from tests.adapters.megatron.executed_plans import doubles_stay, furthest, laid_out, make_plan, skewed, trained
+from foreroute.adapters.megatron.plan_execution import replicas
+from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas
+from foreroute.ep.transfer.replica_weights import GradientReturn
+from foreroute.plan import PlanOptions, Topology
+from foreroute.planner import plan
+from tests.adapters.megatron.cpu_optimizers import Trained
+from tests.adapters.megatron.executed_plans import (
+    LINKS,
+    SLOTS,
+    WITHOUT_REPLICAS,
+    doubles_stay,
+    furthest,
+    laid_out,
+    make_plan,
+    skewed,
+    trained,
+)
 from tests.adapters.megatron.grid import Cell, ExecutionCase, with_settings
 from tests.adapters.megatron.grid_checks import carrying
 from tests.adapters.megatron.micro_batches import make_batches
-from tests.adapters.megatron.model_chunks import build, initialize
+from tests.adapters.megatron.model_chunks import TOP_K, build, initialize
 from tests.adapters.megatron.training_step import forward_step, step
 
 FLOAT64 = {"moe_router_dtype": "fp64", "params_dtype": torch.float64, "pipeline_dtype": torch.float64}
@@ -33,23 +53,54 @@ def check_cases(cases):
 def check_equal(plain, executed, planned):
     """Bits without replicas, units of float64 with them; and the plan was carried out."""
     apart = furthest(executed, plain)
-    most = 0.0 if planned == "static" else EXACT
+    most = 0.0 if planned in WITHOUT_REPLICAS else EXACT
     assert max(apart.values()) <= most, f"{apart} away from the run with every expert at home"
     assert executed["off_plan"] == 0, f"{executed['off_plan']} cells computed other numbers of rows than planned"
-    assert (executed["replicas"] > 0) == (planned != "static")
+    assert (executed["replicas"] > 0) == (planned not in WITHOUT_REPLICAS)
+
+
+def check_homes_move_and_replicas_serve(cases):
+    """Homes are planned and moved in every step, and the plan is executed on them. Packed: padding goes by homes."""
+    for case in map(in_float64, cases):
+        plain = trained(case, None)
+        for planned in ("homes", "homes and replicas"):
+            executed = trained(case, planned)
+            assert executed["moved"] > 0
+            check_equal(plain, executed, planned)
 
 
 def check_rounding_is_no_further_from_the_truth():
-    """Gradients of experts, in float32 and in bfloat16 with float32 main_grad, against the same weights in float64."""
-    for kind, rounded, told in (
-        ("momentum", False, ()),
-        ("master weights", True, (("grad_reduce_in_fp32", True),)),
+    """Gradients of experts, in float32 and in bfloat16 with float32 main_grad, against the same weights in float64.
+
+    On their way home they lose nothing. In bfloat16 that costs float32 where kernels add to main_grad; what other
+    kernels give is bfloat16 already, and would be the same bits.
+    """
+    float32 = (("grad_reduce_in_fp32", True),)
+    for experts, kind, told, sent_as in (
+        ("sequential", "momentum", (), None),
+        ("sequential", "master weights", float32, torch.float32),
+        ("grouped, fused", "master weights", float32, torch.bfloat16),
     ):
-        case = ExecutionCase(Cell(ep=2, layers=2), optimizer=kind, told=told, rounded=rounded)
+        rounded = kind == "master weights"
+        case = ExecutionCase(Cell(ep=2, layers=2, experts=experts), optimizer=kind, told=told, rounded=rounded)
         truth = trained(in_float64(dataclasses.replace(case, optimizer="momentum", told=())), None, steps=1)
-        plain, executed = (away(trained(case, planned, steps=1), truth) for planned in (None, "planned"))
-        assert 0 < plain < (0.1 if rounded else 1e-5), plain
-        assert executed <= NO_FURTHER * plain, (kind, executed, plain)
+        executed = trained(case, "planned", steps=1)
+        plain_away, executed_away = away(trained(case, None, steps=1), truth), away(executed, truth)
+        assert 0 < plain_away < (0.1 if rounded else 1e-5), (experts, kind, plain_away)
+        assert executed_away <= NO_FURTHER * plain_away, (experts, kind, executed_away, plain_away)
+        if sent_as is not None:
+            with mock.patch.object(replicas, "GradientReturn", sending_as(sent_as)):
+                apart = furthest(trained(case, "planned", steps=1), executed)
+            assert (apart["gradients"] > 0) == (sent_as == torch.bfloat16), (experts, sent_as, apart)
+
+
+def sending_as(dtype):
+    """Gradients sent home in another dtype than they were made in."""
+
+    def begin(peers, moves, grads, what):
+        return GradientReturn(peers, moves, {name: grad.to(dtype) for name, grad in grads.items()}, what)
+
+    return begin
 
 
 def away(found, truth):
@@ -82,20 +133,89 @@ def check_a_model_that_nothing_wraps():
     assert max(apart.values()) <= EXACT, apart
 
 
+def check_padding_is_spread_by_the_plan():
+    """Counts have it, so that ranks are even with it, and the largest cell of the plan is an exact capacity.
+
+    Padding that is left to the model is in no count, and homes take it beyond what was planned.
+    """
+    case = ExecutionCase(Cell(ep=2, layers=2))
+    initialize(case.cell)
+    chunks = build(case.cell)
+    routed = megatron.attach(chunks)
+    batches = make_batches(case.cell)
+    topology = Topology(2, 2, SLOTS, LINKS)
+    options = PlanOptions(tolerance=0.0, slots="shared", home_moves=None)
+    for padding in ("spread", "native"):
+        shards = [
+            routed.shard(skewed(batch, case, 0, m), laid_out(batch), padding=padding) for m, batch in enumerate(batches)
+        ]
+        counts_MLGE = routed.gather_counts(shards)
+        made = plan(counts_MLGE, topology, options, home_LE=routed.home_LE)
+        chunks[0].zero_grad(set_to_none=True)
+        routed.move_homes(made, None)  # padding keeps the experts that it was counted for
+        with routed.execute(made, counts_MLGE, shards) as execution:
+            step(chunks, carrying(batches, shards), routed.replaying(forward_step, padding=padding))
+        executed_GML = [torch.empty_like(torch.from_numpy(execution.executed_ML)) for _ in range(2)]
+        dist.all_gather(executed_GML, torch.from_numpy(execution.executed_ML))
+        executed_GML = torch.stack(executed_GML).numpy()
+        rows_M = [2 * batch.width * len(batch.lengths) * TOP_K for batch in batches]
+        assert (executed_GML.sum(0) == np.array(rows_M)[:, None]).all()
+        if padding == "spread":
+            assert len(made.home_moves)
+            assert np.array_equal(executed_GML.max(0), made.max_load_ML)
+            assert executed_GML.max() == made.max_load_ML.max() <= 1.02 * executed_GML.mean()
+        else:
+            assert counts_MLGE.sum() < sum(rows_M) * 2
+            assert (executed_GML.max(0) > made.max_load_ML).any()
+
+
 def check_checkpoints_do_not_see_replicas():
     """While a plan is executed, a model has the parameters, state and shards of checkpoints that it has else."""
-    case = ExecutionCase(Cell(ep=2, layers=2))
+    for experts in ("sequential", "grouped"):
+        chunks, routed, batches, shards, made, counts_MLGE = planned(
+            ExecutionCase(Cell(ep=2, layers=2, experts=experts))
+        )
+        before = kept(chunks[0])
+        with routed.execute(made, counts_MLGE, shards) as execution:
+            step(chunks, carrying(batches, shards), routed.replaying(forward_step))
+            assert execution.fetches[0] > 0
+            assert kept(chunks[0]) == before
+
+
+def check_nothing_fetched_is_kept_for_backward():
+    """When a forward ends, the memory of all weights that were fetched for it is free."""
+    for experts in ("sequential", "grouped", "grouped, fused"):
+        chunks, routed, batches, shards, made, counts_MLGE = planned(
+            ExecutionCase(Cell(ep=2, layers=2, experts=experts))
+        )
+        if "fused" in experts:
+            chunks = Trained(chunks, "momentum").chunks
+        fetched, alive, take = [], [], BorrowedReplicas.take
+
+        def taken(self, weights, fetched=fetched, take=take):
+            fetched.extend(StorageWeakRef(rows.untyped_storage()) for rows in (weights or {}).values())
+            take(self, weights)
+
+        def forward(iterator, chunk, fetched=fetched, alive=alive):
+            found = forward_step(iterator, chunk)
+            alive.append(sum(not storage.expired() for storage in fetched))
+            return found
+
+        with mock.patch.object(BorrowedReplicas, "take", taken), routed.execute(made, counts_MLGE, shards):
+            step(chunks, carrying(batches, shards), routed.replaying(forward))
+        assert len(fetched) > 2 * len(alive)
+        assert not any(alive), (experts, alive)
+
+
+def planned(case):
+    """(chunks, attached, micro-batches, routes, plan, counts) of a case, before its first step."""
     initialize(case.cell)
     chunks = build(case.cell)
     routed = megatron.attach(chunks)
     batches = make_batches(case.cell)
     shards = [routed.shard(skewed(batch, case, 0, m), laid_out(batch)) for m, batch in enumerate(batches)]
     made, counts_MLGE, _ = make_plan(routed, None, "planned", 0, shards, None)
-    before = kept(chunks[0])
-    with routed.execute(made, counts_MLGE, shards) as execution:
-        step(chunks, carrying(batches, shards), routed.replaying(forward_step))
-        assert execution.fetches[0] > 0
-        assert kept(chunks[0]) == before
+    return chunks, routed, batches, shards, made, counts_MLGE
 
 
 def kept(chunk):

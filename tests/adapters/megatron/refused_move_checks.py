@@ -131,7 +131,6 @@ def check_checkpoints_wait_until_experts_are_back():
     for use in (
         chunks[0].state_dict,
         lambda: chunks[0].load_state_dict(kept),
-        chunks[0].sharded_state_dict,
         trained.optimizer.state_dict,
         lambda: inner.load_state_dict(state),
     ):

@@ -83,6 +83,35 @@ def test_order_of_sums_is_all_that_changes_with_more_summands(settings, cell, ra
 
 
 @pytest.mark.parametrize(
+    ("cell", "kind", "ranks"),
+    [
+        (Cell(ep=2, layers=2), "float32", 2),
+        (Cell(ep=2, tp=2, layers=2, dispatcher="allgather"), "master weights", 2),
+        (Cell(ep=2, layers=2), "distributed", 4),
+        (with_settings({"moe_layer_freq": [0, 1]}, ep=2, layers=2), "distributed master weights", 4),
+    ],
+    ids=str,
+)
+def test_distributed_checkpoints_are_in_logical_order(cell, kind, ranks):
+    run("home_checkpoint_checks.check_round_trips", cell, kind, ranks=ranks)
+
+
+def test_so_they_are_with_keys_for_each_expert():
+    more = {"singleton_local_shards": True}
+    run("home_checkpoint_checks.check_round_trips", Cell(ep=2, layers=2), "float32", more, ranks=2)
+
+
+@pytest.mark.parametrize("kind", ["float32", "distributed"])
+def test_the_comparison_of_checkpoints_sees_slots_that_are_taken_for_experts(kind):
+    cell = Cell(ep=2, layers=2)
+    run("home_checkpoint_checks.check_slots_that_are_taken_for_experts_are_seen", cell, kind, ranks=2)
+
+
+def test_other_formats_of_checkpoints_are_refused_while_experts_are_away():
+    run("home_checkpoint_checks.check_other_formats_are_refused", Cell(ep=2, layers=2), ranks=2)
+
+
+@pytest.mark.parametrize(
     "check",
     [
         "refused_move_checks.check_refusals",
@@ -100,6 +129,7 @@ def test_what_cannot_be_is_refused_on_all_ranks(check):
         "expert_segment_checks.check_segments",
         "expert_segment_checks.check_gaps_are_refused",
         "refused_move_checks.check_experts_of_transformer_engine_are_told_apart_by_name",
+        "home_checkpoint_checks.check_experts_of_transformer_engine_are_placed_by_their_offsets",
     ],
 )
 def test_on_one_rank(check):

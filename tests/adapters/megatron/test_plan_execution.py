@@ -13,7 +13,17 @@ import pytest
 from foreroute.plan import ExecutionSchedule, Links, PlanOptions, Topology
 from foreroute.planner import plan
 from tests.adapters.megatron.forked_ranks import checks_of, run
-from tests.adapters.megatron.grid import EXECUTED, EXECUTED_SHAPES, PLANS, executed_shape, executions_of
+from tests.adapters.megatron.grid import (
+    EXECUTED,
+    EXECUTED_SHAPES,
+    GROUPED,
+    OVERLAP,
+    PLANS,
+    Cell,
+    ExecutionCase,
+    executed_shape,
+    executions_of,
+)
 
 EVERY = "FOREROUTE_MEGATRON_GRID" in os.environ
 
@@ -33,9 +43,33 @@ def test_losses_gradients_weights_and_state_equal_those_of_the_static_run(name):
     run("plan_execution_checks.check_cases", executions_of(name, EVERY), ranks=EXECUTED[name].ranks, timeout=900)
 
 
+@pytest.mark.parametrize(
+    "name", [name if case.ranks == 2 else pytest.param(name, marks=pytest.mark.slow) for name, case in GROUPED.items()]
+)
+def test_experts_in_one_module_are_executed(name):
+    run("plan_execution_checks.check_cases", [(GROUPED[name], PLANS)], ranks=GROUPED[name].ranks)
+
+
 @pytest.mark.slow
 def test_layers_of_every_shape_are_executed():
     run("plan_execution_checks.check_cases", [executed_shape(name) for name in EXECUTED_SHAPES], ranks=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ExecutionCase(Cell(ep=2, layers=2, packed=True, recompute="selective")),
+        pytest.param(
+            ExecutionCase(Cell(ep=2, layers=2, packed=True), 4, "distributed", OVERLAP), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ExecutionCase(Cell(ep=4, layers=2, packed=True, dispatcher="allgather"), 4), marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_homes_move_in_every_step_and_replicas_serve_beside_them(case):
+    run("plan_execution_checks.check_homes_move_and_replicas_serve", [case], ranks=case.ranks, timeout=300)
 
 
 def test_every_pair_of_values_is_among_the_ordinary_cases():
@@ -58,6 +92,8 @@ def test_every_pair_of_values_is_among_the_ordinary_cases():
     [
         "check_gradients_that_are_dropped_doubled_or_of_slots_that_were_not_refilled",
         "check_fused_gradients_and_those_sent_through_autograd",
+        "check_experts_in_one_module",
+        "check_an_expert_that_is_looked_for_in_the_slot_of_another",
     ],
 )
 def test_a_wrong_way_is_seen_on_two_ranks(check):
@@ -81,12 +117,22 @@ def test_counts_are_known_ahead():
     run("known_count_checks.check_exchanges_and_waits", ranks=2)
 
 
+def test_padding_is_spread_by_the_plan():
+    run("plan_execution_checks.check_padding_is_spread_by_the_plan", ranks=2)
+
+
 def test_wrong_counts_end_all_ranks_with_one_error():
     run("known_count_checks.check_wrong_counts_end_all_ranks_alike", ranks=2)
 
 
-def test_layers_that_cannot_execute_plans_are_refused():
-    run("known_count_checks.check_layers_that_cannot_execute_plans", ranks=2)
+@pytest.mark.slow
+def test_stages_that_hold_different_plans_end_all_ranks_with_one_error():
+    run("known_count_checks.check_stages_that_hold_different_plans", ranks=4)
+
+
+@pytest.mark.parametrize("check", ["check_layers_and_settings", "check_experts_in_one_module"])
+def test_layers_that_cannot_execute_plans_are_refused(check):
+    run(f"refused_execution_checks.{check}", ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +141,7 @@ def test_layers_that_cannot_execute_plans_are_refused():
         "check_rounding_is_no_further_from_the_truth",
         "check_a_model_that_nothing_wraps",
         "check_checkpoints_do_not_see_replicas",
+        "check_nothing_fetched_is_kept_for_backward",
     ],
 )
 def test_replicas_leave_gradients_and_checkpoints_as_they_were(check):

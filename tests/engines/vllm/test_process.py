@@ -51,6 +51,12 @@ def test_sequences_are_grouped_by_prompt_with_one_row_less_than_tokens(routed, f
     assert not other.trace.equals(trace)
 
 
+def test_without_an_end_token_every_response_is_as_long_as_it_may_be(routed, fake_settings):
+    with vllm.ProcessEngine(ServedModel.of(routed), fake_settings()) as engine:
+        generation = engine.generate(prompts(5, 9), replace(SAMPLING, end_token=-1, group_size=8), seeded())
+    assert set(generation.response_lengths) == {SAMPLING.max_new_tokens}
+
+
 def test_a_resumed_rollout_keeps_rows_and_versions_of_its_beginning(routed, fake_settings):
     with vllm.ProcessEngine(ServedModel.of(routed), fake_settings()) as engine:
         engine.load_weights(routed.model.state_dict(), version=1)

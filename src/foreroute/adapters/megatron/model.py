@@ -171,7 +171,8 @@ class RoutedMegatron(RoutedModel):
         begins.
 
         Args:
-            plan: of these micro-batches, the same on every rank of the group. Experts live where it says.
+            plan: of these micro-batches, the same on every rank of the group and its pipeline stages. Experts live
+                where it says.
             counts_MLGE: what it was made for, from `gather_counts`.
             micro_batches: the routes that the batches bring, in the order in which the schedule takes them.
 
@@ -201,7 +202,8 @@ class RoutedMegatron(RoutedModel):
     def _execution_ranks(self) -> ExecutionRanks:
         if self._ranks is None:
             sites = [site for chunk in self.chunks for site in chunk.sites]
-            self._ranks = ExecutionRanks(sites[0].block.ep_group if sites else self.chunks[0].trunk.pg_collection.ep)
+            groups = self.chunks[0].trunk.pg_collection
+            self._ranks = ExecutionRanks(sites[0].block.ep_group if sites else groups.ep, groups.pp)
         return self._ranks
 
     @property

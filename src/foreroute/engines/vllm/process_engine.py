@@ -17,7 +17,14 @@ import foreroute
 from foreroute.adapters.checkpoint import ServedModel, Weights
 from foreroute.adapters.versions import PEERS, require_engine
 from foreroute.capture import Generation, Sampling
-from foreroute.engines.base import OutsideEngine, SampledSequence, draw_seeds, require_finished, require_version
+from foreroute.engines.base import (
+    OutsideEngine,
+    SampledSequence,
+    draw_seeds,
+    require_finished,
+    require_version,
+    stop_token_ids,
+)
 from foreroute.engines.vllm.ipc import Frame
 from foreroute.engines.vllm.worker import MARKER
 from foreroute.engines.vllm.worker_process import WorkerProcess
@@ -199,7 +206,7 @@ class ProcessEngine(OutsideEngine):
             "op": "generate",
             "seed": seed,
             "n": sampling.group_size,
-            "end_token": sampling.end_token,
+            "stop_token_ids": stop_token_ids(sampling),
             "temperature": sampling.temperature,
             "abort_after": abort_after,
         }

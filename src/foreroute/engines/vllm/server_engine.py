@@ -22,6 +22,7 @@ from foreroute.engines.base import (
     generation_of,
     require_same_prompt,
     require_version,
+    stop_token_ids,
 )
 from foreroute.engines.http import Answer, Endpoint
 from foreroute.engines.weights_folder import WeightsFolder
@@ -98,7 +99,7 @@ class VLLMServerEngine(OutsideEngine):
             "n": sampling.group_size,
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
-            "stop_token_ids": [sampling.end_token],
+            "stop_token_ids": stop_token_ids(sampling),
             "ignore_eos": True,
             "logprobs": 0,
             "return_token_ids": True,

@@ -131,7 +131,7 @@ class Session:
                 temperature=header["temperature"],
                 max_tokens=int(arrays["max_tokens"][number]),
                 routed_experts_prompt_start=int(arrays["starts"][number]),
-                stop_token_ids=[header["end_token"]],
+                stop_token_ids=header["stop_token_ids"],
                 ignore_eos=True,
                 logprobs=0,
                 detokenize=False,

@@ -1,4 +1,4 @@
-"""From logical experts to slots, between a router and its dispatcher; and what would take slots for logical experts.
+"""From logical experts to slots, between a router and its dispatcher.
 
 A router goes on in logical experts: its weights, bias, counters and losses, what is recorded and what is replayed. What
 it hands on, a map and weights, has a column for each expert. The columns are put in the order of the slots where the
@@ -7,7 +7,7 @@ MoE layer hands them to its dispatcher.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters.megatron.discover import ChunkRouter
+from foreroute.adapters.megatron.expert_placement.checkpoints import ExpertsCheckpoint
 from foreroute.errors import PlacementError
 
 
 class DispatchPermutation:
     """What stands before the dispatcher of one MoE layer while its experts are not where Megatron puts them.
 
-    Kept by the layer, on the instance. A checkpoint of the layer is refused for as long.
+    Kept by the layer, on the instance.
 
     Args:
         site: of the layer.
@@ -38,12 +39,7 @@ class DispatchPermutation:
         self._preprocess = site.block.preprocess
         # the logical expert of each slot, of rank 0 first
         self._expert_P = torch.from_numpy(np.argsort(home_E, kind="stable"))
-        experts = site.block.experts
-        self._handles = [
-            experts.register_state_dict_pre_hook(self._refuse),
-            experts.register_load_state_dict_pre_hook(self._refuse),
-        ]
-        experts.__dict__["sharded_state_dict"] = self._refuse
+        self._checkpoint = ExpertsCheckpoint(site, home_E)
         site.block.__dict__["preprocess"] = self
 
     def __call__(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
@@ -72,19 +68,7 @@ class DispatchPermutation:
     def remove(self) -> None:
         """Leave the layer as it was."""
         del self._site.block.__dict__["preprocess"]
-        del self._site.block.experts.__dict__["sharded_state_dict"]
-        for handle in self._handles:
-            handle.remove()
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise PlacementError(f"the experts of {self._site.path} {NOT_AT_HOME}")
-
-
-NOT_AT_HOME = (
-    "are not where Megatron's checkpoints look for them; bring them back first, "
-    "routed.move_homes(routed.block_home_LE, optimizer), on all ranks, and move them again when the checkpoint is "
-    "written or loaded"
-)
+        self._checkpoint.remove()
 
 
 def permutation_of(site: ChunkRouter) -> DispatchPermutation | None:

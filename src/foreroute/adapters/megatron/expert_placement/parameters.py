@@ -122,7 +122,7 @@ def optimizer_state(optimizer: Any) -> OptimizerState:
         TransferError: for optimizers of other kinds, and settings under which state is kept elsewhere.
     """
     state: OptimizerState = {}
-    for part in _chained(optimizer):
+    for part in chained(optimizer):
         read = READERS.get(type(part))
         if read is None:
             read = _plain if isinstance(part, Optimizer) else None
@@ -135,14 +135,10 @@ def optimizer_state(optimizer: Any) -> OptimizerState:
     return state
 
 
-def inner_optimizers(optimizer: Any) -> list[Optimizer]:
-    """The optimizers of torch inside, whose `state_dict` every other one is made from."""
-    return [inner for part in _chained(optimizer) if isinstance(inner := _inner(part), Optimizer)]
-
-
-def _chained(optimizer: Any) -> list[Any]:
+def chained(optimizer: Any) -> list[Any]:
+    """The optimizers of a chain, and of chains in it; any other one alone."""
     if type(optimizer) is ChainedOptimizer:
-        return [part for each in optimizer.chained_optimizers for part in _chained(each)]
+        return [part for each in optimizer.chained_optimizers for part in chained(each)]
     return [optimizer]
 
 

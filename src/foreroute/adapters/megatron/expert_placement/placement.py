@@ -14,10 +14,10 @@ import numpy as np
 import torch.distributed as dist
 import xxhash
 from numpy.typing import NDArray
-from torch.optim import Optimizer
 
 from foreroute.adapters.megatron.discover import ChunkRouter
-from foreroute.adapters.megatron.expert_placement.dispatch_permutation import NOT_AT_HOME, permutation_of, set_home
+from foreroute.adapters.megatron.expert_placement.checkpoints import OptimizerCheckpoint
+from foreroute.adapters.megatron.expert_placement.dispatch_permutation import permutation_of, set_home
 from foreroute.adapters.megatron.expert_placement.layer_transfer import (
     LayerTransfer,
     held_tensors,
@@ -26,14 +26,14 @@ from foreroute.adapters.megatron.expert_placement.layer_transfer import (
 )
 from foreroute.adapters.megatron.expert_placement.parameters import (
     OptimizerState,
+    chained,
     expert_slots,
-    inner_optimizers,
     optimizer_state,
 )
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.moves import Moves, shard_moves
 from foreroute.ep.transfer.peers import PeerGroup, lost_rank
-from foreroute.errors import PlacementError, PlanError, TransferError
+from foreroute.errors import PlanError, TransferError
 from foreroute.layout import block_homes
 from foreroute.plan import StepPlan
 from foreroute.trace import RoutingSpec
@@ -65,7 +65,7 @@ class HomePlacement:
         self._groups = groups
         self._consensus: RankConsensus | None = None
         self._ranks: PlacementRanks | None = None
-        self._guarded: WeakSet[Optimizer] = WeakSet()
+        self._guarded: WeakSet[Any] = WeakSet()
 
     def move(self, homes: StepPlan | NDArray[np.integer], optimizer: Any) -> int:
         """As `RoutedModel.move_homes`."""
@@ -149,16 +149,14 @@ class HomePlacement:
         return sum(transfer.received for transfer in transfers)
 
     def _guard(self, optimizer: Any) -> None:
-        """Refuse the state of an optimizer as long as experts are not where Megatron puts them."""
-        for inner in inner_optimizers(optimizer):
-            if inner not in self._guarded:
-                inner.register_state_dict_pre_hook(self._refuse_state)
-                inner.register_load_state_dict_pre_hook(self._refuse_state)
-                self._guarded.add(inner)
+        """Have checkpoints of an optimizer follow its experts from now on."""
+        for part in [] if optimizer is None else chained(optimizer):
+            if part not in self._guarded:
+                OptimizerCheckpoint(part, self._away_LE)
+                self._guarded.add(part)
 
-    def _refuse_state(self, *_: Any) -> None:
-        if not np.array_equal(self.home_LE, self.block_home_LE):
-            raise PlacementError(f"experts of this optimizer {NOT_AT_HOME}")
+    def _away_LE(self) -> NDArray[np.int16] | None:
+        return None if np.array_equal(self.home_LE, self.block_home_LE) else self.home_LE
 
 
 def _inspect(sites: list[ChunkRouter], optimizer: Any) -> list[LayerTransfer]:

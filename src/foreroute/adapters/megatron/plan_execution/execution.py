@@ -18,17 +18,13 @@ from numpy.typing import NDArray
 
 from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.plan_execution.columns import CellColumns
+from foreroute.adapters.megatron.plan_execution.experts import home_parameters
 from foreroute.adapters.megatron.plan_execution.fetching import Fetch, FetchAhead
-from foreroute.adapters.megatron.plan_execution.layer import (
-    CellWork,
-    PlannedLayer,
-    home_parameters,
-    objection_to_layer,
-)
+from foreroute.adapters.megatron.plan_execution.layer import CellWork, PlannedLayer, objection_to_layer
 from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas
 from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.ep.transfer import Cell
-from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan
+from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan, plan_digest
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError
 from foreroute.plan import ExecutionSchedule, StepPlan
@@ -43,6 +39,7 @@ class ExecutionRanks:
 
     Args:
         ep_group: Megatron's.
+        pp_group: Megatron's, of this rank's peers in the other stages; None for one stage.
 
     Attributes:
         consensus: of them.
@@ -50,10 +47,29 @@ class ExecutionRanks:
         orders: the (micro-step, layer) of all visits of the last execution, without and with backward passes.
     """
 
-    def __init__(self, ep_group: Any) -> None:
+    def __init__(self, ep_group: Any, pp_group: Any) -> None:
         self.orders: dict[bool, list[tuple[int, int]]] = {}
         self.consensus = RankConsensus(ep_group)
         self.peers = PeerGroup(ep_group)
+        self._stages = RankConsensus(pp_group) if pp_group is not None and pp_group.size() > 1 else None
+
+    def agree_on_plan(self, step: int, plan: StepPlan, what: str) -> None:
+        """Make sure that all ranks of the group, and of its other stages, are about to execute the same plan.
+
+        Raises:
+            PlanError: on every rank alike, when plans or steps differ, or the plan is for other ranks.
+        """
+        if self._stages is not None:
+            digests = self._stages.texts(plan_digest(plan), what)
+            mine = None
+            if len(set(digests)) > 1:
+                listed = "; ".join(f"stage {stage}: plan {digest}" for stage, digest in enumerate(digests))
+                mine = (
+                    f"pipeline stages hold different plans ({listed}); every stage must be given the plan of all layers"
+                )
+            # the other ranks of the group may be in pipelines that agree
+            _raise_alike(self.consensus, PlanError, mine, what)
+        agree_on_plan(self.consensus, step, plan)
 
     def gather_counts(self, micro_batches: Sequence[RouteShard]) -> NDArray[np.int32]:
         """int32 [M, L, G, E], assignments of every rank in the L layers of this stage.
@@ -116,7 +132,7 @@ class PlanExecution:
         self._begun = {chunk: 0 for chunk, (sites, _) in enumerate(stage) if sites}
         consensus = ranks.consensus
         what = f"agreeing on the plan of step {step}"
-        agree_on_plan(consensus, step, plan)
+        ranks.agree_on_plan(step, plan, what)
         _raise_alike(consensus, PlacementError, _objection_to_layers(stage), what)
         _raise_alike(consensus, PlanError, _objection_to_plan(plan, len(self._shards), spec, home_LE), what)
         layers = [spec.layers.index(site.layer) for sites, _ in stage for site in sites]
@@ -174,7 +190,7 @@ class PlanExecution:
         return micro_step
 
     def _begin(self, site: ChunkRouter, layer: int, passes: PassStack) -> Callable[[], CellWork]:
-        fuses_gradients = bool(site.block.config.gradient_accumulation_fusion)
+        fuses_gradients = bool(site.block.experts.config.gradient_accumulation_fusion)
 
         def begin() -> CellWork:
             rows, is_recompute, micro_step = _replayed(passes, site)
@@ -183,16 +199,13 @@ class PlanExecution:
             rank = self._ranks.consensus.rank
             counts_GE = self._counts_MLGE[cell.micro_step, layer]
             columns = CellColumns.of(plan, counts_GE, rank, self.plan.topology.redundant_slots)
-            replicas = None
-            if columns.has_replicas:
-                moves, home = self._schedule.cell(cell.micro_step, layer), self._home[layer]
-                replicas = BorrowedReplicas(self._ranks.peers, cell, moves, home, fuses_gradients=fuses_gradients)
+            moves = self._schedule.cell(cell.micro_step, layer) if columns.has_replicas else None
+            peers, home = self._ranks.peers, self._home[layer]
+            replicas = BorrowedReplicas(peers, cell, moves, home, fuses_gradients=fuses_gradients)
             fetches = self._fetches_of(passes)
 
             def fetch() -> None:
-                weights = fetches.visit(cell)
-                if replicas is not None:
-                    replicas.take(weights)
+                replicas.take(fetches.visit(cell))
 
             planned_R = None if rows.unrouted_Q is None else rows.routed_R
             note = (lambda _: None) if is_recompute else partial(self._note, cell)

@@ -9,16 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.plan_execution.columns import CellColumns
 from foreroute.adapters.megatron.plan_execution.dispatching import PlannedDispatcher
+from foreroute.adapters.megatron.plan_execution.experts import objection_to_experts, replica_runner
 from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas, Refetch
 from foreroute.errors import PlacementError
 
@@ -32,6 +30,8 @@ REFUSED_SETTINGS = {
     "moe_latent_size": "rows are projected between the layer and its dispatcher",
     "moe_apply_probs_on_input": "the experts module applies weights before its experts",
     "delay_wgrad_compute": "gradients of homes would come after those of their replicas, when buckets have left",
+    "overlap_dispatch_backward_with_experts_wgrad": "it delays gradients of homes until buckets may have left",
+    "quant_recipe": "its scaling factors belong to modules that it names, and a slot is in none",
     "add_bias_linear": "biases of experts are added by their module",
 }
 """Of TransformerConfig, and why they and replicas exclude each other."""
@@ -45,7 +45,7 @@ class CellWork:
         columns: of the cell.
         planned_R: bool [R], the rows of this rank that the counts are of; None for all.
         counts_known: whether no rank has another row.
-        replicas: None where no rank serves any.
+        replicas: of the cell, if any.
         fetch: has them fetched; in cells without any too, so that the order of cells is known.
         note: told the rows that the experts of this rank compute.
     """
@@ -53,7 +53,7 @@ class CellWork:
     columns: CellColumns
     planned_R: Tensor | None
     counts_known: bool
-    replicas: BorrowedReplicas | None
+    replicas: BorrowedReplicas
     fetch: Callable[[], None]
     note: Callable[[int], None]
 
@@ -75,6 +75,7 @@ class PlannedLayer:
         # the class's own: columns stand where the permutation of moved homes does
         self._preprocess = partial(type(self._block).preprocess, self._block)
         self._run_home = self._experts.forward
+        self._run_replicas = replica_runner(self._experts)
         self._work: CellWork | None = None
 
     @contextmanager
@@ -100,43 +101,35 @@ class PlannedLayer:
                 "can be executed in this configuration"
             )
         work = self._work = self._begin()
-        if work.replicas is not None:
+        if work.columns.has_replicas:
             _finish_gathering(self._experts)
         work.fetch()
-        if work.replicas is not None:
-            work.replicas.announce()
+        work.replicas.announce()
         self._dispatcher.expect(work.columns if work.counts_known else None)
         map_RC, probs_RC = work.columns.fill(routing_map, probs, work.planned_R)
         return self._preprocess(hidden_states, probs_RC, map_RC)
 
     def _run_experts(self, rows: Tensor, rows_per_slot: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `SequentialMLP.forward`. [R, D], [S], [R]."""
+        """See the `forward` of the experts module. [R, D], [S], [R]."""
         work, self._work = self._work, None
         assert work is not None, "the layer hands rows to its dispatcher first"
         sizes = rows_per_slot.tolist()
         work.note(sum(sizes))
-        num_home = len(self._experts.local_experts)
+        num_home = self._experts.num_local_experts
         here = sum(sizes[:num_home])
         output, bias = self._run_home(rows[:here], rows_per_slot[:num_home], probs[:here])
         borrowed = work.replicas
-        if borrowed is None:
-            return Refetch.apply(work.fetch, None, output), bias
         served = [sizes[num_home + slot] for slot in borrowed.slots]
-        computed, token = borrowed.compute(self._experts.local_experts[0], rows[here:], probs[here:], served)
-        output = torch.cat([output, *computed])
+        computed, token = borrowed.compute(self._run_replicas, rows[here:], probs[here:], served)
+        if computed:
+            output = torch.cat([output, *computed])
         borrowed.release()
         return Refetch.apply(work.fetch, token, output), bias
 
 
-def home_parameters(site: ChunkRouter) -> list[dict[str, nn.Parameter]]:
-    """Name -> parameter, of each home expert of a layer."""
-    return [dict(expert.named_parameters()) for expert in site.block.experts.local_experts]
-
-
 def objection_to_layer(site: ChunkRouter) -> str | None:
     """Why a plan cannot be executed in a layer, or None."""
-    block, experts, config = site.block, site.block.experts, site.block.config
-    dispatcher = block.token_dispatcher
+    block, dispatcher = site.block, site.block.token_dispatcher
     if any(getattr(type(block), name, None) is not getattr(MoELayer, name) for name in ("forward", "preprocess")):
         return f"it is a {type(block).__name__} with a forward of its own, so it is not known where it dispatches"
     if type(dispatcher) not in DISPATCHERS:
@@ -144,18 +137,7 @@ def objection_to_layer(site: ChunkRouter) -> str | None:
             f"its dispatcher is a {type(dispatcher).__name__}, which fills buffers of its own by expert; set "
             "moe_token_dispatcher_type to alltoall or allgather"
         )
-    if type(experts) is not SequentialMLP:
-        return (
-            f"its experts are a {type(experts).__name__}, whose kernels take the weights of its own parameters alone; "
-            "build the layer with SequentialMLP (moe_grouped_gemm=False)"
-        )
-    for linear in (experts.local_experts[0].linear_fc1, experts.local_experts[0].linear_fc2):
-        if type(linear) not in (ColumnParallelLinear, RowParallelLinear):
-            return (
-                f"its experts are made of {type(linear).__name__}, which keeps state for each of its weights; use the "
-                "local spec (use_transformer_engine=False)"
-            )
-    return _objection_to_settings(config, dispatcher) or _objection_to_parameters(site)
+    return _objection_to_settings(block.config, dispatcher) or objection_to_experts(site)
 
 
 def _objection_to_settings(config: Any, dispatcher: Any) -> str | None:
@@ -167,20 +149,6 @@ def _objection_to_settings(config: Any, dispatcher: Any) -> str | None:
     for name, reason in REFUSED_SETTINGS.items():
         if getattr(config, name, None) not in (None, False):
             return f"{name} is set: {reason}; train without it to execute plans"
-    return None
-
-
-def _objection_to_parameters(site: ChunkRouter) -> str | None:
-    for weights in home_parameters(site):
-        for name, parameter in weights.items():
-            if isinstance(parameter, DTensor):
-                return (
-                    f"{name} of its experts is sharded by FSDP, so no rank has a whole expert to lend; wrap it in DDP"
-                )
-            if not parameter.requires_grad:
-                return (
-                    f"{name} of its experts is frozen, and gradients of replicas have no place to go; train all of them"
-                )
     return None
 
 

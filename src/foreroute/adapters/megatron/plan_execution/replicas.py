@@ -9,6 +9,9 @@ autograd stand around what happens to the rows of a cell, and so backward meets 
 `BringHome` waits for those of this rank's experts and adds them to `main_grad` in its dtype, float32 as a rule. It is a
 node that the home parameters go into. So AccumulateGrad of a parameter, on which DistributedDataParallel counts the
 gradient as ready, comes after it: whatever bucket is reduced then has the gradients of all replicas.
+
+Cells without replicas have the same nodes, with nothing to do. Buckets get ready in an order that follows from the
+nodes, and groups of expert data parallelism, which reduce them together, have plans of their own.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
+from foreroute.adapters.megatron.plan_execution.experts import RunReplicas
 from foreroute.adapters.megatron.plan_execution.fetching import Home, lent_rows
 from foreroute.ep.transfer import Cell, PendingGradients
 from foreroute.ep.transfer.peers import PeerGroup
@@ -29,21 +33,23 @@ from foreroute.plan import CellSchedule
 
 
 class BorrowedReplicas:
-    """The replicas of one pass over one cell. Every rank of the group makes one where any has a replica.
+    """The replicas of one pass over one cell, on any rank of the group or on none.
 
     Args:
         peers: the expert-parallel ranks.
         cell: which.
-        moves: of the cell, on this rank.
+        moves: of the cell, on this rank; None where no rank has a replica.
         home: of the layer, on this rank.
         fuses_gradients: whether kernels add the gradient of a weight to its `main_grad` and return none.
     """
 
-    def __init__(self, peers: PeerGroup, cell: Cell, moves: CellSchedule, home: Home, *, fuses_gradients: bool) -> None:
+    def __init__(
+        self, peers: PeerGroup, cell: Cell, moves: CellSchedule | None, home: Home, *, fuses_gradients: bool
+    ) -> None:
         self.cell = cell
         self.names = list(home[0])
         self.home = home
-        self.slots = np.sort(moves.served["slot"]).tolist()
+        self.slots: list[int] = [] if moves is None else np.sort(moves.served["slot"]).tolist()
         self._peers, self._moves = peers, moves
         self._fuses_gradients = fuses_gradients
         self._weights: dict[str, Tensor] | None = None
@@ -52,39 +58,41 @@ class BorrowedReplicas:
         self._anchor: Tensor | None = None
 
     def take(self, weights: dict[str, Tensor] | None) -> None:
-        """These are the weights of the replicas here: name -> [replicas here, ...], in order of slot."""
-        assert weights is not None, "made for cells with replicas alone"
-        self._weights = weights
+        """These are the weights of the replicas here: name -> [replicas here, ...], in order of slot; None for none."""
+        some = self.home[0]
+        self._weights = {name: some[name].detach()[None][:0] for name in self.names} if weights is None else weights
 
     def announce(self) -> None:
         """Before the rows are dispatched: from now on, backward will bring gradients home."""
         self._anchor = BringHome.apply(self, *(weights[name] for weights in self.home for name in self.names))
 
     def compute(
-        self, expert: nn.Module, rows: Tensor, probs: Tensor, sizes: Sequence[int]
+        self, run: RunReplicas, rows: Tensor, probs: Tensor, sizes: Sequence[int]
     ) -> tuple[list[Tensor], Tensor]:
         """Run the replicas here, each on its rows.
 
         Args:
-            expert: any of the module's experts, for what it computes.
+            run: those of this layer.
             rows: [R, D], in order of slot.
             probs: [R].
             sizes: rows of each replica here.
 
         Returns:
-            What comes out of each replica, and a token that hands backward on to `Borrow`.
+            What comes out of the replicas, and a token that hands backward on to `Borrow`.
         """
         token, *flat = Borrow.apply(self, self._anchor)
+        num = len(self.slots)
         if self._fuses_gradients:
-            self._fused = [torch.zeros_like(weight, dtype=torch.float32) for weight in flat]
+            self._fused = [torch.zeros_like(weight, dtype=self._gradient_dtype(weight)) for weight in flat]
             for weight, main_grad in zip(flat, self._fused, strict=True):
                 weight.main_grad = main_grad
-        computed = []
+        weights = [dict(zip(self.names, flat[i::num], strict=True)) for i in range(num)]
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            parts = zip(rows.split(list(sizes)), probs.split(list(sizes)), strict=True)
-            for i, part in enumerate(parts):
-                weights = {name: flat[n * len(self.slots) + i] for n, name in enumerate(self.names)}
-                computed.append(torch.func.functional_call(expert, weights, part)[0])
+            computed = run(weights, rows, probs, sizes)
+        if self._fuses_gradients:
+            for weight in flat:
+                # Transformer Engine finds main_grad through the tensor, and would keep what is in the slot with it
+                weight.data = weight.new_empty(0)
         return computed, token
 
     def release(self) -> None:
@@ -93,6 +101,8 @@ class BorrowedReplicas:
 
     def send_home(self, grads: Sequence[Tensor | None]) -> None:
         """Begin to return the gradients of the replicas here, in the order of `borrow`. All ranks call it."""
+        if self._moves is None:
+            return
         assert self._weights is not None, "Refetch comes first"
         found = self._fused if self._fuses_gradients else grads
         # a replica that no row came to may have none
@@ -101,7 +111,7 @@ class BorrowedReplicas:
             for weight, grad in zip(self.borrow(), found, strict=True)
         ]
         num = len(self.slots)
-        dtype = torch.float32 if self._fuses_gradients else next(iter(self._weights.values())).dtype
+        dtype = self._gradient_dtype(next(iter(self._weights.values())))
         sent = {
             name: torch.stack(own[n * num : (n + 1) * num]) if num else self._weights[name].to(dtype)
             for n, name in enumerate(self.names)
@@ -112,6 +122,8 @@ class BorrowedReplicas:
 
     def wait_home(self) -> list[Tensor | None]:
         """The gradients of replicas elsewhere, in float32, in the order of `BringHome`; None where there is none."""
+        if self._moves is None:
+            return [None] * (len(self.home) * len(self.names))
         assert self._pending is not None, "Borrow comes first, which alone is given the scalar of BringHome"
         returned, self._pending = self._pending.wait(), None
         lent = set(lent_rows(self._moves).tolist())
@@ -120,7 +132,12 @@ class BorrowedReplicas:
     def borrow(self) -> list[Tensor]:
         """Weights of the replicas here, name after name."""
         assert self._weights is not None, "fetched before the rows were dispatched"
-        return [row for name in self.names for row in self._weights[name]]
+        # a view would keep what it is a view of, emptied or not
+        return [row.data for name in self.names for row in self._weights[name]]
+
+    def _gradient_dtype(self, weight: Tensor) -> torch.dtype:
+        """What kernels make gradients in: float32 (float64 for float64) where they add, else what they compute in."""
+        return torch.promote_types(weight.dtype, torch.float32) if self._fuses_gradients else weight.dtype
 
     def _pack(self, tensor: Tensor) -> Any:
         """What autograd keeps: in place of a borrowed weight, or a view of it, where it lies in the slots."""
@@ -176,17 +193,14 @@ class Borrow(Function):
 
 
 class Refetch(Function):
-    """`Refetch.apply(fetch, token, output)`: the output. Backward begins with `fetch`, of cells without replicas too.
-
-    The token is that of `Borrow`; None in a cell without replicas.
-    """
+    """`Refetch.apply(fetch, token of Borrow, output)`: the output. Backward begins with `fetch`."""
 
     @staticmethod
-    def forward(ctx: Any, fetch: Callable[[], None], token: Tensor | None, output: Tensor) -> Tensor:
-        ctx.fetch, ctx.has_token = fetch, token is not None
+    def forward(ctx: Any, fetch: Callable[[], None], token: Tensor, output: Tensor) -> Tensor:
+        ctx.fetch = fetch
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.fetch()
-        return None, grads[0].new_zeros(()) if ctx.has_token else None, grads[0]
+        return None, grads[0].new_zeros(()), grads[0]

@@ -63,6 +63,8 @@ class Engine:
         tokens = np.array(prompt["prompt_token_ids"])
         if name in self.output_processor.request_states:
             raise ValueError(f"Request id {name} already running.")
+        if not all(0 <= token < self.config["vocab_size"] for token in params.stop_token_ids):
+            raise ValueError(f"token_id(s) {params.stop_token_ids} in stop_token_ids")
         if self.behaviour == "refuses 63" and tokens[0] == 63:
             raise ValueError("refused")
         state = SimpleNamespace(
@@ -102,7 +104,7 @@ class Engine:
                     state.queue.put(output)
 
     def _ended(self, tokens, params):
-        return tokens[-1:] == params.stop_token_ids or len(tokens) == params.max_tokens
+        return bool(set(tokens[-1:]) & set(params.stop_token_ids)) or len(tokens) == params.max_tokens
 
     def _output(self, name, reason):
         state = self.output_processor.request_states.pop(name)

@@ -1,0 +1,208 @@
+"""GRPO with rollouts of vLLM, updates in Megatron-Core under executed plans, and weights that go back every step.
+
+    V=.venv-vllm/bin/python
+    torchrun --nproc-per-node 2 -m examples.pipeline.train runs/pipeline --vllm-python $V                # EP 2
+    torchrun --nproc-per-node 4 -m examples.pipeline.train runs/pipeline --vllm-python $V --pipeline 2   # EP 2 x PP 2
+
+The policy learns to answer with even tokens. Every rollout is kept in the run folder, and `--rollouts` trains on
+those of another run without an engine: on other ranks, for example, or in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from examples.pipeline import on_cpu
+
+on_cpu.install()  # a machine with GPUs needs neither this nor what policy.py takes of it
+
+from megatron.core import parallel_state as mpu
+
+from examples.pipeline import sync
+from examples.pipeline.passes import forward_step, micro_batches, replayed_logprobs, run
+from examples.pipeline.policy import VOCABULARY, WIDTH, Policy, make_checkpoint
+from foreroute.adapters.checkpoint import FolderWriter, ServedModel
+from foreroute.capture import Generation, Sampling, load_generation
+from foreroute.costs import hardware_preset
+from foreroute.engines.vllm import ProcessEngine, ProcessSettings
+from foreroute.mismatch import routing_mismatch, token_mismatch
+from foreroute.plan import PlanOptions
+from foreroute.planner import plan
+from foreroute.trace import concatenate
+
+GROUPS, GROUP, PROMPT = 4, 8, 4
+"""Prompts of a step; answers to each, which are a micro-batch; tokens of a prompt."""
+SAMPLING = Sampling(max_new_tokens=WIDTH - PROMPT, end_token=0, group_size=GROUP)
+UPDATES, LEARNING_RATE = 2, 1e-3
+"""Optimizer steps on each rollout."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of the run; new, and seen by every rank")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--vllm-python", type=Path, help="the interpreter of an environment with vLLM")
+    source.add_argument("--rollouts", type=Path, help="of another run: train on them, without an engine")
+    parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages; the other ranks share the experts")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of the trainer")
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+
+    def start_vllm(checkpoint: Path) -> ProcessEngine:
+        settings = ProcessSettings(python=arguments.vllm_python, precision="float32")
+        return ProcessEngine(ServedModel.at(checkpoint), settings)
+
+    dtype = getattr(torch, arguments.dtype)
+    train(arguments.folder, arguments.rollouts or start_vllm, arguments.pipeline, arguments.steps, dtype)
+    dist.destroy_process_group()
+
+
+def train(folder: Path, rollouts: Path | sync.StartEngine, stages: int, steps: int, dtype: torch.dtype) -> None:
+    """Train, and write metrics, rollouts and the trained checkpoint to a folder.
+
+    Args:
+        folder: new, and seen by every rank.
+        rollouts: of another run; or what starts an engine on a checkpoint, on the first rank.
+        stages: of the pipeline; the other ranks share the experts.
+        steps: rollouts to train on.
+        dtype: of the trainer.
+    """
+    ranks, left = divmod(dist.get_world_size(), stages)
+    if left or ranks not in (1, 2, 4):
+        raise SystemExit(
+            f"{dist.get_world_size()} ranks in {stages} pipeline stages cannot share {GROUPS} prompts evenly; take 1, "
+            "2 or 4 ranks for each stage"
+        )
+    mpu.initialize_model_parallel(
+        pipeline_model_parallel_size=stages, expert_model_parallel_size=ranks, create_gloo_process_groups=False
+    )
+    checkpoint = folder / "initial"
+    sync.on_first_rank(lambda: make_checkpoint(checkpoint))
+    with nullcontext() if isinstance(rollouts, Path) else sync.started(rollouts, checkpoint) as engine:
+        policy = Policy.of(checkpoint, dtype)
+        optimizer = torch.optim.AdamW(policy.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+        for step in range(steps):
+            metrics: dict[str, float] = {}
+            name = Path("rollouts") / f"step-{step:03}.safetensors"
+            if isinstance(rollouts, Path):
+                generation = load_generation(rollouts / name.name)
+            else:
+                metrics |= send_weights(policy, engine, folder, version=step)
+                generation = sync.shared(folder / name, partial(sample, engine, step))
+            batches = micro_batches(generation, policy, GROUP)
+            metrics |= recompute(policy, batches, generation)
+            metrics |= update(policy, optimizer, batches)
+            if dist.get_rank() == 0:
+                report(folder, {"step": step, **metrics})
+        write = FolderWriter(checkpoint).write
+        sync.hand_over(policy.exported(), lambda weights: write(folder / "trained", weights))
+
+
+def send_weights(policy: Policy, engine: Any, folder: Path, version: int) -> dict[str, float]:
+    """Give the engine the weights of now, and see whether it has them."""
+    sync.hand_over(policy.exported(), lambda weights: engine.load_weights(weights, version))
+    return sync.check_canary(policy, engine, folder)
+
+
+def sample(engine: Any, step: int) -> Generation:
+    """The engine's answers to the prompts of a step."""
+    prompts = np.random.default_rng(step).integers(0, VOCABULARY, (GROUPS, PROMPT), dtype=np.int32)
+    generation: Generation = engine.generate(list(prompts), SAMPLING, torch.Generator().manual_seed(step))
+    return generation
+
+
+def recompute(policy: Policy, batches: list[dict[str, Any]], generation: Generation) -> dict[str, float]:
+    """Give each batch its old log-probabilities and advantages; say how far trainer and engine are apart."""
+    with policy.routed.record() as recording:
+        old_R = replayed_logprobs(policy, batches, generation)
+    asked = concatenate([batch["trace"] for batch in batches])
+    routing = routing_mismatch(asked, recording.trace().truncated(asked.lengths))
+    differing = torch.tensor([routing.differing_L.sum(), routing.rows * asked.spec.num_layers])
+    dist.all_reduce(differing)
+    lengths = generation.response_lengths
+    rewards = np.array([(generation.response(sequence) % 2 == 0).mean() for sequence in range(len(generation))])
+    grouped = rewards.reshape(-1, GROUP)
+    advantages = (grouped - grouped.mean(1, keepdims=True)) / (grouped.std(1, keepdims=True) + 1e-4)
+    of_tokens = {
+        "old": old_R,
+        "advantages": np.repeat(advantages.reshape(-1), lengths),
+        "weights": np.repeat(1 / (lengths * GROUP), lengths),
+    }
+    for batch in batches:
+        for name, values_R in of_tokens.items():
+            batch[name] = torch.from_numpy(values_R[batch["of_rollout"]]).to(policy.model.config.params_dtype)
+    return {
+        "reward": float(rewards.mean()),
+        "k3": token_mismatch(old_R, generation.logprobs_R).k3,
+        "disagreement": float(differing[0] / differing[1]),
+    }
+
+
+def update(policy: Policy, optimizer: Any, batches: list[dict[str, Any]]) -> dict[str, float]:
+    """Optimizer steps of the clipped policy gradient under one plan; then experts move to where the load asks."""
+    routed, routes = policy.routed, [batch["routes"] for batch in batches]
+    counts_MLGE = routed.gather_counts(routes)
+    ranks = counts_MLGE.shape[2]
+    topology = hardware_preset("h100").topology(ranks, redundant_slots=2 if ranks > 1 else 0)
+    planned = plan(counts_MLGE, topology, PlanOptions(slots="shared"), home_LE=routed.home_LE)
+    metrics = {}
+    for number in range(UPDATES):
+        optimizer.zero_grad(set_to_none=False)
+        with routed.execute(planned, counts_MLGE, routes) as execution:
+            reported = run(policy.model, batches, routed.replaying(forward_step))
+        loss = torch.tensor(sum(map(float, reported)), dtype=torch.float64)
+        dist.all_reduce(loss)
+        metrics[f"loss_{number}"] = float(loss) / GROUPS
+        average_gradients(policy.model)
+        optimizer.step()
+    metrics |= loads(execution, counts_MLGE)
+    optimizer.zero_grad(set_to_none=False)
+    homes = plan(counts_MLGE, topology, PlanOptions(home_moves=2, replicas=False), home_LE=routed.home_LE)
+    metrics["moved_bytes"] = routed.move_homes(homes, optimizer)
+    return metrics
+
+
+def average_gradients(model: Any) -> None:
+    """Over data-parallel ranks, by hand: Megatron's DistributedDataParallel wants CUDA."""
+    for parameter in model.parameters():
+        is_dense = getattr(parameter, "allreduce", True)
+        group = mpu.get_data_parallel_group() if is_dense else mpu.get_expert_data_parallel_group()
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= mpu.get_data_parallel_world_size()
+
+
+def loads(execution: Any, counts_MLGE: NDArray[np.int32]) -> dict[str, float]:
+    """The slowest rank's rows over the mean, added up over all cells: at homes, by the plan, and as experts counted."""
+    steps, layers, ranks, _ = counts_MLGE.shape
+    executed_GML = torch.zeros(ranks, steps, layers, dtype=torch.int64)
+    executed_GML[mpu.get_expert_model_parallel_rank()] = torch.from_numpy(execution.executed_ML)
+    dist.all_reduce(executed_GML)  # layers of other stages have no rows here
+    loads_MLE, home_LE = counts_MLGE.sum(2), execution.plan.home_LE
+    at_home_GML = np.stack([(loads_MLE * (home_LE == rank)).sum(2) for rank in range(ranks)])
+    mean = counts_MLGE.sum() / ranks
+    return {
+        "slowest_rank_at_homes": float(at_home_GML.max(0).sum() / mean),
+        "planned": float(execution.plan.max_load_ML.sum() / mean),
+        "executed": float(executed_GML.numpy().max(0).sum() / mean),
+    }
+
+
+def report(folder: Path, metrics: dict[str, float]) -> None:
+    with open(folder / "metrics.jsonl", "a") as lines:
+        lines.write(json.dumps(metrics) + "\n")
+    print(", ".join(f"{name} {value:.3g}" for name, value in metrics.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

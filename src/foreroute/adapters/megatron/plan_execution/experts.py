@@ -1,0 +1,151 @@
+"""Megatron's experts modules as replicas see them: what belongs to each expert, and how weights of others are run.
+
+A replica is computed by the code that computes homes, with what is in a slot in the place of parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+from foreroute.adapters.megatron.discover import ChunkRouter
+
+GROUPED_NAMES = ("linear_fc1.weight", "linear_fc2.weight")
+"""Of TEGroupedMLP, each followed by the number of the expert."""
+
+RunReplicas = Callable[[Sequence[Mapping[str, Tensor]], Tensor, Tensor, Sequence[int]], list[Tensor]]
+"""`run(weights, rows, probs, sizes)`: name -> tensor of each replica, rows [R, D] and gate weights [R] in their order,
+rows of each. Returns what comes out, in that order, in one tensor or several."""
+
+
+def home_parameters(site: ChunkRouter) -> list[dict[str, nn.Parameter]]:
+    """Name -> parameter, of each home expert of a layer."""
+    experts = site.block.experts
+    if type(experts) is TEGroupedMLP:
+        return [
+            {name: experts.get_parameter(f"{name}{number}") for name in GROUPED_NAMES}
+            for number in range(experts.num_local_experts)
+        ]
+    return [dict(expert.named_parameters()) for expert in experts.local_experts]
+
+
+def replica_runner(experts: Any) -> RunReplicas:
+    """How replicas beside an experts module are run."""
+    return GroupedReplicas(experts) if type(experts) is TEGroupedMLP else partial(_run_each, experts.local_experts[0])
+
+
+def _run_each(
+    expert: nn.Module, weights: Sequence[Mapping[str, Tensor]], rows: Tensor, probs: Tensor, sizes: Sequence[int]
+) -> list[Tensor]:
+    parts = zip(weights, rows.split(list(sizes)), probs.split(list(sizes)), strict=True)
+    return [functional_call(expert, dict(of_one), (own, own_probs))[0] for of_one, own, own_probs in parts]
+
+
+class GroupedReplicas:
+    """Beside a TEGroupedMLP, others with as many gemms as a cell has replicas here.
+
+    Its own cannot be made larger: `num_gemms` goes into checkpoints, and home weights must stay the parameters that
+    Transformer Engine leaves its marks on.
+
+    Args:
+        experts: the module of the layer.
+    """
+
+    def __init__(self, experts: Any) -> None:
+        self._experts = experts
+        self._of_size: dict[int, nn.Module] = {}
+
+    def __call__(
+        self, weights: Sequence[Mapping[str, Tensor]], rows: Tensor, probs: Tensor, sizes: Sequence[int]
+    ) -> list[Tensor]:
+        """See `RunReplicas`."""
+        num_gemms = len(weights)
+        if not num_gemms:
+            return []
+        if num_gemms not in self._of_size:
+            self._of_size[num_gemms] = self._beside(num_gemms)
+        named = {f"{name}{i}": weight for i, of_one in enumerate(weights) for name, weight in of_one.items()}
+        return [functional_call(self._of_size[num_gemms], named, (rows, torch.tensor(sizes), probs))[0]]
+
+    def _beside(self, num_gemms: int) -> nn.Module:
+        experts = self._experts
+        config = copy.copy(experts.config)
+        # neither memory nor random numbers for parameters that are never used
+        config.use_cpu_initialization, config.init_model_with_meta_device = False, True
+        # nothing may be kept by the name of a weight: in the next pass it is another one
+        config.disable_parameter_transpose_cache = True
+        fc1, fc2 = experts.linear_fc1, experts.linear_fc2
+        submodules = SimpleNamespace(linear_fc1=type(fc1), linear_fc2=type(fc2), activation_func=None)
+        beside: Any = TEGroupedMLP(num_gemms, config, submodules, pg_collection=fc1._pg_collection)
+        beside.activation_func = experts.activation_func
+        made: nn.Module = beside
+        return made
+
+
+def objection_to_experts(site: ChunkRouter) -> str | None:
+    """Why replicas of a layer's experts cannot be computed, or None."""
+    experts = site.block.experts
+    if type(experts) is SequentialMLP:
+        return _objection_to_sequential(experts) or _objection_to_parameters(site)
+    if type(experts) is TEGroupedMLP:
+        return _objection_to_grouped(experts) or _objection_to_parameters(site)
+    if type(experts).__name__ == "GroupedMLP":
+        return (
+            "its experts are a GroupedMLP, which keeps all of a rank in one parameter, so that none of them can be "
+            "lent; set moe_use_legacy_grouped_gemm=False for TEGroupedMLP"
+        )
+    return (
+        f"its experts are a {type(experts).__name__}, whose kernels take the weights of its own parameters alone; "
+        "build the layer with TEGroupedMLP or SequentialMLP"
+    )
+
+
+def _objection_to_sequential(experts: Any) -> str | None:
+    for linear in (experts.local_experts[0].linear_fc1, experts.local_experts[0].linear_fc2):
+        if type(linear) not in (ColumnParallelLinear, RowParallelLinear):
+            return (
+                f"its experts are made of {type(linear).__name__}, which keeps state for each of its weights; use the "
+                "local spec (use_transformer_engine=False), or TEGroupedMLP (moe_grouped_gemm=True)"
+            )
+    return None
+
+
+def _objection_to_grouped(experts: Any) -> str | None:
+    expected = {f"{name}{number}" for name in GROUPED_NAMES for number in range(experts.num_local_experts)}
+    if strange := {name for name, _ in experts.named_parameters()} ^ expected:
+        return (
+            f"{min(strange)} is no weight of one of its experts, or is missing; set moe_single_grouped_weight=False "
+            "and use no adapters"
+        )
+    if getattr(experts, "_with_fused_impl", False):
+        return "use_transformer_engine_op_fuser is set: its operations hold parameters and no slots; switch it off"
+    if experts.offload_expert_fc1 or experts.offload_moe_act:
+        return (
+            "offload_modules names expert_fc1 or moe_act, which Megatron counts by layer, and replicas would be one "
+            "more; offload other modules"
+        )
+    return None
+
+
+def _objection_to_parameters(site: ChunkRouter) -> str | None:
+    for weights in home_parameters(site):
+        for name, parameter in weights.items():
+            if isinstance(parameter, DTensor) or hasattr(parameter, "__fsdp_param__"):
+                return (
+                    f"{name} of its experts is sharded by FSDP, so no rank has a whole expert to lend; wrap it in DDP"
+                )
+            if not parameter.requires_grad:
+                return (
+                    f"{name} of its experts is frozen, and gradients of replicas have no place to go; train all of them"
+                )
+    return None

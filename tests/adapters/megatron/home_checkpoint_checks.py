@@ -1,0 +1,246 @@
+"""Checkpoints written and read while experts are away, by runs with other homes and by runs without foreroute."""
+
+import contextlib
+import multiprocessing
+import shutil
+import tempfile
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from foreroute.adapters import megatron
+from foreroute.adapters.megatron.expert_placement.checkpoints import ExpertsCheckpoint
+from foreroute.errors import PlacementError
+from foreroute.layout import block_homes
+from tests.adapters.megatron.cpu_optimizers import Trained
+from tests.adapters.megatron.grid import Cell
+from tests.adapters.megatron.home_move_checks import whole_experts
+from tests.adapters.megatron.micro_batches import make_batches
+from tests.adapters.megatron.model_chunks import EXPERTS, build, initialize
+from tests.adapters.megatron.training_step import moe_layers, step
+
+FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def check_round_trips(cell, kind, more=()):
+    """Megatron alone reads what was written while experts were away, and the other way round; both train on alike."""
+    initialize(cell)
+    away = Run(cell, kind, seed=0, attached=True)
+    away.move(1)
+    away.train(1)
+    away.move(2)
+    plain = Run(cell, kind, seed=1)
+    plain.train(5)
+    with folder() as path:
+        away.save(path, more)
+        assert away.differing(plain)
+        plain.load(path, more)
+        assert away.differing(plain) == []
+    assert away.train(3) == plain.train(3)
+    plain.train(4)
+    with folder() as path:
+        plain.save(path, more)
+        assert away.differing(plain)
+        away.move(3)
+        away.load(path, more)
+        assert away.differing(plain) == []
+    assert away.train(6) == plain.train(6)
+    assert away.differing(plain) == []
+
+
+def check_slots_that_are_taken_for_experts_are_seen(cell, kind):
+    with mock.patch.object(ExpertsCheckpoint, "_displace", lambda self, axis, shard: shard):
+        initialize(cell)
+        away, plain = Run(cell, kind, seed=0, attached=True), Run(cell, kind, seed=1)
+        away.move(1)
+        away.train(1)
+        plain.train(5)
+        with folder() as path:
+            away.save(path)
+            plain.load(path)
+    names = {key[-1] for key in away.differing(plain)}
+    assert names >= {"weight", "exp_avg"}, names
+
+
+def check_other_formats_are_refused(cell):
+    """By name, while experts are away; and what another placement filled is no state dict of this one."""
+    initialize(cell)
+    run = Run(cell, "distributed", seed=0, attached=True)
+    [part] = [part for part in run.trained.optimizer.chained_optimizers if len(run.of_experts(part))]
+    before = run.model.state_dict()
+    run.train(1)
+    run.move(1)
+    for kind in ("dp_reshardable", "dp_zero_gather_scatter"):
+        with pytest.raises(PlacementError, match=f"keeps its state as {kind}.*fully_reshardable"):
+            run.shards(False, {"distrib_optim_sharding_type": kind})
+    with folder() as path:
+        run.save(path)
+        loaded = dist_checkpointing.load(run.shards(True), path)
+        run.move(2)
+        for use in (
+            run.model.state_dict,
+            lambda: run.model.load_state_dict(before),
+            lambda: run.model.load_state_dict(loaded["model"]),
+            lambda: run.trained.optimizer.load_state_dict(loaded["optimizer"]),
+            run.trained.optimizer.state_dict,
+            lambda: run.trained.optimizer.save_parameter_state(f"{path}/state"),
+            lambda: part.load_parameter_state_from_dp_zero({}),
+        ):
+            with pytest.raises(PlacementError, match="in the order of a rank's memory"):
+                use()
+        run.routed.move_homes(run.routed.block_home_LE, run.trained.optimizer)
+        with pytest.raises(RuntimeError, match="foreroute_homes"):
+            run.model.load_state_dict(loaded["model"])
+        with pytest.raises(PlacementError, match="in the order of a rank's memory"):
+            run.trained.optimizer.load_state_dict(loaded["optimizer"])
+        run.model.load_state_dict(before)
+        run.trained.optimizer.load_state_dict(run.trained.optimizer.state_dict())
+
+
+def check_experts_of_transformer_engine_are_placed_by_their_offsets():
+    """By its own module, of linears that stand in for those of Transformer Engine."""
+    initialize(Cell())
+    home_E = np.array([1, 0, 0, 1, 0, 1, 0, 1], np.int16)
+    for rank in range(2):
+        experts = TEGroupedMLP.__new__(TEGroupedMLP)
+        torch.nn.Module.__init__(experts)
+        experts.config = SimpleNamespace(gated_linear_unit=True)
+        experts.ep_group = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
+        experts.tp_group, experts.num_local_experts = None, EXPERTS // 2
+        experts.linear_fc1, experts.linear_fc2 = GroupedLinear(rank), GroupedLinear(rank)
+        ExpertsCheckpoint(SimpleNamespace(path="router", block=SimpleNamespace(experts=experts)), home_E)
+        state = experts.sharded_state_dict(prefix="experts.", sharded_offsets=((0, 1, 3),))
+        for slot, expert in enumerate(np.flatnonzero(home_E == rank).tolist()):
+            whole = state[f"experts.linear_fc2.weight{slot}"]
+            placed = [
+                whole,
+                *state[f"experts.linear_fc1.weight{slot}"].build(),
+                state[f"experts.linear_fc2._extra_state{slot}"],
+            ]
+            assert [shard.global_offset[:2] for shard in placed] == [(1, expert)] * 4
+            assert bool((whole.data == rank * 4 + slot).all())
+
+
+class GroupedLinear(torch.nn.Module):
+    """Weights that say in which slot they are, and shards as Transformer Engine's linears make them."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.first = rank * EXPERTS // 2
+
+    def sharded_state_dict(self, prefix, sharded_offsets, metadata):
+        state = {}
+        for slot in range(EXPERTS // 2):
+            one = {"weight": torch.full((4, 2), float(self.first + slot)), "_extra_state": None}
+            offsets = (*sharded_offsets, (len(sharded_offsets), self.first + slot, EXPERTS))
+            shards = make_sharded_tensors_for_checkpoint(one, prefix, {}, offsets)
+            state |= {f"{key}{slot}": shard for key, shard in shards.items()}
+        return state
+
+
+class Run:
+    """A model in training."""
+
+    def __init__(self, cell, kind, seed, attached=False):
+        self.cell = cell
+        chunks = build(cell, seed)
+        self.model = chunks[0]
+        self.routed = megatron.attach(chunks) if attached else None
+        self.trained = Trained(chunks, kind)
+
+    def train(self, seed):
+        """Losses of one step."""
+        self.trained.zero_grad()
+        losses, _ = step(self.trained.chunks, make_batches(self.cell, seed=seed))
+        self.trained.step()
+        self.trained.zero_grad()
+        return losses
+
+    def move(self, seed):
+        home_LE = np.random.default_rng(seed).permuted(self.routed.block_home_LE, axis=1)
+        self.routed.move_homes(home_LE, self.trained.optimizer)
+
+    def shards(self, is_loading, metadata=FORMAT):
+        metadata = dict(metadata)
+        model = {"model": self.model.sharded_state_dict(metadata=metadata)}
+        optimizer = self.trained.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        return {**model, "optimizer": optimizer}
+
+    def save(self, path, more=()):
+        with children_allowed():
+            dist_checkpointing.save(self.shards(False, {**FORMAT, **dict(more)}), path)
+
+    def load(self, path, more=()):
+        loaded = dist_checkpointing.load(self.shards(True, {**FORMAT, **dict(more)}), path)
+        self.model.load_state_dict(loaded["model"])
+        with steps_of_groups():
+            self.trained.optimizer.load_state_dict(loaded["optimizer"])
+        for part in self.trained.optimizer.chained_optimizers:
+            for kept in part.optimizer.state.values():
+                kept["step"] = kept["step"].clone()  # Megatron has all parameters count in one tensor of torch's Adam
+
+    def differing(self, other):
+        """Keys of experts, with their state, and of other weights that are not the same bit for bit in both."""
+        mine, theirs = self.everything(), other.everything()
+        assert mine.keys() == theirs.keys()
+        return [key for key in mine if not torch.equal(mine[key], theirs[key])]
+
+    def everything(self):
+        dense = {
+            (name, "dense"): p.detach().clone() for name, p in self.model.named_parameters() if "experts." not in name
+        }
+        return whole_experts(self.routed or at_home(self.model, self.cell), self.trained) | dense
+
+    def of_experts(self, part):
+        experts = {id(p) for block in moe_layers([self.model]).values() for p in block.experts.parameters()}
+        return [p for group in part.model_fp32_groups for p in group if id(p) in experts]
+
+
+def steps_of_groups():
+    """Megatron counts steps by group, as Transformer Engine's Adam does, and looks in the checkpoint for torch's."""
+    fill = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def with_step(self, parameter, tensors):
+        kept = self._get_main_param_and_optimizer_states(parameter)
+        fill(self, parameter, {"step": kept["step"], **tensors})
+
+    return mock.patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", with_step)
+
+
+def at_home(model, cell):
+    """What `whole_experts` asks of an attached model, of one that is not."""
+    layers = [SimpleNamespace(index=layer) for layer in moe_layers([model])]
+    home_LE = np.tile(block_homes(EXPERTS, cell.ep), (len(layers), 1))
+    return SimpleNamespace(spec=SimpleNamespace(layers=layers), home_LE=home_LE)
+
+
+@contextlib.contextmanager
+def folder():
+    """One for all ranks."""
+    path = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(path)
+    try:
+        yield path[0]
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(path[0])
+
+
+@contextlib.contextmanager
+def children_allowed():
+    """Megatron writes files in processes of its own, which ranks may not have, since they are daemons."""
+    config = multiprocessing.current_process()._config
+    config["daemon"] = False
+    try:
+        yield
+    finally:
+        config["daemon"] = True

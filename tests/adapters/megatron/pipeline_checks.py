@@ -1,0 +1,146 @@
+"""The pipeline of examples/pipeline, with engines that need no vLLM: what it exports, computes and refuses."""
+
+import contextlib
+import io
+import logging
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from megatron.core import parallel_state
+from safetensors.torch import load_file
+
+from examples.pipeline import sync, train, weights
+from examples.pipeline.policy import Policy, make_checkpoint
+from foreroute.adapters import megatron
+from foreroute.adapters.checkpoint import FolderWriter, ModelWriter, ServedModel, without_progress_bars
+from foreroute.engines.embedded import EmbeddedEngine
+from foreroute.engines.vllm import ProcessEngine, ProcessSettings
+from foreroute.errors import ConfigError, EngineError
+from tests.adapters.megatron import one_rank as on
+from tests.adapters.megatron import qwen3_moe
+
+LOST = "model.layers.2.mlp.experts.5.down_proj.weight"
+
+
+class TransformersEngine:
+    """An engine that reads checkpoints as transformers does, and knows nothing of Megatron."""
+
+    def __init__(self, checkpoint):
+        self.writer = FolderWriter(checkpoint)
+        self.engine = EmbeddedEngine(read(checkpoint), "float32")
+
+    weight_version = property(lambda self: self.engine.weight_version)
+
+    def load_weights(self, named, version):
+        with tempfile.TemporaryDirectory() as folder:
+            model = read(self.writer.write(Path(folder), named))
+        self.engine.load_weights(model.state_dict(), version)
+
+    def generate(self, *asked):
+        return self.engine.generate(*asked)
+
+    def close(self):
+        pass
+
+
+class LosingEngine(TransformersEngine):
+    """Keeps the first value of one weight, as an engine does that skips a name."""
+
+    def __init__(self, checkpoint):
+        super().__init__(checkpoint)
+        self.first = load_file(checkpoint / "model.safetensors")[LOST]
+
+    def load_weights(self, named, version):
+        super().load_weights(((n, self.first if n == LOST else weight) for n, weight in named), version)
+
+
+class FullDisk(TransformersEngine):
+    """Fails when some weights have been taken, and others have not."""
+
+    def load_weights(self, named, version):
+        for number, _ in enumerate(named):
+            if number == 3:
+                raise EngineError("no space left")
+
+
+def read(folder):
+    with without_progress_bars():
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def trains(folder, rollouts, stages, steps, engine="TransformersEngine"):
+    """In float64, on rollouts of an engine, or of another run. What the first rank printed as an error."""
+    source = rollouts and Path(rollouts)
+    start = source or globals()[engine]
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # its newest release warns that GPTModel is deprecated
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        try:
+            train.train(Path(folder), start, stages, steps, torch.float64)
+        except SystemExit as ended:
+            return ended.code, printed.getvalue()
+    return 0, printed.getvalue()
+
+
+def with_a_dead_engine(folder, python):
+    """The worker is ended when it samples first."""
+
+    def start(checkpoint):
+        settings = ProcessSettings(python=Path(python), timeout_s=60, options={"behaviour": "dies"})
+        return ProcessEngine(ServedModel.at(checkpoint), settings)
+
+    with mock.patch.dict(globals(), Dying=start):
+        return trains(folder, None, 1, 1, "Dying")
+
+
+def exports(folder, stages):
+    """Weights as they were loaded, at homes and away: bit for bit; and with homes that are taken for granted."""
+    checkpoint, rank = Path(folder), dist.get_rank()
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=stages,
+        expert_model_parallel_size=dist.get_world_size() // stages,
+        create_gloo_process_groups=False,
+    )
+    sync.on_first_rank(lambda: make_checkpoint(checkpoint))
+    policy = Policy.of(checkpoint, torch.float32)
+    wanted = load_file(checkpoint / "model.safetensors")
+    assert not differing(dict(policy.exported()), wanted)
+    policy.routed.move_homes(np.random.default_rng(0).permuted(policy.routed.block_home_LE, axis=1), None)
+    assert not differing(dict(policy.exported()), wanted)
+    with mock.patch.object(type(policy.routed), "home_LE", policy.routed.block_home_LE):
+        wrong = differing(dict(policy.exported()), wanted)
+    has_homes = parallel_state.get_expert_model_parallel_world_size() > 1
+    assert any(".experts." in name for name in wrong) == (has_homes and rank == 0), wrong
+
+
+def differing(exported, wanted):
+    """On the first rank, which has all of them."""
+    if dist.get_rank():
+        assert not exported
+        return []
+    assert exported.keys() == wanted.keys()
+    return [name for name in wanted if not same_bits(exported[name], wanted[name])]
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def check_names_against_another_converter():
+    """A model with a dense layer, converted by the tests, is exported as transformers writes it."""
+    model = qwen3_moe.of_transformers()
+    there = qwen3_moe.of_megatron(model.state_dict())
+    exported = weights.exported(there, megatron.attach(there), model.config.to_dict())
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = load_file(ModelWriter(model).write(Path(folder)) / "model.safetensors")
+    assert not differing(dict(exported), wanted)
+
+
+def check_what_cannot_be_converted():
+    config = {"num_key_value_heads": 2, "num_attention_heads": 4}
+    for name in ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc1.bias"):
+        on.refuses(ConfigError, "Qwen3-MoE has no weight", lambda name=name: weights.Stacked.of(name, config))

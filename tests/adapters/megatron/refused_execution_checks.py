@@ -1,0 +1,106 @@
+"""Layers that cannot execute plans: each is named with its reason, on all ranks alike where one has such a layer."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from foreroute.adapters import megatron
+from foreroute.adapters.megatron.plan_execution.layer import REFUSED_SETTINGS
+from foreroute.errors import PlacementError
+from tests.adapters.megatron.cpu_optimizers import Trained
+from tests.adapters.megatron.executed_plans import laid_out, make_plan, skewed
+from tests.adapters.megatron.grid import Cell, ExecutionCase
+from tests.adapters.megatron.grid_checks import carrying
+from tests.adapters.megatron.micro_batches import make_batches
+from tests.adapters.megatron.model_chunks import build, initialize
+from tests.adapters.megatron.training_step import forward_step, moe_layers, step
+
+
+def check_layers_and_settings():
+    with refusing("sequential") as (block, refused):
+        expert = block.experts.local_experts[0]
+        refused(of_class(block.token_dispatcher, "MoEFlexTokenDispatcher"), "a MoEFlexTokenDispatcher, .* or allgather")
+        refused(of_class(block.experts, "Other"), "experts are a Other, .* build the layer with TEGroupedMLP")
+        refused(of_class(block.experts, "GroupedMLP"), "a GroupedMLP, .* set moe_use_legacy_grouped_gemm=False")
+        refused(of_class(expert.linear_fc1, "Other"), "keeps state for each of its weights")
+        refused(of_class(block, "Other", preprocess=lambda *args: None), "with a forward of its own")
+        refused(said(block.token_dispatcher, "tp_size", 2), "a replica is a whole expert")
+        refused(frozen(expert.linear_fc2.weight), "linear_fc2.weight of its experts is frozen")
+        refused(sharded(expert.linear_fc2), "linear_fc2.weight of its experts is sharded by FSDP")
+        refused(said(expert.linear_fc2.weight, "__fsdp_param__", True), "sharded by FSDP")
+        for name in REFUSED_SETTINGS:
+            refused(said(block.config, name, 2.0), f"{name} is set")
+
+
+def check_experts_in_one_module():
+    with refusing("grouped") as (block, refused):
+        experts = block.experts
+        refused(said(experts, "_with_fused_impl", True), "use_transformer_engine_op_fuser is set")
+        refused(said(experts, "offload_moe_act", True), "offload_modules names expert_fc1 or moe_act")
+        refused(frozen(experts.linear_fc2.weight2), "linear_fc2.weight of its experts is frozen")
+        more = {**experts.linear_fc1._parameters, "bias0": torch.nn.Parameter(torch.zeros(2))}
+        refused(said(experts.linear_fc1, "_parameters", more), "linear_fc1.bias0 is no weight of one of its experts")
+
+
+@contextlib.contextmanager
+def refusing(experts):
+    """(a layer, what asserts that a change to it on rank 1 is refused); behind it, the model executes plans."""
+    case = ExecutionCase(Cell(ep=2, layers=2, experts=experts))
+    initialize(case.cell)
+    chunks = build(case.cell)
+    routed = megatron.attach(chunks)
+    model = Trained(chunks, "momentum")
+    batches = make_batches(case.cell)
+    shards = [routed.shard(skewed(batch, case, 0, m), laid_out(batch)) for m, batch in enumerate(batches)]
+    made, counts_MLGE, _ = make_plan(routed, model, "planned", 0, shards, None)
+
+    def refused(broken, reason):
+        with (
+            broken if dist.get_rank() == 1 else contextlib.nullcontext(),
+            pytest.raises(PlacementError, match=f"rank 1: the layer of decoder.layers.\\d.mlp.router .*{reason}"),
+            routed.execute(made, counts_MLGE, shards),
+        ):
+            pass
+
+    yield moe_layers(chunks)[1], refused
+    with routed.execute(made, counts_MLGE, shards):
+        step(model.chunks, carrying(batches, shards), routed.replaying(forward_step))
+
+
+def said(part, name, value):
+    return mock.patch.object(part, name, value, create=True)
+
+
+@contextlib.contextmanager
+def of_class(part, name, **methods):
+    kind = type(part)
+    part.__class__ = type(name, (kind,), methods)
+    try:
+        yield
+    finally:
+        part.__class__ = kind
+
+
+@contextlib.contextmanager
+def frozen(parameter):
+    parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(True)
+
+
+@contextlib.contextmanager
+def sharded(module):
+    whole = module.weight
+    mesh = DeviceMesh("cpu", [1], _init_backend=False, _rank=1)
+    module.weight = torch.nn.Parameter(DTensor.from_local(whole.detach(), mesh, run_check=False))
+    try:
+        yield
+    finally:
+        module.weight = whole
