@@ -65,6 +65,13 @@ def test_few_tokens_of_an_expert_prove_nothing_and_all_tokens_together_do():
         judged((trace, sampled, [logprobs + 0.6 for logprobs in sampled], counted))
 
 
+def test_a_few_tokens_far_apart_end_no_run():
+    trace, sampled, trained, counted = rollout(0.0)
+    for ours in trained[:: len(trained) // 5]:
+        ours[0] += 8.0  # a k3 of 2,972 nats
+    judged((trace, sampled, trained, counted))
+
+
 def test_sums_are_of_all_micro_batches_and_processes_and_start_anew():
     parts = [rollout(0.6, seed=seed, count=16) for seed in range(4)]
     for part in parts:
