@@ -1,7 +1,7 @@
 """A Qwen3-MoE checkpoint small enough for a laptop, made here from a seed: nothing is downloaded."""
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 VOCABULARY = 258
@@ -31,8 +31,12 @@ def save_policy(folder, *, seed=0, **changes):
     config = Qwen3MoeConfig(**{**SIZES, "mlp_only_layers": [0], "intermediate_size": 64, **changes})
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<pad>": 0, "<eos>": 1, **{symbol: number + 2 for number, symbol in enumerate(alphabet)}}
+    # verl's agent loop looks for this end of a turn in every tokenizer of a Qwen model
+    vocabulary = {"<pad>": 0, "<|im_end|>": 1, **{symbol: number + 2 for number, symbol in enumerate(alphabet)}}
     bytes_alone = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=bytes_alone, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    bytes_alone.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, pad_token="<pad>", eos_token="<|im_end|>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ '=' if add_generation_prompt }}"
+    tokenizer.save_pretrained(folder)
     return str(folder)

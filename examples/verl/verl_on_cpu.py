@@ -1,7 +1,9 @@
-"""verl on a machine without a GPU: its platform for chips, filled in for a CPU. Import it before verl.
+"""verl on a machine without a GPU: its platform for chips, filled in for a CPU. On GPUs nothing of this is loaded.
 
 verl has a door for platforms of others, and none of its own for a CPU. Its engines are registered by device, and
-`VERL_ENGINE_DEVICE` says which to take.
+`VERL_ENGINE_DEVICE` says which to take. A script imports this before verl. In a run under Ray every process does, by
+
+    PYTHONPATH=examples/verl VERL_USE_EXTERNAL_MODULES=verl_on_cpu VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda
 """
 
 import os
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
 
 import torch
+import torch.distributed as dist
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
@@ -24,6 +27,7 @@ DEVICE = SimpleNamespace(
     is_available=lambda: True,
     device_count=lambda: 1,
     current_device=lambda: "cpu",
+    get_device_name=lambda *_: "CPU",  # by which verl's table of FLOPS knows it
     manual_seed=torch.manual_seed,
     get_rng_state=torch.get_rng_state,
     set_rng_state=torch.set_rng_state,
@@ -68,13 +72,26 @@ class PlatformCPU(PlatformBase):
         return nullcontext()
 
     def ray_resource_name(self):
-        return "CPU"
+        return "GPU"  # Ray takes no "CPU" here; it is told of one GPU for each rank, by ray_init.num_gpus
 
     def ray_noset_envvars(self):
         return []
 
     def is_ipc_supported(self):
-        return False
+        return False  # weights go to the rollout in shared memory
 
     def cudart(self):
         return None
+
+
+# verl asks for "cpu:gloo,<device>:<backend>", and torch refuses a device that is named twice
+_init_process_group = dist.init_process_group
+
+
+def init_process_group(backend=None, *args, **kwargs):
+    if isinstance(backend, str):
+        backend = ",".join(dict.fromkeys(backend.split(",")))
+    return _init_process_group(backend, *args, **kwargs)
+
+
+dist.init_process_group = init_process_group

@@ -10,7 +10,7 @@ pytest.importorskip("verl", reason="there is no verl in this environment: run `m
 
 from verl.workers.engine.fsdp import transformer_impl
 
-from foreroute.errors import AttachError, CaptureError, ConfigError, ReplayError
+from foreroute.errors import AttachError, CaptureError, ConfigError, EngineError, ReplayError
 from foreroute.trainers.verl import trace_of
 from foreroute.trainers.verl.fsdp import RoutingReplayEngine
 from foreroute.trainers.verl.settings import require_supported
@@ -86,6 +86,20 @@ def test_updates_follow_the_routes_and_so_does_their_recomputation(engine, book)
     assert metrics["mismatch/f2"] == [pytest.approx(np.mean(np.abs(log_r) > np.log(2)))]
     assert metrics["mismatch/disagreement"] == [0.0]
     assert metrics["mismatch/native_disagreement"][0] > 0.05
+
+
+def test_a_rollout_without_the_weights_of_a_layers_experts_ends_the_run_before_it_learns(group, folder):
+    book = Book(folder)
+    engine = make(folder, "R3")
+    old_log_probs(engine, tensordict(book.batch()))
+    experts = book.model.model.layers[1].mlp.experts
+    with torch.no_grad():  # values that are right, and in wrong places
+        experts.down_proj.copy_(experts.down_proj.flatten().roll(7).reshape(experts.down_proj.shape))
+    book.sampled = [
+        logprobs[-len(response) :].numpy() for (_, response), logprobs in zip(book.pairs, book.replayed(), strict=True)
+    ]
+    with pytest.raises(EngineError, match=r"are \S+ nats \(k3\).*Weights did not arrive"):
+        old_log_probs(engine, tensordict(book.batch()))
 
 
 def test_without_replay_verl_is_verl_and_the_mismatch_is_measured(group, folder, book):

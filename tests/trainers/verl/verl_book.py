@@ -16,7 +16,8 @@ PROMPT, RESPONSE = 6, 8
 
 
 class Book:
-    """Sequences of a rollout, each with routes [T - 1, 2, 2] and log-probs of its response.
+    """Sequences of a rollout, each with routes [T - 1, 2, 2] and log-probs of its response,
+    near those of the model on these routes.
 
     Args:
         folder: the policy's checkpoint.
@@ -31,13 +32,18 @@ class Book:
         lengths = [(int(rng.integers(2, PROMPT + 1)), int(rng.integers(3, RESPONSE + 1))) for _ in range(count)]
         self.pairs = [tuple(rng.integers(2, 200, n) for n in pair) for pair in lengths]
         self.native = [self._native(np.concatenate(pair)) for pair in self.pairs]
-        self.routes, self.sampled = [], []
-        for (_, response), (ids, logprobs) in zip(self.pairs, self.native, strict=True):
+        self.routes, noise = [], []
+        for (_, response), (ids, _) in zip(self.pairs, self.native, strict=True):
             drawn = ids[:-1].copy()
             cells = rng.random(drawn.shape[:2]) < replaced
             drawn[cells] = np.argsort(rng.random((*drawn.shape[:2], 8)), axis=-1)[cells][:, :2]
             self.routes.append(drawn)
-            self.sampled.append((logprobs[-len(response) :] + rng.normal(0, 0.5, len(response))).astype(np.float32))
+            noise.append(rng.normal(0, 0.2, len(response)))
+            noise[-1][0] += 0.8  # more than twofold, in one token of each sequence
+        self.sampled = [
+            (logprobs[-len(drawn) :].numpy() + drawn).astype(np.float32)
+            for logprobs, drawn in zip(self.replayed(), noise, strict=True)
+        ]
 
     def traces(self):
         return [self.trace([s]) for s in range(len(self.pairs))]

@@ -25,6 +25,7 @@ from foreroute.errors import ReplayError
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
+from foreroute.trainers.verl.expert_weights import ExpertWeightsCheck
 from foreroute.trainers.verl.protocol import (
     FIELD,
     of_responses,
@@ -64,6 +65,7 @@ class EnginePassController:
         self._engine = engine
         self._replay = replay
         self._facts = facts_of(self.routed)
+        self._weights_check = ExpertWeightsCheck(self.routed.spec) if replay == "R3" else None
         self._has_old_pass = False
         self._num_steps = 0
 
@@ -76,6 +78,8 @@ class EnginePassController:
 
         Raises:
             ReplayError: when no micro-batch went through `forward_step`.
+            EngineError: when the rollout was not sampled with the trainer's weights. They are compared in the
+                old-log-prob pass under R3, before anything is learned from the rollout.
         """
         logs: dict[str, float] = {}
         self._has_old_pass |= not update
@@ -89,6 +93,8 @@ class EnginePassController:
         if update:
             self.metrics.share(self._over_ranks)
             logs.update(self.metrics.flush())
+        elif self._weights_check is not None:
+            self._weights_check.judge(self._over_ranks)
 
     def step(self, step: Step, micro_batch: Any, loss_function: Any, *, update: bool) -> Any:
         """A `forward_step` of verl on a micro-batch, replayed, recorded and measured as its pass asks for."""
@@ -157,7 +163,10 @@ class EnginePassController:
             return
         lengths = response_lengths(micro_batch)
         trained, counted = of_responses(log_probs, lengths), sampled_mask(micro_batch)
-        self.metrics.compare_tokens(parts_of(sampled, lengths), _padded(trained), _padded(counted))
+        by_rollout = parts_of(sampled, lengths)
+        self.metrics.compare_tokens(by_rollout, _padded(trained), _padded(counted))
+        if self._weights_check is not None and not update:
+            self._weights_check.add(executed, by_rollout, trained, counted)
 
     def _over_ranks(self, sums: Tensor) -> Tensor:
         group = self._engine.get_data_parallel_group()

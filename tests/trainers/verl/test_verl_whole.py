@@ -1,0 +1,116 @@
+"""verl whole, under Ray: its trainer on two ranks, its vLLM servers, its checkpoints. A run takes three minutes."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("verl", reason="there is no verl in this environment: run `make test-verl`")
+pytest.importorskip("ray", reason="there is no Ray in this environment: run `make test-verl`")
+
+ROOT = Path(__file__).parents[3]
+WITHIN_S = 1500
+"""Five times what a run takes on two quiet cores."""
+sys.path.append(str(ROOT / "examples" / "verl"))
+import demo_cluster
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "policy"
+    demo_cluster.prepare(folder)
+    return folder
+
+
+def run(folder, policy, *, until=None, **settings):
+    """A run to its end, or until something is so; what verl ended with."""
+    process = demo_cluster.start(folder, policy, **settings)
+    end = time.monotonic() + WITHIN_S
+    try:
+        while process.poll() is None and time.monotonic() < end and not (until and until()):
+            time.sleep(0.5)
+        assert process.poll() is not None or (until and until()), demo_cluster.tail(folder)
+    finally:
+        stop(process)
+    return process.returncode
+
+
+def stop(process):
+    """And its Ray cluster, which goes with it."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def mean_k3(steps):
+    return np.mean([values["k3"] for values in steps.values()])
+
+
+def test_a_run_in_float32_is_stopped_goes_on_from_its_checkpoint_and_is_exact(tmp_path, policy):
+    latest = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
+    settings = {"precision": "float32", "replay": "R3"}
+    run(tmp_path, policy, until=lambda: latest.exists() and int(latest.read_text() or 0) >= 2, **settings)
+    first = demo_cluster.metrics(tmp_path)
+    assert demo_cluster.differing_weights(tmp_path, policy)[0] == []
+    step = int(latest.read_text())
+    for file in (tmp_path / "engines").iterdir():
+        file.unlink()
+    overrides = [f"trainer.total_training_steps={step + 2}"]
+    assert run(tmp_path, policy, overrides=overrides, **settings) == 0, demo_cluster.tail(tmp_path)
+    second = demo_cluster.metrics(tmp_path)
+    assert list(second) == [step + 1, step + 2]
+    assert len(first) >= 1
+    for values in (*first.values(), *second.values()):
+        assert values["disagreement"] == 0
+        assert values["k3"] < 1e-9
+    different, compared = demo_cluster.differing_weights(tmp_path, policy, first=step)
+    # three syncs to two engines, of all the policy's tensors
+    assert (different, compared) == ([], 3 * demo_cluster.RANKS * num_tensors(policy))
+
+
+def test_replay_takes_away_half_of_the_mismatch_of_a_rollout_in_bfloat16(tmp_path, policy):
+    found = {}
+    for replay in ("disabled", "R3"):
+        folder = tmp_path / replay
+        assert run(folder, policy, precision="bfloat16", replay=replay) == 0, demo_cluster.tail(folder)
+        found[replay] = demo_cluster.metrics(folder)
+        assert list(found[replay]) == [1, 2, 3, 4]
+        different, compared = demo_cluster.differing_weights(folder, policy)
+        assert (different, compared) == ([], 5 * demo_cluster.RANKS * num_tensors(policy))
+    assert all(values["disagreement"] == 0 for values in found["R3"].values())
+    assert all(values["disagreement"] > 0.01 for values in found["disabled"].values())
+    assert mean_k3(found["R3"]) < 0.5 * mean_k3(found["disabled"])
+
+
+def test_a_sync_that_leaves_the_experts_without_their_weights_ends_the_run(tmp_path, policy):
+    code = run(
+        tmp_path,
+        policy,
+        precision="float32",
+        replay="R3",
+        paths=[ROOT],
+        overrides=[
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls="
+            "tests.trainers.verl.packed_experts.WorkerExtension"
+        ],
+    )
+    assert code not in (0, None)
+    assert "EngineError: the rollout's log-probs are" in (tmp_path / "output.txt").read_text()
+    assert demo_cluster.metrics(tmp_path) == {}  # before anything was learned from it
+    different, _ = demo_cluster.differing_weights(tmp_path, policy)
+    assert {name.split(".mlp.")[1] for _, _, name in different} == {"experts.gate_up_proj", "experts.down_proj"}
+
+
+def num_tensors(policy):
+    from engine_weights import of_policy
+
+    return len(of_policy(policy))
