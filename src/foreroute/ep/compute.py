@@ -271,8 +271,8 @@ class Replicas:
 class ReceiveGradients(torch.autograd.Function):
     """`ReceiveGradients.apply(borrowed, *home)`: the home shards as they are, with the gradients that come to them.
 
-    `SendGradients` sends gradients, which are waited for here. Autograd takes nodes that were made later first. This one is
-    made before the rows are dispatched, so that while gradients travel, backward computes the home experts and sends
+    `SendGradients` sends them, and they are waited for here. Autograd takes nodes that were made later first. This one
+    is made before the rows are dispatched, so that while gradients travel, backward computes the home experts and sends
     the gradients of rows back. The order is the same on all ranks, since they make the same nodes.
     """
 
