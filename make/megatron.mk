@@ -7,9 +7,10 @@ MEGATRON_READY := $(MEGATRON_PATH)/.ready
 
 .PHONY: test-megatron-grid test-megatron-newest
 
-# every variant of every split of the model, of which CI runs a quarter, and every kind of plan executed in each
+# every variant of every split of the model, of which CI runs a quarter, every kind of plan executed in each, and the
+# pipeline for 20 steps
 test-megatron-grid: $(READY)
-	FOREROUTE_MEGATRON_GRID=all $(BIN)/pytest -q tests/adapters/megatron/test_grid.py tests/adapters/megatron/test_plan_execution.py
+	FOREROUTE_MEGATRON_GRID=all $(BIN)/pytest -q $(addprefix tests/adapters/megatron/test_,grid.py plan_execution.py pipeline.py)
 
 $(MEGATRON_READY): | $(READY)
 	$(BIN)/pip install --quiet --target $(MEGATRON_PATH) --no-deps --ignore-requires-python \
