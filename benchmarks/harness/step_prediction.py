@@ -103,7 +103,7 @@ def processes_config(sizes: Mapping[str, Any], num_ranks: int, *, sequence_token
                 "cluster_latency_s": 1e-4,
             },
             "costs": {"dispatcher": "copies", "sequence_tokens": float(sequence_tokens)},
-            "execution": {"paths": "host"},
+            "execution": {"paths": "host", "copy_engines": False},
         },
         source="the benchmark",
     )

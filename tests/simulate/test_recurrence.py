@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreroute.costs.model import STAGES
-from foreroute.simulate.cell_costs import without_cost
+from foreroute.simulate.cell_costs import beside_nothing, without_cost
 from foreroute.simulate.engine import PARTS, run
 from foreroute.simulate.ep_group import forward_only, layer_parts, one_forward_one_backward
 from tests.simulate.event_oracle import play
@@ -94,6 +94,27 @@ def test_without_transfers_a_stage_is_the_sum_of_its_slowest_ranks():
     experts_s = compute.experts_MLG2[..., 0].max(axis=2)
     expected = 4 * attention_s + experts_s.sum(axis=1) + 2 * compute.all_to_all_ML.sum(axis=1) + 4 * 0.05
     assert found.end_P == pytest.approx([(expected + compute.head_MG.max(axis=1)).sum()])
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_without_copy_engines_what_a_rank_moves_takes_time_of_its_experts(stage):
+    compute, moved = random_work(5)
+    found = run(orders_of(stage, 1, 3), layer_parts(4, 1), *beside_nothing(compute, moved), rules(), stage=stage)
+    sums = np.zeros(2)
+    for m in range(3):
+        for layer in range(4):
+            forward_G, backward_G = compute.experts_MLG2[m, layer].T.copy()
+            for kind, seconds_G in ((0, forward_G), (1, backward_G)):
+                for g in range(2):
+                    seconds_G[g] += moved.host_KMLG[kind, m, layer, g] + moved.direct_KMLG4[kind, m, layer, g].sum()
+                    if kind:
+                        # the forward anew of a backward stage pass has the fetch of the forward one
+                        seconds_G[g] -= moved.host_KMLG[0, m, layer, g] + moved.direct_KMLG4[0, m, layer, g].sum()
+                        seconds_G[g] += moved.gradient_MLG4[m, layer, g].sum()
+            sums += forward_G.max(), max(0.0, backward_G.max())
+    experts = found.parts_PX[0, PARTS.index("experts")]
+    assert experts == pytest.approx(sums[0] if stage == 0 else 2 * sums[0] + sums[1])
+    assert found.parts_PX[0, PARTS.index("exposed transfers")] == 0
 
 
 def test_one_forward_one_backward_of_even_stages_takes_the_textbook_time():

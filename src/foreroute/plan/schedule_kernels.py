@@ -322,21 +322,28 @@ def choose_host(source_V: Any, target_V: Any, num_bytes: int, paths: int, rates:
         return
     num_ranks = max(source_V.max(), target_V.max()) + 1
     busy_s = np.zeros((5, num_ranks))
+    # divided once: this is asked of every move five times
+    host_s, node_s, cluster_s = (
+        num_bytes / rates.host_bytes_per_s,
+        num_bytes / rates.node_bytes_per_s,
+        num_bytes / rates.cluster_bytes_per_s,
+    )
+    prices = (host_s, node_s, cluster_s, rates.node_latency_s, rates.cluster_latency_s)
     greedy_V = np.zeros(num_moves, np.bool_)
     # a link that must carry a move is busy before the first choice is made, so that choices go round it
     for has_choice in (False, True):
         for v in range(num_moves):
             if reached_V[v] == has_choice:
                 if has_choice:
-                    by_host = _move_end(busy_s, source_V[v], target_V[v], True, num_bytes, rates, False)
-                    direct = _move_end(busy_s, source_V[v], target_V[v], False, num_bytes, rates, False)
+                    by_host = _move_end(busy_s, source_V[v], target_V[v], True, True, prices, False)
+                    direct = _move_end(busy_s, source_V[v], target_V[v], False, True, prices, False)
                     greedy_V[v] = by_host < direct
-                _move_end(busy_s, source_V[v], target_V[v], greedy_V[v], num_bytes, rates, True)
+                _move_end(busy_s, source_V[v], target_V[v], greedy_V[v], has_choice, prices, True)
     best = busy_s.max()
     for candidate in (reached_V, np.zeros(num_moves, np.bool_)):
         busy_s[:] = 0
         for v in range(num_moves):
-            _move_end(busy_s, source_V[v], target_V[v], candidate[v], num_bytes, rates, True)
+            _move_end(busy_s, source_V[v], target_V[v], candidate[v], reached_V[v], prices, True)
         if busy_s.max() < best:
             best = busy_s.max()
             greedy_V[:] = candidate
@@ -344,19 +351,23 @@ def choose_host(source_V: Any, target_V: Any, num_bytes: int, paths: int, rates:
 
 
 @kernel(inline="always")
-def _move_end(busy_s: Any, source: int, target: int, by_host: bool, num_bytes: int, rates: Any, takes: bool) -> Any:
-    """When a move ends that is given to its links after those before it; `takes` gives it to them."""
+def _move_end(busy_s: Any, source: int, target: int, by_host: bool, is_near: bool, prices: Any, takes: bool) -> Any:
+    """When a move ends that is given to its links after those before it; `takes` gives it to them.
+
+    `prices` are seconds: a move through host memory, over links of the node, over NICs, and the latencies of these two.
+    """
+    host_s, node_s, cluster_s, node_latency_s, cluster_latency_s = prices
     if by_host:
-        end = busy_s[HOST_LINK, target] + num_bytes / rates.host_bytes_per_s
+        end = busy_s[HOST_LINK, target] + host_s
         if takes:
             busy_s[HOST_LINK, target] = end
         return end
-    if source // rates.ranks_per_node == target // rates.ranks_per_node:
-        link_out, link_in, latency, rate = NODE_OUT, NODE_IN, rates.node_latency_s, rates.node_bytes_per_s
+    if is_near:
+        link_out, link_in, latency, move_s = NODE_OUT, NODE_IN, node_latency_s, node_s
     else:
-        link_out, link_in, latency, rate = CLUSTER_OUT, CLUSTER_IN, rates.cluster_latency_s, rates.cluster_bytes_per_s
-    left = max(busy_s[link_out, source], latency) + num_bytes / rate
-    arrived = max(busy_s[link_in, target], latency) + num_bytes / rate
+        link_out, link_in, latency, move_s = CLUSTER_OUT, CLUSTER_IN, cluster_latency_s, cluster_s
+    left = max(busy_s[link_out, source], latency) + move_s
+    arrived = max(busy_s[link_in, target], latency) + move_s
     if takes:
         busy_s[link_out, source], busy_s[link_in, target] = left, arrived
     return max(left, arrived)

@@ -192,6 +192,8 @@ class ExecutionConfig(Section):
     """Replicas come from the node's host memory, peer to peer, or by the faster."""
     prefetch: Natural = 1
     """Cells that are fetched ahead."""
+    copy_engines: bool = True
+    """Weights and gradients move beside computing; or take its time, as on CPU processes."""
     overlap: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of computing time that hides all-to-alls."""
     planning_s: Seconds | None = None

@@ -18,6 +18,7 @@ from foreroute.simulate.cell_costs import (
     Compute,
     StagePass,
     Transfers,
+    beside_nothing,
     compute_of,
     transfers_of,
     without_cost,
@@ -37,6 +38,7 @@ class EPGroup:
         recompute, update: transfers of the two stages.
         rules: how the cluster executes.
         parts: layers of each pipeline stage.
+        copy_engines: whether transfers run beside computing.
     """
 
     compute: Compute
@@ -44,6 +46,7 @@ class EPGroup:
     update: Transfers
     rules: Rules
     parts: list[range]
+    copy_engines: bool
 
     @classmethod
     def of(
@@ -83,6 +86,7 @@ class EPGroup:
             transfers(update_orders(len(parts), num_micro_steps)),
             rules_of(config, topology, planned.slots),
             parts,
+            execution.copy_engines,
         )
 
     def bound(self, step: GroupStep, topology: Topology, costs: CostModel) -> EPGroup:
@@ -114,9 +118,12 @@ class EPGroup:
         """
         num_micro_steps = len(self.compute.all_to_all_ML)
         orders = [forward_only(num_micro_steps)] * len(self.parts)
-        first = run(orders, self.parts, self.compute, self.recompute, self.rules, stage=0, ready_M=ready_M)
+        first = run(orders, self.parts, *self._work(self.recompute), self.rules, stage=0, ready_M=ready_M)
         orders = update_orders(len(self.parts), num_micro_steps)
-        return first, run(orders, self.parts, self.compute, self.update, self.rules, stage=1)
+        return first, run(orders, self.parts, *self._work(self.update), self.rules, stage=1)
+
+    def _work(self, transfers: Transfers) -> tuple[Compute, Transfers]:
+        return (self.compute, transfers) if self.copy_engines else beside_nothing(self.compute, transfers)
 
     def moved_bytes(self, topology: Topology, costs: CostModel) -> dict[str, dict[str, float]]:
         """What a rank sends in recompute and update, on average, by what it is and over which link.
