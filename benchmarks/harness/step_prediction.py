@@ -23,7 +23,7 @@ from foreroute.simulate.measurements import Measurement
 
 STAGES = {"recompute": False, "update": True}
 """Whether a stage has backward passes."""
-FITTED = ("gemm_flops_per_s", "memory_bytes_per_s", "layer_s", "node_bytes_per_s")
+FITTED = ("gemm_flops_per_s", "memory_bytes_per_s", "layer_s", "node_bytes_per_s", "host_bytes_per_s")
 HEAD_WIDTH = 64
 
 

@@ -12,9 +12,11 @@ The schedule is arithmetic on counts, with no token looked at and no framework k
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -145,7 +147,6 @@ class ExecutionSchedule:
             paths,
             plan.topology,
         )
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="schedule")  # its thread ends with the schedule
         self._blocks: list[Future[Any]] = []
         self.extend(plan)
 
@@ -162,11 +163,21 @@ class ExecutionSchedule:
             counts_LGE = _served_by_replicas(cells, part) if known is None else known[num_known + m]
             return _compile(cells, counts_LGE, self._rank, self._costs, words)
 
-        self._blocks += [self._pool.submit(block, m) for m in range(part.shape[0])]
+        self._blocks += [_compiler().submit(block, m) for m in range(part.shape[0])]
 
     def cell(self, micro_step: int, layer: int) -> CellSchedule:
         """The schedule of one cell."""
         return _cut(self._blocks[micro_step].result(), layer)
+
+
+@cache
+def _compiler() -> ThreadPoolExecutor:
+    """The thread of all schedules: to start one takes longer than to compile ten cells."""
+    return ThreadPoolExecutor(1, thread_name_prefix="schedule")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_compiler.cache_clear)  # threads do not live on in a forked process
 
 
 _REPLICAS = ("expert_R", "rank_R", "slot_R", "tokens_RG")

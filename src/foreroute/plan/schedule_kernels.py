@@ -77,8 +77,9 @@ def schedule_cells(
     order_R = np.empty(largest, np.int64)
     nth_R = np.empty(largest, np.int64)
     first_G = np.empty(num_ranks + 1, np.int64)
-    rest_EG = np.empty((num_experts, num_ranks), np.int64)
+    served_EG = np.empty((num_experts, num_ranks), np.int32)
     is_replicated_E = np.zeros(num_experts, np.bool_)
+    replicated_E = np.empty(num_experts, np.int64)
     start_E = np.empty(num_experts, np.int64)
     mine_E = np.empty(num_experts, np.int64)
     cursor_E = np.empty(num_experts, np.int64)
@@ -88,6 +89,7 @@ def schedule_cells(
     source_R = np.empty(largest, np.int64)
     target_R = np.empty(largest, np.int64)
     round_R = np.empty(largest, np.int64)
+    place_R = np.empty(largest, np.int64)
     host_R = np.zeros(largest, np.bool_)
     edge_at = np.empty((2, num_ranks, max(largest, 1)), np.int64)
     at = np.zeros(5, np.int64)
@@ -98,26 +100,29 @@ def schedule_cells(
         _by_home(home_E, home_row_E, member_GS)
         _by_rank_and_slot(rank_R, slot_R, begin, num_replicas, order_R, nth_R, first_G)
 
-        # what homes serve of replicated experts, of every source: looked at on all ranks, so that all see what is wrong
+        # what replicas serve, of every source: looked at on all ranks, so that all see what is wrong
+        num_replicated = 0
         for i in range(num_replicas):
             e = expert_R[begin + i]
             if not is_replicated_E[e]:
                 is_replicated_E[e] = True
-                for g in range(num_ranks):
-                    rest_EG[e, g] = counts_GE[g, e]
-            for g in range(num_ranks):
-                rest_EG[e, g] -= tokens_RG[begin + i, g]
-        for i in range(num_replicas):
-            e = expert_R[begin + i]
-            if is_replicated_E[e]:
-                for g in range(num_ranks):
-                    if rest_EG[e, g] < 0:
-                        return c, e, g, -rest_EG[e, g]
+                replicated_E[num_replicated] = e
+                num_replicated += 1
+                served_EG[e, :] = tokens_RG[begin + i, :]
+            else:
+                served_EG[e, :] += tokens_RG[begin + i, :]
+        for g in range(num_ranks):
+            for j in range(num_replicated):
+                e = replicated_E[j]
+                if served_EG[e, g] > counts_GE[g, e]:
+                    return c, e, g, served_EG[e, g] - counts_GE[g, e]
 
         # this rank's assignments, sorted by expert: those of an expert go to its home first, then to its replicas
         place = 0
         for e in range(num_experts):
-            mine_E[e] = rest_EG[e, rank] if is_replicated_E[e] else counts_GE[rank, e]
+            mine_E[e] = counts_GE[rank, e]
+            if is_replicated_E[e]:
+                mine_E[e] -= served_EG[e, rank]
             start_E[e] = place
             cursor_E[e] = place + mine_E[e]
             place += counts_GE[rank, e]
@@ -144,7 +149,9 @@ def schedule_cells(
         for s in range(num_home):
             e = member_GS[rank, s]
             for g in range(num_ranks):
-                tokens_SG[s, g] = rest_EG[e, g] if is_replicated_E[e] else counts_GE[g, e]
+                tokens_SG[s, g] = counts_GE[g, e]
+            if is_replicated_E[e]:
+                tokens_SG[s, :] -= served_EG[e, :]
         for i in range(first_G[rank], first_G[rank + 1]):
             tokens_SG[num_home + i - first_G[rank], :] = tokens_RG[begin + order_R[i], :]
         _computed(tokens_SG[:num_groups], num_home, least_rows_L[c % len(home_LE)], c, out, at)
@@ -156,30 +163,38 @@ def schedule_cells(
                 target_R[i] = rank_R[begin + order_R[i]]
             sources, targets = source_R[:num_replicas], target_R[:num_replicas]
             choose_host(sources, targets, expert_bytes_L[c % len(home_LE)], paths, rates, host_R)
-            colour_edges(sources, targets, edge_at, round_R)
+            num_rounds = colour_edges(sources, targets, edge_at, round_R)
             place_S[:] = 0
             for i in range(num_replicas):
                 if source_R[i] == rank and home_row_E[expert_R[begin + order_R[i]]] + 1 < num_home:
                     place_S[home_row_E[expert_R[begin + order_R[i]]] + 1] += 1
             for s in range(1, num_home):
                 place_S[s] += place_S[s - 1]
-            first_lent, first_served = at[3], at[4]
             for i in range(num_replicas):
-                r = order_R[i]
-                e, source, target = expert_R[begin + r], source_R[i], target_R[i]
-                row, slot = home_row_E[e], slot_R[begin + r]
-                if source == rank:
-                    _enter(out.lent, at[3], round_R[i], i, e, row, target, slot, place_S[row], host_R[i])
+                if source_R[i] == rank:
+                    row = home_row_E[expert_R[begin + order_R[i]]]
+                    place_R[i] = place_S[row]
                     place_S[row] += 1
+            # in the order in which they are posted
+            for turn in range(num_rounds):
+                i = edge_at[0, rank, turn]
+                if i != NONE:
+                    r = order_R[i]
+                    e = expert_R[begin + r]
+                    place = place_R[i]
+                    _enter(out.lent, at[3], turn, i, e, home_row_E[e], target_R[i], slot_R[begin + r], place, host_R[i])
                     at[3] += 1
-                if target == rank:
-                    _enter(out.served, at[4], round_R[i], i, e, row, source, slot, nth_R[r], host_R[i])
+                i = edge_at[1, rank, turn]
+                if i != NONE:
+                    r = order_R[i]
+                    e = expert_R[begin + r]
+                    place = nth_R[r]
+                    _enter(
+                        out.served, at[4], turn, i, e, home_row_E[e], source_R[i], slot_R[begin + r], place, host_R[i]
+                    )
                     at[4] += 1
-            # the order in which they are posted
-            _sort_by_round(out.lent, first_lent, at[3])
-            _sort_by_round(out.served, first_served, at[4])
-        for i in range(num_replicas):
-            is_replicated_E[expert_R[begin + i]] = False
+        for j in range(num_replicated):
+            is_replicated_E[replicated_E[j]] = False
         out.ends_CX[c, :] = at
     return NONE, 0, 0, 0
 
@@ -289,15 +304,6 @@ def _enter(
 
 
 @kernel
-def _sort_by_round(table: Any, first: int, last: int) -> None:
-    """Stable, in place; the parts are short."""
-    order = np.argsort(table[first:last].round, kind="mergesort")
-    copied = table[first:last].copy()
-    for i in range(last - first):
-        table[first + i] = copied[order[i]]
-
-
-@kernel
 def choose_host(source_V: Any, target_V: Any, num_bytes: int, paths: int, rates: Any, host_V: Any) -> None:
     """Which moves of a batch, all of as many bytes, go through host memory; it reaches the ranks of a node.
 
@@ -383,7 +389,7 @@ def colour_edges(source_V: Any, target_V: Any, edge_at: Any, round_V: Any) -> An
     Args:
         source_V: integers [V].
         target_V: integers [V].
-        edge_at: int64 [2, G, at least as many as rounds], scratch.
+        edge_at: int64 [2, G, at least as many as rounds], filled: a sender's and a receiver's edge of a round, or NONE.
         round_V: int64 [V], filled.
     """
     num_ranks = edge_at.shape[1]
