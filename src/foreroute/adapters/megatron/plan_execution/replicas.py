@@ -80,7 +80,9 @@ class BorrowedReplicas:
         Returns:
             What comes out of the replicas, and a token that hands backward on to `Borrow`.
         """
-        token, *flat = Borrow.apply(self, self._anchor)
+        # kept here, it would keep its node, which keeps this, through the graph: a circle that nobody collects
+        anchor, self._anchor = self._anchor, None
+        token, *flat = Borrow.apply(self, anchor)
         num = len(self.slots)
         if self._fuses_gradients:
             self._fused = [torch.zeros_like(weight, dtype=self._gradient_dtype(weight)) for weight in flat]
