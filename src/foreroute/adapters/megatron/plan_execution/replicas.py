@@ -80,7 +80,7 @@ class BorrowedReplicas:
         Returns:
             What comes out of the replicas, and a token that hands backward on to `Borrow`.
         """
-        # kept here, it would keep its node, which keeps this, through the graph: a circle that nobody collects
+        # its node keeps this, so this does not keep it
         anchor, self._anchor = self._anchor, None
         token, *flat = Borrow.apply(self, anchor)
         num = len(self.slots)
