@@ -201,7 +201,7 @@ def differing_weights(run, policy, *, first=0):
     from engine_weights import differing, of_policy, of_trainer
 
     logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(policy)
+    config = AutoConfig.from_pretrained(policy, trust_remote_code=False)
     found, compared = [], 0
     for file in sorted((run / "engines").glob("*.safetensors")):
         step = first + int(file.name.partition("-")[0])

@@ -54,7 +54,9 @@ def _unpacked(packed, isa):
 
 def of_policy(folder):
     """The weights of a checkpoint of Hugging Face, by the names that the trainer's model has."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    ).state_dict()
 
 
 def of_trainer(folder):

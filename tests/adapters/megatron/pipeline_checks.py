@@ -70,7 +70,9 @@ class FullDisk(TransformersEngine):
 
 def read(folder):
     with without_progress_bars():
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        )
 
 
 def trains(folder, rollouts, stages, steps, engine="TransformersEngine"):

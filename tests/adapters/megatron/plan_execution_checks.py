@@ -1,6 +1,7 @@
 """Plans that are executed change nothing that a training run gives, and have every rank compute what they say."""
 
 import dataclasses
+import gc
 from unittest import mock
 
 import numpy as np
@@ -205,6 +206,20 @@ def check_nothing_fetched_is_kept_for_backward():
             step(chunks, carrying(batches, shards), routed.replaying(forward))
         assert len(fetched) > 2 * len(alive)
         assert not any(alive), (experts, alive)
+
+
+def check_nothing_of_executions_piles_up():
+    """Megatron keeps tensors of a pass, and nodes of autograd lead from them to what executed it: circles for ever."""
+    chunks, routed, batches, shards, made, counts_MLGE = planned(ExecutionCase(Cell(ep=2, layers=2)))
+    for _ in range(3):
+        with routed.execute(made, counts_MLGE, shards) as execution:
+            step(chunks, carrying(batches, shards), routed.replaying(forward_step))
+        assert execution.fetches[0] > 0
+    # what a first collection frees of autograd holds what a second one finds
+    gc.collect()
+    gc.collect()
+    alive = [type(each) for each in gc.get_objects() if isinstance(each, BorrowedReplicas | type(execution))]
+    assert alive == [type(execution)], alive
 
 
 def planned(case):

@@ -142,6 +142,7 @@ def test_layers_that_cannot_execute_plans_are_refused(check):
         "check_a_model_that_nothing_wraps",
         "check_checkpoints_do_not_see_replicas",
         "check_nothing_fetched_is_kept_for_backward",
+        "check_nothing_of_executions_piles_up",
     ],
 )
 def test_replicas_leave_gradients_and_checkpoints_as_they_were(check):

@@ -80,8 +80,11 @@ class PlannedLayer:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Stand there while the context is open."""
+        """Stand there while the context is open, once."""
         with ExitStack() as stack:
+            # Megatron's dispatchers keep tensors of their last pass, whose graph leads back here: a circle through
+            # autograd, which nobody collects
+            stack.callback(self.__dict__.pop, "_dispatcher")
             for module, name, stand_in in (
                 (self._block, "preprocess", self._fill_columns),
                 (self._block, "token_dispatcher", self._dispatcher.dispatcher),

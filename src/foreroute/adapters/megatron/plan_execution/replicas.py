@@ -80,7 +80,9 @@ class BorrowedReplicas:
         Returns:
             What comes out of the replicas, and a token that hands backward on to `Borrow`.
         """
-        token, *flat = Borrow.apply(self, self._anchor)
+        # its node keeps this, so this does not keep it
+        anchor, self._anchor = self._anchor, None
+        token, *flat = Borrow.apply(self, anchor)
         num = len(self.slots)
         if self._fuses_gradients:
             self._fused = [torch.zeros_like(weight, dtype=self._gradient_dtype(weight)) for weight in flat]
