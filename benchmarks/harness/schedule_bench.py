@@ -40,19 +40,18 @@ def host_work(repeats: int) -> dict[str, dict[str, float]]:
     compiling, indexing = {}, {}
     for name, slots in SLOTS.items():
         workload = replace(WORKLOADS[name], num_micro_steps=MICRO_STEPS)
-        layers = workload.num_layers
         counts_MLGE = workload.draw(seed=0).counts()
         topology = Topology(workload.num_ranks, 8, slots, LINKS)
         plan = planner.plan(counts_MLGE, topology, PlanOptions(slots="shared"))
 
         def compiled(plan: StepPlan = plan, counts_MLGE: Any = counts_MLGE) -> ExecutionSchedule:
-            schedule = ExecutionSchedule(plan, counts_MLGE, RANK, expert_bytes_L=[10**7] * layers, paths="auto")
-            schedule.cell(MICRO_STEPS - 1, layers - 1)
+            schedule = ExecutionSchedule(plan, counts_MLGE, RANK, expert_bytes_L=[10**7] * plan.shape[1], paths="auto")
+            schedule.cell(MICRO_STEPS - 1, plan.shape[1] - 1)
             return schedule
 
         schedule, home = compiled(), {"weight": torch.zeros(workload.num_experts // workload.num_ranks, 1)}
-        sets = [SlotSet(home, topology) for _ in range(layers)]
-        cells = layers * MICRO_STEPS
+        sets = [SlotSet(home, topology) for _ in range(workload.num_layers)]
+        cells = workload.num_layers * MICRO_STEPS
         compiling[name] = _median(compiled, repeats) / cells * 1e6
         indexing[name] = _median(lambda: _index(plan, schedule, sets, home), repeats) / cells / 2 * 1e3  # noqa: B023
     return {"schedule_us_per_cell": compiling, "host_ms_per_cell": indexing}
