@@ -18,6 +18,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps)
+        self.weight.sequence_parallel = config.sequence_parallel
 
 
 def norms_of_torch(block: Any) -> None:
