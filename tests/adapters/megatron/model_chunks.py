@@ -1,5 +1,7 @@
 """The Megatron model of a cell: its process groups, its configuration, its chunks on this rank."""
 
+import gc
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -28,6 +30,7 @@ def initialize(cell):
     parallel_state.destroy_model_parallel()
     dist.barrier()  # nobody is still at work in what is given up
     give_up_groups()
+    gc.collect()  # models hold them, in circles
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=cell.tp,
         pipeline_model_parallel_size=cell.pp,
