@@ -66,7 +66,7 @@ def ending_together(folder: Path) -> Iterator[None]:
 
 
 def _told_to_end(*_: Any) -> None:
-    raise RuntimeError("told to end by SIGTERM")
+    raise RuntimeError("told to end by SIGTERM, as torchrun does when a rank is gone")
 
 
 def on_first_rank(work: Callable[[], Done]) -> Done | None:

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from examples.pipeline import on_cpu
 
 on_cpu.install()  # a machine with GPUs needs neither this nor what policy.py takes of it
+on_cpu.checkpoints_without_server()
 
 from megatron.core import parallel_state as mpu
 

@@ -47,7 +47,7 @@ def test_the_engine_has_the_weights_and_experts_compute_what_was_planned(four):
 
 @pytest.mark.parametrize(
     ("ranks", "split"),
-    [(1, ()), (2, (1, 2)), (4, (1, 1, 2)), pytest.param(4, (2, 2), marks=IN_GRID), pytest.param(4, (), marks=IN_GRID)],
+    [(1, ()), (2, (1, 2)), *(pytest.param(4, split, marks=IN_GRID) for split in ((1, 1, 2), (2, 2), ()))],
     ids=["one", "ep2-tp2", "ep2-edp2", "ep2-tp2-pp2", "ep4"],
 )
 def test_ranks_in_other_splits_have_the_same_losses_on_the_same_rollouts(four, tmp_path, ranks, split):
