@@ -168,14 +168,18 @@ def _serve(rank, num_ranks, rendezvous, pipe):
 
 
 def _clear():
-    """Give up all process groups but the first. Each has a thread that wakes a hundred times a second."""
+    kept.clear()
+    give_up_groups()
+    gc.collect()
+
+
+def give_up_groups():
+    """All process groups but the first. Each has threads, of which one wakes a hundred times a second."""
     import torch.distributed as dist
 
-    kept.clear()
     world = dist.distributed_c10d._world
     for group, name in list(world.pg_names.items()):
         if group in world.pg_map and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
             # the store still has the addresses of a group of that name
             world.pg_names[f"gone: {name}"] = name
-    gc.collect()

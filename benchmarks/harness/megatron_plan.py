@@ -2,12 +2,16 @@
 
 Each process has a core, and experts dominate the step, as in `step_seconds`. *Static* is Megatron as it is, attached
 and replaying the same routes. *Attached* is a step whose wrapped forward is given no routes, over the same step of a
-model that was never attached. Also what the all-to-all dispatcher asks of other ranks and waits for, with and without.
+model that was never attached. *Predicted* is what the simulator makes of the very same plans, with rates that were
+fitted to other skews and sizes on the same processes. Also what the all-to-all dispatcher asks of other ranks and waits
+for, with and without.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,6 +25,7 @@ from torch import Tensor
 
 from benchmarks.harness.execution_bench import LINKS, SLOTS, drawn, in_processes
 from benchmarks.harness.pairs import PairedRatio, compare, near_one
+from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_ratios, processes_config
 from examples.megatron import on_cpu
 from foreroute import layout
 from foreroute.plan import PlanOptions, Topology
@@ -31,6 +36,7 @@ SIZES: dict[str, Any] = {
     "hidden_size": 512,
     "num_attention_heads": 4,
     "num_query_groups": 2,
+    "kv_channels": 128,
     "ffn_hidden_size": 512,
     "num_moe_experts": 16,
     "moe_router_topk": 4,
@@ -41,27 +47,50 @@ SIZES: dict[str, Any] = {
     "add_bias_linear": False,
     "gated_linear_unit": True,
 }
-SHAPE = (4, 256)
-"""Sequences and tokens of a micro-batch."""
+VOCABULARY, SHAPE = 256, (4, 256)
+"""Tokens; sequences of a micro-batch and tokens of each."""
 SKEWS = {"low": 0.3, "middle": 0.6, "high": 1.0}
-STAGES = {"recompute": True, "update": False}
-"""Whether the stage runs forward alone."""
+OTHER_SKEWS, OTHER_SEQUENCES, ROUNDS = (0.15, 0.45, 0.8), (2, 6), 5
+"""Of the steps that rates are fitted to, and how often each is run; none is a step that is predicted."""
+EXECUTION = {"paths": "direct", "prefetch": 0, "early_cells": False}
+"""As Megatron-Core executes plans."""
+Parts = tuple[dict[str, Any], dict[str, list[TimedStep]], list[TimedStep]]
 
 
-def planned_step(pairs: int, skews: Sequence[str] = tuple(SKEWS)) -> dict[str, Any]:
+def planned_step(pairs: int, skews: Sequence[str] = tuple(SKEWS), *, predicts: bool = True) -> dict[str, Any]:
     """Ratios of seconds, `planned_over_static` by stage and skew and `attached_ratio`, and what goes with them.
 
-    Beside them `static_imbalance` by skew, `collectives_saved` and `host_waits`. Ratios are medians over pairs that
-    were run in turn, with the 95 % interval of the median; None without two cores.
+    Beside them `predicted_planned_over_static` by stage and skew, None where it is not asked for, `static_imbalance` by
+    skew, `collectives_saved` and `host_waits`. Ratios are medians over pairs that were run in turn, with the 95 %
+    interval of the median; None without two cores.
     """
     if len(os.sched_getaffinity(0)) < 2:
         names = ("planned_over_static", "static_imbalance", "attached_ratio", "collectives_saved", "host_waits")
-        return dict.fromkeys(names)
-    measured: dict[str, Any] = in_processes(_measured, 2, pairs, skews)
-    return measured
+        return dict.fromkeys((*names, "predicted_planned_over_static"))
+    parts: Parts = in_processes(_measured, 2, pairs, skews, ROUNDS if predicts else 0)
+    found, cases, others = parts
+    config = processes_config(
+        hub_sizes(), 2, sequence_tokens=SHAPE[1], head_width=SIZES["kv_channels"], execution=EXECUTION
+    )
+    return found | {"predicted_planned_over_static": predict_ratios(others, cases, config) if predicts else None}
 
 
-def _measured(rank: int, num_ranks: int, pairs: int, skews: Sequence[str]) -> dict[str, Any]:
+def hub_sizes() -> dict[str, Any]:
+    """`SIZES` by the names of Hugging Face."""
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": SIZES["hidden_size"],
+        "num_hidden_layers": SIZES["num_layers"],
+        "num_attention_heads": SIZES["num_attention_heads"],
+        "num_key_value_heads": SIZES["num_query_groups"],
+        "num_experts": SIZES["num_moe_experts"],
+        "num_experts_per_tok": SIZES["moe_router_topk"],
+        "moe_intermediate_size": SIZES["moe_ffn_hidden_size"],
+    }
+
+
+def _measured(rank: int, num_ranks: int, pairs: int, skews: Sequence[str], rounds: int) -> Parts:
+    """What was found; what was planned and static in each case; and other steps, timed in so many rounds."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     on_cpu.install()
     from megatron.core import parallel_state
@@ -69,11 +98,13 @@ def _measured(rank: int, num_ranks: int, pairs: int, skews: Sequence[str]) -> di
     parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks, create_gloo_process_groups=False)
     found: dict[str, Any] = {"planned_over_static": {stage: {} for stage in STAGES}, "static_imbalance": {}}
     bench = Bench(rank, num_ranks, 0.0, {})
+    cases: dict[str, list[TimedStep]] = {}
     for name in skews:
         bench.take_routes(rank, SKEWS[name])
+        cases[name] = bench.steps(name)
         found["static_imbalance"][name] = round(bench.static_imbalance, 3)
-        for stage, forward_only in STAGES.items():
-            planned, static = (partial(bench.step, by_plan, forward_only) for by_plan in (True, False))
+        for stage, updates in STAGES.items():
+            planned, static = (partial(bench.step, by_plan, not updates) for by_plan in (True, False))
             ratio = compare(planned, static, pairs=pairs)
             found["planned_over_static"][stage][name] = _shown(ratio)
     found |= near_one("attached", compare(*bench.without_routes(), pairs=pairs))
@@ -86,7 +117,11 @@ def _measured(rank: int, num_ranks: int, pairs: int, skews: Sequence[str]) -> di
         (gathers, waits), (gathers_left, waits_left) = counted.asked(False), counted.asked(True)
         found["collectives_saved"][recompute] = gathers - gathers_left
         found["host_waits"][recompute] = {"static": waits, "planned": waits_left}
-    return found
+    others = []
+    for skew, sequences in itertools.product(OTHER_SKEWS, OTHER_SEQUENCES if rounds else ()):
+        bench.take_routes(rank, skew, (sequences, SHAPE[1]))
+        others += bench.timed(f"skew {skew}, {sequences} sequences", rounds)
+    return found, cases, others
 
 
 class Bench:
@@ -101,16 +136,17 @@ class Bench:
         self._routed = megatron.attach(self._model)
         self.take_routes(rank, skew)
 
-    def take_routes(self, rank: int, skew: float) -> None:
+    def take_routes(self, rank: int, skew: float, shape: tuple[int, int] = SHAPE) -> None:
         """Other micro-batches, and a plan for them."""
-        tokens, traces = drawn(self._routed.spec, rank, skew=skew, shape=SHAPE)
+        tokens, traces = drawn(self._routed.spec, rank, skew=skew, shape=shape)
         whole = [layout.pad(trace.lengths, side="right", order="sbhd") for trace in traces]
         self._shards = [self._routed.shard(trace, each) for trace, each in zip(traces, whole, strict=True)]
         self._batches = [{"tokens": t, "routes": r} for t, r in zip(tokens, self._shards, strict=True)]
         self._counts_MLGE = self._routed.gather_counts(self._shards)
         topology = Topology(self._num_ranks, self._num_ranks, SLOTS, LINKS)
-        self._plan = plan(
-            self._counts_MLGE, topology, PlanOptions(tolerance=0.02, slots="shared"), home_LE=self._routed.home_LE
+        self._plan, self._static = (
+            plan(self._counts_MLGE, topology, options, home_LE=self._routed.home_LE)
+            for options in (PlanOptions(tolerance=0.02, slots="shared"), PlanOptions(slots="shared", replicas=False))
         )
 
     @property
@@ -119,6 +155,25 @@ class Bench:
         loads_MLE = self._counts_MLGE.sum(2)
         at_home = [(loads_MLE * (self._routed.home_LE == rank)).sum(2) for rank in range(self._num_ranks)]
         return float(np.max(at_home, axis=0).sum() / loads_MLE.sum() * self._num_ranks)
+
+    def steps(self, name: str) -> list[TimedStep]:
+        """The step under its plan and with every expert at home, which were not timed."""
+        return [TimedStep(name, self._counts_MLGE, each) for each in (self._plan, self._static)]
+
+    def timed(self, name: str, rounds: int) -> list[TimedStep]:
+        """The same, timed in turn, round after round; the seconds of each are those of its quickest round."""
+        seconds: list[dict[str, list[float]]] = [{stage: [] for stage in STAGES} for _ in range(2)]
+        for turn in range(rounds + 1):
+            for times, planned in zip(seconds, (True, False), strict=True):
+                for stage, updates in STAGES.items():
+                    begun = time.perf_counter()
+                    self.step(planned, not updates)  # over when it is over on both ranks
+                    if turn:  # the first warms up
+                        times[stage].append(time.perf_counter() - begun)
+        return [
+            step._replace(seconds={stage: min(times[stage]) for stage in STAGES})
+            for step, times in zip(self.steps(name), seconds, strict=True)
+        ]
 
     def step(self, planned: bool, forward_only: bool) -> None:
         """All micro-batches on their routes, under the plan or at home."""
@@ -177,8 +232,8 @@ def _run(
             data_iterator=iter(batches),
             model=model,
             num_microbatches=len(batches),
-            seq_length=SHAPE[1],
-            micro_batch_size=SHAPE[0],
+            seq_length=batches[0]["tokens"].shape[1],
+            micro_batch_size=len(batches[0]["tokens"]),
             forward_only=forward_only,
         )
     dist.barrier()
@@ -203,7 +258,7 @@ def _model(settings: dict[str, Any]) -> Any:
     return GPTModel(
         config,
         get_gpt_decoder_block_spec(config, use_transformer_engine=False),
-        vocab_size=256,
+        vocab_size=VOCABULARY,
         max_sequence_length=SHAPE[1],
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,

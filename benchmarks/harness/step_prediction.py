@@ -24,7 +24,9 @@ from foreroute.simulate.measurements import Measurement
 STAGES = {"recompute": False, "update": True}
 """Whether a stage has backward passes."""
 FITTED = ("gemm_flops_per_s", "memory_bytes_per_s", "layer_s", "node_bytes_per_s", "host_bytes_per_s")
+"""Rates; the last where weights go through host memory."""
 HEAD_WIDTH = 64
+HF_EXECUTION = {"paths": "host"}
 
 
 class TimedStep(NamedTuple):
@@ -58,13 +60,33 @@ def predict_seconds(
     known: Sequence[TimedStep], asked: Sequence[TimedStep], stage: str, config: SimulateConfig
 ) -> NDArray[np.float64]:
     """float64 [asked], simulated seconds of a stage, with rates fitted to the same stage of the known steps."""
-    fitted = fit([_measurement(one, stage) for one in known], config, FITTED)
+    rates = FITTED if config.execution.paths == "host" else FITTED[:-1]
+    fitted = fit([_measurement(one, stage) for one in known], config, rates)
     costs = replace(config.described().costs, hardware=fitted.hardware)
     unseen = [_measurement(one, stage) for one in asked]
-    return np.array(fit_record(unseen, config, costs, FITTED).predicted_s)
+    return np.array(fit_record(unseen, config, costs, rates).predicted_s)
 
 
-def processes_config(sizes: Mapping[str, Any], num_ranks: int, *, sequence_tokens: int) -> SimulateConfig:
+def predict_ratios(
+    known: Sequence[TimedStep], cases: Mapping[str, Sequence[TimedStep]], config: SimulateConfig
+) -> dict[str, dict[str, float]]:
+    """By stage and case: simulated seconds of its first step over those of its second."""
+    ratios: dict[str, dict[str, float]] = {stage: {} for stage in STAGES}
+    for stage, of_stage in ratios.items():
+        for name, steps in cases.items():
+            first_s, second_s = predict_seconds(known, steps, stage, config).tolist()
+            of_stage[name] = round(first_s / second_s, 4)
+    return ratios
+
+
+def processes_config(
+    sizes: Mapping[str, Any],
+    num_ranks: int,
+    *,
+    sequence_tokens: int,
+    head_width: int = HEAD_WIDTH,
+    execution: Mapping[str, Any] = HF_EXECUTION,
+) -> SimulateConfig:
     """The bench model of these sizes on gloo processes of this machine, with rates to begin a fit from."""
     hidden, heads, kv_heads = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
     return parse_config(
@@ -81,8 +103,8 @@ def processes_config(sizes: Mapping[str, Any], num_ranks: int, *, sequence_token
                 "top_k": sizes["num_experts_per_tok"],
                 "hidden": hidden,
                 "intermediate": sizes["moe_intermediate_size"],
-                "dense_parameters": 2 * hidden * HEAD_WIDTH * (heads + kv_heads),
-                "attention_width": heads * HEAD_WIDTH,
+                "dense_parameters": 2 * hidden * head_width * (heads + kv_heads),
+                "attention_width": heads * head_width,
                 "vocabulary": sizes["vocab_size"],
                 "weight_bytes": 4.0,
                 "activation_bytes": 4.0,
@@ -103,7 +125,7 @@ def processes_config(sizes: Mapping[str, Any], num_ranks: int, *, sequence_token
                 "cluster_latency_s": 1e-4,
             },
             "costs": {"dispatcher": "copies", "sequence_tokens": float(sequence_tokens)},
-            "execution": {"paths": "host", "copy_engines": False},
+            "execution": {**execution, "copy_engines": False},
         },
         source="the benchmark",
     )

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.harness.execution_bench import Bench, in_processes
 from benchmarks.harness.pairs import median_interval
-from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_seconds, processes_config, time_steps
+from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_ratios, processes_config, time_steps
 from foreroute.adapters import hf
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.transfer.engine import TransferEngine
@@ -68,18 +68,9 @@ def step_seconds(pairs: int, skews: Sequence[str] = tuple(SKEWS), *, predicts: b
     found: dict[str, Any]
     found, cases, others = in_processes(_measured, 2, pairs, skews, ROUNDS if predicts else 0)
     found["does_not_pay"]["four_processes_on_two_cores"] = in_processes(_crowded, 4, min(pairs, CROWDED_PAIRS))
-    predicted = {stage: _predicted(cases, others, stage) for stage in STAGES} if predicts else None
-    return found | {"predicted_planned_over_static": predicted}
-
-
-def _predicted(cases: dict[str, list[TimedStep]], others: list[TimedStep], stage: str) -> dict[str, float]:
-    """Seconds of the first step of each case over those of the second."""
     config = processes_config(SIZES, 2, sequence_tokens=SHAPE[1])
-    ratios = {}
-    for name, steps in cases.items():
-        planned_s, static_s = predict_seconds(others, steps, stage, config).tolist()
-        ratios[name] = round(planned_s / static_s, 4)
-    return ratios
+    predicted = predict_ratios(others, cases, config) if predicts else None
+    return found | {"predicted_planned_over_static": predicted}
 
 
 def _placed() -> tuple[hf.RoutedTransformer, ExpertParallelModel]:

@@ -119,9 +119,10 @@ def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
 def _read_cuda_as_cpu() -> None:
     """The modules that name the device in so many words."""
     from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.optimizer import optimizer
     from megatron.core.pipeline_parallel import schedules
 
-    for module in (schedules, rope_utils):
+    for module in (schedules, rope_utils, optimizer):
         module.torch = _Torch()
 
 

@@ -57,8 +57,9 @@ def replayed_logprobs(policy: Policy, batches: list[dict[str, Any]], generation:
     """The trainer's log-probabilities of all sampled tokens on the engine's routes, [R] on every rank."""
     logprobs_R = torch.zeros(len(generation.logprobs_R), dtype=torch.float64)
     reported = run(policy.model, batches, policy.routed.replaying(forward_step), forward_only=True)
-    for batch, logprobs in zip(batches, reported, strict=False):  # on the last stage
-        logprobs_R[batch["of_rollout"]] = logprobs.double()
+    if not mpu.get_tensor_model_parallel_rank():  # tensor ranks report alike
+        for batch, logprobs in zip(batches, reported, strict=False):  # on the last stage
+            logprobs_R[batch["of_rollout"]] = logprobs.double()
     dist.all_reduce(logprobs_R)
     return logprobs_R.numpy()
 

@@ -22,8 +22,8 @@ from foreroute.adapters.checkpoint import ModelWriter
 from foreroute.adapters.megatron import RoutedMegatron
 from foreroute.capture import facts_of_config
 
-VOCABULARY, WIDTH = 64, 24
-"""Tokens; positions of a prompt with its longest response."""
+VOCABULARY, WIDTH = 64, 25
+"""Tokens; positions of a prompt with its longest response. The last is no input, and tensor ranks share the others."""
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -100,7 +100,10 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
         gated_linear_unit=True,
         activation_func=F.silu,
         pipeline_model_parallel_size=mpu.get_pipeline_model_parallel_world_size(),
+        tensor_model_parallel_size=mpu.get_tensor_model_parallel_world_size(),
+        sequence_parallel=mpu.get_tensor_model_parallel_world_size() > 1,
         expert_model_parallel_size=mpu.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel_size=1,
         recompute_granularity="full",
         recompute_method="uniform",
         recompute_num_layers=1,
@@ -115,6 +118,7 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
         position_embedding_type="rope",
         rotary_base=config["rope_parameters"]["rope_theta"],
         share_embeddings_and_output_weights=False,
+        parallel_output=False,  # a loss sees the whole vocabulary
         pre_process=mpu.is_pipeline_first_stage(),
         post_process=mpu.is_pipeline_last_stage(),
     )

@@ -1,10 +1,12 @@
 """Between trainer and engine: rollouts one way, weights the other, and a canary that sees whether these arrived.
 
-The first rank alone speaks with the engine. What fails there ends all ranks, with one message.
+The first rank alone speaks with the engine. What fails there ends all ranks, with one message, and so does a rank that
+is gone.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,6 +31,42 @@ NOISE = 1e-4
 Done = TypeVar("Done")
 StartEngine = Callable[[Path], Any]
 """Starts one of `foreroute.engines` on a checkpoint."""
+
+
+ENDED = "ended"
+"""In the folder of a run: the rank that made it has said why the run ended."""
+
+
+@contextmanager
+def ending_together(folder: Path) -> Iterator[None]:
+    """Where a rank fails or is gone, have all end, and one of them say why: the first that noticed.
+
+    The others see that it is gone in whatever they wait for, or are told by torchrun (SIGTERM).
+    """
+    on_first_rank(lambda: (folder / ENDED).unlink(missing_ok=True))
+    before = signal.signal(signal.SIGTERM, _told_to_end)
+    try:
+        yield
+    except Exception as error:
+        try:
+            (folder / ENDED).touch(exist_ok=False)
+        except FileExistsError:
+            raise SystemExit(1) from None
+        if not isinstance(error, ForerouteError | RuntimeError):
+            raise  # a mistake in this program, whose place matters
+        print(
+            f"the run ends: rank {dist.get_rank()} lost another rank, or failed itself ({type(error).__name__}: "
+            f"{error}); the same command goes on from the last checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(1) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _told_to_end(*_: Any) -> None:
+    raise RuntimeError("told to end by SIGTERM, as torchrun does when a rank is gone")
 
 
 def on_first_rank(work: Callable[[], Done]) -> Done | None:

@@ -4,15 +4,20 @@
     torchrun --nproc-per-node 2 -m examples.pipeline.train runs/pipeline --vllm-python $V                # EP 2
     torchrun --nproc-per-node 4 -m examples.pipeline.train runs/pipeline --vllm-python $V --pipeline 2   # EP 2 x PP 2
 
+`--tensor 2` has ranks share the dense weights too, and `--experts 2` on four ranks two groups share the experts.
+
 The policy learns to answer with even tokens. Every rollout is kept in the run folder, and `--rollouts` trains on
-those of another run without an engine: on other ranks, for example, or in float64.
+those of another run without an engine: on other ranks, for example, or in float64. A run that ended goes on from its
+last checkpoint by the same command.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +30,14 @@ from numpy.typing import NDArray
 from examples.pipeline import on_cpu
 
 on_cpu.install()  # a machine with GPUs needs neither this nor what policy.py takes of it
+on_cpu.checkpoints_without_server()
 
 from megatron.core import parallel_state as mpu
 
-from examples.pipeline import sync
+from examples.pipeline import checkpoints, sync
 from examples.pipeline.passes import forward_step, micro_batches, replayed_logprobs, run
 from examples.pipeline.policy import VOCABULARY, WIDTH, Policy, make_checkpoint
-from foreroute.adapters.checkpoint import FolderWriter, ServedModel
+from foreroute.adapters.checkpoint import FolderWriter, ServedModel, Weights
 from foreroute.capture import Generation, Sampling, load_generation
 from foreroute.costs import hardware_preset
 from foreroute.engines.vllm import ProcessEngine, ProcessSettings
@@ -45,15 +51,18 @@ GROUPS, GROUP, PROMPT = 4, 8, 4
 SAMPLING = Sampling(max_new_tokens=WIDTH - PROMPT, end_token=0, group_size=GROUP)
 UPDATES, LEARNING_RATE = 2, 1e-3
 """Optimizer steps on each rollout."""
+METRICS = "metrics.jsonl"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of the run; new, and seen by every rank")
+    parser.add_argument("folder", type=Path, help="of the run; new, or of one that goes on; seen by every rank")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--vllm-python", type=Path, help="the interpreter of an environment with vLLM")
     source.add_argument("--rollouts", type=Path, help="of another run: train on them, without an engine")
-    parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages; the other ranks share the experts")
+    parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks in a stage")
+    parser.add_argument("--experts", type=int, help="ranks that share the experts; by default all of a stage")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of the trainer")
     arguments = parser.parse_args()
@@ -64,35 +73,69 @@ def main() -> None:
         return ProcessEngine(ServedModel.at(checkpoint), settings)
 
     dtype = getattr(torch, arguments.dtype)
-    train(arguments.folder, arguments.rollouts or start_vllm, arguments.pipeline, arguments.steps, dtype)
+    split = Split(arguments.pipeline, arguments.tensor, arguments.experts)
+    train(arguments.folder, arguments.rollouts or start_vllm, split, arguments.steps, dtype)
     dist.destroy_process_group()
 
 
-def train(folder: Path, rollouts: Path | sync.StartEngine, stages: int, steps: int, dtype: torch.dtype) -> None:
-    """Train, and write metrics, rollouts and the trained checkpoint to a folder.
+@dataclass(frozen=True)
+class Split:
+    """How ranks share the model. Ranks beyond it are data-parallel, of experts too.
+
+    Attributes:
+        stages: of the pipeline.
+        tensor: tensor-parallel ranks in a stage.
+        experts: ranks that share the experts; None for all of a stage.
+    """
+
+    stages: int = 1
+    tensor: int = 1
+    experts: int | None = None
+
+    def initialize(self) -> None:
+        """Make Megatron's process groups. Ends the program where the ranks cannot be shared out like that."""
+        ranks = dist.get_world_size()
+        of_stage, left = divmod(ranks, self.stages)
+        experts = self.experts or of_stage
+        if left or of_stage % self.tensor or of_stage % experts or GROUPS % (of_stage // self.tensor):
+            raise SystemExit(
+                f"{ranks} ranks cannot share {GROUPS} prompts evenly in {self.stages} pipeline stages of {self.tensor} "
+                f"tensor-parallel and {experts} expert-parallel ranks; take numbers that divide"
+            )
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size=self.tensor,
+            pipeline_model_parallel_size=self.stages,
+            expert_model_parallel_size=experts,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,
+        )
+
+
+def train(folder: Path, rollouts: Path | sync.StartEngine, split: Split, steps: int, dtype: torch.dtype) -> None:
+    """Train, and write metrics, rollouts, checkpoints and the trained policy to a folder.
 
     Args:
-        folder: new, and seen by every rank.
+        folder: new, or of a run that goes on from its last checkpoint; seen by every rank.
         rollouts: of another run; or what starts an engine on a checkpoint, on the first rank.
-        stages: of the pipeline; the other ranks share the experts.
-        steps: rollouts to train on.
+        split: the same as before, where a run goes on.
+        steps: rollouts to train on, those before the last checkpoint included.
         dtype: of the trainer.
     """
-    ranks, left = divmod(dist.get_world_size(), stages)
-    if left or ranks not in (1, 2, 4):
-        raise SystemExit(
-            f"{dist.get_world_size()} ranks in {stages} pipeline stages cannot share {GROUPS} prompts evenly; take 1, "
-            "2 or 4 ranks for each stage"
-        )
-    mpu.initialize_model_parallel(
-        pipeline_model_parallel_size=stages, expert_model_parallel_size=ranks, create_gloo_process_groups=False
-    )
+    split.initialize()
+    sync.on_first_rank(lambda: folder.mkdir(parents=True, exist_ok=True))
+    with sync.ending_together(folder):
+        _train(folder, rollouts, steps, dtype)
+
+
+def _train(folder: Path, rollouts: Path | sync.StartEngine, steps: int, dtype: torch.dtype) -> None:
     checkpoint = folder / "initial"
-    sync.on_first_rank(lambda: make_checkpoint(checkpoint))
+    sync.on_first_rank(lambda: None if checkpoint.exists() else make_checkpoint(checkpoint))
     with nullcontext() if isinstance(rollouts, Path) else sync.started(rollouts, checkpoint) as engine:
         policy = Policy.of(checkpoint, dtype)
-        optimizer = torch.optim.AdamW(policy.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-        for step in range(steps):
+        optimizer = checkpoints.make_optimizer(policy, LEARNING_RATE)
+        done = checkpoints.load(policy, optimizer, folder / "checkpoints")
+        sync.on_first_rank(partial(keep_reports, folder, done))
+        for step in range(done, steps):
             metrics: dict[str, float] = {}
             name = Path("rollouts") / f"step-{step:03}.safetensors"
             if isinstance(rollouts, Path):
@@ -105,8 +148,8 @@ def train(folder: Path, rollouts: Path | sync.StartEngine, stages: int, steps: i
             metrics |= update(policy, optimizer, batches)
             if dist.get_rank() == 0:
                 report(folder, {"step": step, **metrics})
-        write = FolderWriter(checkpoint).write
-        sync.hand_over(policy.exported(), lambda weights: write(folder / "trained", weights))
+            checkpoints.save(policy, optimizer, folder / "checkpoints", step)
+        sync.hand_over(policy.exported(), partial(write_trained, folder))
 
 
 def send_weights(policy: Policy, engine: Any, folder: Path, version: int) -> dict[str, float]:
@@ -161,14 +204,17 @@ def update(policy: Policy, optimizer: Any, batches: list[dict[str, Any]]) -> dic
         optimizer.zero_grad(set_to_none=False)
         with routed.execute(planned, counts_MLGE, routes) as execution:
             reported = run(policy.model, batches, routed.replaying(forward_step))
-        loss = torch.tensor(sum(map(float, reported)), dtype=torch.float64)
+        # tensor ranks report alike
+        mine = 0.0 if mpu.get_tensor_model_parallel_rank() else sum(map(float, reported))
+        loss = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(loss)
         metrics[f"loss_{number}"] = float(loss) / GROUPS
         average_gradients(policy.model)
         optimizer.step()
-    metrics |= loads(execution, counts_MLGE)
+    metrics |= loads(policy, execution, counts_MLGE)
     optimizer.zero_grad(set_to_none=False)
-    homes = plan(counts_MLGE, topology, PlanOptions(home_moves=2, replicas=False), home_LE=routed.home_LE)
+    everywhere = of_all_groups(counts_MLGE)
+    homes = plan(everywhere, topology, PlanOptions(home_moves=2, replicas=False), home_LE=routed.home_LE)
     metrics["moved_bytes"] = routed.move_homes(homes, optimizer)
     return metrics
 
@@ -176,32 +222,59 @@ def update(policy: Policy, optimizer: Any, batches: list[dict[str, Any]]) -> dic
 def average_gradients(model: Any) -> None:
     """Over data-parallel ranks, by hand: Megatron's DistributedDataParallel wants CUDA."""
     for parameter in model.parameters():
+        if getattr(parameter, "sequence_parallel", False):  # each tensor rank has seen its rows
+            dist.all_reduce(parameter.grad, group=mpu.get_tensor_model_parallel_group())
         is_dense = getattr(parameter, "allreduce", True)
         group = mpu.get_data_parallel_group() if is_dense else mpu.get_expert_data_parallel_group()
         dist.all_reduce(parameter.grad, group=group)
         parameter.grad /= mpu.get_data_parallel_world_size()
 
 
-def loads(execution: Any, counts_MLGE: NDArray[np.int32]) -> dict[str, float]:
+def of_all_groups(counts_MLGE: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Counts of the groups of expert data parallelism, which share homes, one after another along the first axis."""
+    group = mpu.get_expert_data_parallel_group()
+    everywhere: list[Any] = [None] * group.size()
+    dist.all_gather_object(everywhere, counts_MLGE, group=group)
+    return np.concatenate(everywhere)
+
+
+def loads(policy: Policy, execution: Any, counts_MLGE: NDArray[np.int32]) -> dict[str, float]:
     """The slowest rank's rows over the mean, added up over all cells: at homes, by the plan, and as experts counted."""
-    steps, layers, ranks, _ = counts_MLGE.shape
-    executed_GML = torch.zeros(ranks, steps, layers, dtype=torch.int64)
-    executed_GML[mpu.get_expert_model_parallel_rank()] = torch.from_numpy(execution.executed_ML)
-    dist.all_reduce(executed_GML)  # layers of other stages have no rows here
-    loads_MLE, home_LE = counts_MLGE.sum(2), execution.plan.home_LE
+    here = [policy.routed.spec.layers.index(layer) for layer in policy.routed.layers]
+    ranks = counts_MLGE.shape[2]
+    loads_MLE, home_LE = counts_MLGE.sum(2)[:, here], execution.plan.home_LE[here]
     at_home_GML = np.stack([(loads_MLE * (home_LE == rank)).sum(2) for rank in range(ranks)])
-    mean = counts_MLGE.sum() / ranks
-    return {
-        "slowest_rank_at_homes": float(at_home_GML.max(0).sum() / mean),
-        "planned": float(execution.plan.max_load_ML.sum() / mean),
-        "executed": float(executed_GML.numpy().max(0).sum() / mean),
+    slowest_ML = torch.from_numpy(execution.executed_ML[:, here])
+    dist.all_reduce(slowest_ML, dist.ReduceOp.MAX, group=mpu.get_expert_model_parallel_group())
+    rows = {
+        "slowest_rank_at_homes": at_home_GML.max(0).sum(),
+        "planned": execution.plan.max_load_ML[:, here].sum(),
+        "executed": slowest_ML.sum(),
+        "mean": loads_MLE.sum() / ranks,
     }
+    of_all = torch.tensor([float(each) for each in rows.values()], dtype=torch.float64)
+    dist.all_reduce(of_all)  # over stages, and over groups of expert data parallelism
+    *slowest, mean = of_all.tolist()
+    return {name: each / mean for name, each in zip(rows, slowest, strict=False)}
+
+
+def keep_reports(folder: Path, steps: int) -> None:
+    """Drop those of steps that are made again."""
+    path = folder / METRICS
+    if path.exists():
+        path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[:steps]))
 
 
 def report(folder: Path, metrics: dict[str, float]) -> None:
-    with open(folder / "metrics.jsonl", "a") as lines:
+    with open(folder / METRICS, "a") as lines:
         lines.write(json.dumps(metrics) + "\n")
     print(", ".join(f"{name} {value:.3g}" for name, value in metrics.items()), flush=True)
+
+
+def write_trained(folder: Path, weights: Weights) -> None:
+    if (folder / "trained").exists():  # of fewer steps
+        shutil.rmtree(folder / "trained")
+    FolderWriter(folder / "initial").write(folder / "trained", weights)
 
 
 if __name__ == "__main__":

@@ -61,8 +61,12 @@ def load(model: nn.Module, routed: RoutedMegatron, folder: Path, config: Mapping
             stacked = Stacked.of(name, config)
             if missing := set(stacked.names) - files.keys():
                 raise ConfigError(f"{folder} lacks the weight {min(missing)!r}, which {name} is made of")
-            whole = stacked.join([files[part].get_tensor(part) for part in stacked.names])
-            parameter.copy_(whole.view_as(parameter))
+            parts = [files[part].get_tensor(part) for part in stacked.names]
+            axis = _shared_axis(name, parameter)
+            if axis is not None:
+                rank, ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+                parts = [part.chunk(ranks, axis)[rank] for part in parts]
+            parameter.copy_(stacked.join(parts).view_as(parameter))
 
 
 def exported(model: nn.Module, routed: RoutedMegatron, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -77,10 +81,10 @@ def exported(model: nn.Module, routed: RoutedMegatron, config: Mapping[str, Any]
         config: as for `load`.
 
     Raises:
-        ConfigError: under tensor parallelism, and for a weight that Qwen3-MoE does not have.
+        ConfigError: under expert tensor parallelism, and for a weight that Qwen3-MoE does not have.
     """
-    if mpu.get_tensor_model_parallel_world_size() > 1:
-        raise ConfigError("weights are exported whole; run without tensor parallelism, or gather its parts first")
+    if mpu.get_expert_tensor_parallel_world_size() > 1:
+        raise ConfigError("experts are exported whole; run with expert_tensor_parallel_size=1")
     own = _own_parts(model, routed, config)
     if dist.get_rank():
         parts = list(own)
@@ -106,7 +110,7 @@ class Stacked:
     Attributes:
         names: of the parts, in the order in which they lie in a group.
         shares: of the rows of a group that each part has.
-        groups: how many there are.
+        groups: how many there are on a tensor-parallel rank.
     """
 
     names: tuple[str, ...]
@@ -125,7 +129,8 @@ class Stacked:
             if inner == "self_attention.linear_qkv.weight":
                 groups = config["num_key_value_heads"]
                 names = tuple(f"{prefix}self_attn.{part}_proj.weight" for part in "qkv")
-                return cls(names, (config["num_attention_heads"] // groups, 1, 1), groups)
+                shares = (config["num_attention_heads"] // groups, 1, 1)
+                return cls(names, shares, groups // mpu.get_tensor_model_parallel_world_size())
             if found := FEED_FORWARD.fullmatch(inner):
                 prefix += "mlp." if found["expert"] is None else f"mlp.experts.{found['expert']}."
                 if found["which"] == "fc1":
@@ -145,12 +150,32 @@ class Stacked:
 
 
 def _own_parts(model: nn.Module, routed: RoutedMegatron, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """What this rank exports: of ranks that hold the same weights, the first does."""
+    """What this rank exports: of ranks that hold the same weights, or share one, the first does."""
+    is_first = not mpu.get_tensor_model_parallel_rank()
     for name, parameter in _named_weights(model, routed):
         is_expert = ".local_experts." in name
-        if not (mpu.get_expert_data_parallel_rank() if is_expert else mpu.get_data_parallel_rank()):
-            stacked = Stacked.of(name, config)
-            yield from zip(stacked.names, stacked.split(parameter.detach()), strict=True)
+        if mpu.get_expert_data_parallel_rank() if is_expert else mpu.get_data_parallel_rank():
+            continue
+        stacked, axis = Stacked.of(name, config), _shared_axis(name, parameter)
+        parts = stacked.split(parameter.detach())
+        if axis is not None:
+            parts = [_gathered(part, axis) for part in parts]
+        if is_expert or is_first:
+            yield from zip(stacked.names, parts, strict=True)
+
+
+def _shared_axis(name: str, parameter: nn.Parameter) -> int | None:
+    """The axis that tensor-parallel ranks share a weight along; None for one that each holds whole, as experts are."""
+    if ".local_experts." in name or mpu.get_tensor_model_parallel_world_size() == 1:
+        return None
+    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+
+
+def _gathered(part: Tensor, axis: int) -> Tensor:
+    group = mpu.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, axis)
 
 
 def _named_weights(model: nn.Module, routed: RoutedMegatron) -> Iterator[tuple[str, nn.Parameter]]:

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from benchmarks.harness.execution_bench import LINKS, SIZES, SLOTS
-from benchmarks.harness.step_prediction import FITTED, STAGES, TimedStep, predict_seconds, processes_config
+from benchmarks.harness.megatron_plan import EXECUTION
+from benchmarks.harness.step_prediction import (
+    FITTED,
+    STAGES,
+    TimedStep,
+    predict_ratios,
+    predict_seconds,
+    processes_config,
+)
 from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan
 from foreroute.simulate.fit import predict
@@ -44,6 +52,19 @@ def test_steps_are_predicted_from_others(stage):
     assert predicted == pytest.approx([one.seconds[stage] for one in asked], rel=1e-3)
     assert np.ptp(predicted) > 0.5 * predicted.mean()
     assert len(FITTED) < len(known)
+
+
+def test_planned_steps_over_those_at_home_are_predicted_as_megatron_executes_them():
+    config = processes_config(SIZES, 2, sequence_tokens=64, head_width=128, execution=EXECUTION)
+    known, asked = steps(config, seed=0), steps(config, seed=1)
+    untimed = {str(i): [one._replace(seconds={}) for one in asked[i : i + 2]] for i in range(0, len(asked), 2)}
+    ratios = predict_ratios(known, untimed, config)
+    for stage in STAGES:
+        wanted = [a.seconds[stage] / b.seconds[stage] for a, b in zip(asked[::2], asked[1::2], strict=True)]
+        assert list(ratios[stage].values()) == pytest.approx(wanted, rel=1e-3)
+        assert np.ptp(wanted) > 0.01
+    by_host = processes_config(SIZES, 2, sequence_tokens=64, head_width=128)
+    assert ratios["update"] != predict_ratios(known, untimed, by_host)["update"]
 
 
 def test_where_ranks_share_processors_they_take_turns(monkeypatch):

@@ -37,7 +37,8 @@ class PackedAttention(MegatronModule):
     def _seen(self, num_slots, packed):
         """bool [this rank's slots, the slots of all context ranks]: which key a query sees."""
         ranks, rank = self.cp_group.size(), self.cp_group.rank()
-        lengths = packed.cu_seqlens_q_padded.diff().tolist() if packed else [num_slots * ranks]
+        ends = packed and (packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded)
+        lengths = ends.diff().tolist() if packed else [num_slots * ranks]
         by_rank = [torch.tensor(zigzag(lengths, ranks, r)) for r in range(ranks)]
         sequence_Q, position_Q = by_rank[rank].T
         sequence_K, position_K = torch.cat(by_rank).T

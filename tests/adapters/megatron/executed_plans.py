@@ -83,6 +83,9 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS):
             if "experts." not in name
         },
     }
+    for block in moe_layers(chunks).values():
+        # it keeps tensors of its last pass, whose graph leads back to it: a circle that nobody collects
+        block.token_dispatcher = None
     return found
 
 

@@ -30,16 +30,17 @@ class RankError(AssertionError):
     """A rank raised, died, or did not answer in time."""
 
 
-def run(function, *args, ranks=1, timeout=120):
+def run(function, *args, ranks=1, timeout=120, dying=()):
     """Call a function on `ranks` processes that form the default process group.
 
     Args:
         function: "module.name" of a module beside this one: it imports Megatron, and this process does not. What it
             returns is pickled.
         timeout: seconds, after which every rank's stack is reported.
+        dying: ranks that end without an answer, as the function has them; the others then do not wait for each other.
 
     Returns:
-        What each rank returned, by rank.
+        What each rank returned, by rank; None of one that died.
 
     Raises:
         RankError: with the traceback of the first rank that raised, or the stacks of those that hang.
@@ -49,7 +50,9 @@ def run(function, *args, ranks=1, timeout=120):
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
-            context.Process(target=_rank_main, args=(rank, ranks, folder, pipes[rank][1], function, args), daemon=True)
+            context.Process(
+                target=_rank_main, args=(rank, ranks, folder, pipes[rank][1], function, args, dying), daemon=True
+            )
             for rank in range(ranks)
         ]
         try:
@@ -57,7 +60,7 @@ def run(function, *args, ranks=1, timeout=120):
                 process.start()
             for _, sender in pipes:
                 sender.close()
-            return _collect([receiver for receiver, _ in pipes], processes, Path(folder), timeout)
+            return _collect([receiver for receiver, _ in pipes], processes, Path(folder), timeout, dying)
         finally:
             for process in processes:
                 process.kill()
@@ -89,7 +92,7 @@ def _context():
     return context
 
 
-def _collect(receivers, processes, folder, timeout):
+def _collect(receivers, processes, folder, timeout, dying):
     deadline = time.monotonic() + timeout
     results = {}
     while len(results) < len(receivers):
@@ -102,6 +105,9 @@ def _collect(receivers, processes, folder, timeout):
             try:
                 is_result, value = receiver.recv()
             except EOFError:
+                if rank in dying:
+                    results[rank] = None
+                    continue
                 raise RankError(f"rank {rank} of {len(receivers)} died\n{_log(folder, rank)}") from None
             if not is_result:
                 raise RankError(f"rank {rank} of {len(receivers)} raised\n{value}\n{_log(folder, rank)}")
@@ -122,13 +128,13 @@ def _log(folder, rank):
     return (folder / f"rank{rank}.log").read_text(errors="replace")[-6000:]
 
 
-def _rank_main(rank, ranks, folder, sender, function, args):
+def _rank_main(rank, ranks, folder, sender, function, args, dying):
     log = open(f"{folder}/rank{rank}.log", "w", buffering=1)  # noqa: SIM115
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     try:
-        sender.send((True, _with_group(rank, ranks, folder, function, args)))
+        sender.send((True, _with_group(rank, ranks, folder, function, args, dying)))
     except BaseException:
         sender.send((False, traceback.format_exc()))
     finally:
@@ -137,7 +143,7 @@ def _rank_main(rank, ranks, folder, sender, function, args):
         os._exit(0)
 
 
-def _with_group(rank, ranks, folder, function, args):
+def _with_group(rank, ranks, folder, function, args, dying):
     import torch
     import torch.distributed as dist
 
@@ -148,5 +154,6 @@ def _with_group(rank, ranks, folder, function, args):
     module, name = function.split(".")
     result = getattr(importlib.import_module(f"{__package__}.{module}"), name)(*args)
     # a rank that has its result may leave only when the others no longer need it
-    dist.barrier()
+    if not dying:
+        dist.barrier()
     return result

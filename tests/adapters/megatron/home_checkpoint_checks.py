@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import queue
 import shutil
 import tempfile
 from types import SimpleNamespace
@@ -240,12 +241,12 @@ def folder():
 def children_allowed():
     """Megatron writes files with processes of its own, which ranks may not have, since they are daemons.
 
-    They end here: a rank leaves without looking back.
+    They end here: a rank leaves without looking back. A server of theirs, which would outlive one, is not started.
     """
     config = multiprocessing.current_process()._config
     config["daemon"] = False
     try:
-        with mock.patch.object(filesystem_async, "_results_queue", None):
+        with mock.patch.object(filesystem_async, "_results_queue", queue.Queue()):
             yield
     finally:
         config["daemon"] = True

@@ -1,6 +1,9 @@
 """The Megatron model of a cell: its process groups, its configuration, its chunks on this rank."""
 
+import gc
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -10,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from examples.megatron import on_cpu
 from tests.adapters.megatron import grouped_linear
 from tests.adapters.megatron.cpu_modules import Norm, PackedAttention, RMSNorm
+from tests.processes import give_up_groups
 
 RECOMPUTE_SETTINGS = {
     "none": {},
@@ -22,8 +26,11 @@ EXPERTS, TOP_K = 8, 2
 
 
 def initialize(cell):
-    """Megatron's process groups for this cell."""
+    """Megatron's process groups for this cell. Models that were built before are of no use any more."""
     parallel_state.destroy_model_parallel()
+    dist.barrier()  # nobody is still at work in what is given up
+    give_up_groups()
+    gc.collect()  # models hold them, in circles
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=cell.tp,
         pipeline_model_parallel_size=cell.pp,

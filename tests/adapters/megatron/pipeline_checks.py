@@ -3,6 +3,8 @@
 import contextlib
 import io
 import logging
+import os
+import signal
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -23,6 +25,7 @@ from foreroute.engines.vllm import ProcessEngine, ProcessSettings
 from foreroute.errors import ConfigError, EngineError
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron import qwen3_moe
+from tests.adapters.megatron.home_checkpoint_checks import children_allowed
 
 LOST = "model.layers.2.mlp.experts.5.down_proj.weight"
 
@@ -75,14 +78,15 @@ def read(folder):
         )
 
 
-def trains(folder, rollouts, stages, steps, engine="TransformersEngine"):
-    """In float64, on rollouts of an engine, or of another run. What the first rank printed as an error."""
+def trains(folder, rollouts, split, steps, engine="TransformersEngine"):
+    """In float64, on rollouts of an engine, or of another run. What each rank printed as an error."""
     source = rollouts and Path(rollouts)
     start = source or globals()[engine]
     logging.getLogger("megatron").setLevel(logging.ERROR)  # its newest release warns that GPTModel is deprecated
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         try:
-            train.train(Path(folder), start, stages, steps, torch.float64)
+            with children_allowed():
+                train.train(Path(folder), start, train.Split(*split), steps, torch.float64)
         except SystemExit as ended:
             return ended.code, printed.getvalue()
     return 0, printed.getvalue()
@@ -96,17 +100,27 @@ def with_a_dead_engine(folder, python):
         return ProcessEngine(ServedModel.at(checkpoint), settings)
 
     with mock.patch.dict(globals(), Dying=start):
-        return trains(folder, None, 1, 1, "Dying")
+        return trains(folder, None, (), 1, "Dying")
 
 
-def exports(folder, stages):
+def dies(folder, rollouts, split, steps, dying):
+    """One rank is killed behind its forwards and backwards of the second step, before gradients are summed."""
+    average = train.average_gradients
+    steps_made = iter(range(train.UPDATES))
+
+    def killed(model):
+        if dist.get_rank() == dying and next(steps_made, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        average(model)
+
+    with mock.patch.object(train, "average_gradients", killed):
+        return trains(folder, rollouts, split, steps)
+
+
+def exports(folder, split):
     """Weights as they were loaded, at homes and away: bit for bit; and with homes that are taken for granted."""
     checkpoint, rank = Path(folder), dist.get_rank()
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=stages,
-        expert_model_parallel_size=dist.get_world_size() // stages,
-        create_gloo_process_groups=False,
-    )
+    train.Split(*split).initialize()
     sync.on_first_rank(lambda: make_checkpoint(checkpoint))
     policy = Policy.of(checkpoint, torch.float32)
     wanted = load_file(checkpoint / "model.safetensors")

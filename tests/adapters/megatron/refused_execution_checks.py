@@ -1,19 +1,23 @@
 """Layers that cannot execute plans: each is named with its reason, on all ranks alike where one has such a layer."""
 
 import contextlib
+import re
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.plan_execution.layer import REFUSED_SETTINGS
 from foreroute.errors import PlacementError
+from tests.adapters.megatron import refusal_checks
 from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.executed_plans import laid_out, make_plan, skewed
+from tests.adapters.megatron.forked_ranks import ROOT
 from tests.adapters.megatron.grid import Cell, ExecutionCase
 from tests.adapters.megatron.grid_checks import carrying
 from tests.adapters.megatron.micro_batches import make_batches
@@ -24,7 +28,14 @@ from tests.adapters.megatron.training_step import forward_step, moe_layers, step
 def check_layers_and_settings():
     with refusing("sequential") as (block, refused):
         expert = block.experts.local_experts[0]
-        refused(of_class(block.token_dispatcher, "MoEFlexTokenDispatcher"), "a MoEFlexTokenDispatcher, .* or allgather")
+        for backend in ("deepep", "hybridep", "ncclep"):
+            with said(block.config, "moe_flex_dispatcher_backend", backend):
+                # Megatron's own class, whose constructor wants the libraries that it is made of
+                refused(
+                    as_a(block.token_dispatcher, MoEFlexTokenDispatcher),
+                    f"a MoEFlexTokenDispatcher on {backend}, .* or allgather",
+                )
+        refused(of_class(block.token_dispatcher, "Other"), "a Other, .* or allgather")
         refused(of_class(block.experts, "Other"), "experts are a Other, .* build the layer with TEGroupedMLP")
         refused(of_class(block.experts, "GroupedMLP"), "a GroupedMLP, .* set moe_use_legacy_grouped_gemm=False")
         refused(of_class(expert.linear_fc1, "Other"), "keeps state for each of its weights")
@@ -35,6 +46,30 @@ def check_layers_and_settings():
         refused(said(expert.linear_fc2.weight, "__fsdp_param__", True), "sharded by FSDP")
         for name in REFUSED_SETTINGS:
             refused(said(block.config, name, 2.0), f"{name} is set")
+
+
+def check_experts_over_tensor_ranks():
+    """As a job sets them up: every expert is cut in two."""
+    cell = Cell(tp=2, etp=2, layers=2)
+    initialize(cell)
+    chunks = build(cell)
+    routed = megatron.attach(chunks)
+    case, batches = ExecutionCase(cell), make_batches(cell)
+    shards = [routed.shard(skewed(batch, case, 0, m), laid_out(batch)) for m, batch in enumerate(batches)]
+    made, counts_MLGE, _ = make_plan(routed, None, "static", 0, shards, None)
+    with (
+        pytest.raises(PlacementError, match="expert_tensor_parallel_size is 2, and a replica is a whole expert"),
+        routed.execute(made, counts_MLGE, shards),
+    ):
+        pass
+
+
+def check_what_each_would_take_is_written_down():
+    """Every setting that is refused, on attach or by `execute`, has its row in the decision."""
+    text = (ROOT / "docs" / "decisions" / "0007-megatron-homes.md").read_text()
+    named = {name for row in re.findall(r"^\| (.+?) \|", text, re.MULTILINE) for name in re.findall("`(.+?)`", row)}
+    settings = {*REFUSED_SETTINGS, *(name for refused, _ in refusal_checks.SETTINGS for name in refused)}
+    assert not settings - named, settings - named
 
 
 def check_experts_in_one_module():
@@ -76,14 +111,17 @@ def said(part, name, value):
     return mock.patch.object(part, name, value, create=True)
 
 
-@contextlib.contextmanager
 def of_class(part, name, **methods):
-    kind = type(part)
-    part.__class__ = type(name, (kind,), methods)
+    return as_a(part, type(name, (type(part),), methods))
+
+
+@contextlib.contextmanager
+def as_a(part, kind):
+    before, part.__class__ = type(part), kind
     try:
         yield
     finally:
-        part.__class__ = kind
+        part.__class__ = before
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.adapters.megatron.forked_ranks import ROOT, run
+from tests.adapters.megatron.forked_ranks import ROOT, checks_of, run
 from tests.processes import environment, torchrun
 
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -24,6 +24,9 @@ def test_every_block_of_the_page_runs():
 def test_a_block_that_fails_is_seen():
     with pytest.raises(AssertionError, match=r'File "docs/megatron.md", line 3(.|\n)*NameError'):
         run("page_worker.run_blocks", "docs/megatron.md", [(2, "no_such_name\n")])
+
+
+test_patch_of_megatrons_own_loop = checks_of("rl_loop_checks")
 
 
 @pytest.mark.slow

@@ -15,45 +15,88 @@ from tests.processes import environment, torchrun
 
 FAKE = ROOT / "tests" / "engines" / "vllm" / "fake"
 CLOSE = 1e-9
+EVERY = "FOREROUTE_MEGATRON_GRID" in os.environ
+STEPS = 20 if EVERY else 2
+IN_GRID = pytest.mark.skipif(not EVERY, reason="make test-megatron-grid runs it")
 
 test_names = checks_of("pipeline_checks")
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (4, 2)])
-def test_exported_weights_are_the_trainers_bit_for_bit(tmp_path, ranks, stages):
-    run("pipeline_checks.exports", str(tmp_path / "checkpoint"), stages, ranks=ranks)
+@pytest.mark.parametrize(("ranks", "split"), [(1, ()), (2, ()), (2, (1, 2)), (4, (2,)), (4, (1, 2, 2))])
+def test_exported_weights_are_the_trainers_bit_for_bit(tmp_path, ranks, split):
+    run("pipeline_checks.exports", str(tmp_path / "checkpoint"), split, ranks=ranks)
 
 
-def test_four_ranks_and_one_have_the_same_losses_on_the_same_rollouts(tmp_path):
-    """Rollouts of an engine that is fed what four ranks export after every step."""
-    steps = 20 if "FOREROUTE_MEGATRON_GRID" in os.environ else 2
-    four, one = tmp_path / "four", tmp_path / "one"
-    for ended in run("pipeline_checks.trains", str(four), None, 2, steps, ranks=4, timeout=600):
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """The run of four ranks, with rollouts of an engine that is fed what they export after every step."""
+    folder = tmp_path_factory.mktemp("pipeline") / "four"
+    for ended in run("pipeline_checks.trains", str(folder), None, (2,), STEPS, ranks=4, timeout=600):
         assert ended == (0, "")
-    assert run("pipeline_checks.trains", str(one), str(four / "rollouts"), 1, steps, timeout=600) == [(0, "")]
-    of_four, of_one = metrics(four), metrics(one)
-    assert len(of_four) == len(of_one) == steps
-    for step, (a, b) in enumerate(zip(of_four, of_one, strict=True)):
-        for name in ("loss_0", "loss_1"):
+    return folder
+
+
+def test_the_engine_has_the_weights_and_experts_compute_what_was_planned(four):
+    for step in metrics(four):
+        assert step["disagreement"] == 0, step
+        assert step["k3"] < 1e-9, step
+        assert step["canary_nats"] < 1e-4, step
+        assert step["canary_experts"] == 1, step
+    assert max(abs(step["loss_1"]) for step in metrics(four)) > 1e-3, "losses that are zero are the same anywhere"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "split"),
+    [(1, ()), (2, (1, 2)), *(pytest.param(4, split, marks=IN_GRID) for split in ((1, 1, 2), (2, 2), ()))],
+    ids=["one", "ep2-tp2", "ep2-edp2", "ep2-tp2-pp2", "ep4"],
+)
+def test_ranks_in_other_splits_have_the_same_losses_on_the_same_rollouts(four, tmp_path, ranks, split):
+    for ended in run(
+        "pipeline_checks.trains", str(tmp_path), str(four / "rollouts"), split, STEPS, ranks=ranks, timeout=600
+    ):
+        assert ended == (0, "")
+    of_four, of_others = metrics(four), metrics(tmp_path)
+    assert len(of_four) == len(of_others) == STEPS
+    for step, (a, b) in enumerate(zip(of_four, of_others, strict=True)):
+        for name in ("loss_0", "loss_1", "k3"):
             assert abs(a[name] - b[name]) <= CLOSE, (step, name, a, b)
-        assert a["disagreement"] == b["disagreement"] == 0, step
-        assert a["k3"] < 1e-9, step
-        assert a["canary_nats"] < 1e-4, step
-        assert a["canary_experts"] == 1, step
-        assert a["executed"] == a["planned"], step
-    assert max(abs(a["loss_1"]) for a in of_four) > 1e-3, "losses that are zero are the same anywhere"
-    assert sum(a["moved_bytes"] for a in of_four) > 0
-    assert sum(a["slowest_rank_at_homes"] for a in of_four) > sum(a["executed"] for a in of_four)
+        assert b["disagreement"] == 0, step
+    for of_run in (of_four, *[of_others] * (ranks > 1)):
+        assert all(step["executed"] == step["planned"] for step in of_run)
+        assert sum(step["moved_bytes"] for step in of_run) > 0
+        assert sum(step["slowest_rank_at_homes"] for step in of_run) > sum(step["executed"] for step in of_run)
     first, *trained = (
-        load_file(f / "model.safetensors") for f in (four / "initial", four / "trained", one / "trained")
+        load_file(f / "model.safetensors") for f in (four / "initial", four / "trained", tmp_path / "trained")
     )
     for name, weight in first.items():
         assert torch.allclose(trained[0][name], trained[1][name], rtol=0, atol=CLOSE), name
         assert not torch.equal(trained[0][name], weight.double()), f"{name} was not trained"
 
 
+@pytest.mark.parametrize("dying", [3, pytest.param(0, marks=IN_GRID)])
+def test_a_dead_rank_ends_the_run_with_one_message_and_it_goes_on_as_if_nothing_had_been(four, tmp_path, dying):
+    """On the same ranks: bit for bit, with experts away from home in the checkpoint."""
+    rollouts = str(four / "rollouts")
+    ended = run(
+        "pipeline_checks.dies", str(tmp_path), rollouts, (2,), STEPS, dying, ranks=4, timeout=600, dying={dying}
+    )
+    assert ended.pop(dying) is None
+    assert [code for code, _ in ended] == [1, 1, 1]
+    said = "".join(printed for _, printed in ended)
+    assert re.fullmatch(
+        r"the run ends: rank \d lost another rank, or failed itself (.*); the same command .*\n", said
+    ), said
+    assert len(metrics(tmp_path)) == 1
+    for ended in run("pipeline_checks.trains", str(tmp_path), rollouts, (2,), STEPS, ranks=4, timeout=600):
+        assert ended == (0, "")
+    canary = ("canary_nats", "canary_experts")
+    assert metrics(tmp_path) == [{n: v for n, v in step.items() if n not in canary} for step in metrics(four)]
+    of_four, of_this = (load_file(f / "trained" / "model.safetensors") for f in (four, tmp_path))
+    assert all(torch.equal(of_four[name], weight) for name, weight in of_this.items())
+
+
 def test_the_canary_ends_a_run_whose_engine_lacks_one_experts_weights(tmp_path):
-    ended = run("pipeline_checks.trains", str(tmp_path / "run"), None, 1, 3, "LosingEngine", ranks=2, timeout=600)
+    ended = run("pipeline_checks.trains", str(tmp_path / "run"), None, (), 3, "LosingEngine", ranks=2, timeout=600)
     assert [code for code, _ in ended] == [1, 1]
     assert re.fullmatch(
         r"the run ends: EngineError: engine and trainer are \S+ nats apart at a token of the canary, after the sync of "
@@ -64,7 +107,7 @@ def test_the_canary_ends_a_run_whose_engine_lacks_one_experts_weights(tmp_path):
 
 
 def test_a_sync_that_fails_half_way_ends_all_ranks(tmp_path):
-    first, *others = run("pipeline_checks.trains", str(tmp_path / "run"), None, 2, 1, "FullDisk", ranks=4)
+    first, *others = run("pipeline_checks.trains", str(tmp_path / "run"), None, (2,), 1, "FullDisk", ranks=4)
     assert first == (1, "the run ends: EngineError: no space left\n")
     assert others == [(1, "")] * 3
 

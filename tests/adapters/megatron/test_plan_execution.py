@@ -130,9 +130,7 @@ def test_stages_that_hold_different_plans_end_all_ranks_with_one_error():
     run("known_count_checks.check_stages_that_hold_different_plans", ranks=4)
 
 
-@pytest.mark.parametrize("check", ["check_layers_and_settings", "check_experts_in_one_module"])
-def test_layers_that_cannot_execute_plans_are_refused(check):
-    run(f"refused_execution_checks.{check}", ranks=2)
+test_refusals = checks_of("refused_execution_checks", ranks=2)
 
 
 @pytest.mark.parametrize(

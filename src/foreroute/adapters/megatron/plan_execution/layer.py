@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    MoEFlexTokenDispatcher,
+)
 from torch import Tensor, nn
 
 from foreroute.adapters.megatron.discover import ChunkRouter
@@ -136,8 +140,10 @@ def objection_to_layer(site: ChunkRouter) -> str | None:
     if any(getattr(type(block), name, None) is not getattr(MoELayer, name) for name in ("forward", "preprocess")):
         return f"it is a {type(block).__name__} with a forward of its own, so it is not known where it dispatches"
     if type(dispatcher) not in DISPATCHERS:
+        backend = getattr(block.config, "moe_flex_dispatcher_backend", None)
+        on = f" on {backend}" if isinstance(dispatcher, MoEFlexTokenDispatcher) else ""
         return (
-            f"its dispatcher is a {type(dispatcher).__name__}, which fills buffers of its own by expert; set "
+            f"its dispatcher is a {type(dispatcher).__name__}{on}, which fills buffers of its own by expert; set "
             "moe_token_dispatcher_type to alltoall or allgather"
         )
     return _objection_to_settings(block.config, dispatcher) or objection_to_experts(site)
