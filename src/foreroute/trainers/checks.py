@@ -10,10 +10,10 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from foreroute.adapters.hf import RoutedTransformer
 from foreroute.adapters.versions import PEERS
 from foreroute.errors import AttachError, ReplayError
 from foreroute.mismatch import Defect, explain
+from foreroute.replay import RoutedModel
 from foreroute.trace import RoutingTrace
 
 DRIFT = (Defect.WEIGHT_VERSION, Defect.UNEXPLAINED)
@@ -53,7 +53,7 @@ def require_api(
         )
 
 
-def check_first_rollout(routed: RoutedTransformer, rollout: RoutingTrace, forward: Callable[[], object]) -> None:
+def check_first_rollout(routed: RoutedModel, rollout: RoutingTrace, forward: Callable[[], object]) -> None:
     """Hold the routes of a rollout against those that the policy takes by itself at the same weights.
 
     Routes that stand at other positions, in other sequences or layers, or are physical ids, are seen here. Once they

@@ -7,9 +7,12 @@ import numpy as np
 
 from foreroute.adapters.megatron.plan_execution.fetching import FetchAhead
 from foreroute.ep.transfer import Cell
-from tests.adapters.megatron.executed_plans import trained
+from tests.adapters.megatron.executed_plans import make_plan, rows_off_plan, trained
 from tests.adapters.megatron.grid import Cell as Split
 from tests.adapters.megatron.grid import ExecutionCase
+from tests.adapters.megatron.grid_checks import carrying
+from tests.adapters.megatron.plan_execution_checks import planned
+from tests.adapters.megatron.training_step import forward_step, step
 
 
 @dataclass
@@ -66,3 +69,16 @@ def check_steps_after_the_first_fetch_ahead(splits):
         for fetches, ahead in later:
             assert fetches > 2 * layers
             assert fetches - ahead <= layers, (split, fetches, ahead)
+
+
+def check_steps_of_other_numbers_of_micro_batches():
+    """Each begins as if none had been before: the order of a longer one has cells that a shorter one has not."""
+    chunks, routed, batches, shards, _, _ = planned(ExecutionCase(Split(ep=2, layers=2)))
+    found = []
+    for number in (3, 2, 3, 1, 2):
+        made, counts_MLGE, _ = make_plan(routed, None, "planned", 0, shards[:number], None)
+        with routed.execute(made, counts_MLGE, shards[:number]) as execution:
+            step(chunks, carrying(batches[:number], shards[:number]), routed.replaying(forward_step))
+        assert rows_off_plan(routed, execution, counts_MLGE) == 0
+        found.append(execution.fetches[1] > 0)
+    assert found == [False, False, True, False, True]

@@ -24,6 +24,7 @@ from tests.adapters.megatron.executed_plans import (
     furthest,
     laid_out,
     make_plan,
+    rows_off_plan,
     skewed,
     trained,
 )
@@ -168,6 +169,28 @@ def check_padding_is_spread_by_the_plan():
         else:
             assert counts_MLGE.sum() < sum(rows_M) * 2
             assert (executed_GML.max(0) > made.max_load_ML).any()
+
+
+def check_rows_without_a_route_are_spread_by_the_plan():
+    """Rows that no counted token depends on: the plan knows them, and what is measured of the others is the same."""
+    case = ExecutionCase(Cell(ep=2, layers=2), complete=False)
+    initialize(case.cell)
+    chunks = build(case.cell)
+    routed = megatron.attach(chunks)
+    batches = make_batches(case.cell)
+    traces = [skewed(batch, case, 0, m) for m, batch in enumerate(batches)]
+    measured, off_plan = [], []
+    for missing in ("native", "spread"):
+        cut = [routed.shard(t, laid_out(b), missing=missing) for t, b in zip(traces, batches, strict=True)]
+        assert all(shard.is_whole == (missing == "spread") for shard in cut)
+        made, counts_MLGE, _ = make_plan(routed, None, "planned", 0, cut, None)
+        forward = routed.replaying(forward_step, missing="native", telemetry=True)
+        with routed.execute(made, counts_MLGE, cut) as execution:
+            step(chunks, carrying(batches, cut), forward)
+        measured.append(forward.agreement().routing)
+        off_plan.append(rows_off_plan(routed, execution, counts_MLGE))
+    assert measured[0].rows == measured[1].rows == sum(int(trace.valid_N.sum()) for trace in traces)
+    assert (off_plan[0] > 0, off_plan[1]) == (True, 0), off_plan
 
 
 def check_checkpoints_do_not_see_replicas():

@@ -117,8 +117,9 @@ def test_counts_are_known_ahead():
     run("known_count_checks.check_exchanges_and_waits", ranks=2)
 
 
-def test_padding_is_spread_by_the_plan():
-    run("plan_execution_checks.check_padding_is_spread_by_the_plan", ranks=2)
+@pytest.mark.parametrize("rows", ["padding_is", "rows_without_a_route_are"])
+def test_rows_that_nothing_depends_on_are_spread_by_the_plan(rows):
+    run(f"plan_execution_checks.check_{rows}_spread_by_the_plan", ranks=2)
 
 
 def test_wrong_counts_end_all_ranks_with_one_error():
@@ -150,6 +151,10 @@ def test_replicas_leave_gradients_and_checkpoints_as_they_were(check):
 def test_fetches_are_begun_ahead_in_the_order_of_the_step_before():
     splits = [{"ep": 2, "layers": 2}, {"ep": 2, "layers": 2, "recompute": "uniform", "dispatcher": "allgather"}]
     run("fetch_order_checks.check_steps_after_the_first_fetch_ahead", splits, ranks=2)
+
+
+def test_steps_of_other_numbers_of_micro_batches_are_executed():
+    run("fetch_order_checks.check_steps_of_other_numbers_of_micro_batches", ranks=2)
 
 
 @pytest.mark.slow

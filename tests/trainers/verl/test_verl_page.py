@@ -11,10 +11,13 @@ pytest.importorskip("verl", reason="there is no verl in this environment: run `m
 from hydra import compose, initialize_config_module
 from verl.utils.config import omega_conf_to_dataclass
 
+from examples.verl import demo_cluster
+from foreroute.trainers.verl.planning import PlanningMegatronConfig
 from foreroute.trainers.verl.settings import replay_of
 from tests.trainers.verl.verl_batches import FACTS, padded, sequences
 
 ROOT = Path(__file__).parents[3]
+OTHERWISE = ["model_engine=megatron", "actor_rollout_ref.actor.use_dynamic_bsz=True"]
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -27,8 +30,9 @@ def test_verl_reads_the_configuration_of_the_example_as_meant():
     script = (ROOT / "examples" / "verl" / "grpo_r3.sh").read_text()
     command = script[script.index("python3 -m") :].replace("$DATA", "data").replace("$MODEL", "model")
     words = [word for word in shlex.split(command) if "=" in word]
-    page = [line.strip() for line in (ROOT / "docs" / "verl.md").read_text().splitlines() if line.startswith("    ")]
-    assert set(words) >= {line for line in page if "actor_rollout_ref." in line}
+    fsdp2, _ = lines_of_page()
+    assert len(fsdp2) == 4
+    assert set(words) >= set(fsdp2)
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=words)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
@@ -37,3 +41,33 @@ def test_verl_reads_the_configuration_of_the_example_as_meant():
     assert config.actor_rollout_ref.ref.fsdp_config.forward_only
     assert "router_replay" not in config.actor_rollout_ref.ref.fsdp_config
     assert config.actor_rollout_ref.model.external_lib == "foreroute.trainers.verl.fsdp"
+
+
+def test_verl_reads_the_lines_of_megatron_as_meant():
+    _, lines = lines_of_page()
+    names = {line.partition("=")[0] for line in demo_cluster.SETTINGS + demo_cluster.MEGATRON}
+    assert {line.partition("=")[0] for line in lines} <= names
+    for overrides, redundant_slots in (
+        (lines, 2),
+        ([*lines, "+actor_rollout_ref.actor.megatron.redundant_slots=4"], 4),
+    ):
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose("ppo_trainer", overrides=[*OTHERWISE, *overrides])
+        actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+        assert isinstance(actor.engine, PlanningMegatronConfig)
+        assert (actor.engine.strategy, replay_of(actor.engine)) == ("megatron", "R3")
+        assert (actor.engine.redundant_slots, actor.engine.hardware) == (redundant_slots, "h100")
+        # the reference is left alone
+        assert config.actor_rollout_ref.ref.megatron["_target_"] == "verl.workers.config.McoreEngineConfig"
+        assert config.actor_rollout_ref.ref.megatron.router_replay.mode == "disabled"
+
+
+def lines_of_page():
+    """Lines of configuration on the page, of FSDP and of Megatron."""
+    page = (ROOT / "docs" / "verl.md").read_text().partition("## Megatron")
+    parts = [
+        [line.strip() for line in part.splitlines() if line.startswith(("    actor", "    +"))]
+        for part in (page[0], page[2])
+    ]
+    assert all(parts)
+    return parts

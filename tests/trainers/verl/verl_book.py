@@ -70,14 +70,14 @@ class Book:
         return recording.trace().expert_ids_NLK.astype(np.int64), logprobs.numpy()
 
     def batch(self, *, routes=True):
-        """As verl's agent loop pads it; the layer axis counts the dense layer."""
+        """As verl's agent loop pads it; the layer axis counts dense layers."""
         from tests.trainers.verl.verl_batches import padded
 
         by_tokens = {tuple(np.concatenate(pair)): s for s, pair in enumerate(self.pairs)}
 
         def wide(tokens):
             rows = self.routes[by_tokens[tuple(tokens)]]
-            return np.concatenate([np.zeros_like(rows[:, :1]), rows], axis=1)
+            return np.concatenate([np.zeros((len(rows), 3 - rows.shape[1], 2), rows.dtype), rows], axis=1)
 
         batch = padded(self.pairs, wide)
         batch["rollout_log_probs"] = torch.zeros(len(self.pairs), RESPONSE)

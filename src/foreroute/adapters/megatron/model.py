@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import megatron.core
 import numpy as np
@@ -72,7 +72,7 @@ class RoutedMegatron(RoutedModel):
         trace: RoutingTrace,
         layout: Layout,
         *,
-        missing: MissingRows = "error",
+        missing: MissingRows | Literal["spread"] = "error",
         padding: PaddingRows = "spread",
         gate_weights: bool = False,
     ) -> RouteShard:
@@ -82,7 +82,9 @@ class RoutedMegatron(RoutedModel):
             trace: routes of the micro-batch's sequences.
             layout: where they are in the batch, before ranks share it: `layout.pad(trace.lengths, side=...,
                 order="sbhd")` for a padded [B, T] batch, `layout.pack(trace.lengths, ...)` for a packed one.
-            missing: as in `replay`.
+            missing: as in `replay`. "spread" is for rows that no token of the loss depends on: it picks for them as for
+                padding, evenly over experts and their ranks, and leaves them out of statistics, so that a plan knows
+                every row.
             padding: as in `replay`.
             gate_weights: as in `replay`.
 
@@ -97,8 +99,9 @@ class RoutedMegatron(RoutedModel):
             raise not_of_kind("what is to be sharded", trace, "a RoutingTrace")
         _require_layout(layout)
         self.spec.require_same(trace.spec, what="the trace")
-        policy = Policy(missing, padding, "native", telemetry=False, gate_weights=gate_weights)
-        return self._cut(trace, layout, policy)
+        others: MissingRows = "native" if missing == "spread" else missing
+        policy = Policy(others, padding, "native", telemetry=False, gate_weights=gate_weights)
+        return self._cut(trace, layout, policy, spread_missing=missing == "spread")
 
     def replaying(
         self,
@@ -276,7 +279,7 @@ class RoutedMegatron(RoutedModel):
         )
         return rows_over_ranks(passes, self.spec, self._chunk_layers, self.share, groups)
 
-    def _cut(self, trace: RoutingTrace, layout: Layout, policy: Policy) -> RouteShard:
+    def _cut(self, trace: RoutingTrace, layout: Layout, policy: Policy, *, spread_missing: bool = False) -> RouteShard:
         home_LE = self.home_LE[[self.spec.layers.index(layer) for layer in self.layers]]
         return shard(
             trace,
@@ -286,6 +289,7 @@ class RoutedMegatron(RoutedModel):
             home_LE,
             missing=policy.missing,
             padding=policy.padding,
+            spread_missing=spread_missing,
             gate_weights=policy.gate_weights,
             pin=next(self.chunks[0].trunk.parameters()).is_cuda,
         )

@@ -19,8 +19,8 @@ from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trace.container import weights_of
 
 FORCED, REAL, COUNTED = 1, 2, 4
-"""Flags of a slot: its picks are forced (it has a route, or is padding that is spread); it is no padding; it is a token
-that belongs in the loss under the policy for missing rows."""
+"""Flags of a slot: its picks are forced (it has a route, or they are spread); it is neither padding nor a row whose
+picks are spread; it is a token that belongs in the loss under the policy for missing rows."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,7 @@ def shard(
     *,
     missing: MissingRows = "error",
     padding: PaddingRows = "spread",
+    spread_missing: bool = False,
     gate_weights: bool = False,
     pin: bool = False,
 ) -> RouteShard:
@@ -199,6 +200,7 @@ def shard(
         home_LE: integers [L, E], the expert-parallel rank that each expert of these layers lives on.
         missing: what to do with rows that have no route.
         padding: who picks for padding.
+        spread_missing: pick for rows that have no route as for padding that is spread.
         gate_weights: whether to cut the gate weights of the trace too.
         pin: hold the ids in pinned memory.
 
@@ -220,18 +222,20 @@ def shard(
     if missing == "error":
         refuse_missing(trace, whole_rows)
     context, router = share.of_context(layout).rows().row_of_slot_R, share.of_routers(layout).rows()
-    spread_R = router.is_pad_R & (padding == "spread")
-    ids_LRK, forced_R = _picks(trace, router, spread_R, share, layers, home_LE)
-    counted_R = _counted(trace, router.row_of_slot_R, missing)
+    pads_R = router.is_pad_R & (padding == "spread")
+    filled_R = ~router.is_pad_R & spread_missing
+    filled_R[filled_R] = ~trace.valid_N[router.row_of_slot_R[filled_R]]
+    ids_LRK, forced_R = _picks(trace, router, pads_R | filled_R, share, layers, home_LE)
+    counted_R = _counted(trace, router.row_of_slot_R, missing) & ~filled_R
     dropped_C = (context >= 0) & ~_counted(trace, context, missing)
     return RouteShard(
         trace.spec,
         tuple(layers),
         layout,
         ids_LRK.pin_memory() if pin else ids_LRK,
-        (forced_R * FORCED | ~router.is_pad_R * REAL | counted_R * COUNTED).astype(np.uint8),
+        (forced_R * FORCED | ~(router.is_pad_R | filled_R) * REAL | counted_R * COUNTED).astype(np.uint8),
         trace.versions,
-        bool((whole_rows < 0).any()),
+        bool((whole_rows < 0).any() or (spread_missing and not trace.valid_N.all())),
         _tokens(trace, context),
         dropped_C if dropped_C.any() else None,
         _weights(trace, router, layers) if gate_weights else None,

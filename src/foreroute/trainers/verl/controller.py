@@ -14,10 +14,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from verl.utils.device import get_device_id
 
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import facts_of
@@ -25,22 +21,12 @@ from foreroute.errors import ReplayError
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
-from foreroute.trainers.verl.expert_weights import ExpertWeightsCheck
-from foreroute.trainers.verl.protocol import (
-    FIELD,
-    of_responses,
-    parts_of,
-    require_routed,
-    response_lengths,
-    routed_experts,
-    sampled_mask,
-    trace_of,
-)
+from foreroute.trainers.verl.comparison import RolloutComparison
+from foreroute.trainers.verl.protocol import FIELD, require_routed, routed_experts, trace_of
 from foreroute.trainers.verl.settings import Replay
 
 Step = Callable[..., Any]
 """verl's `forward_step(micro_batch, loss_function, forward_only)`."""
-ROLLOUT_LOG_PROBS = "rollout_log_probs"
 
 
 class EnginePassController:
@@ -52,22 +38,27 @@ class EnginePassController:
 
     Attributes:
         routed: its model.
-        metrics: mismatch that is not logged yet.
         first_rollout_checked: whether the first routes of the rollout were held against the model's own.
         is_reference: set while adapters are switched off for the reference pass.
     """
 
     def __init__(self, engine: Any, replay: Replay) -> None:
-        self.metrics = MismatchSums()
         self.first_rollout_checked = False
         self.is_reference = False
         self.routed = hf.attach(engine.module)
         self._engine = engine
         self._replay = replay
         self._facts = facts_of(self.routed)
-        self._weights_check = ExpertWeightsCheck(self.routed.spec) if replay == "R3" else None
+        self._comparison = RolloutComparison(
+            self.routed.spec, engine.get_data_parallel_group, judges_weights=replay == "R3"
+        )
         self._has_old_pass = False
         self._num_steps = 0
+
+    @property
+    def metrics(self) -> MismatchSums:
+        """Mismatch that is not logged yet."""
+        return self._comparison.metrics
 
     @contextmanager
     def batch(self, data: Any, *, update: bool) -> Iterator[dict[str, float]]:
@@ -90,11 +81,7 @@ class EnginePassController:
                 f"{type(self._engine).__name__} ran a batch of {len(data)} without forward_step, so that nothing was "
                 "replayed in it"
             )
-        if update:
-            self.metrics.share(self._over_ranks)
-            logs.update(self.metrics.flush())
-        elif self._weights_check is not None:
-            self._weights_check.judge(self._over_ranks)
+        logs.update(self._comparison.end_batch(update=update))
 
     def step(self, step: Step, micro_batch: Any, loss_function: Any, *, update: bool) -> Any:
         """A `forward_step` of verl on a micro-batch, replayed, recorded and measured as its pass asks for."""
@@ -150,31 +137,11 @@ class EnginePassController:
     def _measure(
         self, recorded: RoutingTrace, routes: RoutingTrace | None, micro_batch: Any, output: Any, *, update: bool
     ) -> None:
-        """What was executed, and what came out of it, beside the rollout's; with R2, what the updates are to replay."""
+        """Beside the rollout, in R3 and without replay; with R2, what the updates are to replay."""
         executed = recorded.select(np.arange(len(micro_batch)))
         result = output["model_output"]
         if self._replay == "R2":
             layers = self._facts.num_hidden_layers
             result[FIELD] = routed_experts(executed, micro_batch, num_hidden_layers=layers)
-        elif routes is not None:
-            self.metrics.compare_routes(routes, executed)
-        log_probs, sampled = result.get("log_probs"), micro_batch.get(ROLLOUT_LOG_PROBS, None)
-        if log_probs is None or sampled is None:
-            return
-        lengths = response_lengths(micro_batch)
-        trained, counted = of_responses(log_probs, lengths), sampled_mask(micro_batch)
-        by_rollout = parts_of(sampled, lengths)
-        self.metrics.compare_tokens(by_rollout, _padded(trained), _padded(counted))
-        if self._weights_check is not None and not update:
-            self._weights_check.add(executed, by_rollout, trained, counted)
-
-    def _over_ranks(self, sums: Tensor) -> Tensor:
-        group = self._engine.get_data_parallel_group()
-        on_device = sums.to(get_device_id())
-        dist.all_reduce(on_device, group=group)
-        return on_device
-
-
-def _padded(rows: list[Any]) -> Tensor:
-    parts = [torch.from_numpy(np.asarray(row, np.float32)) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+            routes = None
+        self._comparison.add(executed, routes, micro_batch, result.get("log_probs"), update=update)

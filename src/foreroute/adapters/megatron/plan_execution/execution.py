@@ -44,11 +44,12 @@ class ExecutionRanks:
     Attributes:
         consensus: of them.
         peers: the same, for weights and gradients.
-        orders: the (micro-step, layer) of all visits of the last execution, without and with backward passes.
+        orders: by the number of micro-steps, and whether there are backward passes: the (micro-step, layer) of all
+            visits of the last execution like that.
     """
 
     def __init__(self, ep_group: Any, pp_group: Any) -> None:
-        self.orders: dict[bool, list[tuple[int, int]]] = {}
+        self.orders: dict[tuple[int, bool], list[tuple[int, int]]] = {}
         self.consensus = RankConsensus(ep_group)
         self.peers = PeerGroup(ep_group)
         self._stages = RankConsensus(pp_group) if pp_group is not None and pp_group.size() > 1 else None
@@ -163,7 +164,7 @@ class PlanExecution:
             yield
         if self._fetches is not None:
             self._fetches.close()
-            self._ranks.orders[self._updates] = self._fetches.visits
+            self._ranks.orders[len(self._shards), self._updates] = self._fetches.visits
         objection = None
         fewest = min(self._begun.values(), default=len(self._shards))
         if fewest < len(self._shards):
@@ -216,7 +217,8 @@ class PlanExecution:
     def _fetches_of(self, passes: PassStack) -> FetchAhead:
         if self._fetches is None:
             self._updates = passes.top.with_grad
-            self._fetches = FetchAhead(self._begin_fetch, self._ranks.orders.get(self._updates, []))
+            expected = self._ranks.orders.get((len(self._shards), self._updates), [])
+            self._fetches = FetchAhead(self._begin_fetch, expected)
         return self._fetches
 
     def _begin_fetch(self, cell: Cell) -> Fetch | None:

@@ -1,0 +1,96 @@
+"""verl's Megatron engine on a machine without a GPU. On GPUs nothing of this is loaded.
+
+Importing it puts the stand-ins in place; verl is told of it before foreroute, in its configuration:
+
+    actor_rollout_ref.model.external_lib=[megatron_on_cpu,foreroute.trainers.verl.megatron]
+
+`examples/megatron/on_cpu.py` has what Megatron-Core itself takes for granted of CUDA; here is what its optimizers,
+mbridge and packed batches need beside. Whatever routes, dispatches, differentiates or steps is Megatron's own.
+"""
+
+import re
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from examples.megatron import on_cpu
+
+on_cpu.install()
+
+import mbridge.core.llm_bridge as llm_bridge
+from mbridge.core.bridge import Bridge
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+
+class CudaIsTheCPU(TorchFunctionMode):
+    """Megatron's optimizers make tensors on the device "cuda", by name, and in pinned memory."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+
+CudaIsTheCPU().__enter__()
+
+# its optimizers know parameters by the names of their types: "torch.cuda.FloatTensor"
+_type = torch.Tensor.type
+
+
+def type_on_cuda(tensor, *args, **kwargs):
+    answer = _type(tensor, *args, **kwargs)
+    if args or kwargs or "cuda" in answer:
+        return answer
+    return answer.replace("torch.", "torch.cuda.", 1)
+
+
+torch.Tensor.type = type_on_cuda
+
+# mbridge builds layers of Transformer Engine, which wants CUDA
+_block_spec = llm_bridge.get_gpt_decoder_block_spec
+
+
+def local_block_spec(config, use_transformer_engine=True, **kwargs):
+    return _block_spec(config, use_transformer_engine=False, **kwargs)
+
+
+llm_bridge.get_gpt_decoder_block_spec = local_block_spec
+
+# and knows weights by the names that Transformer Engine's layers give them, in loading and in export
+_global_names = Bridge._weight_name_mapping_mcore_local_to_global
+OF_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight")
+OF_NORM = re.compile(r"(layers\.\d+\.)input_layernorm\.")
+
+
+def global_names(bridge, model, consider_ep=True):
+    # experts are numbered by rank here: by their local name mbridge would not know them as experts
+    first = bridge.config.num_moe_experts // bridge.mpu.ep_size * bridge.mpu.ep_rank if consider_ep else 0
+    names = _global_names(bridge, model, consider_ep=False)
+    for local, name in names.items():
+        name = OF_NORM.sub(r"\1self_attention.linear_qkv.layer_norm_", name)
+        names[local] = OF_EXPERT.sub(lambda found: f"experts.{found[2]}.weight{first + int(found[1])}", name)
+    return names
+
+
+Bridge._weight_name_mapping_mcore_local_to_global = global_names
+
+# its own attention takes no packed sequences, and verl packs: one sequence, in which none looks at another
+_attention = DotProductAttention.forward
+
+
+def packed_attention(
+    module, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
+):
+    if packed_seq_params is None:
+        return _attention(module, query, key, value, attention_mask, attn_mask_type, attention_bias)
+    rows = torch.arange(len(query))
+    of_row = torch.bucketize(rows, packed_seq_params.cu_seqlens_q_padded.long(), right=True)
+    hidden = (of_row[:, None] != of_row) | (rows[:, None] < rows)
+    parts = (part.unsqueeze(1) for part in (query, key, value))
+    return _attention(module, *parts, hidden[None, None], attn_mask_type, attention_bias)
+
+
+DotProductAttention.forward = packed_attention

@@ -1,0 +1,93 @@
+"""What verl's engines are measured by: what was executed, and what came out of it, beside the rollout's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from verl.utils.device import get_device_id
+
+from foreroute.trace import RoutingSpec, RoutingTrace
+from foreroute.trainers.mismatch_sums import MismatchSums
+from foreroute.trainers.verl.expert_weights import ExpertWeightsCheck
+from foreroute.trainers.verl.protocol import of_responses, parts_of, response_lengths, sampled_mask
+
+ROLLOUT_LOG_PROBS = "rollout_log_probs"
+
+
+class RolloutComparison:
+    """Sums over the micro-batches of one engine.
+
+    Args:
+        spec: of the policy.
+        group: gives the data-parallel ranks.
+        judges_weights: whether both sides take the same routes, so that what is left tells of their weights.
+
+    Attributes:
+        metrics: mismatch that is not logged yet.
+    """
+
+    def __init__(self, spec: RoutingSpec, group: Callable[[], Any], *, judges_weights: bool) -> None:
+        self.metrics = MismatchSums()
+        self._group = group
+        self._weights_check = ExpertWeightsCheck(spec) if judges_weights else None
+
+    def add(
+        self,
+        executed: RoutingTrace,
+        routes: RoutingTrace | None,
+        micro_batch: Any,
+        log_probs: Tensor | None,
+        *,
+        update: bool,
+    ) -> None:
+        """One micro-batch of S sequences.
+
+        Args:
+            executed: the routes that the trainer took.
+            routes: those of the rollout, or None.
+            micro_batch: verl's, with what was sampled.
+            log_probs: S rows, one entry for each input position; None where the engine gave none.
+            update: whether weights may differ from those of the rollout.
+        """
+        if routes is not None:
+            self.metrics.compare_routes(routes, executed)
+        sampled = micro_batch.get(ROLLOUT_LOG_PROBS, None)
+        if log_probs is None or sampled is None:
+            return
+        lengths = response_lengths(micro_batch)
+        trained, counted = of_responses(log_probs, lengths), sampled_mask(micro_batch)
+        by_rollout = parts_of(sampled, lengths)
+        self.metrics.compare_tokens(by_rollout, _padded(trained), _padded(counted))
+        if self._weights_check is not None and not update:
+            self._weights_check.add(executed, by_rollout, trained, counted)
+
+    def end_batch(self, *, update: bool) -> dict[str, float]:
+        """After all micro-batches of a batch. A collective of the data-parallel ranks.
+
+        Returns:
+            What is to be logged; after an update alone.
+
+        Raises:
+            EngineError: when the rollout was not sampled with the trainer's weights.
+        """
+        if update:
+            self.metrics.share(self._over_ranks)
+            return self.metrics.flush()
+        if self._weights_check is not None:
+            self._weights_check.judge(self._over_ranks)
+        return {}
+
+    def _over_ranks(self, sums: Tensor) -> Tensor:
+        on_device = sums.to(get_device_id())
+        dist.all_reduce(on_device, group=self._group())
+        return on_device
+
+
+def _padded(rows: list[Any]) -> Tensor:
+    parts = [torch.from_numpy(np.asarray(row, np.float32)) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)

@@ -1,0 +1,177 @@
+"""Plans in verl's Megatron engine: what switches them on, and one batch that is counted, planned and executed.
+
+When the micro-batches of a batch are known and none of them has run, the ranks that share experts tell each other their
+counts. Then a thread of each plans, while the first micro-batch runs at home. The others run under the plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from verl.workers.config import McoreEngineConfig
+
+from foreroute.costs import hardware_preset
+from foreroute.errors import ConfigError
+from foreroute.plan import PlanOptions
+from foreroute.planner import plan, start
+
+if TYPE_CHECKING:
+    from foreroute.adapters.megatron import RoutedMegatron
+    from foreroute.adapters.megatron.plan_execution import PlanExecution
+    from foreroute.adapters.megatron.route_shard import RouteShard
+
+AT_HOME = PlanOptions(replicas=False)
+UNDER_PLAN = PlanOptions(slots="shared")
+"""Homes stay: verl's checkpoints, and its weights for the rollout, look for experts where Megatron put them first."""
+
+
+@dataclass
+class PlanningMegatronConfig(McoreEngineConfig):
+    """verl's configuration of its Megatron engine, with plans.
+
+    One line of verl's configuration asks for it:
+
+        actor_rollout_ref.actor.megatron._target_=foreroute.trainers.verl.planning.PlanningMegatronConfig
+
+    Its own keys are set with a `+`, such as `+actor_rollout_ref.actor.megatron.redundant_slots=4`.
+
+    Attributes:
+        redundant_slots: P, replicas that a rank may serve in a layer.
+        hardware: a name of `foreroute.costs.hardware_preset`; its nodes and links are planned for.
+
+    Raises:
+        ConfigError: when a rank is to serve no replica, or no such hardware is known.
+    """
+
+    redundant_slots: int = 2
+    hardware: str = "h100"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.redundant_slots < 1:
+            raise ConfigError(
+                f"redundant_slots is {self.redundant_slots}; expected 1 or more: homes stay, so plans are made of "
+                "replicas. To train without plans, leave out the line that names PlanningMegatronConfig"
+            )
+        hardware_preset(self.hardware)
+
+
+class PlannedBatch:
+    """A batch of verl under a plan. Making one is a collective call of the ranks that share experts.
+
+    Args:
+        routed: the model.
+        micro_batches: routes of this rank, in the order in which they will run.
+        config: of the engine.
+        open_executions: holds the execution in force, and is closed when all micro-batches have run.
+    """
+
+    def __init__(
+        self,
+        routed: RoutedMegatron,
+        micro_batches: Sequence[RouteShard],
+        config: PlanningMegatronConfig,
+        open_executions: ExitStack,
+    ) -> None:
+        self._routed, self._shards, self._open = routed, list(micro_batches), open_executions
+        self._counts_MLGE = routed.gather_counts(self._shards)
+        topology = hardware_preset(config.hardware).topology(self._counts_MLGE.shape[2], config.redundant_slots)
+        home_LE = routed.home_LE
+        self._later = (
+            start(self._counts_MLGE[1:], topology, UNDER_PLAN, home_LE=home_LE) if len(self._shards) > 1 else None
+        )
+        self._at_home = plan(self._counts_MLGE[:1], topology, AT_HOME, home_LE=home_LE)
+        self._executions: list[PlanExecution] = []
+
+    def begin(self, number: int) -> None:
+        """A micro-batch is about to run. A collective call before the first and before the second one."""
+        if number == 0:
+            self._execute(self._at_home, slice(0, 1))
+        elif number == 1:
+            assert self._later is not None, "there is a second one"
+            self._open.close()
+            self._execute(self._later.result(), slice(1, None))
+
+    def _execute(self, made: Any, part: slice) -> None:
+        execution = self._routed.execute(made, self._counts_MLGE[part], self._shards[part])
+        self._executions.append(self._open.enter_context(execution))
+
+    def loads(self, group: Any) -> BatchLoads:
+        """What all ranks executed, after the last micro-batch. A collective call.
+
+        Args:
+            group: the ranks that share experts.
+        """
+        mine_ML = torch.from_numpy(np.concatenate([execution.executed_ML for execution in self._executions]))
+        executed = [torch.empty_like(mine_ML) for _ in range(self._counts_MLGE.shape[2])]
+        dist.all_gather(executed, mine_ML, group=group)
+        plans = [execution.plan for execution in self._executions]
+        planned = [
+            made.cell(m, layer).loads_G(self._counts_MLGE[first + m, layer])
+            for first, made in zip((0, 1), plans, strict=False)
+            for m in range(made.shape[0])
+            for layer in range(made.shape[1])
+        ]
+        shape = self._counts_MLGE.shape[:2]
+        at_home_MLG = np.stack(
+            [(self._counts_MLGE.sum(2) * (self._routed.home_LE == rank)).sum(2) for rank in range(len(executed))], -1
+        )
+        return BatchLoads(at_home_MLG, np.reshape(planned, (*shape, -1)), torch.stack(executed, -1).numpy())
+
+
+@dataclass(frozen=True)
+class BatchLoads:
+    """Assignments of each rank in each cell of a batch, int64 [M, L, G].
+
+    Attributes:
+        at_home_MLG: if every expert served all of its own.
+        planned_MLG: by the plan; those of the first micro-batch at home.
+        executed_MLG: that the experts of a rank computed.
+    """
+
+    at_home_MLG: NDArray[np.int64]
+    planned_MLG: NDArray[np.int64]
+    executed_MLG: NDArray[np.int64]
+
+
+class PlanSums:
+    """What plans did, as sums over cells until verl logs."""
+
+    def __init__(self) -> None:
+        self._slowest: Counter[str] = Counter()
+        self._all: Counter[str] = Counter()
+        self._rows_off = 0
+
+    def add(self, loads: BatchLoads) -> None:
+        """The cells of a batch; those of its first micro-batch apart."""
+        parts = {
+            "static": loads.at_home_MLG[1:],
+            "planned": loads.planned_MLG[1:],
+            "executed": loads.executed_MLG[1:],
+            "first": loads.executed_MLG[:1],
+        }
+        for name, part_MLG in parts.items():
+            self._slowest[name] += int(part_MLG.max(-1).sum()) * part_MLG.shape[-1]
+            self._all[name] += int(part_MLG.sum())
+        self._rows_off += int(np.abs(loads.executed_MLG - loads.planned_MLG).sum())
+
+    def flush(self) -> dict[str, float]:
+        """What is to be logged, by name. Starts anew.
+
+        - plan/imbalance_static, _planned, _executed: assignments of the slowest rank over those of the mean one, over
+          the cells of all micro-batches but the first of a batch: at homes, by the plan, and as experts computed them.
+        - plan/imbalance_first: of the first micro-batches, as experts computed them.
+        - plan/rows_off: assignments that a rank computed more or less than it was to, over all cells.
+        """
+        logs = {f"plan/imbalance_{name}": self._slowest[name] / total for name, total in self._all.items() if total}
+        logs["plan/rows_off"] = float(self._rows_off)
+        self._slowest, self._all, self._rows_off = Counter(), Counter(), 0
+        return logs

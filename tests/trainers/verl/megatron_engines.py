@@ -1,0 +1,92 @@
+"""verl's Megatron engine, as it was released, on a CPU. Importing this makes the process one without a GPU."""
+
+# isort: off
+from examples.verl import verl_on_cpu  # noqa: F401  before verl
+from examples.verl import megatron_on_cpu  # noqa: F401  before foreroute's engine
+
+# isort: on
+import torch
+from verl.trainer.config import CheckpointConfig
+from verl.workers.config import EngineRouterReplayConfig, HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+from verl.workers.engine import EngineRegistry
+
+import foreroute.trainers.verl.megatron  # noqa: F401  what external_lib does
+from foreroute.trainers.verl.planning import PlanningMegatronConfig
+
+FUSED = (
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "apply_rope_fusion",
+    "gradient_accumulation_fusion",
+    "moe_permute_fusion",
+    "moe_grouped_gemm",
+    "persist_layer_norm",
+)
+
+
+def make(folder, *, plans=False, replay="R3", ranks=2, lr=1e-3, transformer=None, **settings):
+    """An engine, initialised, whose experts are shared by all ranks. Settings are of verl's engine configuration."""
+    kind = EngineRegistry.get_engine_cls("language_model", "megatron")
+    config = {
+        "vanilla_mbridge": True,
+        "expert_model_parallel_size": ranks,
+        "expert_tensor_parallel_size": 1,
+        "router_replay": EngineRouterReplayConfig(mode=replay),
+        "override_transformer_config": {
+            **dict.fromkeys(FUSED, False),
+            "use_cpu_initialization": True,
+            **(transformer or {}),
+        },
+        **settings,
+    }
+    engine = kind(
+        HFModelConfig(path=folder),
+        (PlanningMegatronConfig if plans else McoreEngineConfig)(**config),
+        McoreOptimizerConfig(lr=lr, total_training_steps=10),
+        CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine
+
+
+def exported(engine):
+    """All weights by the names of Hugging Face, on every rank."""
+    return {name: weight.detach().float().clone() for name, weight in engine.get_per_tensor_param()[0]}
+
+
+class Watch:
+    """What routers handed on and experts were given while the context is open, by layer, seen from outside.
+
+    Attributes:
+        routed: layer -> a list of bool [N, E], one for each forward of its router.
+        rows: layer -> a list of the rows that experts of this rank computed, one for each forward.
+    """
+
+    def __init__(self, engine):
+        self.routed, self.rows = {}, {}
+        self._blocks = [module for chunk in engine.module for module in chunk.modules() if hasattr(module, "router")]
+
+    def __enter__(self):
+        self._handles = []
+        for layer, block in enumerate(self._blocks):
+            routed, rows = self.routed.setdefault(layer, []), self.rows.setdefault(layer, [])
+
+            def note_routes(_, args, out, routed=routed):
+                routed.append(out[1].reshape(-1, out[1].shape[-1]).clone())
+
+            def note_rows(_, args, rows=rows):
+                rows.append(int(torch.as_tensor(args[1]).sum()))
+
+            self._handles.append(block.router.register_forward_hook(note_routes))
+            self._handles.append(block.experts.register_forward_pre_hook(note_rows))
+        return self
+
+    def __exit__(self, *_):
+        for handle in self._handles:
+            handle.remove()
+        self._blocks = self._handles = None
+
+    @property
+    def rows_ML(self):
+        return torch.tensor([self.rows[layer] for layer in sorted(self.rows)]).T.numpy()

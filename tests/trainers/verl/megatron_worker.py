@@ -1,0 +1,84 @@
+"""One of two ranks that share experts in verl's Megatron engine: what it did in several runs, saved to a folder.
+
+Usage: torchrun --nproc-per-node 2 -m tests.trainers.verl.megatron_worker POLICY FOLDER RUNS
+
+RUNS is JSON, the settings of `run` by the name of each.
+"""
+
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from foreroute.planner import start
+from foreroute.trainers.verl import planning
+from tests.trainers.verl.megatron_engines import Watch, exported, make
+from tests.trainers.verl.verl_book import Book
+from tests.trainers.verl.verl_engines import old_log_probs, tensordict, update
+
+SEQUENCES, STEPS = 16, 3
+
+
+def main(policy, folder, runs):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, book = dist.get_rank(), Book(policy, count=SEQUENCES)
+    share = SEQUENCES // 2
+    mine = {name: values[share * rank : share * (rank + 1)] for name, values in book.batch().items()}
+    for name, settings in json.loads(runs).items():
+        torch.save(run(policy, mine, **settings), Path(folder) / f"{name}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run(policy, batch, *, tokens=32, reverse=False, **settings):
+    """Steps of an old-log-prob pass and an update each."""
+    engine = make(policy, **settings)
+    if reverse:
+        batch = {name: values.flip(0) for name, values in batch.items()}
+    found = {name: [] for name in ("log_probs", "metrics", "old", "update", "planned")}
+    for step in range(STEPS):
+        if step:  # what was sampled before the weights changed
+            batch = {name: values for name, values in batch.items() if name != "rollout_log_probs"}
+        planned = []
+        with mock.patch.object(planning, "start", noting(planned)):
+            with Watch(engine) as old:
+                log_probs, _ = old_log_probs(engine, tensordict(batch, max_token_len_per_gpu=tokens))
+            with Watch(engine) as updated:
+                output = update(engine, tensordict(batch, max_token_len_per_gpu=tokens))
+        found["log_probs"].append([row.float() for row in log_probs])
+        found["metrics"].append(output["metrics"])
+        found["old"].append({"routed": old.routed, "rows_ML": old.rows_ML})
+        found["update"].append({"routed": updated.routed, "rows_ML": updated.rows_ML})
+        found["planned"].append([loads_MLG(counts, made.result()) for counts, made in planned])
+    found["weights"] = exported(engine)
+    return found
+
+
+def noting(planned):
+    def noted(counts_MLGE, *args, **kwargs):
+        made = start(counts_MLGE, *args, **kwargs)
+        planned.append((counts_MLGE, made))
+        return made
+
+    return noted
+
+
+def loads_MLG(counts_MLGE, plan):
+    """What a plan has each rank compute, replica by replica."""
+    loads = np.zeros(counts_MLGE.shape[:3], np.int64)
+    for m, layer in np.ndindex(loads.shape[:2]):
+        cell, left_E = plan.cell(m, layer), counts_MLGE[m, layer].sum(0).astype(np.int64)
+        for expert, rank, tokens_G in zip(cell.expert_R, cell.rank_R, cell.tokens_RG, strict=True):
+            loads[m, layer, rank] += tokens_G.sum()
+            left_E[expert] -= tokens_G.sum()
+        for expert, rank in enumerate(cell.home_E):
+            loads[m, layer, rank] += left_E[expert]
+    return loads
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,172 @@
+"""verl's Megatron engine on two ranks that share experts: its routes, and its plans as they were executed."""
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("verl", reason="there is no verl in this environment: run `make test-verl`")
+pytest.importorskip("mbridge", reason="there is no mbridge in this environment: run `make test-verl`")
+
+from examples.verl.tiny_checkpoint import save_policy
+from foreroute.errors import ConfigError
+from foreroute.trainers.verl.planning import PlanningMegatronConfig
+from foreroute.trainers.verl.settings import require_supported_by_megatron
+from tests.processes import environment, torchrun
+from tests.trainers.verl.verl_book import Book
+
+WITHIN_S = 900
+SHARE = 8
+"""Sequences of each rank, of twice as many."""
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RUNS = {
+    "plain": {},
+    "planned": {"plans": True},
+    "planned, recomputed": {"plans": True, "transformer": FULL},
+    "larger micro-batches": {"tokens": 48},
+    "another order": {"reverse": True},
+}
+PLANNED = [name for name, settings in RUNS.items() if settings.get("plans")]
+BFLOAT16 = 0.2
+"""How far log-probs may be from those in float64, in nats: twice what was seen."""
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """mbridge knows of no dense layers in Qwen3-MoE."""
+    return save_policy(tmp_path_factory.mktemp("policy"), mlp_only_layers=[])
+
+
+@pytest.fixture(scope="module")
+def book(policy):
+    return Book(policy, count=2 * SHARE)
+
+
+@pytest.fixture(scope="module")
+def found(policy, tmp_path_factory):
+    """Of each run, what its two ranks did."""
+    folder = tmp_path_factory.mktemp("found")
+    worker = ("-m", "tests.trainers.verl.megatron_worker", policy, folder, json.dumps(RUNS))
+    result = torchrun(2, *worker, timeout=WITHIN_S, env=environment(OMP_NUM_THREADS="1"))
+    assert result.returncode == 0, result.stderr[-4000:]
+    return {name: [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in (0, 1)] for name in RUNS}
+
+
+@pytest.mark.parametrize("name", ["plain", "planned"])
+def test_log_probs_are_those_of_hugging_face_on_the_same_routes(name, found, book):
+    ours = [row for rank in found[name] for row in rank["log_probs"][0]]
+    apart = [float((row - exact).abs().max()) for row, exact in zip(ours, book.replayed(torch.float64), strict=True)]
+    assert max(apart) < BFLOAT16
+    # the control: on its own routes the model says something else
+    native = [float((row - torch.tensor(own[1])).abs().max()) for row, own in zip(ours, book.native, strict=True)]
+    assert max(native) > 5 * BFLOAT16
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_routers_hand_on_the_routes_of_the_rollout_in_every_pass(name, found, book):
+    for rank, results in enumerate(found[name]):
+        mine = book.routes[SHARE * rank : SHARE * (rank + 1)]
+        for step, old in enumerate(results["old"]):
+            for layer in range(3):
+                wanted = routed([routes[:, layer] for routes in mine])
+                # the first micro-batch of a run goes by its own routes once, to be held against those of the rollout
+                first = 1 if step == 0 else 0
+                assert not wanted - picked(old["routed"][layer][first:])
+        for update in results["update"]:
+            for layer in range(3):
+                wanted = routed([routes[:, layer] for routes in mine])
+                times = 2 if "recomputed" in name else 1
+                seen = picked(update["routed"][layer])
+                assert all(seen[experts] >= times * count for experts, count in wanted.items())
+        assert all(metrics["mismatch/disagreement"] == [0.0] for metrics in results["metrics"])
+        assert all(metrics["mismatch/native_disagreement"][0] > 0.05 for metrics in results["metrics"])
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_experts_compute_the_rows_of_the_plan_from_the_second_micro_batch_on(name, found, book):
+    ranks = found[name]
+    for step in range(len(ranks[0]["planned"])):
+        for which, passes in (("old", 0), ("update", 1)):
+            planned_MLG = ranks[0]["planned"][step][passes]
+            assert np.array_equal(planned_MLG, ranks[1]["planned"][step][passes])
+            executed_MLG = np.stack([rows_of(rank[which][step], name, which) for rank in ranks], -1)
+            if (step, which) == (0, "old"):
+                executed_MLG = executed_MLG[1:]  # the first is held against the model's own routes
+            assert len(planned_MLG) == len(executed_MLG) - 1 >= 2
+            assert np.array_equal(executed_MLG[1:], planned_MLG)
+            # every row of every sequence is computed once, the last one of each too
+            tokens = sum(len(prompt) + len(response) for prompt, response in book.pairs)
+            assert (executed_MLG.sum((0, 2)) == 2 * tokens).all()
+        metrics = ranks[0]["metrics"][step]
+        assert metrics["plan/rows_off"] == [0.0]
+        assert metrics["plan/imbalance_executed"] == metrics["plan/imbalance_planned"]
+        assert metrics["plan/imbalance_executed"][0] < metrics["plan/imbalance_static"][0]
+    assert metrics["plan/imbalance_executed"][0] == pytest.approx(max_over_mean(ranks, name))
+
+
+def test_weights_under_plans_are_no_further_than_those_of_another_order_of_sums(found):
+    weights = {name: ranks[0]["weights"] for name, ranks in found.items()}
+    for ranks in found.values():
+        assert apart(ranks[0]["weights"], ranks[1]["weights"]) == 0
+    orders = [apart(weights["plain"], weights[name]) for name in ("larger micro-batches", "another order")]
+    for name in PLANNED:
+        assert 0 < apart(weights["plain"], weights[name]) <= max(orders)
+    # recomputation changes no bit
+    assert apart(weights["planned"], weights["planned, recomputed"]) == 0
+
+
+def test_settings_that_replay_or_plans_do_not_go_with_are_refused():
+    model = SimpleNamespace(use_fused_kernels=False, mtp=SimpleNamespace(enable=False), lora={})
+    for setting, value in {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 2,
+        "use_remove_padding": False,
+        "pad_to_length": True,
+        "use_fused_kernels": True,
+    }.items():
+        with pytest.raises(ConfigError, match=setting):
+            require_supported_by_megatron(PlanningMegatronConfig(**{setting: value}), model, replays=True, plans=True)
+    with pytest.raises(ConfigError, match=r"router_replay\.mode=R3"):
+        require_supported_by_megatron(PlanningMegatronConfig(), model, replays=False, plans=True)
+    with pytest.raises(ConfigError, match="redundant_slots is 0"):
+        PlanningMegatronConfig(redundant_slots=0)
+    with pytest.raises(ConfigError, match="h1000"):
+        PlanningMegatronConfig(hardware="h1000")
+
+
+def rows_of(watched, name, which):
+    """Rows [M, L] of the forwards of a pass, its recomputations left out."""
+    rows_ML = watched["rows_ML"]
+    if "recomputed" in name and which == "update":
+        assert np.array_equal(rows_ML[::2], rows_ML[1::2])
+        return rows_ML[::2]
+    return rows_ML
+
+
+def max_over_mean(ranks, name):
+    """Over the cells of the last step's passes but those of first micro-batches."""
+    passes = [
+        np.stack([rows_of(rank[which][-1], name, which) for rank in ranks], -1)[1:] for which in ("old", "update")
+    ]
+    return sum(rows_MLG.max(-1).sum() for rows_MLG in passes) / sum(rows_MLG.mean(-1).sum() for rows_MLG in passes)
+
+
+def routed(routes):
+    """How often each set of experts is asked for."""
+    return Counter(tuple(sorted(map(int, ids))) for rows in routes for ids in rows)
+
+
+def picked(forwards):
+    """How often each set of experts was handed on."""
+    return Counter(tuple(np.flatnonzero(row).tolist()) for mask in forwards for row in mask.numpy())
+
+
+def apart(a, b):
+    """The norm of the difference over that of the weights."""
+    assert a.keys() == b.keys()
+    difference = sum(float(((a[name] - b[name]).double() ** 2).sum()) for name in a)
+    return (difference / sum(float((a[name].double() ** 2).sum()) for name in a)) ** 0.5
