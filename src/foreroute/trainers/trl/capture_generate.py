@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from accelerate.utils import is_peft_model
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -41,7 +42,9 @@ class GenerateSource:
         self._routed = routed
         self._masks = masks
         self._seen: list[tuple[Recording, SampledTokens, Tensor]] = []
-        if not callable(getattr(routed.model, PROCESSORS, None)):
+        # PEFT's wrapper hands `generate` on to this one
+        self._sampler = routed.model.get_base_model() if is_peft_model(routed.model) else routed.model
+        if not callable(getattr(self._sampler, PROCESSORS, None)):
             raise AttachError(
                 f"transformers {transformers.__version__} has no {PROCESSORS}, by which sampled tokens are watched; "
                 "return routes and log-probs from a rollout_func"
@@ -61,7 +64,7 @@ class GenerateSource:
         def with_ours(make: Callable[..., LogitsProcessorList], *args: Any, **kwargs: Any) -> LogitsProcessorList:
             return LogitsProcessorList([*make(*args, **kwargs), sampled])
 
-        with self._routed.record() as recording, overridden(self._routed.model, PROCESSORS, with_ours):
+        with self._routed.record() as recording, overridden(self._sampler, PROCESSORS, with_ours):
             sequences = generate(*args, **kwargs)
         self._seen.append((recording, sampled, sequences))
         return sequences
