@@ -43,7 +43,8 @@ class GenerateSource:
         self._masks = masks
         self._seen: list[tuple[Recording, SampledTokens, Tensor]] = []
         # PEFT's wrapper hands `generate` on to this one
-        self._sampler = routed.model.get_base_model() if is_peft_model(routed.model) else routed.model
+        model: Any = routed.model
+        self._sampler = model.get_base_model() if is_peft_model(model) else model
         if not callable(getattr(self._sampler, PROCESSORS, None)):
             raise AttachError(
                 f"transformers {transformers.__version__} has no {PROCESSORS}, by which sampled tokens are watched; "
