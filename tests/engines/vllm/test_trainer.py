@@ -47,7 +47,7 @@ def test_a_run_with_top_k_scores_on_the_sets_that_vllm_returned(fake_settings, t
     run = train(config(fake_settings(), top_k=3), tmp_path / "run")
     records = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     # a set of three has at most that much entropy, and 16 tokens have 2.77
-    assert all(0 < record["update"]["entropy"] <= np.log(3) for record in records)
+    assert all(0 < record["entropy"] <= np.log(3) for record in records)
 
 
 def test_a_failing_engine_ends_the_run_with_its_reason(fake_settings, tmp_path):
