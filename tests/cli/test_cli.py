@@ -17,6 +17,7 @@ import foreroute as fr
 from benchmarks.harness import wires
 from foreroute.cli.demo import demo_values
 from foreroute.cli.main import app
+from foreroute.trace import DecisionStream
 from foreroute.train import load_checkpoint
 from tests.cli.command import foreroute
 from tests.traces import random_trace, spec_of
@@ -209,6 +210,36 @@ def test_diff_names_a_defect(tmp_path):
     assert "shift" in result.stdout
     other = fr.save(random_trace(1), tmp_path / "c")
     assert foreroute("diff", trace, other).returncode == 2
+
+
+def test_diff_names_sets_that_differ_are_missing_or_are_of_other_tokens(tmp_path):
+    plain = random_trace(3)
+    next_N = np.append(plain.token_ids_N[1:], 0)
+    valid = np.ones(plain.num_rows, bool)
+    valid[plain.offsets[1:][plain.lengths > 0] - 1] = False
+    choices = int(plain.token_ids_N.max()) + 3
+
+    def saved(name, ids_N2):
+        masks = DecisionStream.from_sets(choices, valid, 2 * valid, ids_N2[valid].reshape(-1))
+        return fr.save(plain.with_stream("sampling", masks), tmp_path / name)
+
+    own = np.stack([next_N, next_N + 1], axis=1)
+    other = own.copy()
+    row = int(np.flatnonzero(valid)[-1])
+    sequence = int(np.searchsorted(plain.offsets, row, side="right")) - 1
+    other[row, 1] += 1
+    first, second = saved("first", own), saved("second", other)
+    result = foreroute("diff", first, first)
+    assert (result.returncode, "the sets of all" in result.stdout) == (0, True)
+    result = foreroute("diff", first, second)
+    assert result.returncode == 0, "a trainer's own sets differ by rounding"
+    assert "sampling 1 of" in " ".join(result.stdout.split())
+    assert f"position {row - plain.offsets[sequence]} of sequence {sequence}" in " ".join(result.stdout.split())
+    result = foreroute("diff", first, fr.save(plain, tmp_path / "plain"))
+    assert (result.returncode, "the other trace has none" in result.stdout) == (1, True)
+    result = foreroute("diff", first, saved("wrong", (own + 1) % choices))
+    assert result.returncode == 1
+    assert "leave out the token that was sampled" in " ".join(result.stdout.split())
 
 
 @pytest.mark.parametrize("form", ["raw", "planes", "npy", "raw-int32", "nemo-rl", "prime-rl", "skyrl"])

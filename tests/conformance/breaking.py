@@ -7,7 +7,9 @@ import numpy as np
 import torch
 
 from foreroute.conformance import Case
-from foreroute.conformance.huggingface import HuggingFaceUnderTest
+from foreroute.conformance.huggingface import HuggingFaceModel, HuggingFaceUnderTest
+from foreroute.replay import masked_logprobs_of_logits
+from foreroute.trace import SAMPLING
 from tests.models import FAMILIES, GROUPED
 
 SIZES = {**FAMILIES, **GROUPED}
@@ -18,6 +20,7 @@ class Adapter:
 
     family = "qwen3_moe"
     picks_in_order = True
+    scores_on_sets = True
 
     def __init__(self):
         self.good = HuggingFaceUnderTest(self.family, SIZES[self.family])
@@ -25,7 +28,7 @@ class Adapter:
         self.vocabulary, self.groups, self.gradient_tolerance = self.good.vocabulary, self.good.groups, 0.0
 
     def build(self, case):
-        return Model(self, self.good.build(case), case)
+        return Model(self, Scoring(self, self.good.build(case).model), case)
 
     def attach(self, model):
         return Handle(self, self.good.attach(model.good), model)
@@ -36,6 +39,10 @@ class Adapter:
     def rows(self, trace):
         """The trace that is replayed instead."""
         return trace
+
+    def score(self, logits, targets, masks):
+        """Log-probs of tokens that have been given sets."""
+        return masked_logprobs_of_logits(logits, targets, masks)
 
     @contextmanager
     def session(self, handle, trace, **options):
@@ -73,6 +80,23 @@ class Model:
     def plant(self, plant):
         self.planted = plant
         self.good.plant(plant)
+
+
+class Scoring(HuggingFaceModel):
+    """Its log-probs are those on the sets of the trace that is replayed, if it has any."""
+
+    def __init__(self, adapter, model):
+        super().__init__(model)
+        self.adapter, self.trace = adapter, None
+
+    def next_logprobs(self, input_ids, mask, given):
+        if self.trace is None or SAMPLING not in self.trace.streams:
+            return super().next_logprobs(input_ids, mask, given)
+        logits = self.model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+        size = len(input_ids), input_ids.shape[1]
+        rows = np.arange(self.trace.num_rows).reshape(size)[:, :-1].reshape(-1)  # batches with sets have no padding
+        masks = self.trace.streams[SAMPLING].take(rows)
+        return self.adapter.score(logits.flatten(0, 1), input_ids[:, 1:].reshape(-1), masks).view(size[0], -1)
 
 
 class Step:
@@ -127,10 +151,11 @@ class Handle:
     def replay(self, trace, **options):
         with self.adapter.session(self, self.adapter.rows(trace), **options):
             self.model.session_trace, self.replayed = trace, True
+            self.model.good.trace = trace
             try:
                 yield
             finally:
-                self.model.session_trace = None
+                self.model.session_trace = self.model.good.trace = None
 
 
 class Recording:

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from foreroute.trace import DecisionStream
 from tests.conformance.breaking import Adapter, filled, native, other_ids, with_ids
 
 
@@ -141,6 +142,44 @@ class DetachedGates(Adapter):
         return logits, weights.detach(), ids
 
 
+class MasksDropped(Adapter):
+    def score(self, logits, targets, masks):
+        return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+class MasksOneLate(Adapter):
+    """Without a look at the tokens."""
+
+    def score(self, logits, targets, masks):
+        return super().score(logits, targets, with_tokens(masks.take(np.arange(masks.num_rows) - 1), targets))
+
+
+class MasksAtAnotherTemperature(Adapter):
+    def score(self, logits, targets, masks):
+        return super().score(logits / 0.8, targets, masks)
+
+
+class MasksWithoutGradient(Adapter):
+    """A value on the sets with the gradient of all tokens."""
+
+    def score(self, logits, targets, masks):
+        of_all = MasksDropped.score(self, logits, targets, masks)
+        return super().score(logits, targets, masks).detach() + of_all - of_all.detach()
+
+
+class MasksMended(Adapter):
+    """Rows whose set is missing or lacks the token are scored over all tokens."""
+
+    def score(self, logits, targets, masks):
+        return super().score(logits, targets, with_tokens(masks, targets))
+
+
+def with_tokens(masks, targets):
+    counts = np.where(masks.contain(targets.numpy()), masks.counts_ND[:, 0], 0)
+    ids = masks.ids[np.repeat(counts > 0, masks.counts_ND[:, 0])]
+    return DecisionStream.from_sets(masks.num_choices, np.ones(len(counts), bool), counts, ids)
+
+
 BROKEN = {
     SomeRowsWrong: "routes-followed",
     NoEffect: "silent-no-op",
@@ -162,4 +201,9 @@ BROKEN = {
     ZeroedScores: "dense-scores",
     WithinGroups: "group-limit",
     DetachedGates: "router-gradient",
+    MasksDropped: "masks-followed",
+    MasksOneLate: "masks-followed",
+    MasksAtAnotherTemperature: "masks-followed",
+    MasksWithoutGradient: "masks-followed",
+    MasksMended: "masks-refused",
 }

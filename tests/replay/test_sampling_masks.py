@@ -151,3 +151,13 @@ def test_what_cannot_be_computed_is_refused():
         masked_logprobs(hidden, head[:, :5], targets, masks)
     with pytest.raises(BatchMismatchError, match=r"expected \[R, V\]"):
         masked_logprobs_of_logits(hidden[0], targets, masks)
+
+
+def test_products_are_in_float32_under_autocast():
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(2, 32, generator=generator), torch.randn(3000, 32, generator=generator)
+    masks = DecisionStream.from_sets(3000, [True, True], [3, 0], [4, 7, 9])  # a gathered row, and one of all logits
+    targets = torch.tensor([9, 1])
+    expected = masked_logprobs(hidden, head, targets, masks)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(masked_logprobs(hidden, head, targets, masks), expected)

@@ -138,17 +138,52 @@ def test_rollouts_ahead_keep_their_masks_in_a_checkpoint(monkeypatch):
     assert len(back.generation.trace.streams[SAMPLING].ids)
 
 
-def test_the_doctor_scores_on_the_sets(monkeypatch):
+def doctored(trainer, generation):
+    """What the doctor finds about masks, and its measures."""
+    diagnosis = diagnose(examine(trainer.policy.model, generation, temperature=TEMPERATURE))
+    return [finding.sentence for finding in diagnosis.findings if finding.topic == "masks"], diagnosis.measures
+
+
+def test_the_doctor_scores_on_the_sets_and_names_what_does_not_fit(monkeypatch):
     _, trainer, experience = rolled_out({"top_p": 0.7}, monkeypatch)
-    k3 = [
-        diagnose(examine(trainer.policy.model, each.generation, temperature=TEMPERATURE)).measures.with_replay.k3
-        for each in (experience, without_masks(experience))
-    ]
-    assert k3[0] < 1e-9
-    assert k3[1] > 1e-3
+    monkeypatch.setattr("foreroute.doctor.examine.run_conformance", lambda *args, **kwargs: None)
+    generation = experience.generation
+    found, measures = doctored(trainer, generation)
+    assert not found
+    assert measures.with_replay.k3 < 1e-9
+    assert measures.ratio[0] == pytest.approx(1, abs=1e-4)
+
+    # no masks: the mean ratio is the kept mass
+    flat = without_masks(experience).generation
+    found, measures = doctored(trainer, flat)
+    assert len(found) == 1
+    assert found[0].startswith("Trainer over engine is 0.")
+    assert found[0].endswith("and the trace has no sampling masks.")
+    assert measures.ratio[0] < 0.95
+
+    # log-probs over all tokens, at the temperature of the rollout and at another one
+    for temperature in (TEMPERATURE, 0.5):
+        with torch.no_grad():
+            of_all = [
+                sampled_logprobs(trainer.policy.model, flat.select([s]), temperature).numpy() for s in range(len(flat))
+            ]
+        found, _ = doctored(trainer, replace(generation, logprobs_R=np.concatenate(of_all)))
+        assert found[0].startswith(f"The engine's log-probs fit a temperature of {temperature} over all tokens: k3 is ")
+
+    # sets of other rows
+    masks = generation.trace.streams[SAMPLING]
+    shifted = masks.take(np.arange(masks.num_rows) - 1)
+    found, measures = doctored(trainer, replace(generation, trace=generation.trace.with_stream(SAMPLING, shifted)))
+    assert "The sampling masks are not those of their tokens" in found[0]
+    assert measures.with_replay is None
 
 
-def test_engines_that_are_not_asked_for_masks_are_refused():
+def test_evaluations_that_list_the_vocabulary_for_each_token_are_refused():
     vllm = {"engine": "vllm", "precision": "float32", "vllm": {"python": "python"}}
-    with pytest.raises(ConfigError, match="top_p, top_k change nothing with vLLM, which is not asked for"):
-        config_of({"top_p": 0.9, "top_k": 3}, rollout=vllm)
+    for temperature in (0.0, 0.5):
+        evaluation = {"every": 1, "prompts": 2, "temperature": temperature}
+        if not temperature:
+            config_of({"top_p": 0.9}, rollout=vllm, evaluation=evaluation)
+            continue
+        with pytest.raises(ConfigError, match=r"evaluation\.temperature is not 0, and vLLM with sampling masks"):
+            config_of({"top_p": 0.9}, rollout=vllm, evaluation=evaluation)

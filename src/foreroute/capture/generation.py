@@ -49,7 +49,7 @@ class Sampling:
         end_token: ends a response and is part of it; -1 for none.
         group_size: responses per prompt.
         temperature: divides the logits; log-probs are those of the distribution sampled from. 0 takes the most probable
-            token each time; log-probs are then those of the undivided logits.
+            token each time; log-probs are then those of the undivided logits, or 0 from a vLLM with sampling masks.
         top_k: the most probable tokens that are left to draw from, and all that are as probable as the last; 0 for all.
         top_p: then the fewest tokens that have this much of the probability left are kept.
         min_p: before both, tokens of less than this part of the highest probability are left out.

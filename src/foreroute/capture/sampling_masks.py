@@ -72,6 +72,32 @@ def decode_masks(
     return stream
 
 
+def masks_of_steps(
+    steps: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]],
+    vocabulary_size: int,
+    prompt_lengths: NDArray[np.int64],
+    response_lengths: NDArray[np.int64],
+) -> DecisionStream:
+    """Put what sampling kept, step by step for S sequences together, on the rows of these sequences.
+
+    Args:
+        steps: of step r, a sequence and a token for each token that was kept: `np.nonzero` of bool [S, V].
+        vocabulary_size: V.
+        prompt_lengths: int64 [S].
+        response_lengths: int64 [S]; what a sequence kept after its end is left out.
+    """
+    lengths = prompt_lengths + response_lengths
+    ends = np.cumsum(lengths)
+    sequences, ids = (np.concatenate([step[part] for step in steps]) for part in (0, 1))
+    numbers = np.repeat(np.arange(len(steps)), [len(step[0]) for step in steps])
+    first_rows = (ends - lengths + prompt_lengths - 1)[sequences]
+    belongs = numbers < response_lengths[sequences]
+    rows = (first_rows + numbers)[belongs]
+    counts = np.bincount(rows, minlength=int(ends[-1]))
+    order = np.argsort(rows, kind="stable")
+    return DecisionStream.from_sets(vocabulary_size, counts > 0, counts, ids[belongs][order])
+
+
 def _sets(raw: RawSequence, sequence: int, num_tokens: int) -> list[NDArray[np.int64]]:
     """Return the sets of one sequence, one for each of its last tokens."""
     held = field_of(raw.sampling_mask, "token_ids") if not isinstance(raw.sampling_mask, list | tuple) else None

@@ -13,9 +13,19 @@ from rich.text import Text
 from foreroute.capture import refuse_constant_layers
 from foreroute.cli.terminal import Console, working
 from foreroute.errors import InputError, printable
-from foreroute.mismatch import Defect, Explanation, explain
+from foreroute.mismatch import Defect, Explanation, explain, misplaced_masks, stream_difference
 from foreroute.report.format import quoted
-from foreroute.trace import CODECS, NO_VERSION, RoutingSpec, RoutingTrace, count_assignments, digest, encoded_size, load
+from foreroute.trace import (
+    CODECS,
+    NO_VERSION,
+    SAMPLING,
+    RoutingSpec,
+    RoutingTrace,
+    count_assignments,
+    digest,
+    encoded_size,
+    load,
+)
 
 POSITION_BINS = 8
 """Rows of the table of overlap by position."""
@@ -53,7 +63,7 @@ def validate_traces(paths: list[Path]) -> bool:
 
 
 def print_difference(reference: Path, other: Path) -> bool:
-    """Print overlap by layer and position, and the defect that explains it; False when there is one."""
+    """Print overlap by layer and position, other sets, and the defect that explains it; False when there is one."""
     console = Console()
     with working(f"reading {reference} and {other}", console) as work:
         trace, compared = load(reference), load(other)
@@ -65,9 +75,40 @@ def print_difference(reference: Path, other: Path) -> bool:
     natural = found.kind is Defect.NONE
     colour = "green" if natural else "bold red"
     console.print(f"[{colour}]{found.kind}[/]  {escape(found.sentence)}", highlight=False)
+    natural &= _same_streams(trace, compared, console)
     command = f"foreroute doctor --trainer-trace {quoted(reference)} --trace {quoted(other)} --output doctor.html"
     console.print(f"page   {printable(command)}", soft_wrap=True, highlight=False, markup=False)
     return natural
+
+
+def _same_streams(trace: RoutingTrace, other: RoutingTrace, console: Console) -> bool:
+    """Print how other decisions than routes differ; False when a trace lacks some, or has masks of other tokens."""
+    sound = True
+    if not np.array_equal(trace.token_ids_N, other.token_ids_N):  # another order, which the explanation names
+        return sound
+    for name in sorted({*trace.streams, *other.streams}):
+        if name not in trace.streams or name not in other.streams:
+            console.print(
+                f"[bold red]{name}[/]  {'the other trace' if name in trace.streams else 'the reference'} has none"
+            )
+            sound = False
+            continue
+        found = stream_difference(trace.streams[name], other.streams[name])
+        sentence = f"the sets of all {found.rows} rows are the same"
+        if found.first is not None:
+            sequence = int(np.searchsorted(trace.offsets, found.first, side="right") - 1)
+            sentence = (
+                f"{found.differing} of {found.rows} rows have other sets, which share {found.shared:.1%} of their ids; "
+                f"{found.alone[0]} rows have sets in the reference alone, {found.alone[1]} in the other trace alone. "
+                f"The first is position {found.first - int(trace.offsets[sequence])} of sequence {sequence}"
+            )
+        console.print(f"[{'red' if any(found.alone) else 'green'}]{name}[/]  {sentence}.", highlight=False)
+        sound &= not any(found.alone)
+    for side, each in (("the reference", trace), ("the other trace", other)):
+        if wrong := misplaced_masks(each):
+            console.print(f"[bold red]{SAMPLING}[/]  in {side}, {wrong}.", highlight=False)
+            sound = False
+    return sound
 
 
 def _facts(path: Path, trace: RoutingTrace) -> Table:

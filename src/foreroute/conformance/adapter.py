@@ -174,6 +174,7 @@ class AdapterUnderTest(Protocol):
         gradient_tolerance: relative difference allowed between gradients that should be the same; 0 for bit-equal.
         picks_in_order: whether the probe sees the picks of a row in the router's order; where experts are given a set,
             recordings are compared as sets.
+        scores_on_sets: whether the adapter computes log-probabilities itself, so that sampling masks reach it.
     """
 
     name: str
@@ -181,6 +182,7 @@ class AdapterUnderTest(Protocol):
     groups: Groups | None = None
     gradient_tolerance: float = 0.0
     picks_in_order: bool = True
+    scores_on_sets: bool = False
 
     def build(self, case: Case) -> ModelUnderTest:
         """A new model that no adapter has touched.

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from foreroute.conformance.adapter import Case, Unsupported
 from foreroute.conformance.check import Blocked, Broken, Check, Situation, misplaced, require
 from foreroute.conformance.route_checks import missing_rows
+from foreroute.trace import RoutingTrace
 
 TOLERANCE = 1e-3
 """Relative difference from which a gate or a gradient is wrong and not just rounded."""
@@ -18,7 +19,7 @@ STEP = 0.005
 """Length of the step of finite differences, in float32."""
 
 
-def _gate_rule(situation: Situation) -> None:
+def gate_rule(situation: Situation) -> None:
     """With the model's own experts replayed, gate weights are those of the untouched model."""
     seen, native = situation.native_replay.gates_NLK, situation.native.gates_NLK
     if seen is None or native is None:
@@ -34,8 +35,8 @@ def _gate_rule(situation: Situation) -> None:
 
 
 def _native_bits(situation: Situation) -> None:
-    _only_after("gate-rule", _gate_rule, situation)
-    _only_after("missing-rows", missing_rows, situation)
+    only_after("gate-rule", gate_rule, situation)
+    only_after("missing-rows", missing_rows, situation)
     seen, native = situation.native_replay, situation.native
     off = float(np.abs(seen.logprobs_R - native.logprobs_R).max())
     require(off == 0, f"replaying the model's own routes moves log-probs by up to {off:.3g}")
@@ -77,8 +78,9 @@ def _group_limit(situation: Situation) -> None:
     require(found is None, f"routes over more than {groups.live} groups: {found.sentence}" if found else "")
 
 
-def _router_gradient(situation: Situation) -> None:
-    _only_after("gate-rule", _gate_rule, situation)
+def router_gradient(situation: Situation) -> None:
+    """Under the model's own routes gradients are its own, and under others those of routers are those of the loss."""
+    only_after("gate-rule", gate_rule, situation)
     untouched = situation.untouched()
     untouched.forward(situation.base).backward()
     model, handle = situation.pair()
@@ -86,13 +88,13 @@ def _router_gradient(situation: Situation) -> None:
         model.forward(situation.base).backward()
     name, off = _furthest(untouched.gradients(), model.gradients())
     require(off <= TOLERANCE, f"under the model's own routes the gradient of {name} is off by {off:.2g} of its size")
-    _only_after("dense-scores", _dense_scores, situation)
-    _finite_differences(situation)
+    only_after("dense-scores", _dense_scores, situation)
+    finite_differences(situation, situation.foreign(situation.spec, situation.base))
 
 
-def _finite_differences(situation: Situation) -> None:
+def finite_differences(situation: Situation, trace: RoutingTrace) -> None:
+    """Raise `Broken` unless the gradient of each router is that of the loss under the trace."""
     model, handle = situation.pair()
-    trace = situation.foreign(handle.spec, situation.base)
 
     def loss() -> float:
         with handle.replay(trace):
@@ -104,7 +106,7 @@ def _finite_differences(situation: Situation) -> None:
     for name in model.router_weights:
         gradient = np.asarray(gradients.get(name, np.zeros(1)), np.float64)
         size = float(np.linalg.norm(gradient))
-        require(size > 0, f"the gradient of {name} is zero under foreign routes: the router is detached")
+        require(size > 0, f"the gradient of {name} is zero under the trace: the router is detached")
         step = STEP * gradient / size
         model.add_to(name, step)
         above = loss()
@@ -119,7 +121,7 @@ def _finite_differences(situation: Situation) -> None:
         )
 
 
-def _only_after(check: str, run: Callable[[Situation], None], situation: Situation) -> None:
+def only_after(check: str, run: Callable[[Situation], object], situation: Situation) -> None:
     """Raise `Blocked` when another check fails, whose mistake would be seen a second time."""
     try:
         run(situation)
@@ -144,7 +146,7 @@ CHECKS = (
         "gate-rule",
         "Gate weights follow the family's own rule",
         "Replays the model's own routes and compares the weights of the experts with the untouched model's.",
-        _gate_rule,
+        gate_rule,
         quick=True,
     ),
     Check(
@@ -172,6 +174,6 @@ CHECKS = (
         "Routers get the gradient of the loss under the replayed routes",
         "Compares all gradients under native routes with the untouched model, and those of routers under random "
         "routes with finite differences.",
-        _router_gradient,
+        router_gradient,
     ),
 )

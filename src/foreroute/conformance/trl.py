@@ -33,6 +33,7 @@ class TRLUnderTest(HuggingFaceUnderTest):
     """A family of transformers as the policy of a `GRPOTrainer`."""
 
     adapter = "foreroute.trainers.trl"
+    scores_on_sets = True
 
     def build(self, case: Case) -> TRLModel:
         """The model of a family with TRL's head, and no trainer yet."""

@@ -37,6 +37,21 @@ class TrainerPass:
     logprobs_R: NDArray[Any] | None
 
 
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """Log-probs as they would be if the engine had sampled otherwise than was said.
+
+    Attributes:
+        temperature: that logits are divided by.
+        on_sets: on the sampling masks of the trace; over all tokens otherwise.
+        logprobs_R: of the response tokens.
+    """
+
+    temperature: float
+    on_sets: bool
+    logprobs_R: NDArray[Any]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evidence:
     """What is known. Whatever is None was not looked at.
@@ -51,6 +66,8 @@ class Evidence:
         conformance: the quick checks, run on this model.
         attach_error: why the adapter refused the model.
         replay_error: why the trace could not be replayed.
+        mask_error: why its sampling masks cannot be those of its tokens. Log-probs were compared with nothing then.
+        readings: log-probs of the trainer on the engine's routes, taken otherwise, where the two are far apart.
         expected_version: the weight version that the trainer is at.
         random_weights: the model was made from a configuration alone, so that only its wiring counts.
         before_step_0: what stands for the weights before step 0, because it is the configuration of a run and no
@@ -67,6 +84,8 @@ class Evidence:
     conformance: ConformanceReport | None = None
     attach_error: str = ""
     replay_error: str = ""
+    mask_error: str = ""
+    readings: tuple[Reading, ...] = ()
     expected_version: int | None = None
     random_weights: bool = False
     before_step_0: str = ""
@@ -83,6 +102,9 @@ class Measures:
         repeated, repacked: trainer against itself.
         routes: engine's routes against the trainer's own.
         repacked_routes: the trainer's own routes against those when it is packed differently.
+        ratio: trainer's over engine's probability, mean over tokens and the standard error of that, on the engine's
+            routes where those were replayed. It is 1 where both draw from the same tokens, however far apart they are.
+        reading: the one of `Evidence.readings` that is nearest to the engine, and its mismatch.
         explanation: what sets engine's and trainer's routes apart.
         reordered: the engine's sequences come in another order than the trainer's. Routes are compared in the trainer's
             order; log-probs, whose sequences nothing tells apart, are not compared.
@@ -95,6 +117,8 @@ class Measures:
     repacked: TokenMismatch | None = None
     routes: RoutingMismatch | None = None
     repacked_routes: RoutingMismatch | None = None
+    ratio: tuple[float, float] | None = None
+    reading: tuple[Reading, TokenMismatch] | None = None
     explanation: Explanation | None = None
     reordered: bool = False
     layers: tuple[RoutedLayer, ...] = ()
@@ -145,10 +169,27 @@ def measure(evidence: Evidence) -> Measures:
         without=_tokens(native, logprobs_R),
         with_replay=_tokens(evidence.replayed, logprobs_R),
         routes=_routes(engine, own),
+        ratio=_ratio(evidence.replayed or native, logprobs_R),
+        reading=_nearest(evidence.readings, logprobs_R),
         explanation=explanation,
         reordered=reordered,
         layers=engine.spec.layers if engine is not None else (),
     )
+
+
+def _ratio(trainer: TrainerPass | None, reference: NDArray[Any] | None) -> tuple[float, float] | None:
+    if trainer is None or trainer.logprobs_R is None or reference is None or len(reference) < 2:
+        return None
+    ratios = np.exp(np.asarray(trainer.logprobs_R, np.float64) - reference)
+    return float(ratios.mean()), float(ratios.std(ddof=1) / len(ratios) ** 0.5)
+
+
+def _nearest(readings: tuple[Reading, ...], reference: NDArray[Any] | None) -> tuple[Reading, TokenMismatch] | None:
+    if reference is None or not readings:
+        return None
+    found = [token_mismatch(reading.logprobs_R, reference) for reading in readings]
+    best = min(range(len(found)), key=lambda number: found[number].k3)
+    return readings[best], found[best]
 
 
 def _routes(a: RoutingTrace | None, b: RoutingTrace | None) -> RoutingMismatch | None:

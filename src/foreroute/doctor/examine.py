@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from foreroute.adapters import hf
 from foreroute.capture import Generation
 from foreroute.conformance import ALL_CHECKS, AdapterUnderTest, Case, Unsupported, run_conformance
 from foreroute.conformance.huggingface import HuggingFaceModel
-from foreroute.doctor.evidence import Evidence, TrainerPass
+from foreroute.doctor.evidence import Evidence, Reading, TrainerPass
 from foreroute.errors import AttachError, BatchMismatchError, TraceError
 from foreroute.layout import by_token_budget
+from foreroute.mismatch import misplaced_masks, token_mismatch
 from foreroute.replay import masked_logprobs_of_logits
 from foreroute.trace import SAMPLING, RoutingTrace, concatenate
 
 QUICK = tuple(check.id for check in ALL_CHECKS if check.quick)
+FAR = 1e-2
+"""k3, in nats, from which log-probs are taken otherwise too, to find out how the engine took its own."""
+TEMPERATURES = tuple(tenths / 10 for tenths in range(1, 21))
+"""Those that people set."""
 
 
 def examine(
@@ -75,6 +82,9 @@ def _passes(
     if trace.num_rows and int(trace.token_ids_N.max()) >= vocabulary:
         error_text = f"it holds token {int(trace.token_ids_N.max())}, the model's vocabulary has {vocabulary}"
         return Evidence(replay_error=error_text, **given)
+    if wrong := misplaced_masks(trace):
+        given |= {"mask_error": wrong, "engine_logprobs_R": None}
+        sequences = replace(sequences, trace=trace.without_streams(SAMPLING))
     together = list(by_token_budget(trace.lengths, budget, padded=True))
     alone = [np.array([s]) for s in range(len(trace))]
     native = _run(routed, sequences, together, temperature)
@@ -82,16 +92,20 @@ def _passes(
     repacked = _run(routed, sequences, alone, temperature)
     given |= {"engine": trace, "native": native, "repeated": repeated, "repacked": repacked}
     try:
-        return Evidence(replayed=_run(routed, sequences, together, temperature, replay=True), **given)
+        replayed = _run(routed, sequences, together, temperature, replay=True)
     except TraceError as error:
         return Evidence(replay_error=str(error), **given)
+    engine = given["engine_logprobs_R"]
+    if engine is not None and replayed.logprobs_R is not None and token_mismatch(replayed.logprobs_R, engine).k3 > FAR:
+        given["readings"] = _read_otherwise(routed, sequences, together)
+    return Evidence(replayed=replayed, **given)
 
 
 @torch.no_grad()
 def _run(
     routed: hf.RoutedTransformer,
     sequences: Generation,
-    batches: Iterable[NDArray[np.int64]],
+    batches: Sequence[NDArray[np.int64]],
     temperature: float,
     *,
     replay: bool = False,
@@ -109,8 +123,32 @@ def _run(
     return TrainerPass(concatenate(executed).select(back), np.concatenate([logprobs[int(s)] for s in back]))
 
 
+@torch.no_grad()
+def _read_otherwise(
+    routed: hf.RoutedTransformer, sequences: Generation, batches: Sequence[NDArray[np.int64]]
+) -> tuple[Reading, ...]:
+    """Log-probs on the engine's routes at other temperatures, on its masks and over all tokens."""
+    readings = [(t, on_sets) for on_sets in sorted({False, SAMPLING in sequences.trace.streams}) for t in TEMPERATURES]
+    back = np.argsort(np.concatenate(batches))
+    found: list[list[NDArray[np.float32]]] = [[] for _ in readings]
+    for chosen in batches:
+        part = sequences.select(chosen)
+        with routed.replay(part.trace):
+            logits_RV, targets_R = _response_logits(routed.model, part)
+        for number, (temperature, on_sets) in enumerate(readings):
+            found[number] += _scored(logits_RV, targets_R, part, temperature, on_sets=on_sets)
+    joined = [np.concatenate([parts[int(s)] for s in back]) for parts in found]
+    return tuple(Reading(t, on_sets, logprobs) for (t, on_sets), logprobs in zip(readings, joined, strict=True))
+
+
 def _response_logprobs(model: Any, part: Generation, temperature: float) -> list[NDArray[np.float32]]:
-    """One array of response log-probs per sequence, from a batch padded on the right."""
+    """One array of response log-probs per sequence, on the sampling masks where there are any."""
+    logits_RV, targets_R = _response_logits(model, part)
+    return _scored(logits_RV, targets_R, part, temperature, on_sets=SAMPLING in part.trace.streams)
+
+
+def _response_logits(model: Any, part: Generation) -> tuple[Tensor, Tensor]:
+    """Logits [R, V] and tokens [R] of the responses, from a batch padded on the right."""
     lengths = part.trace.lengths
     kept = np.arange(int(lengths.max())) < lengths[:, None]
     tokens = np.zeros(kept.shape, np.int64)
@@ -121,10 +159,15 @@ def _response_logprobs(model: Any, part: Generation, temperature: float) -> list
     logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[:, :-1]
     rows = np.flatnonzero(part.targets_N)
     logits_RV = logits[mask[:, 1:].bool()].index_select(0, torch.from_numpy(rows).to(device)).float()
-    targets_R = torch.from_numpy(part.trace.token_ids_N[part.sampled_N].astype(np.int64)).to(device)
-    if (masks := part.trace.streams.get(SAMPLING)) is not None:
-        of_tokens = masks.take(np.flatnonzero(part.sampled_N) - 1)
-        logprobs_R = masked_logprobs_of_logits(logits_RV, targets_R, of_tokens, temperature=temperature)
+    return logits_RV, torch.from_numpy(part.trace.token_ids_N[part.sampled_N].astype(np.int64)).to(device)
+
+
+def _scored(
+    logits_RV: Tensor, targets_R: Tensor, part: Generation, temperature: float, *, on_sets: bool
+) -> list[NDArray[np.float32]]:
+    if on_sets:
+        masks = part.trace.streams[SAMPLING].take(np.flatnonzero(part.sampled_N) - 1)
+        logprobs_R = masked_logprobs_of_logits(logits_RV, targets_R, masks, temperature=temperature)
     else:
         logprobs_R = (logits_RV / temperature).log_softmax(-1).gather(-1, targets_R[:, None])[:, 0]
     return np.split(logprobs_R.cpu().numpy(), np.cumsum(part.response_lengths)[:-1])

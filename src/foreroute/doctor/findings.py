@@ -12,6 +12,7 @@ from foreroute.conformance import Outcome
 from foreroute.doctor.evidence import Evidence, Measures, measure
 from foreroute.errors import printable
 from foreroute.mismatch import Defect, Explanation, TokenMismatch
+from foreroute.trace import SAMPLING
 
 HELPS = 1.5
 """Ratio of k3 without to k3 with replay from which replay is said to help, and below whose inverse to harm."""
@@ -33,6 +34,18 @@ NOT_THIS_MODEL = (
     "family with this sentence."
 )
 NO_ROUTES = "Look at both with foreroute inspect: a trace without routed rows was captured without routes."
+
+OF_THEIR_TOKENS = (
+    "Row p holds the set that token p + 1 was drawn from. Carry sets with their tokens, or record them again."
+)
+AS_SAMPLED = (
+    "Give the doctor and the trainer the temperature that the engine sampled with, and have the engine return the "
+    "log-probs of what it drew from: processed_logprobs of vLLM, output_token_sampling_logprobs of SGLang."
+)
+RECORD_MASKS = "Record sampling masks, and score tokens on them, or sample without top_p, top_k and min_p."
+EXPLAINS, KEPT_MASS = 4.0, 0.99
+"""Factor by which another reading of log-probs must be nearer to be believed, and mean ratio below which tokens were
+left out. Both chosen by hand: precision leaves the mean at 1, and 4 standard errors are allowed for beside it."""
 
 ADVICE = {
     Defect.SHIFT: "Check where the prompt ends and whether the engine returns T or T - 1 rows: row p is the routing of "
@@ -69,7 +82,7 @@ class Finding:
 
     Attributes:
         severity: how bad it is.
-        topic: "wiring", "routes", "probabilities", "replay" or "trainer".
+        topic: "wiring", "routes", "masks", "probabilities", "replay" or "trainer".
         sentence: what was seen, in plain words and whole sentences.
         advice: what to do, likewise; empty when there is nothing to do.
     """
@@ -122,6 +135,7 @@ def diagnose(evidence: Evidence, facts: Mapping[str, str] | None = None) -> Diag
             _weights(evidence),
             _versions(evidence),
             _routes(evidence, measures),
+            _masks(evidence, measures),
             _replay(evidence, measures),
         )
         for finding in part
@@ -271,6 +285,33 @@ def _agreed_positions(explained: Explanation) -> int:
     """The first position at which a sequence differs."""
     with np.errstate(invalid="ignore"):
         return int(np.argmax(explained.overlap_by_position_T < 1))
+
+
+def _masks(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
+    """Whether trainer and engine take probabilities of the same tokens, at the same temperature."""
+    if evidence.mask_error:
+        sentence = f"The sampling masks are not those of their tokens: {evidence.mask_error}."
+        yield Finding(Severity.PROBLEM, "masks", sentence, OF_THEIR_TOKENS)
+    has_masks = evidence.engine is not None and SAMPLING in evidence.engine.streams
+    far = measures.with_replay
+    if measures.reading is not None and far is not None and measures.reading[1].k3 * EXPLAINS < far.k3:
+        reading, found = measures.reading
+        on = "on the sampling masks" if reading.on_sets else "over all tokens"
+        yield Finding(
+            Severity.PROBLEM,
+            "masks",
+            f"The engine's log-probs fit a temperature of {reading.temperature:g} {on}: k3 is {found.k3:.2e} nats so, "
+            f"and {far.k3:.2e} as the trainer takes them{', on the sampling masks' if has_masks else ''}.",
+            AS_SAMPLED,
+        )
+    elif measures.ratio is not None and not has_masks and measures.ratio[0] + 4 * measures.ratio[1] < KEPT_MASS:
+        yield Finding(
+            Severity.PROBLEM,
+            "masks",
+            f"Trainer over engine is {measures.ratio[0]:.3f} on average, where 1 is expected: the engine drew from "
+            "fewer tokens than the trainer scores, by top-p, top-k or min-p, and the trace has no sampling masks.",
+            RECORD_MASKS,
+        )
 
 
 def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Generation, ModelFacts, Sampling, decode
+from foreroute.capture.recognition import MAX_INT32
 from foreroute.errors import ConfigError, EngineError
 from foreroute.trace import NO_VERSION, RoutingTrace, concatenate
 
@@ -44,6 +45,9 @@ class OutsideEngine:
         weight_version: the version last loaded; every row is stamped with it.
     """
 
+    _without_masks = ""
+    """What to do to have sampling masks returned, where they are not."""
+
     def __init__(self, model: ServedModel) -> None:
         if not isinstance(model, ServedModel):
             raise ConfigError(
@@ -65,17 +69,39 @@ class OutsideEngine:
         """Raise `EngineError` when it is not known which weights the engine has.
 
         Raises:
-            ConfigError: when tokens are to be left out, since the engine is not asked from which ones it drew.
+            ConfigError: when tokens are to be left out, and the engine does not say from which ones it drew.
         """
-        if sampling.truncates:
+        if sampling.truncates and self._without_masks:
             raise ConfigError(
-                "this engine is not asked for sampling masks, so log-probs under top_k, top_p or min_p could not be "
-                "compared; leave them out, or use the embedded engine"
+                "this engine does not return sampling masks, without which log-probs under top_k, top_p or min_p "
+                f"cannot be compared; {self._without_masks}, or leave them out"
             )
         if self._half_loaded:
             raise EngineError(
                 "the engine's weights are unknown, since loading the last ones failed half way; call load_weights again"
             )
+
+    def _cuts(self, sampling: Sampling, *, most: int = MAX_INT32) -> dict[str, float]:
+        """Give temperature, top_k, top_p and min_p as engines that return masks take them.
+
+        They need a top_k, which bounds a mask, and a temperature: that of all tokens, and 1 for the most probable one.
+
+        Args:
+            sampling: how to sample.
+            most: ids that a mask may have.
+
+        Raises:
+            ConfigError: when a mask could have more.
+        """
+        greedy = sampling.temperature == 0
+        top_k = 1 if greedy else sampling.top_k or self._facts.vocabulary_size or most + 1
+        if top_k > most:
+            raise ConfigError(
+                f"top_k is {sampling.top_k}, and masks may have {most} tokens of {self._facts.vocabulary_size}; set "
+                f"top_k to {most} at most"
+            )
+        temperature = 1.0 if greedy else sampling.temperature
+        return {"temperature": temperature, "top_k": top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +112,7 @@ class SampledSequence:
         prompt: int32 [P], what the engine was given.
         response: int32 [R], what it sampled.
         logprobs: float32 [R].
-        output: what carries the routes, in a form that `capture.decode` reads, or None when nothing ran.
+        output: what carries routes and sampling masks, in a form that `capture.decode` reads; None when nothing ran.
         start: the position of the first row in it.
         finished: False when it was aborted.
     """

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from foreroute.adapters.hf import attach
 from foreroute.capture import Generation, Sampling
+from foreroute.capture.sampling_masks import masks_of_steps
 from foreroute.errors import DivergedError
 from foreroute.replay import Recording
-from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream
+from foreroute.trace import NO_VERSION, SAMPLING
 
 __all__ = ["EmbeddedEngine"]
 
@@ -115,7 +116,8 @@ class EmbeddedEngine:
             while True:
                 token, logprob, kept_SV = _sample(logits, sampling, generator)
                 if kept_SV is not None:
-                    kept_sets.append(kept_SV.cpu().numpy())
+                    sequences, ids = np.nonzero(kept_SV.cpu().numpy())
+                    kept_sets.append((sequences, ids))
                 tokens.append(token)
                 logprobs.append(logprob)
                 done |= token == end_token
@@ -127,7 +129,8 @@ class EmbeddedEngine:
         kept = np.arange(responses_SR.shape[1]) < response_lengths[:, None]
         trace = prompt_trace.continued_by(recording.rollout(responses_SR, kept))
         if kept_sets:
-            trace = trace.with_stream(SAMPLING, _masks(kept_sets, response_lengths, prompts_PT.shape[1]))
+            masks = masks_of_steps(kept_sets, logits.shape[1], prompt_trace.lengths, response_lengths)
+            trace = trace.with_stream(SAMPLING, masks)
         return Generation(trace, prompt_trace.lengths, logprobs_SR[kept].astype(np.float32))
 
 
@@ -172,29 +175,6 @@ def _kept(logits_SV: Tensor, sampling: Sampling) -> Tensor:
         dropped[:, -1] = False
         left_SV = left_SV.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -torch.inf)
     return left_SV != -torch.inf
-
-
-def _masks(
-    kept_sets: Sequence[NDArray[np.bool_]], response_lengths: NDArray[np.int64], prompt_length: int
-) -> DecisionStream:
-    """The sets of all responses on the rows of their sequences: that of response token r in row prompt + r - 1.
-
-    Args:
-        kept_sets: bool [S, V] for each step.
-        response_lengths: int64 [S].
-        prompt_length: of every sequence.
-    """
-    valid, counts, ids = [], [], []
-    for sequence, length in enumerate(response_lengths.tolist()):
-        sets = [np.flatnonzero(kept_SV[sequence]) for kept_SV in kept_sets[:length]]
-        row = np.zeros(prompt_length + length, np.int64)
-        row[prompt_length - 1 : -1] = [len(each) for each in sets]
-        valid.append(row > 0)
-        counts.append(row)
-        ids += sets
-    return DecisionStream.from_sets(
-        kept_sets[0].shape[1], np.concatenate(valid), np.concatenate(counts), np.concatenate(ids)
-    )
 
 
 def _lengths_until(responses_SR: NDArray[Any], end_token: int) -> NDArray[np.int64]:

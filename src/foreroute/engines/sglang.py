@@ -32,6 +32,8 @@ __all__ = ["SGLangServerEngine"]
 
 ROUTES = "enable_return_routed_experts"
 REASONS = ("stop", "length", "abort")
+MOST_KEPT = 4096
+"""Tokens of a sampling mask, unless the server was started with another --sampling-mask-max-tokens."""
 
 
 class SGLangServerEngine(OutsideEngine):
@@ -86,9 +88,10 @@ class SGLangServerEngine(OutsideEngine):
         self._require_ready(sampling)
         # one request for each response, so that each has a seed of its own
         asked = [prompt for prompt in prompts for _ in range(sampling.group_size)]
+        cuts = self._cuts(sampling, most=MOST_KEPT) if sampling.truncates else {"temperature": sampling.temperature}
         params = {
+            **cuts,
             "max_new_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
             # with ignore_eos SGLang ignores these too
             "stop_token_ids": stop_token_ids(sampling),
         }
@@ -97,13 +100,14 @@ class SGLangServerEngine(OutsideEngine):
             "sampling_params": [params | {"sampling_seed": int(s)} for s in draw_seeds(generator, len(asked))],
             "return_logprob": True,
             "return_routed_experts": True,
+            "return_sampling_mask": sampling.truncates,
         }
         answers = self._server.post("/generate", body).value
         if not isinstance(answers, list) or len(answers) != len(asked):
             raise EngineError(f"the SGLang server did not return a list of {len(asked)} responses")
         sequences = []
         for prompt, answer in zip(asked, answers, strict=True):
-            sequence, versions = sequence_of(answer, prompt)
+            sequence, versions = sequence_of(answer, prompt, masks=sampling.truncates)
             for stated in versions:
                 require_version(stated, self.weight_version)
             sequences.append(sequence)
@@ -120,13 +124,16 @@ class SGLangServerEngine(OutsideEngine):
         self._weights.close()
 
 
-def sequence_of(answer: Any, prompt: NDArray[np.int32], *, start: int = 0) -> tuple[SampledSequence, list[str]]:
+def sequence_of(
+    answer: Any, prompt: NDArray[np.int32], *, start: int = 0, masks: bool = False
+) -> tuple[SampledSequence, list[str]]:
     """The sequence of one answer of `/generate`, and the versions of the weights that sampled it.
 
     Args:
         answer: with `output_ids` and `meta_info`.
         prompt: int32 [P], what was asked.
         start: the `routed_experts_start_len` of the request.
+        masks: whether sampling masks were asked for. Log-probs are then those on the masks.
 
     Raises:
         EngineError: when it lacks what was asked for, or is the answer to a prompt of another length.
@@ -141,13 +148,19 @@ def sequence_of(answer: Any, prompt: NDArray[np.int32], *, start: int = 0) -> tu
         versions = [meta.read(str, "weight_version")]
     if (reason := meta.read(str, "finish_reason", "type")) not in REASONS:
         raise EngineError(f"the SGLang server ended a response for the reason {reason!r:.40}; expected {REASONS}")
-    # each is a list of log-prob, token and text
-    logprobs = [(entry.read(list) or [None])[0] for entry in meta.each("output_token_logprobs")]
+    held = {"routed_experts": meta.value.get("routed_experts")}
+    if masks:
+        held["output_token_sampling_mask"] = meta.read(list, "output_token_sampling_mask")
+        logprobs = meta.numbers("output_token_sampling_logprobs")
+    else:
+        # each is a list of log-prob, token and text
+        entries = [(entry.read(list) or [None])[0] for entry in meta.each("output_token_logprobs")]
+        logprobs = Answer(entries, "the SGLang server's answer.meta_info.output_token_logprobs").numbers()
     sequence = SampledSequence(
         prompt=prompt,
         response=found.integers("output_ids"),
-        logprobs=Answer(logprobs, "the SGLang server's answer.meta_info.output_token_logprobs").numbers(),
-        output={"meta_info": {"routed_experts": meta.value.get("routed_experts")}},
+        logprobs=logprobs,
+        output={"output_ids": found.value["output_ids"], "meta_info": held},
         start=start,
         finished=reason != "abort",
     )

@@ -2,6 +2,7 @@
 
 from foreroute.mismatch.alarm_rules import Alarm, AlarmRules, Kind, Signals, alarms
 from foreroute.mismatch.defects import Defect, Explanation, explain
+from foreroute.mismatch.masks import StreamDifference, misplaced_masks, stream_difference
 from foreroute.mismatch.measures import (
     LOG10_EDGES,
     LiveAgreement,
@@ -24,10 +25,13 @@ __all__ = [
     "MarginHistogram",
     "RoutingMismatch",
     "Signals",
+    "StreamDifference",
     "TokenMismatch",
     "alarms",
     "explain",
     "margin_histogram",
+    "misplaced_masks",
     "routing_mismatch",
+    "stream_difference",
     "token_mismatch",
 ]

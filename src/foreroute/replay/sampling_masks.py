@@ -65,7 +65,8 @@ def masked_logprobs(
             "and [V, H]"
         )
     tokens = _checked(len(hidden_RH), len(head_VH), targets_R, masks, temperature)
-    logprobs: Tensor = _OnSets.apply(hidden_RH, head_VH, _Work.of(masks, tokens, hidden_RH.shape[1]), temperature)
+    with torch.autocast(hidden_RH.device.type, enabled=False):
+        logprobs: Tensor = _OnSets.apply(hidden_RH, head_VH, _Work.of(masks, tokens, hidden_RH.shape[1]), temperature)
     return logprobs
 
 

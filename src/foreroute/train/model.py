@@ -161,6 +161,7 @@ def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
             precision=config.precision,
             max_model_len=place.max_model_len,
             timeout_s=place.timeout_s,
+            sampling_masks=config.truncates,
             options=place.options,
         )
         return vllm.ProcessEngine(ServedModel.of(policy), settings)

@@ -1,5 +1,6 @@
 """The client of SGLang's server, on answers recorded from a real one."""
 
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ from foreroute.capture import Sampling
 from foreroute.engines import sglang
 from foreroute.engines.base import generation_of
 from foreroute.engines.sglang import sequence_of
-from foreroute.errors import CaptureError, EngineError
+from foreroute.errors import CaptureError, ConfigError, EngineError
+from foreroute.trace import SAMPLING
 from tests.engines.recorded_answers import assert_routes, payload, serving
 from tests.engines.small_policy import END, policy, seeded
 
@@ -36,8 +38,19 @@ class Server:
         if path == "/generate" and path not in self.answers:
             answer = payload(DATA / "generate.json")["response"]
             answer["meta_info"]["weight_versions"] = [{"version": self.version, "start": 0, "end": 5}]
+            if body["return_sampling_mask"]:
+                answer["meta_info"] |= masks_for(answer["output_ids"])
             return 200, [answer] * len(body["input_ids"])
         return 200, self.answers[path]
+
+
+def masks_for(tokens):
+    """The fields of SGLang 0.5.23, made up: sets by descending weight, and log-probs on them."""
+    return {
+        "output_token_sampling_mask": [[token, (token + 9) % 64, (token + 3) % 64] for token in tokens],
+        "output_token_sampling_logprobs": [-0.25 * number for number in range(len(tokens))],
+        "output_token_sampling_mask_length": len(tokens),
+    }
 
 
 @pytest.mark.parametrize("path", WITH_ROUTES, ids=lambda path: path.stem)
@@ -80,6 +93,40 @@ def test_a_rollout_asks_for_what_it_needs_and_reads_the_answers(tmp_path):
     assert len({params["sampling_seed"] for params in body["sampling_params"]}) == 2
     # with ignore_eos SGLang would not stop at the end token
     assert all(params["stop_token_ids"] == [END] and not params.get("ignore_eos") for params in body["sampling_params"])
+
+
+def test_a_rollout_with_cuts_asks_for_masks_and_takes_the_log_probs_on_them(tmp_path):
+    record, routed = payload(DATA / "generate.json"), policy()
+    prompt = np.array(record["request"]["input_ids"], np.int32)
+    tokens = record["response"]["output_ids"]
+    with serving(Server()) as server:
+        got = rollout(routed, server.url, tmp_path, prompt, top_p=0.9)
+        plain = rollout(routed, server.url, tmp_path / "other", prompt)
+    asked = [body for path, body in server.asked if path == "/generate"]
+    assert [body["return_sampling_mask"] for body in asked] == [True, False]
+    cuts = {name: asked[0]["sampling_params"][0][name] for name in ("temperature", "top_k", "top_p", "min_p")}
+    assert cuts == {"temperature": 0.8, "top_k": 64, "top_p": 0.9, "min_p": 0.0}
+    assert np.allclose(got.logprobs_R, np.tile([0, -0.25, -0.5, -0.75, -1], 2))
+    masks = got.trace.streams[SAMPLING]
+    rows = np.flatnonzero(masks.valid_N).reshape(2, 5)
+    assert (rows - got.trace.offsets[:2, None] == np.arange(7, 12)).all()
+    expected = [sorted({token, (token + 9) % 64, (token + 3) % 64}) for token in tokens] * 2
+    assert masks.ids.tolist() == [*chain(*expected)]
+    assert not plain.trace.streams
+
+
+def test_masks_that_sglang_could_not_return_or_did_not(tmp_path):
+    record, routed = payload(DATA / "generate.json"), policy()
+    answer, prompt = record["response"], np.array(record["request"]["input_ids"], np.int32)
+    with serving(Server()) as server, pytest.raises(ConfigError, match="set top_k to 4096 at most"):
+        rollout(routed, server.url, tmp_path, prompt, top_k=5000)
+    with pytest.raises(EngineError, match="lacks or garbles"):
+        sequence_of(answer, prompt, masks=True)
+    answer["meta_info"] |= masks_for(answer["output_ids"])
+    answer["meta_info"]["output_token_sampling_mask"][2] = [1, 2]
+    sequence, _ = sequence_of(answer, prompt, masks=True)
+    with pytest.raises(CaptureError, match="was sampled and is not in its mask"):
+        generation_of([sequence], facts_of(routed), weight_version=0, engine="sglang", engine_version="0.5.23")
 
 
 @pytest.mark.parametrize(
@@ -143,11 +190,11 @@ def test_weights_that_were_refused_sample_nothing_and_newer_servers_are_warned_o
             engine.generate([np.arange(8, dtype=np.int32)], Sampling(max_new_tokens=5, end_token=END), seeded())
 
 
-def rollout(routed, url, folder, prompt):
+def rollout(routed, url, folder, prompt, **cuts):
     engine = sglang.SGLangServerEngine(ServedModel.of(routed), url, weights_folder=folder, timeout_s=5)
     engine.load_weights(routed.model.state_dict(), version=3)
     generation = engine.generate(
-        [prompt], Sampling(group_size=2, max_new_tokens=5, end_token=END, temperature=0.8), seeded()
+        [prompt], Sampling(group_size=2, max_new_tokens=5, end_token=END, temperature=0.8, **cuts), seeded()
     )
     engine.close()
     return generation

@@ -1,4 +1,4 @@
-"""Runs in vLLM's Python: samples with `return_sampling_mask`, and writes what each request gave and its digest.
+"""Runs in vLLM's Python, in the place of foreroute's worker: the worker, on a vLLM that makes sampling masks on a CPU.
 
 vLLM 0.30 makes masks in its Model Runner V2 alone, whose kernels are Triton's. Without a GPU they run in Triton's
 interpreter, where three fail. Those three have stand-ins here: the top-k/top-p filter (vLLM's own one in torch), the
@@ -7,64 +7,9 @@ transport and output objects.
 """
 
 import importlib.metadata
-import json
 import os
-import sys
 
-os.environ.update(
-    TRITON_INTERPRET="1",
-    VLLM_USE_V2_MODEL_RUNNER="1",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_LOGGING_LEVEL="WARNING",
-)
-VOCABULARY = 2048
-
-
-def main(checkpoint: str, dtype: str, output: str) -> None:
-    stand_in_for_the_interpreter()
-    from vllm import LLM, SamplingParams
-
-    stand_in_for_kernels()
-    from foreroute import RoutedLayer, RoutingSpec
-    from foreroute.capture import ModelFacts, decode
-    from foreroute.trace import digest
-
-    facts = ModelFacts(RoutingSpec(16, 4, tuple(map(RoutedLayer, range(3)))), 3, VOCABULARY)
-    engine = LLM(
-        model=checkpoint,
-        dtype=dtype,
-        max_model_len=64,
-        max_num_seqs=16,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        enable_return_routed_experts=True,
-        return_sampling_mask=True,
-        logprobs_mode="processed_logprobs",
-    )
-    prompts = [{"prompt_token_ids": [5 + (7 * s * p) % (VOCABULARY - 5) for p in range(8 + s)]} for s in range(16)]
-    written = {}
-    for top_p in (0.8, 1.0):
-        params = SamplingParams(max_tokens=16, logprobs=0, seed=1, detokenize=False, top_p=top_p, top_k=VOCABULARY)
-        outputs = engine.generate(prompts, params, use_tqdm=False)
-        rows = [
-            {
-                "prompt": list(request.prompt_token_ids),
-                "tokens": list(request.outputs[0].token_ids),
-                "logprobs": [
-                    of[token].logprob
-                    for of, token in zip(request.outputs[0].logprobs, request.outputs[0].token_ids, strict=True)
-                ],
-                "routes": request.outputs[0].routed_experts.tolist(),
-                "masks": request.outputs[0].sampling_mask.token_ids,
-            }
-            for request in outputs
-        ]
-        written[str(top_p)] = {"rows": rows, "digest": digest(decode(outputs, model=facts, engine="vllm"))}
-    with open(output, "w", encoding="utf-8") as file:
-        json.dump(written, file)
+os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1", VLLM_LOGGING_LEVEL="WARNING")
 
 
 def stand_in_for_the_interpreter() -> None:
@@ -98,7 +43,7 @@ def stand_in_for_kernels() -> None:
         return (logits.float() - noise).argmax(-1)
 
     def compact(logits, num_sampled, most_kept):
-        width = min(most_kept, logits.shape[1], VOCABULARY)
+        width = min(most_kept, logits.shape[1])
         kept = torch.isfinite(logits) & (num_sampled > 0)[:, None]
         ids = torch.zeros(len(logits), width, dtype=torch.int32)
         for row, keep in enumerate(kept):
@@ -112,4 +57,10 @@ def stand_in_for_kernels() -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    stand_in_for_the_interpreter()
+    import vllm  # noqa: F401
+
+    stand_in_for_kernels()
+    from foreroute.engines.vllm.worker import main
+
+    main()

@@ -21,6 +21,7 @@ from foreroute.engines import vllm
 from foreroute.engines.vllm.ipc import MAGIC, Frame, receive_frame, send_frame
 from foreroute.engines.vllm.worker_process import WorkerProcess
 from foreroute.errors import CaptureError, ConfigError, EngineError
+from foreroute.trace import SAMPLING as MASKS
 from tests.engines.small_policy import SAMPLING, policy, prompts, seeded
 from tests.processes import environment
 
@@ -74,6 +75,42 @@ def test_a_resumed_rollout_keeps_rows_and_versions_of_its_beginning(routed, fake
             assert set(after.weight_versions_N[kept:-1]) == {2}
     assert done.generation().response_lengths.max() <= SAMPLING.max_new_tokens
     assert len(done.logprobs_R) == done.response_lengths.sum()
+
+
+def test_masks_stand_on_the_rows_of_their_tokens_and_are_asked_for_alone(routed, fake_settings):
+    cut = replace(SAMPLING, group_size=2, top_k=3)
+    with vllm.ProcessEngine(ServedModel.of(routed), fake_settings(sampling_masks=True)) as engine:
+        engine.load_weights(routed.model.state_dict(), version=1)
+        partial = engine.generate_until(prompts(5, 9), cut, seeded(), engine_steps=4)
+        done = engine.resume(partial, cut, seeded(5)).generation()
+        whole = engine.generate(prompts(5, 9), replace(cut, top_k=0, top_p=0.9), seeded())
+        for plain in (replace(cut, top_k=0), replace(cut, top_k=0, temperature=0)):
+            assert not engine.generate(prompts(5, 9), plain, seeded()).trace.streams
+    assert not partial.finished_S.all()
+    for generation, size in ((done, 3), (whole, 0)):
+        masks = generation.trace.streams[MASKS]
+        assert np.array_equal(masks.valid_N, rows_before_sampled(generation))
+        rows = np.flatnonzero(masks.valid_N)
+        # of 64 tokens that top-p could keep the fake keeps all, which left nothing out
+        assert set(masks.counts_ND[rows, 0]) == {size}
+        for row in rows[: len(rows) * (size > 0)]:
+            ids, token = masks.ids[masks.offsets[row] : masks.offsets[row + 1]], generation.trace.token_ids_N[row + 1]
+            assert ids.tolist() == list(range(max(0, token - 2), max(0, token - 2) + 3))
+
+
+def rows_before_sampled(generation):
+    """Bool [N], the rows that predict a sampled token."""
+    rows = np.zeros(generation.trace.num_rows, bool)
+    rows[np.flatnonzero(generation.sampled_N) - 1] = True
+    return rows
+
+
+def test_cuts_need_an_engine_that_returns_masks(routed, fake_settings):
+    with (
+        vllm.ProcessEngine(ServedModel.of(routed), fake_settings()) as engine,
+        pytest.raises(ConfigError, match=r"does not return sampling masks.*set sampling_masks in ProcessSettings"),
+    ):
+        engine.generate(prompts(4), replace(SAMPLING, top_p=0.9), seeded())
 
 
 @pytest.mark.parametrize(
@@ -196,6 +233,9 @@ def test_nothing_is_left_in_the_engine_of_a_request_that_failed(routed, fake_set
         {"finished": np.ones(3, np.uint8)},
         {"routes": np.zeros((1, 3, 4), np.uint8)},
         {"routes": None},
+        {"mask_counts": None},
+        {"mask_counts": np.array([3, 1], np.int64)},
+        {"mask_ids": np.zeros(3, np.int32)},
     ],
 )
 def test_arrays_that_are_not_of_one_another_are_refused(routed, fake_settings, changes):
@@ -206,13 +246,15 @@ def test_arrays_that_are_not_of_one_another_are_refused(routed, fake_settings, c
         "tokens": np.zeros(3, np.int32),
         "logprobs": np.zeros(3, np.float32),
         "routes": np.tile(np.arange(4, dtype=np.uint8), (9, 3, 1)),
+        "mask_counts": np.array([1, 2, 1], np.int64),
+        "mask_ids": np.array([0, 0, 1, 0], np.int32),
     } | changes
     arrays = {name: array for name, array in reply.items() if array is not None}
-    with vllm.ProcessEngine(ServedModel.of(routed), fake_settings()) as engine:
+    with vllm.ProcessEngine(ServedModel.of(routed), fake_settings(sampling_masks=True)) as engine:
         engine.load_weights(routed.model.state_dict(), version=0)
         engine._worker.receive = Mock(return_value=Frame({"weight_version": "0"}, arrays))
         with pytest.raises(EngineError, match="expected those of 2 sequences"):
-            engine.generate(prompts(4, 4), Sampling(group_size=1, max_new_tokens=2, end_token=3), seeded())
+            engine.generate(prompts(4, 4), Sampling(max_new_tokens=2, end_token=3, top_k=2), seeded())
 
 
 @pytest.mark.parametrize("version", ["0.27.1", "0.31.0", "0.31.0rc1", "1.0.0+cpu"])

@@ -1,6 +1,7 @@
 """The client of vLLM's server, on answers recorded from a real one."""
 
 import copy
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ from foreroute.adapters.checkpoint import ServedModel, facts_of
 from foreroute.capture import Sampling
 from foreroute.engines import vllm
 from foreroute.engines.vllm.server_engine import EXTENSION, sequences_of
-from foreroute.errors import ConfigError, EngineError
+from foreroute.errors import CaptureError, ConfigError, EngineError
+from foreroute.trace import SAMPLING
 from tests.engines.recorded_answers import assert_routes, payload, serving
 from tests.engines.small_policy import END, policy, seeded
 
@@ -90,6 +92,52 @@ def test_a_rollout_asks_for_what_it_needs_and_reads_the_answer(tmp_path):
     body = asked["/v1/completions"]
     assert (body["prompt"], body["n"], body["stop_token_ids"]) == (prompt.tolist(), 2, [END])
     assert body["return_token_ids"]
+
+
+def with_masks(answer):
+    """A recorded answer with sets, which no CPU server makes: two tokens and the sampled one, for each."""
+    for choice in answer["choices"]:
+        choice["sampling_mask"] = [sorted({3, 9, token}) for token in choice["token_ids"]]
+    return answer
+
+
+def test_cuts_go_to_the_path_that_returns_masks(tmp_path):
+    record = payload(DATA / "generate.json")
+    prompt, routed = np.array(record["request"]["token_ids"], np.int32), policy()
+    info = {"vllm_config": SETTINGS | {"model_config": SETTINGS["model_config"] | {"return_sampling_mask": True}}}
+    answer = with_masks(record["response"]) | {"prompt_token_ids": prompt.tolist()}
+    answers = {"/server_info?config_format=json": info, "/inference/v1/generate": answer}
+    sampling = Sampling(max_new_tokens=5, end_token=END, temperature=0.8, top_p=0.9)
+    with serving(Server(**answers)) as server:
+        engine = vllm.VLLMServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path)
+        got = engine.generate([prompt], sampling, seeded())
+        assert_routes(got.trace, record)
+        (choice,) = answer["choices"]
+        assert np.allclose(got.logprobs_R, [step["logprob"] for step in choice["logprobs"]["content"]])
+        masks = got.trace.streams[SAMPLING]
+        assert np.flatnonzero(masks.valid_N).tolist() == [7, 8, 9, 10, 11]
+        assert masks.ids.tolist() == [*chain(*choice["sampling_mask"])]
+        body = dict(server.asked)["/inference/v1/generate"]
+        assert body["token_ids"] == prompt.tolist()
+        cuts = {name: body["sampling_params"][name] for name in ("temperature", "top_k", "top_p", "min_p", "n")}
+        assert cuts == {"temperature": 0.8, "top_k": 64, "top_p": 0.9, "min_p": 0.0, "n": 1}
+        # every request of such a server needs a bound
+        with pytest.raises(EngineError, match="responses"):
+            engine.generate([prompt], Sampling(max_new_tokens=5, end_token=END, temperature=0), seeded())
+        asked = dict(server.asked)["/v1/completions"]
+        assert (asked["temperature"], asked["top_k"]) == (1.0, 1)
+        for damage, said in (
+            ({"sampling_mask": None}, "lacks or garbles"),
+            ({"sampling_mask": [[3]] * 4}, "4 sampling masks for 5"),
+        ):
+            choice |= damage
+            with pytest.raises((EngineError, CaptureError), match=said):
+                engine.generate([prompt], sampling, seeded())
+        engine.close()
+    with serving(Server()) as server:
+        engine = vllm.VLLMServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path)
+        with pytest.raises(ConfigError, match="--return-sampling-mask --enable-scale-out"):
+            engine.generate([prompt], sampling, seeded())
 
 
 @pytest.mark.parametrize(

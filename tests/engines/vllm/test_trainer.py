@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from foreroute.errors import ConfigError, EngineError
@@ -39,6 +40,14 @@ def test_a_run_steps_with_the_weights_of_each_step(fake_settings, tmp_path):
     # R3 forces the routes that the engine returned, whatever they are
     assert all(record["mismatch"]["replayed"]["differing_share"] == 0 for record in records)
     assert all(record["mismatch"]["native"]["differing_share"] > 0 for record in records)
+
+
+def test_a_run_with_top_k_scores_on_the_sets_that_vllm_returned(fake_settings, tmp_path):
+    """The fake's log-probs are made up: what is seen is that masks were asked for, replayed and recorded."""
+    run = train(config(fake_settings(), top_k=3), tmp_path / "run")
+    records = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    # a set of three has at most that much entropy, and 16 tokens have 2.77
+    assert all(0 < record["entropy"] <= np.log(3) for record in records)
 
 
 def test_a_failing_engine_ends_the_run_with_its_reason(fake_settings, tmp_path):

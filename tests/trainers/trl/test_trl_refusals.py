@@ -174,7 +174,10 @@ def test_routes_of_other_weights_are_refused(folder):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"top_p": 0.9}, "top_p is 0.9"), ({"generation_kwargs": {"seed": 1}}, "generation_kwargs")],
+    [
+        ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1"),
+        ({"generation_kwargs": {"seed": 1}}, "generation_kwargs"),
+    ],
 )
 def test_sampling_that_an_engine_does_not_know(settings, message, folder):
     model = policy()

@@ -17,6 +17,7 @@ from trl.generation.vllm_client import VLLMClient
 from examples.trl.tiny import policy
 from foreroute.capture import Sampling
 from foreroute.engines.embedded import EmbeddedEngine
+from foreroute.trace import SAMPLING
 
 END = 1
 
@@ -38,28 +39,36 @@ class Sampler:
         for name, tensor in named:
             self._weights[name] = tensor.detach().clone()
 
-    def sample(self, prompts, *, count, max_tokens, temperature):
-        """(prompt, response, log-probs, routes) of `count` responses to each prompt."""
+    def sample(self, prompts, *, count, max_tokens, temperature, **cuts):
+        """(prompt, response, log-probs, routes, sets or None) of `count` responses to each prompt."""
         self._engine.load_weights(self._weights, self.loads)
         self.loads += 1
-        sampling = Sampling(max_tokens, END, count, temperature)
+        sampling = Sampling(max_tokens, END, count, temperature, **cuts)
         prompts = [np.array(prompt, np.int32) for prompt in prompts]
         generation = self._engine.generate(prompts, sampling, self._generator)
         logprobs = np.split(generation.logprobs_R, np.cumsum(generation.response_lengths)[:-1])
         traces = [generation.trace.select([s]) for s in range(len(generation))]
         routes = self._change([trace.expert_ids_NLK[trace.valid_N] for trace in traces])
+        sets = [None if SAMPLING not in trace.streams else sets_of(trace.streams[SAMPLING]) for trace in traces]
         return [
-            (prompts[s // count].tolist(), generation.response(s).tolist(), logprobs[s].tolist(), routes[s])
+            (prompts[s // count].tolist(), generation.response(s).tolist(), logprobs[s].tolist(), routes[s], sets[s])
             for s in range(len(generation))
         ]
+
+
+def sets_of(masks):
+    """One list for each sampled token; the engine has none for sets that left nothing out."""
+    lists = [ids.tolist() for ids in np.split(masks.ids, masks.offsets[1:-1])]
+    return [lists[row] or list(range(masks.num_choices)) for row in np.flatnonzero(masks.valid_N)]
 
 
 def colocated(monkeypatch, change):
     """Have TRL find a vLLM in its own process."""
 
     class LLM:
-        def __init__(self, *, enable_return_routed_experts=False, **settings):
+        def __init__(self, *, enable_return_routed_experts=False, return_sampling_mask=False, **settings):
             assert settings["logprobs_mode"] == "processed_logprobs"
+            self._returns_masks = return_sampling_mask
             self._returns_routes = enable_return_routed_experts
             self._sampler = Sampler(change)
             runner = SimpleNamespace(model=SimpleNamespace(load_weights=self._sampler.load_weights))
@@ -71,7 +80,11 @@ def colocated(monkeypatch, change):
 
         def generate(self, prompts, *, sampling_params, use_tqdm):
             ids = [prompt["prompt_token_ids"] for prompt in prompts]
-            wanted = {"count": 1, "max_tokens": sampling_params.max_tokens, "temperature": sampling_params.temperature}
+            params = sampling_params
+            if self._returns_masks and not (params.temperature > 0 and params.top_k > 0):
+                raise ValueError("sampling distribution replay requires temperature > 0 and top_k > 0")
+            wanted = {"count": 1, "max_tokens": params.max_tokens, "temperature": params.temperature}
+            wanted |= {"top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p}
             return [
                 SimpleNamespace(
                     prompt_token_ids=prompt,
@@ -84,10 +97,11 @@ def colocated(monkeypatch, change):
                                 for token, logprob in zip(response, logprobs, strict=True)
                             ],
                             routed_experts=routes if self._returns_routes else None,
+                            sampling_mask=SimpleNamespace(token_ids=sets) if self._returns_masks else None,
                         )
                     ],
                 )
-                for prompt, response, logprobs, routes in self._sampler.sample(ids, **wanted)
+                for prompt, response, logprobs, routes, sets in self._sampler.sample(ids, **wanted)
             ]
 
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
@@ -142,7 +156,7 @@ def served(monkeypatch, change, *, returns_routes=True):
                     },
                     "routed_experts": as_npy(routes) if returns_routes else None,
                 }
-                for index, (prompt, response, logprobs, routes) in enumerate(sampled)
+                for index, (prompt, response, logprobs, routes, _) in enumerate(sampled)
             ]
             return json.loads(json.dumps({"id": "cmpl-1", "object": "text_completion", "choices": choices}))
 

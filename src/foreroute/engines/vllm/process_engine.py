@@ -34,6 +34,8 @@ from foreroute.trace import RoutingTrace, concatenate, extended
 
 REPLY = ("lengths", "num_rows", "finished", "tokens", "logprobs", "routes")
 """Arrays of a reply: three with an entry for each sequence, two for each token, one for each row."""
+MASKS = ("mask_counts", "mask_ids")
+"""And with sampling masks: one with an entry for each token, one for each id."""
 FIXED_OPTIONS = {
     "enable_return_routed_experts": True,
     "skip_tokenizer_init": True,
@@ -44,6 +46,8 @@ FIXED_OPTIONS = {
     # code of a model's folder is never run
     "trust_remote_code": False,
 }
+OWN_OPTIONS = ("model", "dtype", "max_model_len", "return_sampling_mask")
+"""Set from `ProcessSettings`."""
 DEFAULT_OPTIONS = {
     # compiled on the CPU, vLLM 0.30 returns routes that are all zero
     "enforce_eager": True,
@@ -82,6 +86,8 @@ class ProcessEngine(OutsideEngine):
     def __init__(self, model: ServedModel, settings: ProcessSettings) -> None:
         super().__init__(model)
         self._settings = settings
+        if not settings.sampling_masks:
+            self._without_masks = "set sampling_masks in ProcessSettings"
         self._max_model_len = settings.max_model_len or model.max_positions or 0
         if not self._max_model_len:
             raise ConfigError("the model's configuration does not say how long a sequence may be; set max_model_len")
@@ -201,20 +207,26 @@ class ProcessEngine(OutsideEngine):
             "max_tokens": limits,
             "starts": np.broadcast_to(np.asarray(starts, np.int64), lengths.shape),
         }
+        self._require_ready(sampling)
         (seed,) = draw_seeds(generator, 1).tolist()
         request = {
             "op": "generate",
             "seed": seed,
             "n": sampling.group_size,
             "stop_token_ids": stop_token_ids(sampling),
-            "temperature": sampling.temperature,
+            "sampling": {"temperature": sampling.temperature} if self._without_masks else self._cuts(sampling),
+            "masks": sampling.truncates,
             "abort_after": abort_after,
         }
-        self._require_ready(sampling)
         reply = self._ask(request, "generate", arrays)
         require_version(reply.header.get("weight_version"), self.weight_version)
         of_prompt = np.repeat(np.arange(len(prompts)), sampling.group_size)
-        sequences = _sequences(reply.arrays, [prompts[int(i)] for i in of_prompt], arrays["starts"][of_prompt])
+        sequences = _sequences(
+            reply.arrays,
+            [prompts[int(i)] for i in of_prompt],
+            arrays["starts"][of_prompt],
+            masks=sampling.truncates,
+        )
         stamp: Any = {
             "weight_version": self.weight_version,
             "engine": "vllm",
@@ -249,6 +261,9 @@ class ProcessSettings:
         precision: vLLM's dtype.
         max_model_len: tokens of the longest sequence; by default the most that the model takes.
         timeout_s: for each request, and for loading.
+        sampling_masks: have vLLM return the tokens that each was drawn from, for `top_k`, `top_p` and `min_p`. This
+            needs its second model runner, and so a GPU. Log-probs at a temperature of 0 are then 0, and a request that
+            leaves nothing out costs vLLM a list of the vocabulary for each token.
         options: further arguments of `vllm.LLM`, such as `block_size`.
     """
 
@@ -256,10 +271,11 @@ class ProcessSettings:
     precision: str = "bfloat16"
     max_model_len: int | None = None
     timeout_s: float = 600.0
+    sampling_masks: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        taken = sorted(self.options.keys() & {*FIXED_OPTIONS, "model", "dtype", "max_model_len"})
+        taken = sorted(self.options.keys() & {*FIXED_OPTIONS, *OWN_OPTIONS})
         if taken:
             raise ConfigError(f"the vLLM options {', '.join(taken)} are set by foreroute; remove them")
         if not (self.python.is_file() and os.access(self.python, os.X_OK)):
@@ -271,7 +287,9 @@ class ProcessSettings:
 
     def llm_options(self, max_model_len: int) -> dict[str, Any]:
         """The keyword arguments of `vllm.LLM`, without the model."""
-        own = {"dtype": self.precision, "max_model_len": max_model_len}
+        own: dict[str, Any] = {"dtype": self.precision, "max_model_len": max_model_len}
+        if self.sampling_masks:
+            own["return_sampling_mask"] = True
         return {**DEFAULT_OPTIONS, **self.options, **FIXED_OPTIONS, **own}
 
     def environment(self, import_path: Path) -> dict[str, str]:
@@ -336,31 +354,37 @@ def _leading_rows(trace: RoutingTrace) -> NDArray[np.int64]:
 
 
 def _sequences(
-    arrays: Mapping[str, NDArray[Any]], prompts: Sequence[NDArray[np.int32]], starts: NDArray[np.int64]
+    arrays: Mapping[str, NDArray[Any]],
+    prompts: Sequence[NDArray[np.int32]],
+    starts: NDArray[np.int64],
+    *,
+    masks: bool,
 ) -> list[SampledSequence]:
     """The sequences of a reply, whose arrays hold one after the other.
 
     Raises:
         EngineError: when arrays are missing, or not of one another or of so many sequences.
     """
-    sizes = [len(arrays.get(name, ())) for name in REPLY]
-    sums = [int(arrays[name].sum()) if name in arrays else -1 for name in ("lengths", "num_rows")]
-    if sizes != [len(prompts)] * 3 + [sums[0]] * 2 + [sums[1]]:
+    names = REPLY + MASKS * masks
+    sizes = [len(arrays.get(name, ())) for name in names]
+    sums = [int(arrays[name].sum()) if name in arrays else -1 for name in ("lengths", "num_rows", *MASKS[:masks])]
+    expected = [len(prompts)] * 3 + [sums[0]] * 2 + [sums[1]] + [sums[0], sums[-1]] * masks
+    if sizes != expected:
         raise EngineError(
-            f"the engine worker's arrays {', '.join(REPLY)} have {sizes} entries, of which lengths and num_rows make "
-            f"{sums}; expected those of {len(prompts)} sequences"
+            f"the engine worker's arrays {', '.join(names)} have {sizes} entries, of which lengths, num_rows and "
+            f"mask_counts make {sums}; expected those of {len(prompts)} sequences"
         )
     tokens_at, rows_at = np.cumsum(arrays["lengths"])[:-1], np.cumsum(arrays["num_rows"])[:-1]
-    parts = (
-        np.split(arrays["tokens"], tokens_at),
-        np.split(arrays["logprobs"], tokens_at),
-        np.split(arrays["routes"], rows_at),
-    )
-    return [
-        SampledSequence(
-            prompt, tokens, logprobs, {"routed_experts": rows} if len(rows) else None, int(start), bool(finished)
-        )
-        for prompt, tokens, logprobs, rows, start, finished in zip(
-            prompts, *parts, starts, arrays["finished"], strict=True
-        )
-    ]
+    tokens, logprobs = (np.split(arrays[name], tokens_at) for name in ("tokens", "logprobs"))
+    routes = np.split(arrays["routes"], rows_at)
+    sets = np.split(arrays["mask_ids"], np.cumsum(arrays["mask_counts"])[:-1]) if masks else []
+    sequences = []
+    for s, prompt in enumerate(prompts):
+        end = int(arrays["lengths"][: s + 1].sum())
+        output: dict[str, Any] = {"routed_experts": routes[s], "token_ids": tokens[s]}
+        if masks:
+            output["sampling_mask"] = sets[end - len(tokens[s]) : end]
+        whole = bool(arrays["finished"][s])
+        rows = output if len(routes[s]) else None
+        sequences.append(SampledSequence(prompt, tokens[s], logprobs[s], rows, int(starts[s]), whole))
+    return sequences

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +35,8 @@ REQUIRED = {
     "enable_return_routed_experts": (True, "--enable-return-routed-experts"),
     "logprobs_mode": ("processed_logprobs", "--logprobs-mode processed_logprobs"),
 }
+COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
+"""The second one alone returns sampling masks."""
 
 
 class VLLMServerEngine(OutsideEngine):
@@ -94,24 +96,25 @@ class VLLMServerEngine(OutsideEngine):
     ) -> Generation:
         """Sample `sampling.group_size` responses to each prompt; as `embedded.EmbeddedEngine.generate`."""
         self._require_ready(sampling)
-        body = {
-            "model": self._model,
+        path = GENERATE if sampling.truncates else COMPLETIONS
+        params = {
+            **({"temperature": sampling.temperature} if self._without_masks else self._cuts(sampling)),
             "n": sampling.group_size,
             "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
             "stop_token_ids": stop_token_ids(sampling),
             "ignore_eos": True,
             "logprobs": 0,
-            "return_token_ids": True,
-            # a server without a tokenizer cannot write tokens as text
-            "return_tokens_as_token_ids": True,
         }
         seeds = draw_seeds(generator, len(prompts))
-        bodies = [body | {"prompt": p.tolist(), "seed": int(s)} for p, s in zip(prompts, seeds, strict=True)]
+        bodies = [self._body(path, p, params | {"seed": int(s)}) for p, s in zip(prompts, seeds, strict=True)]
         with ThreadPoolExecutor(self._concurrency) as pool:
-            answers = list(pool.map(lambda one: self._server.post("/v1/completions", one), bodies))
+            answers = list(pool.map(lambda one: self._server.post(path, one), bodies))
         require_version(self._server.get("/weight_info").read(str, "weight_version"), self.weight_version)
-        sequences = [s for p, answer in zip(prompts, answers, strict=True) for s in sequences_of(answer.value, p)]
+        sequences = [
+            s
+            for p, answer in zip(prompts, answers, strict=True)
+            for s in sequences_of(answer.value, p, masks=path == GENERATE)
+        ]
         if len(sequences) != sampling.group_size * len(prompts):
             raise EngineError(
                 f"the server returned {len(sequences)} responses to {len(prompts)} x {sampling.group_size}"
@@ -123,6 +126,14 @@ class VLLMServerEngine(OutsideEngine):
             engine="vllm",
             engine_version=self._engine_version,
         )
+
+    def _body(self, path: str, prompt: NDArray[np.int32], params: Mapping[str, Any]) -> dict[str, Any]:
+        if path == GENERATE:
+            own: dict[str, Any] = {"token_ids": prompt.tolist(), "sampling_params": params}
+        else:
+            # a server without a tokenizer cannot write tokens as text
+            own = {"prompt": prompt.tolist(), **params, "return_tokens_as_token_ids": True}
+        return {"model": self._model, "return_token_ids": True, **own}
 
     def close(self) -> None:
         """Let go of the folder of weights; the server is not the trainer's to end. May be called again."""
@@ -159,27 +170,34 @@ class VLLMServerEngine(OutsideEngine):
             missing.append(f"--worker-extension-cls {EXTENSION}")
         if missing:
             raise EngineError(f"the vLLM server must be started with {' '.join(missing)}")
+        if model.get("return_sampling_mask") is not True:
+            self._without_masks = "start the vLLM server with --return-sampling-mask --enable-scale-out"
 
 
-def sequences_of(answer: Any, prompt: NDArray[np.int32]) -> list[SampledSequence]:
-    """The choices of a completion response, in order.
+def sequences_of(answer: Any, prompt: NDArray[np.int32], *, masks: bool = False) -> list[SampledSequence]:
+    """The choices of a completion, or of what was generated with sampling masks, in order.
 
     Raises:
         EngineError: when it lacks what was asked for, or is the answer to other tokens.
     """
-    choices = Answer(answer, "the vLLM server's answer").each("choices")
+    whole = Answer(answer, "the vLLM server's answer")
+    choices = whole.each("choices")
     found: dict[int, SampledSequence] = {}
     for choice in choices:
-        if choice.has("prompt_token_ids"):
-            require_same_prompt(prompt, choice.integers("prompt_token_ids"))
+        for stated in (whole, choice):
+            if stated.has("prompt_token_ids"):
+                require_same_prompt(prompt, stated.integers("prompt_token_ids"))
         if (reason := choice.read(str, "finish_reason")) not in REASONS:
             raise EngineError(f"the vLLM server ended a response for the reason {reason!r:.40}; expected {REASONS}")
+        output = {"routed_experts": choice.value.get("routed_experts"), "token_ids": choice.value.get("token_ids")}
+        if masks:
+            output["sampling_mask"] = choice.read(list, "sampling_mask")
+            steps = [step.read(dict).get("logprob") for step in choice.each("logprobs", "content")]
+            logprobs = Answer(steps, "the log-probs of the vLLM server's answer").numbers()
+        else:
+            logprobs = choice.numbers("logprobs", "token_logprobs")
         found[choice.read(int, "index")] = SampledSequence(
-            prompt=prompt,
-            response=choice.integers("token_ids"),
-            logprobs=choice.numbers("logprobs", "token_logprobs"),
-            output={"routed_experts": choice.value.get("routed_experts")},
-            finished=reason != "abort",
+            prompt, choice.integers("token_ids"), logprobs, output, finished=reason != "abort"
         )
     if sorted(found) != list(range(len(choices))):
         raise EngineError(f"the vLLM server numbered {len(choices)} responses {sorted(found)}; expected each once")

@@ -112,7 +112,7 @@ class Session:
         except BaseException:
             engine.abort_request(names)
             raise
-        return _packed([outputs[name] for name in names], version)
+        return _packed([outputs[name] for name in names], version, masks=header["masks"])
 
     def _add(
         self,
@@ -128,7 +128,7 @@ class Session:
         for number, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
             params = SamplingParams(
                 n=header["n"],
-                temperature=header["temperature"],
+                **header["sampling"],
                 max_tokens=int(arrays["max_tokens"][number]),
                 routed_experts_prompt_start=int(arrays["starts"][number]),
                 stop_token_ids=header["stop_token_ids"],
@@ -168,8 +168,8 @@ def _run(engine: Any, abort_after: int | None) -> dict[str, Any]:
     return outputs
 
 
-def _packed(outputs: list[Any], version: str) -> Frame:
-    """All sequences, grouped by prompt, in one frame."""
+def _packed(outputs: list[Any], version: str, *, masks: bool) -> Frame:
+    """All sequences, grouped by prompt, in one frame, with the sets of tokens that theirs were drawn from if wanted."""
     choices = [choice for output in outputs for choice in sorted(output.outputs, key=lambda choice: choice.index)]
     tokens = [np.asarray(choice.token_ids, np.int32) for choice in choices]
     logprobs = [
@@ -181,9 +181,11 @@ def _packed(outputs: list[Any], version: str) -> Frame:
         raise RuntimeError(f"vLLM ended responses for the reasons {unknown}; expected stop, length or abort")
     routes = [choice.routed_experts for choice in choices]
     present = [rows for rows in routes if rows is not None]
+    arrays = _packed_masks(choices) if masks else {}
     return Frame(
         {"weight_version": version},
         {
+            **arrays,
             "finished": np.array([reason != "abort" for reason in reasons], np.uint8),
             "tokens": np.concatenate([*tokens, np.zeros(0, np.int32)]),
             "lengths": np.array([len(t) for t in tokens], np.int64),
@@ -192,6 +194,16 @@ def _packed(outputs: list[Any], version: str) -> Frame:
             "num_rows": np.array([0 if rows is None else len(rows) for rows in routes], np.int64),
         },
     )
+
+
+def _packed_masks(choices: list[Any]) -> dict[str, NDArray[Any]]:
+    """The sets of all sampled tokens. Of one that was aborted before its first token there is none."""
+    found = [choice.sampling_mask.token_ids if choice.sampling_mask else [] for choice in choices]
+    sets = [np.asarray(ids, np.int32) for of_choice in found for ids in of_choice]
+    return {
+        "mask_counts": np.array([len(ids) for ids in sets], np.int64),
+        "mask_ids": np.concatenate([*sets, np.zeros(0, np.int32)]),
+    }
 
 
 if __name__ == "__main__":

@@ -31,9 +31,12 @@ class WorkerExtension:
 
     def foreroute_seed(self, seed: int) -> None:
         """Seed what is sampled from now on, where requests have no seeds of their own."""
+        import numpy as np
         import torch
 
         torch.manual_seed(seed)
+        # the second model runner draws the seeds of requests from here
+        np.random.seed(seed)  # noqa: NPY002
 
 
 def _on_cpu(module: Any) -> bool:

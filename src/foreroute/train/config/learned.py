@@ -210,11 +210,11 @@ class RolloutConfig(Section):
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)] = 1.0
     """Divides the logits, in engine and trainer."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """embedded: keep the fewest tokens with this much of the probability; the trainer uses the same ones."""
+    """Keep the fewest tokens with this much of the probability; the trainer uses the same ones."""
     top_k: Natural = 0
-    """embedded: keep so many of the most probable tokens; 0: all."""
+    """Keep so many of the most probable tokens; 0: all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """embedded: keep tokens of at least this part of the highest probability."""
+    """Keep tokens of at least this part of the highest probability."""
     max_staleness: Annotated[int, Field(ge=0, le=100)] = 0
     """Sample so many weight versions ahead, beside the updates."""
 
@@ -222,6 +222,11 @@ class RolloutConfig(Section):
     def truncation(self) -> dict[str, Any]:
         """What `Sampling` takes of it: which tokens are left out."""
         return {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens may be left out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @model_validator(mode="after")
     def _can_be_kept(self) -> RolloutConfig:
@@ -233,11 +238,6 @@ class RolloutConfig(Section):
             self.refuse_unused(["precision"], "of a vLLM server, which has its own; leave it out")
         if self.engine == "vllm" and self.vllm.mode == "process" and self.vllm.python is None:
             raise ValueError('engine = "vllm" needs vllm.python, the interpreter of an environment with vLLM')
-        if self.engine == "vllm":
-            self.refuse_unused(
-                ["top_p", "top_k", "min_p"],
-                'with vLLM, which is not asked for sampling masks; leave them out, or set engine = "embedded"',
-            )
         if self.engine == "vllm" and self.precision == "fp8":
             raise ValueError('precision = "fp8" is the embedded engine\'s; vLLM takes float32 or bfloat16')
         return self

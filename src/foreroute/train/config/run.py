@@ -228,6 +228,11 @@ class TrainConfig(Section):
             )
         if self.evaluation.every and (self.evaluation.data is None) == (self.task.kind == "dataset"):
             raise ValueError('evaluation.data goes with task.kind = "dataset", which needs it; chains make their own')
+        if self.rollout.engine == "vllm" and self.rollout.truncates and self.evaluation.temperature:
+            raise ValueError(
+                "evaluation.temperature is not 0, and vLLM with sampling masks, for rollout.top_p, top_k or min_p, "
+                "would list the whole vocabulary for each token; set it to 0"
+            )
         if self.rl.routing == "R3+weights" and self.rollout.engine != "embedded":
             raise ValueError('rl.routing = "R3+weights" needs rollout.engine = "embedded", which records gate weights')
         return self

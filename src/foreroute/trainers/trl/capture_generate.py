@@ -1,4 +1,4 @@
-"""Routes and log-probs of `model.generate`, as TRL calls it, without a change to what is sampled."""
+"""Routes, log-probs and sampling masks of `model.generate`, as TRL calls it, without a change to what is sampled."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
+from accelerate.utils import is_peft_model
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.adapters.hf.model import require_no_beams
-from foreroute.errors import ReplayError
+from foreroute.capture.sampling_masks import masks_of_steps
+from foreroute.errors import AttachError, ReplayError
 from foreroute.replay import Recording, overridden
-from foreroute.trace import RoutingTrace
+from foreroute.trace import SAMPLING, RoutingTrace
 from foreroute.trainers.trl.rollout import joined_tokens
+
+PROCESSORS = "_get_logits_processor"
+"""Of a model of transformers: makes what changes its scores before a token is drawn. Those of a caller do not come
+last."""
 
 
 class GenerateSource:
@@ -25,13 +32,24 @@ class GenerateSource:
 
     Args:
         routed: the policy.
-        temperature: that TRL samples with, and divides the trainer's logits by.
+        masks: whether to keep the sets of tokens that sampling drew from.
+
+    Raises:
+        AttachError: when this release of transformers has another list of logits processors.
     """
 
-    def __init__(self, routed: RoutedTransformer, temperature: float) -> None:
+    def __init__(self, routed: RoutedTransformer, *, masks: bool) -> None:
         self._routed = routed
-        self._temperature = temperature
-        self._seen: list[tuple[Recording, Tensor]] = []
+        self._masks = masks
+        self._seen: list[tuple[Recording, SampledTokens, Tensor]] = []
+        # PEFT's wrapper hands `generate` on to this one
+        model: Any = routed.model
+        self._sampler = model.get_base_model() if is_peft_model(model) else model
+        if not callable(getattr(self._sampler, PROCESSORS, None)):
+            raise AttachError(
+                f"transformers {transformers.__version__} has no {PROCESSORS}, by which sampled tokens are watched; "
+                "return routes and log-probs from a rollout_func"
+            )
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -42,48 +60,66 @@ class GenerateSource:
 
     def _generate(self, generate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         require_no_beams(self._routed.model, args, kwargs)
-        sampled = SampledLogProbs(self._temperature)
-        processors = LogitsProcessorList([*(kwargs.pop("logits_processor", None) or []), sampled])
-        with self._routed.record() as recording:
-            sequences = generate(*args, logits_processor=processors, **kwargs)
-        self._seen.append((recording, sampled.of(sequences)))
+        sampled = SampledTokens(masks=self._masks)
+
+        def with_ours(make: Callable[..., LogitsProcessorList], *args: Any, **kwargs: Any) -> LogitsProcessorList:
+            return LogitsProcessorList([*make(*args, **kwargs), sampled])
+
+        with self._routed.record() as recording, overridden(self._sampler, PROCESSORS, with_ours):
+            sequences = generate(*args, **kwargs)
+        self._seen.append((recording, sampled, sequences))
         return sequences
 
     def captured(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
     ) -> tuple[RoutingTrace, list[NDArray[np.float32]]]:
-        """See `RouteSource`. Log-probs are those at the temperature, before top-k, top-p and min-p."""
+        """See `RouteSource`. Log-probs are those of the distribution that was drawn from."""
         if len(self._seen) != 1:
             raise ReplayError(
                 f"the model's generate() ran {len(self._seen)} times in one rollout, expected once; this way of "
                 "sampling is not known. Return the routes from a rollout_func, or take replay='R2'"
             )
-        ((recording, logprobs_BR),) = self._seen
+        ((recording, sampled, sequences),) = self._seen
         self._seen = []
         trace = recording.rollout(joined_tokens(prompts, completions)).with_weight_version(weight_version)
-        host = logprobs_BR.cpu().numpy()
+        host = sampled.logprobs_of(sequences).cpu().numpy()
+        if self._masks:
+            lengths = [np.array(list(map(len, each)), np.int64) for each in (prompts, completions)]
+            trace = trace.with_stream(SAMPLING, masks_of_steps(sampled.kept, sampled.num_choices, *lengths))
         return trace, [host[s, : len(completion)] for s, completion in enumerate(completions)]
 
 
-class SampledLogProbs(LogitsProcessor):
-    """Notes the log-probability of every sampled token and changes no score.
+class SampledTokens(LogitsProcessor):
+    """The last processor: notes the log-probability of every sampled token, and the set that it was drawn from.
+
+    It changes no score.
 
     Args:
-        temperature: divides the logits.
+        masks: whether to note the sets.
+
+    Attributes:
+        kept: of each step, a sequence and a token for each token that was left.
+        num_choices: tokens of the vocabulary, once there was a step.
     """
 
-    def __init__(self, temperature: float) -> None:
-        self._temperature = temperature
+    def __init__(self, *, masks: bool) -> None:
+        self.kept: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+        self.num_choices = 0
+        self._masks = masks
         self._last: Tensor | None = None
         self._sampled: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Called before a token is sampled, when the one before it is known."""
         self._note(input_ids[:, -1])
-        self._last = (scores.float() / self._temperature).log_softmax(-1)
+        self._last = scores.float().log_softmax(-1)
+        if self._masks:
+            self.num_choices = scores.shape[1]
+            sequences, ids = torch.nonzero(scores != -torch.inf).cpu().numpy().T
+            self.kept.append((sequences, ids))
         return scores
 
-    def of(self, sequences: Tensor) -> Tensor:
+    def logprobs_of(self, sequences: Tensor) -> Tensor:
         """float32 [B, R], for what `generate` returned."""
         self._note(sequences[:, -1])
         return torch.stack(self._sampled, dim=1)

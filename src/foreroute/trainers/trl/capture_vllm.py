@@ -1,4 +1,4 @@
-"""Routes from vLLM, in the trainer's process ("colocate") or behind its server, where TRL lets them fall.
+"""Routes and sampling masks from vLLM, in the trainer's process ("colocate"), and routes from behind its server.
 
 TRL reads tokens and log-probs out of vLLM's answer and drops the rest. Watched is the answer itself: what the `LLM`
 object, or the client's request, returned.
@@ -20,21 +20,27 @@ from foreroute.capture import ModelFacts, decode
 from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ForerouteError, ReplayError
 from foreroute.replay import overridden
 from foreroute.trace import RoutingTrace
-from foreroute.trainers.trl.rollout import joined_tokens
+from foreroute.trainers.trl.rollout import joined_tokens, truncates
 
 COMPLETIONS = "/v1/completions"
 
 
 @contextmanager
-def colocated_vllm_returns_routes(*, wanted: bool) -> Iterator[None]:
-    """Have TRL start its vLLM with `enable_return_routed_experts`, for which it has no setting (TRL 1.16)."""
-    original = getattr(vllm_generation, "LLM", None) if wanted else None
+def colocated_vllm_returns_decisions(trainer: Any, replay: str) -> Iterator[None]:
+    """Have TRL start its vLLM so that it returns routes and sampling masks, for which it has no setting (TRL 1.16).
+
+    Args:
+        trainer: TRL's, which has read its settings before it starts vLLM.
+        replay: what is to be replayed. Nothing of R2 comes from the rollout, and masks are used in R3 alone.
+    """
+    original = getattr(vllm_generation, "LLM", None) if replay != "R2" else None
     if original is None:  # vLLM is not installed
         yield
         return
 
     def with_routes(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **{"enable_return_routed_experts": True, **kwargs})
+        masks = {"return_sampling_mask": True} if replay == "R3" and truncates(trainer) else {}
+        return original(*args, **{"enable_return_routed_experts": True, **masks, **kwargs})
 
     vllm_generation.LLM = with_routes
     try:

@@ -9,7 +9,7 @@ the batch beside TRL's own; the routes stay here, in one trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,12 +23,13 @@ from torch.nn.utils.rnn import pad_sequence
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import facts_of
 from foreroute.errors import ConfigError, ReplayError
-from foreroute.trace import RoutingTrace, concatenate
+from foreroute.trace import SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.trl.capture_generate import GenerateSource
 from foreroute.trainers.trl.capture_vllm import VLLMSource
-from foreroute.trainers.trl.rollout import Rollout, RouteSource, require_version
+from foreroute.trainers.trl.masked_head import head_on_sets, masks_at
+from foreroute.trainers.trl.rollout import Rollout, RouteSource, require_version, truncates
 from foreroute.trainers.trl.rollout_func import FunctionSource
 
 Replay = Literal["none", "R2", "R3"]
@@ -92,7 +93,9 @@ class TrainerPassController:
             return source
         if trainer.use_vllm and self._replay != "R2":
             return VLLMSource(trainer.vllm_generation, trainer.accelerator, facts)
-        return GenerateSource(self.routed, trainer.temperature)
+        return GenerateSource(
+            self.routed, masks=self._replay == "R3" and (truncates(trainer) or bool(trainer.args.generation_kwargs))
+        )
 
     def capture(self, generate: Callable[[], Any]) -> Any:
         """TRL's `_generate`, whose prompts, completions and routes become the rollout. R2 needs none of it."""
@@ -219,9 +222,13 @@ class TrainerPassController:
         batch_size: int | None,
         options: dict[str, Any],
     ) -> Any:
-        """TRL's `_get_per_token_logps_and_entropies`, in parts as TRL has them, each with its own routes."""
+        """TRL's `_get_per_token_logps_and_entropies`, in parts as TRL has them, each with its own routes and masks.
+
+        Routes are the policy's alone. Masks are the reference's too, whose log-probs are compared with the policy's.
+        """
         now = self._now
-        if now is None or not self._is_policy(model):
+        is_policy = self._is_policy(model)
+        if now is None or not (is_policy or self._has_masks):
             return compute(input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
         pictures = sorted(name for name, value in options.items() if isinstance(value, Tensor | list))
         if pictures:
@@ -230,9 +237,15 @@ class TrainerPassController:
         each = batch_size or len(input_ids)
         for first in range(0, len(input_ids), each):
             rows = slice(first, first + each)
-            with self._routing(now, rows, attention_mask[rows]):
+            with ExitStack() as stack:
+                if is_policy:
+                    stack.enter_context(self._routing(now, rows, attention_mask[rows]))
+                if self._has_masks:
+                    stack.enter_context(self._on_sets(now, rows, attention_mask[rows], logits_to_keep))
                 parts.append(compute(input_ids[rows], attention_mask[rows], logits_to_keep, **options))
         result = joined(parts)
+        if not is_policy:
+            return result
         now.logprobs_BR = result[0].detach()
         self._num_updates += now.kind == "update"
         return result
@@ -257,16 +270,27 @@ class TrainerPassController:
         if session is not None and update:
             self.metrics.add_native(session.agreement().routing)
 
+    @property
+    def _has_masks(self) -> bool:
+        """Whether the rollout has sampling masks to score on."""
+        return self._replay == "R3" and self.rollout is not None and SAMPLING in self.rollout.trace.streams
+
+    def _on_sets(self, now: LogprobPass, rows: slice, mask_BT: Tensor, num_scored: int) -> AbstractContextManager[None]:
+        """Score a part of a pass on the sets that its tokens were drawn from."""
+        rollout = self._current()
+        own = rollout.trace.select(rollout.numbers(now.sequences)[rows])
+        return head_on_sets(*masks_at(own, mask_BT.bool().cpu().numpy(), num_scored))
+
     def _routes_of(self, now: LogprobPass, rows: slice, mask_BT: Tensor) -> RoutingTrace:
         rollout = self._current()
-        sequences = np.arange(len(rollout.trace)) if now.sequences is None else now.sequences
+        sequences = rollout.numbers(now.sequences)
         lengths = mask_BT.sum(dim=1).cpu().numpy()
         return rollout.routes(sequences[rows], lengths, drops_truncated=bool(self._trainer.mask_truncated_completions))
 
     def _measure(self, seen: LogprobPass, batch: dict[str, Any]) -> None:
         """Trainer beside rollout, at the rollout's weights."""
         rollout = self._current()
-        sequences = np.arange(len(rollout.trace)) if seen.sequences is None else seen.sequences
+        sequences = rollout.numbers(seen.sequences)
         if self._replay != "R2":
             self.metrics.compare_routes(rollout.trace.select(sequences), concatenate(seen.executed))
         if rollout.logprobs is not None and seen.logprobs_BR is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -58,6 +58,10 @@ class Rollout:
             )
         return np.asarray(numbers_B2[:, 1])
 
+    def numbers(self, sequences: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        """int64 [B], the sequences of a pass: all of them where it names none."""
+        return np.arange(len(self.trace)) if sequences is None else sequences
+
     def routes(
         self, sequences: NDArray[np.int64], length_B: NDArray[np.int64], *, drops_truncated: bool
     ) -> RoutingTrace:
@@ -87,6 +91,11 @@ class RouteSource(Protocol):
         Raises:
             CaptureError, BatchMismatchError, ReplayError: when there are none, or they are of other tokens.
         """
+
+
+def truncates(trainer: Any) -> bool:
+    """Say whether TRL's settings of sampling may leave tokens out."""
+    return trainer.top_p < 1 or bool(trainer.top_k) or bool(trainer.min_p)
 
 
 def joined_tokens(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[NDArray[np.int32]]:

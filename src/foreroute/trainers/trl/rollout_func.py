@@ -30,7 +30,7 @@ def rollout_with(engine: Engine) -> Callable[[list[Any], Any], dict[str, Any]]:
 
     Returns:
         What `GRPOTrainer(..., rollout_func=...)` takes. Calling it raises `ConfigError` when the trainer's sampling
-        settings are not the engine's: engines sample at a temperature, from the whole distribution.
+        settings are not the engine's: engines know no penalty, and not all of them top_p, top_k and min_p.
     """
     generators: dict[int, torch.Generator] = {}
 
@@ -44,7 +44,14 @@ def rollout_with(engine: Engine) -> Callable[[list[Any], Any], dict[str, Any]]:
         if rank not in generators:
             generators[rank] = torch.Generator().manual_seed(trainer.args.seed + rank)
         prompt_ids = trainer._tokenize_prompts(prompts)[0]
-        sampling = Sampling(trainer.max_completion_length, trainer.eos_token_ids[0], 1, trainer.temperature)
+        sampling = Sampling(
+            trainer.max_completion_length,
+            trainer.eos_token_ids[0],
+            temperature=trainer.temperature,
+            top_k=trainer.top_k or 0,
+            top_p=trainer.top_p,
+            min_p=trainer.min_p or 0.0,
+        )
         generation = engine.generate([np.array(ids, np.int32) for ids in prompt_ids], sampling, generators[rank])
         ends = np.cumsum(generation.response_lengths)[:-1]
         return {
@@ -113,13 +120,11 @@ class FunctionSource:
 
 
 def _require_plain(trainer: Any) -> None:
-    wanted = {"top_p": (1.0,), "top_k": (0, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
-    for name, plain in wanted.items():
-        if getattr(trainer, name) not in plain:
-            raise ConfigError(
-                f"{name} is {getattr(trainer, name)}, which foreroute's engines do not sample with; leave it at "
-                f"{plain[0]}, or sample with TRL's own engines"
-            )
+    if trainer.repetition_penalty != 1:
+        raise ConfigError(
+            f"repetition_penalty is {trainer.repetition_penalty}, which foreroute's engines do not sample with; leave "
+            "it at 1.0, or sample with TRL's own engines"
+        )
     if trainer.args.generation_kwargs:
         raise ConfigError("generation_kwargs are not those of foreroute's engines; leave them out")
     if len(trainer.eos_token_ids) != 1:

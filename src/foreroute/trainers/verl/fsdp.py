@@ -27,6 +27,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from foreroute.errors import AttachError, ConfigError
 from foreroute.trainers.checks import require_api
 from foreroute.trainers.verl.controller import EnginePassController
+from foreroute.trainers.verl.masked_log_probs import log_probs_on_sets
 from foreroute.trainers.verl.protocol import FIELD
 from foreroute.trainers.verl.settings import KEY, replay_of, require_supported
 
@@ -95,11 +96,12 @@ class FSDPRoutingReplay:
         return outputs
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-        """A pass of verl over a micro-batch, with its routes."""
+        """A pass of verl over a micro-batch, with its routes; on its sampling masks, which are the reference's too."""
         step = super().forward_step  # type: ignore[misc]
-        if self.routing is None or self.routing.is_reference:
-            return step(micro_batch, loss_function, forward_only)
-        return self.routing.step(step, micro_batch, loss_function, update=not forward_only)
+        with log_probs_on_sets(micro_batch):
+            if self.routing is None or self.routing.is_reference:
+                return step(micro_batch, loss_function, forward_only)
+            return self.routing.step(step, micro_batch, loss_function, update=not forward_only)
 
     def _watch_unreplayed(self, data: Any) -> None:
         """Measure, where routes of the rollout are at hand and no replay was asked for."""

@@ -18,11 +18,11 @@ class SamplingParams(SimpleNamespace):
 
 
 class LLM:
-    def __init__(self, model, behaviour, **options):
+    def __init__(self, model, behaviour, *, return_sampling_mask=False, **options):
         assert options["enable_return_routed_experts"]
         assert options["enforce_eager"]
         self.config = json.loads((Path(model) / "config.json").read_text())
-        self.llm_engine = Engine(self.config, behaviour)
+        self.llm_engine = Engine(self.config, behaviour, return_sampling_mask)
         if behaviour == "refuses to load":
             raise RuntimeError("Unsupported CPU attention configuration")
         if behaviour == "prints and dies":
@@ -48,8 +48,8 @@ class LLM:
 class Engine:
     ends = {"aborts": "abort", "repeats": "repetition"}  # noqa: RUF012
 
-    def __init__(self, config, behaviour):
-        self.config, self.behaviour = config, behaviour
+    def __init__(self, config, behaviour, masks):
+        self.config, self.behaviour, self.masks = config, behaviour, masks
         self.version, self.seed = "default", 0
         self.output_processor = SimpleNamespace(request_states={})
 
@@ -61,6 +61,8 @@ class Engine:
 
     def add_request(self, name, prompt, params):
         tokens = np.array(prompt["prompt_token_ids"])
+        if self.masks and not (params.temperature > 0 and params.top_k > 0):
+            raise ValueError("sampling distribution replay requires temperature > 0 and top_k > 0")
         if name in self.output_processor.request_states:
             raise ValueError(f"Request id {name} already running.")
         if not all(0 <= token < self.config["vocab_size"] for token in params.stop_token_ids):
@@ -114,10 +116,18 @@ class Engine:
             sequence = [*state.prompt.tolist(), *tokens]
             steps = [{token: SimpleNamespace(logprob=-1.5)} for token in tokens]
             rows = self._routes(sequence)[state.params.routed_experts_prompt_start : len(sequence) - 1]
-            choices.append(
-                SimpleNamespace(index=index, token_ids=tokens, logprobs=steps, finish_reason=done, routed_experts=rows)
-            )
+            choice = SimpleNamespace(index=index, token_ids=tokens, logprobs=steps, finish_reason=done)
+            choice.routed_experts = rows
+            choice.sampling_mask = None
+            if self.masks and tokens:
+                choice.sampling_mask = SimpleNamespace(token_ids=[self.kept(t, state.params) for t in tokens])
+            choices.append(choice)
         return SimpleNamespace(request_id=name, finished=True, outputs=choices[::-1])
+
+    def kept(self, token, params):
+        """A run of as many tokens as top_k says, of which the sampled one is the last where it can be."""
+        first = max(0, token + 1 - params.top_k)
+        return list(range(first, min(self.config["vocab_size"], first + params.top_k)))
 
     def _routes(self, sequence):
         """[T, L, K] that tell the token and the weight version."""

@@ -1,0 +1,243 @@
+"""Sampling by top-p, top-k and min-p under TRL: every pass is scored on the sets that the rollout drew from.
+
+The oracle makes dense logits in float64, with minus infinity outside of the sets.
+"""
+
+import numpy as np
+import pytest
+import torch
+from trl.trainer import utils
+from trl.trainer.utils import add_fused_lm_head
+
+from examples.trl.tiny import policy
+from foreroute.capture import Sampling
+from foreroute.engines.embedded import EmbeddedEngine
+from foreroute.errors import AttachError, BatchMismatchError, ConfigError, ReplayError, TraceContentError
+from foreroute.trace import SAMPLING
+from foreroute.trainers.trl import GRPOTrainer, rollout_with
+from foreroute.trainers.trl.masked_head import HEAD, head_on_sets, masks_at
+from tests.trainers.trl.trl_runs import logged, make, saved_policy
+from tests.trainers.trl.vllm_fakes import colocated
+
+CUTS = {"top-p": {"top_p": 0.8}, "all": {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "temperature": 0.7}}
+COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
+
+
+class Watched(GRPOTrainer):
+    """Keeps what every pass was given and gave, with the rollout that it belongs to."""
+
+    def __init__(self, *args, **kwargs):
+        self.passes = []
+        super().__init__(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **options):
+        result = super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, *args, **options
+        )
+        rollout = self.routing.rollout
+        if rollout is not None:  # the check of the first rollout comes before it is taken
+            unwrapped = self.accelerator.unwrap_model(model)
+            weights = {name: each.detach().clone() for name, each in unwrapped.state_dict().items()}
+            mine = (unwrapped is self.ref_model, weights, rollout.trace, input_ids, attention_mask, logits_to_keep)
+            self.passes.append((*mine, result[0].detach().numpy()))
+        return result
+
+
+def dense(model, tokens, own, temperature):
+    """float64 [T - 1], NaN where a token has no set."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].double() / temperature
+    masks = own.streams[SAMPLING]
+    scored = np.full(len(tokens) - 1, np.nan)
+    for row in np.flatnonzero(masks.valid_N):
+        ids = masks.ids[masks.offsets[row] : masks.offsets[row + 1]].tolist()
+        left = logits[row][ids] if ids else logits[row]
+        scored[row] = logits[row, tokens[row + 1]] - left.logsumexp(0)
+    return scored
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_old_update_and_reference_passes_are_scored_on_the_sets_of_the_rollout(cut, folder):
+    settings = {"temperature": 1.0, **CUTS[cut]}
+    trainer = make(
+        folder, kind=Watched, model=saved_policy(folder), beta=0.1, max_steps=2, learning_rate=1e-6, **settings
+    )
+    trainer.train()
+    assert max(logged(trainer, "mismatch/k3")) < 1e-9
+    seen = {True: 0, False: 0}
+    model = policy().eval()
+    for is_reference, weights, trace, ids, mask, keep, found in trainer.passes:
+        model.load_state_dict(weights)
+        sequences = {tuple(trace.tokens(s).tolist()): trace.select([s]) for s in range(len(trace))}
+        for row, own_mask in enumerate(mask.bool()):
+            tokens = ids[row][own_mask].tolist()
+            first = int(own_mask.int().argmax())
+            expected = np.full(ids.shape[1] - 1, np.nan)
+            expected[first : first + len(tokens) - 1] = dense(
+                model, tokens, sequences[tuple(tokens)], settings["temperature"]
+            )
+            expected = expected[-keep:]
+            scored = own_mask[-keep:].numpy()
+            assert np.array_equal(~np.isnan(expected), scored)
+            np.testing.assert_allclose(found[row][scored], expected[scored], atol=2e-5)
+            assert not found[row][~scored].any()
+            seen[is_reference] += scored.sum()
+    assert seen[False] == 2 * seen[True] > 0  # an old and an update pass, and one of the reference
+
+
+def test_the_sets_are_those_that_generate_drew_from(folder):
+    """The fewest tokens that have the mass asked for: less one of them they have less."""
+    trainer = make(folder, kind=Watched, max_steps=1, top_p=0.8)
+    model = policy().eval()
+    trainer.train()
+    trace = trainer.passes[0][2]
+    masks = trace.streams[SAMPLING]
+    for s in range(len(trace)):
+        with torch.no_grad():
+            logits = model(input_ids=torch.from_numpy(trace.select([s]).token_ids_N.astype(np.int64))[None]).logits[0]
+        own = trace.select([s]).streams[SAMPLING]
+        for row in np.flatnonzero(own.valid_N):
+            kept = logits[row].double().softmax(-1)[own.ids[own.offsets[row] : own.offsets[row + 1]].tolist()]
+            assert kept.sum() > 0.8 - 1e-5
+            assert kept.sum() - kept.min() < 0.8 + 1e-5
+    assert len(masks.ids) > masks.valid_N.sum()
+
+
+def test_without_masks_the_mismatch_is_the_kept_mass(folder):
+    """The control: TRL's own log-probs, over all tokens."""
+    trainer = make(folder, max_steps=1, top_p=0.8, replay="none")
+    trainer.train()
+    assert logged(trainer, "mismatch/k3")[0] > 1e-2
+
+
+def test_masks_of_our_engine_and_of_vllm_are_taken_from_where_they_fall(folder, monkeypatch):
+    model = policy()
+    engine = rollout_with(EmbeddedEngine(model, "float32"))
+    trainer = make(folder, model=model, rollout_func=engine, max_steps=1, top_p=0.8)
+    trainer.train()
+    assert logged(trainer, "mismatch/k3")[0] < 1e-9
+    k3 = {}
+    for replay in ("none", "R3"):
+        with monkeypatch.context() as patch:
+            colocated(patch, lambda routes: routes)
+            trainer = make(folder, replay=replay, max_steps=1, top_p=0.8, top_k=258, **COLOCATE)
+            trainer.train()
+            k3[replay] = logged(trainer, "mismatch/k3")[0]
+    assert k3["R3"] * 10 < k3["none"]
+
+
+def test_gradients_are_those_of_dense_logits_outside_of_the_sets_at_minus_infinity():
+    model = policy()
+    engine = EmbeddedEngine(model, "float32")
+    sampling = Sampling(max_new_tokens=6, end_token=-1, temperature=0.7, top_p=0.8)
+    generation = engine.generate([np.arange(5, 9, dtype=np.int32)] * 3, sampling, torch.Generator().manual_seed(0))
+    ids = torch.from_numpy(generation.trace.token_ids_N.reshape(3, 10).astype(np.int64))
+    mask = torch.ones_like(ids)
+    masks, scored = masks_at(generation.trace, mask.bool().numpy(), 6)
+
+    def gradients(logprobs):
+        model.zero_grad()
+        (logprobs * torch.arange(1.0, 19)).sum().backward()
+        return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+    logits = model(input_ids=ids).logits[:, 3:-1].reshape(18, -1) / 0.7
+    rows = np.flatnonzero(scored)
+    left_out = torch.ones(logits.shape, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        left_out[number, masks.ids[masks.offsets[row] : masks.offsets[row + 1]].tolist()] = False
+    expected = gradients(
+        logits.masked_fill(left_out, -torch.inf).log_softmax(-1).gather(1, ids[:, 4:].reshape(-1, 1))[:, 0]
+    )
+    add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
+    labels = ids.clone()
+    labels[:, :4] = -100
+    with head_on_sets(masks, scored):
+        out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+    whole = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+    assert torch.equal(out.entropy, whole.entropy)  # over all tokens, as TRL has it
+    found = gradients(out.log_probs[:, 3:].reshape(-1))
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-4)
+
+
+class PastTheHead(GRPOTrainer):
+    """Its forward leaves TRL's head out, so that the masks are dropped."""
+
+    def _compute_loss(self, model, inputs):
+        kept = getattr(utils, HEAD)
+        fused = model.forward
+
+        def own(*args, **kwargs):
+            stand_in = getattr(utils, HEAD)
+            setattr(utils, HEAD, kept)
+            try:
+                return fused(*args, **kwargs)
+            finally:
+                setattr(utils, HEAD, stand_in)
+
+        model.forward = own
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            model.forward = fused
+
+
+def test_masks_that_are_dropped_are_noticed(folder):
+    with pytest.raises(ReplayError, match="past its fused head, so that no sampling mask was replayed"):
+        make(folder, kind=PastTheHead, max_steps=1, top_p=0.8).train()
+
+
+def changed(change):
+    """A `rollout_func` of our engine whose traces have other masks."""
+
+    sample = rollout_with(EmbeddedEngine(policy(), "float32"))
+
+    def roll_out(prompts, trainer):
+        output = sample(prompts, trainer)
+        output["routed_experts"] = change(output["routed_experts"])
+        return output
+
+    return roll_out
+
+
+def shifted(traces):
+    return [each.with_stream(SAMPLING, each.streams[SAMPLING].take(np.arange(each.num_rows) - 1)) for each in traces]
+
+
+def without_the_last(traces):
+    return [
+        each.with_stream(SAMPLING, each.streams[SAMPLING].without(np.array([each.num_rows - 2]))) for each in traces
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (shifted, (BatchMismatchError, TraceContentError), "leaves out its token|has no sampling mask"),
+        (without_the_last, TraceContentError, "has no sampling mask"),
+    ],
+)
+def test_masks_of_other_rows_are_refused(change, error, message, folder):
+    with pytest.raises(error, match=message):
+        make(folder, rollout_func=changed(change), max_steps=1, top_k=2).train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"repetition_penalty": 1.1}, "repetition_penalty = 1.1 changes log-probs"),
+        ({**COLOCATE}, "requests with a top_k alone"),
+    ],
+)
+def test_sampling_that_no_mask_shows_is_refused(settings, message, folder, monkeypatch):
+    colocated(monkeypatch, lambda routes: routes)
+    with pytest.raises(ConfigError, match=message):
+        make(folder, top_p=0.8, **settings)
+
+
+def test_a_release_of_trl_with_another_head_is_named(folder, monkeypatch):
+    monkeypatch.delattr(utils, HEAD)
+    with pytest.raises(AttachError, match=f"has no trl.trainer.utils.{HEAD}"):
+        make(folder, top_p=0.8)
+    make(folder)
