@@ -60,7 +60,10 @@ def of_policy(folder):
 
 
 def of_trainer(folder):
-    """The weights of a checkpoint of verl's FSDP engine, its ranks' parts put together."""
+    """The weights of a checkpoint of verl: Megatron's are written whole, and the parts of FSDP's ranks put together."""
+    whole = Path(folder) / "actor" / "model" / "huggingface"
+    if whole.exists():
+        return of_policy(whole)
     files = sorted(Path(folder).glob("actor/model_world_size_*_rank_*.pt"))
     parts = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
     return {name: _whole([part[name] for part in parts]) for name in parts[0]}

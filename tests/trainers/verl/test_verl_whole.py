@@ -110,6 +110,23 @@ def test_a_sync_that_leaves_the_experts_without_their_weights_ends_the_run(tmp_p
     assert {name.split(".mlp.")[1] for _, _, name in different} == {"experts.gate_up_proj", "experts.down_proj"}
 
 
+def test_megatron_executes_plans_on_the_routes_of_the_rollout(tmp_path):
+    policy = tmp_path / "policy"
+    demo_cluster.prepare(policy, "megatron")
+    folder = tmp_path / "run"
+    assert run(folder, policy, precision="bfloat16", replay="R3", engine="megatron") == 0, demo_cluster.tail(folder)
+    steps = demo_cluster.metrics(folder)
+    assert list(steps) == [1, 2, 3, 4]
+    for values in steps.values():
+        assert values["disagreement"] == 0
+        assert values["k3"] < 2e-3
+        assert values["rows_off"] == 0
+        assert values["imbalance_executed"] == values["imbalance_planned"] < values["imbalance_static"]
+        assert values["imbalance_first"] > 1
+    different, compared = demo_cluster.differing_weights(folder, policy)
+    assert (different, compared) == ([], 5 * demo_cluster.RANKS * num_tensors(policy))
+
+
 def num_tensors(policy):
     from engine_weights import of_policy
 
