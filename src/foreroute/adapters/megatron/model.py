@@ -34,6 +34,7 @@ from foreroute.replay import (
     RoutedModel,
     Telemetry,
     not_of_kind,
+    require_choices,
 )
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 
@@ -260,6 +261,7 @@ class RoutedMegatron(RoutedModel):
         trace = routes
         _require_weights(policy, trace.gate_weights_NLK)
         self.spec.require_same(trace.spec, what="the trace")
+        require_choices(trace, self.indexers)
 
         def cut(call: Call) -> RouteShard:
             return self._cut(trace, find_layout(trace, call) if layout is None else layout, policy)
