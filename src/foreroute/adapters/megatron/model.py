@@ -89,7 +89,7 @@ class RoutedMegatron(RoutedModel):
 
         Raises:
             TraceError: when `trace` is none.
-            SpecMismatchError: when the trace belongs to another model.
+            SpecMismatchError: when the trace belongs to another model, or has choices of indexers.
             BatchMismatchError: when the layout is for other rows, or rows are missing.
             LayoutError: when ranks cannot share the layout.
             TraceContentError: when gate weights are asked for and the trace has none.
@@ -98,6 +98,7 @@ class RoutedMegatron(RoutedModel):
             raise not_of_kind("what is to be sharded", trace, "a RoutingTrace")
         _require_layout(layout)
         self.spec.require_same(trace.spec, what="the trace")
+        require_choices(trace, self.indexers)
         policy = Policy(missing, padding, "native", telemetry=False, gate_weights=gate_weights)
         return self._cut(trace, layout, policy)
 
