@@ -227,7 +227,8 @@ class RoutedModel(ABC):
             SpecMismatchError: when they belong to another model.
             StaleTraceError: when they were recorded under another weight version.
             ConfigError: for a policy that does not exist, or an argument of the wrong type.
-            TraceContentError: when gate weights are asked for and the trace has none.
+            TraceContentError: when gate weights are asked for and the trace has none, or choices of indexers cannot be
+                those of their rows.
             LayoutError: when the layout is none, or is not one of this batch.
             BatchMismatchError: when a layer that routes by a table of tokens says otherwise; in the forward, when batch
                 and routes hold different tokens, or rows are missing.

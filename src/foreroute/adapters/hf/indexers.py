@@ -19,9 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from foreroute.errors import AttachError, BatchMismatchError
+from foreroute.errors import BatchMismatchError
 from foreroute.replay import IndexerHook, IndexerPass, IndexerRows, Places
 from foreroute.trace import DecisionStream, IndexerSpec, RoutedLayer
+from foreroute.trace.streams import MOST_CHOICES
 
 INDEXER_CLASS = re.compile(r"Indexer$")
 
@@ -104,8 +105,6 @@ class FoundIndexers:
         layers = tuple(layer for *_, layer in sites)
         self.spec = self.form.spec_of(self.modules[0], layers)
         self.hooks = [ChoosingIndexer(path, module, self.form) for path, module, _ in sites]
-        if any(self.form.spec_of(module, layers) != self.spec for module in self.modules):
-            raise AttachError(f"the {len(sites)} indexers differ in what they choose; one trace holds one form")
 
     def require(self, places: Places, width: int) -> None:
         """Raise `BatchMismatchError` if upstream would not cut the units of these sequences where they begin.
@@ -138,30 +137,30 @@ class FoundIndexers:
 
         def chosen() -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
             for number in range(len(self.modules)):
-                row_N, unit_N, head_N = self._choices(choices[number].cpu().numpy(), kept_R, first_N)
-                seen = (unit_N >= 0) & (unit_N < visible_N[row_N])
-                row_N, ids = row_N[seen], unit_N[seen] * self.spec.heads + head_N[seen]
-                order = np.lexsort((ids, row_N))
-                yield np.bincount(row_N, minlength=len(position_N)), ids[order].astype(np.int32)
+                returned = choices[number].cpu().numpy()
+                if self.form.returns == "mask":
+                    row_N, key_N = np.nonzero(returned.reshape(len(kept_R), -1)[kept_R])
+                    unit_N = self._units(key_N, first_N[row_N])
+                    seen = (unit_N >= 0) & (unit_N < visible_N[row_N])
+                    yield np.bincount(row_N[seen], minlength=len(position_N)), unit_N[seen].astype(np.int32)
+                    continue
+                by_slot = returned.swapaxes(1, 2) if returned.ndim == 4 else returned  # heads stand before slots
+                unit_NHK = by_slot.reshape(len(kept_R), self.spec.heads, -1)[kept_R].astype(np.int64)
+                if self.form.returns == "tokens":
+                    unit_NHK = self._units(unit_NHK, first_N[:, None, None])
+                seen_NHK = (unit_NHK >= 0) & (unit_NHK < visible_N[:, None, None])
+                ids_NHK = unit_NHK * self.spec.heads + np.arange(self.spec.heads)[:, None]
+                sets = np.sort(np.where(seen_NHK, ids_NHK, MOST_CHOICES).reshape(len(position_N), -1), axis=1)
+                is_id = sets < MOST_CHOICES
+                is_id[:, 1:] &= sets[:, 1:] != sets[:, :-1]  # what was replayed may fill up with the first one
+                yield is_id.sum(axis=1), sets[is_id].astype(np.int32)
 
         return self.spec.stream(position_N, chosen())
 
-    def _choices(
-        self, returned: NDArray[Any], kept_R: NDArray[np.bool_], first_N: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Row, unit and head of each choice; unit -1 where it is none."""
-        if self.form.returns == "mask":
-            row_N, key_N = np.nonzero(returned.reshape(len(kept_R), -1)[kept_R])
-            head_N = np.zeros_like(row_N)
-        else:
-            by_slot = returned.swapaxes(1, 2) if returned.ndim == 4 else returned  # heads stand before slots
-            ids_NHK = by_slot.reshape(len(kept_R), self.spec.heads, -1)[kept_R].astype(np.int64)
-            row_N, head_N, _ = (each.reshape(-1) for each in np.indices(ids_NHK.shape))
-            key_N = ids_NHK.reshape(-1)
-        if self.form.returns == "units":
-            return row_N, key_N, head_N
-        unit_N, within = np.divmod(key_N - first_N[row_N], self.spec.unit)
-        return row_N, np.where((within == 0) & (key_N >= 0), unit_N, -1), head_N  # a unit is known by its first token
+    def _units(self, keys: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The units that begin with tokens of some key columns; -1 for a token that begins none, or is none."""
+        units, within = np.divmod(keys - first, self.spec.unit)
+        return np.where((within == 0) & (keys >= 0), units, -1)
 
     @contextmanager
     def choosing_one(self) -> Iterator[None]:
@@ -246,15 +245,12 @@ class ChoosingIndexer(IndexerHook):
 
 
 def find_indexers(model: nn.Module, trunk: nn.Module, layer_of: Callable[[str], RoutedLayer]) -> FoundIndexers | None:
-    """The indexers of a model; None where it has none, or one of a class that is not known.
+    """The indexers of a model; None where it has none, or some that are not known or differ from each other.
 
     Args:
         model: to look through.
         trunk: the part of it whose forward is one pass.
         layer_of: the layer of a path.
-
-    Raises:
-        AttachError: when they differ, so that one trace cannot hold their choices.
     """
     inside = set(trunk.modules())
     sites = [
@@ -262,6 +258,8 @@ def find_indexers(model: nn.Module, trunk: nn.Module, layer_of: Callable[[str], 
         for path, module in model.named_modules()
         if module in inside and INDEXER_CLASS.search(type(module).__name__)
     ]
-    if not sites or any(type(module).__name__ not in FORMS for _, module, _ in sites):
+    forms = {FORMS.get(type(module).__name__) for _, module, _ in sites}
+    form = forms.pop() if len(forms) == 1 else None
+    if form is None or len({form.spec_of(module, ()) for _, module, _ in sites}) > 1:
         return None
     return FoundIndexers(sites)
