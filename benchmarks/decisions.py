@@ -1,4 +1,4 @@
-"""Sampling masks: bytes in a file, codec speed, and log-probabilities on the recorded sets.
+"""Sampling masks: bytes in a file, codec speed, and log-probabilities on the recorded sets. Indexers: `indexers`.
 
 Sizes. Sets of top-p 0.8 and 0.95 and at most 512 tokens, from flat and from peaked distributions over 151,936 tokens:
 Zipf's law of several exponents over an order of tokens that is drawn for each row. `of_bound` is the bytes in a file
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks import indexers
 from benchmarks.harness.pairs import compare
 from foreroute.replay import masked_logprobs
 from foreroute.trace import SAMPLING, DecisionStream, RoutedLayer, RoutingSpec, RoutingTrace, encoded_size
@@ -60,6 +61,7 @@ def run(*, quick: bool) -> dict[str, Any]:
             "masked_time_over_plain": time_ratio,
             "masked_memory_over_plain": made[0]["bytes"] / made[1]["bytes"],
             "masked_mib": made[0]["bytes"] / 2**20,
+            **indexers.measured(quick=quick),
         },
         "baselines": {"tiled_mib": made[1]["bytes"] / 2**20},
     }
@@ -106,14 +108,14 @@ def _speed(num_ids: int) -> dict[str, float]:
 
     def write() -> int:
         out[:] = 0
-        return int(write_sets(offsets, ids, valid, order, 1, 0, VOCABULARY, out))
+        return int(write_sets(offsets, ids, valid, order, 1, 0, VOCABULARY, False, out))
 
     words = out[: -(-write() // 64) + 1]
-    assert read_sets(words, VOCABULARY, counts, read)
+    assert read_sets(words, VOCABULARY, False, counts, read)
     assert np.array_equal(read, ids)
     return {
         "encode_mb_per_s": 4 * len(ids) / 1e6 / _seconds(write),
-        "decode_mb_per_s": 4 * len(ids) / 1e6 / _seconds(lambda: read_sets(words, VOCABULARY, counts, read)),
+        "decode_mb_per_s": 4 * len(ids) / 1e6 / _seconds(lambda: read_sets(words, VOCABULARY, False, counts, read)),
     }
 
 

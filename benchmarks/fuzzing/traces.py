@@ -163,7 +163,8 @@ def _with_streams(trace: RoutingTrace, rng: np.random.Generator) -> RoutingTrace
     for name, choices, layers in (("sampling", 50, ()), ("indexer", 2**31 - 1, (RoutedLayer(0), RoutedLayer(3)))):
         valid = rng.random(trace.num_rows) < 0.7
         counts = rng.integers(0, 6, (trace.num_rows, max(1, len(layers)))) * valid[:, None]
-        ids = [rng.choice(choices, n, replace=False) for n in counts.reshape(-1)]
+        # those of the indexer are taken from few ids, so that sets resemble each other and are stored by what changed
+        ids = [7 * rng.choice(8 if layers else choices // 7, n, replace=False) for n in counts.reshape(-1)]
         stream = DecisionStream.from_sets(choices, valid, counts, np.concatenate(ids), layers=layers)
         trace = trace.with_stream(name, stream)
     return trace.with_gate_weights(rng.random(trace.expert_ids_NLK.shape))

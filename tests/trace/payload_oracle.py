@@ -67,8 +67,8 @@ def read_planes(words, num_rows, num_experts, top_k, code_lengths):
     return rows
 
 
-def read_rice(words, num_rows, num_choices):
-    """None, or a list of ids, for each row."""
+def read_rice(words, num_rows, num_choices, *, by_change=False):
+    """None, or a list of ids, for each row; of `rice-changes` where a list may say what changed."""
     bits, position, rows = bits_of(words[:-1]), 0, []
 
     def unary():
@@ -84,20 +84,38 @@ def read_rice(words, num_rows, num_choices):
         position += count
         return number(bits, position - count, count)
 
-    for _ in range(num_rows):
+    def whole():
         z = unary()
-        state = 2**z + low(z)
-        if state == 1:
-            rows.append(None)
-            continue
-        ids, count = [], state - 2
-        if count:
-            t, b = unary(), (num_choices // count).bit_length() - 1
-            k = b + t // 2 if t % 2 == 0 else b - (t + 1) // 2
+        return 2**z + low(z)
+
+    def listed(count, b):
+        nonlocal parameter
+        if not count:
+            return []
+        t, ids = unary(), []
+        parameter = b + t // 2 if t % 2 == 0 else b - (t + 1) // 2
         for _ in range(count):
-            gap = unary() * 2**k
-            ids.append(gap + low(k) + (ids[-1] + 1 if ids else 0))
-        rows.append(ids)
+            gap = unary() * 2**parameter
+            ids.append(gap + low(parameter) + (ids[-1] + 1 if ids else 0))
+        return ids
+
+    before, parameter, parameters = [], 0, {0: 0, 1: 0}
+    for _ in range(num_rows):
+        state = whole()
+        if state <= 2:
+            rows.append(None if state == 1 else [])
+            continue
+        if not by_change:
+            rows.append(listed(state - 2, (num_choices // (state - 2)).bit_length() - 1))
+            continue
+        count = len(before) if state == 3 else state - 3
+        mode = low(1) if before else 0
+        size = whole() - 1 if mode else count
+        ids = listed(size, parameters[mode])
+        parameters[mode] = parameter if size else parameters[mode]
+        before = sorted(set(before) ^ set(ids)) if mode else ids
+        assert len(before) == count
+        rows.append(before)
     assert not any(bits[position:])
     assert len(bits) - position < 64
     assert words[-1] == 0

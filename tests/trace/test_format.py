@@ -86,7 +86,9 @@ def stored_sets(entry, tensors):
             size = int(tensors[f"{name}.payload_words"][b, layer])
             words, place = tensors[f"{name}.payloads"][place : place + size], place + size
             assert xxh3_128_digest(words.tobytes()) == tensors[f"{name}.payload_seals"][b, layer].tobytes()
-            layers.append(read_rice(words, stop - start, entry["num_choices"]) if size else [None] * (stop - start))
+            choices, by_change = entry["num_choices"], entry["codec"] == "rice-changes"
+            sets = read_rice(words, stop - start, choices, by_change=by_change) if size else [None] * (stop - start)
+            layers.append(sets)
             assert sum(len(ids or []) for ids in layers[-1]) == tensors[f"{name}.id_counts"][b, layer]
         rows += [None if None in sets else list(sets) for sets in zip(*layers, strict=True)]
     return rows
@@ -116,7 +118,7 @@ def sequences_of(raw):
     entries = {entry.pop("name"): entry for entry in json.loads(metadata["foreroute.streams"])}
     if entries:
         assert entries.pop("gate_weights") == {"codec": "float32"}
-        assert {entry["codec"] for entry in entries.values()} == {"rice"}
+        assert {entry["codec"] for entry in entries.values()} <= {"rice", "rice-changes"}
         beside = [stored_sets({"name": name, **entries[name]}, tensors) for name in sorted(entries)]
         rows = [*zip(rows, stored_weights(metadata, tensors), *beside, strict=True)]
     return [

@@ -1,5 +1,6 @@
 """Decisions beside the routes: cut, joined, saved and read with their rows, against plain Python lists."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -20,8 +21,9 @@ from foreroute.trace import (
     extended,
     synthetic_trace,
 )
+from foreroute.trace.file.writing import encode_trace
 from tests.trace.forging import forged, setting
-from tests.traces import mixed_trace, random_sets, random_trace, spec_of, with_decisions
+from tests.traces import mixed_trace, random_sets, random_trace, similar_sets, spec_of, with_decisions
 
 
 def sets_of(stream):
@@ -233,7 +235,7 @@ def test_a_shared_prompt_is_stored_once_only_where_all_decisions_agree(tmp_path)
     weights[105 + 40, 1, 1] += 1
     assert stored(same.with_gate_weights(weights)) == 210 - 40
     for name, stream in same.streams.items():
-        row = int(np.flatnonzero((stream.counts_ND > 0).all(axis=1))[10])
+        row = int(np.flatnonzero((stream.counts_ND > 0).all(axis=1))[20])
         gone = stream.without(np.array([105 + row]))
         ids = stream.ids.copy()
         ids[stream.offsets[(105 + row + 1) * stream.depth] - 1] += 1
@@ -263,6 +265,42 @@ def streams_entry(text):
 def of_sampling(**values):
     entry = {"name": "sampling", "codec": "rice", "num_choices": 300, "layers": []} | values
     return f"[{entry}]".replace("'", '"')
+
+
+def test_sets_like_those_of_the_row_before_are_stored_by_what_changed():
+    """And random ones as they are; a row whose set is that of the row before takes a few bits."""
+    rng, spec, layers = np.random.default_rng(0), spec_of(), (fr.RoutedLayer(1), fr.RoutedLayer(4))
+    trace = synthetic_trace(spec, [400], seed=0, complete=True)
+    same = DecisionStream.from_sets(
+        2**31 - 1, np.ones(400, bool), np.full((400, 2), 64), np.tile(np.arange(0, 640, 10), 800), layers=layers
+    )
+    similar, sizes = similar_sets(rng, 400, 5000, layers=layers), {}
+    for name, stream in {
+        "similar": similar,
+        "shuffled": similar.take(rng.permutation(400)),
+        "random": random_sets(rng, 400, 2**31 - 1, layers=layers),
+        "same": same,
+    }.items():
+        with_it = trace.with_stream("indexer", stream)
+        sizes[name] = encoded_size(with_it, "packed") - encoded_size(trace, "packed")
+        (entry,) = json.loads(encode_trace(with_it, "packed")[0]["foreroute.streams"])
+        assert entry["codec"] == {"similar": "rice-changes", "same": "rice-changes", "random": "rice"}.get(
+            name, entry["codec"]
+        )
+    assert sizes["similar"] < 0.7 * sizes["shuffled"]
+    assert sizes["same"] < 1000  # of 800 sets, with the first ones and all tables
+
+
+def test_a_few_bytes_of_changes_cannot_ask_for_much_memory(tmp_path):
+    """Of a set that is like the one before, an id takes no bits: the ids are bounded before there is room for them."""
+
+    def ask(metadata, tensors):
+        tensors["indexer.id_counts"][:] = 2**31 - 1
+
+    trace = with_decisions(random_trace(1), 1, weights=False).without_streams("sampling")
+    assert "rice-changes" in encode_trace(trace, "packed")[0]["foreroute.streams"]
+    with pytest.raises(TraceFileError, match=r"bytes of tokens and payloads would become \d{10,} bytes"):
+        fr.load(forged(tmp_path / "t", trace, ask))
 
 
 REFUSED = {

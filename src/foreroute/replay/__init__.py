@@ -14,7 +14,16 @@ from foreroute.replay.hooks import (
     saves_for_checkpoint,
     told_apart,
 )
-from foreroute.replay.passes import Listener, Pass, PassInput, RouterHook, require_each_router_once
+from foreroute.replay.indexers import IndexerPass, IndexerRows, Places, require_choices
+from foreroute.replay.passes import (
+    IndexerHook,
+    Listener,
+    Pass,
+    PassInput,
+    RouterHook,
+    SelectionHook,
+    require_each_once,
+)
 from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
 from foreroute.replay.rows import (
     Counts,
@@ -44,6 +53,9 @@ __all__ = [
     "Counts",
     "Forced",
     "ForwardRows",
+    "IndexerHook",
+    "IndexerPass",
+    "IndexerRows",
     "LayerObservation",
     "LayerPass",
     "Listener",
@@ -55,6 +67,7 @@ __all__ = [
     "PassInput",
     "PassObservation",
     "PassRoutes",
+    "Places",
     "Policy",
     "RecordedPass",
     "Recording",
@@ -63,6 +76,7 @@ __all__ = [
     "RoutedModel",
     "RouterHook",
     "Routes",
+    "SelectionHook",
     "Telemetry",
     "Watch",
     "added_up",
@@ -78,7 +92,8 @@ __all__ = [
     "overridden",
     "patched",
     "refuse_missing",
-    "require_each_router_once",
+    "require_choices",
+    "require_each_once",
     "runs_without_gradients_in",
     "saves_for_checkpoint",
     "to_device",

@@ -29,13 +29,15 @@ from torch.utils.checkpoint import CheckpointFunction
 from foreroute.errors import ReplayError
 from foreroute.replay.passes import (
     ForwardArgs,
+    IndexerHook,
     Listener,
     OneThread,
     Pass,
     PassInput,
     PassStack,
     RouterHook,
-    require_each_router_once,
+    SelectionHook,
+    require_each_once,
 )
 from foreroute.replay.rows import ReplayRows
 from foreroute.replay.selection import Watch
@@ -62,6 +64,7 @@ class ModelHooks(ABC):
         routers: in layer order.
         spec: experts and routed layers of the chunk; None where it has no routers, so that its passes replay nothing.
         hooked: the modules that must not be copied while hooks are in place.
+        indexers: in layer order, where the framework can record and replay them.
 
     Attributes:
         watch: what any listener wants to observe.
@@ -80,16 +83,18 @@ class ModelHooks(ABC):
         routers: Sequence[RouterHook],
         spec: RoutingSpec | None,
         hooked: Sequence[nn.Module],
+        indexers: Sequence[IndexerHook] = (),
     ) -> None:
         self.chunk = chunk
         self.trunk = trunk
         self.spec = spec
         self.routers = routers
+        self.indexers = indexers
         self.watch = Watch()
         self.is_forcing = False
         self.counts_executed = False
         self.counting: list[Override] = []
-        self.passes = PassStack(routers)
+        self.passes = PassStack([*routers, *indexers])
         self.sessions = OneThread("has a record() or replay() session open on it")
         self.listeners: list[Listener] = []
         self._hooked = hooked
@@ -109,7 +114,11 @@ class ModelHooks(ABC):
 
     @abstractmethod
     def hook_routers(self) -> Callable[[], None]:
-        """Have `run_router` called in the place of every router. Returns what puts back what was there."""
+        """Have `run_selecting` called in the place of every router and indexer.
+
+        Returns:
+            What puts back what was there.
+        """
 
     @abstractmethod
     def in_checkpoint(self, path: str, current: Pass | None, *, reentrant: bool) -> None:
@@ -193,16 +202,22 @@ class ModelHooks(ABC):
             for listener in listeners:
                 listener.end(self.chunk, args, None)
             return result
-        current = PassInput(self.spec, rows, args.num_slots, args.device, self.watch, self.watch_again).open()
+        watches = self.watch, self.watch_again
+        current = PassInput(self.spec, rows, args.num_slots, args.device, *watches, len(self.indexers)).open()
         with self.passes.on_top(current):
             result = forward()
         if not self._users:
             raise ReplayError("the session was closed in the middle of a forward; close it when the model has returned")
-        require_each_router_once(self.routers, current.calls, current.calls_L)
+        self.require_each_once(current)
         self.after_pass(result, current)
         for listener in listeners:
             listener.end(self.chunk, args, current.observed)
         return result
+
+    def require_each_once(self, current: Pass) -> None:
+        """Raise `ReplayError` unless every router selected once in the pass, and every indexer if they matter."""
+        hooks: list[SelectionHook[Any]] = [*self.routers, *(self.indexers if current.input.heeds_indexers else ())]
+        require_each_once(hooks, current.calls[: len(hooks)], current.calls_L[: len(hooks)])
 
     def begin(self, args: ForwardArgs) -> ReplayRows | None:
         """The routes to force on a pass that begins."""
@@ -217,8 +232,8 @@ class ModelHooks(ABC):
         with self.passes.on_top(current), self.routers_hooked():
             yield current
 
-    def run_router(self, router: RouterHook, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a router that is called now, as the pass on top wants it.
+    def run_selecting(self, hook: SelectionHook[Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a router or an indexer that is called now, as the pass on top wants it.
 
         Raises:
             ReplayError: when it runs in another thread's pass, or outside of any, or in a checkpoint of unknown kind.
@@ -226,22 +241,23 @@ class ModelHooks(ABC):
         # a graph is traced in the thread that runs it, and calls no host
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
-            self.passes.require_own_thread(router.path)
-        now = router.now
+            self.passes.require_own_thread(hook.path)
+        now = hook.now
         if now is None:
-            self.sessions.require_mine(f"runs {router.path} of a model")
+            self.sessions.require_mine(f"runs {hook.path} of a model")
             raise ReplayError(
-                f"router {router.path} ran outside a forward of {type(self.trunk).__name__}. Call the model that was "
-                "attached, not a part of it; open sessions before a forward, not in the middle; and where activations "
-                "of a forward from before the session are recomputed, run its backward before the session is opened"
+                f"{hook.noun} {hook.path} ran outside a forward of {type(self.trunk).__name__}. Call the model that "
+                "was attached, not a part of it; open sessions before a forward, not in the middle; and where "
+                "activations of a forward from before the session are recomputed, run its backward before the session "
+                "is opened"
             )
         if is_compiling:
-            result = router.select(now, forward, *args, **kwargs)
+            result = hook.select(now, forward, *args, **kwargs)
             now.calls_1.add_(1)
             return result
         current = self.passes.top
-        self.look_for_checkpoint(router.path, current)
-        result = router.select(now, forward, *args, **kwargs)
+        self.look_for_checkpoint(hook.path, current)
+        result = hook.select(now, forward, *args, **kwargs)
         current.calls[now.layer] += 1
         return result
 
@@ -274,6 +290,7 @@ class ModelHooks(ABC):
             ids=any(listener.watch.ids for listener in listeners),
             own=any(listener.watch.own for listener in listeners),
             weights=any(listener.watch.weights for listener in listeners),
+            indexers=any(listener.watch.indexers for listener in listeners),
         )
 
 

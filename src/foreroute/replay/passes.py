@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from foreroute.errors import ReplayError
+from foreroute.replay.indexers import IndexerPass
 from foreroute.replay.rows import ReplayRows
 from foreroute.replay.selection import LayerPass, PassObservation, Watch
 from foreroute.trace import RoutingSpec
+
+Now = TypeVar("Now", LayerPass, IndexerPass)
 
 
 class ForwardArgs(Protocol):
@@ -52,23 +55,38 @@ class Listener:
         """The pass is over, and every router of the chunk selected once in it; None of a chunk without routers."""
 
 
-class RouterHook(ABC):
-    """One router of a chunk. A framework says how its selection is forced or watched.
+class SelectionHook(ABC, Generic[Now]):
+    """One module of a chunk that selects. A framework says how its selection is forced or watched.
 
     Args:
         path: dotted name inside the chunk.
 
     Attributes:
+        noun: what it is, for messages.
         now: what it does in the pass on top; None outside of any.
     """
 
+    noun: ClassVar[str]
+
     def __init__(self, path: str) -> None:
         self.path = path
-        self.now: LayerPass | None = None
+        self.now: Now | None = None
 
     @abstractmethod
-    def select(self, now: LayerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the router, its selection made by `now.force` and shown to `now.observe`."""
+    def select(self, now: Now, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the module, its selection forced and observed as `now` says."""
+
+
+class RouterHook(SelectionHook[LayerPass]):
+    """A router, whose `select` uses `now.force` and `now.observe`."""
+
+    noun = "router"
+
+
+class IndexerHook(SelectionHook[IndexerPass]):
+    """An indexer of sparse attention, whose `select` hands on `now.rows` and notes it in `now.observed`."""
+
+    noun = "indexer"
 
 
 @dataclass(frozen=True)
@@ -82,6 +100,7 @@ class PassInput:
         device: where the model is.
         watch: what to observe.
         watch_again: what a recomputation observes, though nobody reads it: where it must do as the forward did.
+        num_indexers: D.
     """
 
     spec: RoutingSpec
@@ -90,6 +109,12 @@ class PassInput:
     device: torch.device
     watch: Watch
     watch_again: Watch
+    num_indexers: int = 0
+
+    @property
+    def heeds_indexers(self) -> bool:
+        """Whether choices of indexers are observed or forced."""
+        return self.watch.indexers or (self.rows is not None and self.rows.indexers is not None)
 
     def open(self) -> Pass:
         """A pass over this, with room for what is observed."""
@@ -104,25 +129,32 @@ class PassInput:
         return again
 
     @cached_property
-    def _again(self) -> tuple[list[LayerPass], PassObservation, Tensor]:
+    def _again(self) -> tuple[list[LayerPass | IndexerPass], PassObservation, Tensor]:
         """What is the same for every recomputed part, of which there may be one for each layer.
 
         No pass: it would refer to this in turn, and so keep the rows on the device until Python looks for cycles.
         """
         return self._room_for(self.watch_again)
 
-    def _room_for(self, watch: Watch) -> tuple[list[LayerPass], PassObservation, Tensor]:
-        """What each router does, what they write down, and their calls in graphs."""
+    def _room_for(self, watch: Watch) -> tuple[list[LayerPass | IndexerPass], PassObservation, Tensor]:
+        """What each router and indexer does, what they write down, and their calls in graphs."""
         num_layers = self.spec.num_layers
-        calls_L = torch.zeros(num_layers, dtype=torch.int32, device=self.device)
+        calls_L = torch.zeros(num_layers + self.num_indexers, dtype=torch.int32, device=self.device)
         observed = PassObservation.empty(watch, self.num_slots, self.spec, self.device)
         rows = [None] * num_layers if self.rows is None else self.rows.by_layer()
         of_layers = [None] * num_layers if watch.nothing else observed.by_layer(num_layers)
-        layers = [
+        calls = calls_L.split(1)
+        routers = [
             LayerPass(layer, rows[layer], of_layers[layer], calls_1, self.num_slots, self.spec.top_k, watch.own)
-            for layer, calls_1 in enumerate(calls_L.split(1))
+            for layer, calls_1 in enumerate(calls[:num_layers])
         ]
-        return layers, observed, calls_L
+        chosen = None if self.rows is None else self.rows.indexers
+        noted = observed.choices if watch.indexers else None
+        indexers = [
+            IndexerPass(num_layers + number, number, chosen, noted, calls_1)
+            for number, calls_1 in enumerate(calls[num_layers:])
+        ]
+        return [*routers, *indexers], observed, calls_L
 
 
 @dataclass(eq=False)
@@ -131,17 +163,17 @@ class Pass:
 
     Attributes:
         input: what it runs on.
-        layers: what each router does.
+        layers: what each router does, and then each indexer.
         observed: what they write down.
-        calls: how often each router has selected, outside compiled graphs.
-        calls_L: int32 [L], the same inside them, on the device.
+        calls: how often each has selected, outside compiled graphs.
+        calls_L: int32 [L + D], the same inside them, on the device.
         with_grad: whether gradients were recorded when it began.
         is_recompute: whether this is a recomputation in backward.
         is_checkpointed: whether some router of it will run again in backward.
     """
 
     input: PassInput
-    layers: list[LayerPass]
+    layers: list[LayerPass | IndexerPass]
     observed: PassObservation
     calls: list[int]
     calls_L: Tensor
@@ -154,11 +186,11 @@ class PassStack:
     """Passes, the last to begin on top. Truth value: whether there is one.
 
     Args:
-        routers: whose `now` is their part of the pass on top, or None.
+        selecting: whose `now` is their part of the pass on top, or None: routers, then indexers.
     """
 
-    def __init__(self, routers: Sequence[RouterHook]) -> None:
-        self._routers = routers
+    def __init__(self, selecting: Sequence[SelectionHook[Any]]) -> None:
+        self._selecting = selecting
         self._passes: list[Pass] = []
         self._thread = OneThread("is in the middle of a forward or a recomputation of it")
 
@@ -192,9 +224,9 @@ class PassStack:
         self._thread.require_mine(f"runs {path} of a model")
 
     def _arm(self) -> None:
-        layers: Sequence[LayerPass | None] = self._passes[-1].layers if self._passes else [None] * len(self._routers)
-        for router, layer in zip(self._routers, layers, strict=True):
-            router.now = layer
+        layers = self._passes[-1].layers if self._passes else [None] * len(self._selecting)
+        for hook, layer in zip(self._selecting, layers, strict=True):
+            hook.now = layer
 
 
 ADVICE = (
@@ -250,14 +282,14 @@ class OneThread:
             )
 
 
-def require_each_router_once(routers: Sequence[RouterHook], calls: Sequence[int], in_graph_L: Tensor) -> None:
-    """Raise `ReplayError` naming the first router that did not select exactly once.
+def require_each_once(hooks: Sequence[SelectionHook[Any]], calls: Sequence[int], in_graph_L: Tensor) -> None:
+    """Raise `ReplayError` naming the first router or indexer that did not select exactly once.
 
-    The device is waited for only if a router ran in a compiled graph.
+    The device is waited for only if one ran in a compiled graph.
     """
     if all(count == 1 for count in calls):
         return
-    for router, outside, inside in zip(routers, calls, in_graph_L.tolist(), strict=True):
+    for hook, outside, inside in zip(hooks, calls, in_graph_L.tolist(), strict=True):
         count = outside + inside
         if count != 1:
             why = (
@@ -266,6 +298,6 @@ def require_each_router_once(routers: Sequence[RouterHook], calls: Sequence[int]
                 else "a fused kernel, a captured graph or another branch bypassed it"
             )
             raise ReplayError(
-                f"router {router.path} selected {count} times in one forward, expected once: {why}. "
-                "Its routes cannot be recorded or replayed in this configuration"
+                f"{hook.noun} {hook.path} selected {count} times in one forward, expected once: {why}. "
+                "Its choices cannot be recorded or replayed in this configuration"
             )

@@ -15,7 +15,8 @@ from foreroute.replay.arguments import kept_by
 from foreroute.replay.passes import Listener
 from foreroute.replay.rows import ReplayRows
 from foreroute.replay.selection import PassObservation, Watch
-from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace, concatenate
+from foreroute.trace import INDEXER, NO_VERSION, DecisionStream, RoutingSpec, RoutingTrace, concatenate
+from foreroute.trace.streams import joined
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class ForwardRows:
         ids_NLK: uint8 or uint16 [N, L, K].
         margins_NL: float32 [N, L], or None where they were not asked for.
         weights_NLK: float32 [N, L, K], or None where they were not asked for.
+        choices: of indexers, in N rows, or None where they were not asked for.
         past: how many positions a key-value cache already held.
         width: positions of a sequence in this forward, padding included; None where sequences share a row, so that
             none of them can be continued.
@@ -40,6 +42,7 @@ class ForwardRows:
     weights_NLK: NDArray[np.float32] | None
     past: int
     width: int | None
+    choices: DecisionStream | None = None
 
 
 class Recordable(Protocol):
@@ -58,12 +61,14 @@ class RecordedPass:
         ids_LRK: uint8 or uint16 [L, R, K], executed; None of a chunk without routers.
         margin_LR: float32 [L, R], or None where margins were not asked for.
         weights_LRK: float32 [L, R, K], or None where gate weights were not asked for.
+        choices: what each indexer handed on, by its number; None where they were not asked for.
     """
 
     args: Any
     ids_LRK: Tensor | None
     margin_LR: Tensor | None = None
     weights_LRK: Tensor | None = None
+    choices: dict[int, Tensor] | None = None
 
 
 RowsOf = Callable[[list[list[RecordedPass]]], list[ForwardRows]]
@@ -84,6 +89,7 @@ class Recording(Listener):
         provenance: of the trace.
         margins: whether to keep the gap between the K-th and the (K+1)-th selection score.
         weights: whether to keep gate weights.
+        indexers: whether to keep choices of indexers.
     """
 
     def __init__(
@@ -96,8 +102,9 @@ class Recording(Listener):
         *,
         margins: bool,
         weights: bool,
+        indexers: bool,
     ) -> None:
-        self.watch = Watch(ids=True, own=margins, weights=weights)
+        self.watch = Watch(ids=True, own=margins, weights=weights, indexers=indexers)
         self._spec = spec
         self._rows_of = rows_of
         self._version = weight_version
@@ -112,11 +119,18 @@ class Recording(Listener):
 
     def end(self, chunk: int, args: Recordable, observed: PassObservation | None) -> None:
         """Keep the pass; one that failed is forgotten."""
-        parts: tuple[Tensor | None, ...] = (None, None, None)
-        if observed is not None:
-            margin_LR = observed.own()[2] if self.watch.own else None
-            parts = (observed.ids_LRK, margin_LR, observed.weights_LRK if self.watch.weights else None)
-        self._passes[chunk].append(RecordedPass(self._begun[chunk], *parts))
+        begun, watch = self._begun[chunk], self.watch
+        if observed is None:
+            recorded = RecordedPass(begun, None)
+        else:
+            recorded = RecordedPass(
+                begun,
+                observed.ids_LRK,
+                observed.own()[2] if watch.own else None,
+                observed.weights_LRK if watch.weights else None,
+                observed.choices if watch.indexers else None,
+            )
+        self._passes[chunk].append(recorded)
 
     def trace(self) -> RoutingTrace:
         """Everything recorded so far, in the order of the forwards, of their rows, and of the sequences in a row.
@@ -167,7 +181,7 @@ class Recording(Listener):
         """
         if not self.watch.own or not any(self._passes):
             raise ReplayError("no margins were recorded; open the session with record(margins=True) and run a forward")
-        return np.concatenate([_sorted(group)[2] for group in self._groups()])
+        return np.concatenate([_in_order(group, lambda rows: rows.margins_NL) for group in self._groups()])
 
     def _groups(self) -> list[list[ForwardRows]]:
         """Forwards that belong to the same sequences."""
@@ -190,12 +204,17 @@ class Recording(Listener):
 
     def _trace_of(self, group: list[ForwardRows]) -> RoutingTrace:
         """One batch of sequences, as they grew."""
-        tokens_N, ids_NLK, _, weights_NLK = _sorted(group)
+        tokens_N, ids_NLK = _in_order(group, lambda rows: rows.tokens_N), _in_order(group, lambda rows: rows.ids_NLK)
         ends = np.cumsum(sum(rows.lengths_S for rows in group))[:-1]
         trace = RoutingTrace.from_sequences(
             self._spec, np.split(tokens_N, ends), np.split(ids_NLK, ends), weight_version=NO_VERSION
         )
-        return trace if weights_NLK is None else trace.with_gate_weights(weights_NLK)
+        if self.watch.indexers:
+            chosen = joined(INDEXER, [rows.choices for rows in group], [rows.tokens_N >= 0 for rows in group])
+            trace = trace.with_stream(INDEXER, chosen.take(_order(group)))
+        if not self.watch.weights:
+            return trace
+        return trace.with_gate_weights(_in_order(group, lambda rows: rows.weights_NLK))
 
 
 def _require_continues(rows: ForwardRows, group: list[ForwardRows]) -> None:
@@ -214,20 +233,15 @@ def _require_continues(rows: ForwardRows, group: list[ForwardRows]) -> None:
         )
 
 
-def _sorted(group: list[ForwardRows]) -> tuple[Any, Any, Any, Any]:
-    """Tokens, ids, margins and gate weights of all rows, sequence after sequence, each in the order of the forwards."""
+def _order(group: list[ForwardRows]) -> NDArray[np.int64]:
+    """int64 [N], the rows of all forwards, sequence after sequence, each in the order of the forwards."""
     sequence_N = np.concatenate([np.repeat(np.arange(len(rows.lengths_S)), rows.lengths_S) for rows in group])
-    order_N = np.argsort(sequence_N, kind="stable")
+    return np.argsort(sequence_N, kind="stable")
 
-    def joined(parts: list[Any]) -> Any:
-        return None if parts[0] is None else np.concatenate(parts)[order_N]
 
-    return (
-        joined([rows.tokens_N for rows in group]),
-        joined([rows.ids_NLK for rows in group]),
-        joined([rows.margins_NL for rows in group]),
-        joined([rows.weights_NLK for rows in group]),
-    )
+def _in_order(group: list[ForwardRows], part: Callable[[ForwardRows], Any]) -> NDArray[Any]:
+    """A part of all rows, in that order."""
+    return np.concatenate([part(rows) for rows in group])[_order(group)]
 
 
 def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray[np.int64]]:

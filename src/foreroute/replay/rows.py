@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foreroute.errors import BatchMismatchError, ConfigError
 from foreroute.layout import fill_padding
+from foreroute.replay.indexers import IndexerRows
 from foreroute.trace import RoutingTrace
 from foreroute.trace.container import weights_of
 
@@ -76,6 +77,7 @@ class ReplayRows:
         weights_LRK: float32 [L, R, K], gate weights to force where a slot has a route; None leaves them live.
         drops: whether `counted_R` leaves out a row that is real; known on the host, and never set in a graph.
         micro_step: of the plan that is executed on them; None where none is.
+        indexers: the choices to force on indexers; None leaves them alone.
     """
 
     ids_LRK: Tensor
@@ -88,6 +90,7 @@ class ReplayRows:
     weights_LRK: Tensor | None = None
     drops: bool = False
     micro_step: int | None = None
+    indexers: IndexerRows | None = None
 
     @classmethod
     def gather(
@@ -100,6 +103,7 @@ class ReplayRows:
         weights: bool = False,
         spread_padding: bool = False,
         counts: Counts = "native",
+        indexers: IndexerRows | None = None,
     ) -> ReplayRows:
         """Fetch the routes of each slot and move them to the device, once for all layers.
 
@@ -114,24 +118,28 @@ class ReplayRows:
             weights: whether to fetch gate weights too, which the trace must have.
             spread_padding: whether to pick for padding too, evenly over the experts.
             counts: which selection is to be counted.
+            indexers: the choices to force on indexers, of the same slots. A row that has none is missing too.
 
         Raises:
             BatchMismatchError: under "error", when a row is missing that later tokens depend on.
         """
         real = row_of_slot >= 0
-        is_whole = bool(trace.valid_N.all())  # then every row has a route, and none is missing
+        decided = trace if indexers is None else replace(trace, valid_N=trace.valid_N & indexers.stream.valid_N)
+        is_whole = bool(decided.valid_N.all())  # then every row has a route, and none is missing
         if missing == "error" and not is_whole:
             refuse_missing(trace, row_of_slot)
+            refuse_missing(decided, row_of_slot, what="choice of indexers")
         routed = real if is_whole else is_routed(trace, row_of_slot)
         # a copy: whoever is given the loss mask may write to it, and on the CPU tensors share the memory of arrays
-        counted = is_faithful(trace, row_of_slot) if missing == "drop" and not is_whole else real.copy()
+        counted = is_faithful(decided, row_of_slot) if missing == "drop" and not is_whole else real.copy()
         ids_RLK = trace.expert_ids_NLK[row_of_slot]
         if spread_padding:
             ids_RLK, routed = fill_padding(ids_RLK, ~real, np.zeros(trace.spec.num_experts, np.int64)), routed | ~real
         ids_LRK = np.ascontiguousarray(ids_RLK.transpose(1, 0, 2))
         weights_LRK = np.ascontiguousarray(weights_of(trace)[row_of_slot].transpose(1, 0, 2)) if weights else None
         pinned = _pinned(ids_LRK, device)
-        return cls.from_host(pinned, routed, real, counted, device, weights_LRK=weights_LRK, counts=counts)
+        rows = cls.from_host(pinned, routed, real, counted, device, weights_LRK=weights_LRK, counts=counts)
+        return replace(rows, indexers=indexers)
 
     def by_layer(self) -> list[ReplayRows]:
         """Those of each layer, on an axis of one.
@@ -217,8 +225,8 @@ def is_faithful(trace: RoutingTrace, row_of_slot: NDArray[np.int64]) -> NDArray[
     return np.asarray(real & faithful_N[row_of_slot])
 
 
-def refuse_missing(trace: RoutingTrace, row_of_slot: NDArray[np.int64]) -> None:
-    """Raise unless every token of the batch is faithful.
+def refuse_missing(trace: RoutingTrace, row_of_slot: NDArray[np.int64], what: str = "route") -> None:
+    """Raise unless every token of the batch is faithful. `what` is missing otherwise.
 
     Raises:
         BatchMismatchError: naming the first row that is missing.
@@ -230,7 +238,7 @@ def refuse_missing(trace: RoutingTrace, row_of_slot: NDArray[np.int64]) -> None:
     start, end = trace.offsets[sequence : sequence + 2]
     position = int(np.argmin(trace.valid_N[start:end]))
     raise BatchMismatchError(
-        f"sequence {sequence} has no route at position {position}, and {int(tainted.sum())} later tokens of the batch "
+        f"sequence {sequence} has no {what} at position {position}, and {int(tainted.sum())} later tokens of the batch "
         "depend on such rows. Record the missing rows, leave the sequence out, or say what to do without them: "
         'missing="drop" takes those tokens out of the loss, missing="native" lets the model route the rows'
     )

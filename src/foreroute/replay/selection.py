@@ -19,7 +19,7 @@ copied to the host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -172,11 +172,13 @@ class Watch:
         ids: the executed experts.
         own: what the router picks by itself, its scores, and the best score that it leaves out.
         weights: the gate weights that the router hands on. Not in a compiled graph.
+        indexers: what the indexers hand on. Not in a compiled graph.
     """
 
     ids: bool = False
     own: bool = False
     weights: bool = False
+    indexers: bool = False
 
     @classmethod
     def under(cls, policy: Policy) -> Watch:
@@ -185,7 +187,7 @@ class Watch:
 
     @property
     def nothing(self) -> bool:
-        """Whether there is nothing to observe."""
+        """Whether there is nothing to observe of routers."""
         return not (self.ids or self.own or self.weights)
 
 
@@ -200,6 +202,7 @@ class PassObservation:
         next_LR: float32 [L, R], the best selection score of the others; of the last pick where all experts are picked.
         by_probability_L: bool [L], whether they select by probabilities, and not by logits.
         weights_LRK: float32 [L, R, K], the gate weights of what is executed.
+        choices: what each indexer handed on, by its number; in eager mode, and no part of `tensors`.
     """
 
     ids_LRK: Tensor | None
@@ -208,6 +211,7 @@ class PassObservation:
     next_LR: Tensor | None
     by_probability_L: Tensor | None
     weights_LRK: Tensor | None = None
+    choices: dict[int, Tensor] = field(default_factory=dict, kw_only=True)
 
     @classmethod
     def empty(cls, watch: Watch, num_slots: int, spec: RoutingSpec, device: torch.device) -> PassObservation:

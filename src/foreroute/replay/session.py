@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.errors import ReplayError
+from foreroute.errors import ConfigError, ReplayError
 from foreroute.layout import Layout
 from foreroute.mismatch import LiveAgreement
 from foreroute.replay.arguments import as_version, require_version
@@ -23,7 +23,7 @@ from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
 from foreroute.replay.rows import Counts, MissingRows, PaddingRows, Policy, ReplayRows, require_switch
 from foreroute.replay.selection import PassObservation, Watch
 from foreroute.replay.telemetry import Telemetry
-from foreroute.trace import NO_VERSION, RoutingSpec
+from foreroute.trace import NO_VERSION, IndexerSpec, RoutingSpec
 
 P = ParamSpec("P")
 Session = TypeVar("Session")
@@ -105,6 +105,11 @@ class RoutedModel(ABC):
         return nullcontext()
 
     @property
+    def indexers(self) -> IndexerSpec | None:
+        """What indexers of sparse attention may choose; None, as by default, where none can be recorded or replayed."""
+        return None
+
+    @property
     def router_paths(self) -> tuple[str, ...]:
         """Where the routers of this rank are, inside their chunks, in layer order."""
         return tuple(router.path for hooks in self._hooks for router in hooks.routers)
@@ -123,7 +128,12 @@ class RoutedModel(ABC):
 
     @opened_once
     def record(
-        self, *, weight_version: int = NO_VERSION, margins: bool = False, gate_weights: bool = False
+        self,
+        *,
+        weight_version: int = NO_VERSION,
+        margins: bool = False,
+        gate_weights: bool = False,
+        indexers: bool = False,
     ) -> Iterator[Recording]:
         """Record the routes of every forward of the model while the context is open.
 
@@ -133,18 +143,25 @@ class RoutedModel(ABC):
             weight_version: stamped on every row.
             margins: also keep the gap between the K-th and the (K+1)-th selection score.
             gate_weights: also keep what the router hands on as the weight of each pick, in float32.
+            indexers: also keep the choices of sparse-attention indexers, as the stream "indexer": 4 bytes per choice.
 
         Yields:
             The recording; call its `trace()` at any time, on every rank of the model.
 
         Raises:
-            ConfigError: for a version that is no whole number, or a switch that is neither True nor False.
+            ConfigError: for a version that is no whole number, a switch that is neither True nor False, or choices of
+                indexers that this model does not have.
             ReplayError: when another thread has a session open on the model; and, in a forward, for what cannot be
                 recorded.
         """
         stamped = as_version(weight_version)
         require_switch("margins", margins)
         require_switch("gate_weights", gate_weights)
+        require_switch("indexers", indexers)
+        if indexers and self.indexers is None:
+            raise ConfigError(
+                "indexers is True, and this model has no sparse-attention indexer that can be recorded; leave it out"
+            )
         recording = Recording(
             self.spec,
             len(self._hooks),
@@ -153,6 +170,7 @@ class RoutedModel(ABC):
             self._provenance,
             margins=bool(margins),
             weights=bool(gate_weights),
+            indexers=bool(indexers),
         )
         with self._listening(recording), self.while_recording():
             yield recording
@@ -172,10 +190,10 @@ class RoutedModel(ABC):
     ) -> Iterator[ReplaySession]:
         """Force routes in every forward of the model while the context is open.
 
-        Only the selection is forced; gate weights and their gradients come from live scores. Each forward must run on
-        the sequences of the routes, in order, and its tokens are compared with theirs. The last token of each sequence
-        is routed by the model itself. With activations recomputed or not, `backward()` may run inside or outside the
-        context.
+        Only the selection is forced; gate weights and their gradients come from live scores. Choices of indexers that
+        the trace has are forced too. Each forward must run on the sequences of the routes, in order, and its tokens are
+        compared with theirs. The last token of each sequence is routed by the model itself. With activations recomputed
+        or not, `backward()` may run inside or outside the context.
 
         Hugging Face: sequences are one per row, padded on either side, or several per row where `position_ids` start
         anew at 0 (or `cu_seq_lens_q` says so). Megatron-Core: sequences of the micro-batch are padded or packed
@@ -209,7 +227,8 @@ class RoutedModel(ABC):
             SpecMismatchError: when they belong to another model.
             StaleTraceError: when they were recorded under another weight version.
             ConfigError: for a policy that does not exist, or an argument of the wrong type.
-            TraceContentError: when gate weights are asked for and the trace has none.
+            TraceContentError: when gate weights are asked for and the trace has none, or choices of indexers cannot be
+                those of their rows.
             LayoutError: when the layout is none, or is not one of this batch.
             BatchMismatchError: when a layer that routes by a table of tokens says otherwise; in the forward, when batch
                 and routes hold different tokens, or rows are missing.

@@ -14,6 +14,7 @@ from foreroute.adapters import megatron
 from foreroute.adapters.megatron.forward_args import lengths_of
 from foreroute.errors import BatchMismatchError, LayoutError, ReplayError, SpecMismatchError
 from foreroute.layout import pack, pad
+from foreroute.trace import DecisionStream
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.model_chunks import VOCABULARY, build, config, initialize
@@ -110,6 +111,9 @@ def check_layouts_and_traces_of_other_batches_are_refused():
     split = pad(trace.lengths, side="right", order="sbhd", to=on.WIDTH).split_sequence(2, 0)
     on.refuses(LayoutError, "split already", lambda: routed.shard(trace, split))
     on.refuses(BatchMismatchError, "packed rows", lambda: routed.shard(trace, pack([3, 4])))
+    choices = trace.with_stream("indexer", DecisionStream.absent(8, trace.num_rows, layers=routed.spec.layers))
+    on.refuses(SpecMismatchError, "no indexer that can be replayed", lambda: routed.replay(choices).__enter__())
+    on.refuses(SpecMismatchError, "no indexer that can be replayed", lambda: routed.shard(choices, pack(trace.lengths)))
     wider = pad(trace.lengths, side="right", order="sbhd", to=on.WIDTH + 4)
     on.refuses(BatchMismatchError, "slots on this rank", lambda: replay(built, routed, routed.shard(trace, wider), ids))
     longer = on.foreign(routed.spec, torch.cat([ids, ids], 1), lengths=(15, 3))

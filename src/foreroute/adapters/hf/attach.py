@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from foreroute.adapters.hf.discover import PROBE_TOKENS, Probe, RouterSite, find_routers, hidden, probe
+from foreroute.adapters.hf.discover import PROBE_TOKENS, Probe, RouterSite, find_routers, hidden, layer_of, probe
+from foreroute.adapters.hf.indexers import FoundIndexers, find_indexers
 from foreroute.adapters.hf.model import RoutedTransformer, TransformerHooks
 from foreroute.errors import AttachError, TraceContentError
 from foreroute.replay import is_hooked, overridden
-from foreroute.trace import RoutingSpec, RoutingTrace
+from foreroute.trace import INDEXER, DecisionStream, RoutingSpec, RoutingTrace
 
 PLAIN = (bool, int, float, str, Tensor, type(None))
 
@@ -24,7 +25,8 @@ def attach(model: nn.Module) -> RoutedTransformer:
     """Make the routing of a Hugging Face MoE model recordable and replayable.
 
     Runs four forwards of 8 tokens in eval mode: one to see what each router selects, and three to prove that replaying
-    a model's own routes changes no bit and that replaying other routes is obeyed. The model is left as it was.
+    a model's own routes changes no bit and that replaying other routes is obeyed. Four more of three units prove the
+    same of indexers, where it has them. The model is left as it was.
 
     Args:
         model: a transformers model with routers (5.14 or newer), on any device, in any dtype. Of an encoder-decoder,
@@ -47,9 +49,12 @@ def attach(model: nn.Module) -> RoutedTransformer:
         seen = probe(model, candidates)
         spec = _spec_of(model, seen)
         finals = [len(selections) - 1 for selections in seen.seen]
-        hooks = TransformerHooks(model, seen.trunk, seen.sites, finals, spec)
+        indexers = find_indexers(model, seen.trunk, layer_of)
+        hooks = TransformerHooks(model, seen.trunk, seen.sites, finals, spec, indexers)
         routed = RoutedTransformer(model, spec, seen.sites, hooks)
         self_check(routed, seen.sites)
+        if indexers is not None:
+            check_indexers(routed, indexers)
     return routed
 
 
@@ -152,6 +157,41 @@ def _check_own_routes(routed: RoutedTransformer) -> RoutingTrace:
             f"{(native - replayed).abs().max().item():.3g}; this family needs an adapter of its own"
         )
     return own
+
+
+def check_indexers(routed: RoutedTransformer, indexers: FoundIndexers) -> None:
+    """Run the model four times on three units, each indexer choosing one: as it is, on its own choices, and on others.
+
+    Raises:
+        AttachError: when its own choices change its output, or others are not obeyed or change nothing.
+    """
+    num_tokens = max(PROBE_TOKENS, 3 * indexers.spec.unit)
+    with indexers.choosing_one():
+        with routed.record(indexers=True) as recording:
+            native = hidden(routed.model, num_tokens)
+        own = recording.trace()
+        with routed.replay(own), routed.record(indexers=True) as recording:
+            replayed = hidden(routed.model, num_tokens)
+        is_stable = torch.equal(native, hidden(routed.model, num_tokens))
+        if not recording.trace().equals(own) or (is_stable and not torch.equal(native, replayed)):
+            raise AttachError(
+                "self-check failed: replaying the indexers' own choices changed the output by up to "
+                f"{(native - replayed).abs().max().item():.3g}; this family needs an adapter of its own"
+            )
+        stream, spec = own.streams[INDEXER], indexers.spec
+        visible_N = np.repeat(spec.num_visible(np.arange(num_tokens)), stream.counts_ND.sum(axis=1))
+        ids = (stream.ids // spec.heads + 1) % visible_N * spec.heads + stream.ids % spec.heads
+        others = DecisionStream.from_sets(
+            stream.num_choices, stream.valid_N, stream.counts_ND, ids, layers=stream.layers
+        )
+        other = own.with_stream(INDEXER, others)
+        with routed.replay(other), routed.record(indexers=True) as recording:
+            moved = hidden(routed.model, num_tokens)
+    if not recording.trace().equals(other) or torch.equal(native, moved):
+        raise AttachError(
+            f"self-check failed: indexers such as {indexers.hooks[0].path} ({type(indexers.modules[0]).__name__}) were "
+            "told to choose other keys, and were not obeyed; this family needs an adapter of its own"
+        )
 
 
 def _other_routes(trace: RoutingTrace, sites: list[RouterSite]) -> RoutingTrace | None:

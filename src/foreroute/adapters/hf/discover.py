@@ -92,16 +92,16 @@ def _site(model: nn.Module, path: str, module: nn.Module) -> RouterSite:
     parent = model.get_submodule(path.rpartition(".")[0])
     if hasattr(parent, IN_PARENT):
         selecting = (parent, IN_PARENT)
-    return RouterSite(path, module, _layer(path, rule), rule, selecting)
+    return RouterSite(path, module, layer_of(path, is_lookup=rule.is_lookup), rule, selecting)
 
 
-def _layer(path: str, rule: SelectionRule) -> RoutedLayer:
-    """The decoder layer of a router; one in an attention block counts as a layer of its own."""
+def layer_of(path: str, *, is_lookup: bool = False) -> RoutedLayer:
+    """The decoder layer of a router or indexer; one in an attention block counts as a layer of its own."""
     numbers = [int(part) for part in path.split(".") if part.isdigit()]
     if not numbers:
-        raise AttachError(f"router {path} is in no numbered layer; expected a path such as model.layers.3.mlp.gate")
+        raise AttachError(f"{path} is in no numbered layer; expected a path such as model.layers.3.mlp.gate")
     kind = LayerKind.ATTENTION if ATTENTION.search(path) else LayerKind.DECODER
-    return RoutedLayer(numbers[0], LayerKind.HASH if rule.is_lookup else kind)
+    return RoutedLayer(numbers[0], LayerKind.HASH if is_lookup else kind)
 
 
 @dataclass(frozen=True)
@@ -179,22 +179,22 @@ def _note_entry(entered: set[str], path: str, *_: Any) -> None:
     entered.add(path)
 
 
-def hidden(model: nn.Module) -> Tensor:
+def hidden(model: nn.Module, num_tokens: int = PROBE_TOKENS) -> Tensor:
     """The first output of a forward on the probe's tokens, with the same random numbers every time."""
     torch.manual_seed(0)
     takes = inspect.signature(model.forward).parameters
     cacheless = "use_cache" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    result: Tensor = model(input_ids=probe_tokens(model), **({"use_cache": False} if cacheless else {}))[0]
+    result: Tensor = model(input_ids=probe_tokens(model, num_tokens), **({"use_cache": False} if cacheless else {}))[0]
     return result
 
 
-def probe_tokens(model: nn.Module) -> Tensor:
-    """int64 [1, 8], on the device of the model's embedding; on the host where accelerate has offloaded that."""
+def probe_tokens(model: nn.Module, num_tokens: int = PROBE_TOKENS) -> Tensor:
+    """int64 [1, `num_tokens`] on the device of the model's embedding; on the host where accelerate offloaded that."""
     embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
     weight: Tensor = embedding.weight  # type: ignore[assignment]
     offloaded = weight.is_meta and hasattr(embedding, "_hf_hook")  # which takes tokens from anywhere
     device = torch.device("cpu") if offloaded else weight.device
-    return torch.arange(PROBE_TOKENS, device=device)[None] % weight.shape[0]
+    return torch.arange(num_tokens, device=device)[None] % weight.shape[0]
 
 
 def _forward_once(model: nn.Module) -> None:

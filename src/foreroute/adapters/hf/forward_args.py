@@ -13,10 +13,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreroute.adapters.hf.indexers import FoundIndexers
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows, starts_from_cumulative_lengths, starts_from_positions
-from foreroute.replay import WANTED_MASK, PassRoutes, Policy, ReplayRows, kept_by, to_device
-from foreroute.trace import RoutingTrace
+from foreroute.replay import (
+    WANTED_MASK,
+    IndexerRows,
+    PassRoutes,
+    Places,
+    Policy,
+    ReplayRows,
+    kept_by,
+    to_device,
+)
+from foreroute.trace import INDEXER, RoutingTrace
 
 
 @dataclass(frozen=True)
@@ -120,6 +130,11 @@ class ForwardTokens:
         return np.ones(self.shape, np.bool_) if self.mask_BT is None else self.mask_BT
 
     @property
+    def cached_padding_B(self) -> NDArray[np.int64]:
+        """int64 [B], cached positions that are padding, on the left."""
+        return self._on_host[3]
+
+    @property
     def num_slots(self) -> int:
         """B · T."""
         return self.shape[0] * self.shape[1]
@@ -139,17 +154,22 @@ class ForwardTokens:
         positions, cumulative = (
             None if each is None else each.clone() for each in (given.position_ids, given.cumulative)
         )
-        mask = None if mask is None else mask[:, mask.shape[1] - self.shape[1] :].clone()
+        mask = None if mask is None else mask[:, max(0, mask.shape[1] - self.past - self.shape[1]) :].clone()
         self._tensors = BatchTensors(given.input_ids_BT.clone(), mask, positions, cumulative, given.past)
         return self
 
     @cached_property
-    def _on_host(self) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None, NDArray[np.bool_] | None]:
+    def _on_host(
+        self,
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None, NDArray[np.bool_] | None, NDArray[np.int64]]:
         tensors = self._tensors
         tokens = _to_host(tensors.input_ids_BT).astype(np.int64)  # a copy: what was given may be overwritten
         mask = _kept(tensors.mask, tokens.shape)
         starts = None if tensors.past else _starts(tensors, np.ones(tokens.shape, np.bool_) if mask is None else mask)
-        return tokens, mask, starts
+        padding = np.zeros(len(tokens), np.int64)
+        if tensors.past and tensors.mask is not None:
+            padding = (~kept_by(_to_host(tensors.mask[:, : tensors.past]))).sum(axis=1)
+        return tokens, mask, starts, padding
 
 
 class BatchRoutes:
@@ -159,14 +179,18 @@ class BatchRoutes:
         trace: of the sequences of the batch, in order.
         layout: where they are in it, or None to see it from the batch.
         policy: how to replay.
+        indexers: of the model, if it has any.
     """
 
-    def __init__(self, trace: RoutingTrace, layout: Layout | None, policy: Policy) -> None:
+    def __init__(
+        self, trace: RoutingTrace, layout: Layout | None, policy: Policy, indexers: FoundIndexers | None = None
+    ) -> None:
         if layout is not None:
             _require_whole(layout, trace)
         self._trace = trace
         self._layout = layout
         self._policy = policy
+        self._indexers = indexers
         self._compared: list[tuple[ForwardTokens, Tensor]] = []
 
     @property
@@ -193,6 +217,7 @@ class BatchRoutes:
             weights=policy.gate_weights,
             spread_padding=policy.padding == "spread",
             counts=policy.counts,
+            indexers=self._choices(row_of_slot, batch),
         )
         return PassRoutes(rows, rows.counted_R.view(batch.shape), rows.drops)
 
@@ -201,6 +226,14 @@ class BatchRoutes:
         if self._compared and bool(torch.stack([differs for _, differs in self._compared]).any()):
             for batch, _ in self._compared:
                 self._located(batch)
+
+    def _choices(self, row_of_slot: NDArray[np.int64], batch: ForwardTokens) -> IndexerRows | None:
+        stream = self._trace.streams.get(INDEXER)
+        if stream is None or self._indexers is None:
+            return None
+        places = Places.of(self._trace.offsets, row_of_slot, batch.shape[1])
+        self._indexers.require(places, batch.shape[1])
+        return IndexerRows(self._indexers.spec, stream, row_of_slot, places)
 
     def _located(self, batch: ForwardTokens) -> NDArray[np.int64]:
         rows = locate_rows(self._trace, batch.input_ids_BT, batch.mask_BT, batch.starts_BT)

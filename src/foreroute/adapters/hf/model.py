@@ -27,6 +27,7 @@ from foreroute.adapters.hf import graph_ops
 from foreroute.adapters.hf.aux_counts import ExecutedCounts
 from foreroute.adapters.hf.discover import RouterSite
 from foreroute.adapters.hf.forward_args import BatchRoutes, BatchTensors, ForwardTokens, parameter_names
+from foreroute.adapters.hf.indexers import ChoosingIndexer, FoundIndexers
 from foreroute.adapters.hf.selection import SelectingRouter
 from foreroute.adapters.hf.selection_rules import require_looked_up
 from foreroute.errors import ReplayError, TraceContentError
@@ -39,6 +40,7 @@ from foreroute.replay import (
     Pass,
     PassInput,
     PassObservation,
+    Places,
     Policy,
     RecordedPass,
     ReplayRows,
@@ -48,12 +50,14 @@ from foreroute.replay import (
     not_of_kind,
     overridden,
     patched,
-    require_each_router_once,
+    require_choices,
+    require_each_once,
     runs_without_gradients_in,
     saves_for_checkpoint,
     told_apart,
 )
-from foreroute.trace import RoutingSpec, RoutingTrace
+from foreroute.trace import IndexerSpec, RoutingSpec, RoutingTrace
+from foreroute.trace.checks import as_offsets
 
 CHECKPOINTS_IN = ("_gradient_checkpointing_func", "checkpoint_fn")
 """The attributes in which a layer of transformers, and torch's CheckpointWrapper, keep what checkpoints them."""
@@ -70,6 +74,12 @@ class RoutedTransformer(RoutedModel):
         super().__init__(spec, [hooks], {"engine": "transformers", "engine_version": transformers.__version__})
         self.model = model
         self._sites = sites
+        self._found_indexers = hooks.found_indexers
+
+    @property
+    def indexers(self) -> IndexerSpec | None:
+        """What the indexers of its sparse attention may choose; None where it has none that is known."""
+        return None if self._found_indexers is None else self._found_indexers.spec
 
     def router_parameters(self) -> list[nn.Parameter]:
         """The parameters of all routers, in layer order: those that decide which experts a token is sent to."""
@@ -89,11 +99,12 @@ class RoutedTransformer(RoutedModel):
         for position, site in enumerate(self._sites):
             if site.rule.is_lookup:
                 require_looked_up(trace, position, site.module)
-        return BatchRoutes(trace, layout, policy)
+        require_choices(trace, self.indexers)
+        return BatchRoutes(trace, layout, policy, self._found_indexers)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Of one chunk and one rank. See `RoutedModel`."""
-        return [_rows_of_pass(recorded, self.spec) for recorded in passes[0]]
+        return [_rows_of_pass(recorded, self._found_indexers) for recorded in passes[0]]
 
     def while_recording(self) -> AbstractContextManager[None]:
         """Have `model.generate` refuse to sample in beams."""
@@ -109,20 +120,30 @@ class TransformerHooks(ModelHooks):
         sites: the routers, in layer order.
         finals: which top-k of each router's forward is its selection.
         spec: of the model.
+        indexers: of the model, if it has any.
     """
 
     routers: Sequence[SelectingRouter]
+    indexers: Sequence[ChoosingIndexer]
     spec: RoutingSpec
 
     def __init__(
-        self, model: nn.Module, trunk: nn.Module, sites: list[RouterSite], finals: list[int], spec: RoutingSpec
+        self,
+        model: nn.Module,
+        trunk: nn.Module,
+        sites: list[RouterSite],
+        finals: list[int],
+        spec: RoutingSpec,
+        indexers: FoundIndexers | None,
     ) -> None:
         routers = [
             SelectingRouter(site.path, site.rule, site.selecting, final)
             for site, final in zip(sites, finals, strict=True)
         ]
-        hooked = list({trunk, *(router.selecting[0] for router in routers)})
-        super().__init__(0, trunk, routers, spec, hooked)
+        self.found_indexers = indexers
+        of_indexers = [] if indexers is None else indexers.hooks
+        self._selecting = {router.selecting[0] for router in routers} | {each.module for each in of_indexers}
+        super().__init__(0, trunk, routers, spec, list({trunk, *self._selecting}), of_indexers)
         self.counting = [(model, "forward", self._run_model)]
         self._names = parameter_names(trunk.forward)
         self._checkpoints_open = 0
@@ -140,7 +161,6 @@ class TransformerHooks(ModelHooks):
     def session_overrides(self) -> list[Override]:
         """The trunk, and whatever checkpoints a part of it, or was compiled on its own with a router in it."""
         overrides: list[Override] = [(self.trunk, "forward", self._run_trunk)]
-        routers = {router.selecting[0] for router in self.routers}
         for path, module in self.trunk.named_modules():
             own = module.__dict__
             checkpoints = [name for name in CHECKPOINTS_IN if callable(own.get(name))]
@@ -148,14 +168,16 @@ class TransformerHooks(ModelHooks):
             # torch.compile(module) makes a wrapper with a `forward` of its own; module.compile() leaves the other
             # attribute
             compiled = "forward" if "dynamo_ctx" in own else "_compiled_call_impl"
-            if own.get(compiled) is not None and not routers.isdisjoint(module.modules()):
+            if own.get(compiled) is not None and not self._selecting.isdisjoint(module.modules()):
                 overrides.append((module, compiled, partial(self._run_compiled, path)))
         return overrides
 
     def hook_routers(self) -> Callable[[], None]:
-        """On the method of each router, or of the block around it, that selects."""
+        """On the method of each router, or of the block around it, that selects, and of each indexer."""
+        overrides: list[Override] = [(*hook.selecting, partial(self.run_selecting, hook)) for hook in self.routers]
+        overrides += [(hook.module, "forward", partial(self.run_selecting, hook)) for hook in self.indexers]
         stack = ExitStack()
-        stack.enter_context(patched([(*router.selecting, partial(self.run_router, router)) for router in self.routers]))
+        stack.enter_context(patched(overrides))
         return stack.close
 
     @contextmanager
@@ -199,6 +221,8 @@ class TransformerHooks(ModelHooks):
     def _run_compiled(self, path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A layer with a graph of its own, in which its router cannot look around."""
         if self.passes and not torch.compiler.is_compiling():
+            if self.passes.top.input.heeds_indexers:
+                raise _in_graph("choices of indexers are", path)
             self.look_for_checkpoint(path, self.passes.top)
         return call(*args, **kwargs)
 
@@ -234,7 +258,8 @@ class TransformerHooks(ModelHooks):
         )
         rows = ReplayRows(ids_LRK, routed_R, None, routed_R, routed_R) if self.is_forcing else None
         slots = tensors.input_ids_BT
-        current = PassInput(self.spec, rows, slots.numel(), slots.device, self.watch, self.watch).open()
+        fixed = self.spec, rows, slots.numel(), slots.device, self.watch, self.watch, len(self.indexers)
+        current = PassInput(*fixed).open()
         with self.passes.on_top(current):
             result = forward(*args, **kwargs)
         self._executed = current.observed.ids_LRK if self.counts_executed else None
@@ -250,10 +275,9 @@ class TransformerHooks(ModelHooks):
         batch = ForwardTokens.read(BatchTensors(input_ids, mask, positions, cumulative, past))
         rows = self.begin(batch)
         if self.watch.weights or (rows is not None and rows.weights_LRK is not None):
-            raise ReplayError(
-                "gate weights are recorded and replayed in eager mode alone; take torch.compile off the model, or "
-                "leave gate_weights out"
-            )
+            raise _in_graph("gate weights are", "the model")
+        if self.watch.indexers or (rows is not None and rows.indexers is not None):
+            raise _in_graph("choices of indexers are", "the model")
         self._begun_in_graph = batch
         if rows is not None:
             return rows.ids_LRK, rows.routed_R
@@ -264,7 +288,7 @@ class TransformerHooks(ModelHooks):
 
     def end_from_graph(self, calls_L: Tensor, observed: list[Tensor]) -> None:
         """See `graph_ops.Host`."""
-        require_each_router_once(self.routers, [0] * len(self.routers), calls_L)
+        require_each_once(self.routers, [0] * len(self.routers), calls_L[: len(self.routers)])
         assert self._begun_in_graph is not None, "a compiled pass ends after it has begun"
         batch, self._begun_in_graph = self._begun_in_graph, None
         # a CUDA graph writes what it observes of the next pass to the same addresses
@@ -292,6 +316,13 @@ def _compilable_under_checkpointing() -> AbstractContextManager[Any]:
     return nullcontext() if dynamo is None else dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
 
 
+def _in_graph(what: str, path: str) -> ReplayError:
+    return ReplayError(
+        f"{what} recorded and replayed in eager mode alone, and {path} is compiled; take torch.compile off it, or "
+        "leave them out of the session"
+    )
+
+
 def _by_hand(path: str) -> ReplayError:
     return ReplayError(
         f"{path} runs inside torch.utils.checkpoint called by hand, whose recomputation cannot be told which forward "
@@ -300,7 +331,7 @@ def _by_hand(path: str) -> ReplayError:
     )
 
 
-def _rows_of_pass(recorded: RecordedPass, spec: RoutingSpec) -> ForwardRows:
+def _rows_of_pass(recorded: RecordedPass, indexers: FoundIndexers | None) -> ForwardRows:
     batch: ForwardTokens = recorded.args
     kept_BT, starts_BT = batch.kept_BT, batch.starts_BT
     kept_R = kept_BT.reshape(-1)
@@ -312,6 +343,13 @@ def _rows_of_pass(recorded: RecordedPass, spec: RoutingSpec) -> ForwardRows:
         lengths_S = np.asarray(kept_BT.sum(axis=1))
     else:
         lengths_S = np.diff(np.flatnonzero(starts_BT[kept_BT]), append=kept_BT.sum())
+    choices = None
+    if recorded.choices is not None and indexers is not None:
+        row_of_slot_R = np.where(kept_R, np.cumsum(kept_R) - 1, -1)
+        width, past = batch.shape[1], batch.past
+        places = Places.of(as_offsets(lengths_S), row_of_slot_R, width, past=past, padding_B=batch.cached_padding_B)
+        indexers.require(places, width)
+        choices = indexers.stream(recorded.choices, places, kept_R)
     return ForwardRows(
         lengths_S,
         batch.input_ids_BT[kept_BT],
@@ -320,6 +358,7 @@ def _rows_of_pass(recorded: RecordedPass, spec: RoutingSpec) -> ForwardRows:
         packed(recorded.weights_LRK),
         batch.past,
         batch.shape[1] if starts_BT is None else None,
+        choices,
     )
 
 

@@ -49,7 +49,7 @@ class ChunkHooks(ModelHooks):
     reentrant = (*ModelHooks.reentrant, megatron_random.CheckpointFunction.forward.__code__)
 
     def __init__(self, chunk: Chunk, number: int, spec: RoutingSpec | None, share: Share) -> None:
-        routers = [TopKRouterHook(site, self.run_router) for site in chunk.sites]
+        routers = [TopKRouterHook(site, self.run_selecting) for site in chunk.sites]
         modules = (chunk.trunk, chunk.decoder, *(site.module for site in chunk.sites))
         super().__init__(number, chunk.trunk, routers, spec, modules)
         self.counts_all_ranks = any(site.module.get_aux_loss_coeff("global_aux_loss") for site in chunk.sites)

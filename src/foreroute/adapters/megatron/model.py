@@ -34,6 +34,7 @@ from foreroute.replay import (
     RoutedModel,
     Telemetry,
     not_of_kind,
+    require_choices,
 )
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 
@@ -90,7 +91,7 @@ class RoutedMegatron(RoutedModel):
 
         Raises:
             TraceError: when `trace` is none.
-            SpecMismatchError: when the trace belongs to another model.
+            SpecMismatchError: when the trace belongs to another model, or has choices of indexers.
             BatchMismatchError: when the layout is for other rows, or rows are missing.
             LayoutError: when ranks cannot share the layout.
             TraceContentError: when gate weights are asked for and the trace has none.
@@ -99,6 +100,7 @@ class RoutedMegatron(RoutedModel):
             raise not_of_kind("what is to be sharded", trace, "a RoutingTrace")
         _require_layout(layout)
         self.spec.require_same(trace.spec, what="the trace")
+        require_choices(trace, self.indexers)
         others: MissingRows = "native" if missing == "spread" else missing
         policy = Policy(others, padding, "native", telemetry=False, gate_weights=gate_weights)
         return self._cut(trace, layout, policy, spread_missing=missing == "spread")
@@ -263,6 +265,7 @@ class RoutedMegatron(RoutedModel):
         trace = routes
         _require_weights(policy, trace.gate_weights_NLK)
         self.spec.require_same(trace.spec, what="the trace")
+        require_choices(trace, self.indexers)
 
         def cut(call: Call) -> RouteShard:
             return self._cut(trace, find_layout(trace, call) if layout is None else layout, policy)

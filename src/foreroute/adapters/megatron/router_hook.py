@@ -43,7 +43,7 @@ class Selected:
 
 
 RunRouter = Callable[..., Any]
-"""`ModelHooks.run_router` of its chunk, which has `TopKRouterHook.select` called."""
+"""`ModelHooks.run_selecting` of its chunk, which has `TopKRouterHook.select` called."""
 
 
 class TopKRouterHook(RouterHook):

@@ -30,8 +30,8 @@ TABLES = {"code_lengths": ("|u1", 2)}
 STREAM_SHAPES: dict[str, tuple[str, int]] = {"payload_words": ("<u4", 2), "payload_seals": ("|u1", 3)}
 STREAM_COUNTS = {"id_counts": ("<i8", 2)}
 """Tables of each stream, and of each one of sets. Their names begin with that of the stream and a dot."""
-SETS, FLOATS = "rice", "float32"
-"""The codecs of streams: of sets, and of gate weights."""
+SETS, CHANGES, FLOATS = "rice", "rice-changes", "float32"
+"""The codecs of streams: of sets, of sets that resemble those of the row before, and of gate weights."""
 MOST_STREAMS = 16
 MOST_HEADER_BYTES = 1 << 20
 """Of the safetensors header: a parsed one takes far more memory than its bytes."""

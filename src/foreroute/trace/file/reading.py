@@ -23,13 +23,13 @@ from foreroute.trace.container import GATE_WEIGHTS, NO_VERSION, RoutingTrace
 from foreroute.trace.file.codec import CODEC_CLASSES, CODECS, Codec
 from foreroute.trace.file.format import (
     BULK,
+    FLOATS,
     FORMAT_VERSION,
     KEY,
     MAX_EXPANSION,
     METADATA,
     MOST_HEADER_BYTES,
     SEAL_BYTES,
-    SETS,
     SHAPES,
     TABLES,
     StoredRuns,
@@ -192,7 +192,9 @@ def _read_header(file: TensorFile) -> TraceHeader:
         runs=runs,
         routes=routes,
         streams=beside,
-        id_counts={name: tensors[f"{name}.id_counts"] for name, (stream, _) in beside.items() if stream.codec == SETS},
+        id_counts={
+            name: tensors[f"{name}.id_counts"] for name, (stream, _) in beside.items() if stream.codec != FLOATS
+        },
         stored_bytes=stored_bytes,
         **{name: tensors[name] for name in ("block_starts", "span_starts", "span_versions", "row_seals")},
     )

@@ -15,9 +15,9 @@ from foreroute.errors import TraceContentError
 from foreroute.files import TensorFile, parse_json, seal_slices
 from foreroute.trace.checks import as_offsets, check_memory, join_ranges
 from foreroute.trace.container import GATE_WEIGHTS, STREAM_NAME, RoutingTrace
-from foreroute.trace.file.format import FLOATS, MOST_STREAMS, SEAL_BYTES, SETS, STREAM_COUNTS, STREAM_SHAPES
+from foreroute.trace.file.format import CHANGES, FLOATS, MOST_STREAMS, SEAL_BYTES, SETS, STREAM_COUNTS, STREAM_SHAPES
 from foreroute.trace.spec import RoutedLayer, RoutingSpec, layers_from
-from foreroute.trace.streams import DecisionStream, check_choices
+from foreroute.trace.streams import MOST_CHOICES, DecisionStream, check_choices
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class StoredStream:
     @property
     def shapes(self) -> dict[str, tuple[str, int]]:
         """Type and axes of each table by its name in the file."""
-        shapes = {**STREAM_SHAPES, **(STREAM_COUNTS if self.codec == SETS else {})}
+        shapes = {**STREAM_SHAPES, **({} if self.codec == FLOATS else STREAM_COUNTS)}
         shapes["payloads"] = ("<u8", 1)
         return {f"{self.name}.{table}": shape for table, shape in shapes.items()}
 
@@ -54,12 +54,9 @@ class StoredStream:
             return payloads
         payloads.check((shape[0], max(1, len(self.layers))), there)
         counts = tensors[f"{self.name}.id_counts"]
-        # an id takes a bit at least, so that a small file cannot ask for many
-        if (
-            counts.shape != payloads.words_BL.shape
-            or (counts < 0).any()
-            or (counts > 64 * payloads.words_BL.astype(np.int64)).any()
-        ):
+        # An id takes a bit at least, but in a set that is like the one before. `check_memory` bounds those.
+        most = MOST_CHOICES if self.codec == CHANGES else 64 * payloads.words_BL.astype(np.int64)
+        if counts.shape != payloads.words_BL.shape or (counts < 0).any() or (counts > most).any():
             raise TraceContentError(f"id_counts of {self.name} cannot be those of its payloads")
         return payloads
 
@@ -160,8 +157,9 @@ def encode_streams(trace: RoutingTrace, blocks: Sequence[NDArray[np.int64]]) -> 
         trace.with_stream(name, stream)  # checks the name and the rows of a constructed trace
         stream.check()
         layers = [[int(layer.index), layer.kind.value] for layer in stream.layers]
-        entries.append({"name": name, "codec": SETS, "num_choices": int(stream.num_choices), "layers": layers})
-        tensors |= _encode_sets(name, stream, blocks)
+        codec = _smaller(stream, blocks)
+        entries.append({"name": name, "codec": codec, "num_choices": int(stream.num_choices), "layers": layers})
+        tensors |= _encode_sets(name, stream, blocks, codec)
     return json.dumps(entries), tensors
 
 
@@ -192,11 +190,18 @@ def _stored(entry: Any) -> StoredStream:
         return StoredStream(GATE_WEIGHTS, FLOATS)
     named = isinstance(entry, dict) and set(entry) == {"name", "codec", "num_choices", "layers"}
     name = entry["name"] if named else None
-    if not isinstance(name, str) or not STREAM_NAME.fullmatch(name) or name == GATE_WEIGHTS or entry["codec"] != SETS:
-        raise TraceContentError(f"a stream is {entry!r:.120}; expected name, codec {SETS!r}, num_choices and layers")
+    if (
+        not isinstance(name, str)
+        or not STREAM_NAME.fullmatch(name)
+        or name == GATE_WEIGHTS
+        or entry["codec"] not in (SETS, CHANGES)
+    ):
+        raise TraceContentError(
+            f"a stream is {entry!r:.120}; expected name, codec {SETS!r} or {CHANGES!r}, num_choices and layers"
+        )
     layers = layers_from(entry["layers"])
     check_choices(entry["num_choices"], layers)
-    return StoredStream(name, SETS, entry["num_choices"], layers)
+    return StoredStream(name, entry["codec"], entry["num_choices"], layers)
 
 
 def _encode_weights(
@@ -243,7 +248,15 @@ def decode_weights(
         out_NLK[dest[wanted], layer] = weights_RK[wanted]
 
 
-def _encode_sets(name: str, stream: DecisionStream, blocks: Sequence[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
+def _smaller(stream: DecisionStream, blocks: Sequence[NDArray[np.int64]]) -> str:
+    """The codec in which the first block with ids takes fewer words."""
+    first = next((rows for rows in blocks if stream.counts_ND[rows].any()), np.zeros(0, np.int64))
+    return min(SETS, CHANGES, key=lambda codec: len(_encode_sets("", stream, [first], codec)[".payloads"]))
+
+
+def _encode_sets(
+    name: str, stream: DecisionStream, blocks: Sequence[NDArray[np.int64]], codec: str
+) -> dict[str, NDArray[Any]]:
     from foreroute.trace.file.codec.rice import write_sets
 
     depth, counts_ND = stream.depth, stream.counts_ND
@@ -255,7 +268,7 @@ def _encode_sets(name: str, stream: DecisionStream, blocks: Sequence[NDArray[np.
         ids_BL[block] = counts_ND[rows].sum(axis=0)
         for layer, ids in enumerate(ids_BL[block].tolist()):
             out = np.zeros((34 * ids + 128 * len(rows)) // 64 + 3, np.uint64)
-            fixed = stream.num_choices, out
+            fixed = stream.num_choices, codec == CHANGES, out
             bits = write_sets(stream.offsets, stream.ids, stream.valid_N, rows, depth, layer, *fixed)
             words_BL[block, layer] = -(-bits // 64) + 1
             coded.append(out[: words_BL[block, layer]].copy())
@@ -287,10 +300,11 @@ def read_sets_of(
 
     blocks, near_edges, near_N = needed.blocks, needed.near_edges, needed.near_N
     positions = np.arange(max(1, len(stored.layers)))
+    check_memory(4 * int(ids_BD[blocks].sum()), stored_bytes)
     ids = np.zeros(int(ids_BD[blocks].sum()), np.int32)
     counts_ND = np.full((int(near_edges[-1]), len(positions)), ABSENT, np.int64)
     starts_ND = np.zeros_like(counts_ND)
-    filled = 0
+    filled, fixed = 0, (stored.num_choices, stored.codec == CHANGES)
     # The `filled` ids of the payloads before lie payload by payload; the rows of one begin where `starts_ND` says.
     for block, first, after in zip(blocks.tolist(), near_edges[:-1].tolist(), near_edges[1:].tolist(), strict=True):
         words, starts, sizes = payloads.read(file, block, positions)
@@ -301,7 +315,7 @@ def read_sets_of(
         for layer, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
             counts, there = np.zeros(after - first, np.int64), int(ids_BD[block, layer])
             mine = ids[filled : filled + there]
-            if not size or not read_sets(words[start : start + size], stored.num_choices, counts, mine):
+            if not size or not read_sets(words[start : start + size], *fixed, counts, mine):
                 raise TraceContentError(f"a payload of {stored.name} in block {block} does not decode")
             counts_ND[first:after, layer] = counts
             starts_ND[first:after, layer] = filled + as_offsets(np.maximum(counts, 0))[:-1]

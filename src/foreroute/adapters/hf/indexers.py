@@ -1,0 +1,265 @@
+"""The sparse-attention indexers of transformers: which modules they are, and in which form they hand on their choices.
+
+An indexer returns what it chose, and the attention around it scatters that into its mask. So its forward runs
+unchanged, and what it returns is read, or rewritten where a choice is replayed. The forms differ: ids of tokens, of
+tokens that make up whole pools, or of blocks, or a mask. All but the tail of tokens that no unit holds yet, which every
+query attends to, comes down to units (`foreroute.trace.IndexerSpec`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from foreroute.errors import BatchMismatchError
+from foreroute.replay import IndexerHook, IndexerPass, IndexerRows, Places
+from foreroute.trace import DecisionStream, IndexerSpec, RoutedLayer
+from foreroute.trace.streams import MOST_CHOICES
+
+INDEXER_CLASS = re.compile(r"Indexer$")
+
+
+@dataclass(frozen=True)
+class IndexerForm:
+    """What one class of indexer returns. The names are those of attributes of the module.
+
+    Attributes:
+        top_k: how many it chooses.
+        unit: how many tokens make up a unit; None where units are tokens.
+        heads: how many heads choose for themselves; None where one choice serves all.
+        counts_tokens: whether `top_k` counts tokens, and not units.
+        sees_begun: as in `IndexerSpec`.
+        returns: ids of tokens [B, T, ...], ids of units [B, T, ...] or [B, H, T, ...], or a mask of tokens
+            [B, 1, T, keys].
+        tail: whether tokens behind the last whole unit are among those of the output.
+        fills: whether ids behind the last one are -1; else they name keys that are masked.
+        placed: where sequences must be, for upstream to cut units where they begin: anywhere, one in each row of the
+            batch, or one in each row from its first column on.
+    """
+
+    top_k: str = "index_topk"
+    unit: str | None = None
+    heads: str | None = None
+    counts_tokens: bool = False
+    sees_begun: bool = False
+    returns: Literal["tokens", "units", "mask"] = "tokens"
+    tail: bool = False
+    fills: bool = True
+    placed: Literal["anywhere", "one a row", "on the left"] = "anywhere"
+
+    def spec_of(self, module: nn.Module, layers: tuple[RoutedLayer, ...]) -> IndexerSpec:
+        """The facts of an indexer."""
+        unit = 1 if self.unit is None else int(getattr(module, self.unit))
+        top_k = int(getattr(module, self.top_k)) // (unit if self.counts_tokens else 1)
+        heads = 1 if self.heads is None else int(getattr(module, self.heads))
+        return IndexerSpec(top_k, layers, unit, heads, self.sees_begun)
+
+
+TOKENS = IndexerForm(fills=False)
+FORMS = {
+    "AXK2Indexer": TOKENS,
+    "DeepseekV32Indexer": TOKENS,
+    "Dots3NoteTextIndexer": TOKENS,
+    "GlmMoeDsaIndexer": TOKENS,
+    "HYV4Indexer": TOKENS,
+    "MistralLarge4TextIndexer": TOKENS,
+    "Glm5NextTextIndexer": IndexerForm(unit="index_kpool", counts_tokens=True, tail=True, placed="one a row"),
+    "DeepseekV4Indexer": IndexerForm(unit="compress_rate", returns="units", placed="on the left"),
+    "MiniMaxM3VLIndexer": IndexerForm(
+        top_k="topk_blocks",
+        unit="block_size",
+        heads="num_heads",
+        sees_begun=True,
+        returns="units",
+        placed="on the left",
+    ),
+    "Qwen4ExpTextQSAIndexer": IndexerForm(top_k="block_topk", unit="compress_ratio", returns="mask", tail=True),
+}
+"""By class name."""
+
+
+class FoundIndexers:
+    """The indexers of one model.
+
+    Args:
+        sites: path, module and layer of each, in layer order; one at least, all of one class.
+
+    Attributes:
+        spec: their facts.
+        hooks: of each.
+        modules: of each.
+        form: of what they return.
+    """
+
+    def __init__(self, sites: list[tuple[str, nn.Module, RoutedLayer]]) -> None:
+        self.modules = [module for _, module, _ in sites]
+        self.form = FORMS[type(self.modules[0]).__name__]
+        layers = tuple(layer for *_, layer in sites)
+        self.spec = self.form.spec_of(self.modules[0], layers)
+        self.hooks = [ChoosingIndexer(path, module, self.form) for path, module, _ in sites]
+
+    def require(self, places: Places, width: int) -> None:
+        """Raise `BatchMismatchError` if upstream would not cut the units of these sequences where they begin.
+
+        Args:
+            places: of the slots of a batch.
+            width: its columns.
+        """
+        begins_BT = (places.position_R == 0).reshape(-1, width)
+        in_one_row = (begins_BT.sum(axis=1) > 1).any()
+        if (self.form.placed != "anywhere" and in_one_row) or (
+            self.form.placed == "on the left" and places.first_R.any()
+        ):
+            sides = "on either side" if self.form.placed == "one a row" else "on the right"
+            raise BatchMismatchError(
+                f"{type(self.modules[0]).__name__} of transformers cuts units of {self.spec.unit} tokens by their "
+                f"place in the batch; expected one sequence per row, padded {sides} if at all"
+            )
+
+    def stream(self, choices: dict[int, Tensor], places: Places, kept_R: NDArray[np.bool_]) -> DecisionStream:
+        """What was chosen in one forward, for its rows without padding.
+
+        Args:
+            choices: what each indexer returned.
+            places: of the slots of the batch.
+            kept_R: bool [R], False for padding.
+        """
+        position_N, first_N = places.position_R[kept_R], places.first_R[kept_R]
+        visible_N = self.spec.num_visible(position_N)
+
+        def chosen() -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
+            for number in range(len(self.modules)):
+                returned = choices[number].cpu().numpy()
+                if self.form.returns == "mask":
+                    row_N, key_N = np.nonzero(returned.reshape(len(kept_R), -1)[kept_R])
+                    unit_N = self._units(key_N, first_N[row_N])
+                    seen = (unit_N >= 0) & (unit_N < visible_N[row_N])
+                    yield np.bincount(row_N[seen], minlength=len(position_N)), unit_N[seen].astype(np.int32)
+                    continue
+                by_slot = returned.swapaxes(1, 2) if returned.ndim == 4 else returned  # heads stand before slots
+                unit_NHK = by_slot.reshape(len(kept_R), self.spec.heads, -1)[kept_R].astype(np.int64)
+                if self.form.returns == "tokens":
+                    unit_NHK = self._units(unit_NHK, first_N[:, None, None])
+                seen_NHK = (unit_NHK >= 0) & (unit_NHK < visible_N[:, None, None])
+                ids_NHK = unit_NHK * self.spec.heads + np.arange(self.spec.heads)[:, None]
+                sets = np.sort(np.where(seen_NHK, ids_NHK, MOST_CHOICES).reshape(len(position_N), -1), axis=1)
+                is_id = sets < MOST_CHOICES
+                is_id[:, 1:] &= sets[:, 1:] != sets[:, :-1]  # what was replayed may fill up with the first one
+                yield is_id.sum(axis=1), sets[is_id].astype(np.int32)
+
+        return self.spec.stream(position_N, chosen())
+
+    def _units(self, keys: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The units that begin with tokens of some key columns; -1 for a token that begins none, or is none."""
+        units, within = np.divmod(keys - first, self.spec.unit)
+        return np.where((within == 0) & (keys >= 0), units, -1)
+
+    @contextmanager
+    def choosing_one(self) -> Iterator[None]:
+        """Let each choose one unit, while the context is open, so that a few tokens show what a choice does."""
+        name, one = self.form.top_k, self.spec.unit if self.form.counts_tokens else 1
+        before = [getattr(module, name) for module in self.modules]
+        spec = self.spec
+        try:
+            self.spec = replace(spec, top_k=1)
+            for module in self.modules:
+                setattr(module, name, one)
+            yield
+        finally:
+            self.spec = spec
+            for module, value in zip(self.modules, before, strict=True):
+                setattr(module, name, value)
+
+
+class ChoosingIndexer(IndexerHook):
+    """The hook on one indexer.
+
+    Args:
+        path: dotted name inside the model.
+        module: the indexer.
+        form: of what it returns.
+    """
+
+    def __init__(self, path: str, module: nn.Module, form: IndexerForm) -> None:
+        super().__init__(path)
+        self.module = module
+        self._form = form
+
+    def select(self, now: IndexerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """See `SelectionHook`."""
+        returned = forward(*args, **kwargs)
+        if now.rows is not None:
+            returned = self._replayed(returned, now.rows, now.indexer)
+        if now.observed is not None:
+            kept = returned if returned.dtype == torch.bool else returned.to(torch.int32)
+            now.observed[now.indexer] = kept.detach().clone()
+        return returned
+
+    def _replayed(self, own: Tensor, rows: IndexerRows, indexer: int) -> Tensor:
+        """What it returned, with the choices to replay in the slots that have one."""
+        form, device = self._form, own.device
+        keys_RHW = rows.units_RHW(indexer).to(device)
+        if form.returns != "units":
+            keys_RHW = self._tokens_of(keys_RHW, rows)
+        decided_R = torch.from_numpy(rows.decided_R).to(device)
+        if form.returns == "mask":
+            num_keys = own.shape[-1]
+            columns = torch.where(keys_RHW < 0, num_keys, keys_RHW)
+            mask = own.new_zeros(len(columns), 1, num_keys + 1).scatter(-1, columns, True)[..., :num_keys]
+            forced = mask.view(own.shape[0], own.shape[2], 1, num_keys).transpose(1, 2)
+            return torch.where(decided_R.view(own.shape[0], 1, own.shape[2], 1), forced, own)
+        fill = -1
+        if not form.fills:  # the first key of the sequence, which a query with too few keys attends to
+            first_R11 = torch.from_numpy(rows.places.first_R).to(device)[:, None, None]
+            keys_RHW = torch.where(keys_RHW < 0, first_R11, keys_RHW)
+        missing = own.shape[-1] - keys_RHW.shape[-1]
+        keys_RHW = nn.functional.pad(keys_RHW, (0, missing), value=fill).to(own.dtype)
+        by_slot = own.transpose(1, 2) if own.ndim == 4 else own
+        forced = torch.where(decided_R[:, None, None], keys_RHW, by_slot.reshape(keys_RHW.shape)).view(by_slot.shape)
+        return forced.transpose(1, 2).contiguous() if own.ndim == 4 else forced
+
+    def _tokens_of(self, units_RHW: Tensor, rows: IndexerRows) -> Tensor:
+        """The key columns of the tokens of units, with those of the tail if any; -1 where there is none."""
+        unit, device = rows.spec.unit, units_RHW.device
+        first_R11, position_R11 = (
+            torch.from_numpy(each).to(device)[:, None, None] for each in (rows.places.first_R, rows.places.position_R)
+        )
+        keys_RHW = units_RHW + first_R11
+        if unit > 1:
+            within_U = torch.arange(unit, device=device)
+            tokens = (units_RHW[..., None] * unit + within_U).flatten(-2) + first_R11
+            keys_RHW = torch.where((units_RHW < 0).repeat_interleave(unit, dim=-1), -1, tokens)
+            if self._form.tail and getattr(self.module, "index_kpool_always_select_tail", True):
+                tail = (position_R11 + 1) // unit * unit + within_U[:-1]
+                keys_RHW = torch.cat([keys_RHW, torch.where(tail > position_R11, -1, tail + first_R11)], dim=-1)
+            return keys_RHW
+        return torch.where(units_RHW < 0, -1, keys_RHW)
+
+
+def find_indexers(model: nn.Module, trunk: nn.Module, layer_of: Callable[[str], RoutedLayer]) -> FoundIndexers | None:
+    """The indexers of a model; None where it has none, or some that are not known or differ from each other.
+
+    Args:
+        model: to look through.
+        trunk: the part of it whose forward is one pass.
+        layer_of: the layer of a path.
+    """
+    inside = set(trunk.modules())
+    sites = [
+        (path, module, layer_of(path))
+        for path, module in model.named_modules()
+        if module in inside and INDEXER_CLASS.search(type(module).__name__)
+    ]
+    forms = {FORMS.get(type(module).__name__) for _, module, _ in sites}
+    form = forms.pop() if len(forms) == 1 else None
+    if form is None or len({form.spec_of(module, ()) for _, module, _ in sites}) > 1:
+        return None
+    return FoundIndexers(sites)

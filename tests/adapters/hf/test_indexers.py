@@ -1,0 +1,401 @@
+"""Choices of sparse-attention indexers, recorded and replayed, in every family of transformers that has them.
+
+The oracle is the attention of the unpatched code: what an indexer did not choose has weight 0 there, and what it chose
+has not.
+"""
+
+import re
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from foreroute.adapters import hf
+from foreroute.adapters.hf import indexers as hf_indexers
+from foreroute.errors import (
+    AttachError,
+    BatchMismatchError,
+    ConfigError,
+    ReplayError,
+    SpecMismatchError,
+    TraceContentError,
+)
+from foreroute.trace import DecisionStream, RoutingTrace, concatenate, extended
+from tests.adapters.hf.families import build
+from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, random_routes, sequences_of
+from tests.models import tiny
+
+SPARSE = {
+    "axk2": {"index_topk": 6},
+    "deepseek_v32": {"index_topk": 6},
+    "dots3_note": {"index_topk": 6},
+    "glm_moe_dsa": {"index_topk": 6, "indexer_types": ["full", "shared", "full"]},
+    "hy_v4": {"index_topk": 6},
+    "mistral_large4": {"index_topk": 6},
+    "deepseek_v4": {"index_topk": 3, "layer_types": ["compressed_sparse_attention"] * 3},
+    "glm5_next": {
+        "index_topk": 8,
+        "layer_types": ["indexed_attention"] * 3,
+        "indexer_types": ["full", "shared", "full"],
+    },
+    "minimax_m3_vl": {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
+    "qwen4_exp": {
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+}
+UNITS_ONLY_AT_SLOTS = {"deepseek_v4", "minimax_m3_vl"}
+ONE_A_ROW = UNITS_ONLY_AT_SLOTS | {"glm5_next"}
+BATCH = batch_of(37, 24)
+MODELLING = Path(transformers.__file__).parent / "models"
+
+
+def test_every_indexer_of_transformers_is_known():
+    """Fails when transformers adds a family with one: give it a form and a tiny model here."""
+    sources = {path.parent.name: path.read_text() for path in MODELLING.glob("*/modeling_*.py")}
+    with_one = {name: text for name, text in sources.items() if re.search("[Ii]ndexer|index_topk", text)}
+    assert with_one.keys() == SPARSE.keys()
+    classes = {each for text in with_one.values() for each in re.findall(r"^class (\w*Indexer)\(", text, re.MULTILINE)}
+    assert classes == hf_indexers.FORMS.keys()
+
+
+@lru_cache
+def attached(family):
+    model = build(family, **SPARSE[family])
+    model.set_attn_implementation("eager")
+    return model, hf.attach(model)
+
+
+def output_of(model, batch):
+    return model(**batch, use_cache=False)[0][batch["attention_mask"].bool()]
+
+
+def recorded(family, batch=BATCH):
+    model, routed = attached(family)
+    with routed.record(indexers=True) as recording, torch.no_grad():
+        output = output_of(model, batch)
+    return output, recording.trace()
+
+
+def foreign(trace, spec, seed=3):
+    """The same trace with sets of the right sizes that no indexer would choose."""
+    rng, stream = np.random.default_rng(seed), trace.streams["indexer"]
+    positions = np.arange(trace.num_rows) - np.repeat(trace.offsets[:-1], trace.lengths)
+    visible_NL = np.repeat(spec.num_visible(positions), len(spec.layers))
+    sets = [
+        (rng.permuted(np.tile(np.arange(visible), (spec.heads, 1)), axis=1)[:, : spec.top_k] * spec.heads).T
+        + np.arange(spec.heads)
+        for visible, count in zip(visible_NL, stream.counts_ND.reshape(-1), strict=True)
+        if count
+    ]
+    ids = np.concatenate([each.reshape(-1) for each in sets])
+    others = DecisionStream.from_sets(stream.num_choices, stream.valid_N, stream.counts_ND, ids, layers=stream.layers)
+    return trace.with_stream("indexer", others)
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_own_choices_change_no_bit(family):
+    """Of the output, and of what is executed; recording changes none either."""
+    model, routed = attached(family)
+    with torch.no_grad():
+        expected = output_of(model, BATCH)
+        output, trace = recorded(family)
+        with routed.replay(trace), routed.record(indexers=True) as again:
+            replayed = output_of(model, BATCH)
+    assert torch.equal(output, expected)
+    assert torch.equal(replayed, expected)
+    assert again.trace().equals(trace)
+    assert trace.streams["indexer"].valid_N.all()
+    assert "indexer" not in record_routes(family).streams
+
+
+def record_routes(family):
+    model, routed = attached(family)
+    with routed.record() as recording, torch.no_grad():
+        output_of(model, BATCH)
+    return recording.trace()
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_foreign_choices_are_obeyed(family):
+    """Every query of every layer attends to the replayed keys and to no others, those of shared layers too."""
+    model, routed = attached(family)
+    _, trace = recorded(family)
+    other = foreign(trace, routed.indexers)
+    with torch.no_grad(), routed.replay(other), attention_of(model) as weights:
+        output_of(model, BATCH)
+    require_attended(family, routed, other, weights, BATCH)
+    with pytest.raises(AssertionError):  # the control: not the model's own
+        require_attended(family, routed, trace, weights, BATCH)
+
+
+@contextmanager
+def attention_of(model):
+    """Weights [B, heads, T, keys] by layer number, from the modules around indexers and those that share."""
+    weights, handles = {}, []
+    for path, module in model.named_modules():
+        if hasattr(module, "indexer") or hasattr(getattr(module, "compressor", None), "indexer"):
+            number = int(re.search(r"layers\.(\d+)\.self_attn$|$", path).group(1) or -1)
+            if number >= 0:
+                note = lambda _, __, output, number=number: weights.update({number: output[1]})  # noqa: E731
+                handles.append(module.register_forward_hook(note))
+    yield weights
+    for handle in handles:
+        handle.remove()
+
+
+def require_attended(family, routed, trace, weights, batch):
+    spec, stream = routed.indexers, trace.streams["indexer"]
+    numbers = [layer.index for layer in spec.layers]
+    for number, weights_BHTC in weights.items():
+        if number < numbers[0]:
+            continue  # dense
+        layer = max(place for place, other in enumerate(numbers) if other <= number)
+        width = batch["attention_mask"].shape[1]
+        seen_BHTC = weights_BHTC[..., width if family == "deepseek_v4" else 0 :] > 0
+        for b, length in enumerate(batch["attention_mask"].sum(1).tolist()):
+            for head in range(spec.heads):
+                expected_TC = torch.zeros(length, seen_BHTC.shape[-1], dtype=torch.bool)
+                for p in range(length):
+                    expected_TC[p, keys_of(family, spec, chosen(trace, spec, stream, b, p, layer, head), p)] = True
+                mine = slice(head * seen_BHTC.shape[1] // spec.heads, (head + 1) * seen_BHTC.shape[1] // spec.heads)
+                assert torch.equal(seen_BHTC[b, mine, :length], expected_TC.expand_as(seen_BHTC[b, mine, :length]))
+
+
+def chosen(trace, spec, stream, sequence, position, layer, head):
+    """Units of one query, ascending."""
+    row = int(trace.offsets[sequence]) + position
+    start, stop = stream.offsets[row * stream.depth + layer :][:2]
+    ids = stream.ids[start:stop]
+    if not len(ids):
+        return list(range(int(spec.num_visible(np.array([position]))[0])))
+    return [int(i) // spec.heads for i in ids if i % spec.heads == head]
+
+
+def keys_of(family, spec, units, position):
+    """The columns that a query attends to: tokens, or compressed entries."""
+    if family == "deepseek_v4":
+        return units
+    tokens = [u * spec.unit + i for u in units for i in range(spec.unit)]
+    if family in ("glm5_next", "qwen4_exp"):
+        tokens += range((position + 1) // spec.unit * spec.unit, position + 1)
+    return [token for token in tokens if token <= position]
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_checkpointing_changes_no_gradient(family):
+    """Both kinds of it, with `backward()` inside and outside of the session, under choices of no relation."""
+    batch = batch_of(19, 12)
+    _, trace = recorded(family, batch)
+    model = build(family, **SPARSE[family])
+    routed = hf.attach(model)
+    model.train()
+    other = foreign(trace, routed.indexers)
+    plain, own = (trained(model, routed, batch, each, "inside") for each in (other, trace))
+    assert any(not torch.equal(plain[name], own[name]) for name in plain)
+    for use_reentrant in (True, False):
+        enable_checkpointing(model, use_reentrant)
+        for backward in ("inside", "outside"):
+            ours = trained(model, routed, batch, other, backward)
+            assert plain.keys() == ours.keys()
+            for name, expected in plain.items():
+                torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-7)
+
+
+def trained(model, routed, batch, trace, backward):
+    model.zero_grad()
+    with routed.replay(trace):
+        loss = output_of(model, batch).square().mean()
+        if backward == "inside":
+            loss.backward()
+    if backward == "outside":
+        loss.backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_layouts_move_choices_with_their_tokens(family):
+    """Sequences are replayed as if alone, padded on either side and packed; upstream cannot, and we refuse."""
+    model, routed = attached(family)
+    _, trace = recorded(family)
+    other = foreign(trace, routed.indexers)
+    alone = []
+    for s, tokens in enumerate(sequences_of(BATCH)):
+        with routed.replay(other.select([s])), torch.no_grad():
+            alone.append(model(input_ids=torch.from_numpy(tokens)[None], use_cache=False)[0][0])
+    left, forms = batch_of(37, 24, side="left"), {}
+    position_ids = (left["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    forms["right"] = (BATCH, nullcontext())
+    refused = pytest.raises(BatchMismatchError, match=r"units of . tokens by their place in the batch")
+    forms["left"] = (left | {"position_ids": position_ids}, refused if family in UNITS_ONLY_AT_SLOTS else nullcontext())
+    tokens = np.concatenate(sequences_of(BATCH))
+    positions = np.concatenate([np.arange(len(each)) for each in sequences_of(BATCH)])
+    packed = {"input_ids": torch.from_numpy(tokens)[None], "position_ids": torch.from_numpy(positions)[None]}
+    forms["packed"] = (packed, refused if family in ONE_A_ROW else nullcontext())
+    for name, (batch, outcome) in forms.items():
+        with outcome, routed.replay(other), routed.record(indexers=True) as recording, torch.no_grad():
+            output = model(**batch, use_cache=False)[0]
+            kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+            assert recording.trace().equals(other), name
+            if name != "packed" or family not in ("qwen4_exp",):  # its linear attention runs on over a packed row
+                torch.testing.assert_close(output[kept], torch.cat(alone), rtol=0, atol=5e-4)
+
+
+def test_choices_are_recorded_while_a_model_generates():
+    """One token at a time, behind a cache and left padding: what the indexers returned, and none for the last token."""
+    model, routed = attached("deepseek_v32")
+    prompts, returned = batch_of(9, 5, side="left"), []
+    note = model.model.layers[1].self_attn.indexer.register_forward_hook(
+        lambda *call: returned.append(call[-1].clone())
+    )
+    with routed.record(indexers=True) as recording:
+        sampled = model.generate(**prompts, max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    note.remove()
+    batch = {"input_ids": sampled, "attention_mask": torch.cat([prompts["attention_mask"], torch.ones(2, 9)], 1).long()}
+    rollout = recording.rollout(*batch.values())
+    stream = rollout.streams["indexer"]
+    assert stream.valid_N.tolist() == [True] * 17 + [False] + [True] * 13 + [False]
+    by_slot = [step[:, t] for step in returned for t in range(step.shape[1])]
+    for b, padding in enumerate((0, 4)):
+        for p in range(17 - padding):
+            expected = sorted({int(i) - padding for i in by_slot[p + padding][b]} & set(range(p + 1)))
+            assert chosen(rollout, routed.indexers, stream, b, p, 1, 0) == expected, (b, p)
+    with routed.replay(rollout), torch.no_grad():  # where the sampled token chooses for itself
+        output_of(model, batch)
+
+
+SHIFTS = {"later": 1, "earlier": -1}
+
+
+@pytest.mark.parametrize("by", SHIFTS.values(), ids=SHIFTS)
+@pytest.mark.parametrize("family", SPARSE)
+def test_shifted_choices_are_refused(family, by):
+    _, routed = attached(family)
+    _, trace = recorded(family)
+    rows = np.concatenate(
+        [np.roll(np.arange(a, b), by) for a, b in zip(trace.offsets, trace.offsets[1:], strict=False)]
+    )
+    shifted = trace.with_stream("indexer", trace.streams["indexer"].take(rows))
+    with (
+        pytest.raises(TraceContentError, match=r"the indexer has \d+ choices.* belong to another row"),
+        routed.replay(shifted),
+    ):
+        pass
+
+
+def test_choices_of_another_model_are_refused():
+    _, routed = attached("deepseek_v32")
+    _, trace = recorded("deepseek_v32")
+    stream = trace.streams["indexer"]
+    elsewhere = replace(stream, layers=tuple(replace(layer, index=layer.index + 1) for layer in stream.layers))
+    with (
+        pytest.raises(SpecMismatchError, match=r"of 3 layers .*; expected 3 layers"),
+        routed.replay(trace.with_stream("indexer", elsewhere)),
+    ):
+        pass
+    model = tiny("qwen3_moe")
+    without = hf.attach(model)
+    assert without.indexers is None
+    routes = random_routes(without.spec, BATCH)
+    with (
+        pytest.raises(SpecMismatchError, match="no indexer that can be replayed"),
+        without.replay(routes.with_stream("indexer", stream)),
+    ):
+        pass
+    with pytest.raises(ConfigError, match="no sparse-attention indexer"), without.record(indexers=True):
+        pass
+
+
+def test_rows_without_choices_follow_the_policy():
+    model, routed = attached("deepseek_v32")
+    expected, trace = recorded("deepseek_v32")
+    gappy = trace.with_stream("indexer", trace.streams["indexer"].without(np.array([20])))
+    with torch.no_grad():
+        with (
+            pytest.raises(BatchMismatchError, match="sequence 0 has no choice of indexers at position 20"),
+            routed.replay(gappy),
+        ):
+            output_of(model, BATCH)
+        with routed.replay(gappy, missing="native"):
+            assert torch.equal(output_of(model, BATCH), expected)  # which is what it chose when it was recorded
+        with routed.replay(gappy, missing="drop") as session:
+            output_of(model, BATCH)
+            assert session.loss_mask_BT.sum(1).tolist() == [21, 24]
+        alone = RoutingTrace.unrouted(routed.spec, sequences_of(BATCH))  # choices without routes
+        alone = alone.with_stream("indexer", foreign(trace, routed.indexers).streams["indexer"])
+        with routed.replay(alone, missing="native"), attention_of(model) as weights:
+            output_of(model, BATCH)
+    require_attended("deepseek_v32", routed, alone, weights, BATCH)
+
+
+def test_choices_survive_joining_cutting_and_later_turns():
+    """A choice is counted from the start of its sequence, so that no operation on traces has to change it."""
+    _, routed = attached("deepseek_v32")
+    _, trace = recorded("deepseek_v32")
+    both = concatenate([trace, trace.truncated([9, 9])]).select([3, 0])
+    routed.indexers.check(both.streams["indexer"], both.offsets)
+    earlier = trace.truncated([20, 20])
+    assert extended(earlier, trace).equals(trace)
+    resumed = earlier.continued_by(tail_of(trace, 20))
+    assert resumed.equals(trace)
+
+
+def tail_of(trace, start):
+    rows = np.concatenate([np.arange(a + start, b) for a, b in zip(trace.offsets, trace.offsets[1:], strict=False)])
+    return trace.take_rows(rows, trace.lengths - start)
+
+
+def test_an_indexer_that_is_bypassed_or_deaf_is_refused_on_attach(monkeypatch):
+    monkeypatch.setattr(hf_indexers.ChoosingIndexer, "_replayed", lambda self, own, rows, indexer: own)
+    with pytest.raises(AttachError, match=r"indexers such as model\.layers\.0\.self_attn\.indexer .* not obeyed"):
+        hf.attach(build("deepseek_v32", **SPARSE["deepseek_v32"]))
+    monkeypatch.undo()
+    model = build("deepseek_v32", **SPARSE["deepseek_v32"])
+    indexer = model.model.layers[1].self_attn.indexer
+    monkeypatch.setattr(
+        type(indexer), "__call__", lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs)
+    )
+    with pytest.raises(ReplayError, match=r"indexer model\.layers\.0\.self_attn\.indexer selected 0 times"):
+        hf.attach(model)
+
+
+def test_an_unknown_indexer_leaves_routes_alone():
+    model = build("deepseek_v32", **SPARSE["deepseek_v32"])
+    for layer in model.model.layers:
+        of_class = type(layer.self_attn.indexer)
+        layer.self_attn.indexer.__class__ = type("NovelIndexer", (of_class,), {})
+    routed = hf.attach(model)
+    assert routed.indexers is None
+    with routed.replay(random_routes(routed.spec, BATCH)), torch.no_grad():
+        output_of(model, BATCH)
+
+
+def test_choices_in_a_compiled_layer_are_refused():
+    _, trace = recorded("deepseek_v32")
+    model = build("deepseek_v32", **SPARSE["deepseek_v32"])
+    routed = hf.attach(model)
+    model.model.layers[0].compile(backend="eager")
+    refused = pytest.raises(ReplayError, match=r"in eager mode alone, and layers\.0 is compiled")
+    with refused, routed.replay(trace), torch.no_grad():
+        output_of(model, BATCH)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_replays_routes_and_refuses_choices():
+    expected, trace = recorded("deepseek_v32")
+    model = build("deepseek_v32", **SPARSE["deepseek_v32"])
+    routed = hf.attach(model)
+    model.compile(backend="eager")
+    with routed.replay(trace.without_streams()), torch.no_grad():
+        torch.testing.assert_close(output_of(model, BATCH), expected, rtol=0, atol=1e-4)
+    with pytest.raises(ReplayError, match="in eager mode alone"), routed.replay(trace), torch.no_grad():
+        output_of(model, BATCH)
