@@ -1,7 +1,8 @@
 """Plans in verl's Megatron engine: what switches them on, and one batch that is counted, planned and executed.
 
 When the micro-batches of a batch are known and none of them has run, the ranks that share experts tell each other their
-counts. Then a thread of each plans, while the first micro-batch runs at home. The others run under the plan.
+counts. Then a thread of each plans, while the first micro-batch runs at home. The others run under the plan. A batch of
+one micro-batch waits for its plan.
 """
 
 from __future__ import annotations
@@ -85,20 +86,18 @@ class PlannedBatch:
         self._counts_MLGE = routed.gather_counts(self._shards)
         topology = hardware_preset(config.hardware).topology(self._counts_MLGE.shape[2], config.redundant_slots)
         home_LE = routed.home_LE
-        self._later = (
-            start(self._counts_MLGE[1:], topology, UNDER_PLAN, home_LE=home_LE) if len(self._shards) > 1 else None
-        )
+        self._num_at_home = min(1, len(self._shards) - 1)
+        self._planned = start(self._counts_MLGE[self._num_at_home :], topology, UNDER_PLAN, home_LE=home_LE)
         self._at_home = plan(self._counts_MLGE[:1], topology, AT_HOME, home_LE=home_LE)
         self._executions: list[PlanExecution] = []
 
     def begin(self, number: int) -> None:
         """A micro-batch is about to run. A collective call before the first and before the second one."""
-        if number == 0:
-            self._execute(self._at_home, slice(0, 1))
-        elif number == 1:
-            assert self._later is not None, "there is a second one"
+        if number == self._num_at_home:
             self._open.close()
-            self._execute(self._later.result(), slice(1, None))
+            self._execute(self._planned.result(), slice(self._num_at_home, None))
+        elif number == 0:
+            self._execute(self._at_home, slice(0, 1))
 
     def _execute(self, made: Any, part: slice) -> None:
         execution = self._routed.execute(made, self._counts_MLGE[part], self._shards[part])
@@ -113,18 +112,19 @@ class PlannedBatch:
         mine_ML = torch.from_numpy(np.concatenate([execution.executed_ML for execution in self._executions]))
         executed = [torch.empty_like(mine_ML) for _ in range(self._counts_MLGE.shape[2])]
         dist.all_gather(executed, mine_ML, group=group)
-        plans = [execution.plan for execution in self._executions]
-        planned = [
-            made.cell(m, layer).loads_G(self._counts_MLGE[first + m, layer])
-            for first, made in zip((0, 1), plans, strict=False)
-            for m in range(made.shape[0])
-            for layer in range(made.shape[1])
+        cells = [
+            execution.plan.cell(m, layer)
+            for execution in self._executions
+            for m, layer in np.ndindex(execution.plan.shape[:2])
         ]
+        counts_CGE = self._counts_MLGE.reshape(len(cells), *self._counts_MLGE.shape[2:])
+        planned = [cell.loads_G(counts_GE) for cell, counts_GE in zip(cells, counts_CGE, strict=True)]
         shape = self._counts_MLGE.shape[:2]
         at_home_MLG = np.stack(
             [(self._counts_MLGE.sum(2) * (self._routed.home_LE == rank)).sum(2) for rank in range(len(executed))], -1
         )
-        return BatchLoads(at_home_MLG, np.reshape(planned, (*shape, -1)), torch.stack(executed, -1).numpy())
+        planned_MLG = np.reshape(planned, (*shape, -1))
+        return BatchLoads(self._num_at_home, at_home_MLG, planned_MLG, torch.stack(executed, -1).numpy())
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,13 @@ class BatchLoads:
     """Assignments of each rank in each cell of a batch, int64 [M, L, G].
 
     Attributes:
+        num_at_home: how many micro-batches ran before the plan, the first ones.
         at_home_MLG: if every expert served all of its own.
-        planned_MLG: by the plan; those of the first micro-batch at home.
+        planned_MLG: by the plan; at home before it.
         executed_MLG: that the experts of a rank computed.
     """
 
+    num_at_home: int
     at_home_MLG: NDArray[np.int64]
     planned_MLG: NDArray[np.int64]
     executed_MLG: NDArray[np.int64]
@@ -151,12 +153,13 @@ class PlanSums:
         self._rows_off = 0
 
     def add(self, loads: BatchLoads) -> None:
-        """The cells of a batch; those of its first micro-batch apart."""
+        """The cells of a batch; those that ran before its plan apart."""
+        first = loads.num_at_home
         parts = {
-            "static": loads.at_home_MLG[1:],
-            "planned": loads.planned_MLG[1:],
-            "executed": loads.executed_MLG[1:],
-            "first": loads.executed_MLG[:1],
+            "static": loads.at_home_MLG[first:],
+            "planned": loads.planned_MLG[first:],
+            "executed": loads.executed_MLG[first:],
+            "first": loads.executed_MLG[:first],
         }
         for name, part_MLG in parts.items():
             self._slowest[name] += int(part_MLG.max(-1).sum()) * part_MLG.shape[-1]
@@ -167,8 +170,8 @@ class PlanSums:
         """What is to be logged, by name. Starts anew.
 
         - plan/imbalance_static, _planned, _executed: assignments of the slowest rank over those of the mean one, over
-          the cells of all micro-batches but the first of a batch: at homes, by the plan, and as experts computed them.
-        - plan/imbalance_first: of the first micro-batches, as experts computed them.
+          the cells of all micro-batches under a plan: at homes, by the plan, and as experts computed them.
+        - plan/imbalance_first: of the first micro-batches, which ran before the plan, as experts computed them.
         - plan/rows_off: assignments that a rank computed more or less than it was to, over all cells.
         """
         logs = {f"plan/imbalance_{name}": self._slowest[name] / total for name, total in self._all.items() if total}
