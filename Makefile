@@ -27,14 +27,16 @@ test test-whole test-megatron-newest test-megatron-grid: export NUMBA_OPT = 1
 # every room on small sizes; ROOM=trace for one
 ROOM ?=
 test: $(READY)
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow" $(ROOM:%=tests/%)
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not exhaustive" $(ROOM:%=tests/%)
 
 # slow ones too: real engines, real processes, and a sample of every grid
+WHOLE ?= not exhaustive
 test-whole: $(READY)
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile -m "$(WHOLE)"
 
 # every grid, verl, a million malformed inputs, 200 kills: without a limit of time
 test-all: NEWEST =
+test-all: WHOLE =
 test-all: test-whole test-megatron-newest test-megatron-grid test-verl
 	for case in fuzz doors kills; do $(BIN)/python -m benchmarks $$case --json || exit 1; done
 

@@ -389,7 +389,7 @@ def test_choices_in_a_compiled_layer_are_refused():
         output_of(model, BATCH)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_compiled_model_replays_routes_and_refuses_choices():
     expected, trace = recorded("deepseek_v32")
     model = build("deepseek_v32", **SPARSE["deepseek_v32"])

@@ -33,7 +33,7 @@ def proof(folder, *arguments, **environment):
     return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_part_passes_on_a_cpu_or_says_why_it_is_skipped(tmp_path):
     code, report = proof(tmp_path / "out")
     assert {name: outcome for name, outcome in report["parts"].items() if outcome != "passed"} in ({}, MEGATRON_ABSENT)

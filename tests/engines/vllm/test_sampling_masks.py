@@ -102,6 +102,7 @@ def measured(log_r, name, capsys):
     return SimpleNamespace(mean=float(ratios.mean()), k3=k3, outside=outside)
 
 
+@pytest.mark.slow
 def test_ratios_are_one_on_the_recorded_sets(policy, vllm_python, tmp_path, capsys):
     """Without masks the mean ratio is the kept mass, routes replayed or not. Untruncated sampling needs none."""
     with serving(policy, vllm_python, tmp_path, "float32") as engine:
@@ -130,7 +131,7 @@ def test_ratios_are_one_on_the_recorded_sets(policy, vllm_python, tmp_path, caps
     assert not greedy.logprobs_R.any()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_in_bfloat16_masks_and_routes_each_take_a_part_of_the_mismatch(policy, vllm_python, tmp_path, capsys):
     """What is left with both is what sampling from all tokens leaves with routes."""
     with serving(policy, vllm_python, tmp_path, "bfloat16") as engine:
