@@ -19,6 +19,7 @@ EVERY = "FOREROUTE_MEGATRON_GRID" in os.environ
 STEPS = 20 if EVERY else 2
 IN_GRID = pytest.mark.skipif(not EVERY, reason="make test-megatron-grid runs it")
 
+pytestmark = pytest.mark.slow
 test_names = checks_of("pipeline_checks")
 
 
