@@ -30,14 +30,12 @@ def main(policy, folder, runs):
     share = SEQUENCES // 2
     mine = {name: values[share * rank : share * (rank + 1)] for name, values in book.batch().items()}
     for name, settings in json.loads(runs).items():
-        if settings.pop("resumes", False):
-            settings["checkpoint"] = Path(folder) / "checkpoint"
         torch.save(run(policy, mine, **settings), Path(folder) / f"{name}-{rank}.pt")
     dist.destroy_process_group()
 
 
-def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings):
-    """Steps of an old-log-prob pass and an update each; given a checkpoint, by a new engine from the second on."""
+def run(policy, batch, *, tokens=32, reverse=False, **settings):
+    """Steps of an old-log-prob pass and an update each."""
     engine = make(policy, **settings)
     if reverse:
         batch = {name: values.flip(0) for name, values in batch.items()}
@@ -56,11 +54,6 @@ def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings)
         found["old"].append({"routed": old.routed, "rows_ML": old.rows_ML})
         found["update"].append({"routed": updated.routed, "rows_ML": updated.rows_ML})
         found["planned"].append([loads_MLG(counts, made.result()) for counts, made in planned])
-        if checkpoint and step == 0:
-            engine.save_checkpoint(str(checkpoint), global_step=1)
-            dist.barrier()
-            engine = make(policy, **settings)
-            engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
     found["weights"] = exported(engine)
     return found
 
