@@ -16,15 +16,16 @@ from numpy.typing import NDArray
 from benchmarks.harness.execution_bench import SLOTS, Bench
 from foreroute.ep import BatchRows
 from foreroute.ep.transfer.engine import TransferEngine
+from foreroute.errors import ConfigError
 from foreroute.plan import StepPlan
 from foreroute.simulate import SimulateConfig, parse_config
-from foreroute.simulate.fit import fit, fit_record
+from foreroute.simulate.fit import fit, predict
 from foreroute.simulate.measurements import Measurement
 
 STAGES = {"recompute": False, "update": True}
 """Whether a stage has backward passes."""
 FITTED = ("gemm_flops_per_s", "memory_bytes_per_s", "layer_s", "node_bytes_per_s", "host_bytes_per_s")
-"""Rates; the last where weights go through host memory."""
+"""Rates; the last where a known step waits for weights from host memory."""
 HEAD_WIDTH = 64
 HF_EXECUTION = {"paths": "host"}
 
@@ -60,11 +61,14 @@ def predict_seconds(
     known: Sequence[TimedStep], asked: Sequence[TimedStep], stage: str, config: SimulateConfig
 ) -> NDArray[np.float64]:
     """float64 [asked], simulated seconds of a stage, with rates fitted to the same stage of the known steps."""
-    rates = FITTED if config.execution.paths == "host" else FITTED[:-1]
-    fitted = fit([_measurement(one, stage) for one in known], config, rates)
+    measured = [_measurement(one, stage) for one in known]
+    try:
+        fitted = fit(measured, config, FITTED)
+    except ConfigError:
+        # only ranks that wait for others fetch by host memory, or none does
+        fitted = fit(measured, config, FITTED[:-1])
     costs = replace(config.described().costs, hardware=fitted.hardware)
-    unseen = [_measurement(one, stage) for one in asked]
-    return np.array(fit_record(unseen, config, costs, rates).predicted_s)
+    return predict([_measurement(one, stage) for one in asked], config, costs)
 
 
 def predict_ratios(

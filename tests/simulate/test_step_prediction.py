@@ -67,6 +67,14 @@ def test_planned_steps_over_those_at_home_are_predicted_as_megatron_executes_the
     assert ratios["update"] != predict_ratios(known, untimed, by_host)["update"]
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_rate_of_host_memory_is_left_out_where_no_known_step_waits_for_it(stage):
+    config = processes_config(SIZES, 2, sequence_tokens=64)
+    known, asked = (steps(config, seed=seed)[1::2] for seed in (0, 1))  # at home
+    predicted = predict_seconds(known + asked, asked, stage, config)
+    assert predicted == pytest.approx([one.seconds[stage] for one in asked], rel=1e-3)
+
+
 def test_where_ranks_share_processors_they_take_turns(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert processes_config(SIZES, 4, sequence_tokens=64).cluster.processors_per_node == 2

@@ -16,6 +16,8 @@ NONE = -1
 DIRECT, HOST, AUTO = 0, 1, 2
 """Paths of weights: from peer to peer, through host memory within a node, or whichever ends sooner."""
 NODE_OUT, NODE_IN, CLUSTER_OUT, CLUSTER_IN, HOST_LINK = range(5)
+SOURCES_AT_ONCE = 16
+"""int32 of a cache line."""
 
 
 class Rates(NamedTuple):
@@ -77,9 +79,7 @@ def schedule_cells(
     order_R = np.empty(largest, np.int64)
     nth_R = np.empty(largest, np.int64)
     first_G = np.empty(num_ranks + 1, np.int64)
-    served_EG = np.empty((num_experts, num_ranks), np.int32)
-    is_replicated_E = np.zeros(num_experts, np.bool_)
-    replicated_E = np.empty(num_experts, np.int64)
+    served_GE = np.empty((num_ranks, num_experts), np.int32)
     start_E = np.empty(num_experts, np.int64)
     mine_E = np.empty(num_experts, np.int64)
     cursor_E = np.empty(num_experts, np.int64)
@@ -100,29 +100,16 @@ def schedule_cells(
         _by_home(home_E, home_row_E, member_GS)
         _by_rank_and_slot(rank_R, slot_R, begin, num_replicas, order_R, nth_R, first_G)
 
-        # what replicas serve, of every source: looked at on all ranks, so that all see what is wrong
-        num_replicated = 0
-        for i in range(num_replicas):
-            e = expert_R[begin + i]
-            if not is_replicated_E[e]:
-                is_replicated_E[e] = True
-                replicated_E[num_replicated] = e
-                num_replicated += 1
-                served_EG[e, :] = tokens_RG[begin + i, :]
-            else:
-                served_EG[e, :] += tokens_RG[begin + i, :]
-        for g in range(num_ranks):
-            for j in range(num_replicated):
-                e = replicated_E[j]
-                if served_EG[e, g] > counts_GE[g, e]:
-                    return c, e, g, served_EG[e, g] - counts_GE[g, e]
+        # looked at on all ranks, so that all see what is wrong
+        _served(expert_R, tokens_RG, begin, num_replicas, served_GE)
+        g, e = _first_excess(served_GE, counts_GE)
+        if g != NONE:
+            return c, e, g, served_GE[g, e] - counts_GE[g, e]
 
         # this rank's assignments, sorted by expert: those of an expert go to its home first, then to its replicas
         place = 0
         for e in range(num_experts):
-            mine_E[e] = counts_GE[rank, e]
-            if is_replicated_E[e]:
-                mine_E[e] -= served_EG[e, rank]
+            mine_E[e] = counts_GE[rank, e] - served_GE[rank, e]
             start_E[e] = place
             cursor_E[e] = place + mine_E[e]
             place += counts_GE[rank, e]
@@ -149,9 +136,7 @@ def schedule_cells(
         for s in range(num_home):
             e = member_GS[rank, s]
             for g in range(num_ranks):
-                tokens_SG[s, g] = counts_GE[g, e]
-            if is_replicated_E[e]:
-                tokens_SG[s, :] -= served_EG[e, :]
+                tokens_SG[s, g] = counts_GE[g, e] - served_GE[g, e]
         for i in range(first_G[rank], first_G[rank + 1]):
             tokens_SG[num_home + i - first_G[rank], :] = tokens_RG[begin + order_R[i], :]
         _computed(tokens_SG[:num_groups], num_home, least_rows_L[c % len(home_LE)], c, out, at)
@@ -193,8 +178,6 @@ def schedule_cells(
                         out.served, at[4], turn, i, e, home_row_E[e], source_R[i], slot_R[begin + r], place, host_R[i]
                     )
                     at[4] += 1
-        for j in range(num_replicated):
-            is_replicated_E[replicated_E[j]] = False
         out.ends_CX[c, :] = at
     return NONE, 0, 0, 0
 
@@ -207,6 +190,34 @@ def _append(blocks: Any, at: int, start: int, length: int) -> int:
     blocks[at, 0] = start
     blocks[at, 1] = length
     return at + 1
+
+
+@kernel
+def _served(expert_R: Any, tokens_RG: Any, begin: int, num_replicas: int, served_GE: Any) -> None:
+    """What replicas serve, of every source: int32 [G, E]."""
+    served_GE[:] = 0
+    num_ranks = len(served_GE)
+    # a few sources at a time, whose rows stay in the cache while all replicas write to them
+    for begin_G in range(0, num_ranks, SOURCES_AT_ONCE):
+        end_G = min(begin_G + SOURCES_AT_ONCE, num_ranks)
+        for i in range(begin, begin + num_replicas):
+            e = expert_R[i]
+            for g in range(begin_G, end_G):
+                served_GE[g, e] += tokens_RG[i, g]
+
+
+@kernel
+def _first_excess(served_GE: Any, counts_GE: Any) -> tuple[int, int]:
+    """Source and expert of which more is served than there is, the first of them, or NONE twice."""
+    for g in range(len(served_GE)):
+        has_excess = False
+        for e in range(served_GE.shape[1]):
+            has_excess |= served_GE[g, e] > counts_GE[g, e]
+        if has_excess:
+            for e in range(served_GE.shape[1]):
+                if served_GE[g, e] > counts_GE[g, e]:
+                    return g, e
+    return NONE, NONE
 
 
 @kernel
