@@ -30,7 +30,13 @@ test_patch_of_megatrons_own_loop = checks_of("rl_loop_checks")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [(), ("--pipeline", "2")], ids=["experts", "pipeline"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param((), id="experts"),
+        pytest.param(("--pipeline", "2"), id="pipeline", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_example_trains_on_two_ranks(arguments):
     script = ("examples/megatron/grpo.py", "--steps", "3", *arguments)
     done = torchrun(2, *script, timeout=300, cwd=ROOT, env=environment())

@@ -44,7 +44,14 @@ def test_losses_gradients_weights_and_state_equal_those_of_the_static_run(name):
 
 
 @pytest.mark.parametrize(
-    "name", [name if case.ranks == 2 else pytest.param(name, marks=pytest.mark.slow) for name, case in GROUPED.items()]
+    "name",
+    [
+        "grouped",
+        "grouped, fused",
+        pytest.param("grouped, distributed", marks=pytest.mark.exhaustive),
+        pytest.param("grouped, fused, distributed", marks=pytest.mark.slow),
+        pytest.param("grouped, fused, virtual stages", marks=pytest.mark.slow),
+    ],
 )
 def test_experts_in_one_module_are_executed(name):
     run("plan_execution_checks.check_cases", [(GROUPED[name], PLANS)], ranks=GROUPED[name].ranks)

@@ -48,6 +48,7 @@ def test_every_part_passes_on_a_cpu_or_says_why_it_is_skipped(tmp_path):
 MEGATRON_ABSENT = {"megatron": "skipped: run: megatron.core cannot be imported: No module named 'megatron'"}
 
 
+@pytest.mark.exhaustive
 def test_a_python_without_some_packages_skips_by_name_what_needs_them(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT.format(absent=["pydantic", "megatron", "trl"]))
     code, report = proof(tmp_path / "out", "--parts", "trainer", "megatron", "mismatch", PYTHONPATH=str(tmp_path))
