@@ -85,9 +85,7 @@ class MegatronPasses:
         with self.comparison.batch(update=update) as logs:
             with ExitStack() as executions, _told_of_micro_batches(partial(self._prepare, executions)):
                 yield logs
-            self._require_all_ran(data)
-            if self._planned is not None:
-                self._plans.add(self._planned.loads(mpu.get_expert_model_parallel_group()))
+            self._end_batch(data)
             if update:
                 self.comparison.metrics.add_native(self._replaying.agreement().routing)
                 if self._planning is not None:
@@ -118,12 +116,14 @@ class MegatronPasses:
             shards = [each.shard for each in self._micro_batches]
             self._planned = PlannedBatch(self.routed, shards, self._planning, executions)
 
-    def _require_all_ran(self, data: Any) -> None:
+    def _end_batch(self, data: Any) -> None:
         if not self._micro_batches or self._num_steps != len(self._micro_batches):
             raise ReplayError(
                 f"verl's Megatron engine ran {self._num_steps} of {len(self._micro_batches)} micro-batches of a batch "
                 f"of {len(data)} through forward_step; the others were not replayed"
             )
+        if self._planned is not None:
+            self._plans.add(self._planned.loads(mpu.get_expert_model_parallel_group()))
 
     def _micro_batch(self, data: Any) -> RoutedMicroBatch:
         routes = trace_of(data, model=self._facts)
