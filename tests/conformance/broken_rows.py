@@ -201,6 +201,14 @@ class ChoicesOfTheLayerBefore(Sparse):
         return changed_sets(trace, lambda sets_ND: np.roll(sets_ND, 1, axis=1))
 
 
+class ChoicesForgottenInRecomputation(Sparse):
+    def backward(self, model, step):
+        if model.case.checkpointing:
+            step.under(step.trace.without_streams())
+        else:
+            step.right()
+
+
 class ChoicesRecordedOneLate(Sparse):
     def recorded(self, handle, trace):
         if "indexer" not in trace.streams:
@@ -270,6 +278,7 @@ BROKEN = {
     MasksMended: "masks-refused",
     ChoicesDropped: "indexers-followed",
     ChoicesOfTheLayerBefore: "indexers-followed",
+    ChoicesForgottenInRecomputation: "indexers-followed",
     ChoicesRecordedOneLate: "indexers-recorded",
     ChoicesMended: "indexers-refused",
 }
