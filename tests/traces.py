@@ -3,7 +3,7 @@
 import numpy as np
 
 from foreroute import RoutedLayer, RoutingSpec, RoutingTrace, concatenate
-from foreroute.trace import DecisionStream, synthetic_trace
+from foreroute.trace import INDEXER, DecisionStream, IndexerSpec, synthetic_trace
 
 
 def spec_of(num_experts=8, top_k=2, num_layers=3):
@@ -67,3 +67,24 @@ def with_decisions(trace, seed, *, weights=True):
     trace = trace.with_stream("sampling", masks)
     trace = trace.with_stream("indexer", similar_sets(rng, trace.num_rows, 2**31 - 1, layers=indexers))
     return trace.with_gate_weights(rng.random(trace.expert_ids_NLK.shape)) if weights else trace
+
+
+CHOICES = IndexerSpec(8, tuple(RoutedLayer(i) for i in range(4)))
+CHOICE_LENGTHS = [60, 48, 60]
+
+
+def choices_of(noise=0.0, seed=0):
+    """Routes, and choices of indexers by scores that last from query to query, in part, with noise of its own."""
+    rng, own = np.random.default_rng(0), np.random.default_rng([1, seed])
+    positions, chosen = np.concatenate([np.arange(n) for n in CHOICE_LENGTHS]), []
+    for _ in CHOICES.layers:
+        sets = []
+        for length in CHOICE_LENGTHS:
+            lasting = rng.standard_normal(length)
+            for p in range(length):
+                scores = 0.5 * lasting + rng.standard_normal(length) + noise * own.standard_normal(length)
+                sets.append(np.sort(np.argsort(-scores[: p + 1])[: CHOICES.top_k]))
+        counts = np.array([len(each) for each in sets])
+        chosen.append((counts, np.concatenate(sets).astype(np.int32)))
+    routes = synthetic_trace(spec_of(), CHOICE_LENGTHS, seed=0)
+    return routes.with_stream(INDEXER, CHOICES.stream(positions, chosen))

@@ -16,7 +16,9 @@ from foreroute.capture import Generation, load_generation, save_generation
 from foreroute.files import seal_arrays, seal_file, seal_slices
 from foreroute.trace import (
     CODECS,
+    INDEXER,
     DecisionStream,
+    IndexerSpec,
     RoutedLayer,
     RoutingSpec,
     RoutingTrace,
@@ -32,7 +34,7 @@ MODELS = ((8, 2, 3), (128, 8, 2), (300, 2, 1), (5, 1, 1))
 
 
 def trace_targets(folder: Path) -> list[Target]:
-    """The reader of traces, per codec, whole and in part, and the reader of generations."""
+    """The reader of traces, per codec, with streams, whole and in part, and the reader of generations."""
     whole = [
         Target(
             name=f"trace, {codec}",
@@ -46,16 +48,19 @@ def trace_targets(folder: Path) -> list[Target]:
         )
         for codec in CODECS
     ]
-    beside = Target(
-        name="trace, streams",
-        make=lambda rng: _bytes_of(_with_streams(_trace(rng), rng), "packed"),
-        read=lambda raw: load(written(raw, folder / "streams")),
-        same=_same_trace,
-        forge=lambda raw, rng: forge(raw, rng, seal_trace),
-        check=lambda raw, trace: require_possible(trace),
-        sealed=True,
-        weight=3.0,
-    )
+    beside = [
+        Target(
+            name=f"trace, {name}",
+            make=lambda rng, add=add: _bytes_of(add(_trace(rng), rng), "packed"),
+            read=lambda raw: load(written(raw, folder / "streams")),
+            same=_same_trace,
+            forge=lambda raw, rng: forge(raw, rng, seal_trace),
+            check=lambda raw, trace: require_possible(trace),
+            sealed=True,
+            weight=3.0,
+        )
+        for name, add in (("streams", _with_streams), ("indexers", _with_choices))
+    ]
     part = Target(
         name="trace, in part",
         make=_maker("packed"),
@@ -72,7 +77,7 @@ def trace_targets(folder: Path) -> list[Target]:
         read=lambda raw: load_generation(written(raw, folder / "rollout.safetensors")),
         same=_same_generation,
     )
-    return [*whole, beside, part, generation]
+    return [*whole, *beside, part, generation]
 
 
 def require_possible(trace: RoutingTrace) -> None:
@@ -168,6 +173,21 @@ def _with_streams(trace: RoutingTrace, rng: np.random.Generator) -> RoutingTrace
         stream = DecisionStream.from_sets(choices, valid, counts, np.concatenate(ids), layers=layers)
         trace = trace.with_stream(name, stream)
     return trace.with_gate_weights(rng.random(trace.expert_ids_NLK.shape))
+
+
+def _with_choices(trace: RoutingTrace, rng: np.random.Generator) -> RoutingTrace:
+    """Choices of indexers that last from query to query, which are stored by what changed."""
+    spec = IndexerSpec(int(rng.integers(1, 12)), (RoutedLayer(0), RoutedLayer(3)), heads=int(rng.integers(1, 3)))
+    positions = np.arange(trace.num_rows) - np.repeat(trace.offsets[:-1], trace.lengths)
+    chosen = []
+    for _ in spec.layers:
+        scores_UH, sets = rng.random((int(positions.max()) + 1, spec.heads)), []
+        for seen in spec.num_visible(positions).tolist():
+            scores_UH += 0.1 * rng.standard_normal(scores_UH.shape)
+            units_KH = np.argsort(scores_UH[:seen], axis=0)[-spec.top_k :]
+            sets.append(np.sort((units_KH * spec.heads + np.arange(spec.heads)).reshape(-1)))
+        chosen.append((np.array([len(each) for each in sets]), np.concatenate(sets).astype(np.int32)))
+    return trace.with_stream(INDEXER, spec.stream(positions, chosen))
 
 
 def _generation_bytes(rng: np.random.Generator, folder: Path) -> bytes:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from foreroute.cli.main import app
 from foreroute.trace import DecisionStream
 from foreroute.train import load_checkpoint
 from tests.cli.command import foreroute
-from tests.traces import random_trace, spec_of
+from tests.traces import choices_of, random_trace, spec_of
 from tests.train.small_runs import records, small_values
 
 
@@ -240,6 +241,22 @@ def test_diff_names_sets_that_differ_are_missing_or_are_of_other_tokens(tmp_path
     result = foreroute("diff", first, saved("wrong", (own + 1) % choices))
     assert result.returncode == 1
     assert "leave out the token that was sampled" in " ".join(result.stdout.split())
+
+
+def test_diff_and_inspect_name_choices_of_indexers(tmp_path):
+    trace, same, shifted = choices_of(), choices_of(noise=0.05), choices_of(noise=0.05)
+    rows = np.concatenate([np.roll(np.arange(a, b), 2) for a, b in pairwise(shifted.offsets)])
+    shifted = shifted.with_stream("indexer", shifted.streams["indexer"].take(rows))
+    files = [fr.save(each, tmp_path / name) for each, name in ((trace, "a"), (same, "b"), (shifted, "c"))]
+    shown = " ".join(foreroute("inspect", files[0], columns=200).stdout.split())
+    stream = trace.streams["indexer"]
+    sets = int((stream.counts_ND > 0).sum())
+    assert f"{trace.num_rows} rows of 4 layers, {len(stream.ids)} ids in {sets} sets; " in shown
+    result = foreroute("diff", files[0], files[1])
+    assert (result.returncode, "indexer" in result.stdout) == (0, True)
+    result = foreroute("diff", files[0], files[2])
+    assert result.returncode == 1
+    assert "with the token 2 earlier" in " ".join(result.stdout.split())
 
 
 @pytest.mark.parametrize("form", ["raw", "planes", "npy", "raw-int32", "nemo-rl", "prime-rl", "skyrl"])

@@ -10,9 +10,10 @@ from foreroute.conformance import Case
 from foreroute.conformance.huggingface import HuggingFaceModel, HuggingFaceUnderTest
 from foreroute.replay import masked_logprobs_of_logits
 from foreroute.trace import SAMPLING
+from tests.attended import SIZES as SPARSE
 from tests.models import FAMILIES, GROUPED
 
-SIZES = {**FAMILIES, **GROUPED}
+SIZES = {**FAMILIES, **GROUPED, "deepseek_v32": SPARSE}
 
 
 class Adapter:
@@ -21,6 +22,7 @@ class Adapter:
     family = "qwen3_moe"
     picks_in_order = True
     scores_on_sets = True
+    checks = None  # all
 
     def __init__(self):
         self.good = HuggingFaceUnderTest(self.family, SIZES[self.family])
@@ -32,6 +34,9 @@ class Adapter:
 
     def attach(self, model):
         return Handle(self, self.good.attach(model.good), model)
+
+    def indexers(self):
+        return self.good.indexers()
 
     def ingest(self, *arguments):
         return self.good.ingest(*arguments)

@@ -1,8 +1,12 @@
 """Adapters whose rows or gates are broken in one way each; `BROKEN` says which check must fail, and no other."""
 
+from contextlib import contextmanager
+from itertools import pairwise
+
 import numpy as np
 import torch
 
+from foreroute.errors import ForerouteError
 from foreroute.trace import DecisionStream
 from tests.conformance.breaking import Adapter, filled, native, other_ids, with_ids
 
@@ -180,6 +184,72 @@ def with_tokens(masks, targets):
     return DecisionStream.from_sets(masks.num_choices, np.ones(len(counts), bool), counts, ids)
 
 
+class Sparse(Adapter):
+    """Of a family with indexers, which other checks say nothing new about."""
+
+    family = "deepseek_v32"
+    checks = ("routes-followed", "indexers-followed", "indexers-recorded", "indexers-refused")
+
+
+class ChoicesDropped(Sparse):
+    def rows(self, trace):
+        return trace.without_streams()
+
+
+class ChoicesOfTheLayerBefore(Sparse):
+    def rows(self, trace):
+        return changed_sets(trace, lambda sets_ND: np.roll(sets_ND, 1, axis=1))
+
+
+class ChoicesForgottenInRecomputation(Sparse):
+    def backward(self, model, step):
+        if model.case.checkpointing:
+            step.under(step.trace.without_streams())
+        else:
+            step.right()
+
+
+class ChoicesRecordedOneLate(Sparse):
+    def recorded(self, handle, trace):
+        if "indexer" not in trace.streams:
+            return trace
+        rows = np.arange(trace.num_rows).reshape(len(trace), -1)
+        return trace.with_stream("indexer", trace.streams["indexer"].take(np.roll(rows, 1, axis=1).reshape(-1)))
+
+
+class ChoicesMended(Sparse):
+    """Where they cannot be those of the model, it chooses for itself, and so it does where a row has none."""
+
+    @contextmanager
+    def session(self, handle, trace, **options):
+        stream = trace.streams.get("indexer")
+        if stream is not None:
+            try:
+                handle.good.indexers.check(stream, trace.offsets)
+            except ForerouteError:
+                stream = None
+            if stream is None or not stream.valid_N.all():
+                trace = trace.without_streams()
+        with super().session(handle, trace, **options):
+            yield
+
+
+def changed_sets(trace, change):
+    """With other choices of indexers, which are given as an array of sets."""
+    stream = trace.streams.get("indexer")
+    if stream is None:
+        return trace
+    sets_ND = np.empty(stream.counts_ND.shape, object)
+    for place, (start, stop) in enumerate(pairwise(stream.offsets)):
+        sets_ND.flat[place] = stream.ids[start:stop]
+    sets_ND = change(sets_ND)
+    counts = np.array([len(each) for each in sets_ND.flat]).reshape(sets_ND.shape)
+    ids = np.concatenate(list(sets_ND.flat))
+    return trace.with_stream(
+        "indexer", DecisionStream.from_sets(stream.num_choices, stream.valid_N, counts, ids, layers=stream.layers)
+    )
+
+
 BROKEN = {
     SomeRowsWrong: "routes-followed",
     NoEffect: "silent-no-op",
@@ -206,4 +276,9 @@ BROKEN = {
     MasksAtAnotherTemperature: "masks-followed",
     MasksWithoutGradient: "masks-followed",
     MasksMended: "masks-refused",
+    ChoicesDropped: "indexers-followed",
+    ChoicesOfTheLayerBefore: "indexers-followed",
+    ChoicesForgottenInRecomputation: "indexers-followed",
+    ChoicesRecordedOneLate: "indexers-recorded",
+    ChoicesMended: "indexers-refused",
 }

@@ -79,6 +79,9 @@ class Naive:
     def build(self, case):
         return Model(self.good.build(case), case)
 
+    def indexers(self):
+        return None
+
     def ingest(self, *arguments):
         return self.good.ingest(*arguments)
 

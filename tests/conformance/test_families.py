@@ -2,8 +2,13 @@
 
 from foreroute.conformance import conformance_tests
 from foreroute.conformance.huggingface import HuggingFaceUnderTest
+from tests.attended import SIZES
 from tests.models import FAMILIES, GROUPED
 
 test_conformance = conformance_tests(
     *(HuggingFaceUnderTest(family, sizes) for family, sizes in {**FAMILIES, **GROUPED}.items())
+)
+test_conformance_with_indexers = conformance_tests(
+    HuggingFaceUnderTest("deepseek_v32", SIZES),
+    only=["routes-followed", "indexers-followed", "indexers-recorded", "indexers-refused"],
 )

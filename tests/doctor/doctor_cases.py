@@ -12,9 +12,9 @@ from foreroute.engines.embedded import EmbeddedEngine
 VERSION = 3
 
 
-def generation(model, precision="float32", *, sequences=8, temperature=1.0, below=49):
+def generation(model, precision="float32", *, sequences=8, temperature=1.0, below=49, indexers=False):
     """Two responses to each of some prompts."""
-    engine = EmbeddedEngine(model, precision)
+    engine = EmbeddedEngine(model, precision, indexers=indexers)
     engine.load_weights(model.state_dict(), VERSION)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, below, n).astype(np.int32) for n in rng.integers(4, 10, sequences)]

@@ -22,6 +22,8 @@ WRITABLE = (WireKind.NPY, WireKind.RAW_INT32, WireKind.NEMO_RL, WireKind.PRIME_R
 def encode(trace: RoutingTrace, kind: WireKind, *, num_hidden_layers: int | None = None) -> list[Any]:
     """Make one payload per sequence, without the last token's row: what `decode` reads back with the same facts.
 
+    These forms hold routes alone: gate weights and other decisions of the trace stay behind.
+
     Args:
         trace: the routes.
         kind: one of `WRITABLE`.

@@ -13,12 +13,14 @@ from rich.text import Text
 from foreroute.capture import refuse_constant_layers
 from foreroute.cli.terminal import Console, working
 from foreroute.errors import InputError, printable
-from foreroute.mismatch import Defect, Explanation, explain, misplaced_masks, stream_difference
+from foreroute.mismatch import Defect, Explanation, explain, misplaced_choices, misplaced_masks, stream_difference
 from foreroute.report.format import quoted
 from foreroute.trace import (
     CODECS,
+    INDEXER,
     NO_VERSION,
     SAMPLING,
+    DecisionStream,
     RoutingSpec,
     RoutingTrace,
     count_assignments,
@@ -26,6 +28,7 @@ from foreroute.trace import (
     encoded_size,
     load,
 )
+from foreroute.trace.streams import MOST_CHOICES
 
 POSITION_BINS = 8
 """Rows of the table of overlap by position."""
@@ -108,6 +111,9 @@ def _same_streams(trace: RoutingTrace, other: RoutingTrace, console: Console) ->
         if wrong := misplaced_masks(each):
             console.print(f"[bold red]{SAMPLING}[/]  in {side}, {wrong}.", highlight=False)
             sound = False
+    if wrong := misplaced_choices(trace, other):
+        console.print(f"[bold red]{INDEXER}[/]  in the other trace, {wrong}.", highlight=False)
+        sound = False
     return sound
 
 
@@ -126,10 +132,7 @@ def _facts(path: Path, trace: RoutingTrace) -> Table:
         "pick order": "kept" if trace.pick_order_kept else "dropped",
         "routes in memory": f"{trace.expert_ids_NLK.nbytes:,} bytes, {trace.expert_ids_NLK.dtype}",
         **({} if trace.gate_weights_NLK is None else {"gate weights": "of every pick"}),
-        **{
-            f"stream {name}": f"{int(stream.valid_N.sum())} rows, {len(stream.ids)} ids below {stream.num_choices}"
-            for name, stream in trace.streams.items()
-        },
+        **{f"stream {name}": _sets(stream) for name, stream in trace.streams.items()},
         "as a file": ", ".join(f"{codec} {encoded_size(trace, codec):,}" for codec in CODECS) + " bytes",
         "digest": digest(trace),
         # what the file's writer claims; named so that it cannot pass for a fact above
@@ -138,6 +141,17 @@ def _facts(path: Path, trace: RoutingTrace) -> Table:
     }.items():
         table.add_row(Text(name), Text(_one_line(value)))
     return table
+
+
+def _sets(stream: DecisionStream) -> str:
+    sets, rows = int((stream.counts_ND > 0).sum()), int(stream.valid_N.sum())
+    layers = f" of {stream.depth} layers" if stream.layers else ""
+    below = f" below {stream.num_choices}" if stream.num_choices < MOST_CHOICES else ""
+    size = stream.valid_N.nbytes + stream.offsets.nbytes + stream.ids.nbytes
+    return (
+        f"{rows} rows{layers}, {len(stream.ids)} ids{below} in {sets} sets; {rows * stream.depth - sets} left nothing "
+        f"out; {size:,} bytes in memory"
+    )
 
 
 def _few(values: list[str]) -> str:

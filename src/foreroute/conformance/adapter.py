@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.trace import RoutingSpec, RoutingTrace
+from foreroute.trace import IndexerSpec, RoutingSpec, RoutingTrace
 
 Padding = Literal["none", "left", "right"]
 
@@ -87,6 +87,8 @@ class Seen:
         gates_NLK: [N, L, K], the weights that the experts' outputs are summed with, or None when not visible.
         padding_ids_PLK: integers [P, L, K], the experts of padding rows, or None when padding is not routed.
         other_ids: experts picked by routers that are not the decoder's (an MTP head), integers [rows, K] by name.
+        chosen_NDU: bool [N, D, U · H], the units that indexers of sparse attention handed on to the attention, of those
+            that each query sees; columns are ids as in `foreroute.trace.IndexerSpec`. None when not visible.
     """
 
     ids_NLK: NDArray[Any]
@@ -95,6 +97,7 @@ class Seen:
     gates_NLK: NDArray[Any] | None = None
     padding_ids_PLK: NDArray[Any] | None = None
     other_ids: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    chosen_NDU: NDArray[np.bool_] | None = None
 
 
 class Step(Protocol):
@@ -193,6 +196,13 @@ class AdapterUnderTest(Protocol):
 
     def attach(self, model: ModelUnderTest) -> AttachedModel:
         """The adapter under test."""
+
+    def indexers(self) -> IndexerSpec | None:
+        """The facts of the family's indexers, where the adapter replays them; `record` takes `indexers=True` then.
+
+        Sequences of 12 tokens must have more than `top_k` units.
+        """
+        return None
 
     def ingest(
         self, spec: RoutingSpec, token_ids: Sequence[ArrayLike], expert_ids: Sequence[ArrayLike]

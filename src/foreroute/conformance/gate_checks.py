@@ -86,7 +86,7 @@ def router_gradient(situation: Situation) -> None:
     model, handle = situation.pair()
     with handle.replay(situation.native_trace()):
         model.forward(situation.base).backward()
-    name, off = _furthest(untouched.gradients(), model.gradients())
+    name, off = furthest(untouched.gradients(), model.gradients())
     require(off <= TOLERANCE, f"under the model's own routes the gradient of {name} is off by {off:.2g} of its size")
     only_after("dense-scores", _dense_scores, situation)
     finite_differences(situation, situation.foreign(situation.spec, situation.base))
@@ -131,7 +131,7 @@ def only_after(check: str, run: Callable[[Situation], object], situation: Situat
         situation.require_placement()
 
 
-def _furthest(expected: Mapping[str, NDArray[Any]], seen: Mapping[str, NDArray[Any]]) -> tuple[str, float]:
+def furthest(expected: Mapping[str, NDArray[Any]], seen: Mapping[str, NDArray[Any]]) -> tuple[str, float]:
     """The parameter whose gradient is furthest off, relative to the largest gradient of its own."""
     off = {
         name: float(np.abs(seen[name] - value).max() / max(float(np.abs(value).max()), 1e-12)) if name in seen else 1.0

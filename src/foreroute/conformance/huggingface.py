@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from foreroute.adapters import hf
 from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Fault, Groups, Seen, Unsupported
 from foreroute.conformance.torch_model import TorchModel, TorchStep, padded, raise_once
+from foreroute.trace import IndexerSpec
 
 Given = dict[str, tuple[NDArray[Any], NDArray[Any]]]
 """Expert ids [rows, K] and gate weights [rows, K], by the path of the experts module that was given them."""
@@ -59,6 +61,12 @@ class HuggingFaceUnderTest(AdapterUnderTest):
         sizes = {**self._sizes, **changes}
         return hf.build_model(self._family, seed=0, experts_implementation="eager", **sizes).eval()
 
+    def indexers(self) -> IndexerSpec | None:
+        """Those that choose tokens, which the probe can read."""
+        model = HuggingFaceUnderTest.build(self, Case())
+        spec = hf.attach(model.model).indexers if model.indexers else None
+        return spec if spec is not None and spec.unit == 1 else None
+
     def attach(self, model: Any) -> hf.RoutedTransformer:
         """`hf.attach`, which also proves replay on the model."""
         return hf.attach(model.model)
@@ -69,6 +77,9 @@ class HuggingFaceModel(TorchModel):
 
     Args:
         model: the model.
+
+    Attributes:
+        indexers: paths of the modules that choose what queries attend to.
     """
 
     def __init__(self, model: Any) -> None:
@@ -77,6 +88,7 @@ class HuggingFaceModel(TorchModel):
         if not experts:
             raise Unsupported(f"{type(model).__name__} has no module whose class name ends in Experts to look into")
         self._experts = tuple(experts)
+        self.indexers = [path for path, module in model.named_modules() if type(module).__name__.endswith("Indexer")]
         self._trunk = model.get_submodule(experts[0].partition(".layers.")[0])
 
     @property
@@ -92,20 +104,22 @@ class HuggingFaceModel(TorchModel):
         """One forward over the padded batch."""
         input_ids, real_BT = padded(batch)
         mask = real_BT.long()
-        with torch.set_grad_enabled(grad), self._probed() as given:
+        with torch.set_grad_enabled(grad), self._probed(real_BT) as given:
             logprobs = self.next_logprobs(input_ids, mask, given)
             wanted = real_BT[:, 1:] & real_BT[:, :-1]
             loss = -logprobs[wanted].mean()
         kept = real_BT.reshape(-1).numpy()
         ids = np.stack([given[path][0] for path in self._experts], axis=1)
         gates = np.stack([given[path][1] for path in self._experts], axis=1)
+        chosen = [given[path][0][kept] for path in self.indexers if path in given]
         seen = Seen(
             ids[kept],
             logprobs.detach()[wanted].numpy(),
             float(loss.detach()),
             gates[kept],
             ids[~kept] if not kept.all() else None,
-            {path: given[path][0] for path in given if path not in self._experts},
+            {path: given[path][0] for path in given if path not in (*self._experts, *self.indexers)},
+            np.stack(chosen, axis=1) if chosen else None,
         )
         return TorchStep(seen, loss)
 
@@ -135,8 +149,8 @@ class HuggingFaceModel(TorchModel):
         self._trunk.mtp["layers"][0]["mlp"](hidden)
 
     @contextmanager
-    def _probed(self) -> Iterator[Given]:
-        """What every experts module is given."""
+    def _probed(self, real_BT: Tensor | None = None) -> Iterator[Given]:
+        """What every experts module is given; with a mask of tokens, also every attention by its indexer."""
         given: Given = {}
 
         def note(path: str, args: tuple[Tensor, ...]) -> None:
@@ -147,11 +161,29 @@ class HuggingFaceModel(TorchModel):
             for path, module in self.model.named_modules()
             if type(module).__name__.endswith("Experts")
         ]
+        if real_BT is not None:
+            for path in self.indexers:
+                note_chosen = partial(_note_attended, given, path, real_BT)
+                handles.append(self.model.get_submodule(path).register_forward_hook(note_chosen))
         try:
             yield given
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _note_attended(given: Given, path: str, real_BT: Tensor, module: nn.Module, args: Any, keys_BTK: Tensor) -> None:
+    """Note bool [B · T, U], the tokens of its sequence that each query attends to, where an indexer returns tokens."""
+    if keys_BTK.ndim != 3 or keys_BTK.dtype == torch.bool:
+        return
+    first_B = real_BT.int().argmax(1)
+    tokens_BTK = keys_BTK.long() - first_B[:, None, None]
+    position_BT = torch.arange(real_BT.shape[1]) - first_B[:, None]
+    width = int(real_BT.sum(1).max())
+    visible = (tokens_BTK >= 0) & (tokens_BTK <= position_BT[..., None]) & (tokens_BTK < width)
+    marked = torch.zeros(*real_BT.shape, width + 1, dtype=torch.bool)
+    attended = marked.scatter(-1, torch.where(visible, tokens_BTK, width), True)[..., :width]
+    given[path] = (attended.flatten(0, 1).numpy(),) * 2  # in the order of the rows, as all that is given
 
 
 def _fused(block: Any) -> Any:

@@ -9,7 +9,7 @@ from importlib.resources import files
 from textwrap import wrap
 from typing import Any
 
-from foreroute.conformance import gate_checks, mask_checks, refusal_checks, route_checks, session_checks
+from foreroute.conformance import gate_checks, indexer_checks, mask_checks, refusal_checks, route_checks, session_checks
 from foreroute.conformance.adapter import AdapterUnderTest
 from foreroute.conformance.check import Check, CheckResult, Outcome, Situation, run_check
 from foreroute.errors import ConfigError
@@ -19,6 +19,7 @@ ALL_CHECKS: tuple[Check, ...] = (
     *route_checks.CHECKS,
     *gate_checks.CHECKS,
     *mask_checks.CHECKS,
+    *indexer_checks.CHECKS,
     *session_checks.CHECKS,
     *refusal_checks.CHECKS,
 )

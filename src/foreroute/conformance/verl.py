@@ -46,6 +46,9 @@ class VerlUnderTest(HuggingFaceUnderTest):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return VerlModel(model)
 
+    def indexers(self) -> None:
+        """None: a batch of verl has no field for what they chose."""
+
     def attach(self, model: Any) -> AttachedEngine:  # type: ignore[override]
         """An engine with replay around the model."""
         model.attached = AttachedEngine(model.model)

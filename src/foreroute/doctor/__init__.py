@@ -4,7 +4,8 @@ Importing this room loads no torch; `doctor.examine`, which gathers evidence fro
 """
 
 from foreroute.doctor.evidence import Evidence, Measures, TrainerPass
-from foreroute.doctor.findings import Diagnosis, Finding, Severity, diagnose
+from foreroute.doctor.finding import Finding, Severity
+from foreroute.doctor.findings import Diagnosis, diagnose
 
 __all__ = [
     "Diagnosis",

@@ -14,12 +14,15 @@ from foreroute.mismatch import (
     Defect,
     Explanation,
     RoutingMismatch,
+    StreamDifference,
     TokenMismatch,
     explain,
+    misplaced_choices,
     routing_mismatch,
+    stream_difference,
     token_mismatch,
 )
-from foreroute.trace import RoutedLayer, RoutingTrace
+from foreroute.trace import INDEXER, RoutedLayer, RoutingTrace
 
 NAMES = ("the trainer's own trace", "the engine's trace")
 
@@ -29,7 +32,8 @@ class TrainerPass:
     """One pass of the trainer over the sequences.
 
     Attributes:
-        executed: the routes it took; None where only log-probs are known.
+        executed: the routes it took, and what its indexers chose where the engine's trace says that too; None where
+            only log-probs are known.
         logprobs_R: of the response tokens, sequence after sequence; None where only routes are known.
     """
 
@@ -67,6 +71,7 @@ class Evidence:
         attach_error: why the adapter refused the model.
         replay_error: why the trace could not be replayed.
         mask_error: why its sampling masks cannot be those of its tokens. Log-probs were compared with nothing then.
+        has_indexers: the model has indexers of sparse attention, whose choices can be replayed.
         readings: log-probs of the trainer on the engine's routes, taken otherwise, where the two are far apart.
         expected_version: the weight version that the trainer is at.
         random_weights: the model was made from a configuration alone, so that only its wiring counts.
@@ -85,6 +90,7 @@ class Evidence:
     attach_error: str = ""
     replay_error: str = ""
     mask_error: str = ""
+    has_indexers: bool = False
     readings: tuple[Reading, ...] = ()
     expected_version: int | None = None
     random_weights: bool = False
@@ -106,6 +112,8 @@ class Measures:
             routes where those were replayed. It is 1 where both draw from the same tokens, however far apart they are.
         reading: the one of `Evidence.readings` that is nearest to the engine, and its mismatch.
         explanation: what sets engine's and trainer's routes apart.
+        choices: of indexers, engine against trainer on its own.
+        misplaced_choices: whose the engine's choices are where they are not those of their rows; empty otherwise.
         reordered: the engine's sequences come in another order than the trainer's. Routes are compared in the trainer's
             order; log-probs, whose sequences nothing tells apart, are not compared.
         layers: L, of the routes.
@@ -120,6 +128,8 @@ class Measures:
     ratio: tuple[float, float] | None = None
     reading: tuple[Reading, TokenMismatch] | None = None
     explanation: Explanation | None = None
+    choices: StreamDifference | None = None
+    misplaced_choices: str = ""
     reordered: bool = False
     layers: tuple[RoutedLayer, ...] = ()
 
@@ -172,6 +182,8 @@ def measure(evidence: Evidence) -> Measures:
         ratio=_ratio(evidence.replayed or native, logprobs_R),
         reading=_nearest(evidence.readings, logprobs_R),
         explanation=explanation,
+        choices=_choices(own, engine),
+        misplaced_choices=misplaced_choices(own, engine) if own is not None and engine is not None else "",
         reordered=reordered,
         layers=engine.spec.layers if engine is not None else (),
     )
@@ -194,6 +206,14 @@ def _nearest(readings: tuple[Reading, ...], reference: NDArray[Any] | None) -> t
 
 def _routes(a: RoutingTrace | None, b: RoutingTrace | None) -> RoutingMismatch | None:
     return None if a is None or b is None else routing_mismatch(a, b)
+
+
+def _choices(own: RoutingTrace | None, engine: RoutingTrace | None) -> StreamDifference | None:
+    """None as well where not both have choices of the same indexers."""
+    mine, theirs = (None if trace is None else trace.streams.get(INDEXER) for trace in (own, engine))
+    if mine is None or theirs is None or (mine.layers, mine.num_rows) != (theirs.layers, theirs.num_rows):
+        return None
+    return stream_difference(mine, theirs)
 
 
 def _tokens(trainer: TrainerPass | None, reference: NDArray[Any] | None) -> TokenMismatch | None:

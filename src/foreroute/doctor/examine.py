@@ -21,7 +21,7 @@ from foreroute.errors import AttachError, BatchMismatchError, TraceError
 from foreroute.layout import by_token_budget
 from foreroute.mismatch import misplaced_masks, token_mismatch
 from foreroute.replay import masked_logprobs_of_logits
-from foreroute.trace import SAMPLING, RoutingTrace, concatenate
+from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 
 QUICK = tuple(check.id for check in ALL_CHECKS if check.quick)
 FAR = 1e-2
@@ -62,6 +62,7 @@ def examine(
         routed = hf.attach(model)
     except AttachError as error:
         return Evidence(attach_error=str(error), **given)
+    given["has_indexers"] = routed.indexers is not None
     given["conformance"] = run_conformance(_InPlace(routed), only=QUICK)
     sequences = generation or (None if trace is None else _without_logprobs(trace))
     if sequences is None:
@@ -115,7 +116,8 @@ def _run(
     for chosen in batches:
         part = sequences.select(chosen)
         forced: AbstractContextManager[Any] = routed.replay(part.trace) if replay else nullcontext()
-        with forced, routed.record() as recording:
+        choices = routed.indexers is not None and INDEXER in part.trace.streams
+        with forced, routed.record(indexers=choices) as recording:
             logprobs += _response_logprobs(routed.model, part, temperature)
         executed.append(recording.trace())
         order.append(chosen)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 import numpy as np
 
 from foreroute.conformance import Outcome
+from foreroute.doctor.decisions import about_choices, about_masks
 from foreroute.doctor.evidence import Evidence, Measures, measure
-from foreroute.errors import printable
+from foreroute.doctor.finding import Finding, Severity, many
 from foreroute.mismatch import Defect, Explanation, TokenMismatch
-from foreroute.trace import SAMPLING
 
 HELPS = 1.5
 """Ratio of k3 without to k3 with replay from which replay is said to help, and below whose inverse to harm."""
@@ -35,18 +34,6 @@ NOT_THIS_MODEL = (
 )
 NO_ROUTES = "Look at both with foreroute inspect: a trace without routed rows was captured without routes."
 
-OF_THEIR_TOKENS = (
-    "Row p holds the set that token p + 1 was drawn from. Carry sets with their tokens, or record them again."
-)
-AS_SAMPLED = (
-    "Give the doctor and the trainer the temperature that the engine sampled with, and have the engine return the "
-    "log-probs of what it drew from: processed_logprobs of vLLM, output_token_sampling_logprobs of SGLang."
-)
-RECORD_MASKS = "Record sampling masks, and score tokens on them, or sample without top_p, top_k and min_p."
-EXPLAINS, KEPT_MASS = 4.0, 0.99
-"""Factor by which another reading of log-probs must be nearer to be believed, and mean ratio below which tokens were
-left out. Both chosen by hand: precision leaves the mean at 1, and 4 standard errors are allowed for beside it."""
-
 ADVICE = {
     Defect.SHIFT: "Check where the prompt ends and whether the engine returns T or T - 1 rows: row p is the routing of "
     "input position p.",
@@ -65,37 +52,6 @@ ADVICE = {
     "give the checkpoint of that step. If the share stays, switch the engine's quantisation, expert load balancer, "
     "prefix cache and speculative decoding off one by one, record again, and run the doctor after each.",
 }
-
-
-class Severity(IntEnum):
-    """How bad a finding is."""
-
-    FINE = 0
-    NOTE = 1
-    WARNING = 2
-    PROBLEM = 3
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was found.
-
-    Attributes:
-        severity: how bad it is.
-        topic: "wiring", "routes", "masks", "probabilities", "replay" or "trainer".
-        sentence: what was seen, in plain words and whole sentences.
-        advice: what to do, likewise; empty when there is nothing to do.
-    """
-
-    severity: Severity
-    topic: str
-    sentence: str
-    advice: str = ""
-
-    def __post_init__(self) -> None:
-        """Paths, names of models and errors are quoted: on one line, and as a terminal shows and does not obey them."""
-        object.__setattr__(self, "sentence", " ".join(printable(self.sentence).split()))
-        object.__setattr__(self, "advice", " ".join(printable(self.advice).split()))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,7 +91,8 @@ def diagnose(evidence: Evidence, facts: Mapping[str, str] | None = None) -> Diag
             _weights(evidence),
             _versions(evidence),
             _routes(evidence, measures),
-            _masks(evidence, measures),
+            about_masks(evidence, measures),
+            about_choices(evidence, measures),
             _replay(evidence, measures),
         )
         for finding in part
@@ -147,7 +104,7 @@ def _headline(findings: tuple[Finding, ...]) -> str:
     problems = [f for f in findings if f.severity is Severity.PROBLEM]
     if problems:
         others = len(problems) - 1
-        more = f" See below for {_many(others, 'more problem')}." if others else ""
+        more = f" See below for {many(others, 'more problem')}." if others else ""
         return f"Fix this first: {problems[0].sentence}{more}"
     warnings = [f for f in findings if f.severity is Severity.WARNING]
     if warnings:
@@ -173,7 +130,7 @@ def _wiring(evidence: Evidence) -> Iterator[Finding]:
             sentence = f"The check {result.check.id} ({title}) failed on this model: {_quoted(result.reason)}"
             yield Finding(Severity.PROBLEM, "wiring", sentence, NOT_THIS_MODEL)
     if evidence.conformance.ok:
-        sentence = f"Replay is wired: attach proved itself, and {_many(passed, 'quick check')} passed on this model."
+        sentence = f"Replay is wired: attach proved itself, and {many(passed, 'quick check')} passed on this model."
         yield Finding(Severity.FINE, "wiring", sentence)
 
 
@@ -265,7 +222,7 @@ def _routes(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
     elif explained.kind is not Defect.NONE:
         yield Finding(Severity.PROBLEM, "routes", explained.sentence, ADVICE[explained.kind])
     if not routes.by_differing_layers[1:].sum():
-        sentence = f"The experts are the same in every layer of {_many(routes.rows, 'row')}."
+        sentence = f"The experts are the same in every layer of {many(routes.rows, 'row')}."
         yield Finding(Severity.FINE, "routes", sentence)
         return
     first = int(np.argmax(routes.first_differing_L))
@@ -287,33 +244,6 @@ def _agreed_positions(explained: Explanation) -> int:
         return int(np.argmax(explained.overlap_by_position_T < 1))
 
 
-def _masks(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
-    """Whether trainer and engine take probabilities of the same tokens, at the same temperature."""
-    if evidence.mask_error:
-        sentence = f"The sampling masks are not those of their tokens: {evidence.mask_error}."
-        yield Finding(Severity.PROBLEM, "masks", sentence, OF_THEIR_TOKENS)
-    has_masks = evidence.engine is not None and SAMPLING in evidence.engine.streams
-    far = measures.with_replay
-    if measures.reading is not None and far is not None and measures.reading[1].k3 * EXPLAINS < far.k3:
-        reading, found = measures.reading
-        on = "on the sampling masks" if reading.on_sets else "over all tokens"
-        yield Finding(
-            Severity.PROBLEM,
-            "masks",
-            f"The engine's log-probs fit a temperature of {reading.temperature:g} {on}: k3 is {found.k3:.2e} nats so, "
-            f"and {far.k3:.2e} as the trainer takes them{', on the sampling masks' if has_masks else ''}.",
-            AS_SAMPLED,
-        )
-    elif measures.ratio is not None and not has_masks and measures.ratio[0] + 4 * measures.ratio[1] < KEPT_MASS:
-        yield Finding(
-            Severity.PROBLEM,
-            "masks",
-            f"Trainer over engine is {measures.ratio[0]:.3f} on average, where 1 is expected: the engine drew from "
-            "fewer tokens than the trainer scores, by top-p, top-k or min-p, and the trace has no sampling masks.",
-            RECORD_MASKS,
-        )
-
-
 def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
     if evidence.replay_error:
         yield Finding(
@@ -327,7 +257,7 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
         return
     versions = _known_versions(evidence)
     sampled_by = f" of {_version_words(versions)}" if versions else ""
-    over = f"over {_many(without.count, 'response token')}{sampled_by}"
+    over = f"over {many(without.count, 'response token')}{sampled_by}"
     if replayed is None or gain is None:
         yield Finding(
             _by_probabilities(without, Severity.NOTE),
@@ -387,10 +317,6 @@ def _known_versions(evidence: Evidence) -> tuple[int, ...]:
 
 def _version_words(versions: tuple[int, ...]) -> str:
     return f"weight version{'' if len(versions) == 1 else 's'} {', '.join(map(str, versions))}"
-
-
-def _many(count: int, unit: str) -> str:
-    return f"{count:,} {unit}{'' if count == 1 else 's'}"
 
 
 def _quoted(message: str) -> str:

@@ -34,20 +34,29 @@ KEPT_IN_BFLOAT16 = ("embed", "lm_head", "gate.weight", "router", "norm", "bias")
 
 
 class EmbeddedEngine:
-    """Batched sampling from a copy of a Hugging Face model, with routes, behaviour log-probs and sampling masks.
+    """Batched sampling from a copy of a Hugging Face model, with routes, log-probs and sampling masks.
 
     Args:
         model: the policy; it is copied once, on its device, and not kept.
         precision: "float32", "bfloat16", or "fp8" (bfloat16 arithmetic on weights that went through E4M3 and back, with
             one scale per output channel).
+        gate_weights: whether traces have gate weights.
+        indexers: whether traces have the choices of sparse-attention indexers, which the model must have.
 
     Attributes:
         weight_version: the version last loaded; every trace carries it.
     """
 
-    def __init__(self, model: nn.Module, precision: Precision = "bfloat16", *, gate_weights: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: Precision = "bfloat16",
+        *,
+        gate_weights: bool = False,
+        indexers: bool = False,
+    ) -> None:
         self._precision = precision
-        self._gate_weights = gate_weights
+        self._recorded = {"gate_weights": gate_weights, "indexers": indexers}
         dtype = torch.float32 if precision == "float32" else torch.bfloat16
         self._model: Any = copy.deepcopy(model).eval().requires_grad_(False)
         for parameter in self._model.parameters():  # buffers (rotary frequencies, router biases) stay in float32
@@ -84,6 +93,10 @@ class EmbeddedEngine:
 
         Returns:
             Sequences grouped by prompt, in the order of the prompts.
+
+        Raises:
+            ConfigError: when choices of indexers are asked for, and the model has no indexer that can be recorded.
+            DivergedError: when the model's logits are not finite.
         """
         device = self._model.get_input_embeddings().weight.device
         own = _on_device(generator, device)
@@ -100,7 +113,7 @@ class EmbeddedEngine:
         """Nothing: this engine is only memory."""
 
     def _recording(self) -> AbstractContextManager[Recording]:
-        return self._routed.record(weight_version=self.weight_version, gate_weights=self._gate_weights)
+        return self._routed.record(weight_version=self.weight_version, **self._recorded)
 
     def _decode(self, prompts_PT: Tensor, sampling: Sampling, generator: torch.Generator) -> Generation:
         group_size, end_token = sampling.group_size, sampling.end_token

@@ -1,6 +1,7 @@
 """How far apart trainer and rollout engine are, and why: tokens, routes, margins, the defect, alarms. No torch."""
 
 from foreroute.mismatch.alarm_rules import Alarm, AlarmRules, Kind, Signals, alarms
+from foreroute.mismatch.choices import misplaced_choices
 from foreroute.mismatch.defects import Defect, Explanation, explain
 from foreroute.mismatch.masks import StreamDifference, misplaced_masks, stream_difference
 from foreroute.mismatch.measures import (
@@ -30,6 +31,7 @@ __all__ = [
     "alarms",
     "explain",
     "margin_histogram",
+    "misplaced_choices",
     "misplaced_masks",
     "routing_mismatch",
     "stream_difference",

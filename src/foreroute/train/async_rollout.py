@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from foreroute.capture import Generation
-from foreroute.trace import DecisionStream, RoutingSpec, RoutingTrace
+from foreroute.trace import DecisionStream, LayerKind, RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trace.checks import check_rows
 from foreroute.train.ranks import use_device
 from foreroute.train.rollout import Experience, SamplingRounds
@@ -90,7 +90,7 @@ def stored(experience: Experience) -> dict[str, Any]:
     generation = experience.generation
     return {
         "trace": _values(generation.trace, "spec", "streams"),
-        "streams": {name: _values(stream, "layers") for name, stream in generation.trace.streams.items()},
+        "streams": {name: _stored_stream(stream) for name, stream in generation.trace.streams.items()},
         "generation": _values(generation, "trace"),
         "experience": _values(experience, "generation", "sampled"),
         "sampled": _values(experience.sampled),
@@ -101,17 +101,26 @@ def restored(state: Mapping[str, Any], spec: RoutingSpec) -> Experience:
     """Put a stored rollout together again.
 
     Raises:
-        KeyError, TypeError: when it is something else.
-        TraceContentError: when routes are not those of a model with this spec.
+        KeyError, TypeError, ValueError: when it is something else.
+        TraceContentError: when routes are not those of a model with this spec, or a stream cannot be one.
     """
     parts = {part: _arrays(state[part]) for part in ("trace", "generation", "experience", "sampled")}
-    streams = {name: DecisionStream(**_arrays(values)) for name, values in state["streams"].items()}
-    for stream in streams.values():
-        stream.check()
+    streams = {name: _restored_stream(values) for name, values in state["streams"].items()}
     trace = RoutingTrace(spec, streams=streams, **parts["trace"])
     check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
     generation = Generation(trace, **parts["generation"])
     return Experience(generation, sampled=SamplingRounds(**parts["sampled"]), **parts["experience"])
+
+
+def _stored_stream(stream: DecisionStream) -> dict[str, Any]:
+    return _values(stream, "layers") | {"layers": [[layer.index, layer.kind] for layer in stream.layers]}
+
+
+def _restored_stream(values: Mapping[str, Any]) -> DecisionStream:
+    layers = tuple(RoutedLayer(index, LayerKind(kind)) for index, kind in values["layers"])
+    stream = DecisionStream(**(_arrays(values) | {"layers": layers}))
+    stream.check()
+    return stream
 
 
 def _arrays(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@
                    └──────────────────────── weights, version + 1 ──────────────────────────────┘
 
 `rl.routing` decides whose experts stages 2 and 3 use:  none, the trainer's own in each forward;  R2, those of stage 2
-again in stage 3;  R3, those of stage 1 in both;  R3+weights, those of stage 1 with the gate weights they had there.
+again in stage 3;  R3, those of stage 1 in both;  R3+weights, those of stage 1 with the gate weights they had there. So
+it does whose choices the indexers of sparse attention make, where the model has some.
 A step is read in `rollout.py`, `passes.py`, `update.py` and `objective.py` (what stage 3 minimises); `measure.py` makes
 its record, `ranks.py` is what processes tell each other, and a task is a file of `tasks/`.
 """
@@ -203,6 +204,7 @@ class Trainer:
             weight_version=self.step,
             accepted=self._accepted,
             gate_weights=replay and self.config.rl.routing == "R3+weights",
+            indexers=self.policy.indexers is not None and self.config.rl.routing == "R2",
         )
 
     def _update(

@@ -154,7 +154,12 @@ def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
     config = run.rollout
     place = config.vllm
     if config.engine == "embedded":
-        return EmbeddedEngine(policy.model, config.precision, gate_weights=run.rl.routing == "R3+weights")
+        return EmbeddedEngine(
+            policy.model,
+            config.precision,
+            gate_weights=run.rl.routing == "R3+weights",
+            indexers=policy.indexers is not None and run.rl.routing in ("R3", "R3+weights"),
+        )
     if place.mode == "process":
         settings = vllm.ProcessSettings(
             python=Path(str(place.python)),  # TrainConfig refuses a process without

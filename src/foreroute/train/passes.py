@@ -107,7 +107,8 @@ class Recomputed:
     Attributes:
         logprobs_R: float32 [R], of the response tokens, sequence after sequence.
         entropy_R: float32 [R], in nats.
-        executed: the routes that this pass took; last tokens have none.
+        executed: the routes that this pass took, and the choices of indexers where they were asked for; last tokens
+            have none.
         margins_NL: float32 [N - S, L], top-k margins of its routers; last tokens are not put into the model.
     """
 
@@ -128,6 +129,7 @@ def recompute(
     weight_version: int,
     accepted: Collection[int] | None = None,
     gate_weights: bool = False,
+    indexers: bool = False,
 ) -> Recomputed:
     """Run the policy over the rollout, on its own routes or on the rollout's.
 
@@ -137,10 +139,12 @@ def recompute(
         generation: S sequences.
         stage: takes all of them.
         temperature: of the rollout.
-        replay: force the routes of `generation.trace`, and with `gate_weights` its gate weights too.
+        replay: force the routes of `generation.trace` and its choices of indexers, and with `gate_weights` its gate
+            weights too.
         weight_version: the version of the policy's weights.
         accepted: the versions that replayed routes may be of; that of the policy alone by default.
         gate_weights: see there.
+        indexers: record choices of indexers beside the routes that this pass takes.
     """
     logprobs, entropies, executed, margins = [], [], [], []
     versions = weight_version if accepted is None else accepted
@@ -151,7 +155,7 @@ def recompute(
             forced: AbstractContextManager[Any] = (
                 routed.replay(routes, weight_version=versions, gate_weights=gate_weights) if replay else nullcontext()
             )
-            recorded = routed.record(weight_version=weight_version, margins=True)
+            recorded = routed.record(weight_version=weight_version, margins=True, indexers=indexers)
             with forced, execution.micro_step(number, routes), recorded as recording:
                 logprobs_R, entropy_R = response_logprobs(routed.model, part, temperature)
             logprobs.append(logprobs_R.cpu().numpy())

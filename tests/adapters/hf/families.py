@@ -225,6 +225,31 @@ FAMILIES = {
     "zaya": Family("ZayaForCausalLM", {"num_experts_per_tok": 1, "router_hidden_size": 32}),
 }
 
+# What makes indexers leave something out of short sequences.
+SPARSE = {
+    "axk2": {"index_topk": 6},
+    "deepseek_v32": {"index_topk": 6},
+    "dots3_note": {"index_topk": 6},
+    "glm_moe_dsa": {"index_topk": 6, "indexer_types": ["full", "shared", "full"]},
+    "hy_v4": {"index_topk": 6},
+    "mistral_large4": {"index_topk": 6},
+    "deepseek_v4": {"index_topk": 3, "layer_types": ["compressed_sparse_attention"] * 3},
+    "glm5_next": {
+        "index_topk": 8,
+        "layer_types": ["indexed_attention"] * 3,
+        "indexer_types": ["full", "shared", "full"],
+    },
+    "minimax_m3_vl": {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
+    "qwen4_exp": {
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+}
+
 
 def build(name, *, experts="eager", dtype=torch.float32, seed=0, **overrides):
     """The tiny model of a family, in eval mode; `overrides` replace configuration fields."""

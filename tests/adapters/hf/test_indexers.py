@@ -26,33 +26,10 @@ from foreroute.errors import (
     TraceContentError,
 )
 from foreroute.trace import DecisionStream, RoutingTrace, concatenate, extended
-from tests.adapters.hf.families import build
+from tests.adapters.hf.families import SPARSE, build
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, random_routes, sequences_of
 from tests.models import tiny
 
-SPARSE = {
-    "axk2": {"index_topk": 6},
-    "deepseek_v32": {"index_topk": 6},
-    "dots3_note": {"index_topk": 6},
-    "glm_moe_dsa": {"index_topk": 6, "indexer_types": ["full", "shared", "full"]},
-    "hy_v4": {"index_topk": 6},
-    "mistral_large4": {"index_topk": 6},
-    "deepseek_v4": {"index_topk": 3, "layer_types": ["compressed_sparse_attention"] * 3},
-    "glm5_next": {
-        "index_topk": 8,
-        "layer_types": ["indexed_attention"] * 3,
-        "indexer_types": ["full", "shared", "full"],
-    },
-    "minimax_m3_vl": {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
-    "qwen4_exp": {
-        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
-    },
-}
 UNITS_ONLY_AT_SLOTS = {"deepseek_v4", "minimax_m3_vl"}
 ONE_A_ROW = UNITS_ONLY_AT_SLOTS | {"glm5_next"}
 BATCH = batch_of(37, 24)

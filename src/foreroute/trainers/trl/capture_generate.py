@@ -1,4 +1,4 @@
-"""Routes, log-probs and sampling masks of `model.generate`, as TRL calls it, without a change to what is sampled."""
+"""Routes, log-probs and other decisions of `model.generate`, as TRL calls it, without a change to what is sampled."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ class GenerateSource:
     Args:
         routed: the policy.
         masks: whether to keep the sets of tokens that sampling drew from.
+        indexers: whether to keep the choices of its indexers.
 
     Raises:
         AttachError: when this release of transformers has another list of logits processors.
     """
 
-    def __init__(self, routed: RoutedTransformer, *, masks: bool) -> None:
+    def __init__(self, routed: RoutedTransformer, *, masks: bool, indexers: bool) -> None:
         self._routed = routed
         self._masks = masks
+        self._indexers = indexers
         self._seen: list[tuple[Recording, SampledTokens, Tensor]] = []
         # PEFT's wrapper hands `generate` on to this one
         model: Any = routed.model
@@ -65,7 +67,10 @@ class GenerateSource:
         def with_ours(make: Callable[..., LogitsProcessorList], *args: Any, **kwargs: Any) -> LogitsProcessorList:
             return LogitsProcessorList([*make(*args, **kwargs), sampled])
 
-        with self._routed.record() as recording, overridden(self._sampler, PROCESSORS, with_ours):
+        with (
+            self._routed.record(indexers=self._indexers) as recording,
+            overridden(self._sampler, PROCESSORS, with_ours),
+        ):
             sequences = generate(*args, **kwargs)
         self._seen.append((recording, sampled, sequences))
         return sequences

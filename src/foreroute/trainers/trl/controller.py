@@ -93,8 +93,11 @@ class TrainerPassController:
             return source
         if trainer.use_vllm and self._replay != "R2":
             return VLLMSource(trainer.vllm_generation, trainer.accelerator, facts)
+        replays = self._replay == "R3"
         return GenerateSource(
-            self.routed, masks=self._replay == "R3" and (truncates(trainer) or bool(trainer.args.generation_kwargs))
+            self.routed,
+            masks=replays and (truncates(trainer) or bool(trainer.args.generation_kwargs)),
+            indexers=replays and self.routed.indexers is not None,
         )
 
     def capture(self, generate: Callable[[], Any]) -> Any:
@@ -108,6 +111,11 @@ class TrainerPassController:
         trace, logprobs = self._source.captured(prompts, completions, version)
         self.routed.spec.require_same(trace.spec, what="the rollout's trace")
         require_version(trace, version)
+        if trace.gate_weights_NLK is not None:
+            raise ConfigError(
+                "the rollout has gate weights, and replay under TRL leaves them live; take them off with "
+                "trace.without_gate_weights()"
+            )
         if not self._num_rollouts:
             with self.passing(None):
                 self._check_first(trace)
@@ -263,7 +271,8 @@ class TrainerPassController:
                 trace = self._routes_of(now, rows, mask_BT)
                 session = stack.enter_context(self.routed.replay(trace, telemetry=update))
             if not update or not (self._has_old_pass or self._replay == "R2"):
-                recording = stack.enter_context(self.routed.record())
+                choices = self._replay == "R2" and self.routed.indexers is not None
+                recording = stack.enter_context(self.routed.record(indexers=choices))
             yield
         if recording is not None:
             now.executed.append(recording.trace())

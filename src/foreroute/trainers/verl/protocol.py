@@ -26,7 +26,7 @@ from foreroute.capture import ModelFacts, decode
 from foreroute.capture.checks import routed_before_zeros
 from foreroute.capture.recognition import kept_by_mask, shown
 from foreroute.errors import BatchMismatchError, CaptureError, ReplayError
-from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
+from foreroute.trace import INDEXER, NO_VERSION, RoutingSpec, RoutingTrace
 
 FIELD = "routed_experts"
 """The name of the field, verl's own."""
@@ -81,9 +81,15 @@ def routed_experts(trace: RoutingTrace, batch: Any, *, num_hidden_layers: int | 
 
     Raises:
         BatchMismatchError: when the batch holds other tokens than the trace.
-        CaptureError: when an id does not fit 16 bits, or a row would be read back as something else: an absent one
-            before a routed one, and expert 0 of a top-1 model in all layers.
+        CaptureError: when the trace has choices of indexers or gate weights, for which verl has no field; when an id
+            does not fit 16 bits; or a row would be read back as something else: an absent one before a routed one, and
+            expert 0 of a top-1 model in all layers.
     """
+    if INDEXER in trace.streams or trace.gate_weights_NLK is not None:
+        raise CaptureError(
+            "the trace has choices of indexers or gate weights, and verl has no field for them; take them off with "
+            f'trace.without_streams("{INDEXER}").without_gate_weights(), to carry the routes alone'
+        )
     ids, mask = _tokens_and_mask(_fields(batch))
     _require_readable(trace)
     rows = _rows_of(trace, ModelFacts(trace.spec, num_hidden_layers))

@@ -1,0 +1,181 @@
+"""Indexers of sparse attention: queries attend to what the trace says, and choices of other rows are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.conformance.adapter import Case, Seen, Unsupported
+from foreroute.conformance.check import Check, Situation, refused, require
+from foreroute.conformance.gate_checks import TOLERANCE, furthest, only_after
+from foreroute.mismatch import misplaced_choices
+from foreroute.trace import INDEXER, DecisionStream, IndexerSpec, RoutingTrace
+
+
+def _followed(situation: Situation) -> None:
+    trace = _chosen_followed(situation)
+    gradients = []
+    for checkpointing in (False, True):
+        model, handle = situation.pair(Case(checkpointing=checkpointing))
+        with handle.replay(trace):
+            step = model.forward(situation.base)
+        step.backward()
+        gradients.append(model.gradients())
+    name, off = furthest(*gradients)
+    require(
+        off <= TOLERANCE,
+        f"with activations recomputed after the session, the gradient of {name} is off by {off:.2g} of its size: the "
+        "recomputation chose for itself",
+    )
+
+
+def _chosen_followed(situation: Situation) -> RoutingTrace:
+    """Returns the trace that was replayed."""
+    spec = _indexers(situation)
+    situation.require_placement()
+    trace = _with_canaries(situation, spec)
+    model, handle = situation.pair()
+    with handle.replay(trace):
+        seen = model.forward(situation.base, grad=False).seen
+    wanted_NDU, chosen_NDU = _visible(trace, spec), _chosen(seen)
+    wrong_ND = (wanted_NDU != chosen_NDU).any(axis=2)
+    native = (_chosen(situation.native) == chosen_NDU).all()
+    require(not wrong_ND.any() or not native, "the choices were dropped, and nothing was raised")
+    executed = trace.with_stream(INDEXER, _stream_of(chosen_NDU, trace.streams[INDEXER]))
+    where = misplaced_choices(executed, trace)
+    row, layer = np.argwhere(wrong_ND)[0] if wrong_ND.any() else (0, 0)
+    require(
+        not wrong_ND.any(),
+        f"{int(wrong_ND.sum())} of {wrong_ND.size} choices were not followed; first: row {row}, {spec.layers[layer]}, "
+        f"units {np.flatnonzero(wanted_NDU[row, layer]).tolist()} were asked for, and the query attends to "
+        f"{np.flatnonzero(chosen_NDU[row, layer]).tolist()}" + (f". With what was executed, {where}" if where else ""),
+    )
+    return trace
+
+
+def _recorded(situation: Situation) -> None:
+    spec = _indexers(situation)
+    only_after("indexers-followed", _chosen_followed, situation)
+    handle: Any
+    for what, replays in (("the model's own choices", False), ("replayed choices", True)):
+        model, handle = situation.pair()
+        with handle.record(indexers=True) as recording:
+            if replays:
+                with handle.replay(_with_canaries(situation, spec)):
+                    seen = model.forward(situation.base, grad=False).seen
+            else:
+                seen = model.forward(situation.base, grad=False).seen
+        recorded = recording.trace()
+        require(INDEXER in recorded.streams, f"{what} are not in what was recorded")
+        same = (_visible(recorded, spec) == _chosen(seen)).all()
+        require(same, f"{what} were recorded otherwise than queries attended")
+
+
+def _refused(situation: Situation) -> None:
+    spec = _indexers(situation)
+    only_after("indexers-followed", _chosen_followed, situation)
+    trace = _with_canaries(situation, spec)
+    good = trace.streams[INDEXER]
+    rows = np.arange(trace.num_rows).reshape(len(trace), -1)
+    beyond = good.ids.copy()
+    beyond[np.cumsum(good.counts_ND)[good.counts_ND.reshape(-1) > 0] - 1] = situation.base.width * spec.heads
+    elsewhere = tuple(replace(layer, index=layer.index + 1) for layer in good.layers)
+    for what, stream in (
+        ("choices shifted by a row", good.take(np.roll(rows, 1, axis=1).reshape(-1))),
+        ("units behind the query", replace(good, ids=beyond)),
+        ("choices of other layers", replace(good, layers=elsewhere)),
+        ("a row without choices, which later tokens depend on,", good.without(rows[0, -2:-1])),
+    ):
+        replayed = partial(_replayed, situation, trace.with_stream(INDEXER, stream))
+        require(refused(replayed) is not None, f"{what} went through without an error")
+
+
+def _replayed(situation: Situation, trace: RoutingTrace) -> None:
+    model, handle = situation.pair()
+    with handle.replay(trace):
+        model.forward(situation.base, grad=False)
+
+
+def _indexers(situation: Situation) -> IndexerSpec:
+    spec = situation.adapter.indexers()
+    if spec is None:
+        raise Unsupported("the adapter replays no indexers (indexers)")
+    return spec
+
+
+def _chosen(seen: Seen) -> NDArray[np.bool_]:
+    if seen.chosen_NDU is None:
+        raise Unsupported("the probe does not see what indexers hand on")
+    return seen.chosen_NDU
+
+
+def _with_canaries(situation: Situation, spec: IndexerSpec) -> RoutingTrace:
+    """The model's own routes, with choices at random: each row and layer has its own, and so says where it belongs."""
+    rng = np.random.default_rng([situation.seed, 2])
+    trace = situation.native_trace()
+    positions = _positions(trace)
+    visible_N = spec.num_visible(positions)
+
+    def sets(pick: Callable[[int], NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        parts = [pick(int(visible)) for visible in visible_N]
+        counts = np.array([len(part) for part in parts], np.int64)
+        return counts, np.concatenate(parts).astype(np.int32)
+
+    def at_random(visible: int) -> NDArray[np.int64]:
+        units_HK = rng.permuted(np.tile(np.arange(visible), (spec.heads, 1)), axis=1)[:, : spec.top_k]
+        return np.sort((units_HK * spec.heads + np.arange(spec.heads)[:, None]).reshape(-1))
+
+    return trace.with_stream(INDEXER, spec.stream(positions, [sets(at_random) for _ in spec.layers]))
+
+
+def _positions(trace: RoutingTrace) -> NDArray[np.int64]:
+    return np.arange(trace.num_rows) - np.repeat(trace.offsets[:-1], trace.lengths)
+
+
+def _visible(trace: RoutingTrace, spec: IndexerSpec) -> NDArray[np.bool_]:
+    """Bool [N, D, U · H], what a trace says that queries attend to."""
+    stream = trace.streams[INDEXER]
+    seen_N = spec.num_visible(_positions(trace)) * spec.heads
+    width = int(spec.num_visible(trace.lengths - 1).max()) * spec.heads
+    whole_NDU = np.broadcast_to((np.arange(width) < seen_N[:, None])[:, None], (len(seen_N), stream.depth, width))
+    chosen_NDU = np.zeros(whole_NDU.shape, np.bool_)
+    of_set = np.repeat(np.arange(len(seen_N) * stream.depth), np.diff(stream.offsets))
+    chosen_NDU.reshape(-1, width)[of_set, stream.ids] = True
+    return np.where((stream.counts_ND == 0)[..., None], whole_NDU, chosen_NDU)
+
+
+def _stream_of(chosen_NDU: NDArray[np.bool_], like: DecisionStream) -> DecisionStream:
+    """As a stream; sets that left nothing out are of the same rows."""
+    has_ids_ND = (like.counts_ND > 0)[..., None]
+    row, ids = np.nonzero((chosen_NDU & has_ids_ND).reshape(-1, chosen_NDU.shape[2]))
+    counts = np.bincount(row, minlength=len(chosen_NDU) * like.depth).reshape(-1, like.depth)
+    return DecisionStream.from_sets(
+        like.num_choices, np.ones(len(chosen_NDU), np.bool_), counts, ids, layers=like.layers
+    )
+
+
+CHECKS = (
+    Check(
+        "indexers-followed",
+        "Queries attend to what the trace says, and so they do when activations are recomputed",
+        "Replays choices at random, other ones for each row and layer, and looks at what the attention is given.",
+        _followed,
+    ),
+    Check(
+        "indexers-recorded",
+        "Recorded choices are those that queries attended to",
+        "Records with and without a replay, and compares with what the attention was given.",
+        _recorded,
+    ),
+    Check(
+        "indexers-refused",
+        "Choices of other rows or layers, of units that a query does not see, or missing ones, are refused",
+        "Replays choices shifted by a row, with a unit behind the query, of other layers, and without a row.",
+        _refused,
+    ),
+)

@@ -1,0 +1,78 @@
+"""Findings about the decisions of a rollout beside its routes: sampling masks, and choices of indexers. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from foreroute.doctor.evidence import Evidence, Measures
+from foreroute.doctor.finding import Finding, Severity, many
+from foreroute.trace import INDEXER, SAMPLING
+
+RECORD_CHOICES = (
+    "Record them too: record(indexers=True), or EmbeddedEngine(model, indexers=True); capture.with_indexer_choices "
+    "reads SGLang's."
+)
+OF_THEIR_ROWS = (
+    "Row p holds what the query of token p chose, in each layer. Carry choices with their tokens and layers."
+)
+
+OF_THEIR_TOKENS = (
+    "Row p holds the set that token p + 1 was drawn from. Carry sets with their tokens, or record them again."
+)
+AS_SAMPLED = (
+    "Give the doctor and the trainer the temperature that the engine sampled with, and have the engine return the "
+    "log-probs of what it drew from: processed_logprobs of vLLM, output_token_sampling_logprobs of SGLang."
+)
+RECORD_MASKS = "Record sampling masks, and score tokens on them, or sample without top_p, top_k and min_p."
+EXPLAINS, KEPT_MASS = 4.0, 0.99
+"""Factor by which another reading of log-probs must be nearer to be believed, and mean ratio below which tokens were
+left out. Both chosen by hand: precision leaves the mean at 1, and 4 standard errors are allowed for beside it."""
+
+
+def about_masks(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
+    """Whether trainer and engine take probabilities of the same tokens, at the same temperature."""
+    if evidence.mask_error:
+        sentence = f"The sampling masks are not those of their tokens: {evidence.mask_error}."
+        yield Finding(Severity.PROBLEM, "masks", sentence, OF_THEIR_TOKENS)
+    has_masks = evidence.engine is not None and SAMPLING in evidence.engine.streams
+    far = measures.with_replay
+    if measures.reading is not None and far is not None and measures.reading[1].k3 * EXPLAINS < far.k3:
+        reading, found = measures.reading
+        on = "on the sampling masks" if reading.on_sets else "over all tokens"
+        yield Finding(
+            Severity.PROBLEM,
+            "masks",
+            f"The engine's log-probs fit a temperature of {reading.temperature:g} {on}: k3 is {found.k3:.2e} nats so, "
+            f"and {far.k3:.2e} as the trainer takes them{', on the sampling masks' if has_masks else ''}.",
+            AS_SAMPLED,
+        )
+    elif measures.ratio is not None and not has_masks and measures.ratio[0] + 4 * measures.ratio[1] < KEPT_MASS:
+        yield Finding(
+            Severity.PROBLEM,
+            "masks",
+            f"Trainer over engine is {measures.ratio[0]:.3f} on average, where 1 is expected: the engine drew from "
+            "fewer tokens than the trainer scores, by top-p, top-k or min-p, and the trace has no sampling masks.",
+            RECORD_MASKS,
+        )
+
+
+def about_choices(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
+    """Whether queries attend to the same units of their sequence in trainer and engine."""
+    if measures.misplaced_choices:
+        sentence = f"What indexers chose is not of its rows: {measures.misplaced_choices}."
+        yield Finding(Severity.PROBLEM, "indexers", sentence, OF_THEIR_ROWS)
+    if (found := measures.choices) is not None:
+        yield Finding(
+            Severity.FINE if not found.differing else Severity.NOTE,
+            "indexers",
+            f"Indexers chose other units in at least one layer of {found.differing} of {many(found.rows, 'row')}; "
+            f"trainer and engine share {found.shared:.1%} of the units that queries attend to.",
+        )
+    elif evidence.has_indexers and evidence.engine is not None and INDEXER not in evidence.engine.streams:
+        yield Finding(
+            Severity.WARNING,
+            "indexers",
+            "The model has indexers of sparse attention, and the trace has none of their choices: under R3 queries of "
+            "the trainer attend to other units than the engine's.",
+            RECORD_CHOICES,
+        )

@@ -1,0 +1,84 @@
+"""What the indexers of a deepseek_v32 hand on in its forwards: a probe, and the same of a trace.
+
+Rows are told apart by the tokens up to them, so that the order of sequences, padding and micro-batches do not matter.
+"""
+
+from collections import defaultdict
+from contextlib import contextmanager
+
+import torch
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "index_topk": 3,
+    "index_head_dim": 16,
+    "index_n_heads": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+
+
+@contextmanager
+def attended(model):
+    """Yields, for each (tokens up to a row, layer), the sets of positions that were handed on, filled up meanwhile."""
+    seen, now, handles = defaultdict(set), {}, []
+
+    def begin(_, args, given):
+        now["ids"], now["mask"] = given["input_ids"], given.get("attention_mask")
+
+    def note(layer):
+        def hook(_, __, keys):
+            mask = torch.ones_like(now["ids"]) if now["mask"] is None else now["mask"]
+            for ids_T, mask_T, keys_TK in zip(now["ids"], mask.bool(), keys, strict=True):
+                first, tokens = int(mask_T.int().argmax()), ids_T[mask_T].tolist()
+                for p in range(len(tokens)):
+                    positions = {int(key) - first for key in keys_TK[first + p]}
+                    seen[tuple(tokens[: p + 1]), layer].add(frozenset(positions & set(range(p + 1))))
+
+        return hook
+
+    handles.append(model.register_forward_pre_hook(begin, with_kwargs=True))
+    indexers = [module for module in model.modules() if type(module).__name__ == "DeepseekV32Indexer"]
+    handles += [module.register_forward_hook(note(layer)) for layer, module in enumerate(indexers)]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def chosen(trace):
+    """The same of a trace, without rows that have no choice."""
+    stream, sets = trace.streams["indexer"], defaultdict(set)
+    for s in range(len(trace)):
+        tokens = trace.tokens(s).tolist()
+        for p in range(len(tokens)):
+            row = int(trace.offsets[s]) + p
+            for layer in range(stream.depth if stream.valid_N[row] else 0):
+                start, stop = stream.offsets[row * stream.depth + layer :][:2]
+                ids = stream.ids[start:stop].tolist() or range(p + 1)
+                sets[tuple(tokens[: p + 1]), layer].add(frozenset(ids))
+    return sets
+
+
+def followed(seen, wanted):
+    """How many of the rows and layers that were seen chose otherwise than wanted, and how many were seen at all."""
+    rows = [key for key in seen if key in wanted]
+    return sum(not seen[key] <= wanted[key] for key in rows), len(rows)

@@ -1,0 +1,72 @@
+"""Choices of indexers, right and wrong, and what the doctor says about them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from foreroute.adapters import hf
+from foreroute.doctor import Severity, diagnose
+from foreroute.doctor.examine import examine
+from foreroute.trace import DecisionStream
+from tests.attended import SIZES
+from tests.doctor.doctor_cases import generation
+
+
+@pytest.fixture(scope="module")
+def model():
+    return hf.build_model("deepseek_v32", seed=0, **SIZES).eval()
+
+
+def findings(model, sequences):
+    return [f for f in diagnose(examine(model, sequences)).findings if f.topic in ("indexers", "replay")]
+
+
+def with_choices(good, change):
+    stream = good.trace.streams["indexer"]
+    return replace(good, trace=good.trace.with_stream("indexer", change(stream)))
+
+
+def test_right_choices_are_called_fine_and_others_are_counted(model):
+    (choices, replay) = findings(model, generation(model, indexers=True))
+    assert (choices.severity, replay.severity) == (Severity.FINE, Severity.FINE)
+    assert "chose other units in at least one layer of 0 of" in choices.sentence
+    choices = findings(model, generation(model, "bfloat16", indexers=True))[0]
+    assert choices.severity is Severity.NOTE
+    assert " of 0 of" not in choices.sentence
+
+
+def test_a_trace_without_choices_is_warned_of(model):
+    (choices, *_) = findings(model, generation(model, "bfloat16"))
+    assert choices.severity is Severity.WARNING
+    assert "the trace has none of their choices" in choices.sentence
+    assert "indexers=True" in choices.advice
+
+
+def test_shifted_choices_are_refused_and_named(model):
+    good = generation(model, indexers=True)
+    rows = np.arange(good.trace.num_rows) - 1
+    rows[good.trace.offsets[:-1]] = good.trace.offsets[:-1]
+    found = findings(model, with_choices(good, lambda stream: stream.take(rows)))
+    assert "with the token 1 earlier" in found[0].sentence
+    assert found[0].severity is Severity.PROBLEM
+    (replay,) = [f for f in found if f.topic == "replay"]
+    assert "The trace cannot be replayed" in replay.sentence
+    assert "belong to another row" in replay.sentence
+
+
+def test_choices_of_another_layer_which_nothing_else_tells_apart_are_named(model):
+    def rolled(stream):
+        layers = [
+            [stream.ids[a:b] for a, b in zip(stream.offsets[d:-1:3], stream.offsets[d + 1 :: 3], strict=True)]
+            for d in (2, 0, 1)
+        ]
+        sets = [each for row in zip(*layers, strict=True) for each in row]
+        counts = np.array([len(each) for each in sets]).reshape(-1, 3)
+        return DecisionStream.from_sets(
+            stream.num_choices, stream.valid_N, counts, np.concatenate(sets), layers=stream.layers
+        )
+
+    found = findings(model, with_choices(generation(model, indexers=True), rolled))
+    assert found[0].severity is Severity.PROBLEM
+    assert "with the layer 1 before" in found[0].sentence

@@ -1,0 +1,87 @@
+"""Choices of indexers in a run: recorded by the engine, replayed in recompute and update, kept in checkpoints.
+
+The oracle is what the indexers of the policy hand on to its attention.
+"""
+
+import numpy as np
+import pytest
+
+from foreroute.train import loop, rollout
+from foreroute.train.async_rollout import restored, stored
+from foreroute.train.checkpoint import Checkpoint, load_checkpoint, write_checkpoint
+from foreroute.train.passes import make_schedule
+from foreroute.train.ranks import Ranks
+from foreroute.train.update import update
+from tests.attended import SIZES, attended, chosen, followed
+from tests.train.small_runs import always_informative, small_config, trainer_of
+
+
+def config_of(**rl):
+    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
+    return small_config(
+        model={"family": "deepseek_v32", "experts_implementation": "eager", "sizes": sizes},
+        task={"min_operands": 4},
+        rl={"routing": "R3", **rl},
+    )
+
+
+def step_of(monkeypatch, **rl):
+    """A step; returns its rollout, what the first recompute executed, and what was attended to in it and the update."""
+    monkeypatch.setattr(rollout, "score", always_informative)
+    trainer, seen, executed = trainer_of(config_of(**rl)), {}, []
+
+    def watched_update(*args, **options):
+        with attended(trainer.policy.model) as seen["update"]:
+            return update(*args, **options)
+
+    def watched_recompute(*args):
+        with attended(trainer.policy.model) as found:
+            executed.append(real(*args))
+        seen.setdefault("recompute", found)
+        return executed[-1]
+
+    real = trainer._recompute
+    trainer._recompute = watched_recompute
+    monkeypatch.setattr(loop, "update", watched_update)
+    experience, _ = trainer.run_step()
+    return experience.generation.trace, executed[0].executed, seen
+
+
+@pytest.mark.parametrize("routing", ["R3", "R3+weights"])
+def test_recompute_and_update_attend_to_what_the_engine_did(monkeypatch, routing):
+    trace, _, seen = step_of(monkeypatch, routing=routing, mini_steps=2)
+    for stage in ("recompute", "update"):
+        others, rows = followed(seen[stage], chosen(trace))
+        assert rows > 100
+        assert others == 0, stage
+
+
+def test_the_update_of_r2_attends_to_what_recompute_did(monkeypatch):
+    trace, executed, seen = step_of(monkeypatch, routing="R2", mini_steps=2)
+    assert "indexer" not in trace.streams
+    others, rows = followed(seen["update"], chosen(executed))
+    assert (others, rows > 100) == (0, True)
+
+
+def test_without_replay_the_trainer_attends_to_others(monkeypatch):
+    """The control: in float32 it chooses otherwise than the engine in bfloat16."""
+    monkeypatch.setattr(rollout, "score", always_informative)
+    trainer = trainer_of(config_of())
+    experience = trainer._roll_out()
+    schedule = make_schedule(experience, trainer.config.rl, Ranks(), seed=(0, 0))
+    with attended(trainer.policy.model) as seen:
+        trainer._recompute(experience, schedule, "native")
+    others, rows = followed(seen, chosen(experience.generation.trace))
+    assert others > 0.01 * rows
+
+
+def test_a_waiting_rollout_keeps_them_in_a_checkpoint(tmp_path):
+    trainer = trainer_of(config_of())
+    experience, path = trainer._roll_out(), tmp_path / "state"
+    write_checkpoint(path, Checkpoint({"step": 0, "model": {}, "rollout": stored(experience)}, "", ""))
+    again = restored(load_checkpoint(path)["rollout"], trainer.policy.spec)
+    trace = experience.generation.trace
+    assert again.generation.trace.equals(trace)
+    stream = again.generation.trace.streams["indexer"]
+    assert stream.layers == trainer.policy.indexers.layers
+    assert np.diff(stream.offsets).max() == SIZES["index_topk"]
