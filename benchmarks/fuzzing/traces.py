@@ -51,7 +51,7 @@ def trace_targets(folder: Path) -> list[Target]:
     beside = [
         Target(
             name=f"trace, {name}",
-            make=lambda rng, add=add: _bytes_of(add(_trace(rng), rng), "packed"),
+            make=_maker_with(add),
             read=lambda raw: load(written(raw, folder / "streams")),
             same=_same_trace,
             forge=lambda raw, rng: forge(raw, rng, seal_trace),
@@ -139,6 +139,12 @@ def _seal_file(metadata: dict[str, str], tensors: dict[str, NDArray[Any]]) -> st
 
 def _maker(codec: CodecName) -> Callable[[np.random.Generator], bytes]:
     return lambda rng: trace_bytes(rng, codec)
+
+
+def _maker_with(
+    add: Callable[[RoutingTrace, np.random.Generator], RoutingTrace],
+) -> Callable[[np.random.Generator], bytes]:
+    return lambda rng: _bytes_of(add(_trace(rng), rng), "packed")
 
 
 def trace_bytes(rng: np.random.Generator, codec: CodecName) -> bytes:

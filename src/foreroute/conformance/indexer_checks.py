@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.conformance.adapter import Case, Seen, Unsupported
-from foreroute.conformance.check import Check, Situation, refused, require
+from foreroute.conformance.check import Broken, Check, Situation, refused, require
 from foreroute.conformance.gate_checks import TOLERANCE, furthest, only_after
 from foreroute.mismatch import misplaced_choices
 from foreroute.trace import INDEXER, DecisionStream, IndexerSpec, RoutingTrace
@@ -44,18 +44,17 @@ def _chosen_followed(situation: Situation) -> RoutingTrace:
         seen = model.forward(situation.base, grad=False).seen
     wanted_NDU, chosen_NDU = _visible(trace, spec), _chosen(seen)
     wrong_ND = (wanted_NDU != chosen_NDU).any(axis=2)
-    native = (_chosen(situation.native) == chosen_NDU).all()
-    require(not wrong_ND.any() or not native, "the choices were dropped, and nothing was raised")
+    if not wrong_ND.any():
+        return trace
+    require((_chosen(situation.native) != chosen_NDU).any(), "the choices were dropped, and nothing was raised")
+    row, layer = np.argwhere(wrong_ND)[0]
     executed = trace.with_stream(INDEXER, _stream_of(chosen_NDU, trace.streams[INDEXER]))
-    where = misplaced_choices(executed, trace)
-    row, layer = np.argwhere(wrong_ND)[0] if wrong_ND.any() else (0, 0)
-    require(
-        not wrong_ND.any(),
+    where = misplaced_choices(trace, executed)
+    raise Broken(
         f"{int(wrong_ND.sum())} of {wrong_ND.size} choices were not followed; first: row {row}, {spec.layers[layer]}, "
         f"units {np.flatnonzero(wanted_NDU[row, layer]).tolist()} were asked for, and the query attends to "
-        f"{np.flatnonzero(chosen_NDU[row, layer]).tolist()}" + (f". With what was executed, {where}" if where else ""),
+        f"{np.flatnonzero(chosen_NDU[row, layer]).tolist()}" + (f"; all in all {where}" if where else "")
     )
-    return trace
 
 
 def _recorded(situation: Situation) -> None:
