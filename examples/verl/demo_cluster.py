@@ -99,6 +99,17 @@ FSDP2 = [
     "actor_rollout_ref.actor.use_torch_compile=False",
     "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
 ]
+FUSED_KERNELS = (
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "apply_rope_fusion",
+    "gradient_accumulation_fusion",
+    "moe_permute_fusion",
+    "moe_grouped_gemm",
+    "persist_layer_norm",
+)
+"""Of Megatron's layers; verl turns them on, and a CPU has none."""
 MEGATRON = [
     "model_engine=megatron",
     # foreroute: with the line above of the rollout's routes; the last of these plans. On GPUs no megatron_on_cpu
@@ -113,19 +124,7 @@ MEGATRON = [
     # only on a CPU
     "actor_rollout_ref.actor.megatron.vanilla_mbridge=True",  # Megatron-Bridge wants Transformer Engine
     "+actor_rollout_ref.actor.megatron.override_transformer_config.use_cpu_initialization=True",
-    *(
-        f"+actor_rollout_ref.actor.megatron.override_transformer_config.{kernel}=False"
-        for kernel in (
-            "bias_activation_fusion",
-            "bias_dropout_fusion",
-            "masked_softmax_fusion",
-            "apply_rope_fusion",
-            "gradient_accumulation_fusion",
-            "moe_permute_fusion",
-            "moe_grouped_gemm",
-            "persist_layer_norm",
-        )
-    ),
+    *(f"+actor_rollout_ref.actor.megatron.override_transformer_config.{kernel}=False" for kernel in FUSED_KERNELS),
 ]
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",

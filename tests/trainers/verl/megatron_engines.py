@@ -11,18 +11,8 @@ from verl.workers.config import EngineRouterReplayConfig, HFModelConfig, McoreEn
 from verl.workers.engine import EngineRegistry
 
 import foreroute.trainers.verl.megatron  # noqa: F401  what external_lib does
+from examples.verl.demo_cluster import FUSED_KERNELS
 from foreroute.trainers.verl.planning import PlanningMegatronConfig
-
-FUSED = (
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "masked_softmax_fusion",
-    "apply_rope_fusion",
-    "gradient_accumulation_fusion",
-    "moe_permute_fusion",
-    "moe_grouped_gemm",
-    "persist_layer_norm",
-)
 
 
 def make(folder, *, plans=False, replay="R3", ranks=2, lr=1e-3, transformer=None, **settings):
@@ -34,7 +24,7 @@ def make(folder, *, plans=False, replay="R3", ranks=2, lr=1e-3, transformer=None
         "expert_tensor_parallel_size": 1,
         "router_replay": EngineRouterReplayConfig(mode=replay),
         "override_transformer_config": {
-            **dict.fromkeys(FUSED, False),
+            **dict.fromkeys(FUSED_KERNELS, False),
             "use_cpu_initialization": True,
             **(transformer or {}),
         },

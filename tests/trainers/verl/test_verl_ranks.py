@@ -47,7 +47,7 @@ def _rank(rank, folder, shared):
     engine = make(folder, "R3")
     old_log_probs(engine, tensordict(batch))  # the first is held against the model's own routes
     log_probs, _ = old_log_probs(engine, tensordict(batch))
-    engine.routing.metrics.__init__()  # so that sums are of one pass
+    engine.routing.comparison.metrics.__init__()  # so that sums are of one pass
     old_log_probs(engine, tensordict(batch))
     with watched(engine.module) as forwards:
         output = update(engine, tensordict(batch))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,10 @@ ROLLOUT_LOG_PROBS = "rollout_log_probs"
 
 
 class RolloutComparison:
-    """Sums over the micro-batches of one engine.
+    """Sums over the micro-batches of one engine, in the batches that measure.
+
+    In an update, weights differ from those of the rollout after its first mini-batch: where there is an old-log-prob pass,
+    it is measured and updates are not.
 
     Args:
         spec: of the policy.
@@ -35,6 +39,32 @@ class RolloutComparison:
         self.metrics = MismatchSums()
         self._group = group
         self._weights_check = ExpertWeightsCheck(spec) if judges_weights else None
+        self._has_old_pass = False
+
+    @contextmanager
+    def batch(self, *, update: bool) -> Iterator[dict[str, float]]:
+        """Around a `forward_backward_batch` of verl. A collective call of the data-parallel ranks.
+
+        Yields:
+            What verl is to log, empty until the context is closed. Only metrics of updates reach verl's logs, so those
+            of the old-log-prob pass wait for the update that follows.
+
+        Raises:
+            EngineError: when the rollout was not sampled with the trainer's weights, where they are judged. They are
+                compared in the old-log-prob pass, before anything is learned from the rollout.
+        """
+        logs: dict[str, float] = {}
+        self._has_old_pass |= not update
+        yield logs
+        if update:
+            self.metrics.share(self._over_ranks)
+            logs.update(self.metrics.flush())
+        elif self._weights_check is not None:
+            self._weights_check.judge(self._over_ranks)
+
+    def measures(self, *, update: bool) -> bool:
+        """Whether micro-batches of the open batch are to be recorded and added."""
+        return not (update and self._has_old_pass)
 
     def add(
         self,
@@ -65,22 +95,6 @@ class RolloutComparison:
         self.metrics.compare_tokens(by_rollout, _padded(trained), _padded(counted))
         if self._weights_check is not None and not update:
             self._weights_check.add(executed, by_rollout, trained, counted)
-
-    def end_batch(self, *, update: bool) -> dict[str, float]:
-        """After all micro-batches of a batch. A collective of the data-parallel ranks.
-
-        Returns:
-            What is to be logged; after an update alone.
-
-        Raises:
-            EngineError: when the rollout was not sampled with the trainer's weights.
-        """
-        if update:
-            self.metrics.share(self._over_ranks)
-            return self.metrics.flush()
-        if self._weights_check is not None:
-            self._weights_check.judge(self._over_ranks)
-        return {}
 
     def _over_ranks(self, sums: Tensor) -> Tensor:
         on_device = sums.to(get_device_id())

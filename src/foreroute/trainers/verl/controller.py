@@ -2,8 +2,7 @@
 
 A step of verl is: the rollout, whose routes travel in the batch; the old-log-prob pass, in which the weights are still
 those of the rollout (left out in bypass mode); the reference pass, on an engine of its own or with adapters switched
-off; then, for each mini-batch, update passes over micro-batches. Only metrics of updates reach verl's logs, so those of
-the old-log-prob pass wait for the update that follows.
+off; then, for each mini-batch, update passes over micro-batches.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from foreroute.adapters.checkpoint import facts_of
 from foreroute.errors import ReplayError
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
-from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.verl.comparison import RolloutComparison
 from foreroute.trainers.verl.protocol import FIELD, require_routed, routed_experts, trace_of
 from foreroute.trainers.verl.settings import Replay
@@ -38,6 +36,7 @@ class EnginePassController:
 
     Attributes:
         routed: its model.
+        comparison: of the rollout with what ran.
         first_rollout_checked: whether the first routes of the rollout were held against the model's own.
         is_reference: set while adapters are switched off for the reference pass.
     """
@@ -49,44 +48,30 @@ class EnginePassController:
         self._engine = engine
         self._replay = replay
         self._facts = facts_of(self.routed)
-        self._comparison = RolloutComparison(
+        self.comparison = RolloutComparison(
             self.routed.spec, engine.get_data_parallel_group, judges_weights=replay == "R3"
         )
-        self._has_old_pass = False
         self._num_steps = 0
-
-    @property
-    def metrics(self) -> MismatchSums:
-        """Mismatch that is not logged yet."""
-        return self._comparison.metrics
 
     @contextmanager
     def batch(self, data: Any, *, update: bool) -> Iterator[dict[str, float]]:
-        """Around verl's `forward_backward_batch`.
-
-        Yields:
-            What verl is to log, empty until the context is closed.
+        """`RolloutComparison.batch`.
 
         Raises:
             ReplayError: when no micro-batch went through `forward_step`.
-            EngineError: when the rollout was not sampled with the trainer's weights. They are compared in the
-                old-log-prob pass under R3, before anything is learned from the rollout.
         """
-        logs: dict[str, float] = {}
-        self._has_old_pass |= not update
         before = self._num_steps
-        yield logs
-        if self._num_steps == before:
-            raise ReplayError(
-                f"{type(self._engine).__name__} ran a batch of {len(data)} without forward_step, so that nothing was "
-                "replayed in it"
-            )
-        logs.update(self._comparison.end_batch(update=update))
+        with self.comparison.batch(update=update) as logs:
+            yield logs
+            if self._num_steps == before:
+                raise ReplayError(
+                    f"{type(self._engine).__name__} ran a batch of {len(data)} without forward_step, so that nothing "
+                    "was replayed in it"
+                )
 
     def step(self, step: Step, micro_batch: Any, loss_function: Any, *, update: bool) -> Any:
         """A `forward_step` of verl on a micro-batch, replayed, recorded and measured as its pass asks for."""
         self._num_steps += 1
-        measures = not (update and self._has_old_pass)
         routes = self._routes_of(micro_batch, update=update)
         session = recording = None
         with ExitStack() as stack:
@@ -96,11 +81,11 @@ class EnginePassController:
                     self.first_rollout_checked = True
                 replayed = self._with_padding(routes)
                 session = stack.enter_context(self.routed.replay(replayed, missing="native", telemetry=update))
-            if measures:
+            if self.comparison.measures(update=update):
                 recording = stack.enter_context(self.routed.record())
             loss, output = step(micro_batch, loss_function, not update)
         if session is not None and update:
-            self.metrics.add_native(session.agreement().routing)
+            self.comparison.metrics.add_native(session.agreement().routing)
         if recording is not None:
             self._measure(recording.trace(), routes, micro_batch, output, update=update)
         return loss, output
@@ -144,4 +129,4 @@ class EnginePassController:
             layers = self._facts.num_hidden_layers
             result[FIELD] = routed_experts(executed, micro_batch, num_hidden_layers=layers)
             routes = None
-        self._comparison.add(executed, routes, micro_batch, result.get("log_probs"), update=update)
+        self.comparison.add(executed, routes, micro_batch, result.get("log_probs"), update=update)

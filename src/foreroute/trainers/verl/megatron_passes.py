@@ -24,7 +24,6 @@ from foreroute.errors import ReplayError
 from foreroute.layout import pack
 from foreroute.trace import RoutingTrace
 from foreroute.trainers.checks import check_first_rollout
-from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.verl.comparison import RolloutComparison
 from foreroute.trainers.verl.planning import PlannedBatch, PlanningMegatronConfig, PlanSums
 from foreroute.trainers.verl.protocol import require_routed, trace_of
@@ -56,6 +55,7 @@ class MegatronPasses:
 
     Attributes:
         routed: its model.
+        comparison: of the rollout with what ran.
         first_rollout_checked: whether the first routes of the rollout were held against the model's own.
     """
 
@@ -64,40 +64,34 @@ class MegatronPasses:
         self.routed = megatron.attach(engine.module)
         trunk = self.routed.chunks[0].trunk
         self._facts = ModelFacts(self.routed.spec, num_hidden_layers=trunk.config.num_layers)
-        self._comparison = RolloutComparison(self.routed.spec, engine.get_data_parallel_group, judges_weights=True)
+        self.comparison = RolloutComparison(self.routed.spec, engine.get_data_parallel_group, judges_weights=True)
         config = engine.engine_config
         self._planning = config if isinstance(config, PlanningMegatronConfig) else None
         self._plans = PlanSums()
-        self._has_old_pass = False
         self._micro_batches: list[RoutedMicroBatch] = []
         self._num_steps = 0
         self._planned: PlannedBatch | None = None
         self._replaying: ReplayingStep | None = None
 
-    @property
-    def metrics(self) -> MismatchSums:
-        """Mismatch that is not logged yet."""
-        return self._comparison.metrics
-
     @contextmanager
     def batch(self, data: Any, *, update: bool) -> Iterator[dict[str, float]]:
-        """Around verl's `forward_backward_batch`. A collective call of the data-parallel ranks.
-
-        Yields:
-            What verl is to log, empty until the context is closed.
+        """`RolloutComparison.batch`.
 
         Raises:
             ReplayError: when a micro-batch did not go through `forward_step`.
-            EngineError: when the rollout was not sampled with the trainer's weights. They are compared in the
-                old-log-prob pass, before anything is learned from the rollout.
         """
-        logs: dict[str, float] = {}
-        self._has_old_pass |= not update
         self._micro_batches, self._num_steps, self._planned = [], 0, None
         self._replaying = self.routed.replaying(_run, routes_of=self._routes_in, missing="native", telemetry=update)
-        with ExitStack() as executions, _told_of_micro_batches(partial(self._prepare, executions)):
-            yield logs
-        logs.update(self._ended(data, update=update))
+        with self.comparison.batch(update=update) as logs:
+            with ExitStack() as executions, _told_of_micro_batches(partial(self._prepare, executions)):
+                yield logs
+            self._require_all_ran(data)
+            if self._planned is not None:
+                self._plans.add(self._planned.loads(mpu.get_expert_model_parallel_group()))
+            if update:
+                self.comparison.metrics.add_native(self._replaying.agreement().routing)
+                if self._planning is not None:
+                    logs.update(self._plans.flush())
 
     def step(self, step: Step, batches: Iterator[Any], model: Any, *, update: bool) -> Any:
         """A `forward_step` of verl on its next micro-batch, replayed, and measured as its pass asks for."""
@@ -109,12 +103,12 @@ class MegatronPasses:
         if self._planned is not None:
             self._planned.begin(self._num_steps)
         self._num_steps += 1
-        if update and self._has_old_pass:
+        if not self.comparison.measures(update=update):
             return self._replaying(batches, model, step)
         with self.routed.record() as recording:
             output, loss = self._replaying(batches, model, step)
         executed = recording.trace().select(np.arange(len(current.data)))
-        self._comparison.add(executed, current.routes, current.data, output.get("log_probs"), update=update)
+        self.comparison.add(executed, current.routes, current.data, output.get("log_probs"), update=update)
         return output, loss
 
     def _prepare(self, executions: ExitStack, micro_batches: Sequence[Any]) -> None:
@@ -124,22 +118,12 @@ class MegatronPasses:
             shards = [each.shard for each in self._micro_batches]
             self._planned = PlannedBatch(self.routed, shards, self._planning, executions)
 
-    def _ended(self, data: Any, *, update: bool) -> dict[str, float]:
-        """What is to be logged, when all micro-batches have run."""
+    def _require_all_ran(self, data: Any) -> None:
         if not self._micro_batches or self._num_steps != len(self._micro_batches):
             raise ReplayError(
                 f"verl's Megatron engine ran {self._num_steps} of {len(self._micro_batches)} micro-batches of a batch "
                 f"of {len(data)} through forward_step; the others were not replayed"
             )
-        if self._planned is not None:
-            self._plans.add(self._planned.loads(mpu.get_expert_model_parallel_group()))
-        if update:
-            assert self._replaying is not None, "batch() comes first"
-            self.metrics.add_native(self._replaying.agreement().routing)
-        logs = self._comparison.end_batch(update=update)
-        if update and self._planning is not None:
-            logs.update(self._plans.flush())
-        return logs
 
     def _micro_batch(self, data: Any) -> RoutedMicroBatch:
         routes = trace_of(data, model=self._facts)
