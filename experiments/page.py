@@ -10,9 +10,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from experiments.arms import Arms
 from experiments.cells import Cell
-from experiments.claims import ENOUGH, NOT_SHOWN, VERDICTS, Row, claims
+from experiments.claims import claims
 from experiments.grid import FRESH, SEEDS
 from experiments.plots import draw_all
+from experiments.premise_tables import balancers_table, generators_table, loads_table, simulated_table
+from experiments.rows import ENOUGH, NOT_SHOWN, VERDICTS, Row
 from experiments.runner import current
 from experiments.tables import boundary_table, other_runs_table, replay_table, static_table
 
@@ -80,6 +82,10 @@ def figures_text(cells: Sequence[Cell], done: Mapping[str, dict[str, Any]]) -> s
         replays=replay_table(arms),
         runs=other_runs_table(arms),
         boundary=boundary_table(arms),
+        loads=loads_table(arms),
+        balancers=balancers_table(arms),
+        generators=generators_table(arms),
+        simulated=simulated_table(arms),
     )
 
 
