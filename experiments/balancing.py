@@ -49,16 +49,18 @@ def balancing_of(traces: Sequence[RoutingTrace], kind_S: Ints, seed: int) -> dic
     """Measure balancers on the traces of steps that follow each other, and on what is drawn in their place.
 
     Args:
-        traces: of T steps, of S sequences each, dealt to micro-steps at random.
+        traces: of T steps, of S sequences each, dealt to micro-steps at random, and kind after kind.
         kind_S: the kind of each sequence, the same in all steps.
         seed: of the order of sequences.
     """
     counts_TSLE = [sequence_counts(trace) for trace in traces]
     few, many = SEQUENCES[0], SEQUENCES[-1]
     steps = {n: dealt(counts_TSLE, kind_S, "mixed", BASE_RANKS, n, seed) for n in SEQUENCES}
+    one_kind = {n: dealt(counts_TSLE, kind_S, "sorted", BASE_RANKS, n, seed) for n in (few, many)}
     made = {n: drawn(traces, n, seed) for n in (few, many)}
     return {
         "balanced": {f"{BASE_RANKS}x{n}": balanced(each) for n, each in steps.items()},
+        "sorted_balanced": {f"{BASE_RANKS}x{n}": balanced(each) for n, each in one_kind.items()},
         "workload_balanced": {f"{BASE_RANKS}x{n}": balanced(each) for n, each in made.items()},
         "simulated": simulated(steps[many]),
         "workload_simulated": simulated(made[many]),

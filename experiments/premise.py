@@ -101,9 +101,12 @@ def _of_micro_steps(arms: Arms, setting: str, words: str) -> Iterator[Row]:
 
 
 def _of_balancers(arms: Arms) -> Iterator[Row]:
-    for sequences, words in SIZES:
+    asked_later = "kind after kind; asked after the first seed"
+    orders = [("balanced", sequences, words) for sequences, words in SIZES]
+    orders += [("sorted_balanced", sequences, f"{words}, {asked_later}") for sequences, words in SIZES]
+    for order, sequences, words in orders:
         imbalance = {
-            name: at("balanced", f"8x{sequences}", name, "imbalance")
+            name: at(order, f"8x{sequences}", name, "imbalance")
             for name in ("eplb_previous", "eplb_last", "ours", "llep")
         }
         measured = "imbalance of a cell"

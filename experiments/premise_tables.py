@@ -49,11 +49,15 @@ def loads_table(arms: Arms) -> Table:
 
 
 def balancers_table(arms: Arms) -> Table:
-    """By method: imbalance, and experts moved for a cell, by sequences a rank; then both on drawn loads."""
+    """By method: imbalance, and experts moved for a cell, by sequences a rank; then of one kind, and drawn."""
     if ROUTES not in arms:
         return []
     places = [("balanced", f"{BASE_RANKS}x{n}") for n in SEQUENCES]
-    places += [("workload_balanced", f"{BASE_RANKS}x{n}") for n in (SEQUENCES[0], SEQUENCES[-1])]
+    places += [
+        (source, f"{BASE_RANKS}x{n}")
+        for source in ("sorted_balanced", "workload_balanced")
+        for n in (SEQUENCES[0], SEQUENCES[-1])
+    ]
     return [
         [
             label,

@@ -178,7 +178,8 @@ def kind_information(counts_SLE: Ints, kind_S: Ints) -> float:
 
 def _shares(counts: NDArray[np.integer]) -> NDArray[np.float64]:
     """Of each expert, the last axis."""
-    return counts / counts.sum(axis=-1, keepdims=True)
+    shares: NDArray[np.float64] = counts / counts.sum(axis=-1, keepdims=True)
+    return shares
 
 
 def _correlation(first_LE: NDArray[np.integer], second_LE: NDArray[np.integer]) -> float:

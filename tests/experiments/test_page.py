@@ -1,6 +1,7 @@
 """The page: what it says follows from the results, and nothing else."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ def routes(seed):
     return loads | {
         "kind_bits": {"untrained": 0.1 + noise, "trained": 0.4},
         "balanced": balanced,
+        "sorted_balanced": deepcopy(balanced),
         "workload_balanced": balanced,
         "simulated": gains,
         "workload_simulated": gains,
@@ -144,7 +146,7 @@ def test_claims_about_loads_follow_from_bounds_and_comparisons():
     done = results_of([cell for cell in grid() if cell.kind == "routes"])
     found = {row.claim: row for row in claims(Arms(done))}
     assert {row.verdict for row in found.values()} == {"holds"}
-    assert len(found) == 20
+    assert len(found) == 28
     assert found["But most of it is the number of sequences (8 sequences a rank)"].found.startswith("0.826")
     for line in done.values():
         line["figures"]["mixed"]["8x1"] |= {"swing": 0.05, "step_correlation": 0.9}
