@@ -6,7 +6,7 @@ from experiments.arms import Arms
 from experiments.intervals import Interval
 from experiments.premise import BASE_RANKS, ORDERS, RANKS, ROUTES, SEQUENCES, at
 from experiments.tables import Table
-from experiments.wording import interval_text, number
+from experiments.wording import interval_text, number, percent
 
 METHODS = {
     "static": "homes alone",
@@ -33,6 +33,32 @@ FIGURES = {
     "swing": "swing of micro-steps",
     "imbalance": "imbalance of micro-steps",
 }
+
+
+SUMMARY = ("static", "eplb_previous", "eplb_last", "eplb_micro_step", "llep", "ours")
+PLACES = {
+    f"{n}{words}": (loads, balanced, f"{BASE_RANKS}x{n}")
+    for loads, balanced, words in (
+        ("mixed", "balanced", ""),
+        ("sorted", "sorted_balanced", ", one kind"),
+        ("workload", "workload_balanced", ", drawn"),
+    )
+    for n in (SEQUENCES[0], SEQUENCES[-1])
+}
+"""Columns of the summary: where their loads and their balancers are."""
+
+
+def summary_table(arms: Arms) -> Table:
+    """Swing, then what some methods leave, by `PLACES`."""
+    swing = ["swing", *(percent(_figure(arms, loads, setting, "swing").mean) for loads, _, setting in PLACES.values())]
+    left = [
+        [
+            METHODS[name],
+            *(_mean(arms, balanced, setting, name, "imbalance") for _, balanced, setting in PLACES.values()),
+        ]
+        for name in SUMMARY
+    ]
+    return [swing, *left] if ROUTES in arms else []
 
 
 def loads_table(arms: Arms) -> Table:

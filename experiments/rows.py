@@ -10,8 +10,7 @@ from experiments.wording import interval_text
 ENOUGH = 3
 """Seeds below which there is no verdict."""
 
-NOT_SHOWN = "not shown"
-VERDICTS = ("holds", "the opposite", NOT_SHOWN, "too few seeds")
+VERDICTS = ("holds", "the opposite", "not shown", "too few seeds")
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def verdict(interval: Interval | None, null: float, claimed: str) -> str:
 
     Args:
         interval: of the difference or ratio.
-        null: its value if there is no effect: 0 or 1.
+        null: its value if there is no effect, 0 or 1; or a bound.
         claimed: "above" or "below" the null.
     """
     holds, opposite, not_shown, too_few = VERDICTS
@@ -70,7 +69,7 @@ def difference_row(claim: str, measured: str, interval: Interval, claimed: str) 
 
 
 def bound_row(claim: str, measured: str, interval: Interval, bound: float, claimed: str) -> Row:
-    """Of a figure that lies above or below a bound that was fixed before the runs."""
+    """Of a figure that is claimed to lie above or below a bound."""
     return _row(claim, f"{measured}, {claimed} {bound:g}", interval, bound, claimed, "")
 
 

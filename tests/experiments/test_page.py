@@ -13,7 +13,7 @@ from experiments.grid import FRESH, SEEDS, grid
 from experiments.intervals import Interval
 from experiments.page import figures_text, page_text, write_page
 from experiments.plots import PICTURES
-from experiments.premise import RANKS, SEQUENCES
+from experiments.premise import RANKS, ROUTES, SEQUENCES, at
 from experiments.premise_tables import METHODS, loads_table
 from experiments.rows import verdict
 from experiments.runner import current, digest_of
@@ -190,7 +190,7 @@ def test_a_page_of_a_part_of_the_grid_is_whole(tmp_path):
     drawn = [path.name for path in (tmp_path / "page").iterdir()]
     assert set(drawn) == {f"{name}.svg" for name in PICTURES}
     assert all(f"(page/{picture})" in text for picture in drawn)
-    assert "### Too few seeds" in text
+    assert "too few seeds. [All of them" in text
     assert "| too few seeds |" in (tmp_path / "results.md").read_text()
 
 
@@ -212,12 +212,24 @@ def test_what_the_page_says_in_short_rests_on_verdicts():
             "Routing causes the excess: R3 lowers the mismatch (fp8)",
             "R3 keeps the mismatch low through RL (8 mini-batches)",
             "R3 spares the run gradient spikes (8 mini-batches, fresh seeds; asked after the runs)",
+            "R3 steadies the gradient norm (8 mini-batches, fresh seeds; asked after the runs)",
             "Shifted routes do harm in RL (1 mini-batch)",
             "Shifted routes do harm in RL (8 mini-batches)",
             "Mismatch costs reward at all (8 mini-batches)",
             "GSPO + R3 is better than GSPO (8 mini-batches)",
+            "The load of a step is stable from step to step (ForeMoE)",
+            "Micro-steps fluctuate strongly (1 sequence a rank; ForeMoE)",
+            "The step before does not level micro-steps (1 sequence a rank; ForeMoE)",
+            *(claim for claim in found if "Routes known beforehand level them" in claim),
+            *(claim for claim in found if "The step before does not" in claim and "kind after kind" in claim),
+        ],
+        "the opposite": [
+            *(claim for claim in found if "most of it is the number of sequences" in claim),
+            "The step before does not level micro-steps (8 sequences a rank; ForeMoE)",
         ],
         "not shown": [
+            "R3 steadies the entropy (8 mini-batches, fresh seeds; asked after the runs)",
+            "Experts specialise on kinds of text (the model of these routes)",
             f"Mismatch costs reward {fresh}",
             f"R3 raises the reward {fresh}",
             f"GSPO + R3 is better than GSPO {fresh}",
@@ -227,3 +239,25 @@ def test_what_the_page_says_in_short_rests_on_verdicts():
     }
     for verdict_said, those in said.items():
         assert {claim: found[claim] for claim in those} == dict.fromkeys(those, verdict_said)
+
+
+def test_what_the_page_says_of_loads_rests_on_figures():
+    arms = Arms(current(grid(), RESULTS))
+
+    def mean(*path):
+        return arms.mean(ROUTES, at(*path)).mean
+
+    for setting in ("8x1", "8x8"):
+        drawn, mixed = ([mean(of, setting, name) for name in ("swing", "step_change")] for of in ("workload", "mixed"))
+        assert drawn[0] > 2 * mixed[0]
+        assert drawn[1] > 3 * mixed[1]
+        made_up = [mean("synthetic", setting, name) for name in ("swing", "step_change")]
+        assert all(2 / 3 < ours / real < 4 / 3 for ours, real in zip(made_up, mixed, strict=True))
+        for method in ("eplb_step_lp", "lplb"):
+            assert mean("balanced", setting, method, "imbalance") < 1.015
+            assert mean("sorted_balanced", setting, method, "imbalance") < 1.125
+    plans, history = (
+        [mean(on, name) for on in ("simulated", "workload_simulated")] for name in ("ours", "eplb_previous")
+    )
+    assert plans[0] == pytest.approx(plans[1], rel=0.03)
+    assert history[0] > 1.05 * history[1]
