@@ -1,4 +1,5 @@
-"""What replay does to RL of a small MoE: a resumable grid of runs, and the page and tables made of their figures.
+"""What replay does to RL of a small MoE, and how its experts' loads vary: a resumable grid of runs, and the page and
+tables made of their figures.
 
 `python -m experiments run` runs what is missing in `results.jsonl`, `python -m experiments page` redraws
 `docs/evidence.md` and `results.md` from it.

@@ -37,9 +37,9 @@ class Arms:
         """Over seeds."""
         return mean_interval(np.array(list(self.values(arm, figure).values())))
 
-    def difference(self, first: str, second: str, figure: Figure) -> Interval:
-        """First minus second over the seeds of both."""
-        return paired_difference(self.values(first, figure), self.values(second, figure))
+    def difference(self, first: str, second: str, figure: Figure, of_second: Figure | None = None) -> Interval:
+        """First minus second over the seeds of both; `of_second` when they are different figures."""
+        return paired_difference(self.values(first, figure), self.values(second, of_second or figure))
 
     def ratio(self, first: str, second: str, figure: Figure, of_second: Figure | None = None) -> Interval | None:
         """First over second over the seeds of both; `of_second` when they are different figures."""
@@ -69,6 +69,16 @@ def spikes(figures: dict[str, Any]) -> float:
 def static(replay: str, name: str) -> Figure:
     """A figure at fixed weights; None for a model that has no such pass."""
     return lambda figures: float(figures[replay][name]) if replay in figures else None
+
+
+def roughness(name: str) -> Figure:
+    """Root mean square of the changes from stretch to stretch of a run over the mean, of a figure kept in stretches."""
+
+    def of(figures: dict[str, Any]) -> float | None:
+        stretches = np.array(figures["binned"][name])
+        return float(np.sqrt(np.mean(np.diff(stretches) ** 2)) / stretches.mean()) if len(stretches) > 1 else None
+
+    return of
 
 
 def growth(name: str) -> Figure:

@@ -3,99 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from experiments.arms import Arms, Figure, growth, over_steps, reward_last, spikes, static
+from experiments.arms import Arms, Figure, growth, over_steps, reward_last, roughness, spikes, static
 from experiments.grid import MINI_STEPS
-from experiments.intervals import Interval, paired_difference, paired_ratio
-from experiments.wording import interval_text
-
-ENOUGH = 3
-"""Seeds below which there is no verdict."""
-
-NOT_SHOWN = "not shown"
-VERDICTS = ("holds", "the opposite", NOT_SHOWN, "too few seeds")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table of claims.
-
-    Attributes:
-        claim: in words, with who says it.
-        measured: the quantity, a comma, and what is compared.
-        found: the estimate and its interval, in words.
-        verdict: one of `VERDICTS`.
-        seeds: how many.
-    """
-
-    claim: str
-    measured: str
-    found: str
-    verdict: str
-    seeds: int
-
-    @property
-    def quantity(self) -> str:
-        """What is measured."""
-        return self.measured.partition(", ")[0]
-
-    @property
-    def compared(self) -> str:
-        """Of which arms, or of which part of them."""
-        return self.measured.partition(", ")[2]
+from experiments.intervals import Interval, paired_ratio
+from experiments.premise import premise
+from experiments.rows import Row, difference_row, ratio_row
 
 
 def claims(arms: Arms) -> list[Row]:
     """Every claim for which at least one figure is there."""
-    return [row for part in (_static, _training, _replays, _others, _confirmed) for row in part(arms) if row.seeds]
-
-
-def verdict(interval: Interval | None, null: float, claimed: str) -> str:
-    """By the 95 % interval of one comparison.
-
-    Args:
-        interval: of the difference or ratio.
-        null: its value if there is no effect: 0 or 1.
-        claimed: "above" or "below" the null.
-    """
-    holds, opposite, not_shown, too_few = VERDICTS
-    if interval is None or interval.seeds < ENOUGH:
-        return too_few
-    if not interval.excludes(null):
-        return not_shown
-    return holds if (interval.mean > null) == (claimed == "above") else opposite
+    parts = (_static, _training, _replays, _others, _confirmed, premise)
+    return [row for part in parts for row in part(arms) if row.seeds]
 
 
 def _static(arms: Arms) -> Iterator[Row]:
     for precision in ("bfloat16", "fp8"):
         moe, dense = f"A/moe/{precision}", f"A/dense/{precision}"
         none, replayed = static("none", "k3"), static("R3", "k3")
-        yield _ratio(
+        yield ratio_row(
             f"The MoE model's mismatch is larger than a dense model's ({precision})",
             "k3, MoE / dense, without replay",
             arms.ratio(moe, dense, none),
             "above",
         )
-        yield _ratio(
+        yield ratio_row(
             f"Routing causes the excess: R3 lowers the mismatch ({precision})",
             "k3, without / with R3",
             arms.ratio(moe, moe, none, replayed),
             "above",
         )
-        yield _difference(
+        yield difference_row(
             f"R3 removes the tail ({precision})",
             "F(1.5), with minus without R3",
-            _within(arms, moe, static("R3", "f1.5"), static("none", "f1.5")),
+            arms.difference(moe, moe, static("R3", "f1.5"), static("none", "f1.5")),
             "below",
         )
-        yield _ratio(
+        yield ratio_row(
             f"Gate weights replayed too lower it a little more ({precision})",
             "k3, R3 / R3 + weights",
             arms.ratio(moe, moe, replayed, static("R3+weights", "k3")),
             "above",
         )
-        yield _ratio(
+        yield ratio_row(
             f"A trace shifted by one token does harm ({precision})",
             "k3, shifted / without replay",
             arms.ratio(moe, moe, static("shifted", "k3"), none),
@@ -107,20 +57,20 @@ def _training(arms: Arms) -> Iterator[Row]:
     for steps in (1, 8):
         none, replayed = f"B/none/plain/{steps}", f"B/R3/plain/{steps}"
         words = f"{steps} mini-batch{'es' * (steps > 1)}"
-        yield _ratio(
+        yield ratio_row(
             f"R3 keeps the mismatch low through RL ({words})",
             "k3 over the run, none / R3",
             arms.ratio(none, replayed, over_steps("k3")),
             "above",
         )
-        yield _ratio(
+        yield ratio_row(
             f"Without R3 the mismatch grows through RL ({words})",
             "k3, last third / first third of the run",
             _growth(arms, none),
             "above",
         )
     for steps in MINI_STEPS:
-        yield _difference(
+        yield difference_row(
             f"R3 raises the reward ({steps} mini-batch{'es' if steps > 1 else '; Qwen: no gain'})",
             "reward of the last 10 steps, R3 minus none",
             arms.difference(f"B/R3/plain/{steps}", f"B/none/plain/{steps}", reward_last),
@@ -131,7 +81,7 @@ def _training(arms: Arms) -> Iterator[Row]:
 def _replays(arms: Arms) -> Iterator[Row]:
     for steps, better, claimed in ((2, "R2", "below"), (4, "R3", "above"), (8, "R3", "above")):
         for correction, words in (("plain", ""), ("tis", ", with TIS")):
-            yield _difference(
+            yield difference_row(
                 f"{better} is the better replay at {steps} mini-batches{words} (Qwen)",
                 "reward of the last 10 steps, R3 minus R2",
                 arms.difference(f"B/R3/{correction}/{steps}", f"B/R2/{correction}/{steps}", reward_last),
@@ -242,6 +192,13 @@ def _confirmed(arms: Arms) -> Iterator[Row]:
         ),
     )
     yield from _compared(arms, spiking, spikes, "share of steps with a gradient norm above 10")
+    for name, words in (("grad_norm", "gradient norm"), ("entropy", "entropy")):
+        yield ratio_row(
+            f"R3 steadies the {words} (8 mini-batches, fresh seeds; asked after the runs)",
+            f"changes of the {words} between twelfths of a run over its mean, none / R3",
+            arms.ratio("G/none", "G/R3", roughness(name)),
+            "above",
+        )
 
 
 def _compared(
@@ -252,26 +209,9 @@ def _compared(
 ) -> Iterator[Row]:
     """Of each claim: in words what is compared, two arms, and the side."""
     for claim, words, first, second, claimed in pairs:
-        yield _difference(claim, f"{quantity}, {words}", arms.difference(first, second, figure), claimed)
-
-
-def _within(arms: Arms, arm: str, first: Figure, second: Figure) -> Interval:
-    return paired_difference(arms.values(arm, first), arms.values(arm, second))
+        yield difference_row(claim, f"{quantity}, {words}", arms.difference(first, second, figure), claimed)
 
 
 def _growth(arms: Arms, arm: str) -> Interval | None:
     grown = arms.values(arm, growth("k3"))
     return paired_ratio(grown, dict.fromkeys(grown, 1.0))
-
-
-def _ratio(claim: str, measured: str, interval: Interval | None, claimed: str) -> Row:
-    return _row(claim, measured, interval, 1.0, claimed, " times")
-
-
-def _difference(claim: str, measured: str, interval: Interval, claimed: str) -> Row:
-    return _row(claim, measured, interval, 0.0, claimed, "")
-
-
-def _row(claim: str, measured: str, interval: Interval | None, null: float, claimed: str, unit: str) -> Row:
-    found = "" if interval is None else interval_text(interval, unit, signed=not null)
-    return Row(claim, measured, found, verdict(interval, null, claimed), 0 if interval is None else interval.seeds)

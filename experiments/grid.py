@@ -38,7 +38,8 @@ def grid() -> list[Cell]:
     """All cells."""
     stages = (_mismatch, _core, _control, _second, _boundary)
     explored = [cell for stage in stages for seed in SEEDS for cell in stage(seed)]
-    return explored + [cell for seed in FRESH for cell in _confirm(seed)]
+    confirming = [cell for seed in FRESH for cell in _confirm(seed)]
+    return explored + confirming + [Cell("H/routes", "routes", seed, "routes") for seed in SEEDS]
 
 
 def _mismatch(seed: int) -> Iterator[Cell]:

@@ -28,6 +28,21 @@ STARTS: dict[str, dict[str, Any]] = {
         "warm_start": {"aux_loss": 0.0},
     },
     "long": {"task": {"min_operands": 12, "max_operands": 12}},
+    # of part H, which has a task of its own: enough experts to specialise, and an engine of the trainer's precision
+    "routes": {
+        "model": {
+            "sizes": {
+                "num_hidden_layers": 8,
+                "num_experts": 64,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 32,
+                "max_position_embeddings": 256,
+            }
+        },
+        "warm_start": {"max_steps": 600, "batch_size": 16, "stop_at_loss": 0.01},
+        "rollout": {"precision": "float32", "prompts": 64, "group_size": 4},
+        "rl": {"steps": 6, "mini_steps": 2, "warmup_steps": 0},
+    },
 }
 """What each of them has instead of the values in `base_values`."""
 

@@ -10,9 +10,18 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from experiments.arms import Arms
 from experiments.cells import Cell
-from experiments.claims import ENOUGH, NOT_SHOWN, VERDICTS, Row, claims
+from experiments.claims import claims
 from experiments.grid import FRESH, SEEDS
 from experiments.plots import draw_all
+from experiments.premise_tables import (
+    PLACES,
+    balancers_table,
+    generators_table,
+    loads_table,
+    simulated_table,
+    summary_table,
+)
+from experiments.rows import ENOUGH, VERDICTS, Row
 from experiments.runner import current
 from experiments.tables import boundary_table, other_runs_table, replay_table, static_table
 
@@ -56,9 +65,10 @@ def page_text(
         versions=_versions(done.values()),
         found={row.claim: row.found for row in found},
         claims=len(found),
-        verdicts={verdict: rows for verdict in VERDICTS if (rows := [row for row in found if row.verdict == verdict])},
-        by_claim=_by_claim,
+        verdicts={verdict: count for verdict in VERDICTS if (count := sum(row.verdict == verdict for row in found))},
         figures=FIGURES,
+        summary=summary_table(Arms(done)),
+        places=list(PLACES),
         pictures=[f"![{words}]({folder}/{name}.svg)" for name, words in pictures.items()],
     )
 
@@ -80,6 +90,10 @@ def figures_text(cells: Sequence[Cell], done: Mapping[str, dict[str, Any]]) -> s
         replays=replay_table(arms),
         runs=other_runs_table(arms),
         boundary=boundary_table(arms),
+        loads=loads_table(arms),
+        balancers=balancers_table(arms),
+        generators=generators_table(arms),
+        simulated=simulated_table(arms),
     )
 
 
@@ -93,16 +107,6 @@ def _render(template: str, **values: object) -> str:
         autoescape=False,
     )
     return environment.get_template(template).render(values)
-
-
-def _by_claim(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """What was found under each condition, which the claim has in parentheses, by the claim without it."""
-    told: dict[str, list[str]] = {}
-    for row in rows:
-        claim, _, condition = row.claim.removesuffix(")").partition(" (")
-        found = "" if row.verdict == NOT_SHOWN else f"{row.found} "
-        told.setdefault(claim, []).append(f"{found}({condition})")
-    return told
 
 
 def _versions(lines: Iterable[dict[str, Any]]) -> str:

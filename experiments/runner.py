@@ -81,14 +81,17 @@ def current(cells: Sequence[Cell], results: Path) -> dict[str, dict[str, Any]]:
 
 def run_cell(cell: Cell, starts: Path) -> dict[str, Any]:
     """One cell, in this process: its line of the results."""
-    from experiments.starts import started  # torch is for the processes that run cells
+    from experiments.routes import run_routes  # torch is for the processes that run cells
+    from experiments.starts import started
     from experiments.static import run_static
     from experiments.training import run_training
 
     base = base_values(cell.start)
-    checkpoint = started(starts, cell.start, base, cell.seed)
+    # routes have a start of their own, which is part of what they take
+    checkpoint = starts if cell.kind == "routes" else started(starts, cell.start, base, cell.seed)
     begun = time.process_time()
-    figures = {"static": run_static, "train": run_training}[cell.kind](cell, base, checkpoint)
+    measure = {"static": run_static, "train": run_training, "routes": run_routes}[cell.kind]
+    figures = measure(cell, base, checkpoint)
     return {
         "cell": cell.name,
         "digest": digest_of(cell),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from experiments.arms import roughness
 from experiments.intervals import mean_interval, paired_difference, paired_ratio
 from experiments.series import WINDOW, binned, collapse_step, moving_average
 
@@ -85,3 +86,11 @@ def test_stretches_keep_the_mean_of_a_series():
     assert binned(list(values)) == [0.5 + 2 * i for i in range(12)]
     assert len(binned([1.0, 2.0])) == 2
     np.testing.assert_allclose(moving_average(values), np.arange(4.5, 19))
+
+
+def test_roughness_sees_changes_and_no_level():
+    up_and_down = {"binned": {"entropy": [3.0, 1.0, 3.0, 1.0]}}
+    assert roughness("entropy")(up_and_down) == pytest.approx(2 / 2)
+    assert roughness("entropy")({"binned": {"entropy": [30.0, 10.0, 30.0, 10.0]}}) == pytest.approx(1)
+    assert roughness("entropy")({"binned": {"entropy": [2.0, 2.0]}}) == 0
+    assert roughness("entropy")({"binned": {"entropy": [2.0]}}) is None

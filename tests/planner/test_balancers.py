@@ -18,7 +18,7 @@ from tests.plan.random_plans import LINKS
 
 BALANCERS = IN_THE_WHEEL | OTHER_BALANCERS
 
-REFILLED = ("feplb", "relibra")
+REFILLED = ("feplb", "llep", "relibra")
 """Methods whose slots hold nothing from cell to cell."""
 
 
@@ -196,6 +196,36 @@ def test_no_single_loan_would_help_more(seed):
         a = home_E[e]
         for b in np.flatnonzero((node_G == node_G[a]) & (borrowed_G < 2)):
             assert b == a or max(load_G[a] - loads_E[e], load_G[b] + loads_E[e]) >= load_G[a]
+
+
+def spilled(loads_E, home_E, num_ranks):
+    """What ranks serve of experts, by the words of LLEP's description; a slot for every expert, no smallest part."""
+    capacity = int(np.ceil(loads_E.sum() / num_ranks))
+    served, coming = np.zeros((num_ranks, len(loads_E)), int), [set(np.flatnonzero(home_E == g)) for g in range(8)]
+
+    def load(g):
+        return served[g].sum() + sum(loads_E[e] for e in coming[g])
+
+    for e in sorted(range(len(loads_E)), key=lambda e: -loads_E[e]):
+        coming[home_E[e]].remove(e)
+        for g in [home_E[e], *sorted(set(range(num_ranks)) - {home_E[e]}, key=load)]:
+            served[g, e] = max(0, min(capacity - load(g), loads_E[e] - served[:, e].sum()))
+    return served
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_llep_spills_as_described_and_a_slot_for_every_expert_makes_it_even(seed):
+    given = problem(seed, slots=14, layers=1, skew=5.0)
+    for assignment, (layer, counts_GE) in zip(BALANCERS["llep"].method(given), given.cells(), strict=True):
+        served = np.zeros((8, 16), int)
+        np.add.at(served, (assignment.rank_H, assignment.expert_H), assignment.tokens_HG.sum(axis=1))
+        np.testing.assert_array_equal(served, spilled(counts_GE.sum(axis=0), given.home_LE[layer], 8))
+        assert assignment.loads_G.max() == np.ceil(counts_GE.sum() / 8)
+    few = replace(given, topology=replace(given.topology, redundant_slots=1))
+    borrowed = [int(a.fetched_H.sum()) for a in BALANCERS["llep"].method(few)]
+    assert 0 < max(borrowed) <= 8
+    pairs = zip(largest(given, "static"), largest(few, "llep"), largest(given, "llep"), strict=True)
+    assert all(home >= some >= best for home, some, best in pairs)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -1,0 +1,137 @@
+"""What balancers make of steps and micro-steps: loads and transfers that are counted, and seconds that are modelled.
+
+Eight ranks of one node with two redundant slots each, and contiguous homes. `llep_free` is LLEP with a slot for every
+expert, as its public code has it. `eplb_last` is EPLB placed anew for every micro-step by the loads of the one before.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.balancers import OTHER_BALANCERS
+from experiments.premise import BASE_RANKS, SEQUENCES
+from experiments.unevenness import Ints, Steps, dealt, drawn, sequence_counts
+from foreroute.plan import PlanOptions, StepPlan
+from foreroute.plan.step_plan import CellHosts
+from foreroute.planner import plan
+from foreroute.planner.balancers import BALANCERS, Balancer, BalancerInput, Method
+from foreroute.planner.balancers.eplb import eplb_hosts, even_split
+from foreroute.planner.balancers.problem import SlotContents
+from foreroute.planner.compare import BalancerRecord, compare, record_of
+from foreroute.simulate import parse_config, simulate
+from foreroute.trace import RoutingTrace
+
+OLMOE = {
+    "num_layers": 16,
+    "num_experts": 64,
+    "top_k": 8,
+    "hidden": 2048,
+    "intermediate": 1024,
+    "attention_width": 2048,
+    "dense_parameters": 4 * 2048 * 2048,
+    "vocabulary": 50304,
+}
+"""OLMoE-1B-7B, whose experts and picks are as many as those of the model that made the routes."""
+TOKENS = 8192
+"""Of a rank in a simulated micro-step; counts are multiplied to have about as many."""
+SIMULATED = ("static", "eplb_previous", "eplb_micro_step", "ours")
+
+
+def balancing_of(traces: Sequence[RoutingTrace], kind_S: Ints, seed: int) -> dict[str, Any]:
+    """Measure balancers on the traces of steps that follow each other, and on what is drawn in their place.
+
+    Args:
+        traces: of T steps, of S sequences each, dealt to micro-steps at random, and kind after kind.
+        kind_S: the kind of each sequence, the same in all steps.
+        seed: of the order of sequences.
+    """
+    counts_TSLE = [sequence_counts(trace) for trace in traces]
+    few, many = SEQUENCES[0], SEQUENCES[-1]
+    steps = {n: dealt(counts_TSLE, kind_S, "mixed", BASE_RANKS, n, seed) for n in SEQUENCES}
+    one_kind = {n: dealt(counts_TSLE, kind_S, "sorted", BASE_RANKS, n, seed) for n in (few, many)}
+    made = {n: drawn(traces, n, seed) for n in (few, many)}
+    return {
+        "balanced": {f"{BASE_RANKS}x{n}": balanced(each) for n, each in steps.items()},
+        "sorted_balanced": {f"{BASE_RANKS}x{n}": balanced(each) for n, each in one_kind.items()},
+        "workload_balanced": {f"{BASE_RANKS}x{n}": balanced(each) for n, each in made.items()},
+        "simulated": simulated(steps[many]),
+        "workload_simulated": simulated(made[many]),
+    }
+
+
+def balanced(steps: Steps) -> dict[str, dict[str, float]]:
+    """By method: mean imbalance of a cell, and experts moved for one, over all steps but the first.
+
+    Args:
+        steps: counts_MLGE of steps that follow each other.
+    """
+    cluster = parse_config(_cluster(), source="the experiments").described()
+    records: dict[str, list[BalancerRecord]] = {}
+    for before, counts in pairwise(steps):
+        home_LE = np.tile(cluster.topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
+        problem = BalancerInput(counts, cluster.topology, home_LE, before.sum(axis=(0, 2), dtype=np.int64))
+        last = Balancer("EPLB, micro-step before", "previous micro-step", after(before[-1].sum(axis=1)))
+        found = list(compare(problem, cluster.costs, BALANCERS | {"eplb_last": last} | OTHER_BALANCERS))
+        free = replace(cluster.topology, redundant_slots=counts.shape[3] - counts.shape[3] // BASE_RANKS)
+        free_llep = {"llep_free": OTHER_BALANCERS["llep"]}
+        found += compare(replace(problem, topology=free), cluster.costs, free_llep)
+        ours: StepPlan = plan(counts, cluster.topology, PlanOptions(tolerance=0.0), home_LE=home_LE)
+        found.append(record_of(ours, counts, cluster.costs, label="ours", planning_s=0.0))
+        for record in found:
+            records.setdefault(record.name, []).append(record)
+    return {
+        name: {
+            "imbalance": _rounded([record.imbalance_mean for record in several]),
+            "fetches": _rounded([record.fetches_per_cell for record in several]),
+        }
+        for name, several in records.items()
+    }
+
+
+def after(loads_LE: NDArray[np.integer]) -> Method:
+    """EPLB for every micro-step by the loads of the one before it, of which the first's are given, integers [L, E]."""
+
+    def method(problem: BalancerInput) -> Iterator[CellHosts]:
+        contents = SlotContents(problem)
+        seen_LE = loads_LE.astype(np.int64)
+        for layer, counts_GE in problem.cells():
+            expert_H, rank_H, copies_H = eplb_hosts(seen_LE[layer], problem)
+            seen_LE[layer] = counts_GE.sum(axis=0)
+            yield contents.host(layer, expert_H, rank_H, even_split(expert_H, copies_H, counts_GE))
+
+    return method
+
+
+def simulated(steps: Steps) -> dict[str, float]:
+    """Modelled seconds of recompute and update without balancing over those of a method, on the last step.
+
+    OLMoE-1B-7B on eight H100 with the routes of these counts, about `TOKENS` tokens of a rank in a micro-step.
+    """
+    factor = max(1, round(TOKENS * OLMOE["top_k"] / (steps[-1].sum(axis=(2, 3)).mean() / BASE_RANKS)))
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / f"{number}.npz" for number in range(2)]
+        for path, counts in zip(paths, steps[-2:], strict=True):
+            np.savez_compressed(path, counts=counts * factor)
+        workload = {"previous_counts": str(paths[0]), "counts": str(paths[1])}
+        config = parse_config({**_cluster(), "workload": workload, "methods": SIMULATED}, source="the experiments")
+        found = simulate(config, balancers={"llep": OTHER_BALANCERS["llep"]})
+    static_s = found["static"].training_s
+    gains = {record.name: static_s / record.training_s for record in found.methods}
+    gains["forced_balance"] = static_s / found.forced_balance_s
+    return {name: float(f"{gain:.4g}") for name, gain in gains.items()}
+
+
+def _cluster() -> dict[str, Any]:
+    return {"cluster": {"gpus": BASE_RANKS, "expert_parallel": BASE_RANKS}, "model": OLMOE}
+
+
+def _rounded(values: Sequence[float]) -> float:
+    return float(f"{np.mean(values):.5g}")
