@@ -16,6 +16,7 @@ from experiments.plots import draw_all
 from experiments.premise_tables import (
     PLACES,
     balancers_table,
+    facts_table,
     generators_table,
     loads_table,
     simulated_table,
@@ -90,6 +91,7 @@ def figures_text(cells: Sequence[Cell], done: Mapping[str, dict[str, Any]]) -> s
         replays=replay_table(arms),
         runs=other_runs_table(arms),
         boundary=boundary_table(arms),
+        facts=facts_table(arms),
         loads=loads_table(arms),
         balancers=balancers_table(arms),
         generators=generators_table(arms),

@@ -61,6 +61,18 @@ def summary_table(arms: Arms) -> Table:
     return [swing, *left] if ROUTES in arms else []
 
 
+def facts_table(arms: Arms) -> Table:
+    """What the models of the seeds learned, and how far their experts keep to kinds of text."""
+    facts = {
+        "loss after learning, nats per character": ("loss",),
+        "tokens of a step": ("tokens",),
+        "part of the variance of expert shares between sequences that kinds explain": ("kind_share",),
+        "bits that an expert says about the kind before learning, of 2": ("kind_bits", "untrained"),
+        "bits after learning": ("kind_bits", "trained"),
+    }
+    return [[words, _mean(arms, *path)] for words, path in facts.items()] if ROUTES in arms else []
+
+
 def loads_table(arms: Arms) -> Table:
     """Ranks, sequences a rank, swing by order and of shuffled tokens, imbalance by order."""
     rows = []

@@ -63,6 +63,9 @@ def routes(seed):
     }
     gains = dict.fromkeys(("eplb_previous", "eplb_micro_step", "llep", "ours", "forced_balance"), 1.2)
     return loads | {
+        "loss": 1.5,
+        "tokens": 24000.0,
+        "kind_share": 0.8,
         "kind_bits": {"untrained": 0.1 + noise, "trained": 0.4},
         "balanced": balanced,
         "sorted_balanced": deepcopy(balanced),
