@@ -65,6 +65,8 @@ class MegatronRoutingReplay(MegatronEngineWithLMHead):
         plans = isinstance(engine_config, PlanningMegatronConfig)
         require_supported_by_megatron(engine_config, model_config, replays=self._replays, plans=plans)
         if self._replays:
+            if engine_config.vanilla_mbridge:
+                require_peers("mbridge")
             # with a mode, verl would put its own replay into Megatron's classes
             engine_config = replace(engine_config, router_replay=EngineRouterReplayConfig())
         super().__init__(model_config, engine_config, *args, **kwargs)
