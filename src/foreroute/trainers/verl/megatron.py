@@ -52,12 +52,15 @@ class MegatronRoutingReplay(MegatronEngineWithLMHead):
     An engine that only runs forward is a reference, and is left alone.
 
     Attributes:
+        executes_plans: what `PlanningMegatronConfig` looks for in an engine.
         routing: what is replayed in which pass; None where nothing is.
 
     Raises:
+        AttachError: for a release of mbridge that does not work.
         ConfigError: for settings under which replay is not supported, and plans without replay.
     """
 
+    executes_plans = True
     routing: MegatronPasses | None = None
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
