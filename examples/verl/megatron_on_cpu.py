@@ -19,6 +19,8 @@ on_cpu.install()
 
 import mbridge.core.llm_bridge as llm_bridge
 from mbridge.core.bridge import Bridge
+from megatron.core import tensor_parallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 
@@ -48,6 +50,32 @@ def type_on_cuda(tensor, *args, **kwargs):
 
 
 torch.Tensor.type = type_on_cuda
+
+# their Adam is torch's here, which has no state before its first step, while a checkpoint is read into one that has;
+# and it counts steps by parameter, while a checkpoint has them by group
+_state_dict, _load_state_dict = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
+
+
+def begun_state_dict(optimizer):
+    adam = optimizer.optimizer
+    for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+        if not adam.state[parameter]:
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
+    return _state_dict(optimizer)
+
+
+def load_state_dict(optimizer, state_dict):
+    _load_state_dict(optimizer, state_dict)
+    for group in optimizer.optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
+
+
+DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict = begun_state_dict, load_state_dict
+
+# Megatron's generators are CUDA's, and verl reads no checkpoint that has no state of theirs
+tensor_parallel.get_cuda_rng_tracker().get_states = lambda: {"cpu": torch.get_rng_state()}
 
 # mbridge builds layers of Transformer Engine, which wants CUDA
 _block_spec = llm_bridge.get_gpt_decoder_block_spec

@@ -41,7 +41,8 @@ def installed(monkeypatch):
 @pytest.mark.parametrize(
     ("package", "version"),
     [("torch", "2.9.1+cu128"), ("torch", "1.13"), ("transformers", "4.57.0"), ("transformers", "5.10.3"),
-     ("megatron-core", "0.16.0"), ("megatron-core", "0.15.3"), ("trl", "1.15.9"), ("verl", "0.9.0"), ("verl", "0.8")],
+     ("megatron-core", "0.16.0"), ("megatron-core", "0.15.3"), ("trl", "1.15.9"), ("verl", "0.9.0"), ("verl", "0.8"),
+     ("mbridge", "0.15.0")],
 )  # fmt: skip
 def test_a_release_that_is_too_old_is_refused_by_name(installed, package, version):
     installed(package, version)
@@ -205,7 +206,7 @@ def test_the_page_has_all_other_packages_as_pip_minds_them():
     asked, project = asked_for()
     others = (PAGES / "where.md").read_text().partition("\n### Other packages\n")[2].partition("\n#")[0]
     rows = {name: cells for name, *cells in re.findall(r"`([\w-]+)` ([\d.]+) \(([^)]+)\)", others)}
-    assert rows.keys() | PACKAGES.keys() == asked.keys() | {"verl"}
+    assert rows.keys() | PACKAGES.keys() == asked.keys() | {"verl", "mbridge"}
     assert {name: cells[0] for name, cells in rows.items()} == {name: asked[name] for name in rows}
     assert {name: cells[1] for name, cells in rows.items()} == {name: pins().get(name, "a stand-in") for name in rows}
     python = project["requires-python"].removeprefix(">=")
@@ -245,9 +246,8 @@ def test_no_other_page_names_a_release_that_is_not_in_the_table():
 def test_what_is_tested_is_what_the_table_says():
     """The newest releases are those that make and CI install, and the lowest are those of the other environments."""
     verl, newest = (ROOT / "make/verl.mk").read_text(), (ROOT / "make/megatron.mk").read_text()
-    assert {name: pins()[name] for name in ("torch", "transformers", "trl")} == {
-        name: PEERS[name].newest for name in ("torch", "transformers", "trl")
-    }
+    pinned = ("torch", "transformers", "trl", "mbridge")
+    assert {name: pins()[name] for name in pinned} == {name: PEERS[name].newest for name in pinned}
     assert pins()["megatron-core"] == PEERS["megatron-core"].lowest
     assert f"MEGATRON_VERSION ?= {PEERS['megatron-core'].newest}\n" in newest
     assert f"VERL_VERSION ?= {PEERS['verl'].newest}\n" in verl

@@ -41,6 +41,7 @@ PEERS = {
     "megatron-core": Peer("megatron.core", "0.16.1", "0.19.2"),
     "trl": Peer("trl", "1.16.0", "1.16.0"),
     "verl": Peer("verl", "0.9.1", "0.9.1"),
+    "mbridge": Peer("mbridge", "0.15.1", "0.15.1"),
     # from 0.31 on it keeps routes elsewhere, and needs its second model runner for them
     "vLLM": Peer(None, "0.28", "0.30.0", below="0.31"),
     # before, the ids of its routes are physical slots

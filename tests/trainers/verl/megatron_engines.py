@@ -17,7 +17,6 @@ from foreroute.trainers.verl.planning import PlanningMegatronConfig
 
 def make(folder, *, plans=False, replay="R3", ranks=2, lr=1e-3, transformer=None, **settings):
     """An engine, initialised, whose experts are shared by all ranks. Settings are of verl's engine configuration."""
-    kind = EngineRegistry.get_engine_cls("language_model", "megatron")
     config = {
         "vanilla_mbridge": True,
         "expert_model_parallel_size": ranks,
@@ -30,11 +29,13 @@ def make(folder, *, plans=False, replay="R3", ranks=2, lr=1e-3, transformer=None
         },
         **settings,
     }
-    engine = kind(
-        HFModelConfig(path=folder),
-        (PlanningMegatronConfig if plans else McoreEngineConfig)(**config),
-        McoreOptimizerConfig(lr=lr, total_training_steps=10),
-        CheckpointConfig(),
+    engine = EngineRegistry.new(
+        model_type="language_model",
+        backend="megatron",
+        model_config=HFModelConfig(path=folder),
+        engine_config=(PlanningMegatronConfig if plans else McoreEngineConfig)(**config),
+        optimizer_config=McoreOptimizerConfig(lr=lr, total_training_steps=10),
+        checkpoint_config=CheckpointConfig(),
     )
     engine.initialize()
     return engine

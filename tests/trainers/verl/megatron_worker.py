@@ -10,13 +10,16 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+# isort: off
+from tests.trainers.verl.megatron_engines import Watch, exported, make  # before verl: no GPU
+
+# isort: on
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from foreroute.planner import start
 from foreroute.trainers.verl import planning
-from tests.trainers.verl.megatron_engines import Watch, exported, make
 from tests.trainers.verl.verl_book import Book
 from tests.trainers.verl.verl_engines import old_log_probs, tensordict, update
 
@@ -30,21 +33,26 @@ def main(policy, folder, runs):
     share = SEQUENCES // 2
     mine = {name: values[share * rank : share * (rank + 1)] for name, values in book.batch().items()}
     for name, settings in json.loads(runs).items():
+        if settings.pop("resumes", False):
+            settings["checkpoint"] = Path(folder) / "checkpoint"
         torch.save(run(policy, mine, **settings), Path(folder) / f"{name}-{rank}.pt")
     dist.destroy_process_group()
 
 
-def run(policy, batch, *, tokens=32, reverse=False, **settings):
-    """Steps of an old-log-prob pass and an update each."""
+def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings):
+    """Steps of an old-log-prob pass and an update each; given a checkpoint, by a new engine from the second on."""
     engine = make(policy, **settings)
     if reverse:
         batch = {name: values.flip(0) for name, values in batch.items()}
-    found = {name: [] for name in ("log_probs", "metrics", "old", "update", "planned")}
+    found = {name: [] for name in ("log_probs", "metrics", "old", "update", "planned", "at_home")}
     for step in range(STEPS):
         if step:  # what was sampled before the weights changed
             batch = {name: values for name, values in batch.items() if name != "rollout_log_probs"}
         planned = []
-        with mock.patch.object(planning, "start", noting(planned)):
+        with (
+            mock.patch.object(planning, "start", noting(planned)),
+            mock.patch.object(planning, "plan", wraps=planning.plan) as at_home,
+        ):
             with Watch(engine) as old:
                 log_probs, _ = old_log_probs(engine, tensordict(batch, max_token_len_per_gpu=tokens))
             with Watch(engine) as updated:
@@ -54,6 +62,12 @@ def run(policy, batch, *, tokens=32, reverse=False, **settings):
         found["old"].append({"routed": old.routed, "rows_ML": old.rows_ML})
         found["update"].append({"routed": updated.routed, "rows_ML": updated.rows_ML})
         found["planned"].append([loads_MLG(counts, made.result()) for counts, made in planned])
+        found["at_home"].append(at_home.call_count)
+        if checkpoint and step == 0:
+            engine.save_checkpoint(str(checkpoint), global_step=1)
+            dist.barrier()
+            engine = make(policy, **settings)
+            engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
     found["weights"] = exported(engine)
     return found
 

@@ -27,10 +27,11 @@ RUNS = {
     "planned": {"plans": True},
     "planned, recomputed": {"plans": True, "transformer": FULL},
     "planned, one micro-batch": {"plans": True, "tokens": 4096},
+    "planned, resumed": {"plans": True, "resumes": True},
     "larger micro-batches": {"tokens": 48},
     "another order": {"reverse": True},
 }
-PLANNED = [name for name, settings in RUNS.items() if settings.get("plans")]
+PLANNED = [name for name, settings in RUNS.items() if settings.get("plans") and not settings.get("resumes")]
 BFLOAT16 = 0.2
 """How far log-probs may be from those in float64, in nats: twice what was seen."""
 
@@ -91,6 +92,7 @@ def test_experts_compute_the_rows_of_the_plan_from_the_second_micro_batch_on(nam
     ranks = found[name]
     at_home = 0 if "one micro-batch" in name else 1
     for step in range(len(ranks[0]["planned"])):
+        assert ranks[0]["at_home"][step] == 2 * at_home
         for which, passes in (("old", 0), ("update", 1)):
             planned_MLG = ranks[0]["planned"][step][passes]
             assert np.array_equal(planned_MLG, ranks[1]["planned"][step][passes])
@@ -122,6 +124,10 @@ def test_weights_under_plans_are_no_further_than_those_of_another_order_of_sums(
     assert apart(weights["planned"], weights["planned, recomputed"]) == 0
 
 
+def test_a_run_that_goes_on_from_its_checkpoint_ends_with_the_same_bits(found):
+    assert apart(found["planned, resumed"][0]["weights"], found["planned"][0]["weights"]) == 0
+
+
 def test_settings_that_replay_or_plans_do_not_go_with_are_refused():
     model = SimpleNamespace(use_fused_kernels=False, mtp=SimpleNamespace(enable=False), lora={})
     for setting, value in {
@@ -140,6 +146,20 @@ def test_settings_that_replay_or_plans_do_not_go_with_are_refused():
         PlanningMegatronConfig(redundant_slots=0)
     with pytest.raises(ConfigError, match="h1000"):
         PlanningMegatronConfig(hardware="h1000")
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "overrides"),
+    [
+        ("MegatronEngineWithLMHead", "cuda", ["actor_rollout_ref.model.external_lib=null"]),
+        ("MindspeedEngineWithLMHead", "npu", []),
+    ],
+)
+def test_a_worker_ends_where_verl_would_make_an_engine_that_plans_nothing(engine, device, overrides, policy):
+    worker = ("-m", "tests.trainers.verl.planning_worker", device, policy, *overrides)
+    result = torchrun(1, *worker, timeout=WITHIN_S, env=environment(OMP_NUM_THREADS="1"))
+    assert result.returncode
+    assert f"ConfigError: PlanningMegatronConfig asks for plans, and {engine}, which verl takes" in result.stderr
 
 
 def rows_of(watched, name, which):

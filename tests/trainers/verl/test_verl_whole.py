@@ -55,26 +55,42 @@ def mean_k3(steps):
     return np.mean([values["k3"] for values in steps.values()])
 
 
-def test_a_run_in_float32_is_stopped_goes_on_from_its_checkpoint_and_is_exact(tmp_path, policy):
-    latest = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
-    settings = {"precision": "float32", "replay": "R3"}
-    run(tmp_path, policy, until=lambda: latest.exists() and int(latest.read_text() or 0) >= 2, **settings)
-    first = demo_cluster.metrics(tmp_path)
-    assert demo_cluster.differing_weights(tmp_path, policy)[0] == []
-    step = int(latest.read_text())
-    for file in (tmp_path / "engines").iterdir():
+def last_checkpoint(folder):
+    """The step of the last one that is whole; 0 before the first."""
+    latest = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    return int(latest.read_text() or 0) if latest.exists() else 0
+
+
+def stopped(folder, policy, **settings):
+    """A run that is stopped after its second checkpoint; its metrics, and the step of its last checkpoint."""
+    run(folder, policy, until=lambda: last_checkpoint(folder) >= 2, **settings)
+    found = demo_cluster.metrics(folder)
+    assert found
+    assert demo_cluster.differing_weights(folder, policy)[0] == []
+    for file in (folder / "engines").iterdir():
         file.unlink()
-    overrides = [f"trainer.total_training_steps={step + 2}"]
-    assert run(tmp_path, policy, overrides=overrides, **settings) == 0, demo_cluster.tail(tmp_path)
-    second = demo_cluster.metrics(tmp_path)
-    assert list(second) == [step + 1, step + 2]
-    assert len(first) >= 1
+    return found, last_checkpoint(folder)
+
+
+def resumed(folder, policy, step, *, steps, **settings):
+    """The metrics of a run that goes on from the checkpoint of a step, to its end."""
+    overrides = [f"trainer.total_training_steps={step + steps}"]
+    assert run(folder, policy, overrides=overrides, **settings) == 0, demo_cluster.tail(folder)
+    found = demo_cluster.metrics(folder)
+    assert list(found) == [*range(step + 1, step + steps + 1)]
+    # a sync before the first step and after each, to every engine, of all the policy's tensors
+    syncs = (steps + 1) * demo_cluster.RANKS
+    assert demo_cluster.differing_weights(folder, policy, first=step) == ([], syncs * num_tensors(policy))
+    return found
+
+
+def test_a_run_in_float32_is_stopped_goes_on_from_its_checkpoint_and_is_exact(tmp_path, policy):
+    settings = {"precision": "float32", "replay": "R3"}
+    first, step = stopped(tmp_path, policy, **settings)
+    second = resumed(tmp_path, policy, step, steps=2, **settings)
     for values in (*first.values(), *second.values()):
         assert values["disagreement"] == 0
         assert values["k3"] < 1e-9
-    different, compared = demo_cluster.differing_weights(tmp_path, policy, first=step)
-    # three syncs to two engines, of all the policy's tensors
-    assert (different, compared) == ([], 3 * demo_cluster.RANKS * num_tensors(policy))
 
 
 def test_replay_takes_away_half_of_the_mismatch_of_a_rollout_in_bfloat16(tmp_path, policy):
@@ -110,21 +126,18 @@ def test_a_sync_that_leaves_the_experts_without_their_weights_ends_the_run(tmp_p
     assert {name.split(".mlp.")[1] for _, _, name in different} == {"experts.gate_up_proj", "experts.down_proj"}
 
 
-def test_megatron_executes_plans_on_the_routes_of_the_rollout(tmp_path):
-    policy = tmp_path / "policy"
+def test_megatron_executes_plans_on_the_routes_of_the_rollout_and_goes_on_from_its_checkpoint(tmp_path):
+    policy, folder = tmp_path / "policy", tmp_path / "run"
     demo_cluster.prepare(policy, "megatron")
-    folder = tmp_path / "run"
-    assert run(folder, policy, precision="bfloat16", replay="R3", engine="megatron") == 0, demo_cluster.tail(folder)
-    steps = demo_cluster.metrics(folder)
-    assert list(steps) == [1, 2, 3, 4]
-    for values in steps.values():
+    settings = {"precision": "bfloat16", "replay": "R3", "engine": "megatron"}
+    first, step = stopped(folder, policy, **settings)
+    second = resumed(folder, policy, step, steps=4, **settings)
+    for values in (*first.values(), *second.values()):
         assert values["disagreement"] == 0
         assert values["k3"] < 2e-3
         assert values["rows_off"] == 0
         assert values["imbalance_executed"] == values["imbalance_planned"] < values["imbalance_static"]
         assert values["imbalance_first"] > 1
-    different, compared = demo_cluster.differing_weights(folder, policy)
-    assert (different, compared) == ([], 5 * demo_cluster.RANKS * num_tensors(policy))
 
 
 def num_tensors(policy):

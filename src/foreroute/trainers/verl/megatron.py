@@ -52,12 +52,15 @@ class MegatronRoutingReplay(MegatronEngineWithLMHead):
     An engine that only runs forward is a reference, and is left alone.
 
     Attributes:
+        executes_plans: what `PlanningMegatronConfig` looks for in an engine.
         routing: what is replayed in which pass; None where nothing is.
 
     Raises:
+        AttachError: for a release of mbridge that does not work.
         ConfigError: for settings under which replay is not supported, and plans without replay.
     """
 
+    executes_plans = True
     routing: MegatronPasses | None = None
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -65,6 +68,8 @@ class MegatronRoutingReplay(MegatronEngineWithLMHead):
         plans = isinstance(engine_config, PlanningMegatronConfig)
         require_supported_by_megatron(engine_config, model_config, replays=self._replays, plans=plans)
         if self._replays:
+            if engine_config.vanilla_mbridge:
+                require_peers("mbridge")
             # with a mode, verl would put its own replay into Megatron's classes
             engine_config = replace(engine_config, router_replay=EngineRouterReplayConfig())
         super().__init__(model_config, engine_config, *args, **kwargs)

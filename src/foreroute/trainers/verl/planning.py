@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from verl.workers.config import McoreEngineConfig
+from verl.workers.engine import EngineRegistry
 
 from foreroute.costs import hardware_preset
 from foreroute.errors import ConfigError
@@ -65,6 +66,31 @@ class PlanningMegatronConfig(McoreEngineConfig):
         hardware_preset(self.hardware)
 
 
+def refuse_engines_without_plans() -> None:
+    """Have verl make no engine that would pass over plans: its own, where foreroute's did not take their place.
+
+    A worker builds this configuration before its engine; the driver builds it too, and makes no engine.
+    """
+    make = EngineRegistry.new
+
+    def new(model_type: str, backend: str, *args: Any, **kwargs: Any) -> Any:
+        engine = EngineRegistry.get_engine_cls(model_type, backend)
+        plans = any(isinstance(given, PlanningMegatronConfig) for given in (*args, *kwargs.values()))
+        if plans and not getattr(engine, "executes_plans", False):
+            raise ConfigError(
+                f"PlanningMegatronConfig asks for plans, and {engine.__name__}, which verl takes here, makes none. For "
+                "a language model on CUDA, name foreroute.trainers.verl.megatron in "
+                "actor_rollout_ref.model.external_lib; for any other, leave out the line that names "
+                "PlanningMegatronConfig"
+            )
+        return make(model_type, backend, *args, **kwargs)
+
+    EngineRegistry.new = new
+
+
+refuse_engines_without_plans()
+
+
 class PlannedBatch:
     """A batch of verl under a plan. Making one is a collective call of the ranks that share experts.
 
@@ -88,7 +114,8 @@ class PlannedBatch:
         home_LE = routed.home_LE
         self._num_at_home = min(1, len(self._shards) - 1)
         self._planned = start(self._counts_MLGE[self._num_at_home :], topology, UNDER_PLAN, home_LE=home_LE)
-        self._at_home = plan(self._counts_MLGE[:1], topology, AT_HOME, home_LE=home_LE)
+        if self._num_at_home:
+            self._at_home = plan(self._counts_MLGE[:1], topology, AT_HOME, home_LE=home_LE)
         self._executions: list[PlanExecution] = []
 
     def begin(self, number: int) -> None:
