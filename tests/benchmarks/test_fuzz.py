@@ -10,10 +10,10 @@ BAD = ("crashes", "hangs", "accepted_wrong", "tracebacks", "over_memory")
 @pytest.mark.slow
 @pytest.mark.parametrize("group", fuzz.GROUPS)
 def test_malformed_inputs_are_refused_or_harmless(group):
-    found = fuzz.attack_all(2_000, groups=[group], seed=7)
+    found = fuzz.attack_all(1_000, groups=[group], seed=7)
     assert {name: found["metrics"][name] for name in BAD} == dict.fromkeys(BAD, 0), found["targets"]
-    assert found["metrics"]["inputs"] >= 2_000
-    assert found["metrics"]["refused"] > 1_000
+    assert found["metrics"]["inputs"] >= 1_000
+    assert found["metrics"]["refused"] > 500
 
 
 def test_every_kind_of_defect_is_seen(monkeypatch):

@@ -37,7 +37,7 @@ def encoded(name, spec, ids, rows):
     return codec, words, sizes, np.cumsum(sizes) - sizes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(CODECS),
     model=st.sampled_from(MODELS),
