@@ -3,7 +3,6 @@
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,9 +15,8 @@ from foreroute.capture import Sampling
 from foreroute.engines import vllm
 from foreroute.replay import masked_logprobs, masked_logprobs_of_logits
 from foreroute.trace import SAMPLING
-from tests.engines.vllm.serving import served, wait_for
+from tests.engines.vllm.serving import served, wait_for, with_stand_ins
 
-WORKER, SERVER = (Path(__file__).with_name(f"masks_{part}.py") for part in ("worker", "server"))
 VOCABULARY = 2048
 CUT = Sampling(max_new_tokens=16, end_token=-1, top_p=0.8)
 WHOLE = replace(CUT, top_p=1.0)
@@ -40,19 +38,14 @@ def policy():
     return hf.attach(model)
 
 
-def running(script, python, folder):
-    """What runs a script with stand-ins where a Python is asked for."""
-    wrapper = folder / "python"
-    wrapper.write_text(f'#!/bin/sh\nexec "{python}" "{script}" "$@"\n')
-    wrapper.chmod(0o755)
-    return wrapper
-
-
 @contextmanager
 def serving(policy, python, folder, precision):
     """An engine whose worker has the stand-ins."""
     settings = vllm.ProcessSettings(
-        python=running(WORKER, python, folder), precision=precision, sampling_masks=True, options={"max_num_seqs": 16}
+        python=with_stand_ins("worker", python, folder),
+        precision=precision,
+        sampling_masks=True,
+        options={"max_num_seqs": 16},
     )
     with vllm.ProcessEngine(ServedModel.of(policy), settings) as engine:
         engine.load_weights(policy.model.state_dict(), version=3)
@@ -141,7 +134,7 @@ def test_ratios_are_one_on_the_recorded_sets(policy, vllm_python, tmp_path, caps
 def test_a_server_returns_the_sets_too(policy, vllm_python, tmp_path, capsys):
     checkpoint, python = (
         ModelWriter(policy.model).write(tmp_path / "checkpoint"),
-        running(SERVER, vllm_python, tmp_path),
+        with_stand_ins("server", vllm_python, tmp_path),
     )
     flags = ("--return-sampling-mask", "--enable-scale-out", "--max-model-len", "64")
     with served(python, checkpoint, tmp_path, *flags) as (url, process):
