@@ -4,6 +4,7 @@ import numpy as np
 
 from foreroute import RoutedLayer, RoutingSpec, RoutingTrace, concatenate
 from foreroute.trace import INDEXER, DecisionStream, IndexerSpec, synthetic_trace
+from foreroute.trace.streams import MOST_CHOICES
 
 
 def spec_of(num_experts=8, top_k=2, num_layers=3):
@@ -88,3 +89,21 @@ def choices_of(noise=0.0, seed=0):
         chosen.append((counts, np.concatenate(sets).astype(np.int32)))
     routes = synthetic_trace(spec_of(), CHOICE_LENGTHS, seed=0)
     return routes.with_stream(INDEXER, CHOICES.stream(positions, chosen))
+
+
+def foreign_choices(trace, spec, *, seed=3):
+    """The same trace with choices of indexers, in all rows, of the right sizes, that no indexer would make."""
+    rng = np.random.default_rng(seed)
+    position_N = np.arange(trace.num_rows) - np.repeat(trace.offsets[:-1], trace.lengths)
+    visible_ND = np.repeat(spec.num_visible(position_N)[:, None], len(spec.layers), axis=1)
+    sets = [
+        (rng.permuted(np.tile(np.arange(visible), (spec.heads, 1)), axis=1)[:, : spec.top_k] * spec.heads).T
+        + np.arange(spec.heads)
+        for visible in visible_ND[visible_ND > spec.top_k].tolist()
+    ]
+    counts_ND = np.where(visible_ND > spec.top_k, spec.heads * spec.top_k, 0)
+    ids = np.concatenate([np.zeros(0, np.int64), *[each.reshape(-1) for each in sets]])
+    stream = DecisionStream.from_sets(
+        MOST_CHOICES, np.ones(trace.num_rows, np.bool_), counts_ND, ids, layers=spec.layers
+    )
+    return trace.with_stream(INDEXER, stream)

@@ -238,6 +238,8 @@ def test_diff_names_sets_that_differ_are_missing_or_are_of_other_tokens(tmp_path
     assert f"position {row - plain.offsets[sequence]} of sequence {sequence}" in " ".join(result.stdout.split())
     result = foreroute("diff", first, fr.save(plain, tmp_path / "plain"))
     assert (result.returncode, "the other trace has none" in result.stdout) == (1, True)
+    result = foreroute("diff", tmp_path / "plain", first)
+    assert (result.returncode, "the reference has none" in result.stdout) == (0, True), "a trainer makes no masks"
     result = foreroute("diff", first, saved("wrong", (own + 1) % choices))
     assert result.returncode == 1
     assert "leave out the token that was sampled" in " ".join(result.stdout.split())
@@ -254,6 +256,10 @@ def test_diff_and_inspect_name_choices_of_indexers(tmp_path):
     assert f"{trace.num_rows} rows of 4 layers, {len(stream.ids)} ids in {sets} sets; " in shown
     result = foreroute("diff", files[0], files[1])
     assert (result.returncode, "indexer" in result.stdout) == (0, True)
+    for rows, code in ((trace.offsets[1:] - 1, 0), (trace.offsets[1:] - 2, 1)):  # of the last token, or of another
+        gappy = trace.with_stream("indexer", stream.without(rows))
+        result = foreroute("diff", files[0], fr.save(gappy, tmp_path / f"gappy {code}"))
+        assert result.returncode == code
     result = foreroute("diff", files[0], files[2])
     assert result.returncode == 1
     assert "with the token 2 earlier" in " ".join(result.stdout.split())

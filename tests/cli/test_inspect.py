@@ -3,10 +3,13 @@
 import tracemalloc
 from dataclasses import replace
 
+import numpy as np
+
 import foreroute as fr
+from foreroute.capture import Generation, save_generation
 from foreroute.mismatch import Defect, explain
 from tests.cli.command import foreroute
-from tests.traces import random_trace, with_decisions
+from tests.traces import random_trace, spec_of, with_decisions
 
 
 def test_inspect_shows_facts_and_claims_apart_and_obeys_neither(tmp_path):
@@ -62,3 +65,13 @@ def test_inspect_names_the_decisions_beside_the_routes(tmp_path):
     plain = foreroute("inspect", fr.save(random_trace(0), tmp_path / "p"), columns=200).stdout
     assert "stream" not in plain
     assert "gate weights" not in plain
+
+
+def test_inspect_of_a_generation_names_its_trace(tmp_path):
+    trace = fr.RoutingTrace.unrouted(spec_of(), [[1, 2, 3]])
+    path = save_generation(Generation(trace, np.array([1]), np.zeros(2, np.float32)), tmp_path / "g")
+    [beside] = tmp_path.glob("g-*")
+    refused = foreroute("inspect", path, columns=300)
+    assert refused.returncode == 2
+    assert f"it is a generation, whose trace is '{beside.name}' in the same folder" in refused.stderr
+    assert foreroute("inspect", beside).returncode == 0

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from foreroute.adapters import hf
-from foreroute.doctor import Severity, diagnose
+from foreroute.doctor import Evidence, Severity, TrainerPass, diagnose
 from foreroute.doctor.examine import examine
 from foreroute.trace import DecisionStream
 from tests.attended import SIZES
 from tests.doctor.doctor_cases import generation
+from tests.traces import random_trace
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,20 @@ def test_a_trace_without_choices_is_warned_of(model):
     assert choices.severity is Severity.WARNING
     assert "the trace has none of their choices" in choices.sentence
     assert "indexers=True" in choices.advice
+
+
+@pytest.mark.parametrize("has_indexers", [True, False])
+def test_routes_alone_may_make_it_worse_and_are_not_called_those_of_other_tokens(has_indexers):
+    engine = np.linspace(-3, -1, 9)
+    evidence = Evidence(
+        engine=random_trace(0),
+        engine_logprobs_R=engine,
+        native=TrainerPass(None, engine + 0.1),
+        replayed=TrainerPass(None, engine + 0.2),
+        has_indexers=has_indexers,
+    )
+    (worse,) = [f for f in diagnose(evidence).findings if "makes it worse" in f.sentence]
+    assert worse.advice.startswith("Routes without the choices of indexers" if has_indexers else "These are not the")
 
 
 def test_shifted_choices_are_refused_and_named(model):

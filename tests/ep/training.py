@@ -9,8 +9,10 @@ import torch
 
 import foreroute as fr
 from foreroute.adapters import hf
+from tests.adapters.hf.families import SPARSE, build
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, log_probs, sequences_of
 from tests.models import tiny
+from tests.traces import foreign_choices
 
 STEPS, MICRO_STEPS = 3, 2
 
@@ -20,7 +22,7 @@ class Case:
     """One way to train.
 
     Attributes:
-        family: of the model.
+        family: of the model; those of `SPARSE` replay choices of indexers beside routes.
         ranks: G.
         routing: "live", "replay" of random routes, or "crowded": of routes to the first experts alone, so that other
             ranks have nothing to do.
@@ -59,7 +61,11 @@ class Case:
 
 def policy(case):
     # grouped_mm knows no float64
-    model = tiny(case.family, experts="eager" if case.dtype == torch.float64 else "grouped_mm").to(case.dtype)
+    experts = "eager" if case.dtype == torch.float64 else "grouped_mm"
+    if case.family in SPARSE:
+        model = build(case.family, experts=experts, **SPARSE[case.family] | {"index_topk": 3}).to(case.dtype)
+    else:
+        model = tiny(case.family, experts=experts).to(case.dtype)
     enable_checkpointing(model.train(), case.use_reentrant)
     return model
 
@@ -113,7 +119,8 @@ def train_alone(case):
 
 
 def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
+    """Indexers get none."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def state(model):
@@ -123,4 +130,10 @@ def state(model):
 def replaying(routed, case, rank, step, micro_step):
     if case.routing == "live":
         return nullcontext()
-    return routed.replay(routes(routed.spec, case, rank, step, micro_step))
+    return routed.replay(decisions(routed, case, rank, step, micro_step))
+
+
+def decisions(routed, case, rank, step, micro_step):
+    """The routes, and choices of indexers where the model has some, of no relation to it."""
+    trace = routes(routed.spec, case, rank, step, micro_step)
+    return trace if routed.indexers is None else foreign_choices(trace, routed.indexers, seed=step)

@@ -198,6 +198,8 @@ def homes(case, spec):
 def whole_gradients(placed):
     grads = {}
     for name, parameter in placed.model.named_parameters():
+        if parameter.grad is None:
+            continue
         shards = placed.shards_of(parameter)
         grads[name] = parameter.grad.clone() if shards is None else shards.gather(parameter.grad)
     return grads

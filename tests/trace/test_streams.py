@@ -1,6 +1,7 @@
 """Decisions beside the routes: cut, joined, saved and read with their rows, against plain Python lists."""
 
 import json
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -406,3 +407,22 @@ def test_bits_after_the_last_row_are_refused(tmp_path, word, bit):
 
     with pytest.raises(TraceFileError, match="sampling in block 0 does not decode"):
         fr.load(forged(tmp_path / "t", trace, change))
+
+
+def test_many_ids_are_taken_and_read_with_little_memory_beside_them(tmp_path):
+    """Choices of indexers are thousands of ids for each row and layer: an index of 8 bytes for each is too much."""
+    rows, size = 2000, 2000
+    ids = np.tile(np.arange(size, dtype=np.int32), rows)
+    stream = DecisionStream.from_sets(2 * size, np.ones(rows, bool), np.full(rows, size), ids)
+    path = fr.save(
+        fr.RoutingTrace.unrouted(spec_of(), [np.zeros(rows, int)]).with_stream("other", stream), tmp_path / "t"
+    )
+    fr.load(path)  # which compiles
+    reversed_rows = np.arange(rows)[::-1]
+    for make, most in ((lambda: stream.take(reversed_rows), 1.7), (lambda: fr.load(path).streams["other"], 2.7)):
+        tracemalloc.start()
+        made = make()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert made.ids.size == ids.size
+        assert peak < most * ids.nbytes

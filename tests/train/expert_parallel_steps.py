@@ -26,12 +26,12 @@ class Steps:
     state: dict
 
 
-def config_of(num_ranks, *, routing="R3", mini_steps=1, **parallel):
+def config_of(num_ranks, *, routing="R3", mini_steps=1, model=None, **parallel):
     if num_ranks > 1:
         parallel = {"expert": num_ranks, "tolerance": 0.0, "timeout_s": 30.0, **parallel}
     # grouped_mm knows no float64
     return small_config(
-        model={"experts_implementation": "eager", "sizes": dict(SIZES)},
+        model={"experts_implementation": "eager", "sizes": dict(SIZES), **(model or {})},
         rollout={"prompts": 8},
         rl={"routing": routing, "mini_steps": mini_steps, "micro_step_tokens": 96},
         parallel=parallel,

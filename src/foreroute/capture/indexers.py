@@ -92,4 +92,4 @@ def _array(returned: str | NDArray[np.int32], sequence: int, length: int, num_la
             f"the choices of sequence {sequence} go from {array.min()} to {array.max()}; expected units of a sequence "
             f"of {length} tokens, or -1; {UNFUSED}"
         )
-    return array.astype(np.int32)
+    return array.astype(np.int32, copy=False)

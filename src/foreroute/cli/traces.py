@@ -85,18 +85,21 @@ def print_difference(reference: Path, other: Path) -> bool:
 
 
 def _same_streams(trace: RoutingTrace, other: RoutingTrace, console: Console) -> bool:
-    """Print how other decisions than routes differ; False when a trace lacks some, or has masks of other tokens."""
+    """Print how decisions beside routes differ; False when the other trace lacks some, or has those of other rows."""
     sound = True
     if not np.array_equal(trace.token_ids_N, other.token_ids_N):  # another order, which the explanation names
         return sound
+    # the last token of a sequence is before none, and engines do not compute it
+    last = trace.offsets[1:][trace.lengths > 0] - 1
     for name in sorted({*trace.streams, *other.streams}):
-        if name not in trace.streams or name not in other.streams:
-            console.print(
-                f"[bold red]{name}[/]  {'the other trace' if name in trace.streams else 'the reference'} has none"
-            )
+        if name not in other.streams:
+            console.print(f"[bold red]{name}[/]  the other trace has none")
             sound = False
             continue
-        found = stream_difference(trace.streams[name], other.streams[name])
+        if name not in trace.streams:  # such as masks, which no trainer makes
+            console.print(f"[blue]{name}[/]  the reference has none to compare with")
+            continue
+        found = stream_difference(*(each.streams[name].without(last) for each in (trace, other)))
         sentence = f"the sets of all {found.rows} rows are the same"
         if found.first is not None:
             sequence = int(np.searchsorted(trace.offsets, found.first, side="right") - 1)

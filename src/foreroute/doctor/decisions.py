@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from foreroute.doctor.evidence import Evidence, Measures
 from foreroute.doctor.finding import Finding, Severity, many
-from foreroute.trace import INDEXER, SAMPLING
+from foreroute.trace import SAMPLING
 
 RECORD_CHOICES = (
     "Record them too: record(indexers=True), or EmbeddedEngine(model, indexers=True); capture.with_indexer_choices "
@@ -68,7 +68,7 @@ def about_choices(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             f"Indexers chose other units in at least one layer of {found.differing} of {many(found.rows, 'row')}; "
             f"trainer and engine share {found.shared:.1%} of the units that queries attend to.",
         )
-    elif evidence.has_indexers and evidence.engine is not None and INDEXER not in evidence.engine.streams:
+    elif evidence.lacks_choices:
         yield Finding(
             Severity.WARNING,
             "indexers",

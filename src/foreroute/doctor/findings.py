@@ -32,6 +32,11 @@ NOT_THIS_MODEL = (
     "Do not train with replay on this model before the check passes: upgrade foreroute or transformers, or report the "
     "family with this sentence."
 )
+NOT_THESE_ROUTES = "These are not the routes of these tokens under these weights. Do not train on them."
+WITHOUT_CHOICES = (
+    "Routes without the choices of indexers can do that. Record both (see indexers). If it stays so, these are not the "
+    "routes of these tokens under these weights."
+)
 NO_ROUTES = "Look at both with foreroute inspect: a trace without routed rows was captured without routes."
 
 ADVICE = {
@@ -280,7 +285,7 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             Severity.PROBLEM,
             "replay",
             f"Replaying this trace makes it worse{_factor(gain)}: {both}.",
-            "These are not the routes of these tokens under these weights. Do not train on them.",
+            WITHOUT_CHOICES if evidence.lacks_choices else NOT_THESE_ROUTES,
         )
     if replayed.k3 > LARGE and gain > 1 / HELPS:
         yield Finding(

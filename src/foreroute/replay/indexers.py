@@ -56,10 +56,11 @@ class IndexerRows:
         units_RHW = np.where(every_W < visible_R[:, None], every_W, -1)[:, None].repeat(spec.heads, axis=1)
         starts_N = stream.offsets[indexer : -1 : stream.depth]
         chosen = np.flatnonzero(self.decided_R & (visible_R > spec.top_k))  # these have a set, and it is full
-        ids = stream.ids[starts_N[self.row_of_slot_R[chosen], None] + np.arange(spec.heads * width)].astype(np.int64)
-        if len(chosen):
-            by_head = np.sort((ids % spec.heads) << 32 | ids // spec.heads, axis=1) & 0xFFFFFFFF
-            units_RHW[chosen] = by_head.reshape(-1, spec.heads, width)
+        ids = stream.ids[starts_N[self.row_of_slot_R[chosen], None] + np.arange(spec.heads * width)]
+        if spec.heads > 1:  # they lie unit by unit, and are wanted head by head
+            head = ids.astype(np.int64) % spec.heads
+            ids = np.sort(head << 32 | ids // spec.heads, axis=1) & 0xFFFFFFFF
+        units_RHW[chosen] = ids.reshape(len(chosen), spec.heads, width)
         return torch.from_numpy(units_RHW)
 
 

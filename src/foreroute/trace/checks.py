@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from foreroute.trace.spec import RoutingSpec
 DECODED_FREELY, DECODED_PER_BYTE = 16 << 20, 1024
 """A file may ask for 16 MiB of memory, or for 1,024 times the bytes of its tokens and payloads: so a small file cannot
 make a reader allocate without bound."""
+TAKEN_AT_ONCE = 1 << 18
+"""Numbers whose places are worked out together; a place takes 16 bytes meanwhile."""
 
 
 def check_rows(
@@ -154,6 +157,20 @@ def join_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64], dtype: An
     joined: NDArray[Any] = np.repeat((starts - before[:-1]).astype(dtype), lengths)
     joined += np.arange(before[-1], dtype=dtype)
     return joined
+
+
+def take_ranges(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
+    """Return `values[join_ranges(starts, lengths)]`, and never hold more than a part of that index.
+
+    Raises:
+        TraceContentError: as `as_offsets`.
+    """
+    before = as_offsets(lengths)
+    taken = np.empty(int(before[-1]), values.dtype)
+    parts = np.searchsorted(before, np.arange(0, len(taken), TAKEN_AT_ONCE))
+    for first, after in pairwise(np.unique(np.append(parts, len(lengths))).tolist()):
+        taken[before[first] : before[after]] = values[join_ranges(starts[first:after], lengths[first:after])]
+    return taken
 
 
 def _refuse_first(

@@ -80,7 +80,9 @@ class IndexerSpec:
         for layer, ids in enumerate(kept):
             joined[join_ranges(starts_ND[:, layer], counts_ND[:, layer])] = ids
         valid_N = np.ones(len(position_N), np.bool_)
-        return DecisionStream.from_sets(MOST_CHOICES, valid_N, counts_ND, joined, layers=self.layers)
+        stream = DecisionStream(MOST_CHOICES, valid_N, offsets, joined, self.layers)
+        stream.check()
+        return stream
 
     def check(self, stream: DecisionStream, offsets: NDArray[np.int64]) -> None:
         """Raise unless these can be choices of such indexers, each at its own position.

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import SpecMismatchError, TraceContentError
-from foreroute.trace.checks import as_array, as_mask, as_offsets, ascending, join_ranges
+from foreroute.trace.checks import as_array, as_mask, as_offsets, ascending, take_ranges
 from foreroute.trace.spec import MAX_LAYERS, RoutedLayer, is_whole
 
 SAMPLING = "sampling"
@@ -150,7 +150,7 @@ class DecisionStream:
             counts[there], starts[there] = self.counts_ND[rows[there]], starts_ND[rows[there]]
         valid = np.zeros(len(rows), np.bool_)
         valid[there] = self.valid_N[rows[there]]
-        ids = self.ids[join_ranges(starts.reshape(-1), counts.reshape(-1))]
+        ids = take_ranges(self.ids, starts.reshape(-1), counts.reshape(-1))
         return replace(self, valid_N=valid, offsets=as_offsets(counts.reshape(-1)), ids=ids)
 
     def without(self, rows: NDArray[np.int64]) -> DecisionStream:

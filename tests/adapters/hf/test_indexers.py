@@ -25,10 +25,11 @@ from foreroute.errors import (
     SpecMismatchError,
     TraceContentError,
 )
-from foreroute.trace import DecisionStream, RoutingTrace, concatenate, extended
+from foreroute.trace import RoutingTrace, concatenate, extended
 from tests.adapters.hf.families import SPARSE, build
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, random_routes, sequences_of
 from tests.models import tiny
+from tests.traces import foreign_choices
 
 UNITS_ONLY_AT_SLOTS = {"deepseek_v4", "minimax_m3_vl"}
 ONE_A_ROW = UNITS_ONLY_AT_SLOTS | {"glm5_next"}
@@ -63,22 +64,6 @@ def recorded(family, batch=BATCH):
     return output, recording.trace()
 
 
-def foreign(trace, spec, seed=3):
-    """The same trace with sets of the right sizes that no indexer would choose."""
-    rng, stream = np.random.default_rng(seed), trace.streams["indexer"]
-    positions = np.arange(trace.num_rows) - np.repeat(trace.offsets[:-1], trace.lengths)
-    visible_NL = np.repeat(spec.num_visible(positions), len(spec.layers))
-    sets = [
-        (rng.permuted(np.tile(np.arange(visible), (spec.heads, 1)), axis=1)[:, : spec.top_k] * spec.heads).T
-        + np.arange(spec.heads)
-        for visible, count in zip(visible_NL, stream.counts_ND.reshape(-1), strict=True)
-        if count
-    ]
-    ids = np.concatenate([each.reshape(-1) for each in sets])
-    others = DecisionStream.from_sets(stream.num_choices, stream.valid_N, stream.counts_ND, ids, layers=stream.layers)
-    return trace.with_stream("indexer", others)
-
-
 @pytest.mark.parametrize("family", SPARSE)
 def test_own_choices_change_no_bit(family):
     """Of the output, and of what is executed; recording changes none either."""
@@ -107,7 +92,7 @@ def test_foreign_choices_are_obeyed(family):
     """Every query of every layer attends to the replayed keys and to no others, those of shared layers too."""
     model, routed = attached(family)
     _, trace = recorded(family)
-    other = foreign(trace, routed.indexers)
+    other = foreign_choices(trace, routed.indexers)
     with torch.no_grad(), routed.replay(other), attention_of(model) as weights:
         output_of(model, BATCH)
     require_attended(family, routed, other, weights, BATCH)
@@ -176,7 +161,7 @@ def test_checkpointing_changes_no_gradient(family):
     model = build(family, **SPARSE[family])
     routed = hf.attach(model)
     model.train()
-    other = foreign(trace, routed.indexers)
+    other = foreign_choices(trace, routed.indexers)
     plain, own = (trained(model, routed, batch, each, "inside") for each in (other, trace))
     assert any(not torch.equal(plain[name], own[name]) for name in plain)
     for use_reentrant in (True, False):
@@ -204,7 +189,7 @@ def test_layouts_move_choices_with_their_tokens(family):
     """Sequences are replayed as if alone, padded on either side and packed; upstream cannot, and we refuse."""
     model, routed = attached(family)
     _, trace = recorded(family)
-    other = foreign(trace, routed.indexers)
+    other = foreign_choices(trace, routed.indexers)
     alone = []
     for s, tokens in enumerate(sequences_of(BATCH)):
         with routed.replay(other.select([s])), torch.no_grad():
@@ -308,7 +293,7 @@ def test_rows_without_choices_follow_the_policy():
             output_of(model, BATCH)
             assert session.loss_mask_BT.sum(1).tolist() == [21, 24]
         alone = RoutingTrace.unrouted(routed.spec, sequences_of(BATCH))  # choices without routes
-        alone = alone.with_stream("indexer", foreign(trace, routed.indexers).streams["indexer"])
+        alone = alone.with_stream("indexer", foreign_choices(trace, routed.indexers).streams["indexer"])
         with routed.replay(alone, missing="native"), attention_of(model) as weights:
             output_of(model, BATCH)
     require_attended("deepseek_v32", routed, alone, weights, BATCH)

@@ -16,7 +16,7 @@ from foreroute import RoutingTrace
 from foreroute.adapters.checkpoint import ModelWriter
 from foreroute.engines.http import Endpoint
 from tests.engines.small_policy import END, forward, policy, prompts
-from tests.engines.vllm.serving import served, wait_for
+from tests.engines.vllm.serving import served, wait_for, with_stand_ins
 
 PROMPT, OTHER = (p.tolist() for p in prompts(8, 40, seed=7))
 COMMON = {
@@ -46,29 +46,46 @@ REQUESTS = {
 }
 
 
+TRUNCATED = {"temperature": 0.8, "top_p": 0.9, "top_k": 64, "max_tokens": 5, "seed": 11, "logprobs": 0}
+WITH_MASKS = {
+    "generate_masks": (
+        "/inference/v1/generate",
+        {"model": "tiny", "token_ids": PROMPT, "sampling_params": TRUNCATED},
+    ),
+}
+"""Asked of a server with the stand-ins of `masks_worker`."""
+
+
 def main():
-    """Start a server, ask, and write."""
+    """Start two servers, ask, and write."""
     routed = policy()
+    python = Path(os.environ["FOREROUTE_VLLM_PYTHON"]).absolute()
+    record(routed, python, REQUESTS, cached=OTHER)
+    with tempfile.TemporaryDirectory() as name:
+        record(routed, with_stand_ins("server", python, Path(name)), WITH_MASKS, "--return-sampling-mask")
+
+
+def record(routed, python, requests, *flags, cached=None):
+    """What a server answers to each request, one file for each in `data`."""
     data = Path(__file__).parent / "data"
-    data.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpoint = ModelWriter(routed.model).write(folder / "checkpoint")
-        python = Path(os.environ["FOREROUTE_VLLM_PYTHON"]).absolute()
-        with served(python, checkpoint, folder, "--enable-scale-out") as (url, process):
+        with served(python, checkpoint, folder, "--enable-scale-out", *flags) as (url, process):
             wait_for(url, process, folder)
-            server = Endpoint(url, timeout_s=60, what="vLLM")
-            server.post("/v1/completions", COMMON | {"prompt": OTHER})
-            for name, (path, body) in REQUESTS.items():
+            server = Endpoint(url, timeout_s=120, what="vLLM")
+            if cached is not None:
+                server.post("/v1/completions", COMMON | {"prompt": cached})
+            for name, (path, body) in requests.items():
                 answer = server.post(path, body).value
-                record = {
+                found = {
                     "engine": {"name": "vllm", "version": server.get("/version").read(str, "version")},
                     "path": path,
                     "request": body,
                     "response": answer,
                     **expected(routed, body, answer),
                 }
-                (data / f"{name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+                (data / f"{name}.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 
 def expected(routed, body, answer):

@@ -37,6 +37,14 @@ def reserved_port():
         yield held.getsockname()[1]
 
 
+def with_stand_ins(part, python, folder):
+    """What is run in the place of this Python, so that a "worker" or a "server" has those of `masks_worker`."""
+    script, wrapper = Path(__file__).with_name(f"masks_{part}.py"), folder / "python"
+    wrapper.write_text(f'#!/bin/sh\nexec "{python}" "{script}" "$@"\n')
+    wrapper.chmod(0o755)
+    return wrapper
+
+
 @contextmanager
 def served(python, checkpoint, folder, *more):
     """The address of a server, which may still be starting, and its process."""

@@ -3,7 +3,6 @@
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,13 +10,13 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.adapters.checkpoint import ServedModel
+from foreroute.adapters.checkpoint import ModelWriter, ServedModel
 from foreroute.capture import Sampling
 from foreroute.engines import vllm
 from foreroute.replay import masked_logprobs, masked_logprobs_of_logits
 from foreroute.trace import SAMPLING
+from tests.engines.vllm.serving import served, wait_for, with_stand_ins
 
-WORKER = Path(__file__).with_name("masks_worker.py")
 VOCABULARY = 2048
 CUT = Sampling(max_new_tokens=16, end_token=-1, top_p=0.8)
 WHOLE = replace(CUT, top_p=1.0)
@@ -42,11 +41,11 @@ def policy():
 @contextmanager
 def serving(policy, python, folder, precision):
     """An engine whose worker has the stand-ins."""
-    wrapper = folder / "python"
-    wrapper.write_text(f'#!/bin/sh\nexec "{python}" "{WORKER}" "$@"\n')
-    wrapper.chmod(0o755)
     settings = vllm.ProcessSettings(
-        python=wrapper, precision=precision, sampling_masks=True, options={"max_num_seqs": 16}
+        python=with_stand_ins("worker", python, folder),
+        precision=precision,
+        sampling_masks=True,
+        options={"max_num_seqs": 16},
     )
     with vllm.ProcessEngine(ServedModel.of(policy), settings) as engine:
         engine.load_weights(policy.model.state_dict(), version=3)
@@ -129,6 +128,26 @@ def test_ratios_are_one_on_the_recorded_sets(policy, vllm_python, tmp_path, caps
         best = policy.model(input_ids=tokens[None]).logits[0, 7:-1].argmax(-1)
     assert torch.equal(best, tokens[8:])
     assert not greedy.logprobs_R.any()
+
+
+@pytest.mark.exhaustive
+def test_a_server_returns_the_sets_too(policy, vllm_python, tmp_path, capsys):
+    checkpoint, python = (
+        ModelWriter(policy.model).write(tmp_path / "checkpoint"),
+        with_stand_ins("server", vllm_python, tmp_path),
+    )
+    flags = ("--return-sampling-mask", "--enable-scale-out", "--max-model-len", "64")
+    with served(python, checkpoint, tmp_path, *flags) as (url, process):
+        wait_for(url, process, tmp_path)
+        engine = vllm.VLLMServerEngine(ServedModel.of(policy), url, weights_folder=tmp_path / "weights", timeout_s=120)
+        engine.load_weights(policy.model.state_dict(), version=3)
+        cut = sampled(engine, CUT)
+        engine.close()
+    without, on_sets = (log_ratios(policy, cut, routes=True, masks=masks) for masks in (False, True))
+    assert 0.78 < measured(without, "server, float32, routes", capsys).mean < 0.83
+    found = measured(on_sets, "server, float32, routes, masks", capsys)
+    assert found.mean == pytest.approx(1, abs=1e-4)
+    assert found.k3 < 1e-9
 
 
 @pytest.mark.exhaustive

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from foreroute import capture
 from foreroute.adapters.checkpoint import ServedModel, facts_of
@@ -15,7 +16,7 @@ from foreroute.engines.vllm.server_engine import EXTENSION, sequences_of
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.trace import SAMPLING
 from tests.engines.recorded_answers import assert_routes, payload, serving
-from tests.engines.small_policy import END, policy, seeded
+from tests.engines.small_policy import END, SIZES, policy, seeded
 
 DATA = Path(__file__).parent / "data"
 SETTINGS = {
@@ -60,7 +61,8 @@ class Server:
 def test_recorded_answers_decode_to_the_routes_of_the_model(path):
     record = payload(path)
     start = record["request"].get("routed_experts_prompt_start", 0)
-    trace = capture.decode(record["response"], model=record["spec"], token_ids=record["tokens"], start=start)
+    facts = capture.ModelFacts(record["spec"], vocabulary_size=SIZES["vocab_size"])
+    trace = capture.decode(record["response"], model=facts, token_ids=record["tokens"], start=start)
     assert_routes(trace, record, start=start)
 
 
@@ -94,18 +96,24 @@ def test_a_rollout_asks_for_what_it_needs_and_reads_the_answer(tmp_path):
     assert body["return_token_ids"]
 
 
-def with_masks(answer):
-    """A recorded answer with sets, which no CPU server makes: two tokens and the sampled one, for each."""
-    for choice in answer["choices"]:
-        choice["sampling_mask"] = [sorted({3, 9, token}) for token in choice["token_ids"]]
-    return answer
+def require_top_p(routed, got, choice):
+    """The sets are the fewest tokens of the model with 0.9 of the probability, and log-probs are those on them."""
+    with torch.no_grad():
+        logits_TV = routed.model(input_ids=torch.from_numpy(got.trace.tokens(0))[None].long()).logits[0]
+    rows = (logits_TV[7:-1] / 0.8).softmax(-1)
+    for row, ids, token, logprob in zip(
+        rows, choice["sampling_mask"], choice["token_ids"], got.logprobs_R, strict=True
+    ):
+        kept = float(row[ids].sum())
+        assert kept >= 0.9 > kept - float(row[ids].min())
+        assert float(row[token]) / kept == pytest.approx(np.exp(logprob), rel=1e-4)
 
 
 def test_cuts_go_to_the_path_that_returns_masks(tmp_path):
-    record = payload(DATA / "generate.json")
+    record = payload(DATA / "generate_masks.json")
     prompt, routed = np.array(record["request"]["token_ids"], np.int32), policy()
     info = {"vllm_config": SETTINGS | {"model_config": SETTINGS["model_config"] | {"return_sampling_mask": True}}}
-    answer = with_masks(record["response"]) | {"prompt_token_ids": prompt.tolist()}
+    answer = record["response"] | {"prompt_token_ids": prompt.tolist()}
     answers = {"/server_info?config_format=json": info, "/inference/v1/generate": answer}
     sampling = Sampling(max_new_tokens=5, end_token=END, temperature=0.8, top_p=0.9)
     with serving(Server(**answers)) as server:
@@ -117,6 +125,7 @@ def test_cuts_go_to_the_path_that_returns_masks(tmp_path):
         masks = got.trace.streams[SAMPLING]
         assert np.flatnonzero(masks.valid_N).tolist() == [7, 8, 9, 10, 11]
         assert masks.ids.tolist() == [*chain(*choice["sampling_mask"])]
+        require_top_p(routed, got, choice)
         body = dict(server.asked)["/inference/v1/generate"]
         assert body["token_ids"] == prompt.tolist()
         cuts = {name: body["sampling_params"][name] for name in ("temperature", "top_k", "top_p", "min_p", "n")}

@@ -8,8 +8,9 @@ import pytest
 from examples.trl.tiny import tokenizer
 from foreroute.adapters import hf
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.errors import ConfigError
+from foreroute.errors import BatchMismatchError, ConfigError
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
+from tests.adapters.hf.families import SPARSE, build
 from tests.attended import SIZES, attended, chosen, followed
 from tests.trainers.trl.trl_runs import logged, make
 
@@ -67,6 +68,13 @@ def test_without_replay_passes_attend_to_others(folder):
     assert followed(seen, chosen(trace))[0] > 0
 
 
+def test_a_rollout_without_choices_is_warned_of(folder):
+    model = sparse_policy()
+    trainer = make(folder, model=model, rollout_func=rollout_with(EmbeddedEngine(model, "bfloat16")), max_steps=1)
+    with pytest.warns(UserWarning, match=r"the rollout has none of their choices.*indexers=True"):
+        trainer.train()
+
+
 def test_gate_weights_which_nothing_would_force_are_refused(folder):
     model = sparse_policy()
     trainer = make(
@@ -74,3 +82,49 @@ def test_gate_weights_which_nothing_would_force_are_refused(folder):
     )
     with pytest.raises(ConfigError, match=r"the rollout has gate weights.*without_gate_weights\(\)"):
         trainer.train()
+
+
+UNITS_AT_SLOTS = ("deepseek_v4", "minimax_m3_vl")
+"""Families that cut units by their place in the batch."""
+
+
+class Recorded(GRPOTrainer):
+    """Keeps what was executed in each pass, with the rollout that it belongs to."""
+
+    def __init__(self, *args, **kwargs):
+        self.passes = []
+        super().__init__(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, *args, **options):
+        with self.routing.routed.record(indexers=True) as recording:
+            result = super()._get_per_token_logps_and_entropies(*args, **options)
+        if self.routing.rollout is not None:
+            self.passes.append((self.routing.rollout.trace, recording.trace()))
+        return result
+
+
+def sparse_by_units(family):
+    """A policy of such a family, which attends to a part of what it sees."""
+    return build(family, **SPARSE[family], vocab_size=len(tokenizer()), max_position_embeddings=256)
+
+
+@pytest.mark.parametrize("replay", ["R3", "R2"])
+@pytest.mark.parametrize("family", UNITS_AT_SLOTS)
+def test_units_that_padding_moves_are_refused(folder, family, replay):
+    """TRL pads prompts of several lengths on the left."""
+    trainer = make(folder, model=sparse_by_units(family), replay=replay, max_steps=1)
+    with pytest.raises(BatchMismatchError, match=r"a sequence begins behind padding.* prompts of one length"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("family", UNITS_AT_SLOTS)
+def test_prompts_of_one_length_are_followed(folder, family):
+    # TRL's auxiliary loss asks for a number of experts by a name that DeepSeek-V4 does not have
+    settings = {"prompts": ["many vowels: "] * 8, "router_aux_loss_coef": 0.0, "max_steps": 2}
+    trainer = make(folder, kind=Recorded, model=sparse_by_units(family), **settings)
+    trainer.train()
+    assert len(trainer.passes) == 5
+    for trace, executed in trainer.passes:
+        others, rows = followed(chosen(executed), chosen(trace))
+        assert (others, rows > 50) == (0, True)
+        assert trace.streams["indexer"].ids.size

@@ -35,9 +35,9 @@ def config(folder, **settings):
 
 
 def make(folder, *, kind=GRPOTrainer, model=None, rollout_func=None, peft_config=None, rewards=vowels, **settings):
-    """A trainer; `replay` among the settings goes to it, the rest to its configuration."""
+    """A trainer; `replay` and `prompts` among the settings go to it, the rest to its configuration."""
     own = {"replay": settings.pop("replay")} if "replay" in settings else {}
-    prompts = Dataset.from_dict({"prompt": PROMPTS})
+    prompts = Dataset.from_dict({"prompt": settings.pop("prompts", PROMPTS)})
     return kind(
         model=model or policy(),
         processing_class=tokenizer(),

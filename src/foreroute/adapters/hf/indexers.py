@@ -118,10 +118,13 @@ class FoundIndexers:
         if (self.form.placed != "anywhere" and in_one_row) or (
             self.form.placed == "on the left" and places.first_R.any()
         ):
-            sides = "on either side" if self.form.placed == "one a row" else "on the right"
+            seen = "a row of the batch holds several sequences" if in_one_row else "a sequence begins behind padding"
+            sides = (
+                "on either side" if self.form.placed == "one a row" else "on the right; prompts of one length need none"
+            )
             raise BatchMismatchError(
-                f"{type(self.modules[0]).__name__} of transformers cuts units of {self.spec.unit} tokens by their "
-                f"place in the batch; expected one sequence per row, padded {sides} if at all"
+                f"{seen}, and {type(self.modules[0]).__name__} of transformers cuts units of {self.spec.unit} tokens "
+                f"by their place in the batch; expected one sequence per row, padded {sides}"
             )
 
     def stream(self, choices: dict[int, Tensor], places: Places, kept_R: NDArray[np.bool_]) -> DecisionStream:

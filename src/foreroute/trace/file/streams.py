@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from foreroute.errors import TraceContentError
 from foreroute.files import TensorFile, parse_json, seal_slices
-from foreroute.trace.checks import as_offsets, check_memory, join_ranges
+from foreroute.trace.checks import as_offsets, check_memory, take_ranges
 from foreroute.trace.container import GATE_WEIGHTS, STREAM_NAME, RoutingTrace
 from foreroute.trace.file.format import CHANGES, FLOATS, MOST_STREAMS, SEAL_BYTES, SETS, STREAM_COUNTS, STREAM_SHAPES
 from foreroute.trace.spec import RoutedLayer, RoutingSpec, layers_from
@@ -326,5 +326,5 @@ def read_sets_of(
     counts = np.where(absent_ND, 0, counts_ND)[near_N].reshape(-1)
     offsets = as_offsets(counts)
     check_memory(4 * int(offsets[-1]), stored_bytes)
-    taken = ids[join_ranges(starts_ND[near_N].reshape(-1), counts)]
+    taken = take_ranges(ids, starts_ND[near_N].reshape(-1), counts)
     return DecisionStream(stored.num_choices, ~absent_ND[near_N, 0], offsets, taken, stored.layers)

@@ -8,6 +8,7 @@ the batch beside TRL's own; the routes stay here, in one trace.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import facts_of
 from foreroute.errors import ConfigError, ReplayError
-from foreroute.trace import SAMPLING, RoutingTrace, concatenate
+from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.trl.capture_generate import GenerateSource
@@ -117,10 +118,20 @@ class TrainerPassController:
                 "trace.without_gate_weights()"
             )
         if not self._num_rollouts:
+            self._warn_of_choices(trace)
             with self.passing(None):
                 self._check_first(trace)
         self.take(trace, np.array([len(p) for p in prompts]), logprobs)
         return result
+
+    def _warn_of_choices(self, trace: RoutingTrace) -> None:
+        if self._replay == "R3" and self.routed.indexers is not None and INDEXER not in trace.streams:
+            warnings.warn(
+                "the policy has indexers of sparse attention, and the rollout has none of their choices: routes alone "
+                "are replayed, and queries attend to other units than in the rollout. Sample with TRL's generate, with "
+                "EmbeddedEngine(model, indexers=True), or return traces that have them from a rollout_func",
+                stacklevel=2,
+            )
 
     def _check_first(self, trace: RoutingTrace) -> None:
         """Hold some sequences of the first rollout against the policy's own routes, by one forward of it."""
