@@ -81,7 +81,8 @@ def current(cells: Sequence[Cell], results: Path) -> dict[str, dict[str, Any]]:
 
 def run_cell(cell: Cell, starts: Path) -> dict[str, Any]:
     """One cell, in this process: its line of the results."""
-    from experiments.routes import run_routes  # torch is for the processes that run cells
+    from experiments.noise import run_noise  # torch is for the processes that run cells
+    from experiments.routes import run_routes
     from experiments.starts import started
     from experiments.static import run_static
     from experiments.training import run_training
@@ -90,7 +91,7 @@ def run_cell(cell: Cell, starts: Path) -> dict[str, Any]:
     # routes have a start of their own, which is part of what they take
     checkpoint = starts if cell.kind == "routes" else started(starts, cell.start, base, cell.seed)
     begun = time.process_time()
-    measure = {"static": run_static, "train": run_training, "routes": run_routes}[cell.kind]
+    measure = {"static": run_static, "noise": run_noise, "train": run_training, "routes": run_routes}[cell.kind]
     figures = measure(cell, base, checkpoint)
     return {
         "cell": cell.name,

@@ -8,8 +8,8 @@ import pytest
 
 from experiments.__main__ import PAGE, RESULTS
 from experiments.arms import Arms
-from experiments.claims import claims
-from experiments.grid import FRESH, SEEDS, grid
+from experiments.claims import PASSES, claims
+from experiments.grid import FRESH, LONG, SEEDS, grid
 from experiments.intervals import Interval
 from experiments.page import figures_text, page_text, write_page
 from experiments.plots import PICTURES
@@ -17,7 +17,7 @@ from experiments.premise import RANKS, ROUTES, SEQUENCES, at
 from experiments.premise_tables import METHODS, loads_table
 from experiments.rows import verdict
 from experiments.runner import current, digest_of
-from experiments.tables import boundary_table, static_table
+from experiments.tables import boundary_table, later_runs_table, noise_table, static_table
 
 K3 = {"none": 4e-3, "R3": 1e-4, "R3+weights": 9e-5, "shifted": 2.0}
 
@@ -39,6 +39,8 @@ def line(cell, reward=0.5):
 def figures(cell, factor, reward):
     if cell.kind == "routes":
         return routes(cell.seed)
+    if cell.kind == "noise":
+        return noise(factor)
     return static(cell, factor) if cell.kind == "static" else run(cell, factor, reward)
 
 
@@ -83,6 +85,14 @@ def static(cell, factor):
         name: {"k3": (2e-4 if dense else K3[name]) * factor, "f2": share, "f1.5": share, "differing_share": 0.02}
         for name in names
     }
+
+
+def noise(factor):
+    """An engine whose passes differ a little, and are the same when repeated."""
+    passes = {name: {"k3": 1e-3 * factor, "differing_share": 1e-3 * factor} for name in PASSES}
+    trainer = {"trainer": {"k3": 4e-3 * factor, "differing_share": 0.02}}
+    trainer["trainer R3"] = {"k3": 1e-4 * factor, "differing_share": 0.0}
+    return passes | trainer | {"again": {"k3": 0.0, "differing_share": 0.0}}
 
 
 def run(cell, factor, reward):
@@ -130,7 +140,9 @@ def test_claims_are_decided_by_the_arms_that_they_name():
         if cell.arm == "B/R3/plain/8":
             done[cell.name]["figures"]["reward_last"] += 0.1 + 0.001 * (cell.seed % 2)
     verdicts = {row.claim: row for row in claims(Arms(done))}
-    assert all(row.seeds == len(FRESH if "fresh seeds" in row.claim else SEEDS) for row in verdicts.values())
+    for row in verdicts.values():
+        seeds = FRESH if "fresh seeds" in row.claim else LONG if "400 steps" in row.claim else SEEDS
+        assert row.seeds == len(seeds), row.claim
     for claim, expected in {
         "Routing causes the excess: R3 lowers the mismatch (fp8)": "holds",
         "The MoE model's mismatch is larger than a dense model's (bfloat16)": "holds",
@@ -165,6 +177,42 @@ def test_claims_about_loads_follow_from_bounds_and_comparisons():
     assert row == ["8", "2", "0.052", "0.112", "0.102", "0.302", "1.5", "1.5", "1.5"]
 
 
+def test_claims_about_noise_long_runs_and_base_starts_are_decided_by_their_arms():
+    done = results_of(grid())
+    for name, one in done.items():
+        if name.startswith("J/none"):
+            one["figures"]["collapsed_at"] = 100
+        if name.startswith("K/R3"):
+            one["figures"]["reward_last"] += 0.1 + 0.001 * (one["seed"] % 2)
+        if name.startswith("I/fp8"):
+            one["figures"]["sampled"]["k3"] = 0.5
+    found = {row.claim: row.verdict for row in claims(Arms(done))}
+    for claim, expected in {
+        "One engine chooses other experts in another pass (the same batches again, bfloat16; R3 paper)": "not shown",
+        "One engine chooses other experts in another pass (chunked prefill, bfloat16; R3 paper)": "holds",
+        "The mismatch with the trainer is larger than the engine's own noise (token by token, bfloat16)": "holds",
+        "The mismatch with the trainer is larger than the engine's own noise (token by token, fp8)": "the opposite",
+        "R3 leaves less than the engine's own noise (token by token, bfloat16)": "holds",
+        "Without R3 the mismatch grows through RL (8 mini-batches, 400 steps)": "holds",
+        "R3 prevents collapse (8 mini-batches, 400 steps)": "holds",
+        "R3 prevents collapse (8 mini-batches, base start)": "not shown",
+        "Ten times the steps raise the reward (8 mini-batches, 400 steps)": "not shown",
+        "R3 raises the reward (8 mini-batches, base start)": "holds",
+        "Mismatch costs reward (8 mini-batches, base start)": "not shown",
+        "A base start has more mismatch than a supervised one (fp8, base start)": "not shown",
+    }.items():
+        assert found[claim] == expected, claim
+    table = {row[0]: row[1:] for row in noise_table(Arms(done))}
+    assert table["the trainer, R3"][:2] == ["-", "0.00012"]
+    assert table["the engine, chunked prefill"][:2] == ["0.12 %", "0.0012"]
+    assert table["the engine, the same batches again"] == ["0 %", "0"] * 3
+    runs = {row[0]: row[1:] for row in later_runs_table(Arms(done))}
+    assert len(runs) == 6
+    assert runs["`J/none`"][0] == "0.5"
+    assert runs["`J/none`"][3:] == ["3.3", "25 %", "3/3"]
+    assert runs["`K/none`"][-1] == "0/5"
+
+
 def test_tables_hold_means_over_seeds():
     done = results_of(grid())
     row = next(row for row in static_table(Arms(done)) if row[:3] == ["MoE", "bfloat16", "none"])
@@ -180,7 +228,7 @@ def test_a_page_without_results_says_so(tmp_path):
     write_page(grid(), tmp_path / "results.jsonl", tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text()
     assert f"0 of\n{len(grid())} cells" in text
-    assert (tmp_path / "results.md").read_text().count("Not finished.") == 4
+    assert (tmp_path / "results.md").read_text().count("Not finished.") == 6
     assert not list((tmp_path / "page").iterdir())
 
 
