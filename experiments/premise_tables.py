@@ -106,8 +106,8 @@ def balancers_table(arms: Arms) -> Table:
 
 
 def generators_table(arms: Arms) -> Table:
-    """Figure by figure: real routes, `simulate.workload` and `synthetic_trace`, with 1 and with 8 sequences a rank."""
-    sources = ("mixed", "workload", "synthetic")
+    """Figure by figure: real routes, two presets of `simulate.workload`, `synthetic_trace`, by sequences a rank."""
+    sources = ("mixed", "workload", "calibrated", "synthetic")
     settings = [f"{BASE_RANKS}x{n}" for n in (SEQUENCES[0], SEQUENCES[-1])]
     rows = [
         [words, *(_mean(arms, source, setting, name) for setting in settings for source in sources)]

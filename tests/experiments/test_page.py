@@ -14,10 +14,11 @@ from experiments.intervals import Interval
 from experiments.page import figures_text, page_text, write_page
 from experiments.plots import PICTURES
 from experiments.premise import RANKS, ROUTES, SEQUENCES, at
-from experiments.premise_tables import METHODS, loads_table
+from experiments.premise_tables import METHODS, loads_table, simulated_table
 from experiments.rows import verdict
 from experiments.runner import current, digest_of
 from experiments.tables import boundary_table, later_runs_table, noise_table, static_table
+from experiments.wording import number
 
 K3 = {"none": 4e-3, "R3": 1e-4, "R3+weights": 9e-5, "shifted": 2.0}
 
@@ -47,7 +48,8 @@ def figures(cell, factor, reward):
 def routes(seed):
     """Steps as stable, micro-steps as uneven and balancers as good as a believer expects."""
     noise = 0.001 * seed
-    swings = {"shuffled": 0.05, "even": 0.1, "mixed": 0.11, "sorted": 0.3, "workload": 0.2, "synthetic": 0.02}
+    swings = {"shuffled": 0.05, "even": 0.1, "mixed": 0.11, "sorted": 0.3, "workload": 0.2, "calibrated": 0.1}
+    swings["synthetic"] = 0.02
     steps = {"step_correlation": 0.97, "step_change": 0.03, "step_imbalance": 1.2, "micro_correlation": 0.5}
     settings = [f"{ranks}x{sequences}" for ranks in RANKS for sequences in SEQUENCES]
     loads = {
@@ -304,6 +306,10 @@ def test_what_the_page_says_of_loads_rests_on_figures():
         assert drawn[1] > 3 * mixed[1]
         made_up = [mean("synthetic", setting, name) for name in ("swing", "step_change")]
         assert all(2 / 3 < ours / real < 4 / 3 for ours, real in zip(made_up, mixed, strict=True))
+        calibrated = [mean("calibrated", setting, name) for name in ("swing", "imbalance")]
+        real = [mean("mixed", setting, name) for name in ("swing", "imbalance")]
+        assert calibrated == pytest.approx(real, rel=0.08)
+        assert mean("calibrated", setting, "step_change") < 1.5 * mixed[1]
         for method in ("eplb_step_lp", "lplb"):
             assert mean("balanced", setting, method, "imbalance") < 1.015
             assert mean("sorted_balanced", setting, method, "imbalance") < 1.125
@@ -312,3 +318,24 @@ def test_what_the_page_says_of_loads_rests_on_figures():
     )
     assert plans[0] == pytest.approx(plans[1], rel=0.03)
     assert history[0] > 1.05 * history[1]
+
+
+def test_the_tables_of_planner_and_simulator_are_those_of_the_results():
+    arms = Arms(current(grid(), RESULTS))
+
+    def row(label, *paths):
+        return "| " + " | ".join([label, *(number(arms.mean(ROUTES, at(*path)).mean) for path in paths)]) + " |"
+
+    places = ("balanced", "sorted_balanced", "workload_balanced")
+    left = ("static", "eplb_previous", "eplb_micro_step", "llep", "ours")
+    planner = [row(METHODS[name], *((place, "8x1", name, "imbalance") for place in places)) for name in left]
+    assert "\n".join(planner) in (PAGE.parent / "planner.md").read_text()
+    simulated = [row[:1] + [cell.partition(" ")[0] for cell in row[1:]] for row in simulated_table(arms)]
+    rows = [f"| {' | '.join(row)} |" for row in simulated]
+    text = (PAGE.parent / "simulate.md").read_text()
+    assert "\n".join(rows) in text
+    swings = [
+        arms.mean(ROUTES, at("workload", size, "swing")).mean / arms.mean(ROUTES, at("mixed", size, "swing")).mean
+        for size in ("8x1", "8x8")
+    ]
+    assert f"swing {swings[0]:.1f} to {swings[1]:.1f} times as much" in text
