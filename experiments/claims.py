@@ -19,6 +19,8 @@ PASSES = {
     "sampled": "token by token",
 }
 """What the passes of `noise.py` are called; each is compared with whole sequences in batches."""
+ENGINES = {"I/bfloat16": "bfloat16", "I/fp8": "fp8", "I/float32": "float32", "I/vllm": "vLLM"}
+"""Of part I: the embedded engine in three precisions, and vLLM in bfloat16."""
 
 
 def claims(arms: Arms) -> list[Row]:
@@ -213,18 +215,19 @@ def _confirmed(arms: Arms) -> Iterator[Row]:
 
 def _noise(arms: Arms) -> Iterator[Row]:
     """One engine against itself, and beside it the trainer against the same rollout."""
-    for precision in ("bfloat16", "fp8"):
-        arm = f"I/{precision}"
+    for arm, engine in ENGINES.items():
+        if engine == "float32":
+            continue
         for name, words in PASSES.items():
             yield bound_row(
-                f"One engine chooses other experts in another pass ({words}, {precision}; R3 paper)",
+                f"One engine chooses other experts in another pass ({words}, {engine}; R3 paper)",
                 "routers that differ between two passes of one engine, share",
                 arms.mean(arm, static(name, "differing_share")),
                 0.0,
                 "above",
             )
         for name, asked in (("sampled", ""), ("chunks", "; asked after the first seed")):
-            words = f"{PASSES[name]}, {precision}{asked}"
+            words = f"{PASSES[name]}, {engine}{asked}"
             noise = static(name, "k3")
             yield difference_row(
                 f"The mismatch with the trainer is larger than the engine's own noise ({words})",

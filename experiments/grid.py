@@ -119,6 +119,7 @@ def _confirm(seed: int) -> Iterator[Cell]:
 def _noise(seed: int) -> Iterator[Cell]:
     for precision in PRECISIONS:
         yield Cell(f"I/{precision}", "noise", seed, "moe", _fixed_weights(precision, 96))
+    yield Cell("I/vllm", "served", seed, "served", {"rollout": {"prompts": 24}})
 
 
 def _long(seed: int) -> Iterator[Cell]:

@@ -28,13 +28,15 @@ from torch import Tensor
 from experiments.cells import Cell
 from experiments.starts import configuration, loaded
 from experiments.static import figures_of
+from foreroute.adapters.hf import RoutedTransformer
 from foreroute.capture import Generation
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.mismatch import RoutingMismatch, TokenMismatch, routing_mismatch, token_mismatch
+from foreroute.train import TrainConfig
 from foreroute.train.measure import mismatch_of
 from foreroute.train.passes import PolicyExecution, inputs, make_schedule, pad, recompute
 from foreroute.train.ranks import Ranks
-from foreroute.train.rollout import roll_out
+from foreroute.train.rollout import Experience, roll_out
 
 BATCH = 64
 CHUNK = 8
@@ -50,17 +52,29 @@ def run_noise(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str, A
     engine = ScoringEngine(policy.model, config.rollout.precision)
     engine.load_weights(policy.model.state_dict(), version=0)
     experience = roll_out(engine, task, config, 0, Ranks())
-    generation, temperature = experience.generation, config.rollout.temperature
+    whole, others = passes(
+        engine, experience.generation, config.rollout.group_size, config.rollout.temperature, config.seed
+    )
+    own = {name: figures_of(*compared(other, whole)) for name, other in others.items()}
+    return against_trainer(policy, config, experience) | own
+
+
+def against_trainer(policy: RoutedTransformer, config: TrainConfig, experience: Experience) -> dict[str, Any]:
+    """The trainer's mismatch with a rollout at weights of version 0, on its own routes and on the rollout's."""
+    generation, found = experience.generation, {}
     stage = make_schedule(experience, config.rl, Ranks(), seed=(config.seed, 0)).recompute
-    execution = PolicyExecution(policy)
-    found = {}
     for name, replay in (("trainer", False), ("trainer R3", True)):
         result = recompute(
-            policy, execution, generation, stage, temperature=temperature, replay=replay, weight_version=0
+            policy,
+            PolicyExecution(policy),
+            generation,
+            stage,
+            temperature=config.rollout.temperature,
+            replay=replay,
+            weight_version=0,
         )
         found[name] = figures_of(*mismatch_of(generation, result))
-    whole, others = passes(engine, generation, config.rollout.group_size, temperature, config.seed)
-    return found | {name: figures_of(*compared(other, whole)) for name, other in others.items()}
+    return found
 
 
 def passes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.arms import Arms, growth, over_steps, reward_first, reward_last, spikes, static
-from experiments.claims import PASSES
+from experiments.claims import ENGINES, PASSES
 from experiments.grid import ARMS, MINI_STEPS, PRECISIONS, REGIMES, ROUTINGS
 from experiments.wording import interval_text, number, percent
 
@@ -63,16 +63,14 @@ def boundary_table(arms: Arms) -> Table:
 
 
 def noise_table(arms: Arms) -> Table:
-    """Part I: the trainer against the rollout, then the engine against itself; routers and k3, by precision."""
+    """Part I: the trainer against the rollout, then the engine against itself; routers and k3, by engine."""
     passes = {"trainer": "the trainer, its own routes", "trainer R3": "the trainer, R3"}
     passes |= {name: f"the engine, {words}" for name, words in PASSES.items()}
     rows = []
     for name, words in passes.items():
         row = [words]
-        for precision in PRECISIONS:
-            routers, k3 = (
-                arms.mean(f"I/{precision}", static(name, figure)).mean for figure in ("differing_share", "k3")
-            )
+        for arm in ENGINES:
+            routers, k3 = (arms.mean(arm, static(name, figure)).mean for figure in ("differing_share", "k3"))
             row += ["-" if name == "trainer R3" else percent(routers), number(k3)]
         rows.append(row)
     return rows if "I/bfloat16" in arms else []

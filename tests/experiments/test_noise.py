@@ -38,14 +38,14 @@ def rolled_out(start, precision):
     return policy, engine, generation
 
 
-def by_the_model(policy, generation):
+def by_the_model(policy, generation, temperature=TEMPERATURE):
     """Routes and log-probs of each sequence alone, by a forward of the model without an engine."""
     traces, logprobs = [], []
     policy.model.eval()
     for s in range(len(generation)):
         tokens = torch.from_numpy(generation.trace.tokens(s)).long()
         with torch.no_grad(), policy.record() as recording:
-            logits = policy.model(input_ids=tokens[None, :-1], use_cache=False).logits[0] / TEMPERATURE
+            logits = policy.model(input_ids=tokens[None, :-1], use_cache=False).logits[0] / temperature
         first = int(generation.prompt_lengths[s]) - 1
         logprobs.append(logits.log_softmax(-1)[torch.arange(first, len(logits)), tokens[first + 1 :]].numpy())
         traces.append(np.sort(recording.trace().expert_ids_NLK, axis=-1))

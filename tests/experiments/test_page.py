@@ -40,8 +40,9 @@ def line(cell, reward=0.5):
 def figures(cell, factor, reward):
     if cell.kind == "routes":
         return routes(cell.seed)
-    if cell.kind == "noise":
-        return noise(factor)
+    if cell.kind in ("noise", "served"):
+        found = noise(factor)
+        return found if cell.kind == "noise" else {name: found[name] for name in found if name != "neighbours"}
     return static(cell, factor) if cell.kind == "static" else run(cell, factor, reward)
 
 
@@ -207,7 +208,8 @@ def test_claims_about_noise_long_runs_and_base_starts_are_decided_by_their_arms(
     table = {row[0]: row[1:] for row in noise_table(Arms(done))}
     assert table["the trainer, R3"][:2] == ["-", "0.00012"]
     assert table["the engine, chunked prefill"][:2] == ["0.12 %", "0.0012"]
-    assert table["the engine, the same batches again"] == ["0 %", "0"] * 3
+    assert table["the engine, the same batches again"] == ["0 %", "0"] * 4
+    assert table["the engine, other neighbours in a batch"][-2:] == ["-", "-"], "of vLLM there is no such pass"
     runs = {row[0]: row[1:] for row in later_runs_table(Arms(done))}
     assert len(runs) == 6
     assert runs["`J/none`"][0] == "0.5"
