@@ -34,7 +34,7 @@ STARTS: dict[str, dict[str, Any]] = {
     "served": {
         "model": {"sizes": {"head_dim": 32}},
         "task": {"min_operands": 17, "max_operands": 17},
-        "warm_start": {"stop_at_loss": 1.0},
+        "warm_start": {"max_steps": 100, "stop_at_loss": 1.0},
     },
     # of part H, which has a task of its own: enough experts to specialise, and an engine of the trainer's precision
     "routes": {

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from experiments.arms import Arms
 from experiments.cells import Cell
 from experiments.claims import claims
-from experiments.grid import FRESH, LONG, SEEDS
+from experiments.grid import FEW, FRESH, SEEDS
 from experiments.plots import draw_all
 from experiments.premise_tables import (
     PLACES,
@@ -105,7 +105,7 @@ def figures_text(cells: Sequence[Cell], done: Mapping[str, dict[str, Any]]) -> s
         simulated=simulated_table(arms),
         noise=noise_table(arms),
         later=later_runs_table(arms),
-        long=len(LONG),
+        few=len(FEW),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from experiments.__main__ import PAGE, RESULTS
 from experiments.arms import Arms
 from experiments.claims import PASSES, claims
-from experiments.grid import FRESH, LONG, SEEDS, grid
+from experiments.grid import FEW, FRESH, SEEDS, grid
 from experiments.intervals import Interval
 from experiments.page import figures_text, page_text, write_page
 from experiments.plots import PICTURES
@@ -144,7 +144,9 @@ def test_claims_are_decided_by_the_arms_that_they_name():
             done[cell.name]["figures"]["reward_last"] += 0.1 + 0.001 * (cell.seed % 2)
     verdicts = {row.claim: row for row in claims(Arms(done))}
     for row in verdicts.values():
-        seeds = FRESH if "fresh seeds" in row.claim else LONG if "400 steps" in row.claim else SEEDS
+        seeds = (
+            FRESH if "fresh seeds" in row.claim else FEW if "400 steps" in row.claim or "vLLM" in row.claim else SEEDS
+        )
         assert row.seeds == len(seeds), row.claim
     for claim, expected in {
         "Routing causes the excess: R3 lowers the mismatch (fp8)": "holds",
