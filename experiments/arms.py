@@ -61,6 +61,16 @@ def over_steps(name: str) -> Figure:
     return lambda figures: float(figures["mean"][name])
 
 
+def reward_first(figures: dict[str, Any]) -> float:
+    """Mean reward of the first step, before any update."""
+    return float(figures["reward"][0])
+
+
+def collapse(figures: dict[str, Any]) -> float:
+    """1 in a run that collapsed, else 0: its mean is the share of runs."""
+    return float(figures["collapsed_at"] is not None)
+
+
 def spikes(figures: dict[str, Any]) -> float:
     """Share of steps whose gradient norm is above 10 before clipping."""
     return float(figures["spikes"])

@@ -78,7 +78,7 @@ def balanced(steps: Steps) -> dict[str, dict[str, float]]:
     for before, counts in pairwise(steps):
         home_LE = np.tile(cluster.topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
         problem = BalancerInput(counts, cluster.topology, home_LE, before.sum(axis=(0, 2), dtype=np.int64))
-        last = Balancer("EPLB, micro-step before", "previous micro-step", after(before[-1].sum(axis=1)))
+        last = Balancer("EPLB by the micro-step before", "previous micro-step", after(before[-1].sum(axis=1)))
         found = list(compare(problem, cluster.costs, BALANCERS | {"eplb_last": last} | OTHER_BALANCERS))
         free = replace(cluster.topology, redundant_slots=counts.shape[3] - counts.shape[3] // BASE_RANKS)
         free_llep = {"llep_free": OTHER_BALANCERS["llep"]}

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["static", "train", "routes"]
+Kind = Literal["static", "noise", "served", "train", "routes"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Cell:
 
     Attributes:
         arm: what it is called on the page, such as "B/R3/tis/8".
-        kind: "static" measures the mismatch at fixed weights, "train" is a run of RL, "routes" the loads of one.
+        kind: "static" measures the mismatch at fixed weights, "noise" an engine against itself, "served" vLLM against
+            itself, "train" is a run of RL, "routes" the loads of one.
         seed: of the weights, the problems and the samples.
         start: the name of the model that it starts from, in `models.py`.
         settings: sections of a configuration of `foreroute train` that differ from those in `models.py`.

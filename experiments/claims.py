@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from experiments.arms import Arms, Figure, growth, over_steps, reward_last, roughness, spikes, static
+from experiments.arms import Arms, Figure, collapse, growth, over_steps, reward_last, roughness, spikes, static
 from experiments.grid import MINI_STEPS
 from experiments.intervals import Interval, paired_ratio
 from experiments.premise import premise
-from experiments.rows import Row, difference_row, ratio_row
+from experiments.rows import Row, bound_row, difference_row, ratio_row
+
+PASSES = {
+    "again": "the same batches again",
+    "neighbours": "other neighbours in a batch",
+    "alone": "a batch of one",
+    "chunks": "chunked prefill",
+    "prefix": "a reused prefix",
+    "sampled": "token by token",
+}
+"""What the passes of `noise.py` are called; each is compared with whole sequences in batches."""
+ENGINES = {"I/bfloat16": "bfloat16", "I/fp8": "fp8", "I/float32": "float32", "I/vllm": "vLLM"}
+"""Of part I: the embedded engine in three precisions, and vLLM in bfloat16."""
 
 
 def claims(arms: Arms) -> list[Row]:
     """Every claim for which at least one figure is there."""
-    parts = (_static, _training, _replays, _others, _confirmed, premise)
+    parts = (_static, _training, _replays, _others, _confirmed, premise, _noise, _long, _weak)
     return [row for part in parts for row in part(arms) if row.seeds]
 
 
@@ -199,6 +211,108 @@ def _confirmed(arms: Arms) -> Iterator[Row]:
             arms.ratio("G/none", "G/R3", roughness(name)),
             "above",
         )
+
+
+def _noise(arms: Arms) -> Iterator[Row]:
+    """One engine against itself, and beside it the trainer against the same rollout."""
+    for arm, engine in ENGINES.items():
+        if engine == "float32":
+            continue
+        for name, words in PASSES.items():
+            yield bound_row(
+                f"One engine chooses other experts in another pass ({words}, {engine}; R3 paper)",
+                "routers that differ between two passes of one engine, share",
+                arms.mean(arm, static(name, "differing_share")),
+                0.0,
+                "above",
+            )
+        for name, asked in (("sampled", ""), ("chunks", "; asked after the first seed")):
+            words = f"{PASSES[name]}, {engine}{asked}"
+            noise = static(name, "k3")
+            yield difference_row(
+                f"The mismatch with the trainer is larger than the engine's own noise ({words})",
+                "k3, the trainer's minus the engine's own",
+                arms.difference(arm, arm, static("trainer", "k3"), noise),
+                "above",
+            )
+            yield difference_row(
+                f"R3 leaves less than the engine's own noise ({words})",
+                "k3, the trainer's with R3 minus the engine's own",
+                arms.difference(arm, arm, static("trainer R3", "k3"), noise),
+                "below",
+            )
+
+
+def _long(arms: Arms) -> Iterator[Row]:
+    """Runs of ten times as many steps as others."""
+    words = "8 mini-batches, 400 steps"
+    for arm, claim in (("none", "Without R3 the mismatch grows"), ("R3", "With R3 what is left grows too")):
+        yield ratio_row(
+            f"{claim} through RL ({words})",
+            "k3, last third / first third of the run",
+            _growth(arms, f"J/{arm}"),
+            "above",
+        )
+    yield ratio_row(
+        f"R3 keeps the mismatch low through RL ({words})",
+        "k3 over the run, none / R3",
+        arms.ratio("J/none", "J/R3", over_steps("k3")),
+        "above",
+    )
+    yield from _compared(
+        arms,
+        (
+            (f"Mismatch costs reward ({words})", "exact minus none", "J/exact", "J/none", "above"),
+            (f"R3 raises the reward ({words})", "R3 minus none", "J/R3", "J/none", "above"),
+            (
+                f"Ten times the steps raise the reward ({words})",
+                "minus 40 steps, none",
+                "J/none",
+                "B/none/plain/8",
+                "above",
+            ),
+            (
+                f"Ten times the steps raise the reward with R3 ({words})",
+                "minus 40 steps, R3",
+                "J/R3",
+                "B/R3/plain/8",
+                "above",
+            ),
+        ),
+    )
+    prevented = ((f"R3 prevents collapse ({words})", "R3 minus none", "J/R3", "J/none", "below"),)
+    yield from _compared(arms, prevented, collapse, "share of runs that collapse")
+
+
+def _weak(arms: Arms) -> Iterator[Row]:
+    """From a base start: taught to a loss of 1 nat instead of 0.3."""
+    words = "base start"
+    none = static("none", "k3")
+    yield ratio_row(
+        f"A base start has more mismatch than a supervised one (fp8, {words})",
+        "k3, base / supervised, without replay",
+        arms.ratio("K/static", "A/moe/fp8", none),
+        "above",
+    )
+    yield ratio_row(
+        f"Routing causes the excess: R3 lowers the mismatch (fp8, {words})",
+        "k3, without / with R3",
+        arms.ratio("K/static", "K/static", none, static("R3", "k3")),
+        "above",
+    )
+    yield ratio_row(
+        f"R3 keeps the mismatch low through RL (8 mini-batches, {words})",
+        "k3 over the run, none / R3",
+        arms.ratio("K/none", "K/R3", over_steps("k3")),
+        "above",
+    )
+    pairs = (
+        (f"Mismatch costs reward (8 mini-batches, {words})", "exact minus none", "K/exact", "K/none", "above"),
+        (f"R3 raises the reward (8 mini-batches, {words})", "R3 minus none", "K/R3", "K/none", "above"),
+    )
+    yield from _compared(arms, pairs)
+    prevented = ((f"R3 prevents collapse (8 mini-batches, {words})", "R3 minus none", "K/R3", "K/none", "below"),)
+    yield from _compared(arms, prevented, collapse, "share of runs that collapse")
 
 
 def _compared(

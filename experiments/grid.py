@@ -17,6 +17,9 @@ FRESH = range(5, 21)
 PRECISIONS = ("bfloat16", "fp8", "float32")
 ROUTINGS = ("none", "R2", "R3")
 MINI_STEPS = (1, 2, 4, 8)
+FEW = range(3)
+"""Of what takes long, runs of 400 steps and vLLM: as few as a verdict needs."""
+LONG_STEPS = 400
 TIS = {"correction": {"kind": "tis", "high": 2.0}}
 GSPO = {"method": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
 NO_CLIP = 1e9
@@ -32,6 +35,12 @@ REGIMES: dict[str, tuple[str, dict[str, Any]]] = {
 
 EXACT = {"rollout": {"precision": "float32"}}
 """An engine of the trainer's precision: nothing is left to be corrected."""
+ARMS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "none": ("none", {}),
+    "R3": ("R3", {}),
+    "exact": ("none", EXACT),
+}
+"""Routing, and what else differs, of the three arms whose rewards say whether mismatch costs any."""
 
 
 def grid() -> list[Cell]:
@@ -39,7 +48,11 @@ def grid() -> list[Cell]:
     stages = (_mismatch, _core, _control, _second, _boundary)
     explored = [cell for stage in stages for seed in SEEDS for cell in stage(seed)]
     confirming = [cell for seed in FRESH for cell in _confirm(seed)]
-    return explored + confirming + [Cell("H/routes", "routes", seed, "routes") for seed in SEEDS]
+    routes = [Cell("H/routes", "routes", seed, "routes") for seed in SEEDS]
+    later = [
+        cell for stage, seeds in ((_noise, SEEDS), (_long, FEW), (_weak, SEEDS)) for s in seeds for cell in stage(s)
+    ]
+    return explored + confirming + routes + later
 
 
 def _mismatch(seed: int) -> Iterator[Cell]:
@@ -67,9 +80,11 @@ def _second(seed: int) -> Iterator[Cell]:
 
 def _a(seed: int, start: str) -> Iterator[Cell]:
     for precision in PRECISIONS:
-        rollout: dict[str, Any] = {"precision": precision, "prompts": 192}
-        settings = {"rollout": rollout, "rl": {"micro_step_tokens": 49152}}
-        yield Cell(f"A/{start}/{precision}", "static", seed, start, settings)
+        yield Cell(f"A/{start}/{precision}", "static", seed, start, _fixed_weights(precision, 192))
+
+
+def _fixed_weights(precision: str, prompts: int) -> dict[str, dict[str, Any]]:
+    return {"rollout": {"precision": precision, "prompts": prompts}, "rl": {"micro_step_tokens": 49152}}
 
 
 def _b(seed: int, mini_steps: int, correction: str, settings: dict[str, Any]) -> Iterator[Cell]:
@@ -90,7 +105,7 @@ def _c_d_e(seed: int) -> Iterator[Cell]:
 def _boundary(seed: int) -> Iterator[Cell]:
     yield _trained("F/part B/exact", seed, "none", 8, {}, other=EXACT)
     for regime, (start, settings) in REGIMES.items():
-        for arm, routing, other in (("none", "none", {}), ("R3", "R3", {}), ("exact", "none", EXACT)):
+        for arm, (routing, other) in ARMS.items():
             yield _trained(f"F/{regime}/{arm}", seed, routing, 8, settings, start=start, other=other)
 
 
@@ -99,6 +114,24 @@ def _confirm(seed: int) -> Iterator[Cell]:
         yield _trained(f"G/{routing}", seed, routing, 8, {})
         yield _trained(f"G/gspo/{routing}", seed, routing, 8, GSPO)
     yield _trained("G/exact", seed, "none", 8, {}, other=EXACT)
+
+
+def _noise(seed: int) -> Iterator[Cell]:
+    for precision in PRECISIONS:
+        yield Cell(f"I/{precision}", "noise", seed, "moe", _fixed_weights(precision, 96))
+    if seed in FEW:
+        yield Cell("I/vllm", "served", seed, "served", {"rollout": {"prompts": 24}})
+
+
+def _long(seed: int) -> Iterator[Cell]:
+    for arm, (routing, other) in ARMS.items():
+        yield _trained(f"J/{arm}", seed, routing, 8, {"steps": LONG_STEPS}, other=other)
+
+
+def _weak(seed: int) -> Iterator[Cell]:
+    yield Cell("K/static", "static", seed, "weak", _fixed_weights("fp8", 192))
+    for arm, (routing, other) in ARMS.items():
+        yield _trained(f"K/{arm}", seed, routing, 8, {}, start="weak", other=other)
 
 
 def _trained(

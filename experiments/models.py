@@ -28,6 +28,14 @@ STARTS: dict[str, dict[str, Any]] = {
         "warm_start": {"aux_loss": 0.0},
     },
     "long": {"task": {"min_operands": 12, "max_operands": 12}},
+    # a base model in the place of a supervised one: it has learned the form of answers, and few of them
+    "weak": {"warm_start": {"stop_at_loss": 1.0}},
+    # for vLLM, whose attention has no smaller heads on the CPU, and whose prefix cache holds no shorter prompts
+    "served": {
+        "model": {"sizes": {"head_dim": 32}},
+        "task": {"min_operands": 17, "max_operands": 17},
+        "warm_start": {"max_steps": 100, "stop_at_loss": 1.0},
+    },
     # of part H, which has a task of its own: enough experts to specialise, and an engine of the trainer's precision
     "routes": {
         "model": {

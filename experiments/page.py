@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from experiments.arms import Arms
 from experiments.cells import Cell
 from experiments.claims import claims
-from experiments.grid import FRESH, SEEDS
+from experiments.grid import FEW, FRESH, SEEDS
 from experiments.plots import draw_all
 from experiments.premise_tables import (
     PLACES,
@@ -24,7 +24,14 @@ from experiments.premise_tables import (
 )
 from experiments.rows import ENOUGH, VERDICTS, Row
 from experiments.runner import current
-from experiments.tables import boundary_table, other_runs_table, replay_table, static_table
+from experiments.tables import (
+    boundary_table,
+    later_runs_table,
+    noise_table,
+    other_runs_table,
+    replay_table,
+    static_table,
+)
 
 FIGURES = "https://github.com/foreroute/foreroute/blob/main/experiments/results.md"
 
@@ -96,6 +103,9 @@ def figures_text(cells: Sequence[Cell], done: Mapping[str, dict[str, Any]]) -> s
         balancers=balancers_table(arms),
         generators=generators_table(arms),
         simulated=simulated_table(arms),
+        noise=noise_table(arms),
+        later=later_runs_table(arms),
+        few=len(FEW),
     )
 
 

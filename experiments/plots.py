@@ -13,13 +13,13 @@ from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from experiments.arms import Arms, over_steps, reward_last, static
 from experiments.arms import Figure as Measure
-from experiments.grid import MINI_STEPS, REGIMES, ROUTINGS
+from experiments.grid import ARMS, MINI_STEPS, REGIMES, ROUTINGS
 from experiments.intervals import Interval, mean_interval
 from experiments.series import WINDOW, moving_average
-from foreroute.report.figure import STYLE
+from foreroute.report.figure import SIDE_COLOURS, STYLE
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
-LOOKS = {"none": (COLOURS[0], "o"), "R2": (COLOURS[2], "^"), "R3": (COLOURS[1], "s"), "exact": (COLOURS[6], "D")}
+COLOURS = (SIDE_COLOURS["native"], SIDE_COLOURS["replayed"], "#009E73", "#CC79A7", "#333333")
+LOOKS = {"none": (COLOURS[0], "o"), "R2": (COLOURS[2], "^"), "R3": (COLOURS[1], "s"), "exact": (COLOURS[4], "D")}
 LABELS = {"none": "no replay", "R2": "R2", "R3": "R3", "exact": "no replay, float32 engine"}
 WIDTH = 8.0
 
@@ -46,7 +46,7 @@ def draw_all(arms: Arms, folder: Path) -> dict[str, str]:
 def _static(arms: Arms, figure: Figure) -> bool:
     rows = []
     for precision in ("bfloat16", "fp8"):
-        rows.append((f"{precision}: dense", f"A/dense/{precision}", "none", COLOURS[6]))
+        rows.append((f"{precision}: dense", f"A/dense/{precision}", "none", COLOURS[4]))
         for how, colour in zip(_REPLAYS, COLOURS, strict=False):
             rows.append((f"{precision}: MoE, {_REPLAYS[how]}", f"A/moe/{precision}", how, colour))
     figure.set_size_inches(WIDTH, 4.1)
@@ -152,6 +152,31 @@ def _curves(arms: Arms, figure: Figure) -> bool:
     return shown
 
 
+def _long(arms: Arms, figure: Figure) -> bool:
+    figure.set_size_inches(WIDTH, 3.4)
+    shown = False
+    rewards, mismatch = figure.subplots(1, 2)
+    for arm in ARMS:
+        colour = LOOKS[arm][0]
+        for seed, figures in arms.seeds(f"J/{arm}").items():
+            average = moving_average(np.array(figures["reward"]))
+            label = LABELS[arm] if not seed else None
+            rewards.plot(np.arange(len(average)) + WINDOW - 1, average, color=colour, linewidth=0.9, label=label)
+            if arm != "exact":
+                stretches = figures["binned"]["k3"]
+                middles = (np.arange(len(stretches)) + 0.5) * len(figures["reward"]) / len(stretches)
+                mismatch.plot(middles, stretches, color=colour, marker=LOOKS[arm][1], markersize=3, linewidth=1.1)
+            shown = True
+    rewards.set_ylabel(f"reward, mean of {WINDOW} steps")
+    mismatch.set_ylabel("k3, nats per token")
+    mismatch.set_yscale("log")
+    for axes in (rewards, mismatch):
+        axes.set_xlabel("step")
+    if shown:
+        _legend(figure, rewards)
+    return shown
+
+
 def _staleness(arms: Arms, figure: Figure) -> bool:
     figure.set_size_inches(5.6, 3.4)
     axes = figure.subplots()
@@ -212,6 +237,7 @@ PICTURES: dict[str, tuple[Callable[[Arms, Figure], bool], str]] = {
     "reward": (_by_mini_steps, "Reward at the end of a run against mini-batches, without replay, with R2 and R3"),
     "mismatch": (_mismatch, "Mismatch over a run against mini-batches, without replay, with R2 and R3"),
     "curves": (_curves, "Reward of every run against the step, at 1 and 8 mini-batches"),
+    "long": (_long, "Reward and mismatch of runs of 400 steps, without replay, with R3, and without mismatch"),
     "staleness": (_staleness, "Share of replayed routes that the routers would no longer choose, by mini-batch"),
     "boundary": (_boundary, "Reward at the end of a run in each regime, without replay, with R3, and without mismatch"),
 }

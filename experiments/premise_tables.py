@@ -10,19 +10,19 @@ from experiments.wording import interval_text, number, percent
 
 METHODS = {
     "static": "homes alone",
-    "eplb_previous": "EPLB, step before",
-    "eplb_last": "EPLB, micro-step before",
-    "eplb_step": "EPLB, this step",
-    "eplb_step_lp": "EPLB, this step, tokens split by linear program",
-    "eplb_micro_step": "EPLB, this micro-step",
+    "eplb_previous": "EPLB by the step before",
+    "eplb_last": "EPLB by the micro-step before",
+    "eplb_step": "EPLB by this step",
+    "eplb_step_lp": "EPLB by this step and a linear program",
+    "eplb_micro_step": "EPLB by this micro-step",
     "lplb": "LPLB-style",
     "fastermoe": "FasterMoE-style",
     "laer": "LAER-style",
     "feplb": "FEPLB-style",
     "relibra": "ReLibra-style",
     "llep": "LLEP-style",
-    "llep_free": "LLEP-style, a slot for every expert",
-    "ours": "foreroute, exact",
+    "llep_free": "LLEP-style with a slot for every expert",
+    "ours": "foreroute (exact)",
 }
 """What methods are called, in the order of the table; the first five do not see the micro-step that they place for."""
 FIGURES = {
@@ -106,8 +106,8 @@ def balancers_table(arms: Arms) -> Table:
 
 
 def generators_table(arms: Arms) -> Table:
-    """Figure by figure: real routes, `simulate.workload` and `synthetic_trace`, with 1 and with 8 sequences a rank."""
-    sources = ("mixed", "workload", "synthetic")
+    """Figure by figure: real routes, two presets of `simulate.workload`, `synthetic_trace`, by sequences a rank."""
+    sources = ("mixed", "workload", "calibrated", "synthetic")
     settings = [f"{BASE_RANKS}x{n}" for n in (SEQUENCES[0], SEQUENCES[-1])]
     rows = [
         [words, *(_mean(arms, source, setting, name) for setting in settings for source in sources)]
@@ -119,7 +119,7 @@ def generators_table(arms: Arms) -> Table:
 def simulated_table(arms: Arms) -> Table:
     """By method: modelled seconds of homes alone over its own, on real routes and on drawn loads."""
     names = {name: METHODS[name] for name in ("eplb_previous", "eplb_micro_step", "llep")}
-    names |= {"ours": "foreroute, 1.02 times the mean", "forced_balance": "forced balance"}
+    names |= {"ours": "foreroute (1.02 times the mean)", "forced_balance": "forced balance"}
     sources = ("simulated", "workload_simulated")
     rows = [
         [words, *(interval_text(_figure(arms, source, name)) for source in sources)] for name, words in names.items()

@@ -81,7 +81,9 @@ def current(cells: Sequence[Cell], results: Path) -> dict[str, dict[str, Any]]:
 
 def run_cell(cell: Cell, starts: Path) -> dict[str, Any]:
     """One cell, in this process: its line of the results."""
-    from experiments.routes import run_routes  # torch is for the processes that run cells
+    from experiments.noise import run_noise  # torch is for the processes that run cells
+    from experiments.routes import run_routes
+    from experiments.served import run_served
     from experiments.starts import started
     from experiments.static import run_static
     from experiments.training import run_training
@@ -90,8 +92,8 @@ def run_cell(cell: Cell, starts: Path) -> dict[str, Any]:
     # routes have a start of their own, which is part of what they take
     checkpoint = starts if cell.kind == "routes" else started(starts, cell.start, base, cell.seed)
     begun = time.process_time()
-    measure = {"static": run_static, "train": run_training, "routes": run_routes}[cell.kind]
-    figures = measure(cell, base, checkpoint)
+    measures = {"static": run_static, "noise": run_noise, "served": run_served, "train": run_training}
+    figures = (measures | {"routes": run_routes})[cell.kind](cell, base, checkpoint)
     return {
         "cell": cell.name,
         "digest": digest_of(cell),

@@ -8,8 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from experiments.models import merged, start_path
-from foreroute.train import TrainConfig, parse_config, train
+from foreroute.adapters import hf
+from foreroute.train import TrainConfig, load_checkpoint, parse_config, train
+from foreroute.train.model import make_policy
+from foreroute.train.tasks import Task, make_task
 
 
 def configuration(base: dict[str, Any], settings: dict[str, Any], seed: int) -> TrainConfig:
@@ -41,3 +46,12 @@ def started(folder: Path, start: str, base: dict[str, Any], seed: int) -> Path:
             os.replace(run / "checkpoints" / "step-000000.safetensors", checkpoint)
             shutil.rmtree(run)
     return checkpoint
+
+
+def loaded(config: TrainConfig, checkpoint: Path) -> tuple[Task, hf.RoutedTransformer]:
+    """The task, and the policy with the weights of a start, as this process is to compute it."""
+    torch.set_num_threads(config.threads)
+    task = make_task(config)
+    policy = make_policy(config, task)
+    policy.model.load_state_dict(load_checkpoint(checkpoint)["model"])
+    return task, policy

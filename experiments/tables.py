@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from experiments.arms import Arms, over_steps, reward_last, spikes, static
-from experiments.grid import MINI_STEPS, PRECISIONS, REGIMES, ROUTINGS
+from experiments.arms import Arms, growth, over_steps, reward_first, reward_last, spikes, static
+from experiments.claims import ENGINES, PASSES
+from experiments.grid import ARMS, MINI_STEPS, PRECISIONS, REGIMES, ROUTINGS
 from experiments.wording import interval_text, number, percent
 
 Table = list[list[str]]
@@ -58,6 +59,31 @@ def boundary_table(arms: Arms) -> Table:
         cells = [_reward_and_collapses(arms, arm) for arm in (none, replayed, exact)]
         changes = [arms.difference(arm, none, reward_last) for arm in (replayed, exact)]
         rows.append([regime, *cells, *(interval_text(c, signed=True) if c.seeds else "-" for c in changes)])
+    return rows
+
+
+def noise_table(arms: Arms) -> Table:
+    """Part I: the trainer against the rollout, then the engine against itself; routers and k3, by engine."""
+    passes = {"trainer": "the trainer, its own routes", "trainer R3": "the trainer, R3"}
+    passes |= {name: f"the engine, {words}" for name, words in PASSES.items()}
+    rows = []
+    for name, words in passes.items():
+        row = [words]
+        for arm in ENGINES:
+            routers, k3 = (arms.mean(arm, static(name, figure)).mean for figure in ("differing_share", "k3"))
+            row += ["-" if name == "trainer R3" else percent(routers), number(k3)]
+        rows.append(row)
+    return rows if "I/bfloat16" in arms else []
+
+
+def later_runs_table(arms: Arms) -> Table:
+    """Parts J and K: arm, reward at first and at the end, k3, its growth, spikes, collapsed runs of all."""
+    rows = []
+    for name in (f"{part}/{arm}" for part in "JK" for arm in ARMS):
+        if name in arms:
+            label, reward, k3, *rest = _run_row(arms, name)
+            first, grown = arms.mean(name, reward_first).mean, arms.mean(name, growth("k3")).mean
+            rows.append([label, number(first), reward, k3, number(grown), *rest])
     return rows
 
 

@@ -55,7 +55,7 @@ def figures_of(traces: Sequence[RoutingTrace], kind_S: Ints, seed: int) -> dict[
         )
         for sequences in SEQUENCES
     }
-    for name, generated in (("workload", drawn), ("synthetic", made_up)):
+    for name, generated in (("workload", drawn), ("calibrated", recalibrated), ("synthetic", made_up)):
         figures[name] = {
             f"{BASE_RANKS}x{sequences}": unevenness(generated(traces, sequences, seed)) for sequences in SEQUENCES
         }
@@ -98,11 +98,13 @@ def shuffled(trace: RoutingTrace, num_micro_steps: int, rng: np.random.Generator
     return counts
 
 
-def drawn(traces: Sequence[RoutingTrace], sequences: int, seed: int) -> list[NDArray[np.int32]]:
-    """counts_MLGE of steps that `simulate.workload` draws in their place, as uneven as its preset for 8 ranks."""
+def drawn(
+    traces: Sequence[RoutingTrace], sequences: int, seed: int, preset: str = f"G{BASE_RANKS}"
+) -> list[NDArray[np.int32]]:
+    """counts_MLGE of steps that `simulate.workload` draws in their place, as uneven as a preset for 8 ranks."""
     spec, lengths = traces[0].spec, np.concatenate([trace.lengths for trace in traces])
     workload = replace(
-        WORKLOADS[f"G{BASE_RANKS}"],
+        WORKLOADS[preset],
         num_experts=spec.num_experts,
         top_k=spec.top_k,
         num_layers=spec.num_layers,
@@ -112,6 +114,11 @@ def drawn(traces: Sequence[RoutingTrace], sequences: int, seed: int) -> list[NDA
         longest=int(lengths.max()),
     )
     return [workload.draw(seed=seed, step=step).counts() for step in range(len(traces))]
+
+
+def recalibrated(traces: Sequence[RoutingTrace], sequences: int, seed: int) -> list[NDArray[np.int32]]:
+    """The same, as uneven as the preset that was calibrated to these traces."""
+    return drawn(traces, sequences, seed, f"R{BASE_RANKS}")
 
 
 def made_up(traces: Sequence[RoutingTrace], sequences: int, seed: int) -> list[Ints]:

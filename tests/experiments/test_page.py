@@ -8,16 +8,17 @@ import pytest
 
 from experiments.__main__ import PAGE, RESULTS
 from experiments.arms import Arms
-from experiments.claims import claims
-from experiments.grid import FRESH, SEEDS, grid
+from experiments.claims import PASSES, claims
+from experiments.grid import FEW, FRESH, SEEDS, grid
 from experiments.intervals import Interval
 from experiments.page import figures_text, page_text, write_page
 from experiments.plots import PICTURES
 from experiments.premise import RANKS, ROUTES, SEQUENCES, at
-from experiments.premise_tables import METHODS, loads_table
+from experiments.premise_tables import METHODS, loads_table, simulated_table
 from experiments.rows import verdict
 from experiments.runner import current, digest_of
-from experiments.tables import boundary_table, static_table
+from experiments.tables import boundary_table, later_runs_table, noise_table, static_table
+from experiments.wording import number
 
 K3 = {"none": 4e-3, "R3": 1e-4, "R3+weights": 9e-5, "shifted": 2.0}
 
@@ -39,13 +40,17 @@ def line(cell, reward=0.5):
 def figures(cell, factor, reward):
     if cell.kind == "routes":
         return routes(cell.seed)
+    if cell.kind in ("noise", "served"):
+        found = noise(factor)
+        return found if cell.kind == "noise" else {name: found[name] for name in found if name != "neighbours"}
     return static(cell, factor) if cell.kind == "static" else run(cell, factor, reward)
 
 
 def routes(seed):
     """Steps as stable, micro-steps as uneven and balancers as good as a believer expects."""
     noise = 0.001 * seed
-    swings = {"shuffled": 0.05, "even": 0.1, "mixed": 0.11, "sorted": 0.3, "workload": 0.2, "synthetic": 0.02}
+    swings = {"shuffled": 0.05, "even": 0.1, "mixed": 0.11, "sorted": 0.3, "workload": 0.2, "calibrated": 0.1}
+    swings["synthetic"] = 0.02
     steps = {"step_correlation": 0.97, "step_change": 0.03, "step_imbalance": 1.2, "micro_correlation": 0.5}
     settings = [f"{ranks}x{sequences}" for ranks in RANKS for sequences in SEQUENCES]
     loads = {
@@ -83,6 +88,14 @@ def static(cell, factor):
         name: {"k3": (2e-4 if dense else K3[name]) * factor, "f2": share, "f1.5": share, "differing_share": 0.02}
         for name in names
     }
+
+
+def noise(factor):
+    """An engine whose passes differ a little, and are the same when repeated."""
+    passes = {name: {"k3": 1e-3 * factor, "differing_share": 1e-3 * factor} for name in PASSES}
+    trainer = {"trainer": {"k3": 4e-3 * factor, "differing_share": 0.02}}
+    trainer["trainer R3"] = {"k3": 1e-4 * factor, "differing_share": 0.0}
+    return passes | trainer | {"again": {"k3": 0.0, "differing_share": 0.0}}
 
 
 def run(cell, factor, reward):
@@ -130,7 +143,11 @@ def test_claims_are_decided_by_the_arms_that_they_name():
         if cell.arm == "B/R3/plain/8":
             done[cell.name]["figures"]["reward_last"] += 0.1 + 0.001 * (cell.seed % 2)
     verdicts = {row.claim: row for row in claims(Arms(done))}
-    assert all(row.seeds == len(FRESH if "fresh seeds" in row.claim else SEEDS) for row in verdicts.values())
+    for row in verdicts.values():
+        seeds = (
+            FRESH if "fresh seeds" in row.claim else FEW if "400 steps" in row.claim or "vLLM" in row.claim else SEEDS
+        )
+        assert row.seeds == len(seeds), row.claim
     for claim, expected in {
         "Routing causes the excess: R3 lowers the mismatch (fp8)": "holds",
         "The MoE model's mismatch is larger than a dense model's (bfloat16)": "holds",
@@ -165,6 +182,43 @@ def test_claims_about_loads_follow_from_bounds_and_comparisons():
     assert row == ["8", "2", "0.052", "0.112", "0.102", "0.302", "1.5", "1.5", "1.5"]
 
 
+def test_claims_about_noise_long_runs_and_base_starts_are_decided_by_their_arms():
+    done = results_of(grid())
+    for name, one in done.items():
+        if name.startswith("J/none"):
+            one["figures"]["collapsed_at"] = 100
+        if name.startswith("K/R3"):
+            one["figures"]["reward_last"] += 0.1 + 0.001 * (one["seed"] % 2)
+        if name.startswith("I/fp8"):
+            one["figures"]["sampled"]["k3"] = 0.5
+    found = {row.claim: row.verdict for row in claims(Arms(done))}
+    for claim, expected in {
+        "One engine chooses other experts in another pass (the same batches again, bfloat16; R3 paper)": "not shown",
+        "One engine chooses other experts in another pass (chunked prefill, bfloat16; R3 paper)": "holds",
+        "The mismatch with the trainer is larger than the engine's own noise (token by token, bfloat16)": "holds",
+        "The mismatch with the trainer is larger than the engine's own noise (token by token, fp8)": "the opposite",
+        "R3 leaves less than the engine's own noise (token by token, bfloat16)": "holds",
+        "Without R3 the mismatch grows through RL (8 mini-batches, 400 steps)": "holds",
+        "R3 prevents collapse (8 mini-batches, 400 steps)": "holds",
+        "R3 prevents collapse (8 mini-batches, base start)": "not shown",
+        "Ten times the steps raise the reward (8 mini-batches, 400 steps)": "not shown",
+        "R3 raises the reward (8 mini-batches, base start)": "holds",
+        "Mismatch costs reward (8 mini-batches, base start)": "not shown",
+        "A base start has more mismatch than a supervised one (fp8, base start)": "not shown",
+    }.items():
+        assert found[claim] == expected, claim
+    table = {row[0]: row[1:] for row in noise_table(Arms(done))}
+    assert table["the trainer, R3"][:2] == ["-", "0.00012"]
+    assert table["the engine, chunked prefill"][:2] == ["0.12 %", "0.0012"]
+    assert table["the engine, the same batches again"] == ["0 %", "0"] * 4
+    assert table["the engine, other neighbours in a batch"][-2:] == ["-", "-"], "of vLLM there is no such pass"
+    runs = {row[0]: row[1:] for row in later_runs_table(Arms(done))}
+    assert len(runs) == 6
+    assert runs["`J/none`"][0] == "0.5"
+    assert runs["`J/none`"][3:] == ["3.3", "25 %", "3/3"]
+    assert runs["`K/none`"][-1] == "0/5"
+
+
 def test_tables_hold_means_over_seeds():
     done = results_of(grid())
     row = next(row for row in static_table(Arms(done)) if row[:3] == ["MoE", "bfloat16", "none"])
@@ -180,7 +234,7 @@ def test_a_page_without_results_says_so(tmp_path):
     write_page(grid(), tmp_path / "results.jsonl", tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text()
     assert f"0 of\n{len(grid())} cells" in text
-    assert (tmp_path / "results.md").read_text().count("Not finished.") == 4
+    assert (tmp_path / "results.md").read_text().count("Not finished.") == 6
     assert not list((tmp_path / "page").iterdir())
 
 
@@ -256,6 +310,10 @@ def test_what_the_page_says_of_loads_rests_on_figures():
         assert drawn[1] > 3 * mixed[1]
         made_up = [mean("synthetic", setting, name) for name in ("swing", "step_change")]
         assert all(2 / 3 < ours / real < 4 / 3 for ours, real in zip(made_up, mixed, strict=True))
+        calibrated = [mean("calibrated", setting, name) for name in ("swing", "imbalance")]
+        real = [mean("mixed", setting, name) for name in ("swing", "imbalance")]
+        assert calibrated == pytest.approx(real, rel=0.08)
+        assert mean("calibrated", setting, "step_change") < 1.5 * mixed[1]
         for method in ("eplb_step_lp", "lplb"):
             assert mean("balanced", setting, method, "imbalance") < 1.015
             assert mean("sorted_balanced", setting, method, "imbalance") < 1.125
@@ -264,3 +322,24 @@ def test_what_the_page_says_of_loads_rests_on_figures():
     )
     assert plans[0] == pytest.approx(plans[1], rel=0.03)
     assert history[0] > 1.05 * history[1]
+
+
+def test_the_tables_of_planner_and_simulator_are_those_of_the_results():
+    arms = Arms(current(grid(), RESULTS))
+
+    def row(label, *paths):
+        return "| " + " | ".join([label, *(number(arms.mean(ROUTES, at(*path)).mean) for path in paths)]) + " |"
+
+    places = ("balanced", "sorted_balanced", "workload_balanced")
+    left = ("static", "eplb_previous", "eplb_micro_step", "llep", "ours")
+    planner = [row(METHODS[name], *((place, "8x1", name, "imbalance") for place in places)) for name in left]
+    assert "\n".join(planner) in (PAGE.parent / "planner.md").read_text()
+    simulated = [row[:1] + [cell.partition(" ")[0] for cell in row[1:]] for row in simulated_table(arms)]
+    rows = [f"| {' | '.join(row)} |" for row in simulated]
+    text = (PAGE.parent / "simulate.md").read_text()
+    assert "\n".join(rows) in text
+    swings = [
+        arms.mean(ROUTES, at("workload", size, "swing")).mean / arms.mean(ROUTES, at("mixed", size, "swing")).mean
+        for size in ("8x1", "8x8")
+    ]
+    assert f"swing {swings[0]:.1f} to {swings[1]:.1f} times as much" in text

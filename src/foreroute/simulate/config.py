@@ -150,7 +150,7 @@ class WorkloadConfig(Section):
     """Which tokens are routed where: drawn, or your counts."""
 
     preset: str | None = None
-    """Unevenness, of `simulate.workload.WORKLOADS`; by default that for `expert_parallel`."""
+    """Unevenness, of `simulate.workload.WORKLOADS` ("R8": of real routes); by default that for `expert_parallel`."""
     counts: str | None = None
     """Instead: .npz file with integers `counts` [M, L, G, E], for all groups."""
     previous_counts: str | None = None

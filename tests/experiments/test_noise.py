@@ -1,0 +1,101 @@
+"""Passes of one engine: all of them compute the model, each in the way that its name says."""
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.cells import Cell
+from experiments.claims import PASSES
+from experiments.models import merged
+from experiments.noise import ScoringEngine, batches_of, compared, passes, run_noise
+from experiments.starts import configuration, loaded, started
+from foreroute.train.ranks import Ranks
+from foreroute.train.rollout import roll_out
+from tests.train.small_runs import small_values
+
+GROUP, TEMPERATURE = 4, 0.8
+
+
+def small(precision, **task):
+    rollout = {"precision": precision, "group_size": GROUP, "temperature": TEMPERATURE, "prompts": 24}
+    return merged(small_values(), {"rollout": rollout, "task": task})
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return started(tmp_path_factory.mktemp("starts"), "moe", small("float32"), 3)
+
+
+def rolled_out(start, precision):
+    """The model that stands at the start, an engine of it, and a rollout of prompts of several lengths."""
+    config = configuration(small(precision), {}, 3)
+    task, policy = loaded(config, start)
+    engine = ScoringEngine(policy.model, precision)
+    engine.load_weights(policy.model.state_dict(), version=0)
+    generation = roll_out(engine, task, config, 0, Ranks()).generation
+    assert len(np.unique(generation.prompt_lengths)) > 1
+    assert len(np.unique(generation.response_lengths)) > 1
+    return policy, engine, generation
+
+
+def by_the_model(policy, generation, temperature=TEMPERATURE):
+    """Routes and log-probs of each sequence alone, by a forward of the model without an engine."""
+    traces, logprobs = [], []
+    policy.model.eval()
+    for s in range(len(generation)):
+        tokens = torch.from_numpy(generation.trace.tokens(s)).long()
+        with torch.no_grad(), policy.record() as recording:
+            logits = policy.model(input_ids=tokens[None, :-1], use_cache=False).logits[0] / temperature
+        first = int(generation.prompt_lengths[s]) - 1
+        logprobs.append(logits.log_softmax(-1)[torch.arange(first, len(logits)), tokens[first + 1 :]].numpy())
+        traces.append(np.sort(recording.trace().expert_ids_NLK, axis=-1))
+    return traces, np.concatenate(logprobs)
+
+
+def test_every_pass_computes_the_model(start):
+    policy, engine, generation = rolled_out(start, "float32")
+    routes, logprobs_R = by_the_model(policy, generation)
+    whole, others = passes(engine, generation, GROUP, TEMPERATURE, seed=0)
+    assert others.keys() == PASSES.keys()
+    for found in (whole, *others.values()):
+        np.testing.assert_allclose(found.logprobs_R, logprobs_R, atol=2e-5)
+        assert np.array_equal(found.trace.token_ids_N, generation.trace.token_ids_N)
+        for s, expected in enumerate(routes):
+            rows = found.trace.select([s]).expert_ids_NLK[:-1]
+            assert np.array_equal(np.sort(rows, axis=-1), expected)
+        assert compared(found, whole)[0].k3 < 1e-9
+
+
+def test_every_pass_is_cut_as_its_name_says(start):
+    """By the tokens of each forward, and how many the cache held before it."""
+    _, engine, generation = rolled_out(start, "float32")
+    seen = []
+
+    def watch(module, args, kwargs):
+        cache = kwargs.get("past_key_values")
+        seen.append((*kwargs["input_ids"].shape, 0 if cache is None else cache.get_seq_length()))
+
+    engine._model.register_forward_pre_hook(watch, with_kwargs=True)
+    (batch,) = list(batches_of(generation, np.flatnonzero(generation.prompt_lengths == 8), 999))
+    part = generation.select(batch)
+    size, width = len(part), int(part.trace.lengths.max()) - 1
+    everything = [np.arange(size)]
+    engine.score(part, everything, TEMPERATURE)
+    engine.score(part, everything, TEMPERATURE, chunk=5)
+    engine.score(part, everything, TEMPERATURE, group=GROUP)
+    assert seen[0] == (size, width, 0)
+    chunks = [(size, min(5, width - at), at) for at in range(0, width, 5)]
+    assert seen[1 : 1 + len(chunks)] == chunks
+    assert seen[1 + len(chunks) :] == [(size // GROUP, 8, 0), (size, width - 8, 8)]
+
+
+def test_rounding_makes_passes_differ_and_repeating_does_not(start):
+    cell = Cell("T", "noise", 3, "moe", {})
+    longer = {"min_operands": 10, "max_operands": 11}  # kernels take short rows in one way
+    found = run_noise(cell, small("bfloat16", **longer), start)
+    assert (found["again"]["k3"], found["again"]["differing_share"]) == (0, 0)
+    assert max(found["chunks"]["k3"], found["prefix"]["k3"], found["sampled"]["k3"]) > 1e-9
+    assert found["trainer"]["k3"] > found["trainer R3"]["k3"] > 0 == found["trainer R3"]["differing_share"]
+    exact = run_noise(cell, small("float32", **longer), start)
+    assert max(each["k3"] for each in exact.values()) < 1e-9
+    assert {each["response_tokens"] for each in found.values()} == {found["again"]["response_tokens"]}

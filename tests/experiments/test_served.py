@@ -1,0 +1,39 @@
+"""vLLM's passes over given tokens against the model, with a real vLLM."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.models import merged
+from experiments.noise import ScoringEngine
+from experiments.served import PASSES, passes
+from experiments.starts import configuration, loaded, started
+from foreroute.train.ranks import Ranks
+from foreroute.train.rollout import roll_out
+from tests.experiments.test_noise import by_the_model
+from tests.train.small_runs import small_values
+
+PYTHON = Path(os.environ.get("FOREROUTE_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
+SIZES = {"head_dim": 32, "initializer_range": 0.3, "max_position_embeddings": 64}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not PYTHON.exists(), reason="there is no vLLM environment: run `make vllm-env`")
+def test_every_pass_computes_the_model(tmp_path):
+    task = {"min_operands": 17, "max_operands": 17}
+    values = merged(small_values(), {"model": {"sizes": SIZES}, "task": task, "rollout": {"temperature": 1.0}})
+    config = configuration(values, {}, 3)
+    task, policy = loaded(config, started(tmp_path, "served", values, 3))
+    engine = ScoringEngine(policy.model, "float32")
+    engine.load_weights(policy.model.state_dict(), version=0)
+    generation = roll_out(engine, task, config, 0, Ranks()).generation
+    routes, logprobs_R = by_the_model(policy, generation, temperature=1.0)
+    found = passes(policy, generation, PYTHON, dtype="float32")
+    assert found.keys() == {name for _, asked in PASSES for name in asked}
+    for name, each in found.items():
+        np.testing.assert_allclose(each.logprobs_R, logprobs_R, atol=1e-3, err_msg=name)
+        for s, expected in enumerate(routes):
+            rows = each.trace.select([s]).expert_ids_NLK[:-1]
+            assert np.array_equal(np.sort(rows, axis=-1), expected), name
