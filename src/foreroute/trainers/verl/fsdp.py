@@ -30,6 +30,7 @@ from foreroute.trainers.verl.controller import EnginePassController
 from foreroute.trainers.verl.masked_log_probs import log_probs_on_sets
 from foreroute.trainers.verl.protocol import FIELD
 from foreroute.trainers.verl.settings import KEY, replay_of, require_supported
+from foreroute.trainers.verl.weight_sync import watch_vllm_syncs
 
 BACKENDS = ("fsdp", "fsdp2")
 OWN_REPLAY = ("megatron", "veomni")
@@ -162,3 +163,4 @@ def _refusing(engine: type, backend: str) -> type:
 
 
 register()
+watch_vllm_syncs()

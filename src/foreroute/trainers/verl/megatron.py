@@ -32,6 +32,7 @@ from foreroute.trainers.checks import require_api
 from foreroute.trainers.verl.megatron_passes import MegatronPasses
 from foreroute.trainers.verl.planning import PlanningMegatronConfig
 from foreroute.trainers.verl.settings import replay_of, require_supported_by_megatron
+from foreroute.trainers.verl.weight_sync import watch_vllm_syncs
 
 METHODS = {
     # method of MegatronEngineWithLMHead: parameters that are passed to it, by name or place
@@ -134,3 +135,4 @@ def register() -> None:
 
 
 register()
+watch_vllm_syncs()
