@@ -204,10 +204,8 @@ def _check_version(file: TensorFile) -> None:
     version = file.metadata.get("foreroute.version")
     if version is None:
         beside = file.metadata.get("foreroute.trace")
-        instead = "" if beside is None else f"; it is a generation, whose trace is {beside!r:.120} in the same folder"
-        raise TraceFileError(
-            f"{file.path} is a safetensors file but not a routing trace (no foreroute.version in it){instead}"
-        )
+        hint = "" if beside is None else f"; it is a generation, whose trace is {beside!r:.120} in the same folder"
+        raise TraceFileError(f"{file.path} is a safetensors file but not a routing trace (no foreroute.version){hint}")
     if version != str(FORMAT_VERSION):
         raise TraceFileError(
             f"{file.path} has trace format {version:.40}; this foreroute reads format {FORMAT_VERSION}. "
