@@ -9,8 +9,8 @@ from foreroute.doctor.finding import Finding, Severity, many
 from foreroute.trace import INDEXER, SAMPLING
 
 RECORD_CHOICES = (
-    "Record them too: record(indexers=True), or EmbeddedEngine(model, indexers=True); capture.with_indexer_choices "
-    "reads SGLang's."
+    "Record them too: record(indexers=True), EmbeddedEngine(model, indexers=True), or SGLang with "
+    "--enable-return-indexer-topk, which capture.decode reads."
 )
 OF_THEIR_ROWS = (
     "Row p holds what the query of token p chose, in each layer. Carry choices with their tokens and layers."
