@@ -1,12 +1,15 @@
 """Choices of indexers in SGLang's form, put on the rows of a trace."""
 
 import base64
+import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.capture import with_indexer_choices
+from benchmarks.harness import wires
+from foreroute.capture import decode, with_indexer_choices
 from foreroute.errors import CaptureError
 from foreroute.trace import IndexerSpec, LayerKind, synthetic_trace
 from tests.traces import spec_of
@@ -82,3 +85,73 @@ def test_what_cannot_be_choices_of_these_sequences_is_refused(broken):
 def test_layers_that_an_engine_does_not_return_are_refused():
     with pytest.raises(CaptureError, match=r"returns 1 layers, .* indexers of 1 heads in layers \[0, 2\]"):
         with_indexer_choices(TRACE, returned(), INDEXERS, num_layers=1)
+
+
+R = wires.rollout(np.random.default_rng(5), prompt=7, response=5)
+LENGTH = len(R.tokens)
+
+
+def sglang(choices):
+    """An answer of SGLang with choices beside routes."""
+    answer = json.loads(wires.sglang(R))
+    answer["prompt_token_ids"] = R.prompt
+    if choices is not None:
+        text = choices if isinstance(choices, str) else base64.b64encode(choices.tobytes()).decode()
+        answer["meta_info"]["indexer_topk"] = text
+    return answer
+
+
+def drawn(num_layers, seed=0):
+    rng = np.random.default_rng(seed)
+    array = np.full((LENGTH - 1, num_layers, INDEXERS.top_k), -1, np.int32)
+    for p, layer in np.ndindex(array.shape[:2]):
+        ids = rng.permutation(p + 1)[: INDEXERS.top_k]
+        array[p, layer, : len(ids)] = ids
+    return array
+
+
+def facts(indexers=INDEXERS):
+    return replace(R.facts, indexers=indexers)
+
+
+@pytest.mark.parametrize("num_layers", [R.facts.num_hidden_layers, len(LAYERS)], ids=["all", "own"])
+def test_an_answer_of_sglang_brings_its_choices(num_layers):
+    array = drawn(num_layers)
+    trace = decode(json.dumps(sglang(array)), model=facts())
+    columns = [0, 2] if num_layers > len(LAYERS) else [0, 1]
+    stream = trace.streams["indexer"]
+    assert stream.valid_N.tolist() == [True] * (LENGTH - 1) + [False]
+    for place, column in enumerate(columns):
+        for p in range(INDEXERS.top_k, LENGTH - 1):
+            start, stop = stream.offsets[p * len(LAYERS) + place :][:2]
+            assert stream.ids[start:stop].tolist() == sorted(array[p, column].tolist())
+    assert trace.without_streams().equals(decode(sglang(None), model=R.facts))
+    in_process = sglang(None)
+    in_process["meta_info"]["indexer_topk"] = array
+    assert decode(in_process, model=facts()).equals(trace)
+
+
+NOT_READ = {
+    "of unknown indexers": (sglang(drawn(2)), R.facts, r"not known; pass model=ModelFacts\(spec, indexers="),
+    "of some": ([sglang(drawn(2)), sglang(None)], facts(), "sequence 1 has no choices of indexers"),
+    "a number": (
+        sglang(None) | {"meta_info": sglang(None)["meta_info"] | {"indexer_topk": 3}},
+        facts(),
+        "base64 of int32",
+    ),
+    "no base64": (sglang("!"), facts(), "no base64"),
+    "half": (sglang(drawn(2)[:-1]), facts(), "expected a multiple"),
+    "of the pool": (sglang(drawn(2) + 100), facts(), "SGLANG_DSA_FUSE_TOPK=0"),
+}
+
+
+@pytest.mark.parametrize("broken", NOT_READ)
+def test_choices_that_cannot_be_read_are_refused(broken):
+    answer, known, message = NOT_READ[broken]
+    with pytest.raises(CaptureError, match=message):
+        decode(answer, model=known)
+
+
+def test_facts_know_indexers_by_their_spec_alone():
+    with pytest.raises(CaptureError, match="expected an IndexerSpec"):
+        facts(indexers=3)

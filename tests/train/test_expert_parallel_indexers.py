@@ -41,14 +41,16 @@ def without_choices(generation):
     return replace(generation, trace=generation.trace.without_streams("indexer"))
 
 
-def test_two_ranks_learn_what_one_process_learns_with_the_choices(workers):
+@pytest.mark.parametrize("dense", ["replicated", pytest.param("fsdp2", marks=pytest.mark.exhaustive)])
+def test_two_ranks_learn_what_one_process_learns_with_the_choices(workers, dense):
     sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
-    config = config_of(2, model={"family": "deepseek_v32", "sizes": sizes})
-    steps, *_ = workers(2).run(wide_steps, config, STEPS)
+    model = {"family": "deepseek_v32", "sizes": sizes, "gradient_checkpointing": dense == "fsdp2"}
+    steps, *_ = workers(2).run(wide_steps, config_of(2, model=model, dense=dense), STEPS)
     assert steps.generations[0].trace.streams["indexer"].ids.size
+    alone = config_of(1, model=model)
     with widened():
-        learned_alike(steps, config)
+        learned_alike(steps, alone)
         # the control: choices make a difference that is seen
         steps.generations = [without_choices(each) for each in steps.generations]
         with pytest.raises(AssertionError):
-            learned_alike(steps, config)
+            learned_alike(steps, alone)

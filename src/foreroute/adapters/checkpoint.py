@@ -103,10 +103,10 @@ class ServedModel:
 
 
 def facts_of(routed: RoutedTransformer) -> ModelFacts:
-    """The spec of an attached model, how many decoder layers an engine counts, and its vocabulary."""
+    """The spec of an attached model, how many decoder layers an engine counts, its vocabulary and its indexers."""
     config: Any = routed.model.config
     text = config.get_text_config()
-    return ModelFacts(routed.spec, int(text.num_hidden_layers), int(text.vocab_size))
+    return ModelFacts(routed.spec, int(text.num_hidden_layers), int(text.vocab_size), routed.indexers)
 
 
 class ModelWriter:

@@ -21,6 +21,7 @@ from foreroute.capture.checks import (
     refuse_routed_dense,
     routed_before_zeros,
 )
+from foreroute.capture.indexers import decode_choices
 from foreroute.capture.model_facts import ModelFacts
 from foreroute.capture.recognition import (
     MAX_INT32,
@@ -59,12 +60,12 @@ def decode(
     engine: str = "",
     engine_version: str = "",
 ) -> RoutingTrace:
-    """Read the routes of every sequence in `output`, and its sampling masks where it has them.
+    """Read the routes of every sequence in `output`, and where it has them its sampling masks and indexer choices.
 
     Args:
         output: a response (parsed, or JSON text or bytes), an in-process output, a list of them, or bare routes.
         model: the routing spec, or `ModelFacts` where the engine's layer axis counts dense layers too, or the output
-            has sampling masks.
+            has sampling masks or choices of indexers.
         token_ids: prompt and response tokens, [T] for one sequence or S of them. Needed where the output does not carry
             them; compared with those that it carries.
         start: the position of the first row, where the request skipped a known prefix (`routed_experts_prompt_start`,
@@ -75,11 +76,11 @@ def decode(
 
     Returns:
         One sequence for each choice. Row p is the routing of input position p; the last token's row is absent. The
-        masks are `trace.streams["sampling"]`.
+        masks are `trace.streams["sampling"]`, the choices `trace.streams["indexer"]`.
 
     Raises:
-        CaptureError: when the form is unknown or damaged, rows or layers do not fit, or routes or masks cannot be
-            trusted.
+        CaptureError: when the form is unknown or damaged, rows or layers do not fit, or routes, masks or choices cannot
+            be trusted.
     """
     engine = known_engine(engine)
     facts = model if isinstance(model, ModelFacts) else ModelFacts(model)
@@ -116,7 +117,7 @@ def decode(
     )
     refuse_constant_layers(trace)
     masks = decode_masks(sequences, tokens, facts.vocabulary_size)
-    return trace if masks is None else trace.with_stream(SAMPLING, masks)
+    return decode_choices(trace if masks is None else trace.with_stream(SAMPLING, masks), sequences, facts)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,13 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.capture.model_facts import ModelFacts
+from foreroute.capture.recognition import RawSequence, is_array, read_array, shown
 from foreroute.errors import CaptureError, TraceContentError
 from foreroute.trace import INDEXER, DecisionStream, IndexerSpec, RoutingTrace
 
@@ -65,6 +68,58 @@ def with_indexer_choices(
     except TraceContentError as error:
         raise CaptureError(f"these are no choices of the sequences ({error}); {UNFUSED}") from error
     return trace.with_stream(INDEXER, stream)
+
+
+def decode_choices(trace: RoutingTrace, sequences: Sequence[RawSequence], facts: ModelFacts) -> RoutingTrace:
+    """Add the choices that an engine's output has beside routes; the trace as it is where no sequence has any.
+
+    Args:
+        trace: of the sequences.
+        sequences: as they were found.
+        facts: of the model.
+
+    Raises:
+        CaptureError: when some sequences have choices and others do not, the indexers are not known, or as
+            `with_indexer_choices`.
+    """
+    returned = [raw.indexer_topk for raw in sequences]
+    there = [each is not None for each in returned]
+    if not any(there):
+        return trace
+    if not all(there):
+        raise CaptureError(
+            f"sequence {there.index(False)} has no choices of indexers and others have; ask for all of them"
+        )
+    if facts.indexers is None:
+        raise CaptureError(
+            "the output has choices of sparse-attention indexers, and those of the model are not known; pass "
+            "model=ModelFacts(spec, indexers=hf.attach(model).indexers), or take indexer_topk out of the output"
+        )
+    held = [_held(each, sequence) for sequence, each in enumerate(returned)]
+    return with_indexer_choices(trace, held, facts.indexers, num_layers=_num_layers(held, trace, facts.indexers, facts))
+
+
+def _held(returned: Any, sequence: int) -> str | NDArray[Any]:
+    if isinstance(returned, str):
+        return returned
+    if not is_array(returned):
+        raise CaptureError(
+            f"the choices of sequence {sequence} are {shown(returned)}; expected base64 of int32, or an array"
+        )
+    return read_array(returned, f"the choices of sequence {sequence}")
+
+
+def _num_layers(
+    held: Sequence[str | NDArray[Any]], trace: RoutingTrace, indexers: IndexerSpec, facts: ModelFacts
+) -> int:
+    """Tell by the size, as text has no shape: all layers, or those with an indexer alone."""
+    own = len(indexers.layers)
+    rows = (trace.lengths - 1).clip(0).tolist()
+    alone = all(
+        len(each) * 3 // 16 == n * own * indexers.top_k if isinstance(each, str) else each.shape[1:2] == (own,)
+        for each, n in zip(held, rows, strict=True)
+    )
+    return own if alone else facts.num_hidden_layers or own
 
 
 def _array(returned: str | NDArray[np.int32], sequence: int, length: int, num_layers: int) -> NDArray[np.int32]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from foreroute.capture.recognition import shown, whole_number
 from foreroute.errors import CaptureError
-from foreroute.trace import LayerKind, RoutingSpec
+from foreroute.trace import IndexerSpec, LayerKind, RoutingSpec
 
 MOST = 1 << 31
 """Layers or tokens of a vocabulary that a model may have."""
@@ -17,22 +17,27 @@ MOST = 1 << 31
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What must be known of a model to read its captures: routing, decoder layers dense ones included, vocabulary.
+    """What must be known of a model to read its captures: routing, layers dense ones included, vocabulary, indexers.
 
     Attributes:
         spec: experts, picks and routed layers. Engines return decoder layers only, so MTP and draft layers are refused.
         num_hidden_layers: decoder layers in all, `num_hidden_layers` of the model's configuration. None when it is not
             known: then only a layer axis of exactly the routed layers can be read.
         vocabulary_size: tokens that the model can be given. None when it is not known: then no token is refused.
+        indexers: of its sparse attention, such as `hf.attach(model).indexers`; None where it has none, or they are not
+            known: then their choices are refused.
     """
 
     spec: RoutingSpec
     num_hidden_layers: int | None = None
     vocabulary_size: int | None = None
+    indexers: IndexerSpec | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.spec, RoutingSpec):
             raise CaptureError(f"the model is {shown(self.spec)}; expected a RoutingSpec or ModelFacts")
+        if not isinstance(self.indexers, IndexerSpec | None):
+            raise CaptureError(f"indexers are {shown(self.indexers)}; expected an IndexerSpec, or None")
         for name in ("num_hidden_layers", "vocabulary_size"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, whole_number(getattr(self, name), name, 1, MOST))

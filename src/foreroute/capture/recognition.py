@@ -58,6 +58,7 @@ class RawSequence:
         dtype: the dtype that the engine advertises for bytes without a header.
         token_ids: all tokens, where the output does not tell prompt and response apart.
         sampling_mask: the sets that its tokens were drawn from, where the output has them.
+        indexer_topk: what its sparse-attention indexers chose, where the output has that.
     """
 
     routes: Any
@@ -68,6 +69,7 @@ class RawSequence:
     dtype: Any = None
     token_ids: Any = None
     sampling_mask: Any = None
+    indexer_topk: Any = None
 
 
 def recognise(output: object) -> Recognised:
@@ -254,8 +256,8 @@ def _sglang(holder: Any, record: Any) -> RawSequence:
     start, dtype = field_of(holder, "routed_experts_start_len"), field_of(holder, "routed_experts_dtype")
     prompt = field_of(record, "prompt_token_ids")
     response = _first(field_of(record, "output_ids"), field_of(record, "token_ids"))
-    mask = field_of(holder, "output_token_sampling_mask")
-    return RawSequence(routes, None, prompt, response, start, dtype, sampling_mask=mask)
+    mask, choices = field_of(holder, "output_token_sampling_mask"), field_of(holder, "indexer_topk")
+    return RawSequence(routes, None, prompt, response, start, dtype, sampling_mask=mask, indexer_topk=choices)
 
 
 def _only_choice(record: Any) -> Any:

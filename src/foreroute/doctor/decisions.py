@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from foreroute.doctor.evidence import Evidence, Measures
 from foreroute.doctor.finding import Finding, Severity, many
-from foreroute.trace import SAMPLING
+from foreroute.trace import INDEXER, SAMPLING
 
 RECORD_CHOICES = (
-    "Record them too: record(indexers=True), or EmbeddedEngine(model, indexers=True); capture.with_indexer_choices "
-    "reads SGLang's."
+    "Record them too: record(indexers=True), EmbeddedEngine(model, indexers=True), or SGLang with "
+    "--enable-return-indexer-topk, which capture.decode reads."
 )
 OF_THEIR_ROWS = (
     "Row p holds what the query of token p chose, in each layer. Carry choices with their tokens and layers."
@@ -68,7 +68,7 @@ def about_choices(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             f"Indexers chose other units in at least one layer of {found.differing} of {many(found.rows, 'row')}; "
             f"trainer and engine share {found.shared:.1%} of the units that queries attend to.",
         )
-    elif evidence.lacks_choices:
+    elif lacks_choices(evidence):
         yield Finding(
             Severity.WARNING,
             "indexers",
@@ -76,3 +76,8 @@ def about_choices(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             "the trainer attend to other units than the engine's.",
             RECORD_CHOICES,
         )
+
+
+def lacks_choices(evidence: Evidence) -> bool:
+    """Say whether the model has indexers, and the engine's trace none of their choices."""
+    return evidence.has_indexers and evidence.engine is not None and INDEXER not in evidence.engine.streams

@@ -97,11 +97,6 @@ class Evidence:
     before_step_0: str = ""
     checkpoints: Mapping[int, str] = field(default_factory=dict)
 
-    @property
-    def lacks_choices(self) -> bool:
-        """The model has indexers, and the engine's trace has none of their choices."""
-        return self.has_indexers and self.engine is not None and INDEXER not in self.engine.streams
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measures:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from foreroute.conformance import Outcome
-from foreroute.doctor.decisions import about_choices, about_masks
+from foreroute.doctor.decisions import about_choices, about_masks, lacks_choices
 from foreroute.doctor.evidence import Evidence, Measures, measure
 from foreroute.doctor.finding import Finding, Severity, many
 from foreroute.mismatch import Defect, Explanation, TokenMismatch
@@ -285,7 +285,7 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             Severity.PROBLEM,
             "replay",
             f"Replaying this trace makes it worse{_factor(gain)}: {both}.",
-            WITHOUT_CHOICES if evidence.lacks_choices else NOT_THESE_ROUTES,
+            WITHOUT_CHOICES if lacks_choices(evidence) else NOT_THESE_ROUTES,
         )
     if replayed.k3 > LARGE and gain > 1 / HELPS:
         yield Finding(

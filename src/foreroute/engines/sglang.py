@@ -30,7 +30,8 @@ from foreroute.errors import EngineError
 
 __all__ = ["SGLangServerEngine"]
 
-ROUTES = "enable_return_routed_experts"
+ROUTES, CHOICES = "enable_return_routed_experts", "enable_return_indexer_topk"
+"""Settings of a server."""
 REASONS = ("stop", "length", "abort")
 MOST_KEPT = 4096
 """Tokens of a sampling mask, unless the server was started with another --sampling-mask-max-tokens."""
@@ -39,7 +40,8 @@ MOST_KEPT = 4096
 class SGLangServerEngine(OutsideEngine):
     """The trainer's rollout engine behind an SGLang server that it has for itself.
 
-    Weights go through a folder that both can read.
+    Weights go through a folder that both can read. Of a model with indexers of sparse attention their choices are asked
+    for too, where the server was started with --enable-return-indexer-topk.
 
     Args:
         model: the policy, as it is served.
@@ -65,6 +67,8 @@ class SGLangServerEngine(OutsideEngine):
         require_engine("SGLang", self._engine_version)
         if not (info.has(ROUTES) and info.read(bool, ROUTES)):
             raise EngineError("the SGLang server must be started with --enable-return-routed-experts")
+        returns_choices = info.has(CHOICES) and info.read(bool, CHOICES)
+        self._asked_too = {"return_indexer_topk": True} if returns_choices and model.facts.indexers else {}
         self._weights = WeightsFolder(weights_folder, model.writer)
 
     def load_weights(self, weights: Weights, version: int) -> None:
@@ -101,6 +105,7 @@ class SGLangServerEngine(OutsideEngine):
             "return_logprob": True,
             "return_routed_experts": True,
             "return_sampling_mask": sampling.truncates,
+            **self._asked_too,
         }
         answers = self._server.post("/generate", body).value
         if not isinstance(answers, list) or len(answers) != len(asked):
@@ -148,7 +153,7 @@ def sequence_of(
         versions = [meta.read(str, "weight_version")]
     if (reason := meta.read(str, "finish_reason", "type")) not in REASONS:
         raise EngineError(f"the SGLang server ended a response for the reason {reason!r:.40}; expected {REASONS}")
-    held = {"routed_experts": meta.value.get("routed_experts")}
+    held = {name: meta.value.get(name) for name in ("routed_experts", "indexer_topk")}
     if masks:
         held["output_token_sampling_mask"] = meta.read(list, "output_token_sampling_mask")
         logprobs = meta.numbers("output_token_sampling_logprobs")

@@ -1,5 +1,7 @@
 """The client of SGLang's server, on answers recorded from a real one."""
 
+import base64
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from foreroute.engines import sglang
 from foreroute.engines.base import generation_of
 from foreroute.engines.sglang import sequence_of
 from foreroute.errors import CaptureError, ConfigError, EngineError
-from foreroute.trace import SAMPLING
+from foreroute.trace import SAMPLING, IndexerSpec, RoutedLayer
 from tests.engines.recorded_answers import assert_routes, payload, serving
 from tests.engines.small_policy import END, policy, seeded
 
@@ -113,6 +115,36 @@ def test_a_rollout_with_cuts_asks_for_masks_and_takes_the_log_probs_on_them(tmp_
     expected = [sorted({token, (token + 9) % 64, (token + 3) % 64}) for token in tokens] * 2
     assert masks.ids.tolist() == [*chain(*expected)]
     assert not plain.trace.streams
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_choices_of_indexers_are_asked_for_where_the_server_returns_them(tmp_path, enabled):
+    """By the source of SGLang: int32 [tokens - 1, layers, top-k], and -1 behind the last."""
+    record, routed = payload(DATA / "generate.json"), policy()
+    prompt, rows = np.array(record["request"]["input_ids"], np.int32), len(record["tokens"][0]) - 1
+    served = ServedModel.of(routed)
+    assert served.facts.indexers is None
+    indexers = IndexerSpec(2, (RoutedLayer(0), RoutedLayer(2)))
+    served = replace(served, facts=replace(served.facts, indexers=indexers))
+    chosen = np.full((rows, 3, 2), -1, np.int32)
+    chosen[0, :, 0], chosen[1:] = 0, [0, 1]
+    answer = record["response"]
+    answer["meta_info"]["weight_version"] = "3"
+    answer["meta_info"].pop("weight_versions", None)
+    if enabled:
+        answer["meta_info"]["indexer_topk"] = base64.b64encode(chosen.tobytes()).decode()
+    info = {"enable_return_routed_experts": True, "enable_return_indexer_topk": enabled, "version": "0.5.23"}
+    with serving(Server(**{"/server_info": info, "/generate": [answer]})) as server:
+        engine = sglang.SGLangServerEngine(served, server.url, weights_folder=tmp_path)
+        engine.load_weights(routed.model.state_dict(), version=3)
+        got = engine.generate([prompt], Sampling(max_new_tokens=5, end_token=END, temperature=0.8), seeded())
+        engine.close()
+    assert dict(server.asked)["/generate"].get("return_indexer_topk", False) is enabled
+    assert ("indexer" in got.trace.streams) is enabled
+    if enabled:
+        stream = got.trace.streams["indexer"]
+        assert stream.counts_ND.tolist() == [[0, 0]] * 2 + [[2, 2]] * (rows - 2) + [[0, 0]]
+        assert stream.layers == indexers.layers
 
 
 def test_masks_that_sglang_could_not_return_or_did_not(tmp_path):
