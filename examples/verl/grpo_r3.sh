@@ -30,6 +30,7 @@ python3 -m verl.trainer.main_ppo \
     trainer.n_gpus_per_node=8 \
     trainer.nnodes=1 \
     trainer.total_epochs=1 \
+    trainer.save_freq=20 \
     actor_rollout_ref.model.external_lib=foreroute.trainers.verl.fsdp \
     +actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3 \
     actor_rollout_ref.rollout.enable_rollout_routing_replay=True \

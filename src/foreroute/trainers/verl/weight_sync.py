@@ -1,8 +1,8 @@
 """verl's weight sync to vLLM, ended when the engine is: verl's own sender waits for its answers without a limit.
 
 A worker tells its vLLM server to take weights. It sends the engine a message for the buffer, then one for each bucket,
-and waits for an answer to each. An engine that died, or cannot load what it was sent, answers no more. Its server says
-why, in the call that verl looks at last. Workers without a server are not told: their wait ends by time.
+and waits for an answer to each. Three things end a wait here: the server says that it failed, which verl would look at
+last; the engine closes the connection, as one that is killed does, of which vLLM's server says nothing; or time.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class WatchedSocket:
     def __init__(self, socket: Any, handle: str, client: KeptAnswer, limit_s: float) -> None:
         self._socket, self._handle, self._client, self._limit_s = socket, handle, client, limit_s
         self._num_answers = 0
-        self.close = socket.close
+        self._closed = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
     def send_pyobj(self, message: object) -> None:
         """Raises `EngineError` when no engine is there to take it."""
@@ -108,20 +108,33 @@ class WatchedSocket:
         answer: bytes = self._socket.recv()
         return answer
 
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._closed.close()
+        self._socket.close()
+
     def _wait(self, event: int) -> None:
+        number = self._num_answers
+        what = f"bucket {number} of the weights" if number else "the buffer for the weights"
+        poller = zmq.Poller()
+        poller.register(self._socket, event)
+        poller.register(self._closed, zmq.POLLIN)
         end = time.monotonic() + self._limit_s
-        while not self._socket.poll(min(LOOK_MS, 1000 * self._limit_s), event):
+        while True:
+            happened = dict(poller.poll(min(LOOK_MS, 1000 * self._limit_s)))
+            # an engine that is done closes too, behind its last answer, and both may come between two looks
+            if self._socket in happened or self._socket.poll(0, event):
+                return
             answer = self._client.answer
             failure = answer.exception() if answer is not None and answer.done() else None
-            if failure is None and time.monotonic() < end:
+            if failure is not None:
+                seen = f"failed before it took {what}, with {type(failure).__name__}"
+            elif self._closed in happened:
+                seen = f"closed the connection before it took {what}: it died, or could not load them"
+            elif time.monotonic() > end:
+                seen = f"did not take {what} within {self._limit_s:g} s ({SYNC_LIMIT_KEY})"
+            else:
                 continue
-            number = self._num_answers
-            what = f"bucket {number} of the weights" if number else "the buffer for the weights"
-            seen = (
-                f"failed before it took {what}, with {type(failure).__name__}"
-                if failure is not None
-                else f"did not take {what} within {self._limit_s:g} s ({SYNC_LIMIT_KEY})"
-            )
             raise EngineError(
                 f"the vLLM engine at {self._handle} {seen}. Expected an answer to each bucket of a weight sync. Its "
                 "weights are no longer those of one step; its own error stands in the output. Start the run again: "
