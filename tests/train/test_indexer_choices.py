@@ -3,12 +3,17 @@
 The oracle is what the indexers of the policy hand on to its attention.
 """
 
+import warnings
+
 import numpy as np
 import pytest
 
+from foreroute.engines import vllm
 from foreroute.train import loop, rollout
 from foreroute.train.async_rollout import restored, stored
 from foreroute.train.checkpoint import Checkpoint, load_checkpoint, write_checkpoint
+from foreroute.train.config import RolloutConfig
+from foreroute.train.model import make_engine
 from foreroute.train.passes import make_schedule
 from foreroute.train.ranks import Ranks
 from foreroute.train.update import update
@@ -85,3 +90,18 @@ def test_a_waiting_rollout_keeps_them_in_a_checkpoint(tmp_path):
     stream = again.generation.trace.streams["indexer"]
     assert stream.layers == trainer.policy.indexers.layers
     assert np.diff(stream.offsets).max() == SIZES["index_topk"]
+
+
+@pytest.mark.parametrize("routing", ["R3", "R2"])
+def test_an_engine_that_returns_no_choices_is_warned_of(monkeypatch, tmp_path, routing):
+    monkeypatch.setattr(vllm, "VLLMServerEngine", lambda *args, **settings: "an engine")
+    server = {"mode": "server", "url": "http://localhost:1", "weights_folder": str(tmp_path)}
+    config = config_of(routing=routing).model_copy(
+        update={"rollout": RolloutConfig(engine="vllm", vllm=server)}  # as read, not as checked together
+    )
+    policy = trainer_of(config_of()).policy
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert make_engine(config, policy) == "an engine"
+    warned = [str(each.message) for each in seen]
+    assert [("routes alone are replayed" in each) for each in warned] == ([True] if routing == "R3" else [])

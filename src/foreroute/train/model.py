@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,12 @@ def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
             config.precision,
             gate_weights=run.rl.routing == "R3+weights",
             indexers=policy.indexers is not None and run.rl.routing in ("R3", "R3+weights"),
+        )
+    if policy.indexers is not None and run.rl.routing == "R3":
+        warnings.warn(
+            "the policy has indexers of sparse attention, and vLLM returns none of their choices: routes alone are "
+            'replayed, and queries attend to other units than in the rollout. rollout.engine = "embedded" records both',
+            stacklevel=2,
         )
     if place.mode == "process":
         settings = vllm.ProcessSettings(
