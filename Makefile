@@ -67,8 +67,8 @@ gpu:
 	$(PYTHON) -m benchmarks gpu --json --device $(DEVICE)
 endif
 
-# cells of the grid that have no result yet, two at a time, then docs/evidence.md: about two hours of one core in all
-experiments: $(READY)
+# cells of the grid that have no result yet, two at a time, then docs/evidence.md: about three hours of one core in all
+experiments: $(READY) vllm-env
 	$(BIN)/python -m experiments run
 	$(BIN)/python -m experiments page
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from experiments.__main__ import PAGE, RESULTS
-from experiments.arms import Arms
+from experiments.arms import Arms, reward_first, reward_last
+from experiments.arms import static as static_of
 from experiments.claims import PASSES, claims
-from experiments.grid import FEW, FRESH, SEEDS, grid
+from experiments.grid import ARMS, FEW, FRESH, SEEDS, grid
 from experiments.intervals import Interval
 from experiments.page import figures_text, page_text, write_page
 from experiments.plots import PICTURES
@@ -277,6 +278,8 @@ def test_what_the_page_says_in_short_rests_on_verdicts():
             "The load of a step is stable from step to step (ForeMoE)",
             "Micro-steps fluctuate strongly (1 sequence a rank; ForeMoE)",
             "The step before does not level micro-steps (1 sequence a rank; ForeMoE)",
+            "R3 keeps the mismatch low through RL (8 mini-batches, 400 steps)",
+            "Routing causes the excess: R3 lowers the mismatch (fp8, base start)",
             *(claim for claim in found if "Routes known beforehand level them" in claim),
             *(claim for claim in found if "The step before does not" in claim and "kind after kind" in claim),
         ],
@@ -287,6 +290,11 @@ def test_what_the_page_says_in_short_rests_on_verdicts():
         "not shown": [
             "R3 steadies the entropy (8 mini-batches, fresh seeds; asked after the runs)",
             "Experts specialise on kinds of text (the model of these routes)",
+            "Without R3 the mismatch grows through RL (8 mini-batches, 400 steps)",
+            "Mismatch costs reward (8 mini-batches, 400 steps)",
+            "R3 raises the reward (8 mini-batches, 400 steps)",
+            "A base start has more mismatch than a supervised one (fp8, base start)",
+            *(claim for claim in found if "reward (8 mini-batches, base start)" in claim),
             f"Mismatch costs reward {fresh}",
             f"R3 raises the reward {fresh}",
             f"GSPO + R3 is better than GSPO {fresh}",
@@ -322,6 +330,29 @@ def test_what_the_page_says_of_loads_rests_on_figures():
     )
     assert plans[0] == pytest.approx(plans[1], rel=0.03)
     assert history[0] > 1.05 * history[1]
+
+
+def test_what_the_page_says_of_the_engines_own_noise_rests_on_figures():
+    arms = Arms(current(grid(), RESULTS))
+    for arm in ("I/bfloat16", "I/fp8"):
+        for name in ("again", "neighbours", "prefix"):
+            assert set(arms.values(arm, static_of(name, "max_abs_log_ratio")).values()) == {0.0}
+    for name in PASSES.keys() - {"neighbours"}:
+        for figure in ("max_abs_log_ratio", "differing_share"):
+            assert list(arms.values("I/vllm", static_of(name, figure)).values()) == [0.0] * len(FEW)
+    found = {row.claim: row.verdict for row in claims(arms)}
+    chunks = "One engine chooses other experts in another pass (chunked prefill, {}; R3 paper)"
+    assert [found[chunks.format(engine)] for engine in ("bfloat16", "fp8", "vLLM")] == ["holds", "holds", "not shown"]
+
+
+def test_what_the_page_says_of_long_runs_and_base_starts_rests_on_figures():
+    arms = Arms(current(grid(), RESULTS))
+    for arm in ARMS:
+        assert arms.collapsed(f"J/{arm}") == (0, len(FEW))
+        assert all(0.71 < reward < 0.96 for reward in arms.values(f"J/{arm}", reward_last).values())
+        assert arms.collapsed(f"K/{arm}") == (0, len(SEEDS))
+        first, last = (arms.mean(f"K/{arm}", figure).mean for figure in (reward_first, reward_last))
+        assert last < first == pytest.approx(0.2, abs=0.01)
 
 
 def test_the_tables_of_planner_and_simulator_are_those_of_the_results():
