@@ -25,7 +25,7 @@ $(VERL_READY):
 	touch $@
 
 # our source against the released verl, and against TRL and Hugging Face of the trainer's environment on the same trace;
-# at the end six whole runs under Ray, of three minutes and 12 GB each
+# at the end eleven whole runs under Ray, of three minutes and 12 GB each
 test-verl: $(READY) $(VERL_READY)
 	PYTHONPATH="$(CURDIR)/src" $(VERL_ENV)/bin/python -m pytest -q tests/trainers/verl
 	FOREROUTE_VERL_PYTHON=$(VERL_ENV)/bin/python $(BIN)/pytest -q tests/trainers/verl

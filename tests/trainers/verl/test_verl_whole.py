@@ -1,5 +1,7 @@
 """verl whole, under Ray: its trainer on two ranks, its vLLM servers, its checkpoints. A run takes three minutes."""
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +17,8 @@ pytest.importorskip("ray", reason="there is no Ray in this environment: run `mak
 ROOT = Path(__file__).parents[3]
 WITHIN_S = 1500
 """Five times what a run takes on two quiet cores."""
+ENDS_WITHIN_S = 180
+"""Of the death of a process that it needs, on two busy cores."""
 sys.path.append(str(ROOT / "examples" / "verl"))
 import demo_cluster
 
@@ -91,6 +95,56 @@ def test_a_run_in_float32_is_stopped_goes_on_from_its_checkpoint_and_is_exact(tm
     for values in (*first.values(), *second.values()):
         assert values["disagreement"] == 0
         assert values["k3"] < 1e-9
+
+
+def test_a_run_that_loses_one_process_after_another_ends_each_time_and_goes_on_from_its_checkpoint(tmp_path, policy):
+    settings = {"precision": "float32", "replay": "R3"}
+    endless = ["trainer.total_training_steps=1000"]
+    dies_half_way = [
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls="
+        "tests.trainers.verl.dying_engine.WorkerExtension",
+    ]
+    step = 0
+    for killed, overrides, message in (
+        (
+            None,
+            dies_half_way,
+            r"EngineError: the vLLM engine at ipc://\S*replica-0\S* closed .* before it took bucket \d",
+        ),
+        ("vLLMHttpServer", [], "ActorDiedError"),
+        ("WorkerDict", [], "ActorDiedError"),
+    ):
+        first, overdue = step, killing(killed, tmp_path, after=step + 2)
+        code = run(tmp_path, policy, until=overdue, overrides=endless + overrides, paths=[ROOT], **settings)
+        assert code not in (0, None), killed
+        assert not overdue(), killed
+        assert re.search(message, demo_cluster.tail(tmp_path, 80)), killed
+        step = last_checkpoint(tmp_path)
+        found = demo_cluster.metrics(tmp_path)
+        assert list(found) == [*range(first + 1, first + len(found) + 1)]
+        assert found[first + 1]["disagreement"] == 0
+        assert demo_cluster.differing_weights(tmp_path, policy, first=first)[0] == []
+        for file in (tmp_path / "engines").iterdir():
+            file.unlink()
+    [values] = resumed(tmp_path, policy, step, steps=1, **settings).values()
+    assert values["disagreement"] == 0
+    assert values["k3"] < 1e-9
+
+
+def killing(process, folder, *, after):
+    """Kills a process of this kind when there is the checkpoint of a step. Says from when on the run is overdue."""
+    killed_at = []
+
+    def overdue():
+        if not killed_at and last_checkpoint(folder) >= after:
+            killed_at.append(time.monotonic())
+            if process:
+                pid = re.search(rf"\({process} pid=(\d+)\)", (folder / "output.txt").read_text())[1]
+                os.kill(int(pid), signal.SIGKILL)
+        return bool(killed_at) and time.monotonic() > killed_at[0] + ENDS_WITHIN_S
+
+    return overdue
 
 
 def test_replay_takes_away_half_of_the_mismatch_of_a_rollout_in_bfloat16(tmp_path, policy):
