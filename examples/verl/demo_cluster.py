@@ -127,18 +127,20 @@ MEGATRON = [
     *(f"+actor_rollout_ref.actor.megatron.override_transformer_config.{kernel}=False" for kernel in FUSED_KERNELS),
 ]
 ENVIRONMENT = {
+    # only on a CPU
     "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
     "VERL_PLATFORM": "cpu",
     "VERL_ENGINE_DEVICE": "cuda",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "OMP_NUM_THREADS": "1",
+    # of the demonstration: nothing is downloaded, nor told to anyone
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
 }
 
 
@@ -154,9 +156,11 @@ def main(folder, engine="fsdp2"):
             sys.exit(f"verl ended with {process.returncode}; the end of its output:\n{tail(run)}")
         steps = metrics(run)
         names = METRICS if engine == "fsdp2" else METRICS + PLAN_METRICS
-        print("step  " + "  ".join(names))
+        widths = {name: 2 + max(8, len(name)) for name in names}
+        print("step" + "".join(f"{name:>{width}}" for name, width in widths.items()))
         for step, values in steps.items():
-            print(f"{step:4}  " + "  ".join(f"{values.get(name, float('nan')):<{len(name)}.3g}" for name in names))
+            shown = {name: f"{values[name]:.3g}" if name in values else "-" for name in names}
+            print(f"{step:4}" + "".join(f"{shown[name]:>{width}}" for name, width in widths.items()))
         different, compared = differing_weights(run, folder / "policy")
         print(f"tensors of the engines that differ from the trainer's after a sync: {len(different)} of {compared}")
         if different:
