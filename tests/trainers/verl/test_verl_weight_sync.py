@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -80,6 +81,9 @@ def in_thread(function, *args):
         try:
             outcome.set_result(function(*args))
         except BaseException as error:
+            # verl's tensors end here, before the shared memory below them, where a garbage collector takes any order
+            for raised in filter(None, (error, error.__context__)):
+                traceback.clear_frames(raised.__traceback__)
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
