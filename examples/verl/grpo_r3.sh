@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO on a MoE model with verl's FSDP2 engine and vLLM, with rollout routing replay: the last four lines.
-# Needs GPUs, verl 0.9.1, vLLM 0.22 or newer, and data as verl's examples prepare it.
+# Needs GPUs, verl 0.9.1, vLLM 0.22 to 0.30, and data as verl's examples prepare it.
 set -euo pipefail
 MODEL=${MODEL:-Qwen/Qwen3-30B-A3B}
 DATA=${DATA:-$HOME/data/gsm8k}

@@ -3,7 +3,7 @@
 It knows torch and no framework. An adapter derives a `RoutedModel` and its `ModelHooks`.
 """
 
-from foreroute.replay.arguments import WANTED_MASK, kept_by, not_of_kind
+from foreroute.replay.arguments import WANTED_MASK, kept_by, not_of_kind, require_version
 from foreroute.replay.hooks import (
     ModelHooks,
     Override,
@@ -94,6 +94,7 @@ __all__ = [
     "refuse_missing",
     "require_choices",
     "require_each_once",
+    "require_version",
     "runs_without_gradients_in",
     "saves_for_checkpoint",
     "to_device",

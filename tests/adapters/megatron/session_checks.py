@@ -139,7 +139,8 @@ def check_what_is_no_replay_is_refused():
     on.refuses(ConfigError, "counts is 'both'", lambda: routed.replaying(print, counts="both"))
     stale = trace.with_weight_version(3)
     on.refuses(StaleTraceError, "[3]", lambda: routed.replay(stale, weight_version=4).__enter__())
-    placed = routed.shard(stale, layout_of(stale))
+    placed = routed.shard(stale, layout_of(stale), weight_version=3)
+    on.refuses(StaleTraceError, "[3]", lambda: routed.shard(stale, layout_of(stale), weight_version=range(4, 6)))
     on.refuses(StaleTraceError, "[3]", lambda: routed.replay(placed, weight_version=4).__enter__())
     on.refuses(BatchMismatchError, "cut to a rank already", lambda: routed.replay(placed, layout_of(stale)).__enter__())
     with routed.replay(trace):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -35,6 +35,7 @@ from foreroute.replay import (
     Telemetry,
     not_of_kind,
     require_choices,
+    require_version,
 )
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 
@@ -73,6 +74,7 @@ class RoutedMegatron(RoutedModel):
         trace: RoutingTrace,
         layout: Layout,
         *,
+        weight_version: int | Collection[int] | None = None,
         missing: MissingRows | Literal["spread"] = "error",
         padding: PaddingRows = "spread",
         gate_weights: bool = False,
@@ -83,6 +85,7 @@ class RoutedMegatron(RoutedModel):
             trace: routes of the micro-batch's sequences.
             layout: where they are in the batch, before ranks share it: `layout.pad(trace.lengths, side=...,
                 order="sbhd")` for a padded [B, T] batch, `layout.pack(trace.lengths, ...)` for a packed one.
+            weight_version: as in `replay`.
             missing: as in `replay`. "spread" is for rows that no token of the loss depends on: it picks for them as for
                 padding, evenly over experts and their ranks, and leaves them out of statistics, so that a plan knows
                 every row.
@@ -92,6 +95,7 @@ class RoutedMegatron(RoutedModel):
         Raises:
             TraceError: when `trace` is none.
             SpecMismatchError: when the trace belongs to another model, or has choices of indexers.
+            StaleTraceError: when it was recorded under another weight version.
             BatchMismatchError: when the layout is for other rows, or rows are missing.
             LayoutError: when ranks cannot share the layout.
             TraceContentError: when gate weights are asked for and the trace has none.
@@ -101,6 +105,8 @@ class RoutedMegatron(RoutedModel):
         _require_layout(layout)
         self.spec.require_same(trace.spec, what="the trace")
         require_choices(trace, self.indexers)
+        if weight_version is not None:
+            require_version(trace.versions, weight_version, "the trace")
         others: MissingRows = "native" if missing == "spread" else missing
         policy = Policy(others, padding, "native", telemetry=False, gate_weights=gate_weights)
         return self._cut(trace, layout, policy, spread_missing=missing == "spread")
