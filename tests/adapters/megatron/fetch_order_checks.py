@@ -46,14 +46,15 @@ def check_every_visit_gets_its_own_cell():
             begun.append(Sent(cell))
             return begun[-1]
 
-        fetches = FetchAhead(begin, expected)
+        others = [visits[: rng.integers(40)], [cells[i] for i in rng.integers(len(cells), size=40)]][: rng.integers(3)]
+        fetches = FetchAhead(begin, [expected, *others])
         for visit in visits:
             found = fetches.visit(Cell(7, *visit))
             assert found == ({"cell": (7, *visit)} if visit in replicated else None)
         fetches.close()
         assert all(sent.is_over for sent in begun), "nothing is left on its way"
         assert fetches.num_fetches == sum(visit in replicated for visit in visits)
-        if expected == visits:
+        if expected == visits and not others:
             first = {layer: visits.index(next(v for v in visits if v[1] == layer)) for layer in {v[1] for v in visits}}
             missed = sum(visits[place] in replicated for place in first.values())
             assert fetches.num_fetches - fetches.num_ahead == missed, "all but those of a layer's first visit are ahead"
@@ -69,6 +70,19 @@ def check_steps_after_the_first_fetch_ahead(splits):
         for fetches, ahead in later:
             assert fetches > 2 * layers
             assert fetches - ahead <= layers, (split, fetches, ahead)
+
+
+def check_forward_only_and_updates_take_turns():
+    """As recompute and update of an RL step do, the former without `no_grad`: autograd does not tell them apart."""
+    chunks, routed, batches, shards, _, _ = planned(ExecutionCase(Split(ep=2, layers=2)))
+    made, counts_MLGE, _ = make_plan(routed, None, "planned", 0, shards, None)
+    for number in range(3):
+        for forward_only in (True, False):
+            with routed.execute(made, counts_MLGE, shards) as execution:
+                step(chunks, carrying(batches, shards), routed.replaying(forward_step), forward_only=forward_only)
+            fetches, ahead = execution.fetches
+            # not what a layer needs first, nor the visit before which the two orders part
+            assert number == 0 or fetches - ahead <= len(routed.layers) + 1, (number, forward_only, fetches, ahead)
 
 
 def check_steps_of_other_numbers_of_micro_batches():

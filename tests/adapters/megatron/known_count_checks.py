@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe import token_dispatcher
 
 from foreroute.adapters import megatron
-from foreroute.errors import CountsError, PlanError, ReplayError
+from foreroute.errors import CountsError, PlanError, ReplayError, TraceError
 from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.executed_plans import laid_out, make_plan, skewed, trained
 from tests.adapters.megatron.grid import Cell, ExecutionCase
@@ -74,8 +74,13 @@ def check_wrong_counts_end_all_ranks_alike():
         with routed.execute(plan, counts, announced):
             step(model.chunks, carrying(batches[: len(brought)], brought), forward)
 
+    def inside(what):
+        with routed.execute(made, counts_MLGE, shards):
+            what()
+
     other = make_plan(routed, model, "static", 0, shards, None)[0]
     moved_LE = routed.home_LE[:, ::-1]
+    mixed = [shards[0], traces[1] if first else shards[1], shards[2]]
     for error, said, wrong in (
         (CountsError, "rank 0: micro-batch 0 brings other routes", lambda: execute(backwards if first else shards)),
         (CountsError, "rank 0: micro-batch 0 makes", lambda: execute(shards, announced=backwards if first else shards)),
@@ -88,7 +93,10 @@ def check_wrong_counts_end_all_ranks_alike():
         (ReplayError, "2 of 3 planned micro-batches ran", lambda: execute(shards[:2])),
         (CountsError, "a forward begins after all 3", lambda: _four_times(execute, shards, batches, forward)),
         (ReplayError, "outside of a replay of planned routes", lambda: execute(shards, forward=forward_step)),
-        (ReplayError, "is executed on this model already", lambda: _nested(routed, made, counts_MLGE, shards)),
+        (TraceError, "rank 0: micro-batch 1 is a RoutingTrace", lambda: routed.gather_counts([shards[0], mixed[1]])),
+        (TraceError, "rank 0: micro-batch 1 is a RoutingTrace", lambda: execute(shards, announced=mixed)),
+        (ReplayError, "before another one begins", lambda: inside(lambda: execute(shards))),
+        (ReplayError, "before experts move", lambda: inside(lambda: routed.move_homes(moved_LE, model.optimizer))),
     ):
         with pytest.raises(error, match=said):
             wrong()
@@ -110,13 +118,8 @@ def _four_times(execute, shards, batches, forward):
     execute(shards, forward=step_and_more)
 
 
-def _nested(routed, made, counts_MLGE, shards):
-    with routed.execute(made, counts_MLGE, shards), routed.execute(made, counts_MLGE, shards):
-        pass
-
-
-def check_stages_that_hold_different_plans():
-    """Each of a valid one, which expert-parallel ranks agree on, or all but one; every rank ends with one error."""
+def check_what_one_stage_objects_to_ends_all():
+    """Other plans, which expert-parallel ranks agree on, or all but one; other micro-batches: one error everywhere."""
     case = ExecutionCase(Cell(ep=2, pp=2, layers=LAYERS), 4)
     initialize(case.cell)
     chunks = build(case.cell)
@@ -125,15 +128,27 @@ def check_stages_that_hold_different_plans():
     shards = [routed.shard(skewed(batch, case, 0, m), laid_out(batch)) for m, batch in enumerate(batches)]
     made, other = (make_plan(routed, None, kind, 0, shards, None) for kind in ("planned", "static"))
     counts_MLGE = made[1]
-    for ranks in ({2, 3}, {3}):
-        mine = other[0] if dist.get_rank() in ranks else made[0]
-        with (
-            pytest.raises(
-                PlanError, match=r"pipeline stages hold different plans \(stage 0: plan .*; stage 1: "
-            ) as caught,
-            routed.execute(mine, counts_MLGE, shards),
-        ):
+
+    def execute(plan=made[0], announced=shards):
+        with routed.execute(plan, counts_MLGE, announced):
             pass
+
+    plans = r"pipeline stages hold different plans \(stage 0: plan .*; stage 1: "
+    backwards = "expert-parallel rank 1: pipeline stage 1: micro-batch 0 makes"
+    for ranks, error, match, right, wrong in (
+        ({2, 3}, PlanError, plans, execute, lambda: execute(other[0])),
+        ({3}, PlanError, plans, execute, lambda: execute(other[0])),
+        ({3}, CountsError, backwards, execute, lambda: execute(announced=shards[::-1])),
+        (
+            {2, 3},
+            CountsError,
+            r"pipeline stages have \[3, 2\] micro-batches",
+            lambda: routed.gather_counts(shards),
+            lambda: routed.gather_counts(shards[:2]),
+        ),
+    ):
+        with pytest.raises(error, match=match) as caught:
+            (wrong if dist.get_rank() in ranks else right)()
         said = [None] * dist.get_world_size()
         dist.all_gather_object(said, str(caught.value))
         assert len(set(said)) == 1, said

@@ -142,6 +142,12 @@ def check_what_is_no_replay_is_refused():
     placed = routed.shard(stale, layout_of(stale), weight_version=3)
     on.refuses(StaleTraceError, "[3]", lambda: routed.shard(stale, layout_of(stale), weight_version=range(4, 6)))
     on.refuses(StaleTraceError, "[3]", lambda: routed.replay(placed, weight_version=4).__enter__())
+    for other in ({"missing": "native"}, {"missing": "drop"}, {"padding": "native"}):
+        on.refuses(
+            ConfigError, "give it to routed.shard", lambda other=other: routed.replay(placed, **other).__enter__()
+        )
+        with routed.replay(routed.shard(stale, layout_of(stale), **other), **other):
+            on.forward(built, ids)
     on.refuses(BatchMismatchError, "cut to a rank already", lambda: routed.replay(placed, layout_of(stale)).__enter__())
     with routed.replay(trace):
         on.refuses(ReplayError, "outside a forward of its model", lambda: built.decoder(None, None))

@@ -134,8 +134,8 @@ def test_wrong_counts_end_all_ranks_with_one_error():
 
 
 @pytest.mark.slow
-def test_stages_that_hold_different_plans_end_all_ranks_with_one_error():
-    run("known_count_checks.check_stages_that_hold_different_plans", ranks=4)
+def test_what_one_stage_objects_to_ends_all_ranks_with_one_error():
+    run("known_count_checks.check_what_one_stage_objects_to_ends_all", ranks=4)
 
 
 test_refusals = checks_of("refused_execution_checks", ranks=2)
@@ -158,6 +158,10 @@ def test_replicas_leave_gradients_and_checkpoints_as_they_were(check):
 def test_fetches_are_begun_ahead_in_the_order_of_the_step_before():
     splits = [{"ep": 2, "layers": 2}, {"ep": 2, "layers": 2, "recompute": "uniform", "dispatcher": "allgather"}]
     run("fetch_order_checks.check_steps_after_the_first_fetch_ahead", splits, ranks=2)
+
+
+def test_executions_that_take_turns_fetch_ahead():
+    run("fetch_order_checks.check_forward_only_and_updates_take_turns", ranks=2)
 
 
 def test_steps_of_other_numbers_of_micro_batches_are_executed():

@@ -132,8 +132,8 @@ class RoutedMegatron(RoutedModel):
             forward_step: `forward_step(data_iterator, model, ...)`.
             routes_of: finds the routes in a batch, a trace or what `shard` made of one, or None; `batch["routes"]`
                 or `batch.routes` by default.
-            missing: as in `replay`. The mask of "drop" is `routed.session.loss_mask_BT`, inside the step.
-            padding: as in `replay`.
+            missing: as in `replay`, for traces. The mask of "drop" is `routed.session.loss_mask_BT`, inside the step.
+            padding: as in `replay`, for traces.
             counts: as in `replay`.
             telemetry: as in `replay`; ask the wrapped step for its `agreement()`.
             gate_weights: as in `replay`.
@@ -164,7 +164,8 @@ class RoutedMegatron(RoutedModel):
                 route are not counted; padding that is spread is.
 
         Raises:
-            CountsError: on every rank of the group alike, when ranks have different numbers of micro-batches.
+            TraceError: on every rank of the group alike, when one hands in what `shard` did not make.
+            CountsError: on every rank of the group alike, when ranks or stages have different numbers of micro-batches.
             TransferError: when a rank does not answer.
         """
         counts = self._execution_ranks().gather_counts(micro_batches)
@@ -178,8 +179,8 @@ class RoutedMegatron(RoutedModel):
 
         Opened around one call of Megatron's schedule whose forward step is `replaying`, or around `replay` sessions of
         the same micro-batches, with backward inside. Weights may change between two executions and not within one. A
-        collective call on every rank of the expert-parallel group, on entering, on leaving, and whenever a forward
-        begins.
+        collective call on every rank of the expert-parallel group and its pipeline stages on entering and on leaving;
+        of the group in a stage whenever a forward begins.
 
         Args:
             plan: of these micro-batches, the same on every rank of the group and its pipeline stages. Experts live
@@ -194,11 +195,11 @@ class RoutedMegatron(RoutedModel):
             PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts or homes.
             CountsError: on every rank alike, when the plan was made for other counts, or a micro-batch has others.
             PlacementError: on every rank alike, when a layer cannot execute a plan.
-            ReplayError: on every rank alike, when a planned micro-batch was not run.
+            TraceError: on every rank alike, when one hands in what `shard` did not make.
+            ReplayError: on every rank alike, when a planned micro-batch was not run, or a plan is executed already.
             TransferError: when a rank does not answer.
         """
-        if self._execution is not None:
-            raise ReplayError("a plan is executed on this model already; leave that execution before another one")
+        self._require_no_execution("another one begins")
         self._num_executions += 1
         stage = [(chunk.sites, hooks.passes) for chunk, hooks in zip(self.chunks, self._chunk_hooks, strict=True)]
         ranks, step = self._execution_ranks(), self._num_executions
@@ -249,8 +250,14 @@ class RoutedMegatron(RoutedModel):
                 not E / G to a rank.
             TransferError: on every rank alike, when something cannot be moved, such as an expert with a gradient or
                 state of an unknown kind, or a rank is gone. Nothing has moved then.
+            ReplayError: while a plan is executed.
         """
+        self._require_no_execution("experts move")
         return self._homes.move(homes, optimizer)
+
+    def _require_no_execution(self, before: str) -> None:
+        if self._execution is not None:
+            raise ReplayError(f"a plan is executed on this model; leave that execution before {before}")
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> MicroBatchRoutes:
         """Those of one micro-batch, cut to this rank when its forward begins. See `RoutedModel`."""
@@ -258,6 +265,7 @@ class RoutedMegatron(RoutedModel):
             _require_layout(layout)
         if isinstance(routes, RouteShard):
             _require_weights(policy, routes.weights_LRK)
+            self._require_policies_of(routes, policy)
             self.spec.require_same(routes.spec, what="the routes")
             if layout is not None or routes.layers != self.layers:
                 raise BatchMismatchError(
@@ -277,6 +285,17 @@ class RoutedMegatron(RoutedModel):
             return self._cut(trace, find_layout(trace, call) if layout is None else layout, policy)
 
         return MicroBatchRoutes(trace, cut, self._chunk_hooks, policy.counts, lambda: self._execution)
+
+    def _require_policies_of(self, routes: RouteShard, policy: Policy) -> None:
+        """What was cut says what becomes of padding and of rows without a route; defaults give way to it."""
+        for name, asked, default, cut in (
+            ("missing", policy.missing, "error", routes.missing),
+            ("padding", policy.padding, self.padding, routes.padding),
+        ):
+            if asked not in (default, cut):
+                raise ConfigError(
+                    f"{name} is {asked!r}, and the routes were cut with {name}={cut!r}; give it to routed.shard()"
+                )
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Over all ranks of the model. See `RoutedModel`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -94,6 +94,8 @@ class RouteShard:
         tokens_C: int32 [C], tokens of the slots that the model is handed on this rank, sequence parallelism not yet
             applied, in the order of the routers; -1 for padding.
         dropped_C: bool [C], tokens to take out of the loss; None where there are none.
+        missing: what was done with rows that have no route; "spread" if replay picked for them as for padding.
+        padding: who picks for padding.
         weights_LRK: float32 [L, R, K], the gate weights of the trace; None where they are not replayed.
     """
 
@@ -106,6 +108,8 @@ class RouteShard:
     is_padded: bool
     tokens_C: NDArray[np.int32]
     dropped_C: NDArray[np.bool_] | None
+    missing: MissingRows | Literal["spread"]
+    padding: PaddingRows
     weights_LRK: NDArray[np.float32] | None = None
 
     def __repr__(self) -> str:
@@ -238,6 +242,8 @@ def shard(
         bool((whole_rows < 0).any() or (spread_missing and not trace.valid_N.all())),
         _tokens(trace, context),
         dropped_C if dropped_C.any() else None,
+        "spread" if spread_missing else missing,
+        padding,
         _weights(trace, router, layers) if gate_weights else None,
     )
 

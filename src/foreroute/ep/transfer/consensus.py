@@ -26,9 +26,11 @@ class RankConsensus:
     Args:
         along: as in `own_group`, which they are made by.
         timeout_s: seconds after which a rank that does not answer is taken for dead.
+        member: what one of them is called in messages, with its number behind.
     """
 
-    def __init__(self, *along: dist.ProcessGroup, timeout_s: float = 600.0) -> None:
+    def __init__(self, *along: dist.ProcessGroup, timeout_s: float = 600.0, member: str = "rank") -> None:
+        self.member = member
         self.group = own_group(*along, timeout_s=timeout_s, backend="gloo")
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
@@ -53,7 +55,7 @@ class RankConsensus:
             raise lost_rank(what, self.rank, error) from error
         if not count.item():
             return []
-        return [f"rank {rank}: {text}" for rank, text in enumerate(self.texts(mine or "", what)) if text]
+        return [f"{self.member} {rank}: {text}" for rank, text in enumerate(self.texts(mine or "", what)) if text]
 
     def most(self, mine: Tensor, what: str) -> Tensor:
         """The elementwise largest of a tensor of integers that every rank has.

@@ -26,7 +26,7 @@ from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan, plan_digest
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError
+from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError, TraceError
 from foreroute.plan import ExecutionSchedule, StepPlan
 from foreroute.plan.counts import counts_digest
 from foreroute.replay import ReplayRows
@@ -44,15 +44,26 @@ class ExecutionRanks:
     Attributes:
         consensus: of them.
         peers: the same, for weights and gradients.
-        orders: by the number of micro-steps, and whether there are backward passes: the (micro-step, layer) of all
-            visits of the last execution like that.
+        orders: by the number of micro-steps, and whether passes keep what backward needs: the (micro-step, layer) of
+            all visits of executions like that, of the last one first; two orders at most.
     """
 
     def __init__(self, ep_group: Any, pp_group: Any) -> None:
-        self.orders: dict[tuple[int, bool], list[tuple[int, int]]] = {}
-        self.consensus = RankConsensus(ep_group)
+        self.orders: dict[tuple[int, bool], list[list[tuple[int, int]]]] = {}
+        self.consensus = RankConsensus(ep_group, member="expert-parallel rank")
         self.peers = PeerGroup(ep_group)
-        self._stages = RankConsensus(pp_group) if pp_group is not None and pp_group.size() > 1 else None
+        staged = pp_group is not None and pp_group.size() > 1
+        self._stages = RankConsensus(pp_group, member="pipeline stage") if staged else None
+
+    def raise_alike(self, error: type[Exception], mine: str | None, what: str) -> None:
+        """Raise on every rank of the group and of its other stages, when one of them objects.
+
+        A collective call of all stages: not for what happens inside a schedule, where each is elsewhere.
+        """
+        if self._stages is not None:
+            # the other ranks of the group hear of it below, and through them their own stages
+            mine = "; ".join(self._stages.objections(mine, what)) or None
+        _raise_alike(self.consensus, error, mine, what)
 
     def agree_on_plan(self, step: int, plan: StepPlan, what: str) -> None:
         """Make sure that all ranks of the group, and of its other stages, are about to execute the same plan.
@@ -76,10 +87,12 @@ class ExecutionRanks:
         """int32 [M, L, G, E], assignments of every rank in the L layers of this stage.
 
         Raises:
+            TraceError: on every rank alike, when one hands in what `shard` did not make.
             CountsError: on every rank alike, when ranks have other numbers of micro-batches.
         """
-        counts_MLE = np.array([shard.counts_LE for shard in micro_batches], np.int32)
         what = "gathering counts"
+        self.raise_alike(TraceError, _objection_to_shards(micro_batches), what)
+        counts_MLE = np.array([shard.counts_LE for shard in micro_batches], np.int32)
         texts = self.consensus.texts(f"{len(micro_batches)} micro-batches", what)
         if len(set(texts)) > 1 or not micro_batches:
             listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
@@ -134,11 +147,12 @@ class PlanExecution:
         consensus = ranks.consensus
         what = f"agreeing on the plan of step {step}"
         ranks.agree_on_plan(step, plan, what)
-        _raise_alike(consensus, PlacementError, _objection_to_layers(stage), what)
-        _raise_alike(consensus, PlanError, _objection_to_plan(plan, len(self._shards), spec, home_LE), what)
+        ranks.raise_alike(PlacementError, _objection_to_layers(stage), what)
+        ranks.raise_alike(PlanError, _objection_to_plan(plan, len(self._shards), spec, home_LE), what)
+        ranks.raise_alike(TraceError, _objection_to_shards(self._shards), what)
         layers = [spec.layers.index(site.layer) for sites, _ in stage for site in sites]
         mine = _objection_to_counts(plan, counts_MLGE, self._shards, layers, consensus.rank)
-        _raise_alike(consensus, CountsError, mine, what)
+        ranks.raise_alike(CountsError, mine, what)
         partly = torch.tensor([not shard.is_whole for shard in self._shards], dtype=torch.int32)
         self._known_M = [not any_ for any_ in consensus.most(partly, what).tolist()]
         self._schedule = ExecutionSchedule(plan, counts_MLGE, consensus.rank)
@@ -149,7 +163,7 @@ class PlanExecution:
         ]
         self._home = {spec.layers.index(s.layer): home_parameters(s) for sites, _ in stage for s in sites}
         self._fetches: FetchAhead | None = None
-        self._updates = False
+        self._with_grad = False
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -164,18 +178,20 @@ class PlanExecution:
             yield
         if self._fetches is not None:
             self._fetches.close()
-            self._ranks.orders[len(self._shards), self._updates] = self._fetches.visits
+            known = self._ranks.orders.setdefault((len(self._shards), self._with_grad), [])
+            # a forward-only schedule may keep what backward needs, and then takes turns with updates
+            known[:] = [self._fetches.visits, *(order for order in known if order != self._fetches.visits)][:2]
         objection = None
         fewest = min(self._begun.values(), default=len(self._shards))
         if fewest < len(self._shards):
             objection = f"{fewest} of {len(self._shards)} planned micro-batches ran"
-        _raise_alike(self._ranks.consensus, ReplayError, objection, f"ending step {self._step}")
+        self._ranks.raise_alike(ReplayError, objection, f"ending step {self._step}")
 
     def begin_pass(self, chunk: int, shard: RouteShard) -> int:
-        """A chunk begins its next forward, on these routes. A collective call. Returns the micro-step.
+        """A chunk begins its next forward, on these routes. A collective call of this stage. Returns the micro-step.
 
         Raises:
-            CountsError: on every rank alike, when these routes are not the ones that were planned.
+            CountsError: on every rank of the stage alike, when these routes are not the ones that were planned.
         """
         micro_step = self._begun[chunk]
         objection = None
@@ -216,8 +232,8 @@ class PlanExecution:
 
     def _fetches_of(self, passes: PassStack) -> FetchAhead:
         if self._fetches is None:
-            self._updates = passes.top.with_grad
-            expected = self._ranks.orders.get((len(self._shards), self._updates), [])
+            self._with_grad = passes.top.with_grad
+            expected = self._ranks.orders.get((len(self._shards), self._with_grad), [])
             self._fetches = FetchAhead(self._begin_fetch, expected)
         return self._fetches
 
@@ -249,11 +265,17 @@ def whole_counts(
 
     Returns:
         int32 [M, L, G, E].
+
+    Raises:
+        CountsError: on all of them alike, when stages have other numbers of micro-batches.
     """
     stages: list[Any] = [(tuple(layers), counts_MLGE)]
     if pp_group is not None and pp_group.size() > 1:
         stages = [None] * pp_group.size()
         dist.all_gather_object(stages, (tuple(layers), counts_MLGE), group=pp_group)
+    numbers = [len(counts) for _, counts in stages]
+    if len(set(numbers)) > 1:
+        raise CountsError(f"pipeline stages have {numbers} micro-batches; expected the same ones on each")
     columns: Mapping[RoutedLayer, NDArray[np.int32]] = {
         layer: counts[:, i] for of_stage, counts in stages for i, layer in enumerate(of_stage)
     }
@@ -274,6 +296,13 @@ def _replayed(passes: PassStack, site: ChunkRouter) -> tuple[ReplayRows, bool, i
 def _raise_alike(consensus: RankConsensus, error: type[Exception], mine: str | None, what: str) -> None:
     if objections := consensus.objections(mine, what):
         raise error(f"{what}: " + "; ".join(objections))
+
+
+def _objection_to_shards(micro_batches: Sequence[object]) -> str | None:
+    for number, each in enumerate(micro_batches):
+        if not isinstance(each, RouteShard):
+            return f"micro-batch {number} is a {type(each).__name__}; expected what routed.shard(trace, layout) makes"
+    return None
 
 
 def _objection_to_layers(stage: Sequence[tuple[Sequence[ChunkRouter], PassStack]]) -> str | None:

@@ -59,8 +59,8 @@ class FetchAhead:
 
     Args:
         begin: begins that of a cell; None where no rank serves a replica.
-        expected: the layer and micro-step of cells in the order of their visits in an execution before; empty where
-            none is known.
+        expected: the micro-step and layer of cells in the order of their visits, of executions before. What those agree
+            on that this one has followed so far is fetched.
 
     Attributes:
         visits: in this execution.
@@ -68,11 +68,10 @@ class FetchAhead:
         num_ahead: of these, that were under way when their cell was visited.
     """
 
-    def __init__(self, begin: Callable[[Cell], Fetch | None], expected: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, begin: Callable[[Cell], Fetch | None], expected: Sequence[Sequence[tuple[int, int]]]) -> None:
         self.visits: list[tuple[int, int]] = []
         self.num_fetches, self.num_ahead = 0, 0
         self._begin, self._expected = begin, expected
-        self._is_expected = True
         self._layers: set[int] = set()
         self._ahead: Fetch | None = None
 
@@ -81,10 +80,10 @@ class FetchAhead:
         place = len(self.visits)
         self.visits.append((cell.micro_step, cell.layer))
         self._layers.add(cell.layer)
-        self._is_expected &= self._expected[place : place + 1] == self.visits[place:]
+        self._expected = [order for order in self._expected if order[place : place + 1] == self.visits[place:]]
         fetch = self._take(cell)
         weights = None if fetch is None else fetch.wait()
-        if self._ahead is None and self._is_expected:
+        if self._ahead is None and self._expected:
             self._begin_next(cell.step)
         return weights
 
@@ -107,7 +106,11 @@ class FetchAhead:
         return fetch
 
     def _begin_next(self, step: int) -> None:
-        for micro_step, layer in self._expected[len(self.visits) :]:
+        order, *others = self._expected
+        for place in range(len(self.visits), len(order)):
+            if any(other[place : place + 1] != order[place : place + 1] for other in others):
+                return
+            micro_step, layer = order[place]
             # Before its first forward, weights of a layer may still be gathered (overlap_param_gather), and groups with
             # other plans would do that in another order.
             if layer not in self._layers:
