@@ -34,3 +34,11 @@ def test_a_batch_without_last_tokens_is_all_planned():
 def test_what_is_planned_must_be_sent(sent):
     with pytest.raises(CountsError, match="with everything that is planned sent"):
         BatchRows(planned_N=np.array([True, True]), sent_N=np.array(sent))
+
+
+def test_a_rank_without_sequences_brings_padding_alone():
+    trace = fr.RoutingTrace.from_sequences(SPEC, [np.array([7, 8])], [np.array([[[0, 1], [2, 3]]])])
+    rows = BatchRows.replayed(trace.select([]), [[0, 0]], [[0, 0]])
+    assert rows.sent_N.tolist() == [False, False]
+    assert rows.routed_LE.tolist() == [[0] * 4] * 2
+    assert rows.all_planned

@@ -18,7 +18,7 @@ from foreroute.errors import CountsError, ReplayError
 from foreroute.layout import locate_rows
 from foreroute.plan import CellPlan, CellSchedule, ExecutionSchedule
 from foreroute.plan.step_plan import ExecutablePlan
-from foreroute.trace import RoutingTrace, count_assignments
+from foreroute.trace import RoutingTrace, add_assignments
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class BatchRows:
         Rows that the trace has a route for are planned. Padding is not sent. Any other row, such as that of a last
         sampled token, is routed by the model itself when its turn comes, so no plan can count it: it is sent to a home
         and counts are exchanged in all cells of a micro-step in which any rank has such a row. A batch that leaves out
-        the last token of each sequence has none.
+        the last token of each sequence has none. A rank without sequences brings padding alone, and a trace of none.
 
         Args:
             trace: what is replayed.
@@ -75,8 +75,10 @@ class BatchRows:
         planned_N = sent_N.copy()
         planned_N[sent_N] = trace.valid_N[row_N[sent_N]]
         # no routed row of the trace is left out of the batch
-        (routed_LE,) = count_assignments(trace, np.zeros(len(trace), np.int64))
-        return cls(planned_N, sent_N, routed_LE)
+        counts_MLGE = np.zeros((1, trace.spec.num_layers, 1, trace.spec.num_experts), np.int32)
+        all_S = np.zeros(len(trace), np.int64)
+        add_assignments(trace, all_S, all_S, counts_MLGE)
+        return cls(planned_N, sent_N, counts_MLGE[0, :, 0].astype(np.int64))
 
     @property
     def all_planned(self) -> bool:
