@@ -30,7 +30,7 @@ def locate_rows(
     Sequence s of the batch must be sequence s of the trace, token by token. Its tokens are those the mask keeps, in
     order, wherever the padding is. It may end before the trace's does if only rows without a route are left out, such
     as that of the last sampled token. Sequences of the batch are counted row by row, and within a row from left to
-    right.
+    right. A batch of padding alone also fits a trace of no sequences.
 
     Args:
         trace: S sequences.
@@ -49,6 +49,8 @@ def locate_rows(
     ids_BT, kept_BT = _checked(input_ids_BT, attention_mask_BT)
     batch = _Sequences(ids_BT[kept_BT], _lengths(kept_BT, starts_BT))
     length_S = trace.lengths
+    if not len(length_S) and not batch.token_ids.size:
+        return np.full(ids_BT.size, PAD, np.int64)
     if len(batch.length_S) != len(length_S):
         _refuse(trace, batch, f"the batch has {len(batch.length_S)} sequences and the trace has {len(length_S)}")
     shared_S = np.minimum(batch.length_S, length_S)
