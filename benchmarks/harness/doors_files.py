@@ -30,7 +30,7 @@ SIMULATION: dict[str, Any] = {
         "attention_width": 64,
         "vocabulary": 100,
     },
-    "workload": {"tokens_per_rank": 64, "micro_steps": 1, "layers": 1, "groups": 1},
+    "workload": {"tokens_per_rank": 512, "micro_steps": 1, "layers": 1, "groups": 1},
     "execution": {"planning_s": 0.25},
     "sweep": {"skew": [2.0], "host_bandwidth": [0.5]},
 }

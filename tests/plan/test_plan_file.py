@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save as to_bytes
 
 import foreroute as fr
-from foreroute.errors import PlanError, TraceFileError
+from foreroute.errors import PlanError, TopologyError, TraceFileError
 from foreroute.files import seal_file
 from foreroute.plan import Links, Packing, StepPlan, Topology
 from foreroute.plan.checker import verify
@@ -222,6 +222,23 @@ def test_every_bit_of_a_small_file_counts(tmp_path):
         except PlanError:
             refused += 1
     assert refused > 0.9 * 8 * len(raw)
+
+
+def test_numbers_of_numpy_and_whole_floats_are_kept_as_integers(tmp_path):
+    plan, _ = small_case(3)
+    given = Topology(*np.array([plan.topology.num_ranks, plan.topology.ranks_per_node, 2]), plan.topology.links, 8e9)
+    kept = load_plan(save_plan(replace(plan, topology=given), tmp_path / "p")).topology
+    assert kept == replace(plan.topology, redundant_slots=2, slot_memory_bytes=8_000_000_000)
+    for memory in (0.5, float("nan"), float("inf"), -1):
+        with pytest.raises(TopologyError, match=r"slot_memory_bytes is .*; expected a whole number from 0"):
+            replace(given, slot_memory_bytes=memory)
+
+
+def test_cells_that_there_are_not_are_refused():
+    plan, _ = small_case(3)
+    for micro_step, layer in ((-1, 0), (0, -1), (plan.shape[0], 0), (0, plan.shape[1])):
+        with pytest.raises(PlanError, match=r"micro-steps of \d+ layers, no \("):
+            plan.cell(micro_step, layer)
 
 
 def test_every_truncation_is_refused(tmp_path):

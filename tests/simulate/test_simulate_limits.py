@@ -121,7 +121,7 @@ def test_whatever_is_allowed_gives_finite_figures(table, values):
 
 
 def test_every_point_of_a_sweep_is_looked_at_before_the_first_is_simulated():
-    values = small_config().model_dump() | {"sweep": {"tokens_per_rank": [32, 1 << 24]}}
+    values = small_config().model_dump() | {"sweep": {"tokens_per_rank": [512, 1 << 24]}}
     values["cluster"] = {"gpus": 1024, "expert_parallel": 1024}
     values["model"] |= {"num_experts": 1024}
     with pytest.raises(InputError, match="tokens_per_rank = 16777216"):

@@ -206,7 +206,7 @@ def test_pipeline_stages_share_the_layers_and_have_bubbles():
         simulate(small_config(gpus=32, pipeline=8))
 
 
-def test_methods_that_plan_from_an_unknown_step_before_are_left_out(tmp_path):
+def test_methods_that_plan_from_an_unknown_step_before_are_left_out_or_refused(tmp_path):
     rng = np.random.default_rng(0)
     picks = np.stack(
         [
@@ -215,10 +215,15 @@ def test_methods_that_plan_from_an_unknown_step_before_are_left_out(tmp_path):
         ]
     )
     np.savez_compressed(tmp_path / "counts.npz", counts=np.broadcast_to(picks, (2, 2, 4, 8)).astype(np.int32))
-    values = small_config(methods=["eplb_previous", "ours"]).model_dump()
+    values = small_config().model_dump()
     values["workload"] = {"counts": str(tmp_path / "counts.npz")}
-    config = parse_config(values, source="here")
-    assert [record.name for record in simulate(config).methods] == ["static", "ours"]
+    everything = parse_config(values | {"methods": list(METHODS)}, source="here")
+    assert [record.name for record in simulate(everything).methods] == [m for m in METHODS if "previous" not in m]
+    values["methods"] = ["eplb_previous", "ours"]
+    with pytest.raises(
+        ConfigError, match=r"eplb_previous goes by the loads .* give workload.previous_counts, or other"
+    ):
+        simulate(parse_config(values, source="here"))
     values["workload"]["previous_counts"] = values["workload"]["counts"]
     config = parse_config(values, source="here")
     assert [record.name for record in simulate(config).methods] == ["static", "eplb_previous", "ours"]

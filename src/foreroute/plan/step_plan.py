@@ -136,7 +136,11 @@ class StepPlan:
     tokens_digest: str = ""
 
     def cell(self, micro_step: int, layer: int) -> CellPlan:
-        """The plan of one cell, as views."""
+        """The plan of one cell, as views. Raises `PlanError` when the step has no such cell."""
+        if not (0 <= micro_step < self.shape[0] and 0 <= layer < self.shape[1]):
+            raise PlanError(
+                f"the plan has {self.shape[0]} micro-steps of {self.shape[1]} layers, no ({micro_step}, {layer})"
+            )
         c = micro_step * self.shape[1] + layer
         part = slice(int(self.offsets[c]), int(self.offsets[c + 1]))
         return CellPlan(

@@ -67,14 +67,19 @@ class Topology:
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value > MOST_RANKS:
                 raise TopologyError(f"{name} is {value!r:.40}; expected a whole number, {MOST_RANKS} at most")
+            object.__setattr__(self, name, int(value))
         if self.num_ranks < 1 or self.ranks_per_node < 1 or self.num_ranks % self.ranks_per_node:
             raise TopologyError(
                 f"{self.num_ranks} ranks do not fill nodes of {self.ranks_per_node}; expected a multiple, at least one"
             )
         if self.redundant_slots < 0:
             raise TopologyError(f"redundant_slots is {self.redundant_slots}; expected 0 or more")
-        if self.slot_memory_bytes is not None and self.slot_memory_bytes < 0:
-            raise TopologyError(f"slot_memory_bytes is {self.slot_memory_bytes}; expected 0 or more, or no limit")
+        if self.slot_memory_bytes is not None:
+            if not float(self.slot_memory_bytes).is_integer() or self.slot_memory_bytes < 0:
+                raise TopologyError(
+                    f"slot_memory_bytes is {self.slot_memory_bytes!r:.40}; expected a whole number from 0, or None"
+                )
+            object.__setattr__(self, "slot_memory_bytes", int(self.slot_memory_bytes))
         if self.num_ranks * self.redundant_slots > MOST_REDUNDANT_SLOTS:
             raise TopologyError(
                 f"redundant_slots is {self.redundant_slots} on each of {self.num_ranks} ranks; expected at most "

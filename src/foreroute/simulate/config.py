@@ -26,7 +26,17 @@ from pydantic import Field, field_validator, model_validator
 
 from foreroute.costs.cluster_file import Cluster, parse_cluster
 from foreroute.errors import ConfigError
-from foreroute.files.config_file import MOST_SECONDS, Count, Natural, Ranks, Section, Slots, Tokens, checked, read_toml
+from foreroute.files.config_file import (
+    MOST_SECONDS,
+    MOST_TOKENS,
+    Count,
+    Natural,
+    Ranks,
+    Section,
+    Slots,
+    checked,
+    read_toml,
+)
 from foreroute.plan.capabilities import EXECUTES, Ability
 from foreroute.plan.schedule import PathChoice
 from foreroute.planner.methods import METHODS
@@ -35,6 +45,8 @@ from foreroute.simulate.steps import MOST_WORK, Size, drawn_size
 from foreroute.simulate.workload import WORKLOADS
 
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+DrawnTokens = Annotated[int, Field(ge=512, le=MOST_TOKENS)]
+"""Of four or five sequences, which must not be shorter than the shortest that is drawn."""
 Skew = Annotated[float, Field(ge=1e-3, le=1e3)]
 Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
 DRAWING = ("preset", "tokens_per_rank", "micro_steps", "layers", "groups", "skew", "seed")
@@ -155,8 +167,8 @@ class WorkloadConfig(Section):
     """Instead: .npz file with integers `counts` [M, L, G, E], for all groups."""
     previous_counts: str | None = None
     """The same for the step before."""
-    tokens_per_rank: Tokens | None = None
-    """Approximate tokens of a GPU in a micro-step; the preset's by default."""
+    tokens_per_rank: DrawnTokens | None = None
+    """Tokens of a GPU in a micro-step, to within a tenth; the preset's by default."""
     micro_steps: Count = 32
     """M, micro-batches of a rank."""
     layers: Count | None = 4
@@ -219,7 +231,7 @@ class SweepConfig(Section):
     """Factors of links.cluster_bytes_per_s."""
     host_bandwidth: tuple[Factor, ...] = ()
     """Factors of links.host_bytes_per_s."""
-    tokens_per_rank: tuple[Tokens, ...] = ()
+    tokens_per_rank: tuple[DrawnTokens, ...] = ()
     """Values of workload.tokens_per_rank."""
     expert_parallel: tuple[Ranks, ...] = ()
     """Values of cluster.expert_parallel."""

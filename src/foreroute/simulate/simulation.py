@@ -58,9 +58,14 @@ def simulate(
     if taken := sorted({"forced_balance", "bound", *METHODS} & set(balancers)):
         raise ConfigError(f"balancers are called {', '.join(taken)}, which are names of our own; expected others")
     methods = {name: METHODS[name] for name in config.methods} | balancers
-    # Counts from files may come without the step before.
-    known_before = steps[0].problem.previous_LE is not None
-    known = {name: how for name, how in methods.items() if known_before or how.knows != "previous step"}
+    known = {name: how for name, how in methods.items() if how.knows != "previous step"}
+    if steps[0].problem.previous_LE is not None:
+        known = methods
+    elif asked := sorted(set(methods) - set(known) - (set() if config.methods != tuple(METHODS) else set(METHODS))):
+        raise ConfigError(
+            f"{', '.join(asked)} goes by the loads of the step before, and workload.counts came without them; give "
+            "workload.previous_counts, or other methods"
+        )
     sums = {name: _Sums() for name in ("forced_balance", "bound", *known)}
     done, total = 0, len(steps) * len(known)
     for step in steps:

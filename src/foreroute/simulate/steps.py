@@ -156,12 +156,12 @@ def drawn_workload(load: WorkloadConfig, num_ranks: int, model: ModelShape, grou
 
 
 def evenly(workload: Workload, tokens: int) -> Workload:
-    """Draw four or five sequences a rank, dealt so that ranks have about so many tokens each."""
+    """Draw four or five sequences a rank, dealt so that ranks have about so many tokens each: from 512 on, 5 % more."""
     return replace(
         workload,
         even_sources=True,
         sequences_per_rank=(4, 5),
-        mean_length=max(tokens * 10 // 42, 32),
+        mean_length=tokens * 10 // 42,
         longest=max(tokens, 2048),
     )
 
