@@ -12,7 +12,7 @@ from trl.trainer.utils import add_fused_lm_head
 from examples.trl.tiny import policy
 from foreroute.capture import Sampling
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.errors import AttachError, BatchMismatchError, ConfigError, ReplayError, TraceContentError
+from foreroute.errors import AttachError, BatchMismatchError, ReplayError, TraceContentError
 from foreroute.trace import SAMPLING
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
 from foreroute.trainers.trl.masked_head import HEAD, head_on_sets, masks_at
@@ -126,14 +126,19 @@ def test_masks_of_our_engine_and_of_vllm_are_taken_from_where_they_fall(folder, 
     assert k3["R3"] * 10 < k3["none"]
 
 
-def test_gradients_are_those_of_dense_logits_outside_of_the_sets_at_minus_infinity():
+@pytest.mark.parametrize("compact", [False, True], ids=["all-positions", "scored-positions"])
+def test_gradients_are_those_of_dense_logits_outside_of_the_sets_at_minus_infinity(compact, monkeypatch):
+    """Where TRL hands over all positions, and where it hands over the scored ones alone, as on GPUs."""
+    monkeypatch.setattr(utils, "_use_triton", lambda device: compact)
     model = policy()
     engine = EmbeddedEngine(model, "float32")
     sampling = Sampling(max_new_tokens=6, end_token=-1, temperature=0.7, top_p=0.8)
     generation = engine.generate([np.arange(5, 9, dtype=np.int32)] * 3, sampling, torch.Generator().manual_seed(0))
     ids = torch.from_numpy(generation.trace.token_ids_N.reshape(3, 10).astype(np.int64))
     mask = torch.ones_like(ids)
-    masks, scored = masks_at(generation.trace, mask.bool().numpy(), 6)
+    drawn = np.ones((3, 6), np.bool_)
+    drawn[1:, 2] = False  # tokens of a tool: constants, without a gradient
+    masks, scored, sampled = masks_at(generation.trace, mask.bool().numpy(), drawn)
 
     def gradients(logprobs):
         model.zero_grad()
@@ -141,21 +146,23 @@ def test_gradients_are_those_of_dense_logits_outside_of_the_sets_at_minus_infini
         return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
 
     logits = model(input_ids=ids).logits[:, 3:-1].reshape(18, -1) / 0.7
+    assert scored.sum() == 18 == sampled.sum() + 2
     rows = np.flatnonzero(scored)
     left_out = torch.ones(logits.shape, dtype=torch.bool)
     for number, row in enumerate(rows):
         left_out[number, masks.ids[masks.offsets[row] : masks.offsets[row + 1]].tolist()] = False
-    expected = gradients(
-        logits.masked_fill(left_out, -torch.inf).log_softmax(-1).gather(1, ids[:, 4:].reshape(-1, 1))[:, 0]
-    )
+    dense = logits.masked_fill(left_out, -torch.inf).log_softmax(-1).gather(1, ids[:, 4:].reshape(-1, 1))[:, 0]
+    expected = gradients(dense * torch.from_numpy(drawn.reshape(-1)))
     add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
     labels = ids.clone()
     labels[:, :4] = -100
-    with head_on_sets(masks, scored):
+    with head_on_sets(masks, scored, sampled):
         out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
     whole = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
     assert torch.equal(out.entropy, whole.entropy)  # over all tokens, as TRL has it
-    found = gradients(out.log_probs[:, 3:].reshape(-1))
+    scores = out.log_probs[:, 3:].reshape(-1)
+    assert (scores == 0).numpy().tolist() == (~drawn).reshape(-1).tolist()
+    found = gradients(scores)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-4)
@@ -223,17 +230,64 @@ def test_masks_of_other_rows_are_refused(change, error, message, folder):
         make(folder, rollout_func=changed(change), max_steps=1, top_k=2).train()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"repetition_penalty": 1.1}, "repetition_penalty = 1.1 changes log-probs"),
-        ({**COLOCATE}, "requests with a top_k alone"),
-    ],
-)
-def test_sampling_that_no_mask_shows_is_refused(settings, message, folder, monkeypatch):
-    colocated(monkeypatch, lambda routes: routes)
-    with pytest.raises(ConfigError, match=message):
-        make(folder, top_p=0.8, **settings)
+TOOL = 2
+"""Of each completion, the token that a tool would have given; it was not sampled."""
+
+
+def with_a_tool(without, env_masks=None):
+    """A `rollout_func` of our engine with an `env_mask`, whose traces lack the masks of some tokens."""
+
+    sample = rollout_with(EmbeddedEngine(policy(), "float32"))
+
+    def roll_out(prompts, trainer):
+        output = sample(prompts, trainer)
+        own = [[int(i != TOOL) for i in range(len(ids))] for ids in output["completion_ids"]]
+        rows = [len(ids) - 1 + without for ids in output["prompt_ids"]]
+        traces = [
+            each.with_stream(SAMPLING, each.streams[SAMPLING].without(np.array([row])))
+            for each, row in zip(output["routed_experts"], rows, strict=True)
+        ]
+        return {**output, "routed_experts": traces, "env_mask": own if env_masks is None else env_masks}
+
+    return roll_out
+
+
+def test_what_a_tool_gave_is_a_constant_and_all_else_is_scored_on_its_sets(folder):
+    trainer = make(
+        folder,
+        kind=Watched,
+        model=saved_policy(folder),
+        rollout_func=with_a_tool(TOOL),
+        beta=0.1,
+        max_steps=2,
+        learning_rate=1e-6,
+        top_p=0.8,
+    )
+    trainer.train()
+    assert max(logged(trainer, "mismatch/k3")) < 1e-9
+    model, seen = policy().eval(), 0
+    for _, weights, trace, ids, mask, keep, found in trainer.passes:
+        model.load_state_dict(weights)
+        sequences = {tuple(trace.tokens(s).tolist()): trace.select([s]) for s in range(len(trace))}
+        for row, own_mask in enumerate(mask.bool()):
+            tokens = ids[row][own_mask].tolist()
+            completion = int(own_mask[-keep:].sum())
+            expected = dense(model, tokens, sequences[tuple(tokens)], 1.0)[-completion:]
+            assert np.flatnonzero(np.isnan(expected)).tolist() == [TOOL]
+            np.testing.assert_allclose(found[row][:completion], np.nan_to_num(expected), atol=2e-5)
+            assert found[row][TOOL] == 0
+            seen += 1
+    assert seen == 24  # the old, reference and update passes of 8 sequences
+
+
+def test_a_sampled_token_needs_its_mask_where_others_do_not(folder):
+    with pytest.raises(TraceContentError, match="has no sampling mask"):
+        make(folder, rollout_func=with_a_tool(TOOL + 1), max_steps=1, top_p=0.8).train()
+
+
+def test_an_env_mask_of_another_length_is_refused(folder):
+    with pytest.raises(BatchMismatchError, match=r"env_mask of the lengths .* for completions of"):
+        make(folder, rollout_func=with_a_tool(TOOL, [[1, 0, 1]] * 8), max_steps=1, top_p=0.8).train()
 
 
 def test_a_release_of_trl_with_another_head_is_named(folder, monkeypatch):
@@ -241,3 +295,5 @@ def test_a_release_of_trl_with_another_head_is_named(folder, monkeypatch):
     with pytest.raises(AttachError, match=f"has no trl.trainer.utils.{HEAD}"):
         make(folder, top_p=0.8)
     make(folder)
+    with pytest.raises(AttachError, match=f"has no trl.trainer.utils.{HEAD}"), head_on_sets(None, None, None):
+        pass

@@ -181,7 +181,7 @@ def test_routes_of_other_weights_are_refused(folder):
 )
 def test_sampling_that_an_engine_does_not_know(settings, message, folder):
     model = policy()
-    trainer = make(folder, model=model, rollout_func=rollout_with(Engine(model)), **settings)
+    trainer = make(folder, model=model, replay="none", rollout_func=rollout_with(Engine(model)), **settings)
     with pytest.raises(ConfigError, match=message):
         trainer.train()
 

@@ -21,6 +21,7 @@ from foreroute.errors import AttachError, ReplayError
 from foreroute.replay import Recording, overridden
 from foreroute.trace import SAMPLING, RoutingTrace
 from foreroute.trainers.trl.rollout import joined_tokens
+from foreroute.trainers.trl.sampling import leaves_out
 
 PROCESSORS = "_get_logits_processor"
 """Of a model of transformers: makes what changes its scores before a token is drawn. Those of a caller do not come
@@ -32,17 +33,18 @@ class GenerateSource:
 
     Args:
         routed: the policy.
-        masks: whether to keep the sets of tokens that sampling drew from.
         indexers: whether to keep the choices of its indexers.
+        temperature: that R3 scores the sampled tokens at, for which the sets that they were drawn from are kept; None
+            where they are not scored.
 
     Raises:
         AttachError: when this release of transformers has another list of logits processors.
     """
 
-    def __init__(self, routed: RoutedTransformer, *, masks: bool, indexers: bool) -> None:
+    def __init__(self, routed: RoutedTransformer, *, indexers: bool, temperature: float | None) -> None:
         self._routed = routed
-        self._masks = masks
         self._indexers = indexers
+        self._temperature = temperature
         self._seen: list[tuple[Recording, SampledTokens, Tensor]] = []
         # PEFT's wrapper hands `generate` on to this one
         model: Any = routed.model
@@ -62,10 +64,12 @@ class GenerateSource:
 
     def _generate(self, generate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         require_no_beams(self._routed.model, args, kwargs)
-        sampled = SampledTokens(masks=self._masks)
+        sampled = SampledTokens()
 
         def with_ours(make: Callable[..., LogitsProcessorList], *args: Any, **kwargs: Any) -> LogitsProcessorList:
-            return LogitsProcessorList([*make(*args, **kwargs), sampled])
+            processors = make(*args, **kwargs)
+            sampled.masks = self._temperature is not None and leaves_out(processors, self._temperature)
+            return LogitsProcessorList([*processors, sampled])
 
         with (
             self._routed.record(indexers=self._indexers) as recording,
@@ -88,7 +92,7 @@ class GenerateSource:
         self._seen = []
         trace = recording.rollout(joined_tokens(prompts, completions)).with_weight_version(weight_version)
         host = sampled.logprobs_of(sequences).cpu().numpy()
-        if self._masks:
+        if sampled.masks:
             lengths = [np.array(list(map(len, each)), np.int64) for each in (prompts, completions)]
             trace = trace.with_stream(SAMPLING, masks_of_steps(sampled.kept, sampled.num_choices, *lengths))
         return trace, [host[s, : len(completion)] for s, completion in enumerate(completions)]
@@ -99,18 +103,16 @@ class SampledTokens(LogitsProcessor):
 
     It changes no score.
 
-    Args:
-        masks: whether to note the sets.
-
     Attributes:
+        masks: whether to note the sets.
         kept: of each step, a sequence and a token for each token that was left.
         num_choices: tokens of the vocabulary, once there was a step.
     """
 
-    def __init__(self, *, masks: bool) -> None:
+    def __init__(self) -> None:
+        self.masks = False
         self.kept: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         self.num_choices = 0
-        self._masks = masks
         self._last: Tensor | None = None
         self._sampled: list[Tensor] = []
 
@@ -118,7 +120,7 @@ class SampledTokens(LogitsProcessor):
         """Called before a token is sampled, when the one before it is known."""
         self._note(input_ids[:, -1])
         self._last = scores.float().log_softmax(-1)
-        if self._masks:
+        if self.masks:
             self.num_choices = scores.shape[1]
             sequences, ids = torch.nonzero(scores != -torch.inf).cpu().numpy().T
             self.kept.append((sequences, ids))

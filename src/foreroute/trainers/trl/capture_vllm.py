@@ -20,7 +20,8 @@ from foreroute.capture import ModelFacts, decode
 from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ForerouteError, ReplayError
 from foreroute.replay import overridden
 from foreroute.trace import RoutingTrace
-from foreroute.trainers.trl.rollout import joined_tokens, truncates
+from foreroute.trainers.trl.rollout import joined_tokens
+from foreroute.trainers.trl.sampling import cuts_of
 
 COMPLETIONS = "/v1/completions"
 
@@ -39,7 +40,7 @@ def colocated_vllm_returns_decisions(trainer: Any, replay: str) -> Iterator[None
         return
 
     def with_routes(*args: Any, **kwargs: Any) -> Any:
-        masks = {"return_sampling_mask": True} if replay == "R3" and truncates(trainer) else {}
+        masks = {"return_sampling_mask": True} if replay == "R3" and cuts_of(trainer) else {}
         return original(*args, **{"enable_return_routed_experts": True, **masks, **kwargs})
 
     vllm_generation.LLM = with_routes

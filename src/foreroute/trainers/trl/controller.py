@@ -30,8 +30,9 @@ from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.trl.capture_generate import GenerateSource
 from foreroute.trainers.trl.capture_vllm import VLLMSource
 from foreroute.trainers.trl.masked_head import head_on_sets, masks_at
-from foreroute.trainers.trl.rollout import Rollout, RouteSource, require_version, truncates
+from foreroute.trainers.trl.rollout import Rollout, RouteSource, require_lengths, require_version
 from foreroute.trainers.trl.rollout_func import FunctionSource
+from foreroute.trainers.trl.sampling import require_masks
 
 Replay = Literal["none", "R2", "R3"]
 
@@ -97,8 +98,8 @@ class TrainerPassController:
         replays = self._replay == "R3"
         return GenerateSource(
             self.routed,
-            masks=replays and (truncates(trainer) or bool(trainer.args.generation_kwargs)),
             indexers=replays and self.routed.indexers is not None,
+            temperature=trainer.temperature if replays else None,
         )
 
     def capture(self, generate: Callable[[], Any]) -> Any:
@@ -107,11 +108,14 @@ class TrainerPassController:
             return generate()
         with self._source.listening():
             result = generate()
-        prompts, completions = result[0], result[1]
+        prompts, completions, env_masks = result[:3]
         version = int(self._trainer.state.global_step)
         trace, logprobs = self._source.captured(prompts, completions, version)
         self.routed.spec.require_same(trace.spec, what="the rollout's trace")
         require_version(trace, version)
+        if self._replay == "R3":
+            require_masks(self._trainer, trace)
+            require_lengths(env_masks, completions)
         if trace.gate_weights_NLK is not None:
             raise ConfigError(
                 "the rollout has gate weights, and replay under TRL leaves them live; take them off with "
@@ -121,7 +125,7 @@ class TrainerPassController:
             self._warn_of_choices(trace)
             with self.passing(None):
                 self._check_first(trace)
-        self.take(trace, np.array([len(p) for p in prompts]), logprobs)
+        self.take(trace, np.array([len(p) for p in prompts]), logprobs, env_masks)
         return result
 
     def _warn_of_choices(self, trace: RoutingTrace) -> None:
@@ -151,10 +155,12 @@ class TrainerPassController:
 
         check_first_rollout(self.routed, part, forward)
 
-    def take(self, trace: RoutingTrace, prompt_lengths: NDArray[np.int64], logprobs: Any = None) -> Rollout:
+    def take(
+        self, trace: RoutingTrace, prompt_lengths: NDArray[np.int64], logprobs: Any = None, env_masks: Any = None
+    ) -> Rollout:
         """Begin to work on a rollout; see `Rollout`."""
         self._num_rollouts += 1
-        self.rollout = Rollout(self._num_rollouts, trace, prompt_lengths, logprobs)
+        self.rollout = Rollout(self._num_rollouts, trace, prompt_lengths, logprobs, env_masks)
         return self.rollout
 
     def generate(self, generate: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -298,8 +304,9 @@ class TrainerPassController:
     def _on_sets(self, now: LogprobPass, rows: slice, mask_BT: Tensor, num_scored: int) -> AbstractContextManager[None]:
         """Score a part of a pass on the sets that its tokens were drawn from."""
         rollout = self._current()
-        own = rollout.trace.select(rollout.numbers(now.sequences)[rows])
-        return head_on_sets(*masks_at(own, mask_BT.bool().cpu().numpy(), num_scored))
+        sequences = rollout.numbers(now.sequences)[rows]
+        sampled_BR = rollout.sampled(sequences, num_scored)
+        return head_on_sets(*masks_at(rollout.trace.select(sequences), mask_BT.bool().cpu().numpy(), sampled_BR))
 
     def _routes_of(self, now: LogprobPass, rows: slice, mask_BT: Tensor) -> RoutingTrace:
         rollout = self._current()

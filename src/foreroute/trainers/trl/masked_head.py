@@ -34,34 +34,43 @@ def require_head() -> None:
 
 
 def masks_at(
-    trace: RoutingTrace, mask_BT: NDArray[np.bool_], num_scored: int
-) -> tuple[DecisionStream, NDArray[np.bool_]]:
-    """Give the masks of a batch at the positions [B · (T - 1)] that predict a token, and those that TRL scores, bool.
+    trace: RoutingTrace, mask_BT: NDArray[np.bool_], sampled_BR: NDArray[np.bool_]
+) -> tuple[DecisionStream, NDArray[np.bool_], NDArray[np.bool_]]:
+    """Give the masks of a batch at the positions [B · (T - 1)] that predict a token, and two sets of them, bool.
 
     Args:
         trace: the B sequences, with sampling masks.
         mask_BT: which positions hold their tokens, one behind the other.
-        num_scored: the last positions, of whose tokens TRL scores those in the mask.
+        sampled_BR: which tokens of the last R positions were sampled, where they hold any.
+
+    Returns:
+        The masks, the positions whose tokens TRL scores, and those of them whose tokens were sampled.
     """
     width = mask_BT.shape[1]
-    scored = mask_BT[:, 1:] & (np.arange(1, width) >= width - num_scored)
+    before = width - sampled_BR.shape[1]
+    scored = mask_BT[:, 1:] & (np.arange(1, width) >= before)
+    sampled = scored & np.pad(sampled_BR, ((0, 0), (before, 0)))[:, 1:]
     rows = trace.offsets[:-1, None] + np.arange(width - 1) - mask_BT.argmax(axis=1)[:, None]
-    return trace.streams[SAMPLING].take(np.where(scored, rows, -1).reshape(-1)), scored.reshape(-1)
+    masks = trace.streams[SAMPLING].take(np.where(sampled, rows, -1).reshape(-1))
+    return masks, scored.reshape(-1), sampled.reshape(-1)
 
 
 @contextmanager
-def head_on_sets(masks: DecisionStream, scored: NDArray[np.bool_]) -> Iterator[None]:
-    """Have one forward of a model of TRL score its tokens on their sets.
+def head_on_sets(masks: DecisionStream, scored: NDArray[np.bool_], sampled: NDArray[np.bool_]) -> Iterator[None]:
+    """Have one forward of a model of TRL score its tokens on their sets, and those not sampled as 0, a constant.
 
     Args:
         masks: at each position [B · (T - 1)].
         scored: bool [B · (T - 1)], the positions that TRL scores.
+        sampled: bool [B · (T - 1)], those of them whose tokens were sampled. The others are not in TRL's loss.
 
     Raises:
+        AttachError: as `require_head`.
         ReplayError: when no log-probs were made while it was open.
         TraceContentError, BatchMismatchError: as `masked_logprobs`.
         ConfigError: for a head that is not linear.
     """
+    require_head()
     original, calls = getattr(utils, HEAD), 0
 
     def apply(
@@ -82,16 +91,17 @@ def head_on_sets(masks: DecisionStream, scored: NDArray[np.bool_]) -> Iterator[N
                 "the model's output head has a bias or caps its logits, for which sampling masks are not replayed "
                 "under TRL; sample without top_p, top_k and min_p"
             )
-        rows = np.flatnonzero(scored)
+        num_scored = int(scored.sum())
         # on GPUs TRL hands over the scored positions alone
-        if len(hidden_RH) not in (len(scored), len(rows)):
-            raise BatchMismatchError(f"TRL scores {len(hidden_RH)} positions; expected {len(scored)} or {len(rows)}")
-        picked = to_device(rows if len(hidden_RH) == len(scored) else np.arange(len(rows)), hidden_RH.device)
+        if len(hidden_RH) not in (len(scored), num_scored):
+            raise BatchMismatchError(f"TRL scores {len(hidden_RH)} positions; expected {len(scored)} or {num_scored}")
+        handed = sampled if len(hidden_RH) == len(scored) else sampled[scored]
+        picked = to_device(np.flatnonzero(handed), hidden_RH.device)
         logprobs = masked_logprobs(
             hidden_RH.index_select(0, picked) * scale,
             head_VH,
             targets_R.index_select(0, picked),
-            masks.take(rows),
+            masks.take(np.flatnonzero(sampled)),
             temperature=temperature,
         )
         whole = logprobs.new_zeros(len(hidden_RH)).index_copy(0, picked, logprobs)

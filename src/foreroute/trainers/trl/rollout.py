@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,12 +25,15 @@ class Rollout:
         trace: S sequences, prompt and completion.
         prompt_lengths: int64 [S].
         logprobs: S arrays float32 [R] (NaN where not known), what the tokens were sampled with; None without any.
+        env_masks: S lists [R] of a `rollout_func`, 0 for what was not sampled, such as the answer of a tool; None
+            where all was.
     """
 
     number: int
     trace: RoutingTrace
     prompt_lengths: NDArray[np.int64]
     logprobs: Sequence[NDArray[np.float32]] | None = None
+    env_masks: Sequence[Sequence[int]] | None = None
 
     def with_logprobs(self, padded_SR: Tensor | None) -> Rollout:
         """With the log-probs that TRL keeps, padded on the right, if it keeps any."""
@@ -61,6 +64,15 @@ class Rollout:
     def numbers(self, sequences: NDArray[np.int64] | None) -> NDArray[np.int64]:
         """int64 [B], the sequences of a pass: all of them where it names none."""
         return np.arange(len(self.trace)) if sequences is None else sequences
+
+    def sampled(self, sequences: NDArray[np.int64], width: int) -> NDArray[np.bool_]:
+        """Bool [B, R], which tokens of the responses were sampled, padded on the right to a width."""
+        if self.env_masks is None:
+            return np.ones((len(sequences), width), np.bool_)
+        sampled_BR = np.zeros((len(sequences), width), np.bool_)
+        for row, s in enumerate(sequences):
+            sampled_BR[row, : len(self.env_masks[s])] = self.env_masks[s]
+        return sampled_BR
 
     def routes(
         self, sequences: NDArray[np.int64], length_B: NDArray[np.int64], *, drops_truncated: bool
@@ -93,11 +105,6 @@ class RouteSource(Protocol):
         """
 
 
-def truncates(trainer: Any) -> bool:
-    """Say whether TRL's settings of sampling may leave tokens out."""
-    return trainer.top_p < 1 or bool(trainer.top_k) or bool(trainer.min_p)
-
-
 def joined_tokens(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[NDArray[np.int32]]:
     """S arrays int32 [T], prompt and completion."""
     return [np.array([*p, *c], np.int32) for p, c in zip(prompts, completions, strict=True)]
@@ -114,6 +121,16 @@ def require_tokens(trace: RoutingTrace, sequences: Sequence[NDArray[np.int32]]) 
                 f"the routes captured for sequence {s} belong to {len(captured)} other tokens than the {len(tokens)} "
                 "that TRL trains on: something between the engine and the trainer reordered, cut or retokenised them"
             )
+
+
+def require_lengths(env_masks: Sequence[Sequence[int]] | None, completions: Sequence[Sequence[int]]) -> None:
+    """Raise `BatchMismatchError` unless each `env_mask` of a `rollout_func` is as long as its completion."""
+    found, expected = (None if given is None else [len(each) for each in given] for given in (env_masks, completions))
+    if found is not None and found != expected:
+        raise BatchMismatchError(
+            f"the rollout_func returned env_mask of the lengths {found} for completions of {expected}; return one "
+            "number for each token, 1 where it was sampled"
+        )
 
 
 def require_version(trace: RoutingTrace, weight_version: int) -> None:

@@ -23,7 +23,7 @@ from foreroute.trainers.checks import require_api
 from foreroute.trainers.trl.capture_vllm import colocated_vllm_returns_decisions
 from foreroute.trainers.trl.controller import Replay, TrainerPassController
 from foreroute.trainers.trl.masked_head import require_head
-from foreroute.trainers.trl.rollout import truncates
+from foreroute.trainers.trl.sampling import cuts_of, refusals
 
 METHODS = {
     # method of GRPOTrainer: parameters that are passed to it, or read from it, by name or place
@@ -142,11 +142,11 @@ def require_supported(trainer: Any, replay: Replay) -> None:
         replay: what was asked for.
     """
     of_mode = _in_r2(trainer) if replay == "R2" else _with_rollout(trainer)
-    with_masks = _with_masks(trainer) if replay == "R3" and truncates(trainer) else []
-    for refused, message in [*_always(trainer), *of_mode, *with_masks]:
+    of_sampling = refusals(trainer) if replay == "R3" else []
+    for refused, message in [*_always(trainer), *of_mode, *of_sampling]:
         if refused:
             raise ConfigError(message)
-    if with_masks:
+    if replay == "R3" and cuts_of(trainer):
         require_head()
 
 
@@ -191,29 +191,6 @@ def _with_rollout(trainer: Any) -> list[tuple[bool, str]]:
             tools,
             "tools and environments sample a sequence in several turns, whose routes TRL does not keep apart; return "
             "them from a rollout_func, or take replay='R2'",
-        ),
-    ]
-
-
-def _with_masks(trainer: Any) -> list[tuple[bool, str]]:
-    """What sampling by top-p, top-k or min-p does not go with under R3."""
-    served = trainer.use_vllm and trainer.rollout_func is None
-    cuts = f"top_p = {trainer.top_p}, top_k = {trainer.top_k} and min_p = {trainer.min_p}"
-    return [
-        (
-            trainer.repetition_penalty != 1,
-            f"repetition_penalty = {trainer.repetition_penalty} changes log-probs within the sets that {cuts} leave, "
-            "and no sampling mask shows it; leave it at 1.0",
-        ),
-        (
-            bool(served and trainer.vllm_mode == "server"),
-            f"{cuts} leave tokens out, and the answers that TRL asks a vLLM server for have no sampling masks; take "
-            "vllm_mode='colocate' or a rollout_func, or leave them out",
-        ),
-        (
-            bool(served and not trainer.top_k),
-            f"{cuts} leave tokens out, and vLLM returns sampling masks of requests with a top_k alone; set it, to the "
-            "size of the vocabulary where it should leave nothing out",
         ),
     ]
 

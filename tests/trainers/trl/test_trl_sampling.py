@@ -1,0 +1,180 @@
+"""Sampling that comes past TRL's own arguments: what leaves tokens out is scored on sets, what moves log-probs refused.
+
+The oracle is the sampler: `generate` notes the log-probs of the scores that it drew from, and a vLLM returns them.
+"""
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as of
+
+from examples.trl.tiny import policy
+from foreroute.engines.embedded import EmbeddedEngine
+from foreroute.errors import ConfigError, ReplayError
+from foreroute.trace import SAMPLING
+from foreroute.trainers.trl import rollout_with
+from foreroute.trainers.trl.sampling import LEAVING_OUT
+from tests.trainers.trl.trl_runs import logged, make
+from tests.trainers.trl.vllm_fakes import colocated, served
+
+COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
+SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://localhost:1"}
+
+
+def as_they_are(routes):
+    return routes
+
+
+def configured(**settings):
+    """A policy whose own `generation_config` has these, as a checkpoint's file would."""
+    model = policy()
+    model.generation_config.update(**settings)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_call"),
+    [
+        ({"min_p": 0.3}, None),
+        ({"typical_p": 0.5}, {"top_k": 40}),
+        ({"eta_cutoff": 0.02, "epsilon_cutoff": 0.01}, {"renormalize_logits": True}),
+        ({}, {"suppress_tokens": list(range(100, 250)), "min_new_tokens": 5}),
+    ],
+    ids=["min-p", "typical-p", "cutoffs", "suppressed"],
+)
+def test_what_leaves_tokens_out_is_scored_on_the_sets_whoever_asked_for_it(of_model, of_call, folder):
+    k3 = {}
+    for replay in ("R3", "none"):
+        trainer = make(
+            folder, model=configured(**of_model), generation_kwargs=of_call, replay=replay, max_steps=1, temperature=0.9
+        )
+        trainer.train()
+        k3[replay] = logged(trainer, "mismatch/k3")[0]
+        assert (SAMPLING in trainer.routing.rollout.trace.streams) == (replay == "R3")
+    assert k3["R3"] < 1e-9
+    assert k3["none"] > 1e-2  # the control
+
+
+def test_processors_that_are_trusted_keep_the_distances_of_what_they_leave():
+    """Each on random scores of a vocabulary of 12, at the first token behind a prompt."""
+    prompt, end = torch.tensor([[3, 4, 3, 5, 3]] * 2), torch.tensor([1])
+    processors = [
+        of.EncoderNoRepeatNGramLogitsProcessor(2, prompt),
+        of.EpsilonLogitsWarper(0.05),
+        of.EtaLogitsWarper(0.2),
+        of.ForcedBOSTokenLogitsProcessor(6),
+        of.ForcedEOSTokenLogitsProcessor(6, end),
+        of.MinLengthLogitsProcessor(9, end),
+        of.MinNewTokensLengthLogitsProcessor(5, 2, end),
+        of.MinPLogitsWarper(0.3),
+        of.NoBadWordsLogitsProcessor([[7], [3, 8]], end),
+        of.NoRepeatNGramLogitsProcessor(2),
+        of.PrefixConstrainedLogitsProcessor(lambda sequence, tokens: [2, 9, 11], 1),
+        of.SuppressTokensAtBeginLogitsProcessor([2, 3], 5),
+        of.SuppressTokensLogitsProcessor([4, 5]),
+        of.TopHLogitsWarper(0.5),
+        of.TopKLogitsWarper(4),
+        of.TopPLogitsWarper(0.6),
+        of.TypicalLogitsWarper(0.5),
+    ]
+    assert {type(each).__name__ for each in processors} == LEAVING_OUT
+    scores = 2 * torch.randn(2, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for each in processors:
+        ids = prompt[:, :1] if isinstance(each, of.ForcedBOSTokenLogitsProcessor) else prompt
+        for before, after in zip(scores, each(ids, scores.clone()), strict=True):
+            left = after != -torch.inf
+            assert 0 < left.sum() < 12, each
+            moved = (after - before)[left]
+            assert (moved - moved[0]).abs().max() < 1e-12, each
+    penalty = of.RepetitionPenaltyLogitsProcessor(1.3)(prompt, scores.clone()) - scores  # the control
+    assert (penalty - penalty[:, :1]).abs().max() > 0.1
+
+
+def test_nothing_is_kept_where_nothing_is_left_out(folder):
+    trainer = make(folder, max_steps=1, top_p=0.8, min_p=0.0, generation_kwargs={"top_p": 1.0})
+    trainer.train()
+    assert SAMPLING not in trainer.routing.rollout.trace.streams
+    assert logged(trainer, "mismatch/k3")[0] < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_call", "message"),
+    [
+        ({"repetition_penalty": 1.3}, {"repetition_penalty": None}, "RepetitionPenaltyLogitsProcessor, by generation"),
+        ({"sequence_bias": [[[7], 2.0]]}, None, "SequenceBiasLogitsProcessor, by generation_kwargs or the model's"),
+        ({}, {"guidance_scale": 1.5, "remove_invalid_values": True}, "InfNanRemove.*, UnbatchedClassifierFreeGuidance"),
+        ({}, {"do_sample": False}, "sampled at temperature 1.0, and TRL scores at 0.9"),
+    ],
+)
+def test_generate_is_refused_before_it_samples_what_no_set_shows(of_model, of_call, message, folder):
+    trainer = make(folder, model=configured(**of_model), generation_kwargs=of_call, temperature=0.9)
+    with pytest.raises(ConfigError, match=message):
+        trainer.train()
+
+
+def test_a_processor_that_is_not_known_is_refused_and_left_to_other_modes(folder):
+    class Doubled(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return scores * 2
+
+    for replay in ("R3", "none"):
+        model = policy()
+        model._get_logits_processor = lambda *args, **kwargs: LogitsProcessorList([Doubled()])
+        trainer = make(folder, model=model, replay=replay, max_steps=1)
+        if replay == "R3":
+            with pytest.raises(ConfigError, match=r"Doubled, by .* changes log-probs in a way that no sampling mask"):
+                trainer.train()
+    trainer.train()
+    assert logged(trainer, "mismatch/k3")[0] > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings", "message"),
+    [
+        ({}, {"repetition_penalty": 1.1}, "repetition_penalty = 1.1 changes log-probs"),
+        ({}, {"top_p": 0.8, "generation_kwargs": {"repetition_penalty": 1.3}}, "repetition_penalty = 1.3 changes"),
+        ({}, {"generation_kwargs": {"temperature": 0.5}}, "sampled at temperature 0.5, and TRL scores at 1.0"),
+        (COLOCATE, {"generation_kwargs": {"temperature": 0}}, "sampled at temperature 0, and TRL scores at 1.0"),
+        (COLOCATE, {"generation_kwargs": {"top_p": 0.5}}, "top_p = 0.5 leave tokens out, and vLLM .* a top_k alone"),
+        (
+            COLOCATE,
+            {"top_k": 5, "generation_kwargs": {"frequency_penalty": 0.1, "logit_bias": {7: 2.0}, "seed": 3}},
+            r"frequency_penalty = 0.1, logit_bias = \{7: 2.0\} changes",
+        ),
+        (COLOCATE, {"generation_kwargs": {"bad_words": ["a"], "presence_penalty": 0.0}}, r"^bad_words = \['a'\] chang"),
+        (COLOCATE, {"vllm_structured_outputs_regex": "a+"}, r"structured_outputs_regex = a\+ changes"),
+        (SERVER, {"generation_kwargs": {"min_p": 0.1}}, "min_p = 0.1 leave tokens out, and the answers that TRL asks"),
+        (SERVER, {"generation_kwargs": {"min_tokens": 3}}, "min_tokens = 3 changes"),
+    ],
+)
+def test_settings_that_no_set_shows_are_refused_under_r3_alone(mode, settings, message, folder, monkeypatch):
+    colocated(monkeypatch, as_they_are)
+    served(monkeypatch, as_they_are)
+    with pytest.raises(ConfigError, match=message):
+        make(folder, **mode, **settings)
+    make(folder, replay="none", **mode, **settings)
+
+
+def test_cuts_by_generation_kwargs_bring_the_masks_of_a_colocated_vllm(folder, monkeypatch):
+    """The stand-in samples in bfloat16: what is left of the mismatch is rounding."""
+    k3 = {}
+    for replay in ("R3", "none"):
+        with monkeypatch.context() as patch:
+            colocated(patch, as_they_are)
+            settings = {"generation_kwargs": {"top_p": 0.5, "top_k": 30, "seed": 1}, **COLOCATE}
+            trainer = make(folder, replay=replay, max_steps=1, **settings)
+            trainer.train()
+            k3[replay] = logged(trainer, "mismatch/k3")[0]
+    assert k3["R3"] < 1e-3 < 1e-1 < k3["none"]
+
+
+def test_a_rollout_without_the_masks_that_its_settings_call_for_is_refused(folder):
+    sample = rollout_with(EmbeddedEngine(policy(), "float32"))
+
+    def roll_out(prompts, trainer):
+        output = sample(prompts, trainer)
+        output["routed_experts"] = [each.without_streams(SAMPLING) for each in output["routed_experts"]]
+        return output
+
+    with pytest.raises(ReplayError, match=r"top_p = 0.8 leave tokens out, and the rollout has"):
+        make(folder, rollout_func=roll_out, max_steps=1, top_p=0.8).train()
