@@ -58,6 +58,14 @@ def test_the_figures_are_those_of_the_measures_taken_apart(model):
     assert found.without.f(2.0) == np.mean(np.abs(log_r) > math.log(2))
 
 
+def test_a_sequence_longer_than_a_micro_step_is_examined(model):
+    good = generation(model, "bfloat16")
+    assert good.trace.lengths.max() > 16 > good.trace.lengths.min()
+    evidence = examine(model, good, micro_step_tokens=16)
+    np.testing.assert_allclose(evidence.native.logprobs_R, evidence.repacked.logprobs_R, atol=1e-4)
+    assert diagnose(evidence).headline.startswith("R3 helps by a factor of")
+
+
 def test_a_shifted_trace_is_called_shifted(model):
     found = diagnosis(model, shifted(generation(model)))
     assert found.worst is Severity.PROBLEM
