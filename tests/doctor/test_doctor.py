@@ -9,6 +9,7 @@ import torch
 
 from foreroute.doctor import Evidence, Severity, TrainerPass, diagnose
 from foreroute.doctor.examine import QUICK, examine
+from foreroute.trace import SAMPLING
 from tests.doctor.doctor_cases import VERSION, generation, older, shifted
 from tests.models import tiny
 
@@ -114,6 +115,15 @@ def test_routes_alone_are_compared_too(model):
     found = diagnosis(model, None, trace=trace)
     assert found.measures.without is None
     assert found.measures.routes.rows > 0
+    assert found.worst is Severity.FINE
+
+
+def test_routes_alone_are_compared_with_sampling_masks_beside_them(model):
+    masked = generation(model, "bfloat16", top_p=0.8).trace
+    assert SAMPLING in masked.streams
+    found, plain = (diagnosis(model, None, trace=trace) for trace in (masked, masked.without_streams(SAMPLING)))
+    assert found.measures.routes.differing_L.tolist() == plain.measures.routes.differing_L.tolist()
+    assert found.headline == plain.headline
     assert found.worst is Severity.FINE
 
 

@@ -85,6 +85,8 @@ def _passes(
         return Evidence(replay_error=error_text, **given)
     if wrong := misplaced_masks(trace):
         given |= {"mask_error": wrong, "engine_logprobs_R": None}
+    if given["engine_logprobs_R"] is None:
+        # nothing is compared with log-probs on the masks, and of routes alone nobody says which tokens were sampled
         sequences = replace(sequences, trace=trace.without_streams(SAMPLING))
     together = list(by_token_budget(trace.lengths, int(trace.lengths.max(initial=budget)), padded=True))
     alone = [np.array([s]) for s in range(len(trace))]
