@@ -71,6 +71,7 @@ REFUSED = {
     "one sequence less": (returned()[:2], "choices of 2 sequences for 3"),
     "no base64": (["!", *returned()[1:]], "no base64 of int32"),
     "cut": ([base64.b64encode(b"\0" * 68).decode(), *returned()[1:]], "17 numbers; expected a multiple of 6 rows x 3"),
+    "of one token": ([returned()[0], base64.b64encode(b"\0" * 8).decode(), returned()[2]], "sequence 1 are 2 numbers"),
     "floats": ([returned()[0].astype(float), *returned()[1:]], "float64 of shape"),
 }
 

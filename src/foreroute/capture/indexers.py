@@ -130,7 +130,7 @@ def _array(returned: str | NDArray[np.int32], sequence: int, length: int, num_la
             flat = np.frombuffer(base64.b64decode(returned, validate=True), "<i4")
         except (binascii.Error, ValueError) as error:
             raise CaptureError(f"the choices of sequence {sequence} are no base64 of int32 ({error})") from error
-        if flat.size % max(1, rows * num_layers):
+        if flat.size % (rows * num_layers) if rows else flat.size:
             raise CaptureError(
                 f"the choices of sequence {sequence} are {flat.size} numbers; expected a multiple of {rows} rows x "
                 f"{num_layers} layers"
