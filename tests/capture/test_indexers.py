@@ -86,6 +86,8 @@ def test_what_cannot_be_choices_of_these_sequences_is_refused(broken):
 def test_layers_that_an_engine_does_not_return_are_refused():
     with pytest.raises(CaptureError, match=r"returns 1 layers, .* indexers of 1 heads in layers \[0, 2\]"):
         with_indexer_choices(TRACE, returned(), INDEXERS, num_layers=1)
+    with pytest.raises(CaptureError, match=r"returns 3 layers, .* in layers \[\]"):
+        with_indexer_choices(TRACE, returned(), IndexerSpec(3, ()), num_layers=3)
 
 
 R = wires.rollout(np.random.default_rng(5), prompt=7, response=5)
