@@ -71,6 +71,7 @@ REFUSED = {
     "one sequence less": (returned()[:2], "choices of 2 sequences for 3"),
     "no base64": (["!", *returned()[1:]], "no base64 of int32"),
     "cut": ([base64.b64encode(b"\0" * 68).decode(), *returned()[1:]], "17 numbers; expected a multiple of 6 rows x 3"),
+    "of one token": ([returned()[0], base64.b64encode(b"\0" * 8).decode(), returned()[2]], "sequence 1 are 2 numbers"),
     "floats": ([returned()[0].astype(float), *returned()[1:]], "float64 of shape"),
 }
 
@@ -85,6 +86,8 @@ def test_what_cannot_be_choices_of_these_sequences_is_refused(broken):
 def test_layers_that_an_engine_does_not_return_are_refused():
     with pytest.raises(CaptureError, match=r"returns 1 layers, .* indexers of 1 heads in layers \[0, 2\]"):
         with_indexer_choices(TRACE, returned(), INDEXERS, num_layers=1)
+    with pytest.raises(CaptureError, match=r"returns 3 layers, .* in layers \[\]"):
+        with_indexer_choices(TRACE, returned(), IndexerSpec(3, ()), num_layers=3)
 
 
 R = wires.rollout(np.random.default_rng(5), prompt=7, response=5)

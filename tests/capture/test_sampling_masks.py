@@ -131,3 +131,19 @@ def test_masks_of_some_sequences_or_of_no_vocabulary_are_refused():
         decode(vllm(R, sets), model=R.facts)
     with pytest.raises(CaptureError, match="sequence 1 has no sampling mask"):
         decode([vllm(R, sets), wires.vllm_narrow(R)], model=FACTS)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_response_without_a_prompt_has_no_row_for_its_first_mask(others):
+    """The row before its first token would be the last of another sequence."""
+    bare = replace(R, prompt=[], response=R.tokens)
+    answers = [vllm(R, sets_for(R.response))] * others + [vllm(bare, sets_for(bare.response))]
+    with pytest.raises(CaptureError, match=f"sequence {others} has 12 sampling masks and 12 tokens.*expected a prompt"):
+        decode(answers, model=FACTS)
+
+
+def test_a_sequence_without_tokens_has_masks_for_none():
+    empty = replace(R, prompt=[], response=[], routes_RLK=R.routes_RLK[:0])
+    sets = sets_for(R.response)
+    for answers in ([vllm(empty, []), vllm(R, sets)], [vllm(R, sets), vllm(empty, [])]):
+        assert masks_of(decode(answers, model=FACTS)) == masks_of(decode(vllm(R, sets), model=FACTS))

@@ -12,7 +12,7 @@ from foreroute.engines.embedded import EmbeddedEngine
 VERSION = 3
 
 
-def generation(model, precision="float32", *, sequences=8, temperature=1.0, below=49, indexers=False):
+def generation(model, precision="float32", *, sequences=8, temperature=1.0, below=49, indexers=False, top_p=1.0):
     """Two responses to each of some prompts."""
     engine = EmbeddedEngine(model, precision, indexers=indexers)
     engine.load_weights(model.state_dict(), VERSION)
@@ -20,7 +20,7 @@ def generation(model, precision="float32", *, sequences=8, temperature=1.0, belo
     prompts = [rng.integers(1, below, n).astype(np.int32) for n in rng.integers(4, 10, sequences)]
     return engine.generate(
         prompts,
-        Sampling(group_size=2, max_new_tokens=24, end_token=below, temperature=temperature),
+        Sampling(group_size=2, max_new_tokens=24, end_token=below, temperature=temperature, top_p=top_p),
         torch.Generator().manual_seed(0),
     )
 

@@ -9,6 +9,7 @@ import torch
 
 from foreroute.doctor import Evidence, Severity, TrainerPass, diagnose
 from foreroute.doctor.examine import QUICK, examine
+from foreroute.trace import SAMPLING
 from tests.doctor.doctor_cases import VERSION, generation, older, shifted
 from tests.models import tiny
 
@@ -56,6 +57,14 @@ def test_the_figures_are_those_of_the_measures_taken_apart(model):
     assert found.without.k3 == pytest.approx(np.mean(np.exp(log_r) - 1 - log_r))
     np.testing.assert_allclose(evidence.native.logprobs_R, evidence.repacked.logprobs_R, atol=1e-4)
     assert found.without.f(2.0) == np.mean(np.abs(log_r) > math.log(2))
+
+
+def test_a_sequence_longer_than_a_micro_step_is_examined(model):
+    good = generation(model, "bfloat16")
+    assert good.trace.lengths.max() > 16 > good.trace.lengths.min()
+    evidence = examine(model, good, micro_step_tokens=16)
+    np.testing.assert_allclose(evidence.native.logprobs_R, evidence.repacked.logprobs_R, atol=1e-4)
+    assert diagnose(evidence).headline.startswith("R3 helps by a factor of")
 
 
 def test_a_shifted_trace_is_called_shifted(model):
@@ -106,6 +115,15 @@ def test_routes_alone_are_compared_too(model):
     found = diagnosis(model, None, trace=trace)
     assert found.measures.without is None
     assert found.measures.routes.rows > 0
+    assert found.worst is Severity.FINE
+
+
+def test_routes_alone_are_compared_with_sampling_masks_beside_them(model):
+    masked = generation(model, "bfloat16", top_p=0.8).trace
+    assert SAMPLING in masked.streams
+    found, plain = (diagnosis(model, None, trace=trace) for trace in (masked, masked.without_streams(SAMPLING)))
+    assert found.measures.routes.differing_L.tolist() == plain.measures.routes.differing_L.tolist()
+    assert found.headline == plain.headline
     assert found.worst is Severity.FINE
 
 

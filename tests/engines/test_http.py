@@ -15,7 +15,7 @@ from tests.engines.recorded_answers import serving
 
 @contextmanager
 def dripping(first, then=b" "):
-    """A server that sends a few bytes, and then one every 50 ms for ever."""
+    """A server that sends a few bytes, and then some every 50 ms for eight seconds."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve():
@@ -24,7 +24,7 @@ def dripping(first, then=b" "):
             connection.recv(1 << 16)
             try:
                 connection.sendall(first)
-                while True:
+                for _ in range(160):
                     time.sleep(0.05)
                     connection.sendall(then)
             except OSError:
@@ -35,13 +35,63 @@ def dripping(first, then=b" "):
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
+@contextmanager
+def ending_in_time(within_s=5.0):
+    start = time.monotonic()
+    with pytest.raises(EngineError, match=r"did not answer within 0\.3 s"):
+        yield
+    assert time.monotonic() - start < within_s
+
+
+def assert_ends_in_time(first, then=b" ", *, scheme="http"):
+    with dripping(first, then) as url, ending_in_time():
+        Endpoint(url.replace("http", scheme), timeout_s=0.3, what="the server").get("/x")
+
+
 @pytest.mark.parametrize("status", [b"200 OK", b"500 Internal Server Error"])
 def test_an_answer_that_drips_for_ever_ends_in_time(status):
-    start = time.monotonic()
-    head = b"HTTP/1.1 " + status + b"\r\nContent-Length: 100000\r\n\r\n{"
-    with dripping(head) as url, pytest.raises(EngineError, match=r"did not answer within 0\.5 s"):
-        Endpoint(url, timeout_s=0.5, what="the server").get("/x")
-    assert time.monotonic() - start < 5
+    assert_ends_in_time(b"HTTP/1.1 " + status + b"\r\nContent-Length: 100000\r\n\r\n{")
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (b"HTTP/1.1 200 O", b"K"),
+        (b"HTTP/1.1 200 OK\r\nX-Slow: ", b"a"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;", b"a"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n", b"X: a\r\n"),
+    ],
+    ids=["status", "header", "interim answers", "chunk", "trailers"],
+)
+def test_what_stands_around_an_answer_ends_in_time(first, then):
+    assert_ends_in_time(first, then)
+
+
+def test_a_handshake_that_drips_ends_in_time():
+    assert_ends_in_time(b"\x16\x03\x03\x40\x00", b"\x02", scheme="https")
+
+
+def test_a_proxy_that_drips_ends_in_time(monkeypatch):
+    with dripping(b"HTTP/1.1 200 Connection established\r\nX-Slow: ", b"a") as proxy:
+        monkeypatch.setenv("https_proxy", proxy)
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        with ending_in_time():
+            Endpoint("https://engine.test", timeout_s=0.3, what="the server").get("/x")
+
+
+def test_addresses_that_cannot_be_reached_share_the_time(monkeypatch):
+    with socket.socket() as full, socket.socket() as first, socket.socket() as second:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for waiting in (first, second):  # fill its queue, so that further connections are not answered
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        found = socket.getaddrinfo(*full.getsockname(), type=socket.SOCK_STREAM)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found * 4)
+        with ending_in_time(within_s=0.8):
+            Endpoint(f"http://127.0.0.1:{full.getsockname()[1]}", timeout_s=0.3, what="the server").get("/x")
 
 
 def test_a_server_that_says_nothing_ends_in_time():

@@ -42,7 +42,7 @@ def with_indexer_choices(
         raise CaptureError(f"got choices of {len(returned)} sequences for {len(trace)}; expected one array for each")
     numbers = [layer.index for layer in indexers.layers]
     columns = list(range(len(numbers))) if num_layers == len(numbers) else numbers
-    if indexers.heads != 1 or max(columns) >= num_layers:
+    if indexers.heads != 1 or max(columns, default=num_layers) >= num_layers:
         raise CaptureError(
             f"the engine returns {num_layers} layers, and the model has indexers of {indexers.heads} heads in layers "
             f"{numbers[:8]}; expected indexers of one head, and all layers of the model or those alone"
@@ -130,7 +130,7 @@ def _array(returned: str | NDArray[np.int32], sequence: int, length: int, num_la
             flat = np.frombuffer(base64.b64decode(returned, validate=True), "<i4")
         except (binascii.Error, ValueError) as error:
             raise CaptureError(f"the choices of sequence {sequence} are no base64 of int32 ({error})") from error
-        if flat.size % max(1, rows * num_layers):
+        if flat.size % (rows * num_layers) if rows else flat.size:
             raise CaptureError(
                 f"the choices of sequence {sequence} are {flat.size} numbers; expected a multiple of {rows} rows x "
                 f"{num_layers} layers"

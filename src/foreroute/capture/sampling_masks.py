@@ -49,7 +49,8 @@ def decode_masks(
     ids, start = [np.zeros(0, np.int64)], 0
     for s, (raw, own) in enumerate(zip(sequences, tokens, strict=True)):
         sets = _sets(raw, s, len(own))
-        first, after = start + len(own) - 1 - len(sets), start + len(own) - 1
+        after = start + max(len(own) - 1, 0)
+        first = after - len(sets)
         valid[first:after] = True
         next_ids[start:after] = own[1:]
         sizes = np.array([len(each) for each in sets], np.int64)
@@ -109,12 +110,18 @@ def _sets(raw: RawSequence, sequence: int, num_tokens: int) -> list[NDArray[np.i
         )
     sets = [_ids(each, sequence) for each in items_of(masks, "the sampling mask")]
     response = raw.response_token_ids
-    generated = num_tokens - 1 if response is None else len(items_of(response, "the response"))
+    rows = max(num_tokens - 1, 0)
+    generated = rows if response is None else len(items_of(response, "the response"))
     if len(sets) > generated or (response is not None and len(sets) < generated):
         raise CaptureError(
             f"sequence {sequence} has {len(sets)} sampling masks for {generated} "
             f"{'tokens behind its first' if response is None else 'generated tokens'}; expected one for each generated "
             "token"
+        )
+    if len(sets) > rows:
+        raise CaptureError(
+            f"sequence {sequence} has {len(sets)} sampling masks and {num_tokens} tokens, and a mask stands on the row "
+            "before its token; expected a prompt of one token at least"
         )
     return sets
 

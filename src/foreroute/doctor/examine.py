@@ -49,7 +49,7 @@ def examine(
         generation: S sequences with the engine's log-probs, or None to look at the routes of `trace` alone.
         trace: routes without log-probs. Sequences of fewer than two tokens are left out.
         temperature: that the engine divided its logits by.
-        micro_step_tokens: token slots of one forward.
+        micro_step_tokens: token slots of one forward; as many as the longest sequence has, where that is more.
         expected_version: the weight version that the trainer is at.
         random_weights: recorded in the evidence.
 
@@ -85,8 +85,10 @@ def _passes(
         return Evidence(replay_error=error_text, **given)
     if wrong := misplaced_masks(trace):
         given |= {"mask_error": wrong, "engine_logprobs_R": None}
+    if given["engine_logprobs_R"] is None:
+        # nothing is compared with log-probs on the masks, and of routes alone nobody says which tokens were sampled
         sequences = replace(sequences, trace=trace.without_streams(SAMPLING))
-    together = list(by_token_budget(trace.lengths, budget, padded=True))
+    together = list(by_token_budget(trace.lengths, int(trace.lengths.max(initial=budget)), padded=True))
     alone = [np.array([s]) for s in range(len(trace))]
     native = _run(routed, sequences, together, temperature)
     repeated = _run(routed, sequences, together, temperature)

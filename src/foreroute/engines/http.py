@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from io import BufferedReader, RawIOBase
 from typing import Any, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
@@ -100,7 +102,8 @@ class Endpoint:
 
     Args:
         url: such as "http://127.0.0.1:8000".
-        timeout_s: how long one answer may take.
+        timeout_s: how long one answer may take, from the connection to its last byte. To look up the address of a name
+            has the limits of the system.
         what: names the server, for messages.
 
     Attributes:
@@ -115,7 +118,7 @@ class Endpoint:
         self._what = what
         # no redirects, and nothing but HTTP
         self._opener = OpenerDirector()
-        for handler in (ProxyHandler, HTTPHandler, HTTPSHandler, HTTPDefaultErrorHandler, HTTPErrorProcessor):
+        for handler in (ProxyHandler, _Plain, _Encrypted, HTTPDefaultErrorHandler, HTTPErrorProcessor):
             self._opener.add_handler(handler())
 
     def get(self, path: str) -> Answer:
@@ -134,15 +137,14 @@ class Endpoint:
 
     def _answer(self, request: Request, path: str) -> Answer:
         where = f"{self._what} at {self.url}{path}"
-        deadline = time.monotonic() + self._timeout_s
         try:
             try:
                 with self._opener.open(request, timeout=self._timeout_s) as response:
-                    text = _read(response, MAX_RESPONSE_BYTES + 1, deadline)
+                    text = _read(response, MAX_RESPONSE_BYTES + 1)
             except HTTPError as error:
                 with error:
                     elsewhere = error.headers.get("Location")
-                    said = _read(error, MAX_ERROR_CHARS, deadline).decode(errors="replace")
+                    said = _read(error, MAX_ERROR_CHARS).decode(errors="replace")
                 if elsewhere is not None:
                     raise EngineError(f"{where} sends to {elsewhere:.200}; name the address itself") from error
                 raise EngineError(f"{where} refused with status {error.code}: {said}") from error
@@ -168,11 +170,80 @@ def _is_address(url: str) -> bool:
         return False
 
 
-def _read(response: HTTPResponse | HTTPError, most_bytes: int, deadline: float) -> bytearray:
-    """All of it or `most_bytes`. A timeout of the socket counts from byte to byte, so a slow drip would never end."""
+def _read(response: HTTPResponse | HTTPError, most_bytes: int) -> bytearray:
+    """All of it or `most_bytes`."""
     text = bytearray()
     while len(text) < most_bytes and (part := response.read1(min(_CHUNK_BYTES, most_bytes - len(text)))):
         text += part
-        if time.monotonic() > deadline:
-            raise TimeoutError
     return text
+
+
+class _TimedConnection(HTTPConnection):
+    """Every step of a request ends at one deadline, `timeout` seconds after it began.
+
+    A timeout of the socket counts from byte to byte, so a slow drip would never end.
+    """
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self._deadline = time.monotonic() + (self.timeout or 0.0)
+
+    def connect(self) -> None:
+        addresses = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        self.timeout = _left(self._deadline) / len(addresses)  # they are tried one after the other
+        super().connect()
+        self.sock.settimeout(_left(self._deadline))  # of the handshake
+
+    def send(self, data: Any) -> None:
+        if self.sock is None:
+            self.connect()
+        self.sock.settimeout(_left(self._deadline))
+        super().send(data)
+
+    # a proxy's, too
+    def response_class(self, sock: socket.socket, **given: Any) -> HTTPResponse:  # type: ignore[override]
+        return HTTPResponse(_TimedReads(sock, self._deadline), **given)  # type: ignore[arg-type]
+
+
+class _TimedTLSConnection(HTTPSConnection, _TimedConnection):
+    """Its handshake, too."""
+
+
+class _TimedReads(RawIOBase):
+    """What a socket receives, up to a deadline."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self._sock, self._deadline = sock, deadline
+        self._received = sock.makefile("rb", buffering=0)
+
+    def makefile(self, _: str) -> BufferedReader:
+        return BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._sock.settimeout(_left(self._deadline))
+        return self._received.readinto(buffer)
+
+    def close(self) -> None:
+        self._received.close()
+        super().close()
+
+
+class _Plain(HTTPHandler):
+    def http_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(_TimedConnection, req)
+
+
+class _Encrypted(HTTPSHandler):
+    def https_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(_TimedTLSConnection, req)
+
+
+def _left(deadline: float) -> float:
+    """Seconds until then."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left

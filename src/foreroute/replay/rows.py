@@ -132,11 +132,13 @@ class ReplayRows:
         routed = real if is_whole else is_routed(trace, row_of_slot)
         # a copy: whoever is given the loss mask may write to it, and on the CPU tensors share the memory of arrays
         counted = is_faithful(decided, row_of_slot) if missing == "drop" and not is_whole else real.copy()
-        ids_RLK = trace.expert_ids_NLK[row_of_slot]
+        ids_RLK = _of_slots(trace.expert_ids_NLK, row_of_slot)
         if spread_padding:
             ids_RLK, routed = fill_padding(ids_RLK, ~real, np.zeros(trace.spec.num_experts, np.int64)), routed | ~real
         ids_LRK = np.ascontiguousarray(ids_RLK.transpose(1, 0, 2))
-        weights_LRK = np.ascontiguousarray(weights_of(trace)[row_of_slot].transpose(1, 0, 2)) if weights else None
+        weights_LRK = (
+            np.ascontiguousarray(_of_slots(weights_of(trace), row_of_slot).transpose(1, 0, 2)) if weights else None
+        )
         pinned = _pinned(ids_LRK, device)
         rows = cls.from_host(pinned, routed, real, counted, device, weights_LRK=weights_LRK, counts=counts)
         return replace(rows, indexers=indexers)
@@ -202,6 +204,13 @@ def _pinned(array: NDArray[Any], device: torch.device) -> Tensor:
     """A copy from other memory would wait for what was launched before it."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def _of_slots(values_NLK: NDArray[Any], row_of_slot: NDArray[np.int64]) -> NDArray[Any]:
+    """[R, L, K], arbitrary for padding; zeros where all is padding of an empty trace."""
+    if not len(values_NLK):
+        return np.zeros((len(row_of_slot), *values_NLK.shape[1:]), values_NLK.dtype)
+    return np.asarray(values_NLK[row_of_slot])
 
 
 def is_routed(trace: RoutingTrace, row_of_slot: NDArray[np.int64]) -> NDArray[np.bool_]:

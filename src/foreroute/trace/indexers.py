@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from foreroute.errors import SpecMismatchError, TraceContentError
 from foreroute.trace.checks import as_offsets, join_ranges
-from foreroute.trace.spec import RoutedLayer
-from foreroute.trace.streams import MOST_CHOICES, DecisionStream
+from foreroute.trace.spec import RoutedLayer, as_count
+from foreroute.trace.streams import MOST_CHOICES, DecisionStream, as_choices
 
 INDEXER = "indexer"
 """The stream of indexer choices: ids are units of the sequence, and D layers decide."""
@@ -42,6 +42,11 @@ class IndexerSpec:
     unit: int = 1
     heads: int = 1
     sees_begun: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "unit", "heads"):
+            object.__setattr__(self, name, as_count(getattr(self, name), MOST_CHOICES, name=name))
+        object.__setattr__(self, "layers", as_choices(MOST_CHOICES, self.layers)[1])
 
     def num_visible(self, position_N: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64 [N], the units that a query at each position sees; none at a negative one, such as of padding."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,7 @@ class RoutedLayer:
     def __post_init__(self) -> None:
         if not is_whole(self.index) or not 0 <= self.index <= MAX_LAYER_NUMBER:
             raise TraceContentError(f"a routed layer has number {self.index!r:.40}; expected 0 to {MAX_LAYER_NUMBER}")
+        object.__setattr__(self, "index", int(self.index))
         if not isinstance(self.kind, LayerKind):
             raise TraceContentError(
                 f"layer {self.index} is of kind {self.kind!r:.40}; expected one of {', '.join(LayerKind)}"
@@ -71,10 +72,9 @@ class RoutingSpec:
     id_dtype: np.dtype[np.uint8] | np.dtype[np.uint16] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not is_whole(self.num_experts) or not 1 <= self.num_experts <= MAX_EXPERTS:
-            raise TraceContentError(f"num_experts is {self.num_experts!r:.40}; expected 1 to {MAX_EXPERTS}")
-        if not is_whole(self.top_k) or not 1 <= self.top_k <= self.num_experts:
-            raise TraceContentError(f"top_k is {self.top_k!r:.40}; expected 1 to num_experts = {self.num_experts}")
+        object.__setattr__(self, "num_experts", as_count(self.num_experts, MAX_EXPERTS, name="num_experts"))
+        object.__setattr__(self, "top_k", as_count(self.top_k, self.num_experts, name="top_k"))
+        object.__setattr__(self, "layers", as_layers(self.layers))
         if not self.layers:
             raise TraceContentError("the layer table is empty; a routed model has at least one routed layer")
         count = len(self.layers)
@@ -146,7 +146,32 @@ def layers_from(entries: Any) -> tuple[RoutedLayer, ...]:
     return tuple(RoutedLayer(number, LayerKind(kind)) for number, kind in entries)
 
 
-def is_whole(value: object) -> bool:
+def as_layers(layers: object) -> tuple[RoutedLayer, ...]:
+    """Make a layer table of the routed layers that are given.
+
+    Raises:
+        TraceContentError: when they are something else.
+    """
+    table = tuple(layers) if isinstance(layers, Iterable) else None
+    if table is None or not all(isinstance(layer, RoutedLayer) for layer in table):
+        raise TraceContentError(
+            f"the layers are {layers!r:.60}; expected routed layers, such as [RoutedLayer(0), RoutedLayer(1)]"
+        )
+    return table
+
+
+def as_count(value: object, most: int, *, name: str) -> int:
+    """Make an integer from 1 to `most`, of Python or numpy, one of Python.
+
+    Raises:
+        TraceContentError: when it is another number, or none.
+    """
+    if not is_whole(value) or not 1 <= value <= most:
+        raise TraceContentError(f"{name} is {value!r:.40}; expected 1 to {most}")
+    return int(value)
+
+
+def is_whole(value: object) -> TypeGuard[int]:
     """Say whether it is an integer, and no truth value."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 

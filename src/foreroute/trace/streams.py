@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import SpecMismatchError, TraceContentError
 from foreroute.trace.checks import as_array, as_mask, as_offsets, ascending, take_ranges
-from foreroute.trace.spec import MAX_LAYERS, RoutedLayer, is_whole
+from foreroute.trace.spec import MAX_LAYERS, RoutedLayer, as_count, as_layers
 
 SAMPLING = "sampling"
 """The stream of sampling masks: ids are tokens, and no layer decides."""
@@ -46,6 +46,11 @@ class DecisionStream:
     ids: NDArray[np.int32]
     layers: tuple[RoutedLayer, ...] = ()
 
+    def __post_init__(self) -> None:
+        num_choices, layers = as_choices(self.num_choices, self.layers)
+        object.__setattr__(self, "num_choices", num_choices)
+        object.__setattr__(self, "layers", layers)
+
     @classmethod
     def from_sets(
         cls,
@@ -69,8 +74,8 @@ class DecisionStream:
         Raises:
             TraceContentError: for an id out of range or twice in a set, or shapes that disagree.
         """
-        table, valid_N = tuple(layers), as_mask(valid, name="valid")
-        check_choices(num_choices, table)
+        num_choices, table = as_choices(num_choices, layers)
+        valid_N = as_mask(valid, name="valid")
         counts_ND, flat = as_array(counts, name="counts"), as_array(ids, name="ids")
         depth = max(1, len(table))
         shapes = ((len(valid_N),), (len(valid_N), depth)) if depth == 1 else ((len(valid_N), depth),)
@@ -97,8 +102,7 @@ class DecisionStream:
     @classmethod
     def absent(cls, num_choices: int, num_rows: int, *, layers: Iterable[RoutedLayer] = ()) -> DecisionStream:
         """Make a stream in which no row has a decision, such as for prompts."""
-        table = tuple(layers)
-        check_choices(num_choices, table)
+        num_choices, table = as_choices(num_choices, layers)
         empty = np.zeros(num_rows * max(1, len(table)) + 1, np.int64)
         return cls(num_choices, np.zeros(num_rows, np.bool_), empty, np.zeros(0, np.int32), table)
 
@@ -175,7 +179,6 @@ class DecisionStream:
 
     def check(self) -> None:
         """Raise `TraceContentError` unless the arrays can be those of a stream."""
-        check_choices(self.num_choices, self.layers)
         ids, offsets = self.ids, self.offsets
         if len(offsets) != self.num_rows * self.depth + 1 or not ascending(offsets, len(ids)):
             raise TraceContentError(f"the offsets of {self.num_rows} rows do not go from 0 to the {len(ids)} ids")
@@ -192,12 +195,12 @@ class DecisionStream:
             raise TraceContentError(f"row {row} has id {int(ids[wrong])} twice, or ids that do not ascend")
 
 
-def check_choices(num_choices: int, layers: Sequence[RoutedLayer]) -> None:
-    """Raise `TraceContentError` unless there can be so many choices, in such layers."""
-    if not is_whole(num_choices) or not 1 <= num_choices <= MOST_CHOICES:
-        raise TraceContentError(f"num_choices is {num_choices!r:.40}; expected 1 to {MOST_CHOICES}")
-    if len(layers) > MAX_LAYERS or len(set(layers)) != len(layers):
-        raise TraceContentError(f"{len(layers)} layers decide; expected {MAX_LAYERS} at most, and none twice")
+def as_choices(num_choices: int, layers: Iterable[RoutedLayer]) -> tuple[int, tuple[RoutedLayer, ...]]:
+    """Return so many choices, and such layers. Raises `TraceContentError` when there cannot be these."""
+    table = as_layers(layers)
+    if len(table) > MAX_LAYERS or len(set(table)) != len(table):
+        raise TraceContentError(f"{len(table)} layers decide; expected {MAX_LAYERS} at most, and none twice")
+    return as_count(num_choices, MOST_CHOICES, name="num_choices"), table
 
 
 def joined(name: str, parts: Sequence[DecisionStream | None], routed_N: Sequence[NDArray[np.bool_]]) -> DecisionStream:

@@ -361,3 +361,14 @@ def test_a_compiled_model_replays_routes_and_refuses_choices():
         torch.testing.assert_close(output_of(model, BATCH), expected, rtol=0, atol=1e-4)
     with pytest.raises(ReplayError, match="in eager mode alone"), routed.replay(trace), torch.no_grad():
         output_of(model, BATCH)
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_a_batch_of_padding_alone_is_replayed_as_it_was_recorded(family):
+    model, routed = attached(family)
+    padding = {name: torch.zeros((2, 5), dtype=torch.int64) for name in ("input_ids", "attention_mask")}
+    with torch.no_grad(), routed.record(indexers=True) as recording:
+        native = model(**padding, use_cache=False)[0]
+    assert recording.trace().streams["indexer"].num_rows == 0
+    with torch.no_grad(), routed.replay(recording.trace()):
+        assert torch.equal(model(**padding, use_cache=False)[0], native)

@@ -141,3 +141,20 @@ def test_a_padding_that_there_is_not_is_refused():
     trace = random_routes(routed.spec, batch_of(*LENGTHS))
     with pytest.raises(ConfigError, match="padding is 'zero'"):
         routed.replay(trace, padding="zero").__enter__()
+
+
+@pytest.mark.parametrize("padding", ["native", "spread"])
+def test_a_batch_of_padding_alone_is_replayed_as_it_was_recorded(padding):
+    """As that of a rank that got no sequence."""
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    batch = {name: torch.zeros((2, 5), dtype=torch.int64) for name in ("input_ids", "attention_mask")}
+    with torch.no_grad(), routed.record(gate_weights=True) as recording:
+        native = model(**batch, use_cache=False).logits
+    trace = recording.trace()
+    assert (len(trace), trace.num_rows) == (2, 0)
+    for how in ({}, {"gate_weights": True}, {"missing": "drop", "telemetry": True}):
+        with torch.no_grad(), routed.replay(trace, padding=padding, **how) as session:
+            replayed = model(**batch, use_cache=False).logits
+        assert torch.equal(replayed, native) == (padding == "native")
+    assert not session.loss_mask_BT.any()

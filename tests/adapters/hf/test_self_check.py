@@ -10,6 +10,7 @@ from foreroute.adapters.hf.selection_rules import RULES
 from foreroute.errors import AttachError
 from tests.adapters.hf.families import build
 from tests.adapters.hf.family_checks import foreign_routes, ids_of, run
+from tests.models import tiny
 
 
 class FutureRouter(Qwen3MoeTopKRouter):
@@ -159,6 +160,25 @@ def test_a_layer_that_runs_past_its_router_is_refused(family):
     model = build(family)
     model.model.layers[1].mlp.forward = lambda hidden: hidden
     with pytest.raises(AttachError, match=r"layers\.1\.mlp\.gate .* did not run, but its layer did"):
+        hf.attach(model)
+
+
+def share(model, part):
+    """The last layer takes a part of the first one, or all of it."""
+    layers = model.model.layers
+    if part == "layer":
+        layers[2] = layers[0]
+    elif part == "block":
+        layers[2].mlp = layers[0].mlp
+    else:
+        layers[2].mlp.gate = layers[0].mlp.gate
+
+
+@pytest.mark.parametrize("part", ["router", "block", "layer"])
+def test_layers_that_share_a_router_are_named(part):
+    model = tiny("qwen3_moe")
+    share(model, part)
+    with pytest.raises(AttachError, match=r"at model\.layers\.0\.mlp\.gate, model\.layers\.2\.mlp\.gate .*twice"):
         hf.attach(model)
 
 

@@ -126,8 +126,8 @@ def probe(model: nn.Module, candidates: list[RouterSite]) -> Probe:
     gates that select nothing.
 
     Raises:
-        AttachError: when the forward fails, no router runs, a router runs without selecting, or a layer runs past its
-            router.
+        AttachError: when the forward fails, no router runs, a router runs without selecting or for several layers, or a
+            layer runs past its router.
     """
     seen: dict[str, list[Selection]] = {}
     given_tokens: list[nn.Module] = []
@@ -136,6 +136,8 @@ def probe(model: nn.Module, candidates: list[RouterSite]) -> Probe:
     def watch(site: RouterSite, forward: Any, *args: Any, **kwargs: Any) -> Any:
         with site.rule.mode(final=None) as mode:
             result = forward(*args, **kwargs)
+        if mode.seen and seen.get(site.path):
+            raise AttachError(_selected_twice(model, site))
         seen.setdefault(site.path, []).extend(mode.seen)
         return result
 
@@ -160,6 +162,14 @@ def probe(model: nn.Module, candidates: list[RouterSite]) -> Probe:
     if not sites:
         raise AttachError(f"no router of {type(model).__name__} selected anything in a forward on text")
     return Probe(sites, [seen[site.path] for site in sites], _trunk(model, sites, given_tokens))
+
+
+def _selected_twice(model: nn.Module, site: RouterSite) -> str:
+    places = [path for path, module in model.named_modules(remove_duplicate=False) if module is site.module]
+    return (
+        f"the router at {', '.join(places)} ({type(site.module).__name__}) selected twice in one forward, as if layers "
+        "shared it; a trace has one row of routes for each layer. Give each layer a router of its own"
+    )
 
 
 def _refuse_bypassed(candidates: list[RouterSite], selected: set[str], entered: set[str]) -> None:

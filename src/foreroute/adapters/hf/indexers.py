@@ -153,7 +153,8 @@ class FoundIndexers:
                     unit_NHK = self._units(unit_NHK, first_N[:, None, None])
                 seen_NHK = (unit_NHK >= 0) & (unit_NHK < visible_N[:, None, None])
                 ids_NHK = unit_NHK * self.spec.heads + np.arange(self.spec.heads)[:, None]
-                sets = np.sort(np.where(seen_NHK, ids_NHK, MOST_CHOICES).reshape(len(position_N), -1), axis=1)
+                num_ids = self.spec.heads * ids_NHK.shape[2]
+                sets = np.sort(np.where(seen_NHK, ids_NHK, MOST_CHOICES).reshape(len(position_N), num_ids), axis=1)
                 is_id = sets < MOST_CHOICES
                 is_id[:, 1:] &= sets[:, 1:] != sets[:, :-1]  # what was replayed may fill up with the first one
                 yield is_id.sum(axis=1), sets[is_id].astype(np.int32)

@@ -17,7 +17,7 @@ from foreroute.trace.checks import as_offsets, check_memory, take_ranges
 from foreroute.trace.container import GATE_WEIGHTS, STREAM_NAME, RoutingTrace
 from foreroute.trace.file.format import CHANGES, FLOATS, MOST_STREAMS, SEAL_BYTES, SETS, STREAM_COUNTS, STREAM_SHAPES
 from foreroute.trace.spec import RoutedLayer, RoutingSpec, layers_from
-from foreroute.trace.streams import MOST_CHOICES, DecisionStream, check_choices
+from foreroute.trace.streams import MOST_CHOICES, DecisionStream, as_choices
 
 
 @dataclass(frozen=True)
@@ -199,9 +199,7 @@ def _stored(entry: Any) -> StoredStream:
         raise TraceContentError(
             f"a stream is {entry!r:.120}; expected name, codec {SETS!r} or {CHANGES!r}, num_choices and layers"
         )
-    layers = layers_from(entry["layers"])
-    check_choices(entry["num_choices"], layers)
-    return StoredStream(name, entry["codec"], entry["num_choices"], layers)
+    return StoredStream(name, entry["codec"], *as_choices(entry["num_choices"], layers_from(entry["layers"])))
 
 
 def _encode_weights(
