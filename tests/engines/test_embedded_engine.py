@@ -1,6 +1,7 @@
 """The embedded engine against full forwards of the model that it copied."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -203,3 +204,13 @@ def test_untruncated_sampling_has_no_masks_and_the_same_tokens():
 def test_truncations_that_cannot_be_are_refused(wrong, message):
     with pytest.raises(ConfigError, match=message):
         Sampling(max_new_tokens=3, end_token=END, **wrong)
+
+
+def test_numpys_numbers_are_kept_as_pythons_own_that_every_server_takes():
+    given = Sampling(
+        np.int64(5), np.int32(-1), np.uint8(2), np.float32(0.5), np.int64(3), np.float32(0.25), np.float16(0.5)
+    )
+    assert json.dumps(asdict(given)) == json.dumps(asdict(Sampling(5, -1, 2, 0.5, 3, 0.25, 0.5)))
+    for wrong in ({"top_p": "0.5"}, {"min_p": None}, {"top_p": True}, {"temperature": [1.0]}):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is"):
+            Sampling(5, -1, **wrong)

@@ -65,10 +65,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("end_token", -1), ("group_size", 1), ("top_k", 0)):
-            whole_number(getattr(self, name), name, least, MAX_INT32, kind=ConfigError)
-        temperature: object = self.temperature
-        if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature is {shown(temperature)}; expected a number of 0 or more")
+            value = whole_number(getattr(self, name), name, least, MAX_INT32, kind=ConfigError)
+            object.__setattr__(self, name, value)
+        for name in ("temperature", "top_p", "min_p"):
+            given: object = getattr(self, name)
+            if isinstance(given, bool) or not isinstance(given, Real):
+                raise ConfigError(f"{name} is {shown(given)}; expected a number")
+            object.__setattr__(self, name, float(given))
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature is {shown(self.temperature)}; expected a number of 0 or more")
         for name, possible in (("top_p", 0 < self.top_p <= 1), ("min_p", 0 <= self.min_p < 1)):
             if not possible:
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; expected a part of the probability, 0 to 1")
