@@ -184,7 +184,7 @@ def check_rows_without_a_route_are_spread_by_the_plan():
         cut = [routed.shard(t, laid_out(b), missing=missing) for t, b in zip(traces, batches, strict=True)]
         assert all(shard.is_whole == (missing == "spread") for shard in cut)
         made, counts_MLGE, _ = make_plan(routed, None, "planned", 0, cut, None)
-        forward = routed.replaying(forward_step, missing="native", telemetry=True)
+        forward = routed.replaying(forward_step, telemetry=True)
         with routed.execute(made, counts_MLGE, cut) as execution:
             step(chunks, carrying(batches, cut), forward)
         measured.append(forward.agreement().routing)

@@ -271,6 +271,8 @@ def _picks(
 
 def _weights(trace: RoutingTrace, router: RankRows, layers: Sequence[RoutedLayer]) -> NDArray[np.float32]:
     """Gate weights [L, R, K], arbitrary where there is no route."""
+    if not trace.num_rows:
+        return np.zeros((len(layers), len(router), trace.spec.top_k), np.float32)
     columns = [trace.spec.layers.index(layer) for layer in layers]
     return np.ascontiguousarray(weights_of(trace)[:, columns][router.row_of_slot_R].transpose(1, 0, 2))
 

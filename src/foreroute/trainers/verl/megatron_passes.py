@@ -81,7 +81,7 @@ class MegatronPasses:
             ReplayError: when a micro-batch did not go through `forward_step`.
         """
         self._micro_batches, self._num_steps, self._planned = [], 0, None
-        self._replaying = self.routed.replaying(_run, routes_of=self._routes_in, missing="native", telemetry=update)
+        self._replaying = self.routed.replaying(_run, routes_of=self._routes_in, telemetry=update)
         with self.comparison.batch(update=update) as logs:
             with ExitStack() as executions, _told_of_micro_batches(partial(self._prepare, executions)):
                 yield logs
