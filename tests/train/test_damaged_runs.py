@@ -211,6 +211,18 @@ def test_steps_that_run_again_keep_the_lines_that_they_had(whole, folder):
     assert {each.name for each in folder.iterdir()} == {each.name for each in whole.path.iterdir()}
 
 
+def test_other_thresholds_of_alarms_put_nothing_aside(folder):
+    without_checkpoints_after(folder, 6)
+    path = folder / "metrics.jsonl"
+    marked = path.read_bytes().replace(b'"step": 7,', b'"step": 7, "alarms": ["stale_routes"],')
+    path.write_bytes(marked)
+    seen = []
+    with counting():
+        train(config_of(), folder, resume=True, watcher=Watcher(on_superseded=lambda *given: seen.append(given)))
+    assert path.read_bytes() == marked
+    assert not seen
+
+
 def test_steps_that_come_out_otherwise_put_what_was_recorded_aside(whole, folder):
     """As on another machine."""
     without_checkpoints_after(folder, 6)

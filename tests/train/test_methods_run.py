@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.errors import ConfigError, RunFolderError
+from foreroute.errors import ConfigError, FunctionError, RunFolderError
 from foreroute.layout import MicroBatches
 from foreroute.train import load_checkpoint, parse_config, train
 from foreroute.train import rollout as rollout_module
@@ -221,6 +221,22 @@ def test_dynamic_sampling_ends_and_repeats(monkeypatch):
     trainer = trainer_of(config)
     hopeless = roll_out(trainer.engine, trainer.task, config, 0, Ranks())
     assert (hopeless.sampled.rounds, hopeless.informative_S.any()) == (3, False)
+
+
+def test_a_round_whose_rewards_all_fail_leaves_those_before(monkeypatch):
+    def fails(task, problems, generation, size):
+        rounds.append(by_tokens(generation) if not rounds else np.full(len(generation), np.nan))
+        return Scores(rounds[-1], dict.fromkeys(np.flatnonzero(np.isnan(rounds[-1])).tolist(), "the service is down"))
+
+    rounds = []
+    monkeypatch.setattr(rollout_module, "score", fails)
+    config = small_config(rollout={"max_rounds": 2, "prompts": 8})
+    trainer = trainer_of(config)
+    found = roll_out(trainer.engine, trainer.task, config, 0, Ranks())
+    assert np.array_equal(found.rewards_S, rounds[0])
+    assert found.sampled.failures == ("the service is down",) * 32
+    with pytest.raises(FunctionError, match=r"none of 64 responses got a reward\. The first: the service is down"):
+        roll_out(trainer.engine, trainer.task, config, 0, Ranks())
 
 
 def test_all_ranks_are_dealt_from_the_same_rounds(monkeypatch):

@@ -81,6 +81,14 @@ def test_advantages_by_hand():
     assert np.array_equal(same, informative)
 
 
+@pytest.mark.parametrize("kind", ["group_std", "group_mean"])
+def test_rewards_that_differ_by_rounding_are_equal(kind):
+    rewards = np.array([0.1 + 0.2, 0.3, 0.3, 0.3, 1e-12, 2e-12, 0.0, 0.0])
+    advantages, informative = group_advantages(rewards, 4, kind)
+    assert informative.tolist() == [False] * 4 + [True] * 4
+    assert advantages[:4].tolist() == [0] * 4
+
+
 def test_a_reward_at_the_mean_of_its_group_still_counts():
     advantages, informative = group_advantages(np.array([0.0, 0.5, 1.0, 0.5]), 4)
     assert advantages[1] == 0

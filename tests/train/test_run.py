@@ -12,9 +12,11 @@ import foreroute as fr
 from foreroute.errors import ConfigError, DivergedError, RunFolderError, StaleTraceError
 from foreroute.train import RunFolder, Watcher, load_checkpoint, load_config, parse_config, train
 from foreroute.train.checkpoint import read_checkpoint, write_checkpoint
+from foreroute.train.model import make_policy
 from foreroute.train.passes import make_schedule
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import roll_out
+from foreroute.train.tasks import make_task
 from foreroute.train.update import update
 from tests.models import FAMILIES
 from tests.train.small_runs import SIZES, records, same_state, small_config, small_values, trainer_of
@@ -245,6 +247,30 @@ def test_a_missing_key_and_an_unreadable_file_are_explained(tmp_path):
     (tmp_path / "bad.toml").write_text("name = ")
     with pytest.raises(ConfigError, match="not a readable TOML"):
         load_config(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize(
+    ("family", "noise"),
+    [
+        ("phimoe", {"router_jitter_noise": 0.1, "input_jitter_noise": 0.1}),
+        ("mixtral", {"router_jitter_noise": 0.1}),
+        ("qwen3_moe", {"attention_dropout": 0.3}),
+    ],
+)
+def test_nothing_random_is_left_in_training(family, noise):
+    """Dropout and noise of routers: two passes on other random numbers are one, and that of an engine."""
+    known = FAMILIES["mixtral" if family == "phimoe" else family]
+    sizes = {name: size for name, size in known.items() if name != "vocab_size"}
+    config = small_config()
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"family": family, "sizes": sizes | noise})}
+    )
+    model = make_policy(config, make_task(config)).model
+    ids = torch.arange(1, 11)[None]
+    outputs = [model(input_ids=ids).logits for _ in range(2)]
+    assert model.training
+    assert torch.equal(*outputs)
+    assert torch.equal(outputs[0], model.eval()(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral", "olmoe"])

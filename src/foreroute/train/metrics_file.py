@@ -20,8 +20,8 @@ from foreroute.errors import ForerouteError, RunFolderError, TraceFileError
 from foreroute.files import parse_json, read_file, write_atomically
 from foreroute.records import parse_step
 
-TIMES = ("seconds", "execution", "device")
-"""What no two runs of a step share."""
+OWN = ("seconds", "execution", "device", "alarms")
+"""What two runs of a step need not share; thresholds of alarms may change when a run is resumed."""
 
 
 class MetricsFile:
@@ -163,5 +163,5 @@ def _joined(lines: list[bytes]) -> bytes:
 
 def _compared(record: Mapping[str, Any]) -> str:
     """Give one text for a record as it was written and as it is read again."""
-    figures = {key: value for key, value in record.items() if key not in TIMES}
+    figures = {key: value for key, value in record.items() if key not in OWN}
     return json.dumps(json.loads(json.dumps(figures)), sort_keys=True)

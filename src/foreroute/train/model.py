@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ModelWriter, ServedModel
@@ -58,13 +58,30 @@ def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> 
                 f"{config.model.family} has no activation checkpointing; set model.gradient_checkpointing = false"
             )
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
+    to_training(model)
     try:
         return hf.attach(model)
     except AttachError as error:
         raise ConfigError(
             f"the model of {config.model.path or config.model.family} cannot be trained: {error}"
         ) from error
+
+
+def to_training(model: Any) -> None:
+    """Put a model into training mode, in place, without what would draw random numbers: dropout, and noise of routers.
+
+    Updates then compute what the rollout's engine did, and a step that runs again comes out as before.
+    """
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and name.endswith("dropout"):
+                setattr(module, name, 0.0)
+        if any(name.endswith("jitter_noise") for name in vars(module)):
+            # it also sets which logits PhiMoE looks at, so that it stays, and the router alone is not in training
+            module.training = False
 
 
 def trainable(config: TrainConfig, policy: hf.RoutedTransformer) -> hf.RoutedTransformer:

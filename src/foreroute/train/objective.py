@@ -25,6 +25,9 @@ from torch import Tensor
 
 from foreroute.train.config.rl import Advantage, Correction, Level, Mean, Rejection, RLConfig
 
+EQUAL = 1e-9
+"""Rewards of a group that differ by no more than this part of the largest are equal, as 0.1 + 0.2 and 0.3 are."""
+
 
 def group_advantages(
     rewards_S: NDArray[np.float64], group_size: int, kind: Advantage = "group_std"
@@ -37,12 +40,13 @@ def group_advantages(
     The mean and the (population) standard deviation are those of the `group_size` rewards of one prompt.
 
     Returns:
-        float64 [S], exactly 0 in a group whose rewards are all equal, or of which one is missing (NaN); and bool [S],
-        False there.
+        float64 [S], exactly 0 in a group whose rewards are all equal but for rounding, or of which one is missing
+        (NaN); and bool [S], False there.
     """
     groups = rewards_S.reshape(-1, group_size)
     complete = ~np.isnan(groups).any(axis=1, keepdims=True)
-    differs = complete & (groups != groups[:, :1]).any(axis=1, keepdims=True)
+    spread = groups.max(axis=1, keepdims=True) - groups.min(axis=1, keepdims=True)
+    differs = complete & (spread > EQUAL * np.abs(groups).max(axis=1, keepdims=True))
     centred = groups - groups.mean(axis=1, keepdims=True)
     scale = np.where(differs, groups.std(axis=1, keepdims=True), 1.0) if kind == "group_std" else 1.0
     advantages = np.where(differs, centred / scale, 0.0)

@@ -81,6 +81,9 @@ def roll_out(engine: Engine, task: Task, config: TrainConfig, step: int, ranks: 
     Groups that teach nothing are replaced by those of new problems, divided likewise, until this rank has none left or
     `rollout.max_rounds` are over (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2). No rank waits for another.
     Problems follow from the seed, the step and the round, responses from the number of ranks too.
+
+    Raises:
+        FunctionError: when not one response got a reward, in all rounds.
     """
     group_size, kind = config.rollout.group_size, config.rl.advantage
     generation, scores = _sample_round(engine, task, config, step, ranks, 0)
@@ -94,6 +97,8 @@ def roll_out(engine: Engine, task: Task, config: TrainConfig, step: int, ranks: 
         failures += new.failures.values()
         advantages, informative = group_advantages(rewards, group_size, kind)
         rounds += 1
+    if np.isnan(rewards).all():
+        raise FunctionError(f"none of {rounds * len(rewards)} responses got a reward. The first: {failures[0]}")
     longest = task.max_turns * task.max_response_tokens
     sampled = SamplingRounds(scores.rewards_S, rounds, rounds * len(rewards), tuple(failures))
     return Experience(generation, rewards, advantages, informative, longest, sampled)
@@ -132,9 +137,6 @@ def sample(
 
     Returns:
         S = problems * group size sequences, grouped by problem; and what they are worth.
-
-    Raises:
-        FunctionError: when not one of them got a reward.
     """
     sampling = Sampling(
         task.max_response_tokens,
@@ -147,8 +149,6 @@ def sample(
     scores = score(task, problems, generation, sampling.group_size)
     rewards_S, failures = scores.rewards_S.copy(), {**scores.failures, **failed}
     rewards_S[list(failed)] = np.nan
-    if np.isnan(rewards_S).all():
-        raise FunctionError(f"none of {len(rewards_S)} responses got a reward. The first: {failures[0]}")
     return generation, Scores(rewards_S, failures)
 
 
@@ -247,6 +247,11 @@ def evaluate(
     seed = int(np.random.default_rng([config.seed, step, 4]).integers(2**62))
     generator = torch.Generator().manual_seed(seed + ranks.rank)
     generation, scores = sample(engine, task, ranks.block(problems), config.evaluation, generator)
+    if np.isnan(scores.rewards_S).all():
+        raise FunctionError(
+            f"none of {len(generation)} held-out responses got a reward, in the evaluation of step {step}. The first: "
+            f"{scores.failures[0]}"
+        )
     return scores, generation.response_lengths
 
 

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from foreroute.errors import ConfigError
 from foreroute.train.checkpoint import load_checkpoint
 from foreroute.train.config import TrainConfig, WarmStartConfig
+from foreroute.train.model import to_training
 from foreroute.train.optimizer import make_optimizer
 from foreroute.train.run_folder import misfit_named
 from foreroute.train.tasks import Demonstration, Task
@@ -58,7 +59,7 @@ def warm_start(
     optimizer = make_optimizer(model, lr=settings.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.max_steps)
     smoothed = float("nan")
-    model.train()
+    to_training(model)
     for step in range(settings.max_steps):
         rng = np.random.default_rng([config.seed, step, 0])
         loss = _loss(model, settings, task.demonstrations(settings.batch_size, rng))
