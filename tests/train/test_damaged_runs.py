@@ -214,7 +214,9 @@ def test_steps_that_run_again_keep_the_lines_that_they_had(whole, folder):
 def test_other_thresholds_of_alarms_put_nothing_aside(folder):
     without_checkpoints_after(folder, 6)
     path = folder / "metrics.jsonl"
-    marked = path.read_bytes().replace(b'"step": 7,', b'"step": 7, "alarms": ["stale_routes"],')
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    lines[7]["alarms"] = ["stale_routes"]
+    marked = "".join(json.dumps(line) + "\n" for line in lines).encode()
     path.write_bytes(marked)
     seen = []
     with counting():
