@@ -215,7 +215,7 @@ def test_other_thresholds_of_alarms_put_nothing_aside(folder):
     without_checkpoints_after(folder, 6)
     path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_bytes().splitlines()]
-    lines[7]["alarms"] = ["stale_routes"]
+    lines[7]["alarms"] = [{"kind": "stale_routes", "since": 0, "value": 0.5, "threshold": 0.9}]
     marked = "".join(json.dumps(line) + "\n" for line in lines).encode()
     path.write_bytes(marked)
     seen = []
