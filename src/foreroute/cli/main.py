@@ -182,7 +182,9 @@ def plan(
     ] = None,
     output: Annotated[Path, typer.Option(help="The plan file; the page has .html instead.")] = Path("plan.safetensors"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing plan and page.")] = False,
-    tolerance: Annotated[float, typer.Option(help="Stop at 1 + this times the mean load; 0: exact.")] = 0.02,
+    tolerance: Annotated[
+        float, typer.Option(help="Stop at 1 + this times the mean load; 0: exact. Traffic may leave more.")
+    ] = 0.02,
     home_moves: Annotated[str, typer.Option(help="Most experts of a layer that change their home, or all.")] = "0",
     replicas: Annotated[bool, typer.Option(help="Replicate experts in redundant slots.")] = True,
     shared_slots: Annotated[bool, typer.Option("--shared-slots", help="One set of slots for all layers.")] = False,

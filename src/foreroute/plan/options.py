@@ -16,7 +16,7 @@ class PlanOptions:
 
     Attributes:
         tolerance: a cell is balanced when its slowest rank has at most (1 + tolerance) times the mean. 0 is exact mode,
-            0.02 the economical one.
+            0.02 the economical one. `traffic` goes beyond it where the cell is faster so.
         home_moves: most experts of a layer that may change their home at the start of the step; 0 keeps the homes, None
             sets no limit.
         replicas: False serves every expert at its home alone.
