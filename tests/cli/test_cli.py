@@ -79,6 +79,17 @@ def test_a_small_demo_runs_to_its_table_and_page(tmp_path, monkeypatch):
     assert record["mismatch"] == control["mismatch"], "the first step has the same weights and rollouts in both runs"
 
 
+@pytest.mark.parametrize("name", ["none", "R3"])
+def test_a_demo_looks_at_both_folders_before_it_trains(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("foreroute.cli.demo.train", lambda *_, **__: pytest.fail("it trains"))
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "notes").write_text("mine")
+    result = foreroute("demo", "--folder", tmp_path, "--steps", 1, columns=400)
+    assert result.returncode == 2
+    assert f"{tmp_path / name} is not empty; nothing was changed. Name another --folder" in result.stderr
+    assert "--resume" not in result.stderr
+
+
 def test_train_report_and_inspect(tmp_path):
     config = config_file(tmp_path)
     result = foreroute("train", config, "--folder", tmp_path / "run")

@@ -132,6 +132,13 @@ def test_signals_are_those_of_a_record():
     assert Signals.of({"step": 0, "importance": {"effective_share": 0.0}}) == Signals(step=0)
 
 
+@pytest.mark.parametrize("share", [math.nan, math.inf])
+def test_weights_without_a_finite_effective_share_leave_none(share):
+    records = [{"step": step, "importance": {"effective_share": share}} for step in range(10)]
+    [alarm] = alarms([Signals.of(record) for record in records], RULES)
+    assert (alarm.kind, alarm.since, alarm.value) == ("effective_share", 0, 0.0)
+
+
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_every_alarm_says_what_to_do_here_and_in_the_docs(kind):
     advice = Alarm(kind=kind, since=0, value=0.2, threshold=0.1).advice

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from foreroute.capture import load_generation
-from foreroute.errors import RunFolderError
+from foreroute.errors import ConfigError, RunFolderError
 from foreroute.trace import load
 from foreroute.train import RunFolder, Watcher, train
 from foreroute.train.checkpoint import read_checkpoint, write_checkpoint
@@ -154,6 +154,20 @@ def test_what_is_damaged_is_named_and_nothing_is_written(folder, name):
     with counting(), pytest.raises(RunFolderError, match=message):
         train(config_of(11), folder, resume=True)
     assert contents(folder) == before
+
+
+@pytest.mark.parametrize("last", [0, 4, 9])
+def test_a_run_is_not_shortened_below_what_it_has_recorded(folder, last):
+    without_checkpoints_after(folder, last)
+    before = contents(folder)
+    with (
+        counting(),
+        pytest.raises(ConfigError, match=r"rl\.steps = 8 is fewer than the 9 steps that .*run has recorded; give 9"),
+    ):
+        train(config_of(8), folder, resume=True)
+    assert contents(folder) == before
+    with counting():
+        train(config_of(9), folder, resume=True)
 
 
 def contents(folder):

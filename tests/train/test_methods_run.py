@@ -1,6 +1,8 @@
 """The methods inside the trainer: what a step learns from, what it leaves alone, and what it records."""
 
 import copy
+import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -13,6 +15,8 @@ import torch
 
 from foreroute.errors import ConfigError, FunctionError, RunFolderError
 from foreroute.layout import MicroBatches
+from foreroute.mismatch import AlarmRules, Signals, alarms
+from foreroute.records import parse_step
 from foreroute.train import load_checkpoint, parse_config, train
 from foreroute.train import rollout as rollout_module
 from foreroute.train.config.rl import METHODS
@@ -85,6 +89,46 @@ def test_figures_of_a_step_are_those_of_its_tokens():
     assert seen["cut_share"] == pytest.approx(1 - kept.mean())
     assert 0 < seen["cut_share"] < 1
     assert seen["rejected_sequences"] == 0
+
+
+@pytest.mark.parametrize("nats", [60.0, 500.0])
+def test_weights_that_degenerate_are_figures_and_an_alarm(nats):
+    """Products over responses that float32 cannot hold, and float64; in logarithms, token by token, they are exact."""
+    rl = {"routing": "none", "correction": {"kind": "mis", "level": "sequence"}, "micro_step_tokens": 24}
+    trainer = trainer_of(small_config(rl=rl, **DISAGREEING))
+    generate = trainer.engine.generate
+
+    def far_apart(*given, **options):
+        generation = generate(*given, **options)
+        apart_S = nats * (np.arange(len(generation)) % 3) / 2
+        return replace(
+            generation, logprobs_R=generation.logprobs_R - np.float32(apart_S.repeat(generation.response_lengths))
+        )
+
+    trainer.engine.generate = far_apart
+    experience, record = trainer.run_step()
+    old = trainer_of(small_config(rl=rl, **DISAGREEING))
+    schedule = SimpleNamespace(recompute=Stage("recompute", 0, MicroBatches(np.arange(24), np.array([0, 24]))))
+    lengths = experience.generation.response_lengths
+    gap = (
+        old._recompute(experience, schedule, "native").logprobs_R.astype(np.float64) - experience.generation.logprobs_R
+    )
+    log_rho = np.array([part.sum() for part in np.split(gap, np.cumsum(lengths)[:-1])]).repeat(lengths)
+    total, squares = np.logaddexp.reduce(log_rho), np.logaddexp.reduce(2 * log_rho)
+    seen = parse_step(json.dumps({**record, "alarms": []}, allow_nan=False).encode())["importance"]
+    assert log_rho.max() > math.log(np.finfo(np.float32 if nats == 60 else np.float64).max)
+    assert seen["effective_share"] == pytest.approx(np.exp(2 * total - squares) / len(log_rho), rel=1e-3)
+    assert 0 < seen["effective_share"] < 0.5
+    largest = np.finfo(np.float64).max
+    with np.errstate(over="ignore"):
+        assert seen["ratio_max"] == pytest.approx(min(np.exp(log_rho.max()), largest), rel=1e-3)
+    assert seen["ratio_mean"] <= seen["ratio_max"]
+    (alarm,) = [
+        each
+        for each in alarms([Signals.of({**record, "step": s}) for s in range(10)], AlarmRules())
+        if each.kind == "effective_share"
+    ]
+    assert alarm.value == pytest.approx(seen["effective_share"])
 
 
 def test_rejected_responses_are_as_if_they_were_not_there():

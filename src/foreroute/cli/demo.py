@@ -19,7 +19,7 @@ from foreroute.cli.train import console_of_rank, train_and_report, watching
 from foreroute.errors import ConfigError
 from foreroute.records import SIDES, read_runs
 from foreroute.report import SummaryRow, TableRow, load_rows, run_finding, summary_rows, write_report
-from foreroute.train import TrainConfig, parse_config, train
+from foreroute.train import RunFolder, TrainConfig, parse_config, train
 from foreroute.train.ranks import num_started
 
 
@@ -36,6 +36,8 @@ def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: 
         _config("none", steps, precision, engine, vllm_python),
         _config("R3", steps, precision, engine, vllm_python, begins_at=warm),
     ]
+    for config in configs:  # before the first trains for minutes
+        RunFolder(folder / config.name).require_new("Name another --folder")
     for config in configs:
         with watching(config, console) as watcher:
             train(config, folder / config.name, watcher=watcher)

@@ -113,6 +113,7 @@ class Signals:
         """Those of a record. F(2) is that of the routes which the step trained with."""
         mismatch = record.get("mismatch", {})
         live = record.get("live_agreement", [])
+        share = record.get("importance", {}).get("effective_share")
         return cls(
             step=record["step"],
             reward=record.get("reward_mean"),
@@ -120,8 +121,8 @@ class Signals:
             f2=mismatch.get(record.get("trained_with"), {}).get("f2"),
             disagreement=mismatch.get("native", {}).get("differing_share"),
             live_agreement=live[-1] if live else None,
-            # 0 is that of no tokens: nothing was trained
-            effective_share=record.get("importance", {}).get("effective_share") or None,
+            # 0 is that of no tokens: nothing was trained. Of weights that overflow, no sample is left
+            effective_share=(share if math.isfinite(share) else 0.0) if share else None,
         )
 
 

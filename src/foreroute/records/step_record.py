@@ -89,7 +89,7 @@ class ImportanceRecord(TypedDict, total=False):
     ratio_mean: float
     """Mean of rho, trainer over engine; 1 in expectation."""
     ratio_max: float
-    """Largest rho."""
+    """Largest rho; above float64, its largest number."""
     effective_share: Required[Share]
     """(Σ rho)² / (n Σ rho²), effective sample size over tokens."""
     weight_mean: float

@@ -140,6 +140,14 @@ def engine_ratio(logprobs_R: Tensor, engine_logprobs_R: Tensor, lengths_S: Tenso
     return sequence_sum(log_ratio_R, lengths_S).exp().repeat_interleave(lengths_S)
 
 
+def engine_log_ratio(logprobs_R: Tensor, engine_logprobs_R: Tensor, lengths_S: Tensor, level: Level) -> Tensor:
+    """Compute float64 [R], log rho, without gradient: finite where rho of a long response is not."""
+    log_ratio_R = (logprobs_R.double() - engine_logprobs_R.double()).detach()
+    if level == "token":
+        return log_ratio_R
+    return sequence_sum(log_ratio_R, lengths_S).repeat_interleave(lengths_S)
+
+
 def correction_weights(ratio_R: Tensor, kind: Correction, low: float, high: float) -> Tensor:
     """Compute [R], the weights w(rho).
 
@@ -242,15 +250,15 @@ class TokenLosses(NamedTuple):
     Attributes:
         losses_R: [R], differentiable, the penalty of `kl_R` in it.
         clipped_R: bool [R], tokens whose update the clip bounds changed.
-        ratio_R: [R], trainer over engine, by the level of the correction.
-        weights_R: [R], what the correction made of it; 1 without one.
+        log_ratio_R: float64 [R], log of trainer over engine, by the level of the correction.
+        weights_R: [R], what the correction made of the ratio; 1 without one.
         cut_R: bool [R], tokens for which it is another than the ratio.
         kl_R: [R], differentiable; None without a reference.
     """
 
     losses_R: Tensor
     clipped_R: Tensor
-    ratio_R: Tensor
+    log_ratio_R: Tensor
     weights_R: Tensor
     cut_R: Tensor
     kl_R: Tensor | None
@@ -277,7 +285,8 @@ def token_losses(tokens: Tokens, config: RLConfig) -> TokenLosses:
         kl_R = kl_to_reference(now, tokens.reference_logprobs_R)
         losses_R = losses_R + config.kl_coefficient * kl_R
     cut_R = (weights_R != ratio_R) & (correction.kind != "none")
-    return TokenLosses(losses_R, clipped_R, ratio_R, weights_R, cut_R, kl_R)
+    log_ratio_R = engine_log_ratio(behind, tokens.engine_logprobs_R, lengths_S, correction.level)
+    return TokenLosses(losses_R, clipped_R, log_ratio_R, weights_R, cut_R, kl_R)
 
 
 def _surrogate(tokens: Tokens, config: RLConfig) -> Surrogate:

@@ -53,7 +53,8 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
     leaves no folder.
 
     Raises:
-        ConfigError: when the model cannot be made or trained as configured, or other processes run than configured.
+        ConfigError: when the model cannot be made or trained as configured, other processes run than configured, or
+            a resumed run has recorded more than `rl.steps`.
         RunFolderError: when the folder is in use, or cannot be resumed.
         EngineError: when the rollout engine cannot be started, or fails.
         DivergedError: when loss, gradients or probabilities stop being finite; the checkpoints before stay.
@@ -103,6 +104,11 @@ def _open(run: RunFolder, config: TrainConfig, held: ExitStack, *, resume: bool)
     require()
     held.enter_context(run.held())
     require()  # nobody else changes it from here on
+    if (recorded := len(run.metrics.records()) if resume else 0) > config.rl.steps:
+        raise ConfigError(
+            f"rl.steps = {config.rl.steps} is fewer than the {recorded} steps that {run.path} has recorded; "
+            f"give {recorded} or more, or start in another folder"
+        )
 
 
 def _last_checkpoint(run: RunFolder, ranks: Ranks) -> Path | None:

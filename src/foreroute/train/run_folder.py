@@ -85,16 +85,14 @@ class RunFolder:
             finally:
                 os.close(descriptor)
 
-    def require_new(self) -> None:
+    def require_new(self, advice: str = "Use --resume to go on, or another folder") -> None:
         """Make sure that nothing is there.
 
         Raises:
-            RunFolderError: when the folder already holds something.
+            RunFolderError: when the folder already holds something; `advice` says what to do.
         """
         if not all(LEFT_BEHIND.fullmatch(path.name) for path in _entries(self.path)):
-            raise RunFolderError(
-                f"{self.path} is not empty; nothing was changed. Use --resume to go on, or another folder"
-            )
+            raise RunFolderError(f"{self.path} is not empty; nothing was changed. {advice}")
 
     def begin(self) -> None:
         """Make the folder and write the configuration.

@@ -24,6 +24,11 @@ from foreroute.train.passes import PolicyExecution, Stage, inputs, sampled_logpr
 from foreroute.train.ranks import Ranks
 from foreroute.train.rollout import Experience
 
+NO_TOKENS = np.array([*np.zeros(7), -np.finfo(np.float64).max])
+"""What `_figures` gives of none."""
+LOG_OF_FLOAT64 = math.log(np.finfo(np.float64).max)
+"""Log of its largest number, which stands for every rho above."""
+
 
 @dataclass(frozen=True)
 class Updated:
@@ -162,15 +167,28 @@ def update(
 
 
 def _figures(losses: TokenLosses) -> NDArray[np.float64]:
-    """Sum up the trained tokens of a micro-step: their number, clipped, rho, rho^2, w, cut, kl; and the largest rho."""
-    if not len(losses.ratio_R):
-        return np.zeros(8)
-    ratio_R, weights_R = losses.ratio_R.double(), losses.weights_R.double()
+    """Sum up the trained tokens of a micro-step: their number, clipped, rho, rho^2, w, cut, kl; and the largest log.
+
+    rho is divided by the largest of them, which float64 may not hold.
+    """
+    if not len(losses.log_ratio_R):
+        return NO_TOKENS
+    largest = losses.log_ratio_R.max()
+    ratio_R = (losses.log_ratio_R - largest).exp()
     kl = ratio_R.new_zeros(()) if losses.kl_R is None else losses.kl_R.detach().double().sum()
     ratios = [ratio_R.sum(), ratio_R.square().sum()]
-    parts = [losses.clipped_R.sum(), *ratios, weights_R.sum(), losses.cut_R.sum(), kl, ratio_R.max()]
+    parts = [losses.clipped_R.sum(), *ratios, losses.weights_R.double().sum(), losses.cut_R.sum(), kl, largest]
     # one copy, for which the device is waited for once
     return np.array([len(ratio_R), *torch.stack([part.double() for part in parts]).cpu().tolist()])
+
+
+def _joined(figures_X8: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sum up figures [X, 8]; rho is divided by the largest of all."""
+    largest = figures_X8[:, -1].max()
+    scale_X = np.exp(figures_X8[:, -1] - largest)
+    tokens, clipped, ratio_X, square_X, weight, cut, kl, _ = figures_X8.T
+    parts = [tokens, clipped, ratio_X * scale_X, square_X * scale_X**2, weight, cut, kl]
+    return np.array([*(part.sum() for part in parts), largest])
 
 
 def _total(figures_M8: list[NDArray[np.float64]], rejected: int, ranks: Ranks) -> tuple[ImportanceRecord, float, float]:
@@ -179,13 +197,12 @@ def _total(figures_M8: list[NDArray[np.float64]], rejected: int, ranks: Ranks) -
     Returns:
         The importance, the share of clipped tokens, and the mean divergence from the reference; 0 without tokens.
     """
-    sums, largest = sum(each[:-1] for each in figures_M8), max((each[-1] for each in figures_M8), default=0.0)
-    each_G8 = ranks.all_gather(np.append(np.zeros(7) + sums, largest))
-    tokens, clipped, ratio, square, weight, cut, kl = each_G8[:, :-1].sum(axis=0).tolist()
-    count = max(tokens, 1.0)
+    each_G8 = ranks.all_gather(_joined(np.stack([NO_TOKENS, *figures_M8])))
+    tokens, clipped, ratio, square, weight, cut, kl, log_largest = _joined(each_G8).tolist()
+    count, largest = max(tokens, 1.0), math.exp(min(log_largest, LOG_OF_FLOAT64))
     importance: ImportanceRecord = {
-        "ratio_mean": ratio / count,
-        "ratio_max": float(each_G8[:, -1].max()),
+        "ratio_mean": ratio / count * largest,
+        "ratio_max": largest,
         "effective_share": ratio**2 / (count * square) if square else 0.0,
         "weight_mean": weight / count,
         "cut_share": cut / count,

@@ -113,7 +113,7 @@ class RLConfig(Section):
     router: Literal["trained", "frozen"] = "trained"
     """Whether RL changes the routers."""
     steps: Count = 80
-    """Rollouts, each with its update; may rise on resume."""
+    """Rollouts, each with its update. On resume, at least those recorded."""
     mini_steps: Count = 1
     """Optimizer steps per rollout."""
     micro_step_tokens: Tokens = 4096
