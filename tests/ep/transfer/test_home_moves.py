@@ -95,6 +95,11 @@ def test_the_comparison_sees_optimizer_state_that_stayed_behind(workers):
 
 WRONG_HOMES = {
     "other homes": lambda home_LE: home_LE[:, ::-1],
+    "a layer too few": lambda home_LE: home_LE[:1],
+    "all on one rank": np.zeros_like,
+    "a rank too many": lambda home_LE: home_LE + 1,
+    "shares": lambda home_LE: home_LE / 2,
+    "rows of other lengths": lambda home_LE: [[0, 1], [0]],
 }
 
 
@@ -123,6 +128,11 @@ def refuse(rank, what):
     ("what", "message"),
     [
         ("other homes", "ranks are given other homes to move experts to"),
+        ("a layer too few", "rank 1: got homes of dtype int16 and shape (1, 8)"),
+        ("all on one rank", "rank 1: in layer 0, rank 0 is home to 8 experts; expected 4 on every rank"),
+        ("a rank too many", "rank 1: an expert lives on rank 2; expected ranks from 0 to 1"),
+        ("shares", "rank 1: got homes of dtype float64"),
+        ("rows of other lengths", "rank 1: "),
     ],
 )
 def test_homes_that_one_rank_cannot_move_to_are_refused_on_all_ranks_and_nothing_moves(workers, what, message):

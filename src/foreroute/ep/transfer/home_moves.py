@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 import xxhash
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,6 +15,7 @@ from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.moves import Moves, shard_moves
 from foreroute.ep.transfer.peers import PeerGroup, RowMoves, post
 from foreroute.errors import PlanError, TransferError
+from foreroute.planner.homes import check_homes
 
 WHAT = "moving homes"
 """The call, for errors."""
@@ -24,7 +25,7 @@ def move_homes(
     peers: PeerGroup,
     consensus: RankConsensus,
     before_LE: NDArray[np.integer],
-    after_LE: NDArray[np.integer],
+    after_LE: ArrayLike,
     homes: Sequence[Mapping[str, Tensor]],
     optimizer: Optimizer | None = None,
 ) -> int:
@@ -49,7 +50,7 @@ def move_homes(
         TransferError: on every rank alike, when a shard has a gradient, or state that cannot be cut into experts, or
             when ranks hold different state; nothing has moved then. When a rank is gone.
     """
-    _agree_on_homes(consensus, before_LE, after_LE)
+    after_LE = _agreed_homes(consensus, before_LE, after_LE)
     moves_L = [shard_moves(before, after) for before, after in zip(before_LE, after_LE, strict=True)]
     tensors_L = [_with_state(home, optimizer) for home in homes]
     _agree(consensus, tensors_L, homes, optimizer)
@@ -60,14 +61,23 @@ def move_homes(
     return received
 
 
-def _agree_on_homes(consensus: RankConsensus, before_LE: NDArray[np.integer], after_LE: NDArray[np.integer]) -> None:
-    both = np.stack([before_LE, after_LE]).astype(np.int16)
+def _agreed_homes(consensus: RankConsensus, before_LE: NDArray[np.integer], after_LE: ArrayLike) -> NDArray[np.integer]:
+    """The new homes, checked, the same on all ranks."""
+    homes_LE, refusal = before_LE, None
+    try:
+        homes_LE = check_homes(after_LE, before_LE.shape[0], before_LE.shape[1], consensus.size)
+    except ValueError as error:  # numpy's too, for rows of other lengths
+        refusal = error
+    if objections := consensus.objections(None if refusal is None else str(refusal), WHAT):
+        raise PlanError("homes cannot be moved: " + "; ".join(objections)) from refusal
+    both = np.stack([before_LE, homes_LE]).astype(np.int16)
     digests = consensus.texts(xxhash.xxh3_128_hexdigest(both.tobytes()), WHAT)
     if len(set(digests)) > 1:
         listed = "; ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
         raise PlanError(
-            f"ranks are given other homes to move experts to, by their digests ({listed}); give every rank the same ones"
+            f"ranks are given other homes to move experts to ({listed}, by their digests); give every rank the same"
         )
+    return homes_LE
 
 
 def _with_state(home: Mapping[str, Tensor], optimizer: Optimizer | None) -> dict[str, Tensor]:
