@@ -351,6 +351,20 @@ def uneven_homes(rank):
     hf.distribute(tiny("qwen3_moe"), home_LE=home_LE)
 
 
+def indivisible_on_one_rank(rank):
+    hf.distribute(build("qwen3_moe", num_experts=8 - rank), timeout_s=20)
+
+
+def no_experts_on_one_rank(rank):
+    model = tiny("qwen3_moe")
+    hf.distribute(model if rank else model.model.layers[0].self_attn, timeout_s=20)
+
+
+def uneven_homes_on_one_rank(rank):
+    home_LE = np.tile(np.arange(8) // (4 + rank), (3, 1))
+    hf.distribute(tiny("qwen3_moe"), home_LE=home_LE, timeout_s=20)
+
+
 ATTACHED = {
     function.__name__: function
     for function in (
@@ -370,6 +384,9 @@ ATTACHED = {
         other_parameter,
         in_a_session,
         uneven_homes,
+        indivisible_on_one_rank,
+        no_experts_on_one_rank,
+        uneven_homes_on_one_rank,
     )
 }
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,8 +25,9 @@ from foreroute.ep.compute import require_grouped_mm
 from foreroute.ep.execution import ExecutionStack
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.errors import AttachError, TopologyError
+from foreroute.errors import AttachError, ForerouteError, TopologyError
 from foreroute.layout import block_homes
+from foreroute.planner.homes import check_homes
 from foreroute.replay import is_hooked, overridden, told_apart
 
 NAME = "foreroute"
@@ -39,6 +40,8 @@ EXPERTS = re.compile(r"(?<!Shared)Experts$")
 """Classes of modules that hold routed experts."""
 WEIGHT = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?")
 """Parameters of an experts module that have a row for each expert."""
+
+Found = TypeVar("Found")
 
 
 def distribute(
@@ -61,17 +64,17 @@ def distribute(
         timeout_s: seconds after which a rank that does not answer a transfer or a vote is taken for dead.
 
     Raises:
-        AttachError: when torch is older than 2.10, when the model has no experts that can be spread, or, on every rank
-            alike, when ranks hand in different models.
-        TopologyError: when homes are not E / G experts on each rank.
+        AttachError: on every rank alike, when torch is older than 2.10, when the model of a rank has no experts that
+            can be spread, or when ranks hand in different models.
+        TopologyError: on every rank alike, when homes are not E / G experts on each rank.
+        TransferError: when a rank does not answer.
     """
-    require_grouped_mm()
     ranks = dist.group.WORLD if group is None else group
     assert ranks is not None, "torch.distributed has a default group once it is initialised"
     along = () if group is None else (group,)
-    sites = _find_experts(model)
-    homes_LE = _checked_homes(sites, ranks.size(), home_LE)
     consensus = RankConsensus(*along, timeout_s=timeout_s)
+    sites = _on_all_ranks(consensus, AttachError, lambda: _find_experts(model))
+    homes_LE = _on_all_ranks(consensus, TopologyError, lambda: _checked_homes(sites, ranks.size(), home_LE))
     _require_same_models(model, homes_LE, consensus)
     executions = ExecutionStack(Execution(ranks, len(sites)))
     recomputing = Recomputing(model, executions)
@@ -101,8 +104,21 @@ def _run_stand_in(module: nn.Module, hidden_ND: Tensor, ids_NK: Tensor, weights_
     return out
 
 
+def _on_all_ranks(consensus: RankConsensus, kind: type[ForerouteError], look: Callable[[], Found]) -> Found:
+    """What was found here; the error of the first rank that refuses, on all of them."""
+    refusal: Exception | None = None
+    try:
+        found = look()
+    except (kind, ValueError) as error:
+        refusal = error
+    if objections := consensus.objections(None if refusal is None else str(refusal), "looking at the model"):
+        raise kind(objections[0]) from refusal
+    return found
+
+
 def _find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The experts modules in order of the model, all of which can be spread."""
+    require_grouped_mm()
     if any(is_hooked(module) for module in model.modules()):
         raise AttachError("a replay or record session is open on this model; distribute it before")
     named = [(path, module) for path, module in model.named_modules() if EXPERTS.search(type(module).__name__)]
@@ -119,6 +135,9 @@ def _find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
             )
     if not sites:
         raise AttachError(f"{type(model).__name__} has no experts modules that transformers declares the layout of")
+    sizes = sorted({int(module.num_experts) for _, module in sites})
+    if len(sizes) > 1:
+        raise AttachError(f"layers have {sizes} experts; expected the same number in all of them")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) or parameter.is_meta:
             raise AttachError(
@@ -164,26 +183,15 @@ def _require_unwrapped(path: str, model: nn.Module) -> None:
 def _checked_homes(
     sites: list[tuple[str, nn.Module]], num_ranks: int, home_LE: NDArray[np.integer] | None
 ) -> NDArray[np.int16]:
-    sizes = sorted({int(module.num_experts) for _, module in sites})  # type: ignore[arg-type]
-    if len(sizes) > 1:
-        raise AttachError(f"layers have {sizes} experts; expected the same number in all of them")
-    num_experts = sizes[0]
+    num_experts = int(sites[0][1].num_experts)  # type: ignore[arg-type]
     if num_experts % num_ranks:
         raise TopologyError(
             f"{num_experts} experts cannot be placed evenly on {num_ranks} ranks; "
             "use a number of expert-parallel ranks that divides the number of experts"
         )
-    each = num_experts // num_ranks
     if home_LE is None:
         return np.tile(block_homes(num_experts, num_ranks).astype(np.int16), (len(sites), 1))
-    if home_LE.shape != (len(sites), num_experts) or any(
-        home_E.min() < 0 or not np.array_equal(np.bincount(home_E), np.full(num_ranks, each)) for home_E in home_LE
-    ):
-        raise TopologyError(
-            f"home_LE has shape {list(home_LE.shape)}; expected [{len(sites)}, {num_experts}], with {each} experts of "
-            f"each layer on each of {num_ranks} ranks"
-        )
-    return home_LE.astype(np.int16)
+    return check_homes(home_LE, len(sites), num_experts, num_ranks).copy()
 
 
 def _require_same_models(model: nn.Module, home_LE: NDArray[np.int16], consensus: RankConsensus) -> None:
