@@ -365,6 +365,25 @@ def uneven_homes_on_one_rank(rank):
     hf.distribute(tiny("qwen3_moe"), home_LE=home_LE, timeout_s=20)
 
 
+def tied_experts(rank):
+    model = tiny("qwen3_moe")
+    one, other = (model.model.layers[i].mlp.experts for i in (0, 2))
+    other.down_proj = one.down_proj
+    hf.distribute(model)
+
+
+def shared_experts_module(rank):
+    model = tiny("qwen3_moe")
+    model.model.layers[2].mlp.experts = model.model.layers[0].mlp.experts
+    hf.distribute(model)
+
+
+def tied_to_a_dense_parameter(rank):
+    model = tiny("qwen3_moe")
+    model.heads = nn.ParameterList([model.model.layers[1].mlp.experts.down_proj])
+    hf.distribute(model)
+
+
 ATTACHED = {
     function.__name__: function
     for function in (
@@ -387,6 +406,9 @@ ATTACHED = {
         indivisible_on_one_rank,
         no_experts_on_one_rank,
         uneven_homes_on_one_rank,
+        tied_experts,
+        shared_experts_module,
+        tied_to_a_dense_parameter,
     )
 }
 

@@ -81,6 +81,12 @@ ATTACHED = {
     "indivisible_on_one_rank": ("TopologyError", "rank 1: 7 experts cannot be placed evenly on 2 ranks"),
     "no_experts_on_one_rank": ("AttachError", "rank 0: Qwen3MoeAttention has no experts modules"),
     "uneven_homes_on_one_rank": ("TopologyError", "rank 1: in layer 0, rank 0 is home to 5 experts; expected 4"),
+    "tied_experts": (
+        "AttachError",
+        "model.layers.0.mlp.experts.down_proj and model.layers.2.mlp.experts.down_proj are",
+    ),
+    "shared_experts_module": ("AttachError", "model.layers.2.mlp.experts.gate_up_proj are one parameter"),
+    "tied_to_a_dense_parameter": ("AttachError", "model.layers.1.mlp.experts.down_proj and heads.0 are one parameter"),
 }
 
 

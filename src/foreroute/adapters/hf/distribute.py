@@ -144,7 +144,21 @@ def _find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 f"{name} is {'on the meta device' if parameter.is_meta else 'a DTensor'}; distribute the whole model, "
                 "with its weights, before anything else shards it"
             )
+    _require_untied(model, sites)
     return sites
+
+
+def _require_untied(model: nn.Module, sites: list[tuple[str, nn.Module]]) -> None:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for _, module in sites:
+        for parameter in module.parameters(recurse=False):
+            if len(names[id(parameter)]) > 1:
+                raise AttachError(
+                    f"{' and '.join(names[id(parameter)])} are one parameter, which would be trained apart in each "
+                    "place once experts are spread; give every place a parameter of its own first"
+                )
 
 
 def _require_spreadable(path: str, module: nn.Module) -> None:
