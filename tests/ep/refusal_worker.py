@@ -384,6 +384,21 @@ def tied_to_a_dense_parameter(rank):
     hf.distribute(model)
 
 
+def other_buffer(rank):
+    model = tiny("deepseek_v3")
+    bias = next(b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
+    bias += rank * torch.arange(len(bias))
+    hf.distribute(model)
+
+
+def experts_in_another_order(rank):
+    model = tiny("qwen3_moe")
+    experts = model.model.layers[1].mlp.experts
+    if rank:
+        experts.down_proj = nn.Parameter(experts.down_proj.detach().flip(0))
+    hf.distribute(model)
+
+
 ATTACHED = {
     function.__name__: function
     for function in (
@@ -409,6 +424,8 @@ ATTACHED = {
         tied_experts,
         shared_experts_module,
         tied_to_a_dense_parameter,
+        other_buffer,
+        experts_in_another_order,
     )
 }
 

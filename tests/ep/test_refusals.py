@@ -87,6 +87,8 @@ ATTACHED = {
     ),
     "shared_experts_module": ("AttachError", "model.layers.2.mlp.experts.gate_up_proj are one parameter"),
     "tied_to_a_dense_parameter": ("AttachError", "model.layers.1.mlp.experts.down_proj and heads.0 are one parameter"),
+    "other_buffer": ("AttachError", "mlp.gate.e_score_correction_bias"),
+    "experts_in_another_order": ("AttachError", "ranks differ in model.layers.1.mlp.experts.down_proj"),
 }
 
 

@@ -40,6 +40,8 @@ EXPERTS = re.compile(r"(?<!Shared)Experts$")
 """Classes of modules that hold routed experts."""
 WEIGHT = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?")
 """Parameters of an experts module that have a row for each expert."""
+BYTES_AT_A_TIME = 2**28
+"""Of a tensor, brought to the host for its checksum."""
 
 Found = TypeVar("Found")
 
@@ -138,10 +140,10 @@ def _find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     sizes = sorted({int(module.num_experts) for _, module in sites})
     if len(sizes) > 1:
         raise AttachError(f"layers have {sizes} experts; expected the same number in all of them")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) or parameter.is_meta:
+    for name, tensor in _saved(model):
+        if isinstance(tensor, DTensor) or tensor.is_meta:
             raise AttachError(
-                f"{name} is {'on the meta device' if parameter.is_meta else 'a DTensor'}; distribute the whole model, "
+                f"{name} is {'on the meta device' if tensor.is_meta else 'a DTensor'}; distribute the whole model, "
                 "with its weights, before anything else shards it"
             )
     _require_untied(model, sites)
@@ -211,13 +213,15 @@ def _checked_homes(
 def _require_same_models(model: nn.Module, home_LE: NDArray[np.int16], consensus: RankConsensus) -> None:
     """Gradients flow, and rows arrive, only where all ranks agree on what is trained and what the weights are."""
     what = "comparing the models of all ranks"
-    names = ["the homes of experts", *(name for name, _ in model.named_parameters())]
-    hashes = [xxhash.xxh3_64_intdigest(home_LE.tobytes())]
-    for name, parameter in model.named_parameters():
-        facts = (name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad, _checksum(parameter))
+    names, hashes = ["the homes of experts"], [xxhash.xxh3_64_intdigest(home_LE.tobytes())]
+    for name, tensor in _saved(model):
+        facts = (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, _checksum(tensor))
+        names.append(name)
         hashes.append(xxhash.xxh3_64_intdigest(repr(facts).encode()))
     if len(set(consensus.texts(str(len(names)), what))) > 1:
-        raise AttachError("ranks hand in models with different numbers of parameters; expected the same model")
+        raise AttachError(
+            "ranks hand in models with different numbers of parameters and buffers; expected the same model"
+        )
     mine = torch.tensor([number >> 1 for number in hashes])  # 63 bits, so that its negative is an int64 too
     most, minus_least = consensus.most(torch.stack([mine, -mine]), what)
     for name, differs in zip(names, (most != -minus_least).tolist(), strict=True):
@@ -228,9 +232,20 @@ def _require_same_models(model: nn.Module, home_LE: NDArray[np.int16], consensus
             )
 
 
-def _checksum(parameter: Tensor) -> int:
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
-    return int(parameter.detach().contiguous().view(integers).sum(dtype=torch.int64))
+def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, each once, and the buffers that are saved with them."""
+    yield from model.named_parameters()
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def _checksum(tensor: Tensor) -> int:
+    digest = xxhash.xxh3_64()
+    for part in tensor.detach().reshape(-1).view(torch.uint8).split(BYTES_AT_A_TIME):
+        digest.update(part.cpu().numpy())
+    return digest.intdigest()
 
 
 class Recomputing:
