@@ -351,6 +351,54 @@ def uneven_homes(rank):
     hf.distribute(tiny("qwen3_moe"), home_LE=home_LE)
 
 
+def indivisible_on_one_rank(rank):
+    hf.distribute(build("qwen3_moe", num_experts=8 - rank), timeout_s=20)
+
+
+def no_experts_on_one_rank(rank):
+    model = tiny("qwen3_moe")
+    hf.distribute(model if rank else model.model.layers[0].self_attn, timeout_s=20)
+
+
+def uneven_homes_on_one_rank(rank):
+    home_LE = np.tile(np.arange(8) // (4 + rank), (3, 1))
+    hf.distribute(tiny("qwen3_moe"), home_LE=home_LE, timeout_s=20)
+
+
+def tied_experts(rank):
+    model = tiny("qwen3_moe")
+    one, other = (model.model.layers[i].mlp.experts for i in (0, 2))
+    other.down_proj = one.down_proj
+    hf.distribute(model)
+
+
+def shared_experts_module(rank):
+    model = tiny("qwen3_moe")
+    model.model.layers[2].mlp.experts = model.model.layers[0].mlp.experts
+    hf.distribute(model)
+
+
+def tied_to_a_dense_parameter(rank):
+    model = tiny("qwen3_moe")
+    model.heads = nn.ParameterList([model.model.layers[1].mlp.experts.down_proj])
+    hf.distribute(model)
+
+
+def other_buffer(rank):
+    model = tiny("deepseek_v3")
+    bias = next(b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
+    bias += rank * torch.arange(len(bias))
+    hf.distribute(model)
+
+
+def experts_in_another_order(rank):
+    model = tiny("qwen3_moe")
+    experts = model.model.layers[1].mlp.experts
+    if rank:
+        experts.down_proj = nn.Parameter(experts.down_proj.detach().flip(0))
+    hf.distribute(model)
+
+
 ATTACHED = {
     function.__name__: function
     for function in (
@@ -370,6 +418,14 @@ ATTACHED = {
         other_parameter,
         in_a_session,
         uneven_homes,
+        indivisible_on_one_rank,
+        no_experts_on_one_rank,
+        uneven_homes_on_one_rank,
+        tied_experts,
+        shared_experts_module,
+        tied_to_a_dense_parameter,
+        other_buffer,
+        experts_in_another_order,
     )
 }
 

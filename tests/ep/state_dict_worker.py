@@ -57,6 +57,15 @@ def moved_between_steps(rank, moves):
     return placed.state_dict(), received
 
 
+def homes_changed_after_the_move(rank):
+    """The dtype of a model's homes, and whether they stay as they were when the array handed in is written to."""
+    placed = hf.distribute(tiny("qwen3_moe"), timeout_s=20)
+    mine_LE = home_LE("qwen3_moe", 2).astype(np.int64)
+    placed.move_homes(mine_LE)
+    mine_LE[:] = mine_LE[:, ::-1].copy()
+    return str(placed.home_LE.dtype), np.array_equal(placed.home_LE, home_LE("qwen3_moe", 2))
+
+
 def clipped(rank):
     """The norm of all gradients and the gradients after clipping, of the placed model; and of the plain one."""
     model = policy(CASE)

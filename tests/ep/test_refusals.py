@@ -77,7 +77,18 @@ ATTACHED = {
     "meta": ("AttachError", "is on the meta device"),
     "other_parameter": ("AttachError", "model.layers.1.mlp.experts.scale is torch.float32 [8]"),
     "in_a_session": ("AttachError", "session is open on this model"),
-    "uneven_homes": ("TopologyError", "expected [3, 8], with 4 experts of each layer on each of 2 ranks"),
+    "uneven_homes": ("TopologyError", "rank 0: in layer 0, rank 0 is home to 8 experts; expected 4 on every rank"),
+    "indivisible_on_one_rank": ("TopologyError", "rank 1: 7 experts cannot be placed evenly on 2 ranks"),
+    "no_experts_on_one_rank": ("AttachError", "rank 0: Qwen3MoeAttention has no experts modules"),
+    "uneven_homes_on_one_rank": ("TopologyError", "rank 1: in layer 0, rank 0 is home to 5 experts; expected 4"),
+    "tied_experts": (
+        "AttachError",
+        "model.layers.0.mlp.experts.down_proj and model.layers.2.mlp.experts.down_proj are",
+    ),
+    "shared_experts_module": ("AttachError", "model.layers.2.mlp.experts.gate_up_proj are one parameter"),
+    "tied_to_a_dense_parameter": ("AttachError", "model.layers.1.mlp.experts.down_proj and heads.0 are one parameter"),
+    "other_buffer": ("AttachError", "mlp.gate.e_score_correction_bias"),
+    "experts_in_another_order": ("AttachError", "ranks differ in model.layers.1.mlp.experts.down_proj"),
 }
 
 
@@ -89,6 +100,7 @@ def attached(workers):
 @pytest.mark.parametrize("name", ATTACHED)
 def test_models_that_cannot_be_spread_are_refused_by_name(attached, name):
     kind, message = ATTACHED[name]
+    assert attached[0][name] == attached[1][name]
     for errors in attached:
         found, text = errors[name]
         assert (found, message in text) == (kind, True), (found, text)

@@ -21,6 +21,10 @@ def test_homes_move_between_steps_and_change_nothing(workers):
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+def test_homes_are_a_copy_of_those_handed_in(workers):
+    assert workers(2).run(state_dict_worker.homes_changed_after_the_move) == [("int16", True)] * 2
+
+
 def test_clipping_is_by_the_norm_of_the_whole_model(workers):
     for (norm, expected), worst in workers(2).run(state_dict_worker.clipped):
         assert norm == pytest.approx(expected, rel=WITHIN)

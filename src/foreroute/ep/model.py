@@ -300,23 +300,23 @@ class ExpertParallelModel:
         """
         return clip_gradients(self.dense_parameters(), self.expert_parameters(), max_norm, self.group)
 
-    def move_homes(self, home_LE: NDArray[np.int16], optimizer: torch.optim.Optimizer | None = None) -> int:
+    def move_homes(self, home_LE: NDArray[np.integer], optimizer: torch.optim.Optimizer | None = None) -> int:
         """Move experts to other homes, with their optimizer state. A collective call, between two steps.
 
         Args:
-            home_LE: int16 [L, E], such as that of the next plan; E / G experts of each layer on each rank.
+            home_LE: integers [L, E], such as those of the next plan; E / G experts of each layer on each rank.
             optimizer: of the model, after `zero_grad`.
 
         Returns:
             The bytes that this rank received.
 
         Raises:
-            PlanError: when a rank would hold more or fewer experts than before.
+            PlanError: on every rank alike, when homes are not as above, or ranks are given other homes.
             TransferError: when gradients are still there, ranks hold different state, or a rank does not answer.
         """
         homes: list[Mapping[str, Tensor]] = [dict(home) for home in self.homes]
         received = move_homes(self._peers, self.consensus, self.home_LE, home_LE, homes, optimizer)
-        for layer, home_E in zip(self.layers, home_LE, strict=True):
+        for layer, home_E in zip(self.layers, np.array(home_LE, np.int16), strict=True):
             layer.shards.home_E = home_E
         self._active = None
         return received

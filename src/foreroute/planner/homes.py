@@ -58,7 +58,7 @@ def place_homes(
         ConfigError: for a negative budget or seed, or no thread.
     """
     counts = check_counts(counts_MLGE, num_ranks=topology.num_ranks)
-    start_LE = check_homes(home_LE, counts.shape[1], counts.shape[3], topology)
+    start_LE = check_homes(home_LE, counts.shape[1], counts.shape[3], topology.num_ranks)
     for name, value, least in (("max_moves", max_moves or 0, 0), ("seed", seed, 0), ("threads", threads, 1)):
         if value < least:
             raise ConfigError(f"{name} is {value}; expected {least} or more")
@@ -89,7 +89,7 @@ def place_homes(
         return np.stack(list(pool.map(placed_E, range(num_layers)))).astype(np.int16)
 
 
-def check_homes(home_LE: ArrayLike, num_layers: int, num_experts: int, topology: Topology) -> NDArray[np.int16]:
+def check_homes(home_LE: ArrayLike, num_layers: int, num_experts: int, num_ranks: int) -> NDArray[np.int16]:
     """Homes as int16 [L, E], C-contiguous.
 
     Raises:
@@ -101,16 +101,16 @@ def check_homes(home_LE: ArrayLike, num_layers: int, num_experts: int, topology:
             f"got homes of dtype {given.dtype} and shape {given.shape}; "
             f"expected the rank of each of {num_experts} experts in {num_layers} layers"
         )
-    if given.min() < 0 or given.max() >= topology.num_ranks:
+    if given.min() < 0 or given.max() >= num_ranks:
         wrong = given.min() if given.min() < 0 else given.max()
-        raise TopologyError(f"an expert lives on rank {wrong}; expected ranks from 0 to {topology.num_ranks - 1}")
+        raise TopologyError(f"an expert lives on rank {wrong}; expected ranks from 0 to {num_ranks - 1}")
     homes = np.require(given, np.int16, ["C", "A", "W"])  # one kind of array: kernels are compiled once
-    held_LG = (homes[:, :, None] == np.arange(topology.num_ranks)).sum(axis=1)
-    if (held_LG != num_experts // topology.num_ranks).any():
-        layer, g = np.argwhere(held_LG != num_experts // topology.num_ranks)[0]
+    held_LG = (homes[:, :, None] == np.arange(num_ranks)).sum(axis=1)
+    if (held_LG != num_experts // num_ranks).any():
+        layer, g = np.argwhere(held_LG != num_experts // num_ranks)[0]
         raise TopologyError(
             f"in layer {layer}, rank {g} is home to {held_LG[layer, g]} experts; "
-            f"expected {num_experts // topology.num_ranks} on every rank"
+            f"expected {num_experts // num_ranks} on every rank"
         )
     return homes
 

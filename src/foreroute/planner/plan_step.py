@@ -67,7 +67,7 @@ def start(
     num_micro_steps, num_layers, _, num_experts = counts.shape
     if home_LE is None:
         home_LE = np.tile(topology.contiguous_home_E(num_experts), (num_layers, 1))
-    previous_LE = check_homes(home_LE, num_layers, num_experts, topology)
+    previous_LE = check_homes(home_LE, num_layers, num_experts, topology.num_ranks)
     _check_costs(topology, options, costs, num_layers)
     part_of = partial(_part, counts, topology, options, previous_LE)
     progress = PlanInProgress((num_micro_steps, num_layers), part_of, on_progress)

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from foreroute.ep.transfer.consensus import RankConsensus
-from foreroute.ep.transfer.peers import lost_rank
+from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import ConfigError, DivergedError, ForerouteError, RankError
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ class Ranks:
         if self._votes is None:
             return
         what, sent = f"comparing {next(iter(facts))}", [dict(facts)]
-        with self._answered(what):
+        with collective_errors(what, self._votes.group):
             dist.broadcast_object_list(sent, group=self._votes.group, group_src=0)
         names = dict.fromkeys([*sent[0], *facts])
         here = [name for name in names if facts.get(name) != sent[0].get(name)]
@@ -110,7 +110,7 @@ class Ranks:
         if self._votes is None:
             return [part]
         parts: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        with self._answered("gathering records"):
+        with collective_errors("gathering records", self._votes.group):
             dist.gather_object(part, parts, group=self._votes.group, group_dst=0)
         return parts or []
 
@@ -123,18 +123,11 @@ class Ranks:
         """Overwrite tensors with those of rank 0."""
         if self._votes is None:
             return
-        with self._answered("copying weights from rank 0"):
+        with collective_errors("copying weights from rank 0", self._votes.group):
             for tensor in tensors.values():
                 there = tensor.detach().cpu()
                 dist.broadcast(there, group=self._votes.group, group_src=0)
                 tensor.copy_(there)
-
-    @contextmanager
-    def _answered(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise lost_rank(what, self.rank, error) from error
 
 
 def _words(error: Exception | None) -> str | None:

@@ -93,6 +93,16 @@ def test_the_comparison_sees_optimizer_state_that_stayed_behind(workers):
     assert not equal(gathered(outcomes), gathered(workers(2).run(train, [moving[0]] * 4, "adamw")))
 
 
+WRONG_HOMES = {
+    "other homes": lambda home_LE: home_LE[:, ::-1],
+    "a layer too few": lambda home_LE: home_LE[:1],
+    "all on one rank": np.zeros_like,
+    "a rank too many": lambda home_LE: home_LE + 1,
+    "shares": lambda home_LE: home_LE / 2,
+    "rows of other lengths": lambda home_LE: [[0, 1], [0]],
+}
+
+
 def refuse(rank, what):
     before_LE, after_LE = homes_of_steps(0, 2, 2)
     homes = [{n: torch.nn.Parameter(t) for n, t in shard(before_LE[layer], rank, layer).items()} for layer in range(2)]
@@ -105,11 +115,28 @@ def refuse(rank, what):
         optimizer.zero_grad()
     if what == "odd state" and rank:
         optimizer.state[parameters[0]]["scales"] = torch.zeros(17)
+    if rank:
+        after_LE = WRONG_HOMES.get(what, np.array)(after_LE)
     kept = [p.detach().clone() for p in parameters]
     try:
         move_homes(peers(), consensus(), before_LE, after_LE, homes, optimizer)
     finally:
         assert all(torch.equal(a, b) for a, b in zip(kept, parameters, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("other homes", "ranks are given other homes to move experts to"),
+        ("a layer too few", "rank 1: got homes of dtype int16 and shape (1, 8)"),
+        ("all on one rank", "rank 1: in layer 0, rank 0 is home to 8 experts; expected 4 on every rank"),
+        ("a rank too many", "rank 1: an expert lives on rank 2; expected ranks from 0 to 1"),
+        ("shares", "rank 1: got homes of dtype float64"),
+        ("rows of other lengths", "rank 1: "),
+    ],
+)
+def test_homes_that_one_rank_cannot_move_to_are_refused_on_all_ranks_and_nothing_moves(workers, what, message):
+    require_alike(workers(2).outcomes(refuse, what), "PlanError", message)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +149,10 @@ def refuse(rank, what):
     ],
 )
 def test_what_cannot_be_moved_is_refused_on_all_ranks_and_nothing_moves(workers, what, message):
-    outcomes = workers(2).outcomes(refuse, what)
-    assert {outcome.kind for outcome in outcomes} == {"TransferError"}
+    require_alike(workers(2).outcomes(refuse, what), "TransferError", message)
+
+
+def require_alike(outcomes, kind, message):
+    assert {outcome.kind for outcome in outcomes} == {kind}
     assert len({outcome.message for outcome in outcomes}) == 1
     assert message in outcomes[0].message

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,8 +25,9 @@ from foreroute.ep.compute import require_grouped_mm
 from foreroute.ep.execution import ExecutionStack
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.errors import AttachError, TopologyError
+from foreroute.errors import AttachError, ForerouteError, TopologyError
 from foreroute.layout import block_homes
+from foreroute.planner.homes import check_homes
 from foreroute.replay import is_hooked, overridden, told_apart
 
 NAME = "foreroute"
@@ -39,6 +40,10 @@ EXPERTS = re.compile(r"(?<!Shared)Experts$")
 """Classes of modules that hold routed experts."""
 WEIGHT = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?")
 """Parameters of an experts module that have a row for each expert."""
+BYTES_AT_A_TIME = 2**28
+"""Of a tensor, brought to the host for its checksum."""
+
+Found = TypeVar("Found")
 
 
 def distribute(
@@ -61,17 +66,17 @@ def distribute(
         timeout_s: seconds after which a rank that does not answer a transfer or a vote is taken for dead.
 
     Raises:
-        AttachError: when torch is older than 2.10, when the model has no experts that can be spread, or, on every rank
-            alike, when ranks hand in different models.
-        TopologyError: when homes are not E / G experts on each rank.
+        AttachError: on every rank alike, when torch is older than 2.10, when the model of a rank has no experts that
+            can be spread, or when ranks hand in different models.
+        TopologyError: on every rank alike, when homes are not E / G experts on each rank.
+        TransferError: when a rank does not answer.
     """
-    require_grouped_mm()
     ranks = dist.group.WORLD if group is None else group
     assert ranks is not None, "torch.distributed has a default group once it is initialised"
     along = () if group is None else (group,)
-    sites = _find_experts(model)
-    homes_LE = _checked_homes(sites, ranks.size(), home_LE)
     consensus = RankConsensus(*along, timeout_s=timeout_s)
+    sites = _on_all_ranks(consensus, AttachError, lambda: _find_experts(model))
+    homes_LE = _on_all_ranks(consensus, TopologyError, lambda: _checked_homes(sites, ranks.size(), home_LE))
     _require_same_models(model, homes_LE, consensus)
     executions = ExecutionStack(Execution(ranks, len(sites)))
     recomputing = Recomputing(model, executions)
@@ -101,8 +106,21 @@ def _run_stand_in(module: nn.Module, hidden_ND: Tensor, ids_NK: Tensor, weights_
     return out
 
 
+def _on_all_ranks(consensus: RankConsensus, kind: type[ForerouteError], look: Callable[[], Found]) -> Found:
+    """What was found here; the error of the first rank that refuses, on all of them."""
+    refusal: Exception | None = None
+    try:
+        found = look()
+    except (kind, ValueError) as error:
+        refusal = error
+    if objections := consensus.objections(None if refusal is None else str(refusal), "looking at the model"):
+        raise kind(objections[0]) from refusal
+    return found
+
+
 def _find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The experts modules in order of the model, all of which can be spread."""
+    require_grouped_mm()
     if any(is_hooked(module) for module in model.modules()):
         raise AttachError("a replay or record session is open on this model; distribute it before")
     named = [(path, module) for path, module in model.named_modules() if EXPERTS.search(type(module).__name__)]
@@ -119,13 +137,30 @@ def _find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
             )
     if not sites:
         raise AttachError(f"{type(model).__name__} has no experts modules that transformers declares the layout of")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) or parameter.is_meta:
+    sizes = sorted({int(module.num_experts) for _, module in sites})
+    if len(sizes) > 1:
+        raise AttachError(f"layers have {sizes} experts; expected the same number in all of them")
+    for name, tensor in _saved(model):
+        if isinstance(tensor, DTensor) or tensor.is_meta:
             raise AttachError(
-                f"{name} is {'on the meta device' if parameter.is_meta else 'a DTensor'}; distribute the whole model, "
+                f"{name} is {'on the meta device' if tensor.is_meta else 'a DTensor'}; distribute the whole model, "
                 "with its weights, before anything else shards it"
             )
+    _require_untied(model, sites)
     return sites
+
+
+def _require_untied(model: nn.Module, sites: list[tuple[str, nn.Module]]) -> None:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for _, module in sites:
+        for parameter in module.parameters(recurse=False):
+            if len(names[id(parameter)]) > 1:
+                raise AttachError(
+                    f"{' and '.join(names[id(parameter)])} are one parameter, which would be trained apart in each "
+                    "place once experts are spread; give every place a parameter of its own first"
+                )
 
 
 def _require_spreadable(path: str, module: nn.Module) -> None:
@@ -164,38 +199,29 @@ def _require_unwrapped(path: str, model: nn.Module) -> None:
 def _checked_homes(
     sites: list[tuple[str, nn.Module]], num_ranks: int, home_LE: NDArray[np.integer] | None
 ) -> NDArray[np.int16]:
-    sizes = sorted({int(module.num_experts) for _, module in sites})  # type: ignore[arg-type]
-    if len(sizes) > 1:
-        raise AttachError(f"layers have {sizes} experts; expected the same number in all of them")
-    num_experts = sizes[0]
+    num_experts = int(sites[0][1].num_experts)  # type: ignore[arg-type]
     if num_experts % num_ranks:
         raise TopologyError(
             f"{num_experts} experts cannot be placed evenly on {num_ranks} ranks; "
             "use a number of expert-parallel ranks that divides the number of experts"
         )
-    each = num_experts // num_ranks
     if home_LE is None:
         return np.tile(block_homes(num_experts, num_ranks).astype(np.int16), (len(sites), 1))
-    if home_LE.shape != (len(sites), num_experts) or any(
-        home_E.min() < 0 or not np.array_equal(np.bincount(home_E), np.full(num_ranks, each)) for home_E in home_LE
-    ):
-        raise TopologyError(
-            f"home_LE has shape {list(home_LE.shape)}; expected [{len(sites)}, {num_experts}], with {each} experts of "
-            f"each layer on each of {num_ranks} ranks"
-        )
-    return home_LE.astype(np.int16)
+    return check_homes(home_LE, len(sites), num_experts, num_ranks).copy()
 
 
 def _require_same_models(model: nn.Module, home_LE: NDArray[np.int16], consensus: RankConsensus) -> None:
     """Gradients flow, and rows arrive, only where all ranks agree on what is trained and what the weights are."""
     what = "comparing the models of all ranks"
-    names = ["the homes of experts", *(name for name, _ in model.named_parameters())]
-    hashes = [xxhash.xxh3_64_intdigest(home_LE.tobytes())]
-    for name, parameter in model.named_parameters():
-        facts = (name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad, _checksum(parameter))
+    names, hashes = ["the homes of experts"], [xxhash.xxh3_64_intdigest(home_LE.tobytes())]
+    for name, tensor in _saved(model):
+        facts = (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, _checksum(tensor))
+        names.append(name)
         hashes.append(xxhash.xxh3_64_intdigest(repr(facts).encode()))
     if len(set(consensus.texts(str(len(names)), what))) > 1:
-        raise AttachError("ranks hand in models with different numbers of parameters; expected the same model")
+        raise AttachError(
+            "ranks hand in models with different numbers of parameters and buffers; expected the same model"
+        )
     mine = torch.tensor([number >> 1 for number in hashes])  # 63 bits, so that its negative is an int64 too
     most, minus_least = consensus.most(torch.stack([mine, -mine]), what)
     for name, differs in zip(names, (most != -minus_least).tolist(), strict=True):
@@ -206,9 +232,20 @@ def _require_same_models(model: nn.Module, home_LE: NDArray[np.int16], consensus
             )
 
 
-def _checksum(parameter: Tensor) -> int:
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
-    return int(parameter.detach().contiguous().view(integers).sum(dtype=torch.int64))
+def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, each once, and the buffers that are saved with them."""
+    yield from model.named_parameters()
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def _checksum(tensor: Tensor) -> int:
+    digest = xxhash.xxh3_64()
+    for part in tensor.detach().reshape(-1).view(torch.uint8).split(BYTES_AT_A_TIME):
+        digest.update(part.cpu().numpy())
+    return digest.intdigest()
 
 
 class Recomputing:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from foreroute.ep.transfer.peers import lost_rank, own_group
+from foreroute.ep.transfer.peers import collective_errors, own_group
 from foreroute.errors import PlanError
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import EXECUTES, Ability
@@ -49,10 +49,8 @@ class RankConsensus:
             TransferError: when a rank does not answer.
         """
         count = torch.tensor([0 if mine is None else 1], dtype=torch.int32)
-        try:
+        with collective_errors(what, self.group):
             dist.all_reduce(count, group=self.group)
-        except RuntimeError as error:
-            raise lost_rank(what, self.rank, error) from error
         if not count.item():
             return []
         return [f"{self.member} {rank}: {text}" for rank, text in enumerate(self.texts(mine or "", what)) if text]
@@ -64,10 +62,8 @@ class RankConsensus:
             TransferError: when a rank does not answer.
         """
         largest = mine.clone()
-        try:
+        with collective_errors(what, self.group):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        except RuntimeError as error:
-            raise lost_rank(what, self.rank, error) from error
         return largest
 
     def gather(self, mine: Tensor, what: str) -> Tensor:
@@ -77,10 +73,8 @@ class RankConsensus:
             TransferError: when a rank does not answer.
         """
         parts = [torch.empty_like(mine) for _ in range(self.size)]
-        try:
+        with collective_errors(what, self.group):
             dist.all_gather(parts, mine, group=self.group)
-        except RuntimeError as error:
-            raise lost_rank(what, self.rank, error) from error
         return torch.stack(parts)
 
     def from_first(self, mine: bytes | None, what: str) -> bytes | None:
@@ -92,14 +86,12 @@ class RankConsensus:
         content = np.frombuffer(mine or b"", np.uint8).copy()
         size = torch.tensor([-1 if mine is None else len(content)])
         first = dist.get_global_rank(self.group, 0)
-        try:
+        with collective_errors(what, self.group):
             dist.broadcast(size, first, group=self.group)
             if size.item() <= 0:
                 return None if size.item() < 0 else b""
             sent = torch.from_numpy(content) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
             dist.broadcast(sent, first, group=self.group)
-        except RuntimeError as error:
-            raise lost_rank(what, self.rank, error) from error
         return sent.numpy().tobytes()
 
     def texts(self, mine: str, what: str) -> list[str]:

@@ -7,21 +7,25 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 import xxhash
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.moves import Moves, shard_moves
 from foreroute.ep.transfer.peers import PeerGroup, RowMoves, post
-from foreroute.errors import TransferError
+from foreroute.errors import PlanError, TransferError
+from foreroute.planner.homes import check_homes
+
+WHAT = "moving homes"
+"""The call, for errors."""
 
 
 def move_homes(
     peers: PeerGroup,
     consensus: RankConsensus,
     before_LE: NDArray[np.integer],
-    after_LE: NDArray[np.integer],
+    after_LE: ArrayLike,
     homes: Sequence[Mapping[str, Tensor]],
     optimizer: Optimizer | None = None,
 ) -> int:
@@ -42,10 +46,11 @@ def move_homes(
         Bytes that this rank received.
 
     Raises:
-        PlanError: when a rank's number of experts would change.
+        PlanError: on every rank alike, when homes are not E / G experts on each rank, or ranks are given other homes.
         TransferError: on every rank alike, when a shard has a gradient, or state that cannot be cut into experts, or
             when ranks hold different state; nothing has moved then. When a rank is gone.
     """
+    after_LE = _agreed_homes(consensus, before_LE, after_LE)
     moves_L = [shard_moves(before, after) for before, after in zip(before_LE, after_LE, strict=True)]
     tensors_L = [_with_state(home, optimizer) for home in homes]
     _agree(consensus, tensors_L, homes, optimizer)
@@ -54,6 +59,25 @@ def move_homes(
         if len(moves):
             received += _move(peers, moves, tensors, f"moving homes of routed layer {layer}")
     return received
+
+
+def _agreed_homes(consensus: RankConsensus, before_LE: NDArray[np.integer], after_LE: ArrayLike) -> NDArray[np.integer]:
+    """The new homes, checked, the same on all ranks."""
+    homes_LE, refusal = before_LE, None
+    try:
+        homes_LE = check_homes(after_LE, before_LE.shape[0], before_LE.shape[1], consensus.size)
+    except ValueError as error:  # numpy's too, for rows of other lengths
+        refusal = error
+    if objections := consensus.objections(None if refusal is None else str(refusal), WHAT):
+        raise PlanError("homes cannot be moved: " + "; ".join(objections)) from refusal
+    both = np.stack([before_LE, homes_LE]).astype(np.int16)
+    digests = consensus.texts(xxhash.xxh3_128_hexdigest(both.tobytes()), WHAT)
+    if len(set(digests)) > 1:
+        listed = "; ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
+        raise PlanError(
+            f"ranks are given other homes to move experts to ({listed}, by their digests); give every rank the same"
+        )
+    return homes_LE
 
 
 def _with_state(home: Mapping[str, Tensor], optimizer: Optimizer | None) -> dict[str, Tensor]:
@@ -73,15 +97,14 @@ def _agree(
     homes: Sequence[Mapping[str, Tensor]],
     optimizer: Optimizer | None,
 ) -> None:
-    what = "moving homes"
     mine = _untrained(homes, optimizer) or _objection(tensors_L, homes)
-    if objections := consensus.objections(mine, what):
+    if objections := consensus.objections(mine, WHAT):
         raise TransferError("homes cannot be moved: " + "; ".join(objections))
     kinds = sorted(
         {(n, tuple(t.shape), str(t.dtype), t.device.type) for tensors in tensors_L for n, t in tensors.items()}
     )
     per_layer = [sorted(tensors) for tensors in tensors_L]
-    texts = consensus.texts(f"{xxhash.xxh3_64_hexdigest(repr((kinds, per_layer)).encode())} {kinds}", what)
+    texts = consensus.texts(f"{xxhash.xxh3_64_hexdigest(repr((kinds, per_layer)).encode())} {kinds}", WHAT)
     if len(set(texts)) > 1:
         raise TransferError(
             "ranks hold different state beside their experts, so rows cannot be moved: "

@@ -102,11 +102,9 @@ class PeerGroup:
             for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
             for m in messages
         ]
-        try:
+        with collective_errors(what, self.group):
             # an empty batch is an error to torch
             works = dist.batch_isend_irecv(operations) if operations else []
-        except RuntimeError as error:
-            raise lost_rank(what, self.rank, error) from error
         exchange = Exchange(what, self.rank, works, host_buffers)
         self._under_way = [earlier for earlier in self._under_way if earlier.works] + [exchange]
         return exchange
@@ -139,7 +137,7 @@ class Exchange:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise lost_rank(self.what, self.rank, error, time.monotonic() - begun) from error
+                raise _lost_rank(self.what, self.rank, error, time.monotonic() - begun) from error
         for target, buffer in self.host_buffers:
             target.copy_(buffer)
         self.works, self.host_buffers = [], []
@@ -200,7 +198,7 @@ def _ends(end: RowMoves) -> list[tuple[int, int, int]]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def lost_rank(what: str, rank: int, error: Exception, seconds: float = 0.0) -> TransferError:
+def _lost_rank(what: str, rank: int, error: Exception, seconds: float) -> TransferError:
     """The error of an exchange that another rank did not take part in."""
     # gloo adds advice of its own
     reason = str(error).splitlines()[0].partition(". ")[0]
@@ -262,7 +260,7 @@ def collective_errors(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise lost_rank(what, dist.get_rank(group), error, time.monotonic() - begun) from error
+        raise _lost_rank(what, dist.get_rank(group), error, time.monotonic() - begun) from error
 
 
 def row_checksums(rows: Mapping[str, Tensor], row: int) -> list[int]:

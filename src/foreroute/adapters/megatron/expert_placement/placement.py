@@ -32,7 +32,7 @@ from foreroute.adapters.megatron.expert_placement.parameters import (
 )
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.moves import Moves, shard_moves
-from foreroute.ep.transfer.peers import PeerGroup, lost_rank
+from foreroute.ep.transfer.peers import PeerGroup, collective_errors
 from foreroute.errors import PlanError, TransferError
 from foreroute.layout import block_homes
 from foreroute.plan import StepPlan
@@ -239,7 +239,5 @@ class PlacementRanks:
 
 
 def _gather(said: list[Any], mine: Any, group: Any) -> None:
-    try:
+    with collective_errors("moving homes", group):
         dist.all_gather_object(said, mine, group=group)
-    except RuntimeError as error:
-        raise lost_rank("moving homes", dist.get_rank(), error) from error
