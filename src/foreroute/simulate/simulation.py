@@ -61,7 +61,10 @@ def simulate(
     known = {name: how for name, how in methods.items() if how.knows != "previous step"}
     if steps[0].problem.previous_LE is not None:
         known = methods
-    elif asked := sorted(set(methods) - set(known) - (set() if config.methods != tuple(METHODS) else set(METHODS))):
+    # by default all methods are asked for, so that what cannot be had is left out
+    elif asked := [
+        name for name in methods if name not in known and (name in balancers or config.methods != tuple(METHODS))
+    ]:
         raise ConfigError(
             f"{', '.join(asked)} goes by the loads of the step before, and workload.counts came without them; give "
             "workload.previous_counts, or other methods"

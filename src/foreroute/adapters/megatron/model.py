@@ -107,9 +107,8 @@ class RoutedMegatron(RoutedModel):
         require_choices(trace, self.indexers)
         if weight_version is not None:
             require_version(trace.versions, weight_version, "the trace")
-        others: MissingRows = "native" if missing == "spread" else missing
-        policy = Policy(others, padding, "native", telemetry=False, gate_weights=gate_weights)
-        return self._cut(trace, layout, policy, spread_missing=missing == "spread")
+        policy = Policy("native" if missing == "spread" else missing, padding, "native", False, gate_weights)
+        return self._cut(trace, layout, policy, missing)
 
     def replaying(
         self,
@@ -282,7 +281,7 @@ class RoutedMegatron(RoutedModel):
         require_choices(trace, self.indexers)
 
         def cut(call: Call) -> RouteShard:
-            return self._cut(trace, find_layout(trace, call) if layout is None else layout, policy)
+            return self._cut(trace, find_layout(trace, call) if layout is None else layout, policy, policy.missing)
 
         return MicroBatchRoutes(trace, cut, self._chunk_hooks, policy.counts, lambda: self._execution)
 
@@ -307,7 +306,9 @@ class RoutedMegatron(RoutedModel):
         )
         return rows_over_ranks(passes, self.spec, self._chunk_layers, self.share, groups)
 
-    def _cut(self, trace: RoutingTrace, layout: Layout, policy: Policy, *, spread_missing: bool = False) -> RouteShard:
+    def _cut(
+        self, trace: RoutingTrace, layout: Layout, policy: Policy, missing: MissingRows | Literal["spread"]
+    ) -> RouteShard:
         home_LE = self.home_LE[[self.spec.layers.index(layer) for layer in self.layers]]
         return shard(
             trace,
@@ -315,9 +316,8 @@ class RoutedMegatron(RoutedModel):
             self.share,
             self.layers,
             home_LE,
-            missing=policy.missing,
+            missing=missing,
             padding=policy.padding,
-            spread_missing=spread_missing,
             gate_weights=policy.gate_weights,
             pin=next(self.chunks[0].trunk.parameters()).is_cuda,
         )

@@ -188,9 +188,8 @@ def shard(
     layers: Sequence[RoutedLayer],
     home_LE: NDArray[np.integer],
     *,
-    missing: MissingRows = "error",
+    missing: MissingRows | Literal["spread"] = "error",
     padding: PaddingRows = "spread",
-    spread_missing: bool = False,
     gate_weights: bool = False,
     pin: bool = False,
 ) -> RouteShard:
@@ -202,9 +201,8 @@ def shard(
         share: of this rank.
         layers: of this rank; may be none.
         home_LE: integers [L, E], the expert-parallel rank that each expert of these layers lives on.
-        missing: what to do with rows that have no route.
+        missing: what to do with rows that have no route; "spread" picks for them as for padding that is spread.
         padding: who picks for padding.
-        spread_missing: pick for rows that have no route as for padding that is spread.
         gate_weights: whether to cut the gate weights of the trace too.
         pin: hold the ids in pinned memory.
 
@@ -227,7 +225,7 @@ def shard(
         refuse_missing(trace, whole_rows)
     context, router = share.of_context(layout).rows().row_of_slot_R, share.of_routers(layout).rows()
     pads_R = router.is_pad_R & (padding == "spread")
-    filled_R = ~router.is_pad_R & spread_missing
+    filled_R = ~router.is_pad_R & (missing == "spread")
     filled_R[filled_R] = ~trace.valid_N[router.row_of_slot_R[filled_R]]
     ids_LRK, forced_R = _picks(trace, router, pads_R | filled_R, share, layers, home_LE)
     counted_R = _counted(trace, router.row_of_slot_R, missing) & ~filled_R
@@ -239,10 +237,10 @@ def shard(
         ids_LRK.pin_memory() if pin else ids_LRK,
         (forced_R * FORCED | ~(router.is_pad_R | filled_R) * REAL | counted_R * COUNTED).astype(np.uint8),
         trace.versions,
-        bool((whole_rows < 0).any() or (spread_missing and not trace.valid_N.all())),
+        bool((whole_rows < 0).any() or (missing == "spread" and not trace.valid_N.all())),
         _tokens(trace, context),
         dropped_C if dropped_C.any() else None,
-        "spread" if spread_missing else missing,
+        missing,
         padding,
         _weights(trace, router, layers) if gate_weights else None,
     )
@@ -283,5 +281,5 @@ def _tokens(trace: RoutingTrace, row_of_slot: NDArray[Any]) -> NDArray[np.int32]
     return np.where(row_of_slot >= 0, trace.token_ids_N[row_of_slot], np.int32(-1))
 
 
-def _counted(trace: RoutingTrace, row_of_slot: NDArray[Any], missing: MissingRows) -> NDArray[np.bool_]:
+def _counted(trace: RoutingTrace, row_of_slot: NDArray[Any], missing: str) -> NDArray[np.bool_]:
     return is_faithful(trace, row_of_slot) if missing == "drop" else np.asarray(row_of_slot >= 0)
