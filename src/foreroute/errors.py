@@ -31,6 +31,11 @@ A message says what was seen, what was expected, and what to do. It may quote a 
 `printable`: what a terminal would obey is escaped.
 """
 
+from reprlib import Repr
+
+_SHORT = Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 60, 60, 40
+
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 """Unicode categories that a terminal obeys or cannot show: controls, bidi marks, lone surrogates, separators."""
 
@@ -53,6 +58,14 @@ def printable(text: object) -> str:
         )
         for line in lines
     )
+
+
+def shown(value: object) -> str:
+    """A short text of any value. One nested deep, very long, or whose `repr` raises, is named by its type."""
+    try:
+        return _SHORT.repr(value)[:120]
+    except Exception:
+        return f"of type {type(value).__name__}"
 
 
 def how_to_install(extra: str) -> str:

@@ -72,7 +72,7 @@ def test_indexers_given_as_lists_take_their_own_choices():
         (lambda: DecisionStream.absent(50, 3, layers=[1]), r"layers are \[1\]"),
         (lambda: DecisionStream.absent(50.0, 3), "num_choices is 50.0"),
         (lambda: IndexerSpec(3, ("a",)), "expected routed layers"),
-        (lambda: IndexerSpec(0, LAYERS), "top_k is 0; expected 1 to"),
+        (lambda: IndexerSpec(0, LAYERS), "top_k is 0; expected a whole number from 1 to"),
         (lambda: IndexerSpec(3, LAYERS, unit=2.0), "unit is 2.0"),
         (lambda: IndexerSpec(3, LAYERS, heads=True), "heads is True"),
     ],

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from foreroute.errors import SpecMismatchError, TraceContentError
 from foreroute.trace.checks import as_offsets, join_ranges
-from foreroute.trace.spec import RoutedLayer, as_count
+from foreroute.trace.spec import RoutedLayer, whole_number
 from foreroute.trace.streams import MOST_CHOICES, DecisionStream, as_choices
 
 INDEXER = "indexer"
@@ -45,7 +45,7 @@ class IndexerSpec:
 
     def __post_init__(self) -> None:
         for name in ("top_k", "unit", "heads"):
-            object.__setattr__(self, name, as_count(getattr(self, name), MOST_CHOICES, name=name))
+            object.__setattr__(self, name, whole_number(getattr(self, name), name=name, most=MOST_CHOICES))
         object.__setattr__(self, "layers", as_choices(MOST_CHOICES, self.layers)[1])
 
     def num_visible(self, position_N: NDArray[np.int64]) -> NDArray[np.int64]:

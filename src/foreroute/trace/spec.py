@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import SpecMismatchError, TraceContentError
+from foreroute.errors import InputError, SpecMismatchError, TraceContentError, shown
 
 MAX_EXPERTS, MAX_LAYERS = 1 << 16, 1 << 10
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 20
@@ -72,8 +72,8 @@ class RoutingSpec:
     id_dtype: np.dtype[np.uint8] | np.dtype[np.uint16] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_experts", as_count(self.num_experts, MAX_EXPERTS, name="num_experts"))
-        object.__setattr__(self, "top_k", as_count(self.top_k, self.num_experts, name="top_k"))
+        object.__setattr__(self, "num_experts", whole_number(self.num_experts, name="num_experts", most=MAX_EXPERTS))
+        object.__setattr__(self, "top_k", whole_number(self.top_k, name="top_k", most=self.num_experts))
         object.__setattr__(self, "layers", as_layers(self.layers))
         if not self.layers:
             raise TraceContentError("the layer table is empty; a routed model has at least one routed layer")
@@ -160,14 +160,16 @@ def as_layers(layers: object) -> tuple[RoutedLayer, ...]:
     return table
 
 
-def as_count(value: object, most: int, *, name: str) -> int:
-    """Make an integer from 1 to `most`, of Python or numpy, one of Python.
+def whole_number(
+    value: object, *, name: str, least: int = 1, most: int, kind: type[InputError] = TraceContentError
+) -> int:
+    """Make an integer from `least` to `most`, of Python or numpy, one of Python.
 
     Raises:
-        TraceContentError: when it is another number, or none.
+        kind: when it is another number, or none: fractions, texts and truth values are not cast.
     """
-    if not is_whole(value) or not 1 <= value <= most:
-        raise TraceContentError(f"{name} is {value!r:.40}; expected 1 to {most}")
+    if not is_whole(value) or not least <= value <= most:
+        raise kind(f"{name} is {shown(value)}; expected a whole number from {least} to {most}")
     return int(value)
 
 

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import SpecMismatchError, TraceContentError
 from foreroute.trace.checks import as_array, as_mask, as_offsets, ascending, take_ranges
-from foreroute.trace.spec import MAX_LAYERS, RoutedLayer, as_count, as_layers
+from foreroute.trace.spec import MAX_LAYERS, RoutedLayer, as_layers, whole_number
 
 SAMPLING = "sampling"
 """The stream of sampling masks: ids are tokens, and no layer decides."""
@@ -200,7 +200,7 @@ def as_choices(num_choices: int, layers: Iterable[RoutedLayer]) -> tuple[int, tu
     table = as_layers(layers)
     if len(table) > MAX_LAYERS or len(set(table)) != len(table):
         raise TraceContentError(f"{len(table)} layers decide; expected {MAX_LAYERS} at most, and none twice")
-    return as_count(num_choices, MOST_CHOICES, name="num_choices"), table
+    return whole_number(num_choices, name="num_choices", most=MOST_CHOICES), table
 
 
 def joined(name: str, parts: Sequence[DecisionStream | None], routed_N: Sequence[NDArray[np.bool_]]) -> DecisionStream:
