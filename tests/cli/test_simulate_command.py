@@ -98,16 +98,6 @@ def test_configuration_to_table_figures_and_page(run, tmp_path):
     assert "runs/simulate/config is not empty" in printed.err
 
 
-def test_what_a_killed_one_left_is_removed_by_the_next_with_the_same_output(run, tmp_path):
-    for name in (".out.0123abcd", ".other.0123abcd", ".out.mine"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{")
-    code, printed = run("config.toml", "--output", "out")
-    assert code == 0, printed.err
-    names = [path.name for path in tmp_path.iterdir() if path.name.startswith(".o")]
-    assert sorted(names) == [".other.0123abcd", ".out.mine"]
-
-
 def test_the_folder_that_it_runs_in_is_not_replaced(run, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")

@@ -12,15 +12,18 @@ from foreroute.files.container import (
     tensors_to_bytes,
     write_tensors,
 )
+from foreroute.files.format import FileFormat, TensorSchema
 from foreroute.files.regular import ByteSource, RegularFile, is_text, parse_json, read_file, read_text
 from foreroute.files.sealing import seal_arrays, seal_file, seal_slices
-from foreroute.files.writing import check_writable, write_atomically, write_folder_atomically, writing_named
+from foreroute.files.writing import check_writable, write_atomically, writing_named
 
 __all__ = [
     "ByteSource",
+    "FileFormat",
     "RegularFile",
     "StoredTensor",
     "TensorFile",
+    "TensorSchema",
     "blake2b_hex",
     "check_writable",
     "checksum",
@@ -33,7 +36,6 @@ __all__ = [
     "seal_slices",
     "tensors_to_bytes",
     "write_atomically",
-    "write_folder_atomically",
     "write_tensors",
     "writing_named",
 ]
