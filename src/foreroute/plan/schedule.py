@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import PlanError
-from foreroute.plan.step_plan import CellPlan, StepPlan
+from foreroute.plan.hosts import CellPlan
+from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
 
 PathChoice = Literal["auto", "host", "direct"]
