@@ -191,9 +191,8 @@ class ExpertParallel(PolicyExecution):
 
     def _count(self, routes: RoutingTrace, stage: Stage) -> NDArray[np.int64]:
         """Count the assignments of all ranks, int64 [M, L, G, E]."""
-        of_stage = stage.micro_steps
-        micro_step_S = np.repeat(np.arange(len(of_stage)), np.diff(of_stage.offsets))
-        return self._model.gather_counts(count_assignments(routes.select(of_stage.order_S), micro_step_S))
+        micro_step_S = np.repeat(np.arange(len(stage.micro_steps)), [len(each) for each in stage.micro_steps])
+        return self._model.gather_counts(count_assignments(routes.select(stage.order_S), micro_step_S))
 
     def _converted(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, gather: bool) -> dict[str, Any]:
         """Gather the state of every parameter, or cut it to the part that this rank has."""
