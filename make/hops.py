@@ -1,117 +1,129 @@
-"""How far one piece of work travels: which files of the package it enters, and how often it goes from one to another.
+"""How far one piece of work travels through the source: the measure of how hard it is to read.
 
-python -m make.hops [--way]
+    python -m make.hops [--json] [--way]
 
-A small number means that a reader can follow the work. Functions compiled by numba are not
-seen.
+For each piece it counts the files and functions of the package that are entered, and the moves from one file to
+another. A small number means that a reader can follow the work. Functions compiled by numba are not seen.
+
+    save, load         a trace of two sequences, to a file and back
+    replayed_forward   a session is opened, a model of four layers runs on recorded routes, the session is closed
+    planned_cell       the forward of one layer's experts in the executor, in a group of one rank
+    training_step      one step of the reference trainer, in one process; files of `train/` alone
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import foreroute as fr
-from benchmarks import megatron
 from foreroute.adapters import hf
 from foreroute.ep import BatchRows
-from foreroute.layout import pad
 from foreroute.plan import Links, Topology
+from foreroute.train import parse_config, train
+from foreroute.train.loop import Trainer
 
-PACKAGE = str(Path(fr.__file__).parent)
-SIZES = {
-    "vocab_size": 64,
+PACKAGE = Path(fr.__file__).parent
+LAYERS = 4
+SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 16,
     "num_experts": 8,
     "num_experts_per_tok": 2,
 }
-ANSWER = {
-    "prompt_token_ids": [5, 6],
-    "choices": [{"token_ids": [7, 8], "routed_experts": [[[0, 1]] * 2] * 3}],
-}
 
 
-def files_entered(work: Callable[[], object]) -> list[str]:
-    """The files of the package whose functions are called, one entry for each move."""
-    way: list[str] = []
+@dataclass
+class Way:
+    """The files that a piece of work enters, in order, and the functions that it calls.
 
-    def note(frame: Any, event: str, _: Any) -> None:
+    Attributes:
+        within: files outside this folder are not counted.
+        files: one entry for each move.
+        functions: file and qualified name of each.
+    """
+
+    within: Path = PACKAGE
+    files: list[str] = field(default_factory=list)
+    functions: set[tuple[str, str]] = field(default_factory=set)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note the calls of this thread."""
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def counts(self) -> dict[str, int]:
+        """Count files, functions and moves."""
+        return {
+            "files": len(set(self.files)),
+            "functions": len(self.functions),
+            "moves": max(0, len(self.files) - 1),
+        }
+
+    def _note(self, frame: Any, event: str, _: Any) -> None:
         name = frame.f_code.co_filename
-        if event == "call" and name.startswith(PACKAGE):
-            short = str(Path(name).relative_to(PACKAGE))
-            if not way or way[-1] != short:
-                way.append(short)
+        if event != "call" or not name.startswith(str(self.within)):
+            return
+        short = str(Path(name).relative_to(PACKAGE))
+        self.functions.add((short, frame.f_code.co_qualname))
+        if not self.files or self.files[-1] != short:
+            self.files.append(short)
 
-    work()  # imports and caches
-    threading.setprofile(note)  # of the planner's threads
-    sys.setprofile(note)
-    try:
+
+def way_of(work: Callable[[], object]) -> Way:
+    """The way of a second call; the first one imports and fills caches."""
+    work()
+    way = Way()
+    with way.noted():
         work()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
     return way
 
 
-def of_one_process(folder: Path) -> dict[str, Callable[[], object]]:
-    """A trace from an engine's answer to a replayed forward of a Hugging Face model."""
-    routed = hf.attach(hf.build_model("qwen3_moe", seed=0, experts_implementation="eager", **SIZES).eval())
+def measure(folder: Path) -> dict[str, Way]:
+    """The way of each piece of work by name."""
+    routed = hf.attach(
+        hf.build_model("qwen3_moe", seed=0, experts_implementation="eager", vocab_size=64, **SIZES).eval()
+    )
     ids = torch.randint(1, 64, (2, 6), generator=torch.Generator().manual_seed(0))
-
-    def record() -> Any:
-        with routed.record() as recording:
-            routed.model(ids)
-        return recording.trace()
-
-    def replay() -> None:
-        with routed.replay(trace, telemetry=True) as session:
-            routed.model(ids)
-        session.agreement()
-
-    trace = record()
+    with routed.record() as recording, torch.no_grad():
+        routed.model(ids)
+    trace = recording.trace()
     file = folder / "trace.safetensors"
-    return {
-        "engine answer -> trace": lambda: fr.capture.decode(ANSWER, model=routed.spec, weight_version=7),
-        "trace -> file": lambda: fr.save(trace, file, overwrite=True),
-        "file -> trace": lambda: fr.load(file),
-        "one recorded forward, Hugging Face": record,
-        "one replayed forward with telemetry, Hugging Face": replay,
-    }
-
-
-def of_megatron() -> dict[str, Callable[[], object]]:
-    """The routes of a micro-batch cut to a rank, and the forward step that replays them."""
-    bench = megatron.Bench.of({}, width=8)
-    routed, trace, tokens = bench.routed, bench.traces[0], bench.tokens[0]
-    layout = pad(trace.lengths, side="right", order="sbhd")
-    shard = routed.shard(trace, layout)
 
     def replay() -> None:
-        step = routed.replaying(megatron.forward_step, telemetry=True)
-        with torch.no_grad():
-            step(iter([{"tokens": tokens, "routes": shard}]), bench.model)
-        step.agreement()
+        with routed.replay(trace):
+            routed.model(ids)
 
     return {
-        "trace -> shard of a rank, Megatron-Core": lambda: routed.shard(trace, layout),
-        "one replayed micro-batch with telemetry, Megatron-Core": replay,
+        "save": way_of(lambda: fr.save(trace, file, overwrite=True)),
+        "load": way_of(lambda: fr.load(file)),
+        "replayed_forward": way_of(replay),
+        "planned_cell": planned_cell(folder),
+        "training_step": training_step(folder),
     }
 
 
-def of_a_plan() -> dict[str, Callable[[], object]]:
-    """A plan from counts to gradients, in a group of one rank, which has nothing to transfer."""
-    routed = hf.attach(hf.build_model("qwen3_moe", seed=0, experts_implementation="eager", **SIZES))
+def planned_cell(folder: Path) -> Way:
+    """One layer's experts, forward, under a plan. Hooks of torch on the layer begin and end the counting."""
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'group'}", world_size=1, rank=0)
+    routed = hf.attach(hf.build_model("qwen3_moe", seed=0, experts_implementation="eager", vocab_size=64, **SIZES))
     placed = hf.distribute(routed.model)
     ids = torch.randint(1, 64, (2, 6), generator=torch.Generator().manual_seed(0))
     with routed.record() as recording, torch.no_grad():
@@ -122,31 +134,63 @@ def of_a_plan() -> dict[str, Callable[[], object]]:
     counts_MLGE = rows.routed_LE[None, :, None]
     links = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
     topology = Topology(num_ranks=1, ranks_per_node=1, redundant_slots=0, links=links)
-    step_plan = fr.planner.plan(counts_MLGE, topology, home_LE=placed.home_LE)
-    steps = iter(range(1 << 30))
+    plan = fr.planner.plan(counts_MLGE, topology, home_LE=placed.home_LE)
+    experts = routed.model.model.layers[1].mlp.experts
+    ways: list[Way] = []
 
-    def execute() -> None:
-        placed.begin_step(next(steps), step_plan, counts_MLGE)
+    def begin(*_: Any) -> None:
+        ways.append(Way())
+        sys.setprofile(ways[-1]._note)
+
+    experts.register_forward_pre_hook(begin)
+    experts.register_forward_hook(lambda *_: sys.setprofile(None))
+    for step in range(2):
+        placed.begin_step(step, plan, counts_MLGE)
         with routed.replay(trace), placed.executing(0, rows):
             loss = routed.model(ids).logits.square().mean()
         loss.backward()
         placed.sum_gradients()
+    dist.destroy_process_group()
+    return ways[-1]
 
-    return {
-        "counts -> plan": lambda: fr.planner.plan(counts_MLGE, topology, home_LE=placed.home_LE),
-        "plan -> gradients of one replayed micro-step": execute,
+
+def training_step(folder: Path) -> Way:
+    """The second step of a run; the files of `train/` alone."""
+    values = {
+        "name": "hops",
+        "model": {"family": "qwen3_moe", "experts_implementation": "eager", "sizes": SIZES},
+        "warm_start": {"max_steps": 1},
+        "rollout": {"prompts": 2, "group_size": 2},
+        "rl": {"steps": 2},
     }
+    ways: list[Way] = []
+    run_step = Trainer.run_step
+
+    def noted(trainer: Trainer) -> Any:
+        ways.append(Way(PACKAGE / "train"))
+        with ways[-1].noted():
+            return run_step(trainer)
+
+    Trainer.run_step = noted  # type: ignore[method-assign]
+    try:
+        train(parse_config(values, source="make.hops"), folder / "run")
+    finally:
+        Trainer.run_step = run_step  # type: ignore[method-assign]
+    return ways[-1]
 
 
 def main() -> None:
-    """Print a line for each leg, and with `--way` the files that it enters."""
+    """Print a line for each piece of work; `--way` adds the files that it enters, `--json` a line for programs."""
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        megatron.start(folder, torch.device("cpu"))
-        for name, work in {**of_one_process(Path(folder)), **of_megatron(), **of_a_plan()}.items():
-            way = files_entered(work)
-            print(f"{name:56} files {len(set(way)):3d}  moves {len(way) - 1:4d}")
-            if "--way" in sys.argv:
-                print(*(f"    {each}" for each in way), sep="\n")
+        ways = measure(Path(folder))
+    for name, way in ways.items():
+        counts = way.counts()
+        print(f"{name:18}" + "".join(f"{what} {count:4d}  " for what, count in counts.items()))
+        if "--way" in sys.argv:
+            print(*(f"    {each}" for each in way.files), sep="\n")
+    if "--json" in sys.argv:
+        print(json.dumps({"case": "hops", "metrics": {name: way.counts() for name, way in ways.items()}}))
 
 
 if __name__ == "__main__":

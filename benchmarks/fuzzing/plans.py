@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from benchmarks.fuzzing.mutations import forge
 from benchmarks.fuzzing.target import Target, written
 from foreroute.files import seal_file
-from foreroute.plan import Links, Packing, StepPlan, Topology
+from foreroute.layout import Packing
+from foreroute.plan import Links, StepPlan, Topology
 from foreroute.plan.counts import check_counts, load_counts
 from foreroute.plan.plan_file import encode_plan, load_plan
 

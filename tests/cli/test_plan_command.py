@@ -10,9 +10,9 @@ from foreroute.cli.plan import read_home_moves, run_plan
 from foreroute.cli.plan_inputs import PlanInputs, read_step
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import InputError
+from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, Topology, load_plan, verify
 from foreroute.plan.counts import packed_counts
-from foreroute.planner.packing import pack_sequences
 from foreroute.trace import synthetic_trace
 from tests.cli.command import foreroute
 from tests.traces import random_trace, spec_of

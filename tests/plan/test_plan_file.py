@@ -13,7 +13,8 @@ from safetensors.numpy import save as to_bytes
 import foreroute as fr
 from foreroute.errors import PlanError, TopologyError, TraceFileError
 from foreroute.files import seal_file
-from foreroute.plan import Links, Packing, StepPlan, Topology
+from foreroute.layout import Packing
+from foreroute.plan import Links, StepPlan, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.plan_file import encode_plan, load_plan, save_plan
 from tests.plan.random_plans import LINKS, random_counts, random_plan, small_case

@@ -103,7 +103,8 @@ def test_levels_are_off_in_layers_where_planning_them_exposes_more_than_they_sav
         saved_L.append(4 * (off.seconds - on.seconds))
         run_L.append(off.recompute.total)
     assert min(saved_L) > 0
-    for refine_s in (min(saved_L) / 5, *sorted(saved_L)[:2], sum(saved_L)):
+    # a little beside what is saved: where both are equal, rounding decides
+    for refine_s in (min(saved_L) / 5, *(0.99 * saved for saved in sorted(saved_L)[:2]), sum(saved_L)):
         is_on_L = [saved > waited(refine_s, run_s) for saved, run_s in zip(saved_L, run_L, strict=True)]
         options = replace(auto, threads=1 + seed % 2)
         progress = start(given, topology, options, costs=replace(COSTS, refine_s=refine_s))

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 import foreroute as fr
 from foreroute.errors import BatchMismatchError, SpecMismatchError, TraceContentError
-from foreroute.trace import NO_VERSION, count_assignments, digest, from_masks, overlap
+from foreroute.trace import NO_VERSION, count_assignments, digest, from_masks, overlap, shared_picks
+from foreroute.trace.checks import check_rows
 from tests.traces import random_trace, spec_of
 
 
@@ -292,3 +293,43 @@ def test_masks_that_are_no_routes_are_refused(change, message):
     change(mask)
     with pytest.raises(TraceContentError, match=message):
         from_masks(spec_of(num_layers=2), [[1, 2, 3]], [mask])
+
+
+def test_positions_count_from_the_first_row_of_each_sequence():
+    trace = random_trace(3).truncated(np.r_[0, random_trace(3).lengths[1:]])
+    assert trace.positions_N.tolist() == [p for length in trace.lengths for p in range(length)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_every_row_with_an_id_twice_or_too_high_is_refused_and_no_other(seed):
+    rng = np.random.default_rng(seed)
+    spec, valid_N = spec_of(num_experts=300, top_k=3, num_layers=2), rng.random(6) < 0.7
+    ids_NLK = np.argsort(rng.random((6, 2, 300)), axis=-1)[..., :3].astype(np.uint16)
+    for row in rng.integers(0, 6, int(rng.integers(3))):
+        ids_NLK[row, rng.integers(2), rng.integers(3)] = rng.choice([300, 65_535, ids_NLK[row, 0, 0]])
+    bad = [n for n in np.flatnonzero(valid_N) if any(len(set(r)) < 3 or max(r) >= 300 for r in ids_NLK[n].tolist())]
+    offsets = np.array([0, 2, 2, 6])
+    if not bad:
+        check_rows(ids_NLK, valid_N, offsets, spec)
+        return
+    with pytest.raises(TraceContentError, match=r"sequence \d, position \d"):
+        check_rows(ids_NLK, valid_N, offsets, spec)
+
+
+@pytest.mark.parametrize("layers", [fr.RoutedLayer(1), [1], 1])
+def test_what_is_no_list_of_layers_is_refused(layers):
+    with pytest.raises(TraceContentError, match="expected routed layers, such as"):
+        random_trace(0).select_layers(layers)
+
+
+def test_shared_picks_are_counted_by_sets():
+    rng = np.random.default_rng(0)
+    ids_a, ids_b = (np.argsort(rng.random((5, 3, 9)), axis=-1)[..., :4] for _ in "ab")
+    expected = [
+        [len(set(x) & set(y)) for x, y in zip(*rows, strict=True)]
+        for rows in zip(ids_a.tolist(), ids_b.tolist(), strict=True)
+    ]
+    assert shared_picks(ids_a, ids_b).tolist() == expected
+    many = np.arange(300)[None]
+    assert shared_picks(many, many).tolist() == [300]

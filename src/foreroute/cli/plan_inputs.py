@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, CountsError, InputError, PlanError
+from foreroute.layout import Packing, pack_sequences
 from foreroute.plan import load_plan
-from foreroute.plan.counts import Packing, check_counts, load_counts, packed_counts, tokens_digest
+from foreroute.plan.counts import check_counts, load_counts, packed_counts, tokens_digest
 from foreroute.plan.topology import Topology
-from foreroute.planner.packing import pack_sequences
 from foreroute.trace import RoutedLayer, RoutingTrace, count_assignments, load
 
 DEFAULT_BUDGET = 16_384

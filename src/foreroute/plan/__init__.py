@@ -1,7 +1,7 @@
 """The plan of a step as data: topology, options, counts, the plan itself, its file and its checker. No torch."""
 
 from foreroute.plan.checker import verify
-from foreroute.plan.counts import Packing, contiguous_imbalance, load_counts, packed_counts, tokens_digest
+from foreroute.plan.counts import contiguous_imbalance, load_counts, packed_counts, tokens_digest
 from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import PlanOptions
 from foreroute.plan.plan_file import load_plan, save_plan
@@ -16,7 +16,6 @@ __all__ = [
     "ExecutionSchedule",
     "Hosts",
     "Links",
-    "Packing",
     "PlanOptions",
     "StepPlan",
     "Topology",

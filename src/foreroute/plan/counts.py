@@ -11,7 +11,6 @@ import tokenize
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,8 +18,9 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.errors import CountsError, InputError, LayoutError
+from foreroute.errors import CountsError, InputError
 from foreroute.files import RegularFile
+from foreroute.layout import Packing
 from foreroute.trace.container import RoutingTrace
 from foreroute.trace.operations import add_assignments
 
@@ -52,43 +52,6 @@ MALFORMED = (
     zlib.error,
 )
 """What zipfile and numpy raise for files that are none of theirs; numpy evaluates a header as a literal of Python."""
-
-
-@dataclass(frozen=True, eq=False)
-class Packing:
-    """The place of each of S sequences.
-
-    Attributes:
-        micro_step_S: int32 [S], from 0.
-        rank_S: int32 [S], the source rank, from 0.
-        num_micro_steps: M. A micro-step may be empty, and a rank in it.
-        num_ranks: G.
-    """
-
-    micro_step_S: NDArray[np.int32]
-    rank_S: NDArray[np.int32]
-    num_micro_steps: int
-    num_ranks: int
-
-    def __post_init__(self) -> None:
-        if self.micro_step_S.shape != self.rank_S.shape or self.micro_step_S.ndim != 1:
-            raise LayoutError(
-                f"got micro-steps of shape {self.micro_step_S.shape} and ranks of shape {self.rank_S.shape}; "
-                "expected one of each for every sequence"
-            )
-        if self.num_micro_steps < 1 or self.num_ranks < 1:
-            raise LayoutError(
-                f"got {self.num_micro_steps} micro-steps on {self.num_ranks} ranks; expected at least one of each"
-            )
-
-    @property
-    def order_S(self) -> NDArray[np.int64]:
-        """int64 [S], sequence numbers in the order of execution: by micro-step, rank and number."""
-        return np.lexsort((self.rank_S, self.micro_step_S))
-
-    def sequences(self, micro_step: int, rank: int) -> NDArray[np.int64]:
-        """The sequences that a rank executes in a micro-step, ascending."""
-        return np.flatnonzero((self.micro_step_S == micro_step) & (self.rank_S == rank))
 
 
 def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packing, *, threads: int = 1) -> NDArray[Any]:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from foreroute.errors import InputError, PlanError
 from foreroute.files import TensorFile, parse_json, seal_file, write_atomically, writing_named
+from foreroute.layout import Packing
 from foreroute.plan.checker import check_structure
-from foreroute.plan.counts import Packing
 from foreroute.plan.options import SlotUse
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Links, Topology

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import PlanError
-from foreroute.plan.counts import Packing, packed_counts, tokens_digest
+from foreroute.layout import Packing
+from foreroute.plan.counts import packed_counts, tokens_digest
 from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import SlotUse
 from foreroute.plan.topology import Topology

@@ -24,6 +24,7 @@ from foreroute.trace.operations import (
     extended,
     from_masks,
     overlap,
+    shared_picks,
 )
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
 from foreroute.trace.streams import SAMPLING, DecisionStream
@@ -53,5 +54,6 @@ __all__ = [
     "load",
     "overlap",
     "save",
+    "shared_picks",
     "synthetic_trace",
 ]

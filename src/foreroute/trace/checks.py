@@ -23,12 +23,21 @@ def check_rows(
 ) -> None:
     """Raise `TraceContentError` unless every routed row holds K distinct ids below E.
 
+    This is the one check of ids in range and distinct. A compiled loop looks at each id once; only where it finds a bad
+    row does numpy look again, for the words of the error.
+
     Args:
         expert_ids_NLK: [N, L, K].
         valid_N: bool [N]; rows where it is False are not looked at.
         offsets: int64 [S + 1], to name the sequence of a bad row.
         spec: E, K and the layer table.
     """
+    from foreroute.trace.kernels import first_bad_picks  # numba is slow to load
+
+    if expert_ids_NLK.dtype == spec.id_dtype:
+        flat, rows = np.ascontiguousarray(expert_ids_NLK).reshape(-1), np.flatnonzero(valid_N)
+        if first_bad_picks(flat, *expert_ids_NLK.shape[1:], rows, spec.num_experts) < 0:
+            return
     too_high = (expert_ids_NLK >= spec.num_experts).any(axis=-1) & valid_N[:, None]
     _refuse_first(too_high, expert_ids_NLK, offsets, spec, f"expected ids from 0 to {spec.num_experts - 1}")
     ordered = np.sort(expert_ids_NLK, axis=-1)

@@ -40,7 +40,7 @@ from foreroute.trace.checks import (
     join_ranges,
     narrow_ids,
 )
-from foreroute.trace.spec import RoutedLayer, RoutingSpec
+from foreroute.trace.spec import RoutedLayer, RoutingSpec, as_layers
 from foreroute.trace.streams import SAMPLING, DecisionStream, joined, same_streams
 
 NO_VERSION = -1
@@ -198,6 +198,11 @@ class RoutingTrace:
         return np.diff(self.offsets)
 
     @property
+    def positions_N(self) -> NDArray[np.int64]:
+        """int64 [N], the position of each row in its sequence."""
+        return np.arange(self.num_rows) - np.repeat(self.offsets[:-1], self.lengths)
+
+    @property
     def versions(self) -> tuple[int, ...]:
         """The weight versions of the routed rows, ascending."""
         return tuple(int(v) for v in np.unique(self.weight_versions_N[self.valid_N]))
@@ -228,13 +233,14 @@ class RoutingTrace:
         """Return the given layers, in the given order; the layer table shrinks with them. Streams stay whole.
 
         Raises:
+            TraceContentError: when something else than routed layers is given.
             SpecMismatchError: when a layer is not in the table.
         """
-        chosen = list(layers)
+        chosen = as_layers(layers)
         positions = self.spec.positions(chosen)
         return replace(
             self,
-            spec=replace(self.spec, layers=tuple(chosen)),
+            spec=replace(self.spec, layers=chosen),
             expert_ids_NLK=np.ascontiguousarray(self.expert_ids_NLK[:, positions]),
             gate_weights_NLK=None if self.gate_weights_NLK is None else self.gate_weights_NLK[:, positions],
         )

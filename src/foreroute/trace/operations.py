@@ -124,11 +124,11 @@ class RouteOverlap:
     """Picks that two traces share.
 
     Attributes:
-        shared_RL: uint8 [R, L], experts picked by both, for the R rows that both traces routed.
+        shared_RL: unsigned integers [R, L], experts picked by both, for the R rows that both traces routed.
         rows_R: int64 [R], the packed row number of each.
     """
 
-    shared_RL: NDArray[np.uint8]
+    shared_RL: NDArray[Any]
     rows_R: NDArray[np.int64]
 
 
@@ -146,11 +146,16 @@ def overlap(a: RoutingTrace, b: RoutingTrace) -> RouteOverlap:
             f"{b.num_rows} in {len(b)}); compare traces of the same sequences in the same order"
         )
     rows = np.flatnonzero(a.valid_N & b.valid_N)
-    ids_a, ids_b = a.expert_ids_NLK[rows], b.expert_ids_NLK[rows]
-    shared = np.zeros(ids_a.shape[:2], np.uint8)
-    for k in range(a.spec.top_k):
-        shared += (ids_a == ids_b[..., k : k + 1]).any(axis=-1)
-    return RouteOverlap(shared, rows)
+    return RouteOverlap(shared_picks(a.expert_ids_NLK[rows], b.expert_ids_NLK[rows]), rows)
+
+
+def shared_picks(ids_a: NDArray[Any], ids_b: NDArray[Any]) -> NDArray[Any]:
+    """Count the ids of `ids_a` [..., K] that are also in `ids_b` [..., K]: [...], of the narrowest type that holds K."""
+    # One pick after the other: K comparisons of [..., K] take less memory than one of [..., K, K].
+    shared = np.zeros(ids_a.shape[:-1], np.min_scalar_type(ids_a.shape[-1]))
+    for k in range(ids_a.shape[-1]):
+        shared += (ids_b == ids_a[..., k : k + 1]).any(axis=-1)
+    return shared
 
 
 def digest(trace: RoutingTrace) -> str:

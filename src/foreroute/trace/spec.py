@@ -100,13 +100,16 @@ class RoutingSpec:
         """Return where the given layers stand on the layer axis, int64 [L'].
 
         Raises:
+            TraceContentError: when something else than routed layers is given.
             SpecMismatchError: when a layer is not in the table.
         """
         place = {layer: i for i, layer in enumerate(self.layers)}
-        chosen = list(layers)
-        missing = [str(layer) for layer in chosen if layer not in place]
-        if missing:
-            raise SpecMismatchError(f"{', '.join(missing)} is not among the routed layers [{_names(self)}]")
+        chosen = as_layers(layers)
+        if missing := [str(layer) for layer in chosen if layer not in place]:
+            raise SpecMismatchError(
+                f"there are no routes of {', '.join(missing)}; the routed layers are {_names(self)}. Take layers of "
+                "this table, or the trace that has them"
+            )
         return np.array([place[layer] for layer in chosen], np.int64)
 
     def require_same(self, other: RoutingSpec, *, what: str) -> None:

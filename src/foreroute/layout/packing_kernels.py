@@ -1,4 +1,4 @@
-"""The inner loops of packing. Compiled; loaded on first use."""
+"""The exchange of sequences by their routes. Compiled; loaded on first use."""
 
 from __future__ import annotations
 
@@ -14,57 +14,6 @@ Loads = NDArray[np.int32]
 
 
 @kernel
-def deal(
-    order: Ints, tokens_S: Ints, weight_S: Floats, budget: int, held_B: Ints, filled_B: Floats, bin_S: Ints
-) -> bool:
-    """Give each sequence in turn to the bin with the least weight that has room; ties go to the first bin.
-
-    Args:
-        order: int64 [S], sequence numbers.
-        tokens_S: int64 [S].
-        weight_S: float64 [S].
-        budget: most tokens of a bin.
-        held_B: int64 [B], written: tokens of each bin.
-        filled_B: float64 [B], written: its weight.
-        bin_S: int64 [S], written.
-
-    Returns:
-        Whether all found room.
-    """
-    for b in range(len(held_B)):
-        held_B[b], filled_B[b] = 0, 0.0
-    # Invariant: no bin holds more than `budget` tokens.
-    for s in order:
-        best = -1
-        for b in range(len(held_B)):
-            if held_B[b] + tokens_S[s] <= budget and (best < 0 or filled_B[b] < filled_B[best]):
-                best = b
-        if best < 0:
-            return False
-        bin_S[s] = best
-        held_B[best] += tokens_S[s]
-        filled_B[best] += weight_S[s]
-    return True
-
-
-@kernel
-def rank_surplus(counts_SLE: Loads, home_LE: Ints, apart_SLG: Loads) -> None:
-    """What each sequence sends to each home rank beyond an even share, rounded. int32 [S, L, G], written."""
-    num_ranks = apart_SLG.shape[2]
-    for s in range(counts_SLE.shape[0]):
-        for layer in range(counts_SLE.shape[1]):
-            apart_G, total = apart_SLG[s, layer], 0
-            for g in range(num_ranks):
-                apart_G[g] = 0
-            for e in range(counts_SLE.shape[2]):
-                apart_G[home_LE[layer, e]] += counts_SLE[s, layer, e]
-                total += counts_SLE[s, layer, e]
-            share = np.int32((total + num_ranks // 2) // num_ranks)
-            for g in range(num_ranks):
-                apart_G[g] -= share
-
-
-@kernel
 def exchange(
     apart_SLG: Loads,
     order: Ints,
@@ -73,35 +22,36 @@ def exchange(
     limits: tuple[Ints, Floats],
     proposals: int,
     seed: np.uint64,
-    bin_S: Ints,
+    place_S: Ints,
 ) -> None:
     """Swap sequences of different micro-steps where that lowers what ranks have above the mean, all layers together.
 
     Args:
-        apart_SLG: int32 [S, L, G], from `rank_surplus`.
+        apart_SLG: int32 [S, L, G], what each sequence sends to each home rank beyond an even share.
         order: int64 [S], sequences by weight; partners are at most `window` places apart in it.
         window: see `order`.
         sizes: tokens int64 [S] and weight float64 [S] of each sequence, tokens int64 [B] and weight float64 [B] of each
-            bin; those of bins are kept up to date.
-        limits: most tokens int64 [M] and weight float64 [M] of a bin in each micro-step; no swap exceeds them.
+            of B places; those of places are kept up to date.
+        limits: most tokens int64 [M] and weight float64 [M] of a place in each micro-step; no swap exceeds them.
         proposals: how many pairs to look at.
         seed: uint64.
-        bin_S: int64 [S], micro-step * G + rank, changed.
+        place_S: int64 [S], micro-step * G + rank, changed.
     """
     tokens_S, weight_S, held_B, filled_B = sizes
     most_tokens_M, most_weight_M = limits
     num_ranks = apart_SLG.shape[2]
-    stream = np.full(1, seed, np.uint64)
+    rng_state = np.full(1, seed, np.uint64)
     apart_MLG = np.zeros((len(most_tokens_M), apart_SLG.shape[1], num_ranks), np.int32)
-    for s in range(len(bin_S)):
-        _add(apart_SLG[s], apart_MLG[bin_S[s] // num_ranks])
+    for s in range(len(place_S)):
+        _add(apart_SLG[s], apart_MLG[place_S[s] // num_ranks])
     # Invariant: apart_MLG adds up apart_SLG over the sequences of each micro-step, held_B and filled_B tokens and
-    # weights over those of each bin, and no bin is above the limits of its micro-step. Every swap lowers the objective.
+    # weights over those of each place, and no place is above the limits of its micro-step. Every swap lowers the sum
+    # of what is above 0 in apart_MLG.
     for _ in range(proposals):
-        i = next_below(stream, len(order) - 1)
-        j = min(i + 1 + next_below(stream, window), len(order) - 1)
+        i = next_below(rng_state, len(order) - 1)
+        j = min(i + 1 + next_below(rng_state, window), len(order) - 1)
         s, t = order[i], order[j]
-        a, b = bin_S[s], bin_S[t]
+        a, b = place_S[s], place_S[t]
         m, n = a // num_ranks, b // num_ranks
         more, heavier = tokens_S[t] - tokens_S[s], weight_S[t] - weight_S[s]
         if (
@@ -113,7 +63,7 @@ def exchange(
             and _change(apart_SLG[s], apart_SLG[t], apart_MLG[m], apart_MLG[n]) < 0
         ):
             _move(apart_SLG[s], apart_SLG[t], apart_MLG[m], apart_MLG[n])
-            bin_S[s], bin_S[t] = b, a
+            place_S[s], place_S[t] = b, a
             held_B[a] += more
             held_B[b] -= more
             filled_B[a] += heavier
