@@ -11,9 +11,9 @@ from foreroute.costs.figures import price_cell
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.errors import ConfigError
-from foreroute.plan import CellHosts, PlanOptions, Topology
+from foreroute.plan import CellHosts, CellPlan, PlanOptions, Topology
 from foreroute.plan.checker import verify
-from foreroute.plan.step_plan import REPLICA_ARRAYS, CellPlan
+from foreroute.plan.hosts import REPLICA_ARRAYS
 from foreroute.planner import plan
 from foreroute.planner.refine import prune_replicas
 from foreroute.planner.traffic import replicate_for_traffic
@@ -65,7 +65,7 @@ def _pruned(before, counts_MLGE, costs):
     for m, layer in np.ndindex(num_micro_steps, num_layers):
         cell, held_GP = before.cell(m, layer), held_LGP[layer]
         if kept:
-            cell = replace(cell, fetched_R=held_GP[cell.rank_R, cell.slot_R] != cell.expert_R)
+            cell = cell._replace(fetched_R=held_GP[cell.rank_R, cell.slot_R] != cell.expert_R)
         cell = prune_replicas(cell, counts_MLGE[m, layer], before.topology, costs)
         held_GP[cell.rank_R, cell.slot_R] = cell.expert_R
         cells.append(cell)

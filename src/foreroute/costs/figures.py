@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from foreroute.costs import links, pricing
 from foreroute.costs.model import BACKWARD, FORWARD, STAGES, CostModel
 from foreroute.errors import CountsError
-from foreroute.plan.step_plan import CellHosts, CellPlan, StepPlan
+from foreroute.plan.hosts import CellPlan
+from foreroute.plan.step_plan import CellHosts, StepPlan
 from foreroute.plan.topology import Topology
 
 

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from foreroute.errors import PlanError
 from foreroute.plan.capabilities import FetchPath
-from foreroute.plan.step_plan import CellPlan, StepPlan
+from foreroute.plan.hosts import CellPlan
+from foreroute.plan.step_plan import StepPlan
 
 MOVE = np.dtype(
     [(name, np.int32) for name in ("round", "number", "expert", "row", "peer", "slot", "place")]

@@ -13,11 +13,11 @@ from foreroute.costs.links import HOST, NODE_OUT, pairs_between, rows_sent, tran
 from foreroute.costs.model import CostModel, Prices
 from foreroute.costs.pricing import EXPOSED, cell_seconds
 from foreroute.kernels import kernel
+from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import PlanOptions
-from foreroute.plan.step_plan import CellHosts, CellPlan
+from foreroute.plan.step_plan import CellHosts
 from foreroute.plan.topology import Topology
 from foreroute.planner.levels import LEVELS, exposed_planning
-from foreroute.planner.progress import StepCells
 from foreroute.planner.traffic import replicate_for_traffic
 
 Ints = NDArray[np.int64]
@@ -45,18 +45,22 @@ class Refiner:
         slots = (counts_MLGE.shape[1], topology.num_ranks, topology.redundant_slots)
         self._held_LGS = np.full(slots, -1, np.int16)
 
-    def refine(self, cells: StepCells, place: tuple[int, int, int, int]) -> None:
-        """Give cells other replicas where that is faster; `place` as of `plan_block`."""
+    def refine(self, hosts: Hosts, max_load_ML: NDArray[np.int64], place: tuple[int, int, int, int]) -> Hosts:
+        """Give cells other replicas where that is faster; `place` as of `plan_block`, loads are brought up to date."""
         begin, end, first_layer, end_layer = place
         if begin == 0 and self._open and self._costs.refine_s:
             for layer in range(first_layer, end_layer):
-                self._settle(layer, cells.cell(0, layer))
+                self._settle(layer, hosts.cell(0, layer - first_layer))
+        cells = []
         for m in range(begin, end):
             for layer in range(first_layer, end_layer):
-                before, counts_GE = cells.cell(m, layer), self._counts_MLGE[m, layer]
+                before = hosts.cell(m - begin, layer - first_layer)
+                counts_GE = self._counts_MLGE[m, layer]
                 cell = self._refined(before, counts_GE, self._held_LGS[layer], self._options_L[layer])
                 if cell is not before:
-                    cells.replace_cell(m, layer, cell, int(cell.loads_G(counts_GE).max()))
+                    max_load_ML[m - begin, layer - first_layer] = cell.loads_G(counts_GE).max()
+                cells.append(cell)
+        return Hosts.of_cells(hosts.home_LE, cells)
 
     def levels(self) -> dict[str, str]:
         """Why a level that was left open is not on in all layers; nothing where it is."""
@@ -96,7 +100,7 @@ class Refiner:
             return cell
         if options.slots == "layer":
             # What was declined in an earlier micro-step is not in its slot, whatever the cell level planned.
-            cell = replace(cell, fetched_R=held_GS[cell.rank_R, cell.slot_R] != cell.expert_R)
+            cell = cell._replace(fetched_R=held_GS[cell.rank_R, cell.slot_R] != cell.expert_R)
         cell = prune_replicas(cell, counts_GE, self._topology, self._costs)
         held_GS[cell.rank_R, cell.slot_R] = cell.expert_R
         return cell

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from foreroute.costs.figures import price_cell, slowest_attention
 from foreroute.costs.model import CostModel
-from foreroute.plan.step_plan import CellHosts, CellPlan
+from foreroute.plan.hosts import CellPlan
+from foreroute.plan.step_plan import CellHosts
 from foreroute.plan.topology import Topology
 from foreroute.planner.traffic_kernels import SearchInput, search_cell
 
