@@ -65,13 +65,13 @@ def _agree(figures, expected, rows, topology, costs):
         assert getattr(figures, f"{link}_{direction}_G") == pytest.approx(by_hand, rel=1e-12)
 
 
-@pytest.mark.parametrize("update_path", ["host", "direct"])
+@pytest.mark.parametrize("paths", ["host", "direct"])
 @pytest.mark.parametrize("dispatcher", ["copies", "dedup"])
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(4, 2), (8, 2), (4, 4), (4, 1)])
-def test_figures_equal_the_slow_oracle_token_by_token(dispatcher, update_path, num_ranks, ranks_per_node):
+def test_figures_equal_the_slow_oracle_token_by_token(dispatcher, paths, num_ranks, ranks_per_node):
     for seed in range(8):
         routes, assignment, home_E, topology, costs = _case(
-            seed, num_ranks, ranks_per_node, top_k=1 + seed % 3, dispatcher=dispatcher, update_path=update_path
+            seed, num_ranks, ranks_per_node, top_k=1 + seed % 3, dispatcher=dispatcher, paths=paths
         )
         squares_G = np.arange(1, num_ranks + 1) * 1e6 if seed % 2 else None
         host_TK = assign_picks(assignment, routes, ranks_per_node)
@@ -111,8 +111,8 @@ def test_rows_out_are_rows_in_and_one_node_sends_nothing_out():
 
 @given(st.integers(0, 10_000), st.sampled_from(["copies", "dedup"]), st.sampled_from(["host", "direct"]), st.data())
 @settings(max_examples=60, deadline=None)
-def test_better_machines_are_never_slower(seed, dispatcher, update_path, data):
-    _, assignment, home_E, topology, costs = _case(seed, 8, 4, dispatcher=dispatcher, update_path=update_path)
+def test_better_machines_are_never_slower(seed, dispatcher, paths, data):
+    _, assignment, home_E, topology, costs = _case(seed, 8, 4, dispatcher=dispatcher, paths=paths)
     name = data.draw(st.sampled_from([*vars(LINKS), "gemm_flops_per_s", "attention_flops_per_s", "memory_bytes_per_s"]))
     factor = data.draw(st.floats(1.0, 100.0))
     slow = price_cell(assignment, home_E, topology, costs)

@@ -27,7 +27,7 @@ def taken(plan, counts_MLGE, costs):
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("dispatcher", ["copies", "dedup"])
 def test_no_plan_is_faster(seed, dispatcher):
-    costs = replace(COSTS, dispatcher=dispatcher, update_path=("host", "direct")[seed % 2])
+    costs = replace(COSTS, dispatcher=dispatcher, paths=("host", "direct")[seed % 2])
     ranks = (2, 4, 8)[seed % 3]
     counts = random_counts(seed, (2, 2, ranks, 16), most=(3, 300, 30_000)[seed % 3])
     plan = random_plan(counts, Topology(ranks, max(ranks // 2, 1), 2, LINKS), seed=seed)

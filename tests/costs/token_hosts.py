@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from foreroute.costs import pricing
+from foreroute.costs import links
 from foreroute.costs.figures import price_rows
 from foreroute.errors import CountsError
 from foreroute.kernels import kernel
@@ -101,10 +101,10 @@ def price_tokens(hosts, home_E, topology, costs, *, routes, squares_G=None):
     rank_H, tokens_HG = hosts.rank_H.astype(np.int64), np.ascontiguousarray(hosts.tokens_HG, np.int64)
     host_TK = assign_picks(hosts, routes, topology.ranks_per_node)
     reaches = tokens_reaching(hosts, routes, host_TK, topology.ranks_per_node)
-    pairs_GG = pricing.pairs_between(rank_H, tokens_HG)
-    rows_G4 = pricing.rows_of_reach(*reaches, topology.ranks_per_node)
+    pairs_GG = links.pairs_between(rank_H, tokens_HG)
+    rows_G4 = links.rows_of_reach(*reaches, topology.ranks_per_node)
     if not prices.dedup:
-        rows_G4 = pricing.rows_sent(pairs_GG, prices)
+        rows_G4 = links.rows_sent(pairs_GG, prices)
     return price_rows(hosts, rows_G4, pairs_GG, home_E, topology, costs, squares_G)
 
 

@@ -97,7 +97,7 @@ def main(which: str) -> None:
     else:
         cases = workload_cases(LAYERS[which])
     for name, found in cases:
-        print(name, digest(found), flush=True)
+        sys.stdout.write(f"{name} {digest(found)}\n")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ def test_shared_slots_are_filled_in_every_visit():
 @pytest.mark.parametrize(("prefetch", "found_layers"), [(0, [1]), (1, [0, 1])])
 def test_shared_slots_still_hold_the_last_cells_where_the_order_turns(prefetch, found_layers):
     order = one_forward_one_backward(0, 1, 3)
-    moved = transfers_of(planned("shared"), np.arange(2), order, "direct", TOPOLOGY, COSTS, prefetch=prefetch)
+    costs = replace(COSTS, paths="direct")
+    moved = transfers_of(planned("shared"), np.arange(2), order, TOPOLOGY, costs, prefetch=prefetch)
     arriving_KML = moved.direct_KMLG4[:, :, :, 0].sum(axis=-1)
     assert (arriving_KML[0] > 0).all()
     for layer in range(2):
@@ -82,17 +83,12 @@ NEAR_LINK, FAR_LINK = (3, 2 * BYTES / 340e9), (1, 2 * BYTES / 45e9)
 
 
 @pytest.mark.parametrize(
-    ("paths", "host_bytes_per_s", "near", "far"),  # what rank 0 waits for: expert 1 of its node, expert 3 of the other
-    [
-        ("host", 50e9, ("host", 2 * BYTES / 50e9), FAR_LINK),
-        ("direct", 50e9, NEAR_LINK, FAR_LINK),
-        ("auto", 50e9, NEAR_LINK, FAR_LINK),
-        ("auto", 500e9, ("host", 2 * BYTES / 500e9), FAR_LINK),
-    ],
+    ("paths", "near", "far"),  # what rank 0 waits for: expert 1 of its node, expert 3 of the other
+    [("host", ("host", 2 * BYTES / 50e9), FAR_LINK), ("direct", NEAR_LINK, FAR_LINK)],
 )
-def test_paths_by_hand(paths, host_bytes_per_s, near, far):
-    topology = replace(TOPOLOGY, links=replace(TOPOLOGY.links, host_bytes_per_s=host_bytes_per_s))
-    moved = transfers_of(planned("layer"), np.arange(2), forward_only(3), paths, topology, COSTS, prefetch=1)
+def test_paths_by_hand(paths, near, far):
+    costs = replace(COSTS, paths=paths)
+    moved = transfers_of(planned("layer"), np.arange(2), forward_only(3), TOPOLOGY, costs, prefetch=1)
     for m, (lane, seconds) in ((0, near), (2, far)):
         host_s, direct_G4 = moved.host_KMLG[0, m, 0, 0], moved.direct_KMLG4[0, m, 0]
         if lane == "host":
@@ -103,10 +99,9 @@ def test_paths_by_hand(paths, host_bytes_per_s, near, far):
     assert not moved.gradient_MLG4.any()
 
 
-@pytest.mark.parametrize("paths", ["auto", "host", "direct"])
+@pytest.mark.parametrize("paths", ["host", "direct"])
 def test_replicas_take_the_paths_of_the_executors_schedule(paths):
-    links = Links(50e9, 45e9, 50e9, 20e-6, 50e-6)  # the node's link is as fast as host memory: moves go both ways
-    topology, rng = Topology(8, 4, 3, links), np.random.default_rng(3)
+    topology, rng = replace(TOPOLOGY, num_ranks=8, ranks_per_node=4, redundant_slots=3), np.random.default_rng(3)
     counts = rng.multinomial(2000, rng.dirichlet(np.full(32, 0.1), (2, 3, 1)), (2, 3, 8)).astype(np.int32)
     found = plan(counts, topology, PlanOptions(slots="shared"))
     assert found.num_replicas_ML.min() > 4
@@ -114,25 +109,26 @@ def test_replicas_take_the_paths_of_the_executors_schedule(paths):
         [CellHosts.of(found.cell(*c), counts[c]) for c in np.ndindex(2, 3)],
         found.home_LE.astype(np.int64), found.home_moves, "shared", 0.0,
     )  # fmt: skip
-    moved = transfers_of(step, np.arange(3), forward_only(2), paths, topology, COSTS, prefetch=1)
-    num_bytes = COSTS.model.expert_bytes
+    costs, num_bytes, links = replace(COSTS, paths=paths), COSTS.model.expert_bytes, topology.links
+    moved = transfers_of(step, np.arange(3), forward_only(2), topology, costs, prefetch=1)
     by_host = np.rint(moved.host_KMLG[0] * links.host_bytes_per_s / num_bytes).astype(int)
     executed, served, near = np.zeros_like(by_host), np.zeros_like(by_host), np.zeros_like(by_host)
     for rank in range(8):
-        schedule = ExecutionSchedule(found, counts, rank, expert_bytes_L=[int(num_bytes)] * 3, paths=paths)
+        schedule = ExecutionSchedule(found, counts, rank, paths=paths)
         for c in np.ndindex(2, 3):
             moves = schedule.cell(*c).served
             executed[(*c, rank)], served[(*c, rank)] = moves["by_host"].sum(), len(moves)
             near[(*c, rank)] = (moves["peer"] // 4 == rank // 4).sum()
     assert np.array_equal(by_host, executed)
-    assert 0 < executed.sum() < near.sum() if paths == "auto" else executed.sum() == near.sum() * (paths == "host")
+    assert np.array_equal(executed, near * (paths == "host"))
+    assert 0 < near.sum() < served.sum()
     arriving = moved.direct_KMLG4[0][..., [1, 3]] / num_bytes * [links.cluster_bytes_per_s, links.node_bytes_per_s]
     assert np.array_equal(np.rint(arriving.sum(axis=-1)).astype(int), served - executed)
 
 
 def test_gradients_return_in_every_micro_step():
     order = one_forward_one_backward(0, 1, 3)
-    found = transfers_of(planned("layer"), np.arange(2), order, "host", TOPOLOGY, COSTS, prefetch=1).gradient_MLG4[:, 0]
+    found = transfers_of(planned("layer"), np.arange(2), order, TOPOLOGY, COSTS, prefetch=1).gradient_MLG4[:, 0]
     near_s, far_s = 4 * BYTES / 340e9, 4 * BYTES / 45e9
     assert found[:, 0, 2] == pytest.approx([near_s, near_s, 0])
     assert found[:, 0, 0] == pytest.approx([0, 0, far_s])

@@ -186,7 +186,7 @@ def test_one_executor_must_do_all():
     assert lacking({Ability.REPLICAS, Ability.PREFETCH, Ability.PIPELINE}) == ("pipeline stages",)
     assert lacking({Ability.REPLICAS, Ability.PIPELINE}) == ()
     pipelined = small_config(
-        gpus=8, pipeline=2, methods=["ours_traffic"], paths="direct", prefetch=0, early_cells=False
+        gpus=8, pipeline=2, methods=["ours_traffic"], costs={"paths": "direct"}, prefetch=0, early_cells=False
     )
     assert simulate(pipelined)["ours_traffic"].not_executed == ()
 

@@ -18,7 +18,7 @@ RATES = {"gemm_flops_per_s": 3e14, "layer_s": 90e-6, "node_bytes_per_s": 1e11}
 
 
 def config_and_costs():
-    config = small_config(paths="host")
+    config = small_config()
     costs = config.described().costs
     links = replace(costs.hardware.links, node_bytes_per_s=RATES["node_bytes_per_s"])
     own = {name: value for name, value in RATES.items() if name != "node_bytes_per_s"}

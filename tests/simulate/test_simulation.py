@@ -80,7 +80,7 @@ def test_one_hot_expert_costs_what_its_rank_costs():
 
 def test_bound_by_transfers_a_recompute_takes_what_its_copies_take():
     """Every cell fetches one replica into rank 0, over a host link so slow that all else is hidden behind it."""
-    config = small_config(links={"host_bytes_per_s": 1e6}, methods=["ours"], paths="host")
+    config = small_config(links={"host_bytes_per_s": 1e6}, methods=["ours"])
     cluster = config.described()
     step = next(iter(group_steps(config, cluster.topology, cluster.costs.model)))
     planned = all_at_home(step.problem)

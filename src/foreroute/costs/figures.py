@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.costs import pricing
+from foreroute.costs import links, pricing
 from foreroute.costs.model import BACKWARD, FORWARD, STAGES, CostModel
 from foreroute.errors import CountsError
-from foreroute.plan.step_plan import CellHosts, CellPlan, StepPlan
+from foreroute.plan.hosts import CellPlan
+from foreroute.plan.step_plan import CellHosts, StepPlan
 from foreroute.plan.topology import Topology
 
 
@@ -87,8 +88,8 @@ def price_cell(
     rank_H = hosts.rank_H.astype(np.int64)
     tokens_HG = np.ascontiguousarray(hosts.tokens_HG, dtype=np.int64)
     _check(rank_H, tokens_HG, topology)
-    pairs_GG = pricing.pairs_between(rank_H, tokens_HG)
-    rows_G4 = pricing.rows_sent(pairs_GG, costs.prices(topology))
+    pairs_GG = links.pairs_between(rank_H, tokens_HG)
+    rows_G4 = links.rows_sent(pairs_GG, costs.prices(topology))
     return price_rows(hosts, rows_G4, pairs_GG, home_E, topology, costs, squares_G)
 
 
@@ -120,10 +121,10 @@ def price_rows(
     return CellFigures(
         pairs_GG.sum(axis=0),
         away / total if total else 0.0,
-        bytes_G4[:, pricing.CLUSTER_OUT],
-        bytes_G4[:, pricing.CLUSTER_IN],
-        bytes_G4[:, pricing.NODE_OUT],
-        bytes_G4[:, pricing.NODE_IN],
+        bytes_G4[:, links.CLUSTER_OUT],
+        bytes_G4[:, links.CLUSTER_IN],
+        bytes_G4[:, links.NODE_OUT],
+        bytes_G4[:, links.NODE_IN],
         np.bincount(rank_H[hosts.fetched_H], minlength=topology.num_ranks),
         CellSeconds(*parts_SP[0].tolist()),
         CellSeconds(*parts_SP[1].tolist()),

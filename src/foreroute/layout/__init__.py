@@ -1,6 +1,11 @@
 """Where each row goes: packing, padding and the splits of parallel training, as pure index arithmetic. No torch."""
 
-from foreroute.layout.match_tokens import locate_rows, starts_from_cumulative_lengths, starts_from_positions
+from foreroute.layout.match_tokens import (
+    locate_rows,
+    order_by_tokens,
+    starts_from_cumulative_lengths,
+    starts_from_positions,
+)
 from foreroute.layout.packing import Packing, pack_sequences, padded_batches
 from foreroute.layout.rank_rows import PAD, RankRoutes, RankRows, block_homes, collect, fill_padding, take
 from foreroute.layout.slots import Layout, pack, pad
@@ -15,6 +20,7 @@ __all__ = [
     "collect",
     "fill_padding",
     "locate_rows",
+    "order_by_tokens",
     "pack",
     "pack_sequences",
     "pad",

@@ -2,7 +2,7 @@
 
 from foreroute.mismatch.alarm_rules import Alarm, AlarmRules, Kind, Signals, alarms
 from foreroute.mismatch.choices import misplaced_choices
-from foreroute.mismatch.defects import Defect, Explanation, explain
+from foreroute.mismatch.defects import Explanation, explain
 from foreroute.mismatch.masks import StreamDifference, misplaced_masks, stream_difference
 from foreroute.mismatch.measures import (
     LOG10_EDGES,
@@ -14,6 +14,7 @@ from foreroute.mismatch.measures import (
     routing_mismatch,
     token_mismatch,
 )
+from foreroute.mismatch.mixups import Defect
 
 __all__ = [
     "LOG10_EDGES",

@@ -2,10 +2,11 @@
 
 from foreroute.plan.checker import verify
 from foreroute.plan.counts import contiguous_imbalance, load_counts, packed_counts, save_counts, tokens_digest
+from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import PlanOptions
 from foreroute.plan.plan_file import load_plan, save_plan
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
-from foreroute.plan.step_plan import CellHosts, CellPlan, StepPlan
+from foreroute.plan.step_plan import CellHosts, StepPlan
 from foreroute.plan.topology import Links, Topology
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "CellPlan",
     "CellSchedule",
     "ExecutionSchedule",
+    "Hosts",
     "Links",
     "PlanOptions",
     "StepPlan",

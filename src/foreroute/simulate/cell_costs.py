@@ -14,9 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.costs import pricing
+from foreroute.costs import links, pricing
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
-from foreroute.plan.schedule import PATHS, PathChoice
 from foreroute.plan.topology import Topology
 from foreroute.simulate.methods import PlannedStep
 
@@ -87,10 +86,10 @@ def compute_of(
         m, layer = divmod(cell, num_layers)
         rank_H = one.rank_H.astype(np.int64)
         tokens_HG = np.ascontiguousarray(one.tokens_HG, np.int64)
-        pairs_GG = pricing.pairs_between(rank_H, tokens_HG)
-        rows_G4 = pricing.rows_sent(pairs_GG, prices)
-        all_to_all_ML[m, layer] = pricing.all_to_all_seconds(rows_G4, prices)
-        rows_ML2[m, layer] = rows_G4[:, [pricing.NODE_OUT, pricing.CLUSTER_OUT]].sum(axis=0)
+        pairs_GG = links.pairs_between(rank_H, tokens_HG)
+        rows_G4 = links.rows_sent(pairs_GG, prices)
+        all_to_all_ML[m, layer] = links.all_to_all_seconds(rows_G4, prices)
+        rows_ML2[m, layer] = rows_G4[:, [links.NODE_OUT, links.CLUSTER_OUT]].sum(axis=0)
         forward_G, backward_G = pricing.experts_by_rank(rank_H, tokens_HG.sum(axis=1), ranks, prices)
         experts_MLG2[m, layer, :, 0], experts_MLG2[m, layer, :, 1] = forward_G, backward_G
         if layer == 0:
@@ -112,7 +111,6 @@ def transfers_of(
     planned: PlannedStep,
     layers: NDArray[np.integer],
     order: Sequence[StagePass],
-    paths: PathChoice,
     topology: Topology,
     costs: CostModel,
     *,
@@ -124,7 +122,6 @@ def transfers_of(
         planned: who serves what.
         layers: which planned layer stands for each layer of the pipeline stage.
         order: of stage passes.
-        paths: of weights, as the executor takes them.
         topology: ranks and links.
         costs: the cost model.
         prefetch: cells that are fetched ahead; slots that layers share are there once more than so often.
@@ -136,16 +133,15 @@ def transfers_of(
     gradient_MLG4 = np.zeros((*shape[1:], 4))
     for stage_pass, layer, fetched_R in fetched_replicas(planned, order):
         home_E, (expert_R, rank_R, _) = planned.home_LE[layer], _replicas(planned, stage_pass.micro_step, layer)
-        by_host_R = _by_host(home_E[expert_R], rank_R, paths, topology, costs)
+        fetch_G5, _ = links.transfer_seconds(expert_R, rank_R, fetched_R, home_E, ranks, prices)
         place = (int(stage_pass.backward), stage_pass.micro_step, layer)
-        for moved, of_path, chosen_R in ((host_KMLG, 0, by_host_R), (direct_KMLG4, 1, ~by_host_R)):
-            each = pricing.transfer_seconds(expert_R, rank_R, fetched_R & chosen_R, home_E, ranks, prices)
-            moved[place] = each[of_path]
+        host_KMLG[place], direct_KMLG4[place] = fetch_G5[:, links.HOST], fetch_G5[:, : links.HOST]
     if any(stage_pass.backward for stage_pass in order):
         for m, layer in np.ndindex(num_micro_steps, num_layers):
             (expert_R, rank_R, _), home_E = _replicas(planned, m, layer), planned.home_LE[layer]
             all_R = np.ones(len(expert_R), np.bool_)
-            gradient_MLG4[m, layer] = pricing.transfer_seconds(expert_R, rank_R, all_R, home_E, ranks, prices)[2]
+            _, gradient_G5 = links.transfer_seconds(expert_R, rank_R, all_R, home_E, ranks, prices)
+            gradient_MLG4[m, layer] = gradient_G5[:, : links.HOST]
     host_KMLG, direct_KMLG4 = host_KMLG[:, :, layers], direct_KMLG4[:, :, layers]
     # Shared slots hold the last prefetch + 1 cells, which a backward pass begins with when it follows its forward pass.
     found = max(len(layers) - prefetch - 1, 0)
@@ -222,15 +218,3 @@ def _missing(wanted: tuple[Ints, Ints], held: tuple[Ints, Ints]) -> NDArray[np.b
     more_than_ranks = 1 + max(int(rank_R.max(initial=0)) for _, rank_R in (wanted, held))
     keys = [expert_R * more_than_ranks + rank_R for expert_R, rank_R in (wanted, held)]
     return ~np.isin(keys[0], keys[1])
-
-
-def _by_host(
-    source_R: Ints, target_R: Ints, paths: PathChoice, topology: Topology, costs: CostModel
-) -> NDArray[np.bool_]:
-    """Which replicas of a cell come through host memory, by the executor's own choice."""
-    from foreroute.plan.schedule_kernels import Rates, choose_host
-
-    by_host_R = np.empty(len(source_R), np.bool_)
-    rates = Rates(topology.ranks_per_node, **vars(topology.links))
-    choose_host(source_R, target_R, round(costs.model.expert_bytes), PATHS[paths], rates, by_host_R)
-    return by_host_R

@@ -38,7 +38,6 @@ from foreroute.files.config_file import (
     read_toml,
 )
 from foreroute.plan.capabilities import EXECUTES, Ability
-from foreroute.plan.schedule import PathChoice
 from foreroute.planner.methods import METHODS
 from foreroute.simulate.methods import check_methods
 from foreroute.simulate.steps import MOST_WORK, Size, drawn_size
@@ -200,8 +199,6 @@ class WorkloadConfig(Section):
 class ExecutionConfig(Section):
     """How the cluster executes; by default as the Hugging Face executor does."""
 
-    paths: PathChoice = "auto"
-    """Replicas come from the node's host memory, peer to peer, or by the faster."""
     prefetch: Natural = 1
     """Cells that are fetched ahead."""
     copy_engines: bool = True

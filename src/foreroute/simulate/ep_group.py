@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.costs import pricing
+from foreroute.costs import links
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
 from foreroute.plan.options import SlotUse
 from foreroute.plan.topology import Topology
@@ -71,7 +71,6 @@ class EPGroup:
                         planned,
                         layers[part.start : part.stop],
                         order,
-                        execution.paths,
                         topology,
                         costs,
                         prefetch=execution.prefetch,
@@ -142,12 +141,12 @@ class EPGroup:
             "rows": {"node": float(node), "cluster": float(cluster)},
             "weights of replicas": {
                 "host": host_s / prices.host_fetch_s * of_expert,
-                "node": float(direct_4[pricing.NODE_OUT]) / prices.node_fetch_s * of_expert,
-                "cluster": float(direct_4[pricing.CLUSTER_OUT]) / prices.cluster_fetch_s * of_expert,
+                "node": float(direct_4[links.NODE_OUT]) / prices.node_fetch_s * of_expert,
+                "cluster": float(direct_4[links.CLUSTER_OUT]) / prices.cluster_fetch_s * of_expert,
             },
             "gradients of replicas": {
-                "node": float(gradient_4[pricing.NODE_OUT]) / prices.node_gradient_s * of_gradient,
-                "cluster": float(gradient_4[pricing.CLUSTER_OUT]) / prices.cluster_gradient_s * of_gradient,
+                "node": float(gradient_4[links.NODE_OUT]) / prices.node_gradient_s * of_gradient,
+                "cluster": float(gradient_4[links.CLUSTER_OUT]) / prices.cluster_gradient_s * of_gradient,
             },
         }
 

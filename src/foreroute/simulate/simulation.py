@@ -214,7 +214,7 @@ def _method(
     waiting = 1 - sum(float(np.mean([_seconds(run) for run in stage])) for stage in stages) / training_s
     exposed_s = max(float(run.end_P.max()) for run in stages[0]) - seconds[0]
     publish_s, *after = around
-    publishing_s = publish_s if sums.fetches and config.execution.paths != "direct" else 0.0
+    publishing_s = publish_s if sums.fetches else 0.0
     split = StageSeconds(exposed_s, max(sums.home_moves_s), publishing_s, *seconds, *after)
     hours = (sum(split) + config.execution.rollout_s) * config.cluster.gpus / 3600
     return MethodRecord(
@@ -256,7 +256,6 @@ def _parts(run: StageRun) -> dict[str, float]:
 
 
 PATH_WORDS = {
-    "auto": "from host memory or peers, by which ends sooner",
     "host": "from host memory within a node, from peers beyond",
     "direct": "from peers",
 }
@@ -274,6 +273,6 @@ def _facts(config: SimulateConfig, costs: CostModel) -> dict[str, str]:
         "model": f"{model}: {costs.model.num_layers} routed layers, top-{costs.model.top_k} of "
         f"{costs.model.num_experts} experts of {costs.model.expert_bytes / 1e6:.1f} MB",
         "dispatcher": costs.dispatcher,
-        "replicas": f"{PATH_WORDS[execution.paths]}, {execution.prefetch} cell{'s' * (execution.prefetch != 1)} ahead",
+        "replicas": f"{PATH_WORDS[costs.paths]}, {execution.prefetch} cell{'s' * (execution.prefetch != 1)} ahead",
         "overlap": f"{execution.overlap:g} of the computing time hides all-to-alls",
     }
