@@ -168,9 +168,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_works(whole, copied):
     written = last.read_bytes()
     for damaged in (written[: len(written) // 2], b"", b"x" * 100, with_a_flipped_bit(written)):
         last.write_bytes(damaged)
-        with pytest.raises(
-            RunFolderError, match=r"step-000005\.safetensors cannot be read .*remove it to use the one before"
-        ):
+        with pytest.raises(RunFolderError, match=r"step-000005\.safetensors .*remove it to use the one before"):
             train(small_config(rl={"steps": 6}), copied.path, resume=True)
     last.unlink()
     train(small_config(rl={"steps": 6}), copied.path, resume=True)
