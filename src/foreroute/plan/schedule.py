@@ -81,7 +81,7 @@ class CellSchedule:
 
     @classmethod
     def of(
-        cls, cell: CellPlan, counts_GE: NDArray[np.integer], rank: int, *, least_rows: int = 1, what: str = "the cell"
+        cls, cell: CellPlan, counts_GE: NDArray[np.integer], rank: int, *, row_multiple: int = 1, what: str = "the cell"
     ) -> CellSchedule:
         """The schedule of a cell whose counts are learnt only when it runs; weights go from peer to peer.
 
@@ -89,7 +89,7 @@ class CellSchedule:
             cell: homes and replicas.
             counts_GE: integers [G, E], assignments of every rank to every expert.
             rank: whose schedule.
-            least_rows: a group with any row is padded to this many.
+            row_multiple: the rows of a group are padded to a multiple of this.
             what: the cell in words, for errors.
 
         Raises:
@@ -103,7 +103,7 @@ class CellSchedule:
             ),
             counts_GE[None],
             rank,
-            _Costs(np.array([least_rows]), np.zeros(1, np.int64), "direct", None),
+            _Costs(np.array([row_multiple]), np.zeros(1, np.int64), "direct", None),
             [what],
         )
         return _cut(columns, 0)
@@ -120,7 +120,7 @@ class ExecutionSchedule:
         counts_MLGE: integers [M, L, G, E], what was planned, of the whole step; None where it is not known: weights
             alone are scheduled.
         rank: whose schedule.
-        least_rows_L: a group with any row is padded to this many, by layer; 1 by default.
+        row_multiple_L: the rows of a group are padded to a multiple of this, by layer; 1 by default.
         expert_bytes_L: bytes of one expert's weights, by layer; needed for the choice of a path.
         paths: which path weights take.
 
@@ -135,14 +135,14 @@ class ExecutionSchedule:
         counts_MLGE: NDArray[np.integer] | None,
         rank: int,
         *,
-        least_rows_L: Sequence[int] | None = None,
+        row_multiple_L: Sequence[int] | None = None,
         expert_bytes_L: Sequence[int] | None = None,
         paths: PathChoice = "direct",
     ) -> None:
         num_layers = plan.shape[1]
         self._counts_MLGE, self._rank = counts_MLGE, rank
         self._costs = _Costs(
-            np.ones(num_layers, np.int64) if least_rows_L is None else np.array(least_rows_L, np.int64),
+            np.ones(num_layers, np.int64) if row_multiple_L is None else np.array(row_multiple_L, np.int64),
             np.zeros(num_layers, np.int64) if expert_bytes_L is None else np.array(expert_bytes_L, np.int64),
             paths,
             plan.topology,
@@ -199,7 +199,7 @@ class _Cells:
 class _Costs:
     """What the compiler needs beside plan and counts; without a topology, no path is chosen."""
 
-    least_rows_L: NDArray[np.int64]
+    row_multiple_L: NDArray[np.int64]
     expert_bytes_L: NDArray[np.int64]
     paths: PathChoice
     topology: Topology | None
@@ -250,7 +250,7 @@ def _compile(cells: _Cells, counts_CGE: NDArray[np.integer], rank: int, costs: _
         rank,
         *vars(cells).values(),
         np.ascontiguousarray(counts_CGE, np.int32),
-        costs.least_rows_L,
+        costs.row_multiple_L,
         costs.expert_bytes_L,
         PATHS[costs.paths],
         rates,
