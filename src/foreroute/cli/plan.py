@@ -16,8 +16,9 @@ from foreroute.cli.terminal import Console, working, write_page
 from foreroute.costs.figures import summarize
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, InputError, PlanError
-from foreroute.files import TensorFile, check_writable, writing_named
+from foreroute.files import check_writable, writing_named
 from foreroute.plan import PlanOptions, StepPlan, save_plan, verify
+from foreroute.plan.plan_file import PLAN_FILE
 from foreroute.planner import plan, start
 from foreroute.planner.balancers import BALANCERS, BalancerInput
 from foreroute.planner.compare import BalancerRecord, compare, record_of
@@ -88,16 +89,8 @@ def _check_target(output: Path, page: Path, overwrite: bool) -> None:
                 raise PlanError(f"{path} already exists; pass another --output, or --overwrite to replace it")
             check_writable(path)
     check_page(page)
-    if output.exists() and output.stat().st_size and "foreroute.plan_version" not in _metadata(output):
+    if output.exists() and output.stat().st_size and not PLAN_FILE.is_in(output):
         raise PlanError(f"{output} is no plan, which is all that --overwrite replaces; nothing was changed")
-
-
-def _metadata(path: Path) -> Mapping[str, str]:
-    try:
-        with TensorFile(path, PlanError) as file:
-            return file.metadata
-    except PlanError:
-        return {}
 
 
 def _check_baselines(baselines: Sequence[str] | None, inputs: PlanInputs) -> None:
