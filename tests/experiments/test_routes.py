@@ -15,7 +15,8 @@ from experiments.routes import run_routes
 from experiments.texts import KINDS, LONGEST, SHORTEST, TextTask, encode, text
 from experiments.unevenness import dealt, drawn, kind_information, kind_share, made_up, sequence_counts, shuffled
 from foreroute.plan import Topology, contiguous_imbalance
-from foreroute.planner.balancers import BALANCERS, BalancerInput
+from foreroute.simulate.balancers import BalancerInput
+from foreroute.simulate.methods import BALANCERS
 from foreroute.trace import load, synthetic_trace
 from tests.plan.random_plans import LINKS
 from tests.traces import spec_of
