@@ -7,7 +7,6 @@ from foreroute.mismatch.masks import StreamDifference, misplaced_masks, stream_d
 from foreroute.mismatch.measures import (
     LOG10_EDGES,
     LiveAgreement,
-    MarginHistogram,
     RoutingMismatch,
     TokenMismatch,
     margin_histogram,
@@ -24,7 +23,6 @@ __all__ = [
     "Explanation",
     "Kind",
     "LiveAgreement",
-    "MarginHistogram",
     "RoutingMismatch",
     "Signals",
     "StreamDifference",
