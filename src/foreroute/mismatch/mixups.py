@@ -22,7 +22,7 @@ MAX_SHIFT = 256
 MAX_PERMUTED = 256
 MAX_LAYER_OFFSET = 64
 MAX_RENAMED = 1024
-"""Experts of a layer whose names may be mixed up: a table of their pairs is made. A first look takes ids modulo this."""
+"""Experts of a layer whose names may be mixed up: a table of pairs is made. A first look takes ids modulo this."""
 _QUICK_ROWS, _QUICK_LAYERS = 160, 4
 """Rows that a first look at all shifts takes, and layers of every first look; the best are then looked at in full."""
 _COMPARED_ROWS, _FITTED_ROWS = 64, 32
