@@ -62,7 +62,7 @@ TOPOLOGY = f"[topology]\nnum_ranks = 8\nredundant_slots = 2\n{MODEL}"
 SIMULATION = f"methods = ['ours']\n[cluster]\ngpus = 8\nexpert_parallel = 8\n{MODEL}"
 OTHERS = ("convert", "plan", "report")
 KILLS_OF_RUN, KILLS_OF_OTHER = 6, 3
-PRELOADED = ("adapters.hf", "planner.balancers", "cli.convert", "cli.plan", "cli.train")
+PRELOADED = ("adapters.hf", "planner", "cli.convert", "cli.plan", "cli.train")
 Process = Any
 
 

@@ -86,7 +86,7 @@ PLAN = "plan --counts counts.safetensors --topology cluster.toml --output plan.s
         (PLAN, "plan.plan", "planning the first micro-step"),
         (PLAN, "plan.verify", "verifying and writing the plan"),
         (PLAN, "plan.compare", r"comparing with other balancers: 0 of \d+"),
-        (f"{PLAN} --no-baselines", "plan.summarize", "pricing every cell"),
+        (f"{PLAN} --no-baselines", "plan.figures_of", "pricing every cell"),
         (f"{PLAN} --no-baselines", "plan.write_plan_page", "drawing the page"),
         ("simulate simulate.toml", "simulate.simulate", "simulating"),
         ("doctor --trainer-trace t --trace t", "doctor.read_engine", "reading the engine's side"),

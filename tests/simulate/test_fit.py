@@ -109,7 +109,7 @@ def test_measurements_are_read_from_lines_and_from_arrays(folder, form):
     planned, at_home = load_measurements(folder / "m.json", small_config().described().topology)
     assert (planned.stage, planned.seconds) == (1, 0.5)
     assert (at_home.stage, at_home.seconds, at_home.name) == (0, 0.25, "counts.safetensors, recompute")
-    assert len(at_home.planned.assignments[0].expert_H) == 8 < len(planned.planned.assignments[0].expert_H)
+    assert len(at_home.served.kept[0].expert_R) == 0 < len(planned.served.kept[0].expert_R)
 
 
 @pytest.mark.parametrize(

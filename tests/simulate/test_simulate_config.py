@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from foreroute.errors import ConfigError, TopologyError
-from foreroute.planner.methods import METHODS
 from foreroute.simulate import load_config, parse_config, sweep, timeline
 from foreroute.simulate.config import varied
+from foreroute.simulate.methods import METHODS
 from tests.simulate.simulate_cases import small_config
 
 SMALLEST = {"cluster": {"gpus": 64, "expert_parallel": 16}}

@@ -38,8 +38,7 @@ from foreroute.files.config_file import (
     read_toml,
 )
 from foreroute.plan.capabilities import EXECUTES, Ability
-from foreroute.planner.methods import METHODS
-from foreroute.simulate.methods import check_methods
+from foreroute.simulate.methods import METHODS, check_methods
 from foreroute.simulate.steps import MOST_WORK, Size, drawn_size
 from foreroute.simulate.workload import WORKLOADS
 

@@ -14,7 +14,7 @@ from foreroute.costs.model import ModelShape
 from foreroute.errors import ConfigError, CountsError
 from foreroute.plan.counts import check_counts, load_counts
 from foreroute.plan.topology import Topology
-from foreroute.planner.balancers import BalancerInput
+from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.workload import WORKLOADS, DrawnStep, Workload
 
 if TYPE_CHECKING:
