@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from foreroute.ep.compute import least_rows
+from foreroute.ep.compute import row_multiple
 from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionStack
 from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.shards import ExpertShards, clip_gradients, cut_alike, shard_dense, sum_gradients
@@ -198,7 +198,7 @@ class ExpertParallelModel:
             first,
             counts_MLGE,
             self.consensus.rank,
-            least_rows_L=[least_rows(layer.shards.tensors) for layer in self.layers],
+            row_multiple_L=[row_multiple(layer.shards.tensors) for layer in self.layers],
             paths=self._weights.paths,
         )
         for part in others:

@@ -13,13 +13,14 @@ from foreroute.files.container import (
     write_tensors,
 )
 from foreroute.files.format import FileFormat, TensorSchema
-from foreroute.files.regular import ByteSource, RegularFile, is_text, parse_json, read_file, read_text
+from foreroute.files.regular import ByteSource, HeldBytes, RegularFile, is_text, parse_json, read_file, read_text
 from foreroute.files.sealing import seal_arrays, seal_file, seal_slices
 from foreroute.files.writing import check_writable, write_atomically, writing_named
 
 __all__ = [
     "ByteSource",
     "FileFormat",
+    "HeldBytes",
     "RegularFile",
     "StoredTensor",
     "TensorFile",

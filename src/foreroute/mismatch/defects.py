@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from foreroute.layout import order_by_tokens
 from foreroute.mismatch.mixups import Defect, Mixup, TracePair, mixups
 from foreroute.trace import RoutingSpec, RoutingTrace, overlap
+from foreroute.trace.checks import as_offsets
 
 NATURAL = 0.20
 """Share of differing routing decisions up to which a difference counts as numerical: bfloat16 engines show 5-15 %,
@@ -87,18 +88,19 @@ def explain(a: RoutingTrace, b: RoutingTrace, *, seed: int = 0, names: tuple[str
     top_k, longest = a.spec.top_k, int(a.lengths.max(initial=0))
     pair = TracePair(a, b, np.random.default_rng(seed))
     positions, share_RL = pair.positions[shared.rows_R], shared.shared_RL / top_k
-    with np.errstate(invalid="ignore"):
-        rows_at = np.bincount(positions, minlength=longest)
-        by_position = np.bincount(positions, share_RL.mean(axis=1), longest) / rows_at
-    before = float(share_RL.mean()) if len(positions) else float("nan")
+    with np.errstate(invalid="ignore"):  # 0 of 0 rows is NaN
+        rows = np.float64(len(positions))
+        by_layer, differing = share_RL.sum(axis=0) / rows, (share_RL < 1).sum() / (rows * a.spec.num_layers)
+        by_position = np.bincount(positions, share_RL.mean(axis=1), longest) / np.bincount(positions, minlength=longest)
+    before = float(by_layer.mean())
     finding = _found(pair, positions, share_RL, order, names)
     return Explanation(
         kind=finding.kind,
         parameters=finding.parameters,
         overlap_before=before,
         overlap_after=before if finding.after is None else finding.after,
-        differing=float((share_RL < 1).mean()) if len(positions) else float("nan"),
-        overlap_by_layer_L=share_RL.mean(axis=0) if len(positions) else np.full(a.spec.num_layers, np.nan),
+        differing=float(differing),
+        overlap_by_layer_L=by_layer,
         overlap_by_position_T=by_position,
         sentence=finding.sentence,
     )
@@ -164,12 +166,10 @@ def _predicate(kind: Defect, p: Mapping[str, Any], spec: RoutingSpec) -> str:
 def _prefix_absent(pair: TracePair, differs_RL: NDArray[np.bool_], names: tuple[str, str]) -> _Finding | None:
     """Leading rows that one trace routed and the other lacks."""
     for lacking, other, letter, name in ((pair.b, pair.a, "b", names[1]), (pair.a, pair.b, "a", names[0])):
-        first = np.full(len(pair.a), np.iinfo(np.int64).max)
-        # The first row that it has of each sequence: only what the other has before that is a lost prefix.
-        np.minimum.at(first, pair.sequences[lacking.valid_N], pair.positions[lacking.valid_N])
-        lost = np.bincount(
-            pair.sequences, other.valid_N & ~lacking.valid_N & (pair.positions < first[pair.sequences]), len(pair.a)
-        ).astype(np.int64)
+        # Only what the other has before the first row that it has of a sequence is a lost prefix.
+        routed_before = as_offsets(lacking.valid_N)
+        leading_N = routed_before[1:] == routed_before[lacking.offsets[:-1]][pair.sequences]
+        lost = np.bincount(pair.sequences, other.valid_N & leading_N, len(pair.a)).astype(np.int64)
         # One lost row is what every sampled sequence of one token has.
         if (lost > 1).any() and differs_RL.mean() <= NATURAL:
             rows = int(np.max(lost))
