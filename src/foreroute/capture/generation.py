@@ -28,11 +28,12 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.capture.recognition import MAX_INT32, shown, whole_number
-from foreroute.errors import ConfigError, TraceContentError, TraceFileError
+from foreroute.capture.arrays import MAX_INT32
+from foreroute.errors import ConfigError, TraceContentError, TraceFileError, shown
 from foreroute.files import TensorFile, seal_file, write_atomically, writing_named
 from foreroute.trace import RoutingTrace, concatenate, digest, load, save
 from foreroute.trace.checks import as_array, as_sequence_numbers
+from foreroute.trace.spec import whole_number
 
 GENERATION_VERSION = "1"
 MOST_HEADER_BYTES = 1 << 20
@@ -65,7 +66,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("end_token", -1), ("group_size", 1), ("top_k", 0)):
-            value = whole_number(getattr(self, name), name, least, MAX_INT32, kind=ConfigError)
+            value = whole_number(getattr(self, name), name=name, least=least, most=MAX_INT32, kind=ConfigError)
             object.__setattr__(self, name, value)
         for name in ("temperature", "top_p", "min_p"):
             given: object = getattr(self, name)

@@ -23,7 +23,6 @@ from foreroute.adapters.hf import RoutedTransformer, distribute
 from foreroute.ep import BatchRows
 from foreroute.ep.shared_plan import SharedPlan
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
-from foreroute.ep.transfer.link_rates import measure_links
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import PlanError
 from foreroute.trace import RoutingTrace, count_assignments
@@ -68,12 +67,7 @@ class ExpertParallel(PolicyExecution):
             directory=Path(config.shared_memory),
         )
         peers = PeerGroup(timeout_s=config.timeout_s)
-        links = None
-        if config.topology is None:
-            per_node = config.ranks_per_node or ranks.size
-            device = self._model.expert_parameters()[0].device
-            links = measure_links(peers, self._model.consensus, per_node, device)
-        planning = read_planning(config, policy.spec, links)
+        planning = read_planning(config, policy.spec)
         ranks.require_same({"the topology": str(planning)}, "Give all of them the same topology file")
         self._planner = StagePlanner(planning)
         self._engine = TransferEngine(self._model.homes, planning.topology, options, peers)
