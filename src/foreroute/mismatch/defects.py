@@ -148,7 +148,7 @@ def _prefix_absent(pair: TracePair, differs_RL: NDArray[np.bool_], names: tuple[
     """Leading rows that one trace routed and the other lacks."""
     for lacking, other, name in ((pair.b, pair.a, names[1]), (pair.a, pair.b, names[0])):
         # Only what the other has before the first row that it has of a sequence is a lost prefix.
-        routed_before = as_offsets(lacking.valid_N)
+        routed_before = as_offsets(lacking.valid_N.astype(np.int64))
         leading_N = routed_before[1:] == routed_before[lacking.offsets[:-1]][pair.sequences]
         lost = np.bincount(pair.sequences, other.valid_N & leading_N, len(pair.a)).astype(np.int64)
         # One lost row is what every sampled sequence of one token has.

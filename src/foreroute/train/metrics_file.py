@@ -128,8 +128,8 @@ class MetricsFile:
         except (RunFolderError, ValidationError) as error:
             raise RunFolderError(
                 f"{self.path}, line {number + 1} is damaged: {why_invalid(error)}. Restore the file from a copy. Where "
-                f"the last checkpoint is of step {number} or before, this line and those after it may be removed instead: "
-                "their steps run again"
+                f"the last checkpoint is of step {number} or before, this line and those after it may be removed "
+                "instead: their steps run again"
             ) from error
         return record
 
