@@ -81,11 +81,11 @@ INPUTS = (
         "logprobs.npy",
         "doctor --logprobs {good}/logprobs.npy --trainer-logprobs {good}/logprobs.npy --replayed-logprobs @",
     ),
-    ("plan", "--topology", "cluster.toml", "plan --counts {good}/counts.npz {few} --topology @"),
+    ("plan", "--topology", "cluster.toml", "plan --counts {good}/counts.safetensors {few} --topology @"),
     ("plan", "traces", "trace.safetensors", "plan @ --topology {good}/cluster.toml {few}"),
-    ("plan", "--counts", "counts.npz", "plan --topology {good}/cluster.toml {few} --counts @"),
+    ("plan", "--counts", "counts.safetensors", "plan --topology {good}/cluster.toml {few} --counts @"),
     ("plan", "--previous-plan", "plan.safetensors", "plan {step} {few} --previous-plan @"),
-    ("plan", "--previous-step, counts", "counts.npz", "plan {step} {few} --previous-step @"),
+    ("plan", "--previous-step, counts", "counts.safetensors", "plan {step} {few} --previous-step @"),
     ("plan", "--previous-step, a trace", "trace.safetensors", "plan {step} {few} --previous-step @"),
     ("simulate", "config", "simulate.toml", "simulate @ --output out"),
     ("simulate", "--fit", "measured.jsonl", "simulate {good}/simulate.toml --output out --rate layer_s --fit @"),
@@ -108,12 +108,12 @@ OUTPUTS = (
 PARTS = {
     "{passes}": "--trace {good}/engine.safetensors --trainer-trace {good}/engine.safetensors",
     "{few}": "--no-baselines",
-    "{step}": "--topology {good}/cluster.toml --counts {good}/counts.npz",
+    "{step}": "--topology {good}/cluster.toml --counts {good}/counts.safetensors",
     "{engine}": "--model {good}/model --trace {good}/engine.safetensors",
 }
 WRONG = {"run": "model", "model": "run/traces", ".toml": "trace.safetensors"}
 """By name or suffix of what is right."""
-BESIDE = {"generation.safetensors": "generation*.trace.safetensors", "measured.jsonl": "counts.npz"}
+BESIDE = {"generation.safetensors": "generation*.trace.safetensors", "measured.jsonl": "counts.safetensors"}
 """Files that name another one beside them."""
 REFUSED, FINE, ANY = frozenset({2}), frozenset({0, 1}), frozenset({0, 1, 2})
 

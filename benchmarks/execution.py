@@ -75,11 +75,11 @@ def _steps(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
 
 def _fetches(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
     """The replicas of all cells, one after the other, into slots that hold nothing of use."""
-    plan, bytes_L = bench.plan(PlanOptions(slots="shared")), [expert_bytes(home) for home in bench.placed.homes]
+    plan = bench.plan(PlanOptions(slots="shared"))
 
     def fetching(engine: TransferEngine) -> Callable[[], None]:
         def fetch_all() -> None:
-            schedule = ExecutionSchedule(plan, None, dist.get_rank(), expert_bytes_L=bytes_L, paths=engine.paths)
+            schedule = ExecutionSchedule(plan, None, dist.get_rank(), paths=engine.paths)
             engine.begin_step(0, plan, schedule, updating=False)
             for m, layer in np.ndindex(*plan.shape[:2]):
                 engine.fetch(Cell(0, m, layer), bench.placed.homes[layer])

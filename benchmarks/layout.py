@@ -1,7 +1,7 @@
 """Planning the indices of one rank: 2,048 sequences of up to 8,192 tokens, every micro-batch of the step.
 
-`step` plans what a rank of CP 2 x TP 4 does per step: balanced micro-batches of 32,768 tokens, and for each the
-sequences packed to a multiple of 16, the zigzag context split, the sequence split and the int32 indices.
+`step` plans what a rank of CP 2 x TP 4 does per step: even micro-batches of 32,768 tokens, and for each the sequences
+packed to a multiple of 16, the zigzag context split, the sequence split and the int32 indices.
 `step_alone` plans the same with no ranks to share with, so that every token of the step is written.
 `full` writes the indices of 2,048 sequences of exactly 8,192 tokens in one go.
 
@@ -57,14 +57,19 @@ def _plan_step(lengths: NDArray[np.int64], cp: int, tp: int) -> list[layout.Rank
         .split_context(cp, cp - 1)
         .split_sequence(tp, tp - 1)
         .rows()
-        for sequences in layout.by_token_budget(lengths, BUDGET, balanced=True, align=align)
+        for sequences in _micro_batches(lengths, align)
     ]
+
+
+def _micro_batches(lengths: NDArray[np.int64], align: int) -> list[NDArray[np.int64]]:
+    packing = layout.pack_sequences(-(-lengths // align) * align, 1, BUDGET)
+    return [packing.sequences(m, 0) for m in range(packing.num_micro_steps)]
 
 
 def _cut_out_of_everything(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     align, starts = 2 * CP * TP, np.cumsum(lengths) - lengths
     planned = []
-    for sequences in layout.by_token_budget(lengths, BUDGET, balanced=True, align=align):
+    for sequences in _micro_batches(lengths, align):
         shares = []
         for s in sequences:
             rows = np.arange(starts[s], starts[s] + lengths[s])

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.premise import BASE_RANKS, ORDERS, RANKS, SEQUENCES
-from foreroute.plan import Packing, contiguous_imbalance, packed_counts
+from foreroute.layout import Packing
+from foreroute.plan import contiguous_imbalance, packed_counts
 from foreroute.simulate.workload import WORKLOADS
 from foreroute.trace import RoutingTrace, synthetic_trace
 

@@ -45,7 +45,7 @@ def host_work(repeats: int) -> dict[str, dict[str, float]]:
         plan = planner.plan(counts_MLGE, topology, PlanOptions(slots="shared"))
 
         def compiled(plan: StepPlan = plan, counts_MLGE: Any = counts_MLGE) -> ExecutionSchedule:
-            schedule = ExecutionSchedule(plan, counts_MLGE, RANK, expert_bytes_L=[10**7] * plan.shape[1], paths="auto")
+            schedule = ExecutionSchedule(plan, counts_MLGE, RANK, paths="host")
             schedule.cell(MICRO_STEPS - 1, plan.shape[1] - 1)
             return schedule
 

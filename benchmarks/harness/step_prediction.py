@@ -18,6 +18,7 @@ from foreroute.ep import BatchRows
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.errors import ConfigError
 from foreroute.plan import StepPlan
+from foreroute.plan.capabilities import FetchPath
 from foreroute.simulate import SimulateConfig, parse_config
 from foreroute.simulate.fit import fit, predict
 from foreroute.simulate.measurements import Measurement
@@ -27,7 +28,6 @@ STAGES = {"recompute": False, "update": True}
 FITTED = ("gemm_flops_per_s", "memory_bytes_per_s", "layer_s", "node_bytes_per_s", "host_bytes_per_s")
 """Rates; the last where a known step waits for weights from host memory."""
 HEAD_WIDTH = 64
-HF_EXECUTION = {"paths": "host"}
 
 
 class TimedStep(NamedTuple):
@@ -89,7 +89,8 @@ def processes_config(
     *,
     sequence_tokens: int,
     head_width: int = HEAD_WIDTH,
-    execution: Mapping[str, Any] = HF_EXECUTION,
+    paths: FetchPath = "host",
+    execution: Mapping[str, Any] | None = None,
 ) -> SimulateConfig:
     """The bench model of these sizes on gloo processes of this machine, with rates to begin a fit from."""
     hidden, heads, kv_heads = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
@@ -128,8 +129,8 @@ def processes_config(
                 "node_latency_s": 1e-4,
                 "cluster_latency_s": 1e-4,
             },
-            "costs": {"dispatcher": "copies", "sequence_tokens": float(sequence_tokens)},
-            "execution": {**execution, "copy_engines": False},
+            "costs": {"dispatcher": "copies", "paths": paths, "sequence_tokens": float(sequence_tokens)},
+            "execution": {**(execution or {}), "copy_engines": False},
         },
         source="the benchmark",
     )

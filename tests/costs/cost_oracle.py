@@ -64,6 +64,11 @@ def seconds(hosts, home_E, rows, tokens_G, squares_G, topology, costs):
     leg += max((n * model.hidden * model.activation_bytes / bandwidth[key[0]] for key, n in rows.items()), default=0)
     parameters = 3 * model.hidden * model.intermediate
     result = {}
+    moves = [
+        (int(home_E[expert]), rank, costs.paths if rank // width == int(home_E[expert]) // width else "direct")
+        for expert, rank, _, fetched in hosts
+        if fetched and rank != int(home_E[expert])
+    ]
     for stage, groups in STAGES.items():
         parts = dict.fromkeys(("attention", "all_to_all", "experts", "fixed", "exposed"), 0.0)
         for group in groups:
@@ -85,24 +90,20 @@ def seconds(hosts, home_E, rows, tokens_G, squares_G, topology, costs):
                         experts_G[rank] += flops / machine.gemm_flops_per_s + moved / machine.memory_bytes_per_s
                 here["experts"] += max(experts_G)
                 here["fixed"] += machine.layer_s
-            if stage == "recompute" or costs.update_path == "host":
-                fetches = [sum(f for _, rank, _, f in hosts if rank == g) for g in range(topology.num_ranks)]
-                there = max(fetches) * parameters * model.weight_bytes / links.host_bytes_per_s
-                here["exposed"] = max(0.0, there - sum(here.values()))
+            copied = [rank for _, rank, path in moves if path == "host"]
+            copies = max((copied.count(rank) for rank in copied), default=0)
+            there = copies * parameters * model.weight_bytes / links.host_bytes_per_s
+            here["exposed"] = max(0.0, there - sum(here.values()))
             parts = {name: parts[name] + here[name] for name in parts}
-        result[stage] = parts
-    busy = {}
-    for expert, rank, _, fetched in hosts:
-        home = int(home_E[expert])
-        if fetched and rank != home:
+        busy = {}
+        for home, rank, path in moves:
+            sent = [(home, rank, model.weight_bytes)] * len(groups) if path == "direct" else []
+            sent += [(rank, home, model.gradient_bytes)] if stage == "update" else []
             link = "node" if rank // width == home // width else "cluster"
-            moves = [(rank, home, model.gradient_bytes)]
-            if costs.update_path == "direct":
-                moves += 2 * [(home, rank, model.weight_bytes)]
-            for source, target, size in moves:
+            for source, target, size in sent:
                 for key in ((link, "out", source), (link, "in", target)):
                     busy[key] = busy.get(key, 0.0) + parameters * size / bandwidth[link]
-    update = result["update"]
-    left = update["attention"] + update["experts"] + update["fixed"] + update["exposed"]
-    update["exposed"] += max(0.0, max(busy.values(), default=0.0) - left)
+        left = sum(parts.values()) - parts["all_to_all"]
+        parts["exposed"] += max(0.0, max(busy.values(), default=0.0) - left)
+        result[stage] = parts
     return result

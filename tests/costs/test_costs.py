@@ -97,7 +97,7 @@ def test_a_rack_is_one_node_and_other_counts_must_fill_nodes():
         ("model", {"top_k": 129}, "top_k is 129; a layer of 128 experts"),
         ("hardware", {"tile_rows": 0}, "tile_rows is 0"),
         ("costs", {"dispatcher": "none"}, "dispatcher is 'none'; expected 'copies' or 'dedup'"),
-        ("costs", {"update_path": "nfs"}, "update_path is 'nfs'"),
+        ("costs", {"paths": "nfs"}, "paths is 'nfs'"),
         ("costs", {"sequence_tokens": 0}, "sequence_tokens is 0"),
     ],
 )

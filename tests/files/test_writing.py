@@ -1,34 +1,60 @@
-import fcntl
+"""Files are written whole or not at all, whatever happens to the writer and whoever writes beside it."""
+
 import os
+import signal
 import stat
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from foreroute.errors import InputError
-from foreroute.files import write_atomically, write_folder_atomically, writing_named
+from foreroute.files import check_writable, write_atomically, writing, writing_named
 
 
-def left_behind(target):
-    """A process is killed in the middle of a write to `target`."""
+@pytest.fixture(params=["unnamed", "named"])
+def temporary(request, monkeypatch):
+    """Where the file system has files without a name, and where it has none."""
+    if request.param == "named":
+        monkeypatch.setattr(writing, "OPEN_FILES", "/nowhere")
+    return request.param
+
+
+def killed_in(function, target, temporary="unnamed"):
+    """A process is killed when a write to `target` calls a function of `os`; what is left in the folder."""
     code = """
 import os, signal, sys
 from pathlib import Path
-from foreroute.files import write_atomically
+from foreroute.files import writing
 
-def die(file):
-    file.write(b"half")
-    file.flush()
+def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 
-write_atomically(Path(sys.argv[1]), die)
+if sys.argv[3] == "named":
+    writing.OPEN_FILES = "/nowhere"
+setattr(os, sys.argv[2], die)
+writing.write_atomically(Path(sys.argv[1]), b"whole")
 """
-    assert subprocess.run([sys.executable, "-c", code, str(target)]).returncode == -9
+    run = subprocess.run([sys.executable, "-c", code, str(target), function, temporary])
+    assert run.returncode == -signal.SIGKILL
+    return [path for path in target.parent.iterdir() if path != target]
+
+
+def at_once(code, target, number):
+    """Processes that begin to write one target as nearly at once as may be; their exit codes."""
+    begin = f"import sys, time\nfrom pathlib import Path\nfrom foreroute.files import write_atomically\n{code}"
+    moment = str(time.time() + 1.5)
+    runs = [
+        subprocess.Popen([sys.executable, "-c", begin, str(target), str(n), moment], stderr=subprocess.DEVNULL)
+        for n in range(number)
+    ]
+    return [run.wait() for run in runs]
 
 
 @pytest.mark.parametrize("content", [b"new", "new", lambda file: file.write(b"new")])
-def test_a_file_is_replaced_whole(tmp_path, content):
+def test_a_file_is_replaced_whole(tmp_path, content, temporary):
     target = tmp_path / "a" / "t"
     write_atomically(target, b"old")
     write_atomically(target, content)
@@ -39,7 +65,7 @@ def test_a_file_is_replaced_whole(tmp_path, content):
     assert target.read_bytes() == b"new"
 
 
-def test_a_failed_write_leaves_what_was_there_and_nothing_else(tmp_path):
+def test_a_failed_write_leaves_what_was_there_and_nothing_else(tmp_path, temporary):
     target = tmp_path / "t"
     write_atomically(target, b"old")
 
@@ -53,17 +79,74 @@ def test_a_failed_write_leaves_what_was_there_and_nothing_else(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
 
 
-def test_what_a_killed_writer_left_is_removed_by_the_next_write_to_the_same_target(tmp_path):
+@pytest.mark.parametrize("function", ["fsync", "link"])
+def test_a_writer_that_is_killed_before_its_file_has_a_name_leaves_nothing(tmp_path, function):
+    write_atomically(tmp_path / "t", b"old")
+    assert killed_in(function, tmp_path / "t") == []
+    assert (tmp_path / "t").read_bytes() == b"old"
+
+
+def test_a_writer_that_is_killed_before_it_renames_leaves_one_whole_file_that_the_next_one_removes(tmp_path):
     target = tmp_path / "t"
-    left_behind(target)
-    left_behind(tmp_path / "other")
-    (tmp_path / ".t.backup").write_bytes(b"mine")
-    assert len([p for p in tmp_path.iterdir() if p.name.startswith(".t.")]) == 2
+    write_atomically(target, b"old")
+    for _ in range(2):
+        (left,) = killed_in("replace", target)
+        assert (left.name, left.read_bytes(), target.read_bytes()) == (".t.foreroute", b"whole", b"old")
     write_atomically(target, b"new")
-    assert sorted(p.name[:7] for p in tmp_path.iterdir()) == [".other.", ".t.back", "t"]
+    assert target.read_bytes() == b"new"
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
-def test_a_writer_at_work_keeps_its_temporary_file(tmp_path):
+def test_the_control_a_killed_writer_leaves_a_file_where_each_has_a_name(tmp_path):
+    assert len(killed_in("fsync", tmp_path / "t", "named")) == 1
+
+
+def test_no_write_lists_the_folder_that_it_writes_to(tmp_path, monkeypatch):
+    """Or a run that keeps a file for each step would take quadratic time."""
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, lambda *_: pytest.fail("a folder was listed"))
+    write_atomically(tmp_path / "t", b"old")
+    write_atomically(tmp_path / "t", b"new")
+    check_writable(tmp_path / "t")
+    assert (tmp_path / "t").read_bytes() == b"new"
+
+
+def test_of_several_writers_of_a_new_file_one_wins(tmp_path):
+    code = """
+time.sleep(max(0, float(sys.argv[3]) - time.time()))
+for number in range(20):
+    try:
+        write_atomically(Path(f"{sys.argv[1]}-{number}"), sys.argv[2] * 1000, overwrite=False)
+        write_atomically(Path(f"{sys.argv[1]}-{number}.{sys.argv[2]}"), "won")
+    except FileExistsError:
+        pass
+"""
+    assert at_once(code, tmp_path / "t", 6) == [0] * 6
+    for number in range(20):
+        (won,) = tmp_path.glob(f"t-{number}.*")
+        assert (tmp_path / f"t-{number}").read_text() == won.suffix[1:] * 1000
+    assert len(list(tmp_path.iterdir())) == 40
+
+
+def test_several_writers_that_replace_one_file_leave_a_whole_one_and_nothing_else(tmp_path):
+    code = """
+time.sleep(max(0, float(sys.argv[3]) - time.time()))
+for _ in range(200):
+    write_atomically(Path(sys.argv[1]), sys.argv[2] * 100_000)
+    content = Path(sys.argv[1]).read_text()
+    assert len(content) == 100_000 and len(set(content)) == 1
+"""
+    assert at_once(code, tmp_path / "t", 4) == [0] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", "folder\0/t"])
+def test_a_path_that_is_no_name_is_the_callers_error(path):
+    with pytest.raises(InputError, match="cannot be written"), writing_named(path, InputError):
+        write_atomically(Path(path), b"new")
+
+
+def test_a_writer_at_work_is_not_disturbed_by_another(tmp_path, temporary):
     target = tmp_path / "t"
 
     def write_meanwhile(file):
@@ -75,7 +158,7 @@ def test_a_writer_at_work_keeps_its_temporary_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
 
 
-def test_folders_fifos_and_devices_are_never_replaced(tmp_path):
+def test_folders_fifos_and_devices_are_never_replaced(tmp_path, temporary):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     (tmp_path / "folder").mkdir()
@@ -86,7 +169,7 @@ def test_folders_fifos_and_devices_are_never_replaced(tmp_path):
         assert stat.S_IFMT(os.stat(target).st_mode) == stat.S_IFMT(before)
 
 
-def test_a_link_is_followed(tmp_path):
+def test_a_link_is_followed(tmp_path, temporary):
     (tmp_path / "real").write_bytes(b"old")
     (tmp_path / "link").symlink_to("real")
     write_atomically(tmp_path / "link", b"new")
@@ -100,60 +183,3 @@ def test_what_the_system_refuses_is_one_error(tmp_path, target):
     with pytest.raises(InputError, match="cannot be written"), writing_named(target, InputError):
         write_atomically(tmp_path / target, b"new")
     assert (tmp_path / "file").read_bytes() == b"mine"
-
-
-FOLDER = {"config.json": "{}", "figures.json": "[1]"}
-
-
-def folder_left_behind(target):
-    """A process is killed when half of a folder is written."""
-    code = """
-import os, signal, sys
-from pathlib import Path
-from foreroute.files import write_folder_atomically
-
-class Contents(dict):
-    def items(self):
-        yield "config.json", "{}"
-        os.kill(os.getpid(), signal.SIGKILL)
-
-write_folder_atomically(Path(sys.argv[1]), Contents({"config.json": "{}", "figures.json": "[1]"}))
-"""
-    assert subprocess.run([sys.executable, "-c", code, str(target)]).returncode == -9
-    (left,) = [path for path in target.parent.iterdir() if path.name.startswith(f".{target.name}.")]
-    return left
-
-
-def test_a_folder_is_written_whole_where_none_or_an_empty_one_is(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "link").symlink_to("empty")
-    for target in (tmp_path / "a" / "new", tmp_path / "empty"):
-        write_folder_atomically(target, FOLDER)
-        assert {path.name: path.read_text() for path in target.iterdir()} == FOLDER
-    with pytest.raises(OSError, match="not empty"):
-        write_folder_atomically(tmp_path / "link", {"config.json": "other"})
-    with pytest.raises(FileNotFoundError):
-        write_folder_atomically(tmp_path / "new", {"config.json": "{}", "/no/such/folder": ""})
-    assert {path.name: path.read_text() for path in (tmp_path / "empty").iterdir()} == FOLDER
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "empty", "link"]
-
-
-def test_a_folder_that_a_killed_writer_left_is_removed_and_nothing_else(tmp_path):
-    target = tmp_path / "t"
-    left = folder_left_behind(target)
-    kept = {f".t.{n:08x}": tmp_path / f".t.{n:08x}" for n in range(4)}
-    for path in kept.values():
-        path.mkdir()
-    (tmp_path / ".t.00000000" / "mine").write_text("not of these names")
-    (tmp_path / ".t.00000001" / "config.json").mkdir()
-    (tmp_path / ".t.00000002" / "config.json").symlink_to(target)
-    held = os.open(tmp_path / ".t.00000003", os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    (tmp_path / ".t.backup").mkdir()
-    (tmp_path / ".other.00000000").mkdir()
-    (tmp_path / ".t.0000000a").symlink_to(".t.backup")
-    write_folder_atomically(target, FOLDER)
-    os.close(held)
-    assert not left.exists()
-    names = [".other.00000000", *kept, ".t.0000000a", ".t.backup", "t"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names

@@ -18,7 +18,6 @@ class Case:
     width: int
     total: tuple[int, int]
     cp: int
-    scheme: str
     tp: int
     spec: RoutingSpec
     counts: tuple[tuple[int, ...], ...]
@@ -32,32 +31,32 @@ class Case:
                 side=self.side,
                 order=self.form,
                 sequences=sequences,
-                to=max((self.lengths[s] for s in sequences), default=0) + self.width,
-                multiple_of=self.align,
+                to=self.grid_width(sequences),
             )
-        slots = slots.split_context(self.cp, cp_rank, scheme=self.scheme)
+        slots = slots.split_context(self.cp, cp_rank)
         if self.form == "thd":
             slots = slots.align_total(self.total[1])
-        rows = slots.split_sequence(self.tp, tp_rank, pad=True).rows()
+        rows = slots.split_sequence(self.tp, tp_rank).rows()
         assert isinstance(rows, layout.RankRows)
         return rows
 
     def expected(self, sequences, cp_rank, tp_rank):
         if self.form == "thd":
             lanes = oracle.packed_lanes(self.lengths, sequences, self.align)
-            lanes.append(oracle.tail_to_multiple(oracle.one_stream(lanes), self.total[0]))
+            lanes.append(oracle.tail_to_multiple(oracle.one_line(lanes), self.total[0]))
         else:
-            width = max((self.lengths[s] for s in sequences), default=0) + self.width
-            while width % self.align != 0:
-                width += 1
-            lanes = oracle.padded_lanes(self.lengths, sequences, self.side, width)
-        lanes = [oracle.context_share(lane, self.cp, cp_rank, self.scheme) for lane in lanes]
+            lanes = oracle.padded_lanes(self.lengths, sequences, self.side, self.grid_width(sequences))
+        lanes = [oracle.context_share(lane, self.cp, cp_rank) for lane in lanes]
         if self.form == "thd":
-            stream = oracle.one_stream(lanes)
-            stream += oracle.tail_to_multiple(stream, self.total[1])
-            return oracle.sequence_share(stream, self.tp, tp_rank)
+            line = oracle.one_line(lanes)
+            line += oracle.tail_to_multiple(line, self.total[1])
+            return oracle.sequence_share(line, self.tp, tp_rank)
         lanes = [oracle.sequence_share(lane, self.tp, tp_rank) for lane in lanes]
-        return oracle.one_stream(lanes) if self.form == "bshd" else oracle.sequence_first(lanes)
+        return oracle.one_line(lanes) if self.form == "bshd" else oracle.sequence_first(lanes)
+
+    def grid_width(self, sequences):
+        width = max((self.lengths[s] for s in sequences), default=0) + self.width
+        return -(-width // self.align) * self.align
 
     def ranks(self):
         return [(c, t) for c in range(self.cp) for t in range(self.tp)]
@@ -67,21 +66,21 @@ def draw_case(seed):
     """A layout that is possible, of any of the forms, small enough for the oracle's loops."""
     rng = np.random.default_rng(seed)
     cp, tp = int(rng.integers(1, 5)), int(rng.integers(1, 5))
-    scheme = str(rng.choice(["zigzag", "contiguous"]))
-    chunks = 2 * cp if scheme == "zigzag" and cp > 1 else cp
+    chunks = 2 * cp if cp > 1 else 1
+    form = str(rng.choice(["thd", "bshd", "sbhd"]))
     lengths = rng.integers(0 if rng.random() < 0.2 else 1, int(rng.choice([3, 9, 21])), int(rng.integers(1, 7)))
-    align = chunks * int(rng.integers(1, 4))
+    # a packed line is aligned to TP as a whole, a grid is as wide as all its splits need
+    align = chunks * int(rng.integers(1, 4)) * (1 if form == "thd" else tp)
     spec, counts = draw_model(rng)
     return Case(
         lengths=tuple(int(n) for n in lengths),
         batches=_draw_batches(rng, lengths, align),
-        form=str(rng.choice(["thd", "bshd", "sbhd"])),
+        form=form,
         side=str(rng.choice(["left", "right"])),
         align=align,
         width=int(rng.integers(0, 4)),
-        total=(chunks * int(rng.integers(1, 5)), int(rng.integers(1, 9))),
+        total=(chunks * int(rng.integers(1, 5)), tp * int(rng.integers(1, 5))),
         cp=cp,
-        scheme=scheme,
         tp=tp,
         spec=spec,
         counts=counts,
@@ -112,6 +111,11 @@ def _draw_batches(rng, lengths, align):
     if kind == 0:
         chosen = rng.permutation(len(lengths))[: int(rng.integers(1, len(lengths) + 1))]
         return (tuple(int(s) for s in chosen),)
-    budget = int((-(-lengths // align) * align).max(initial=1)) + int(rng.integers(0, 30))
-    micro = layout.by_token_budget(lengths, budget, balanced=bool(kind == 1), align=align)
-    return tuple(tuple(int(s) for s in sequences) for sequences in micro)
+    aligned = -(-lengths // align) * align
+    budget = int(aligned.max(initial=1)) + int(rng.integers(0, 30))
+    if kind == 1:
+        packed = layout.pack_sequences(aligned, 1, budget)
+        batches = [packed.sequences(m, 0) for m in range(packed.num_micro_steps)]
+    else:
+        batches = layout.padded_batches(aligned, budget)
+    return tuple(tuple(sequences.tolist()) for sequences in batches)

@@ -34,10 +34,8 @@ def tail_to_multiple(lane, multiple):
     return tail
 
 
-def context_share(lane, ranks, rank, scheme):
-    """The chunks of one lane that a context-parallel rank holds."""
-    if scheme == "contiguous":
-        return _chunks(lane, ranks)[rank]
+def context_share(lane, ranks, rank):
+    """The chunks of one lane that a context-parallel rank holds: one from either end."""
     if ranks == 1:
         return lane
     chunks = _chunks(lane, 2 * ranks)
@@ -45,11 +43,11 @@ def context_share(lane, ranks, rank, scheme):
 
 
 def sequence_share(lane, ranks, rank):
-    """The chunk of a stream that a sequence-parallel rank holds, after padding at the end."""
-    return _chunks(lane + tail_to_multiple(lane, ranks), ranks)[rank]
+    """The chunk of a line that a sequence-parallel rank holds."""
+    return _chunks(lane, ranks)[rank]
 
 
-def one_stream(lanes):
+def one_line(lanes):
     """Lanes one after the other: THD, and BSHD flattened batch first."""
     return [cell for lane in lanes for cell in lane]
 
@@ -60,19 +58,33 @@ def sequence_first(lanes):
     return [lane[t] for t in range(width) for lane in lanes]
 
 
-def greedy_micro_batches(costs, budget, *, padded=False):
+def greedy_padded_batches(lengths, budget):
     """Sequences in order, each into the micro-batch at hand if it fits and into a new one if not."""
     batches = []
-    for s in range(len(costs)):
+    for s in range(len(lengths)):
         if batches:
             tried = [*batches[-1], s]
-            longest = max(costs[i] for i in tried)
-            taken = len(tried) * longest if padded else sum(costs[i] for i in tried)
-            if taken <= budget:
+            if len(tried) * max(lengths[i] for i in tried) <= budget:
                 batches[-1] = tried
                 continue
         batches.append([s])
     return batches
+
+
+def dealt(lengths, costs, budget, places):
+    """The place of each sequence, longest first, to the cheapest place with room, by cost or else by tokens."""
+    for weights in (costs, lengths):
+        held, filled, place_of = [0] * places, [0.0] * places, [None] * len(lengths)
+        for s in sorted(range(len(lengths)), key=lambda s: (-lengths[s], s)):
+            with_room = [p for p in range(places) if held[p] + lengths[s] <= budget]
+            if not with_room:
+                break
+            place_of[s] = min(with_room, key=lambda p: (filled[p], p))
+            held[place_of[s]] += lengths[s]
+            filled[place_of[s]] += weights[s]
+        else:
+            return place_of
+    return None
 
 
 def stage_of_layer(counts):

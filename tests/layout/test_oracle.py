@@ -43,7 +43,6 @@ def test_what_the_ranks_computed_is_collected_in_packed_order(shard):
 # The mistakes of integrations: each lays out the case, or the share of (context rank, sequence rank), otherwise.
 MISTAKES = {
     "batch first for sequence first": lambda c, r: (replace(c, form="bshd" if c.form == "sbhd" else "sbhd"), r),
-    "contiguous for zigzag": lambda c, r: (replace(c, scheme="contiguous" if c.scheme == "zigzag" else "zigzag"), r),
     "right for left padding": lambda c, r: (replace(c, side="left" if c.side == "right" else "right"), r),
     "context and sequence ranks swapped": lambda c, r: (c, r[::-1]),
     "another alignment": lambda c, r: (replace(c, align=2 * c.align), r),
@@ -56,7 +55,7 @@ def test_a_mistaken_layout_is_seen(mistake):
     """Negative control: wherever a mistake moves a cell of the oracle, canaries tell the layouts apart."""
     moved = 0
     for seed in range(200):
-        case = replace(draw_case(seed), cp=2, tp=2, align=8, total=(8, 1))
+        case = replace(draw_case(seed), cp=2, tp=2, align=8, total=(8, 2))
         case = replace(case, form="sbhd" if seed % 2 else case.form)
         wrong, wrong_ranks = MISTAKES[mistake](case, (1, 0))
         canary = canary_trace(case.lengths, case.spec, last_absent=False)

@@ -1,6 +1,8 @@
 """The explainer on 200 seeded cases of each planted defect, and on 200 clean pairs."""
 
 import functools
+import sys
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -114,6 +116,34 @@ def test_broad_difference_without_a_pattern_is_unexplained():
     scores = rng.random((reference.num_rows, reference.spec.num_layers, reference.spec.num_experts))
     noise = planted.with_ids(reference, planted.top_picks(scores, reference.spec.top_k))
     assert explain(reference, noise).kind is Defect.UNEXPLAINED
+
+
+def test_one_token_of_one_layer_is_compared_like_any_other():
+    """No kind of mix-up applies to it."""
+    spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0),))
+    one, other = (fr.RoutingTrace.from_sequences(spec, [[1]], [[[picks]]]) for picks in ([0, 1], [2, 3]))
+    assert explain(one, one).kind is Defect.NONE
+    assert explain(one, other).kind is Defect.UNEXPLAINED
+
+
+def test_the_calls_of_a_comparison_grow_with_the_sequences_and_no_faster():
+    def calls(num_sequences):
+        rng = np.random.default_rng(0)
+        spec = fr.RoutingSpec(16, 2, (fr.RoutedLayer(0), fr.RoutedLayer(1)))
+        lengths = rng.integers(2, 9, num_sequences)
+        ids = planted.routes_like_a_model(rng, spec, lengths)
+        routes = np.split(ids, np.cumsum(lengths)[:-1])
+        trace = fr.RoutingTrace.from_sequences(spec, [rng.integers(0, 9, n) for n in lengths], routes)
+        other = planted.natural(rng, trace)
+        counted = Counter()
+        sys.setprofile(lambda _frame, event, _argument: counted.update([event]))
+        try:
+            explain(trace, other)
+        finally:
+            sys.setprofile(None)
+        return counted["call"] + counted["c_call"]
+
+    assert calls(256) < 2.2 * calls(128) < 2.2**2 * calls(64)
 
 
 def test_edges():

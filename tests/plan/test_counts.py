@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreroute.errors import CountsError, SpecMismatchError, TraceContentError
-from foreroute.plan.counts import Packing, check_counts, packed_counts
+from foreroute.layout import Packing
+from foreroute.plan.counts import check_counts, packed_counts
 from foreroute.simulate.workload import WORKLOADS
 from foreroute.trace.operations import add_assignments
 from tests.traces import mixed_trace, random_trace

@@ -11,22 +11,22 @@ from hypothesis import strategies as st
 from foreroute.ep.layer import expand
 from foreroute.errors import PlanError
 from foreroute.plan import CellSchedule, ExecutionSchedule
-from foreroute.plan.schedule_kernels import AUTO, DIRECT, HOST, Rates, choose_host, colour_edges
+from foreroute.plan.schedule_kernels import colour_edges
 from tests.ep.planned import split_plan
 from tests.ep.transfer.plans import random_homes, random_plan
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]), st.sampled_from([1, 4]), st.sampled_from([0, 1, 6]))
-def test_every_assignment_reaches_a_host_of_its_expert_in_the_order_that_is_promised(seed, num_ranks, least, most):
+def test_every_assignment_reaches_a_host_of_its_expert_in_the_order_that_is_promised(seed, num_ranks, multiple, most):
     rng = np.random.default_rng(seed)
     counts_GE = rng.integers(0, most + 1, (num_ranks, 8))
     home_LE = random_homes(rng, 8, num_ranks)[None]
     plan = split_plan(seed, counts_GE[None, None], home_LE, slots=3)
     cell = plan.cell(0, 0)
-    ranks = [CellSchedule.of(cell, counts_GE, rank, least_rows=least) for rank in range(num_ranks)]
+    ranks = [CellSchedule.of(cell, counts_GE, rank, row_multiple=multiple) for rank in range(num_ranks)]
     for rank, alone in enumerate(ranks):
-        whole = ExecutionSchedule(plan, counts_GE[None, None], rank, least_rows_L=[least]).cell(0, 0)
+        whole = ExecutionSchedule(plan, counts_GE[None, None], rank, row_multiple_L=[multiple]).cell(0, 0)
         assert all(np.array_equal(a, b) for a, b in zip(vars(whole).values(), vars(alone).values(), strict=True))
     named = [[(e, g, i) for e in range(8) for i in range(counts_GE[g, e])] for g in range(num_ranks)]
 
@@ -42,7 +42,8 @@ def test_every_assignment_reaches_a_host_of_its_expert_in_the_order_that_is_prom
             assert [name[0] for name in members] == [expert] * len(members)
             assert members == sorted(members, key=lambda name: name[1:])
             assert [sum(name[1] == g for name in members) for g in range(num_ranks)] == tokens_G
-            assert not members or len(group) >= least
+            whole = -(-len(members) // multiple) * multiple
+            assert len(group) in ([whole] if members else [0, multiple])
         assert _taken(computed, rows.returned) == arrived
         assert len(computed)
 
@@ -143,54 +144,3 @@ def test_rounds_are_as_few_as_the_busiest_end_allows(edges):
         assert len(set(taken)) == len(taken)
     busiest = max((np.bincount(v).max() for v in (source_V, target_V) if len(v)), default=0)
     assert set(round_V.tolist()) <= set(range(busiest))
-
-
-MB = 10**6
-rates = st.sampled_from([1e9, 3e9, 8e9])
-
-
-def chosen_host(pairs, paths, node=4e9, cluster=1e9, host=2e9, per_node=4):
-    """The choice, and what it should be held against: seconds of a choice by hand."""
-    source_V, target_V = np.array(pairs, np.int64).reshape(-1, 2).T
-    host_V = np.zeros(len(pairs), np.bool_)
-    choose_host(source_V, target_V, MB, paths, Rates(per_node, node, cluster, host, 1e-6, 1e-6), host_V)
-
-    def seconds(split):
-        lanes = {}
-        for (source, target), on_host in zip(pairs, split, strict=True):
-            same = source // per_node == target // per_node
-            if on_host:
-                lanes.setdefault(("host", target), []).append(MB / host)
-            else:
-                for lane in (("out", same, source), ("in", same, target)):
-                    lanes.setdefault(lane, [1e-6]).append(MB / (node if same else cluster))
-        return max((sum(lane) for lane in lanes.values()), default=0.0)
-
-    return host_V.tolist(), seconds
-
-
-@given(st.lists(st.tuples(st.integers(1, 3), st.just(0)), min_size=1, max_size=8), rates, rates)
-@settings(max_examples=80, deadline=None)
-def test_a_batch_to_one_rank_is_split_as_well_as_can_be(pairs, node, host):
-    chosen, seconds = chosen_host(pairs, AUTO, node=node, host=host)
-    best = min(seconds(split) for split in itertools.product([0, 1], repeat=len(pairs)))
-    assert seconds(chosen) == pytest.approx(best)
-
-
-crowds = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda p: p[0] != p[1]), max_size=9)
-
-
-@given(crowds, rates, rates, rates)
-@settings(max_examples=80, deadline=None)
-def test_any_batch_ends_no_later_than_by_one_path_alone(pairs, node, cluster, host):
-    links = {"node": node, "cluster": cluster, "host": host, "per_node": 3}
-    chosen, seconds = chosen_host(pairs, AUTO, **links)
-    reached = [source // 3 == target // 3 for source, target in pairs]
-    assert not any(here and not there for here, there in zip(chosen, reached, strict=True))
-    assert seconds(chosen) <= min(seconds([False] * len(pairs)), seconds(reached)) + 1e-12
-    assert chosen_host(pairs, HOST, **links)[0] == reached
-    assert not any(chosen_host(pairs, DIRECT, **links)[0])
-
-
-def test_a_batch_is_really_split():
-    assert sum(chosen_host([(1, 0)] * 6, AUTO)[0]) == 2

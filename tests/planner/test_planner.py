@@ -50,15 +50,6 @@ def test_threads_do_not_change_the_plan():
     _equal(one, plan(counts, topology, PlanOptions(tolerance=0.0, threads=7)))
 
 
-def test_cells_can_be_taken_before_the_plan_is_done():
-    counts = _counts(5, (9, 5, 4, 16))
-    progress = start(counts, Topology(4, 2, 1, LINKS))
-    first = progress.cell(0, 4, timeout=60)
-    whole = progress.result(timeout=60)
-    np.testing.assert_array_equal(first.tokens_RG, whole.cell(0, 4).tokens_RG)
-    assert progress.num_planned == 45
-
-
 @pytest.mark.parametrize("slots", ["layer", "shared"])
 def test_parts_are_plans_of_their_micro_steps(slots):
     """Each stands alone by the checker, and together they are the plan; what slots held before is fetched."""
@@ -87,11 +78,11 @@ def test_parts_are_plans_of_their_micro_steps(slots):
 def test_a_part_is_there_before_the_plan_is_done():
     planning, gate, add = threading.Event(), threading.Event(), PlanInProgress.add
 
-    def held_up(self, cells, micro_steps, layers):
+    def held_up(self, planned, micro_steps, layers):
         if micro_steps.start:
             planning.set()
             assert gate.wait(60)
-        add(self, cells, micro_steps, layers)
+        add(self, planned, micro_steps, layers)
 
     with mock.patch.object(PlanInProgress, "add", held_up):
         progress = start(_counts(5, (9, 5, 4, 16)), Topology(4, 2, 1, LINKS), PlanOptions(threads=2))
@@ -102,8 +93,9 @@ def test_a_part_is_there_before_the_plan_is_done():
         gate.set()
         progress.result(timeout=60)
         assert progress.part(1).shape == (8, 5, 16)
-    with pytest.raises(InputError, match="no cell"):
-        progress.part(9)
+    for beyond in (9, -1):
+        with pytest.raises(InputError, match=f"no micro-step {beyond} in a step of 9"):
+            progress.part(beyond)
 
 
 def test_progress_is_told():
@@ -126,14 +118,6 @@ def test_bad_input_is_refused():
         plan(counts[..., :15], topology)
     with pytest.raises(TopologyError, match="expected 4 on every rank"):
         plan(counts, topology, home_LE=np.zeros((1, 16), np.int64))
-
-
-def test_a_cell_that_is_late_or_does_not_exist_is_an_error():
-    progress = start(_counts(5, (2, 1, 4, 16)), Topology(4, 2, 1, LINKS))
-    with pytest.raises(ValueError, match="no cell"):
-        progress.cell(2, 0)
-    with pytest.raises(PlanLateError, match="not planned after"):
-        PlanInProgress((1, 1), lambda cells, begin, end: None).cell(0, 0, timeout=0.01)
 
 
 def test_plans_are_the_same_without_numba():

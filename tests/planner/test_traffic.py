@@ -7,13 +7,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from foreroute.costs.figures import price_cell
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
+from foreroute.costs.pricing import price_cell
 from foreroute.errors import ConfigError
-from foreroute.plan import CellHosts, PlanOptions, Topology
+from foreroute.plan import CellPlan, PlanOptions, Topology
 from foreroute.plan.checker import verify
-from foreroute.plan.step_plan import REPLICA_ARRAYS, CellPlan
+from foreroute.plan.hosts import REPLICA_ARRAYS
 from foreroute.planner import plan
 from foreroute.planner.refine import prune_replicas
 from foreroute.planner.traffic import replicate_for_traffic
@@ -26,7 +26,7 @@ COSTS = CostModel(model=SMALL, hardware=HARDWARE["h100"], dispatcher="dedup")
 
 
 def _seconds(cell, counts_GE, topology, costs, price=price_cell):
-    return price(CellHosts.of(cell, counts_GE), cell.home_E, topology, costs).seconds
+    return price(cell, counts_GE, topology, costs).seconds
 
 
 def _check_valid(cell, counts_GE, topology):
@@ -65,7 +65,7 @@ def _pruned(before, counts_MLGE, costs):
     for m, layer in np.ndindex(num_micro_steps, num_layers):
         cell, held_GP = before.cell(m, layer), held_LGP[layer]
         if kept:
-            cell = replace(cell, fetched_R=held_GP[cell.rank_R, cell.slot_R] != cell.expert_R)
+            cell = cell._replace(fetched_R=held_GP[cell.rank_R, cell.slot_R] != cell.expert_R)
         cell = prune_replicas(cell, counts_MLGE[m, layer], before.topology, costs)
         held_GP[cell.rank_R, cell.slot_R] = cell.expert_R
         cells.append(cell)
@@ -85,9 +85,9 @@ def _homes_alone(counts_GE, topology):
 
 
 @pytest.mark.parametrize("dispatcher", ["copies", "dedup"])
-@pytest.mark.parametrize("update_path", ["host", "direct"])
-def test_plans_are_valid_and_never_slower_on_random_workloads(dispatcher, update_path):
-    costs = replace(COSTS, dispatcher=dispatcher, update_path=update_path)
+@pytest.mark.parametrize("paths", ["host", "direct"])
+def test_plans_are_valid_and_never_slower_on_random_workloads(dispatcher, paths):
+    costs = replace(COSTS, dispatcher=dispatcher, paths=paths)
     faster = 0
     for seed in range(130):
         rng = np.random.default_rng(seed)
@@ -117,14 +117,10 @@ def _best_seconds(counts_GE, home_E, topology, costs):
     best = np.inf
     for chosen in itertools.product(*choices):
         pairs = [(e, rank) for rank, guests in chosen for e in guests]
-        expert_H = np.array([*range(num_experts), *(e for e, _ in pairs)], np.int32)
-        rank_H = np.array([*home_E, *(rank for _, rank in pairs)], np.int32)
-        tokens_HG = np.zeros((len(expert_H), num_ranks), np.int64)
-        tokens_HG[:num_experts] = counts_GE.T
-        for h, (e, rank) in enumerate(pairs, num_experts):
-            tokens_HG[h, rank], tokens_HG[e, rank] = counts_GE[rank, e], 0
-        assignment = CellHosts(expert_H, rank_H, tokens_HG, np.arange(len(expert_H)) >= num_experts)
-        best = min(best, price_cell(assignment, home_E, topology, costs).seconds)
+        expert_R, rank_R = np.array(pairs, np.int16).reshape(-1, 2).T
+        tokens_RG = np.where(np.arange(num_ranks) == rank_R[:, None], counts_GE[:, expert_R].T, 0).astype(np.int32)
+        cell = CellPlan(home_E, expert_R, rank_R, 0 * rank_R, np.ones(len(pairs), np.bool_), tokens_RG)
+        best = min(best, price_cell(cell, counts_GE, topology, costs).seconds)
     return best
 
 
@@ -211,9 +207,8 @@ def test_without_reason_a_cell_stays_as_it_is():
     fast_network = replace(topology, links=replace(topology.links, cluster_bytes_per_s=1e15, node_bytes_per_s=1e15))
     assert replicate_for_traffic(cell, counts_GE, fast_network, loads_alone) is cell
     assert replicate_for_traffic(cell, counts_GE, topology, loads_alone) is not cell
-    slow_host = replace(topology, links=replace(topology.links, host_bytes_per_s=1e3))
     alone = _homes_alone(counts_GE, topology)
-    assert replicate_for_traffic(alone, counts_GE, slow_host, costs) is alone
+    assert replicate_for_traffic(alone, counts_GE, topology, heavy(costs, 64)) is alone
     one_node = Topology(16, 16, 8, topology.links)
     assert replicate_for_traffic(cell, counts_GE, one_node, costs) is cell
     assert replicate_for_traffic(cell, np.zeros_like(counts_GE), topology, costs) is cell
@@ -226,13 +221,31 @@ def test_replicas_whose_transfer_exposes_more_than_they_save_are_declined():
     cell = plan(counts_GE[None, None], topology, PlanOptions(slots="shared")).cell(0, 0)
     assert len(cell.expert_R) > 4
     assert prune_replicas(cell, counts_GE, topology, costs) is cell  # nothing is exposed
-    dead = replace(topology, links=replace(topology.links, host_bytes_per_s=1e3))
-    assert len(prune_replicas(cell, counts_GE, dead, costs).expert_R) == 0
-    slow = replace(topology, links=replace(topology.links, host_bytes_per_s=5e9))
-    some = prune_replicas(cell, counts_GE, slow, costs)
+    assert len(prune_replicas(cell, counts_GE, topology, heavy(costs, 64)).expert_R) == 0
+    dear = heavy(costs, 12)
+    some = prune_replicas(cell, counts_GE, topology, dear)
     assert 0 < len(some.expert_R) < len(cell.expert_R)
-    _check_valid(some, counts_GE, slow)
-    assert _seconds(some, counts_GE, slow, costs) < _seconds(cell, counts_GE, slow, costs)
+    _check_valid(some, counts_GE, topology)
+    assert _seconds(some, counts_GE, topology, dear) < _seconds(cell, counts_GE, topology, dear)
+
+
+def test_where_host_memory_is_slow_replicas_of_other_nodes_are_kept():
+    counts_GE = _workload("G16", 2048).draw(seed=2).counts()[0, 0]
+    topology = HARDWARE["h100"].topology(16, 2)
+    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup")
+    cell = plan(counts_GE[None, None], topology, PlanOptions(slots="shared")).cell(0, 0)
+    dead = replace(topology, links=replace(topology.links, host_bytes_per_s=1e3))
+    kept = prune_replicas(cell, counts_GE, dead, costs)
+    from_afar_R = cell.rank_R // 8 != cell.home_E[cell.expert_R] // 8
+    assert 0 < from_afar_R.sum() < len(from_afar_R)
+    assert kept.expert_R.tolist() == cell.expert_R[from_afar_R].tolist()
+
+
+def heavy(costs, weight_bytes):
+    """Weights of so many bytes, which are none the slower to compute with."""
+    machine = costs.hardware
+    faster = replace(machine, memory_bytes_per_s=machine.memory_bytes_per_s * weight_bytes / costs.model.weight_bytes)
+    return replace(costs, model=replace(costs.model, weight_bytes=float(weight_bytes)), hardware=faster)
 
 
 def test_declining_is_never_slower_and_keeps_slots_true():
@@ -245,7 +258,7 @@ def test_declining_is_never_slower_and_keeps_slots_true():
         topology = Topology(num_ranks, ranks_per_node, 2, links)
         counts_MLGE = random_counts(seed, (4, 2, num_ranks, 8), 2000)
         before = random_plan(counts_MLGE, topology, seed=seed, keep=0.6 * (seed % 2))
-        costs = replace(COSTS, update_path=("host", "direct")[seed // 2 % 2])
+        costs = replace(COSTS, paths=("host", "direct")[seed // 2 % 2])
         after = _pruned(before, counts_MLGE, costs)
         verify(after, counts_MLGE, PlanOptions(slots="layer" if seed % 2 else "shared"))
         declined += len(before.expert_R) - len(after.expert_R)

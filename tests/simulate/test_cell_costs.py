@@ -8,11 +8,11 @@ import pytest
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.plan import ExecutionSchedule, Links, PlanOptions, Topology
-from foreroute.plan.step_plan import CellHosts
+from foreroute.plan.hosts import CellPlan
 from foreroute.planner import plan
 from foreroute.simulate.cell_costs import StagePass, fetched_replicas, transfers_of
 from foreroute.simulate.ep_group import forward_only, layer_parts, one_forward_one_backward
-from foreroute.simulate.methods import PlannedStep
+from foreroute.simulate.methods import ServedStep
 
 TOPOLOGY = Topology(4, 2, 1, Links(340e9, 45e9, 50e9, 20e-6, 50e-6))
 COSTS = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
@@ -23,18 +23,11 @@ REPLICAS = [[(1, 0, True)], [(1, 0, False)], [(3, 0, True)]]
 
 
 def planned(slots):
-    assignments = []
+    cells = []
     for replicas in REPLICAS:
-        for _ in range(2):
-            expert, rank, fetched = zip(*replicas, strict=True)
-            one = CellHosts(
-                np.concatenate([HOME_E, expert]).astype(np.int32),
-                np.concatenate([HOME_E, rank]).astype(np.int32),
-                np.ones((5, 4), np.int64),
-                np.concatenate([np.zeros(4, bool), fetched]),
-            )
-            assignments.append(one)
-    return PlannedStep(assignments, np.tile(HOME_E, (2, 1)), np.empty((0, 4), np.int64), slots, 0.0)
+        expert_R, rank_R, fetched_R = map(np.array, zip(*replicas, strict=True))
+        cells += 2 * [CellPlan(HOME_E, expert_R, rank_R, 0 * rank_R, fetched_R, np.ones((1, 4), np.int32))]
+    return ServedStep(np.ones((3, 2, 4, 4), np.int64), np.tile(HOME_E, (2, 1)), slots, cells)
 
 
 def fetched(slots, order):
@@ -71,7 +64,8 @@ def test_shared_slots_are_filled_in_every_visit():
 @pytest.mark.parametrize(("prefetch", "found_layers"), [(0, [1]), (1, [0, 1])])
 def test_shared_slots_still_hold_the_last_cells_where_the_order_turns(prefetch, found_layers):
     order = one_forward_one_backward(0, 1, 3)
-    moved = transfers_of(planned("shared"), np.arange(2), order, "direct", TOPOLOGY, COSTS, prefetch=prefetch)
+    costs = replace(COSTS, paths="direct")
+    moved = transfers_of(planned("shared"), np.arange(2), order, TOPOLOGY, costs, prefetch=prefetch)
     arriving_KML = moved.direct_KMLG4[:, :, :, 0].sum(axis=-1)
     assert (arriving_KML[0] > 0).all()
     for layer in range(2):
@@ -82,17 +76,12 @@ NEAR_LINK, FAR_LINK = (3, 2 * BYTES / 340e9), (1, 2 * BYTES / 45e9)
 
 
 @pytest.mark.parametrize(
-    ("paths", "host_bytes_per_s", "near", "far"),  # what rank 0 waits for: expert 1 of its node, expert 3 of the other
-    [
-        ("host", 50e9, ("host", 2 * BYTES / 50e9), FAR_LINK),
-        ("direct", 50e9, NEAR_LINK, FAR_LINK),
-        ("auto", 50e9, NEAR_LINK, FAR_LINK),
-        ("auto", 500e9, ("host", 2 * BYTES / 500e9), FAR_LINK),
-    ],
+    ("paths", "near", "far"),  # what rank 0 waits for: expert 1 of its node, expert 3 of the other
+    [("host", ("host", 2 * BYTES / 50e9), FAR_LINK), ("direct", NEAR_LINK, FAR_LINK)],
 )
-def test_paths_by_hand(paths, host_bytes_per_s, near, far):
-    topology = replace(TOPOLOGY, links=replace(TOPOLOGY.links, host_bytes_per_s=host_bytes_per_s))
-    moved = transfers_of(planned("layer"), np.arange(2), forward_only(3), paths, topology, COSTS, prefetch=1)
+def test_paths_by_hand(paths, near, far):
+    costs = replace(COSTS, paths=paths)
+    moved = transfers_of(planned("layer"), np.arange(2), forward_only(3), TOPOLOGY, costs, prefetch=1)
     for m, (lane, seconds) in ((0, near), (2, far)):
         host_s, direct_G4 = moved.host_KMLG[0, m, 0, 0], moved.direct_KMLG4[0, m, 0]
         if lane == "host":
@@ -103,36 +92,34 @@ def test_paths_by_hand(paths, host_bytes_per_s, near, far):
     assert not moved.gradient_MLG4.any()
 
 
-@pytest.mark.parametrize("paths", ["auto", "host", "direct"])
+@pytest.mark.parametrize("paths", ["host", "direct"])
 def test_replicas_take_the_paths_of_the_executors_schedule(paths):
-    links = Links(50e9, 45e9, 50e9, 20e-6, 50e-6)  # the node's link is as fast as host memory: moves go both ways
-    topology, rng = Topology(8, 4, 3, links), np.random.default_rng(3)
+    topology, rng = replace(TOPOLOGY, num_ranks=8, ranks_per_node=4, redundant_slots=3), np.random.default_rng(3)
     counts = rng.multinomial(2000, rng.dirichlet(np.full(32, 0.1), (2, 3, 1)), (2, 3, 8)).astype(np.int32)
     found = plan(counts, topology, PlanOptions(slots="shared"))
     assert found.num_replicas_ML.min() > 4
-    step = PlannedStep(
-        [CellHosts.of(found.cell(*c), counts[c]) for c in np.ndindex(2, 3)],
-        found.home_LE.astype(np.int64), found.home_moves, "shared", 0.0,
-    )  # fmt: skip
-    moved = transfers_of(step, np.arange(3), forward_only(2), paths, topology, COSTS, prefetch=1)
-    num_bytes = COSTS.model.expert_bytes
+    cells = [found.cell(*cell) for cell in np.ndindex(2, 3)]
+    step = ServedStep(counts, found.home_LE, "shared", cells)
+    costs, num_bytes, links = replace(COSTS, paths=paths), COSTS.model.expert_bytes, topology.links
+    moved = transfers_of(step, np.arange(3), forward_only(2), topology, costs, prefetch=1)
     by_host = np.rint(moved.host_KMLG[0] * links.host_bytes_per_s / num_bytes).astype(int)
     executed, served, near = np.zeros_like(by_host), np.zeros_like(by_host), np.zeros_like(by_host)
     for rank in range(8):
-        schedule = ExecutionSchedule(found, counts, rank, expert_bytes_L=[int(num_bytes)] * 3, paths=paths)
+        schedule = ExecutionSchedule(found, counts, rank, paths=paths)
         for c in np.ndindex(2, 3):
             moves = schedule.cell(*c).served
             executed[(*c, rank)], served[(*c, rank)] = moves["by_host"].sum(), len(moves)
             near[(*c, rank)] = (moves["peer"] // 4 == rank // 4).sum()
     assert np.array_equal(by_host, executed)
-    assert 0 < executed.sum() < near.sum() if paths == "auto" else executed.sum() == near.sum() * (paths == "host")
+    assert np.array_equal(executed, near * (paths == "host"))
+    assert 0 < near.sum() < served.sum()
     arriving = moved.direct_KMLG4[0][..., [1, 3]] / num_bytes * [links.cluster_bytes_per_s, links.node_bytes_per_s]
     assert np.array_equal(np.rint(arriving.sum(axis=-1)).astype(int), served - executed)
 
 
 def test_gradients_return_in_every_micro_step():
     order = one_forward_one_backward(0, 1, 3)
-    found = transfers_of(planned("layer"), np.arange(2), order, "host", TOPOLOGY, COSTS, prefetch=1).gradient_MLG4[:, 0]
+    found = transfers_of(planned("layer"), np.arange(2), order, TOPOLOGY, COSTS, prefetch=1).gradient_MLG4[:, 0]
     near_s, far_s = 4 * BYTES / 340e9, 4 * BYTES / 45e9
     assert found[:, 0, 2] == pytest.approx([near_s, near_s, 0])
     assert found[:, 0, 0] == pytest.approx([0, 0, far_s])

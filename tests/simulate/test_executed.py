@@ -20,10 +20,9 @@ from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.plan.capabilities import EXECUTES, Ability, lacking
 from foreroute.planner import plan
-from foreroute.planner.balancers import BalancerInput
-from foreroute.planner.methods import METHODS, OURS, Ours
 from foreroute.simulate import parse_config, simulate, timeline
-from foreroute.simulate.methods import plan_with
+from foreroute.simulate.balancers import BalancerInput
+from foreroute.simulate.methods import METHODS, PRESETS, PlannerPreset, serve
 from foreroute.trace import RoutingTrace
 from tests.processes import Workers
 from tests.simulate.simulate_cases import small_config
@@ -70,7 +69,7 @@ SIZES = {
     "moe_intermediate_size": 16,
 }
 RANKS, MICRO_STEPS = 4, 2
-ROWS = ("static", *OURS)
+ROWS = ("static", *PRESETS)
 COSTS = CostModel(
     # transfers that cost next to nothing, so that none is left out
     model=replace(MODELS["qwen3-30b-a3b"], num_experts=16, top_k=2),
@@ -100,7 +99,7 @@ def executed():
 
 def planned(counts_MLGE, name, home_LE):
     method = METHODS[name]
-    is_ours = isinstance(method, Ours)
+    is_ours = isinstance(method, PlannerPreset)
     topology = Topology(RANKS, RANKS, (is_ours and method.redundant_slots) or 2, COSTS.hardware.links)
     options = method.options if is_ours else PlanOptions(replicas=False)
     return plan(counts_MLGE, topology, options, home_LE=home_LE, costs=COSTS)
@@ -148,8 +147,10 @@ def test_rows_that_are_called_executed_are_executed_as_simulated(executed, name)
     step_plan, _, loss = found[name]
     assert (len(step_plan.expert_R) > 0) == (name != "static")
     assert (len(step_plan.home_moves) > 0) == (name == "ours_rehomed")
-    simulated = plan_with(METHODS[name], BalancerInput(counts_MLGE, step_plan.topology, home_LE), COSTS)
-    simulated_MLG = np.stack([one.loads_G for one in simulated.assignments]).reshape(*counts_MLGE.shape[:2], RANKS)
+    simulated = serve(METHODS[name], BalancerInput(counts_MLGE, step_plan.topology, home_LE), COSTS)
+    counts_CGE = counts_MLGE.reshape(-1, RANKS, 16)
+    loads_CG = [cell.loads_G(counts_GE) for cell, counts_GE in zip(simulated.kept, counts_CGE, strict=True)]
+    simulated_MLG = np.reshape(loads_CG, (*counts_MLGE.shape[:2], RANKS))
     assert np.array_equal(np.stack([of_rank[name][1] for _, _, of_rank in executed], axis=-1), simulated_MLG)
     assert loss == pytest.approx(found["static"][2], rel=1e-6)
 
@@ -186,7 +187,7 @@ def test_one_executor_must_do_all():
     assert lacking({Ability.REPLICAS, Ability.PREFETCH, Ability.PIPELINE}) == ("pipeline stages",)
     assert lacking({Ability.REPLICAS, Ability.PIPELINE}) == ()
     pipelined = small_config(
-        gpus=8, pipeline=2, methods=["ours_traffic"], paths="direct", prefetch=0, early_cells=False
+        gpus=8, pipeline=2, methods=["ours_traffic"], costs={"paths": "direct"}, prefetch=0, early_cells=False
     )
     assert simulate(pipelined)["ours_traffic"].not_executed == ()
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from foreroute.errors import ConfigError, FunctionError, RunFolderError
-from foreroute.layout import MicroBatches
 from foreroute.mismatch import AlarmRules, Signals, alarms
 from foreroute.records import parse_step
 from foreroute.train import load_checkpoint, parse_config, train
@@ -77,7 +76,7 @@ def test_figures_of_a_step_are_those_of_its_tokens():
     band = {"correction": {"kind": "icepop", "low": 0.99, "high": 1.02}}
     _, experience, record = step(rl=band | {"routing": "none"}, **DISAGREEING)
     old = trainer_of(small_config(rl=band | {"routing": "none"}, **DISAGREEING))
-    schedule = SimpleNamespace(recompute=Stage("recompute", 0, MicroBatches(np.arange(24), np.array([0, 24]))))
+    schedule = SimpleNamespace(recompute=Stage("recompute", 0, [np.arange(24)]))
     recomputed = old._recompute(experience, schedule, "native")
     ratio = np.exp(recomputed.logprobs_R.astype(np.float64) - experience.generation.logprobs_R)
     kept = (ratio >= 0.99) & (ratio <= 1.02)
@@ -108,7 +107,7 @@ def test_weights_that_degenerate_are_figures_and_an_alarm(nats):
     trainer.engine.generate = far_apart
     experience, record = trainer.run_step()
     old = trainer_of(small_config(rl=rl, **DISAGREEING))
-    schedule = SimpleNamespace(recompute=Stage("recompute", 0, MicroBatches(np.arange(24), np.array([0, 24]))))
+    schedule = SimpleNamespace(recompute=Stage("recompute", 0, [np.arange(24)]))
     lengths = experience.generation.response_lengths
     gap = (
         old._recompute(experience, schedule, "native").logprobs_R.astype(np.float64) - experience.generation.logprobs_R
@@ -137,7 +136,7 @@ def test_rejected_responses_are_as_if_they_were_not_there():
     _, experience, record = step(rl={"rejection": rejection, "method": "grpo"}, **DISAGREEING)
     again = trainer_of(small_config(rl={"method": "grpo"}, **DISAGREEING))
     again.engine.load_weights(again.policy.model.state_dict(), 0)
-    schedule = SimpleNamespace(recompute=Stage("recompute", 0, MicroBatches(np.arange(24), np.array([0, 24]))))
+    schedule = SimpleNamespace(recompute=Stage("recompute", 0, [np.arange(24)]))
     old = again._recompute(experience, schedule, "replayed").logprobs_R - experience.generation.logprobs_R
     ends = np.cumsum(experience.generation.response_lengths)
     drift = np.exp([part.mean() for part in np.split(old, ends[:-1])])

@@ -177,9 +177,7 @@ def diff(
 def plan(
     topology: Annotated[Path, typer.Option(help="TOML (docs/planner.md).")],
     traces: Annotated[list[Path] | None, typer.Argument(help="Trace files of one step.")] = None,
-    counts: Annotated[
-        Path | None, typer.Option(help="Instead of traces: .npz with integers counts [M, L, G, E].")
-    ] = None,
+    counts: Annotated[Path | None, typer.Option(help="Instead of traces: a counts file, [M, L, G, E].")] = None,
     output: Annotated[Path, typer.Option(help="The plan file; the page has .html instead.")] = Path("plan.safetensors"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing plan and page.")] = False,
     tolerance: Annotated[
@@ -197,7 +195,7 @@ def plan(
     ] = None,
     previous_plan: Annotated[Path | None, typer.Option(help="Plan of the step before.")] = None,
     previous_step: Annotated[
-        list[Path] | None, typer.Option(help="Traces (repeat it) or one .npz of the step before.")
+        list[Path] | None, typer.Option(help="Traces (repeat it) or one counts file of the step before.")
     ] = None,
     token_budget: Annotated[
         int | None, typer.Option(min=1, help="For traces: most tokens of a rank in a micro-step; 16384 by default.")

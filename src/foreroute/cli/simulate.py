@@ -14,7 +14,7 @@ from rich.text import Text
 from foreroute.cli.terminal import CommandProgress, Console, working, write_page
 from foreroute.costs.cluster_file import cluster_toml
 from foreroute.errors import InputError, RunFolderError
-from foreroute.files import check_writable, write_folder_atomically, writing_named
+from foreroute.files import check_writable, write_atomically, writing_named
 from foreroute.report import (
     TableRow,
     compared_methods,
@@ -82,10 +82,11 @@ def run_simulation(
         "timelines": [found.as_dict() for found in timelines],
         "fit": None if fitted is None else fitted[0].as_dict(),
     }
-    contents = {"config.json": config.model_dump(mode="json"), "simulation.json": figures}
+    contents = {"simulation.json": figures, "config.json": config.model_dump(mode="json")}
+    texts = {name: json.dumps(values, indent=1) for name, values in contents.items()}
     with working("writing the figures", console), writing_named(folder, RunFolderError):
-        texts = {name: json.dumps(values, indent=1) for name, values in contents.items()}
-        write_folder_atomically(folder, texts | {"cluster.toml": cluster_toml(config.described())})
+        for name, text in (texts | {"cluster.toml": cluster_toml(config.described())}).items():
+            write_atomically(folder / name, text, overwrite=False)
     console.print(f"{'figures':<9} {folder / 'simulation.json'}", soft_wrap=True, highlight=False, markup=False)
     page = folder / "report.html"
     write_page(

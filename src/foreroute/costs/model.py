@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import ConfigError
+from foreroute.plan.capabilities import FetchPath, check_paths
 from foreroute.plan.topology import Links, Topology
 
 MOST_OF_MODEL = {
@@ -40,7 +41,6 @@ MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE = 1e24, 64, 1 << 24
 has or more, and such that no product of them overflows."""
 
 Dispatcher = Literal["copies", "dedup"]
-FetchPath = Literal["host", "direct"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class CostModel:
         model: what is computed.
         hardware: what computes it.
         dispatcher: "copies" sends every assignment; "dedup" a token once to each node and rank.
-        update_path: replicas in the update come from host memory, or directly from the home rank.
+        paths: replicas come from host memory ("host") within a node, or from peer to peer ("direct").
         sequence_tokens: length of a sequence, where none is given.
         refine_s: the planner's seconds for traffic and pay-off of a cell; 0: hidden.
     """
@@ -188,15 +188,14 @@ class CostModel:
     model: ModelShape
     hardware: Hardware
     dispatcher: Dispatcher = "copies"
-    update_path: FetchPath = "host"
+    paths: FetchPath = "host"
     sequence_tokens: float = 4096.0
     refine_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.dispatcher not in ("copies", "dedup"):
             raise ConfigError(f"dispatcher is {self.dispatcher!r}; expected 'copies' or 'dedup'")
-        if self.update_path not in ("host", "direct"):
-            raise ConfigError(f"update_path is {self.update_path!r}; expected 'host' or 'direct'")
+        check_paths(self.paths)
         _require_within("sequence_tokens", self.sequence_tokens, MOST_SEQUENCE)
         if not 0 <= self.refine_s <= MOST_OF_HARDWARE["layer_s"]:
             raise ConfigError(f"refine_s is {self.refine_s}; expected 0 to {MOST_OF_HARDWARE['layer_s']:g}")
@@ -264,10 +263,10 @@ class CostModel:
             node_gradient_s=gradient_bytes / links.node_bytes_per_s,
             cluster_gradient_s=gradient_bytes / links.cluster_bytes_per_s,
             layer_s=self.hardware.layer_s,
-            direct=self.update_path == "direct",
             dedup=self.dispatcher == "dedup",
             top_k=shape.top_k,
             ranks_per_node=topology.ranks_per_node,
+            host_ranks=topology.ranks_per_node if self.paths == "host" else 1,
             groups=tuple((s, *group) for s, stage in enumerate(STAGES) for group in stage.groups),
         )
 
@@ -283,9 +282,10 @@ class Prices(NamedTuple):
         host_fetch_s, node_fetch_s, cluster_fetch_s: the weights of one expert, by where they come from.
         node_gradient_s, cluster_gradient_s: the gradients of one expert, by where they go.
         layer_s: fixed, one pass.
-        direct, dedup: switches of `CostModel`.
+        dedup: whether a token is sent once to each node and rank.
         top_k: picks per token.
         ranks_per_node: of the topology.
+        host_ranks: neighbouring ranks that fetch each other's weights through host memory; 1: none do.
         groups: (stage, forward passes, backward passes) of all groups of all stages.
     """
 
@@ -305,10 +305,10 @@ class Prices(NamedTuple):
     node_gradient_s: float
     cluster_gradient_s: float
     layer_s: float
-    direct: bool
     dedup: bool
     top_k: int
     ranks_per_node: int
+    host_ranks: int
     groups: tuple[tuple[int, int, int], ...]
 
 

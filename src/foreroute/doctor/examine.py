@@ -18,7 +18,7 @@ from foreroute.conformance import ALL_CHECKS, AdapterUnderTest, Case, Unsupporte
 from foreroute.conformance.huggingface import HuggingFaceModel
 from foreroute.doctor.evidence import Evidence, Reading, TrainerPass
 from foreroute.errors import AttachError, BatchMismatchError, TraceError
-from foreroute.layout import by_token_budget
+from foreroute.layout import padded_batches
 from foreroute.mismatch import misplaced_masks, token_mismatch
 from foreroute.replay import masked_logprobs_of_logits
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
@@ -88,7 +88,7 @@ def _passes(
     if given["engine_logprobs_R"] is None:
         # nothing is compared with log-probs on the masks, and of routes alone nobody says which tokens were sampled
         sequences = replace(sequences, trace=trace.without_streams(SAMPLING))
-    together = list(by_token_budget(trace.lengths, int(trace.lengths.max(initial=budget)), padded=True))
+    together = padded_batches(trace.lengths, int(trace.lengths.max(initial=budget)))
     alone = [np.array([s]) for s in range(len(trace))]
     native = _run(routed, sequences, together, temperature)
     repeated = _run(routed, sequences, together, temperature)

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from foreroute.ep.compute import least_rows
+from foreroute.ep.compute import row_multiple
 from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionStack
 from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.shards import ExpertShards, clip_gradients, cut_alike, shard_dense, sum_gradients
@@ -23,10 +23,10 @@ from foreroute.ep.transfer import ReplicaWeights
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.home_moves import move_homes
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.replica_weights import DirectWeights, expert_bytes
+from foreroute.ep.transfer.replica_weights import DirectWeights
 from foreroute.errors import CountsError, InputError, PlacementError, PlanError
 from foreroute.plan import ExecutionSchedule, StepPlan, load_plan
-from foreroute.plan.schedule import PathChoice
+from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.step_plan import ExecutablePlan
 from foreroute.planner import PlanInProgress
 from foreroute.trace import RoutingTrace
@@ -36,7 +36,7 @@ class StepWeights(ReplicaWeights, Protocol):
     """Replica weights that are told which plan is in force, as `TransferEngine` and `DirectWeights` are."""
 
     @property
-    def paths(self) -> PathChoice:
+    def paths(self) -> FetchPath:
         """Which path weights take."""
         ...
 
@@ -198,8 +198,7 @@ class ExpertParallelModel:
             first,
             counts_MLGE,
             self.consensus.rank,
-            least_rows_L=[least_rows(layer.shards.tensors) for layer in self.layers],
-            expert_bytes_L=[expert_bytes(home) for home in self.homes],
+            row_multiple_L=[row_multiple(layer.shards.tensors) for layer in self.layers],
             paths=self._weights.paths,
         )
         for part in others:

@@ -4,23 +4,30 @@ No format lives here: what the bytes mean is the business of the room that reads
 several rooms have, are read and checked by `config_file`.
 """
 
-from foreroute.files.reading import (
-    RegularFile,
+from foreroute.files.container import (
+    StoredTensor,
     TensorFile,
-    is_text,
-    parse_json,
-    read_file,
-    read_text,
-    seal_arrays,
-    seal_file,
-    seal_slices,
+    blake2b_hex,
+    checksum,
+    tensors_to_bytes,
+    write_tensors,
 )
-from foreroute.files.writing import check_writable, write_atomically, write_folder_atomically, writing_named
+from foreroute.files.format import FileFormat, TensorSchema
+from foreroute.files.regular import ByteSource, HeldBytes, RegularFile, is_text, parse_json, read_file, read_text
+from foreroute.files.sealing import seal_arrays, seal_file, seal_slices
+from foreroute.files.writing import check_writable, write_atomically, writing_named
 
 __all__ = [
+    "ByteSource",
+    "FileFormat",
+    "HeldBytes",
     "RegularFile",
+    "StoredTensor",
     "TensorFile",
+    "TensorSchema",
+    "blake2b_hex",
     "check_writable",
+    "checksum",
     "is_text",
     "parse_json",
     "read_file",
@@ -28,7 +35,8 @@ __all__ = [
     "seal_arrays",
     "seal_file",
     "seal_slices",
+    "tensors_to_bytes",
     "write_atomically",
-    "write_folder_atomically",
+    "write_tensors",
     "writing_named",
 ]

@@ -1,23 +1,30 @@
 """Where each row goes: packing, padding and the splits of parallel training, as pure index arithmetic. No torch."""
 
-from foreroute.layout.match_tokens import locate_rows, starts_from_cumulative_lengths, starts_from_positions
-from foreroute.layout.micro_batches import MicroBatches, by_token_budget
+from foreroute.layout.match_tokens import (
+    locate_rows,
+    order_by_tokens,
+    starts_from_cumulative_lengths,
+    starts_from_positions,
+)
+from foreroute.layout.packing import Packing, pack_sequences, padded_batches
 from foreroute.layout.rank_rows import PAD, RankRoutes, RankRows, block_homes, collect, fill_padding, take
 from foreroute.layout.slots import Layout, pack, pad
 
 __all__ = [
     "PAD",
     "Layout",
-    "MicroBatches",
+    "Packing",
     "RankRoutes",
     "RankRows",
     "block_homes",
-    "by_token_budget",
     "collect",
     "fill_padding",
     "locate_rows",
+    "order_by_tokens",
     "pack",
+    "pack_sequences",
     "pad",
+    "padded_batches",
     "starts_from_cumulative_lengths",
     "starts_from_positions",
     "take",

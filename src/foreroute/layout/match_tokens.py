@@ -6,7 +6,8 @@ found in the trace by their tokens.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,36 @@ def locate_rows(
     return located
 
 
+def order_by_tokens(trace: RoutingTrace, sequences: Iterable[NDArray[Any]]) -> NDArray[np.int64] | None:
+    """The sequence of the trace that each of some sequences is, by its tokens.
+
+    Args:
+        trace: S sequences. A sequence whose last row has no route may be met without its last token.
+        sequences: token ids [T] of each.
+
+    Returns:
+        int64, one number for each; None where one of them is in the trace nowhere. Sequences of equal tokens are given
+        out in the order of the trace, each once while there is another.
+    """
+    places: dict[bytes, deque[int]] = defaultdict(deque)
+    for s in range(len(trace)):
+        places[_key(trace.tokens(s))].append(s)
+    for s in np.flatnonzero(trace.lengths > 0):
+        if not trace.valid_N[trace.offsets[s + 1] - 1]:
+            places[_key(trace.tokens(s)[:-1])].append(int(s))
+    order = []
+    for token_ids in sequences:
+        found = places.get(_key(token_ids))
+        if found is None:
+            return None
+        order.append(found.popleft() if len(found) > 1 else found[0])
+    return np.array(order, np.int64)
+
+
+def _key(token_ids: NDArray[Any]) -> bytes:
+    return token_ids.astype(np.int64).tobytes()
+
+
 @dataclass(frozen=True)
 class _Sequences:
     """The tokens of a batch without padding, sequence after sequence, and the length of each."""
@@ -107,7 +138,7 @@ def _checked(ids: ArrayLike, mask: ArrayLike | None) -> tuple[NDArray[Any], NDAr
 
 
 def _check_ends(trace: RoutingTrace, batch: _Sequences, recorded_S: NDArray[np.int64]) -> None:
-    """Refuse sequences that go on after the trace's, and such as leave out rows that have a route."""
+    """Refuse sequences longer than the trace's, and batches that omit routed rows."""
     length_S = batch.length_S
     longer = length_S > recorded_S
     if longer.any():
@@ -139,34 +170,13 @@ def _position(token: int, shared_S: NDArray[np.int64]) -> tuple[int, int]:
 
 
 def _refuse(trace: RoutingTrace, batch: _Sequences, seen: str) -> None:
-    order = _matching_order(trace, batch)
-    if order is None:
+    order = order_by_tokens(trace, np.split(batch.token_ids, np.cumsum(batch.length_S)[:-1]))
+    if order is None or np.array_equal(order, np.arange(len(trace))):
         hint = "expected the batch that the trace was recorded for, sequence by sequence"
     else:
-        shown = f"{order}" if len(order) <= 64 else f"{str(order[:64])[:-1]}, …]"
+        shown = f"{order.tolist()}" if len(order) <= 64 else f"{str(order[:64].tolist())[:-1]}, …]"
         hint = f"the batch holds the sequences {shown} of the trace, in that order: replay trace.select of them"
     raise BatchMismatchError(f"{seen}. {hint[0].upper()}{hint[1:]}")
-
-
-def _matching_order(trace: RoutingTrace, batch: _Sequences) -> list[int] | None:
-    """The sequence of the trace that each of the batch equals, whole or without its unrouted last token."""
-    # sequences of the same tokens are given out in the order of the trace, each once while there is another
-    free = defaultdict(list)
-    for s in reversed(range(len(trace))):
-        tokens = trace.tokens(s).astype(np.int64)
-        free[tokens.tobytes()].append(s)
-        if len(tokens) and not trace.valid_N[trace.offsets[s + 1] - 1]:
-            free[tokens[:-1].tobytes()].append(s)
-    order = []
-    used: set[int] = set()
-    for token_ids in np.split(batch.token_ids.astype(np.int64), as_offsets(batch.length_S)[1:-1]):
-        candidates = free.get(token_ids.tobytes(), [])
-        chosen = next((s for s in reversed(candidates) if s not in used), candidates[-1] if candidates else None)
-        if chosen is None:
-            return None
-        used.add(chosen)
-        order.append(chosen)
-    return order if order != list(range(len(trace))) else None
 
 
 def starts_from_positions(position_ids: ArrayLike, kept_BT: NDArray[np.bool_]) -> NDArray[np.bool_]:

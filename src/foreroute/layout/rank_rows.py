@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.errors import BatchMismatchError, LayoutError, SpecMismatchError
-from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
+from foreroute.errors import BatchMismatchError, LayoutError
+from foreroute.trace import RoutedLayer, RoutingTrace
 
 PAD = -1
 """The row of a slot that sees no token."""
@@ -116,7 +116,7 @@ def take(trace: RoutingTrace, rank_rows: RankRows, layers: Sequence[RoutedLayer]
             f"the layout is for {rank_rows.num_rows} packed rows and the trace has {trace.num_rows}; "
             "lay out trace.lengths, all of them, and choose sequences with `sequences=`"
         )
-    columns = _columns(trace.spec, layers)
+    columns = trace.spec.positions(trace.spec.layers if layers is None else layers)
     routed_R = ~rank_rows.is_pad_R
     routed_R[routed_R] = trace.valid_N[rank_rows.row_of_slot_R[routed_R]]
     num_experts = trace.spec.num_experts
@@ -190,22 +190,9 @@ def _round_robin(homes: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _gather(ids_NLK: NDArray[Any], rows: NDArray[Any], columns: NDArray[np.int64]) -> NDArray[Any]:
-    """The rows and layers. A pipeline stage is mostly a run of layers, which are copied as one run of bytes per row."""
+    """The rows and layers. Layers of a stage mostly follow one another: then one segment of bytes per row is copied."""
     if len(columns) and (np.diff(columns) == 1).all():
         part: NDArray[Any] = ids_NLK[:, columns[0] : columns[-1] + 1][rows]
         return part
     gathered: NDArray[Any] = ids_NLK[rows[:, None], columns]
     return gathered
-
-
-def _columns(spec: RoutingSpec, layers: Sequence[RoutedLayer] | None) -> NDArray[np.int64]:
-    if layers is None:
-        return np.arange(spec.num_layers)
-    position = {layer: i for i, layer in enumerate(spec.layers)}
-    missing = [layer for layer in layers if layer not in position]
-    if missing:
-        raise SpecMismatchError(
-            f"the trace has no routes of {', '.join(map(str, missing))}; it holds {', '.join(map(str, spec.layers))}. "
-            "Read those layers too, or lay out the pipeline from this trace's table"
-        )
-    return np.array([position[layer] for layer in layers], dtype=np.int64)

@@ -19,10 +19,10 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.errors import LayoutError
 from foreroute.layout.rank_rows import PAD, RankRows
 from foreroute.trace.checks import as_offsets, join_ranges
+from foreroute.trace.spec import whole_number
 
 Side = Literal["left", "right"]
 Order = Literal["thd", "bshd", "sbhd"]
-Scheme = Literal["zigzag", "contiguous"]
 
 _INT32_ROWS = 2**31 - 1
 MOST_ROUTER_SLOTS = 1 << 40
@@ -47,7 +47,7 @@ def pack(
             its slots.
     """
     offsets, chosen = _checked(lengths, sequences)
-    _check_count("align", align)
+    check_count("align", align)
     low, high = offsets[chosen], offsets[chosen + 1]
     count = high - low if slots is None else as_lengths(slots, "slots")
     _require(count.shape == low.shape, f"got slots of {count.size} sequences; expected those of {len(low)}")
@@ -55,7 +55,7 @@ def pack(
         raise LayoutError(
             f"sequence {chosen[j]} has {high[j] - low[j]} tokens and {count[j]} slots; give it more slots"
         )
-    count = as_lengths(_round_up(count, align), "slots")
+    count = as_lengths(-(-count // align) * align, "slots")
     return Layout(SlotRanges(low, count, low, high), "thd", 1, int(offsets[-1]))
 
 
@@ -66,7 +66,6 @@ def pad(
     order: Literal["bshd", "sbhd"],
     sequences: ArrayLike | None = None,
     to: int | None = None,
-    multiple_of: int = 1,
 ) -> Layout:
     """A grid of B sequences x T slots, padded on one side; side and order have no default, for neither can be guessed.
 
@@ -75,8 +74,7 @@ def pad(
         side: where the padding is.
         order: how the router's rows are flattened: "bshd" batch first (Hugging Face), "sbhd" sequence first (Megatron).
         sequences: integers [B], the sequences to lay out, in batch order; all of them by default.
-        to: T before rounding; the longest sequence by default. Nothing is ever truncated.
-        multiple_of: T is rounded up to a multiple of this.
+        to: T; that of the longest sequence by default. Nothing is ever truncated.
 
     Raises:
         LayoutError: when a sequence is longer than `to`, or an argument is none of the above.
@@ -84,16 +82,15 @@ def pad(
     offsets, chosen = _checked(lengths, sequences)
     _require(side in ("left", "right"), f"side is {side!r}; expected 'left' or 'right'")
     _require(order in ("bshd", "sbhd"), f"order is {order!r}; expected 'bshd' (batch first) or 'sbhd' (sequence first)")
-    _check_count("multiple_of", multiple_of)
     low, high = offsets[chosen], offsets[chosen + 1]
     width = int((high - low).max(initial=0)) if to is None else to
-    _check_count("to", width, least=0)
+    check_count("to", width, least=0)
     for s in chosen[high - low > width][:1]:
         raise LayoutError(
             f"sequence {s} has {offsets[s + 1] - offsets[s]} tokens and cannot be padded to {width}; "
             "raise `to`, or cut the trace with trace.truncated(lengths)"
         )
-    count = as_lengths(_round_up(np.full_like(low, width), multiple_of), "slots")
+    count = as_lengths(np.full_like(low, width), "slots")
     first = low if side == "right" else high - count
     return Layout(SlotRanges(first, count, low, high), order, len(chosen), int(offsets[-1]))
 
@@ -105,14 +102,14 @@ class Layout:
     Attributes:
         ranges: the slots, as ranges; one per sequence until a split.
         order: "thd", "bshd" or "sbhd".
-        num_streams: rows of slots that a sequence split cuts: 1 when packed, B in a grid.
+        num_lines: lines of slots that a sequence split cuts: 1 when packed, B in a grid.
         num_rows: N, packed rows of the trace.
         is_split: whether ranks already share the slots.
     """
 
     ranges: SlotRanges
     order: Order
-    num_streams: int
+    num_lines: int
     num_rows: int
     is_split: bool = False
 
@@ -122,105 +119,90 @@ class Layout:
         return self.ranges.num_slots
 
     @property
-    def stream_length(self) -> int:
+    def line_length(self) -> int:
         """Slots that a sequence split cuts: all of them when packed, T in a grid."""
-        return self.num_slots // self.num_streams if self.num_streams else 0
+        return self.num_slots // self.num_lines if self.num_lines else 0
 
     def align_total(self, multiple: int) -> Layout:
-        """Pad the end of a packed stream so that its slots are a multiple of `multiple` (as slime and FP8 kernels do).
+        """Pad the end of a packed line so that its slots are a multiple of `multiple` (as slime and FP8 kernels do).
 
-        Before `split_context` the tail is shared out like a sequence; after it, every rank pads its own stream.
+        Before `split_context` the tail is shared out like a sequence; after it, every rank pads its own line.
         """
-        _require(self.order == "thd", "only a packed stream has a total to align; give `pad` a `multiple_of`")
-        _check_count("multiple", multiple)
-        return self._with_tail(-self.stream_length % multiple)
+        _require(self.order == "thd", "only a packed line has a total to align; give `pad` a width `to`")
+        check_count("multiple", multiple)
+        tail = -self.line_length % multiple
+        return replace(self, ranges=self.ranges.with_padding(tail)) if tail else self
 
-    def split_context(self, ranks: int, rank: int, *, scheme: Scheme = "zigzag") -> Layout:
+    def split_context(self, ranks: int, rank: int) -> Layout:
         """The share of one context-parallel rank, sequence by sequence.
+
+        Rank r gets the chunks r and 2·CP - 1 - r of 2·CP ("zigzag"), so that causal attention costs every rank the same
+        (Megatron-Core, Transformer Engine).
 
         Args:
             ranks: CP.
             rank: 0 … CP - 1.
-            scheme: "zigzag" gives rank r the chunks r and 2·CP - 1 - r of 2·CP, so that causal attention costs every
-                rank the same (Megatron-Core, Transformer Engine); "contiguous" gives it chunk r of CP.
 
         Raises:
             LayoutError: when a padded sequence does not divide into its chunks, or a split was made before.
         """
         _check_rank(ranks, rank, "context-parallel")
-        _require(scheme in ("zigzag", "contiguous"), f"scheme is {scheme!r}; expected 'zigzag' or 'contiguous'")
         _require(not self.is_split, "split_context comes before split_sequence, and once: it cuts whole sequences")
-        chunks = 2 * ranks if scheme == "zigzag" else ranks
         if ranks == 1:
             return self
-        self._check_divides(chunks, scheme, ranks)
+        chunks = 2 * ranks
+        self._check_divides(chunks, ranks)
         chunk_J = self.ranges.count_J // chunks
-        taken = (rank, chunks - 1 - rank) if scheme == "zigzag" else (rank,)
-        ranges = interleave([self.ranges.part(c * chunk_J, chunk_J) for c in taken])
-        return replace(self, ranges=ranges, is_split=True)
+        near, far = (self.ranges.part(c * chunk_J, chunk_J) for c in (rank, chunks - 1 - rank))
+        return replace(self, ranges=near.alternating_with(far), is_split=True)
 
-    def split_sequence(self, ranks: int, rank: int, *, pad: bool = False) -> Layout:
+    def split_sequence(self, ranks: int, rank: int) -> Layout:
         """The contiguous share of one tensor-parallel rank under sequence parallelism (or one Ulysses rank).
 
-        A packed stream is cut as a whole, a grid along T, whatever the order its rows are flattened in.
+        A packed line is cut as a whole, a grid along T, whatever the order its rows are flattened in.
 
         Args:
             ranks: TP.
             rank: 0 … TP - 1.
-            pad: pad the end of the stream to a multiple of `ranks` first, instead of refusing.
 
         Raises:
-            LayoutError: when the stream does not divide and `pad` is False.
+            LayoutError: when the line does not divide over the ranks.
         """
         _check_rank(ranks, rank, "sequence-parallel")
-        extra = -self.stream_length % ranks
         _require(
-            pad or not extra,
-            f"{self.stream_length} slots do not divide over {ranks} sequence-parallel ranks; "
-            f"align sequences to a multiple of {ranks}, or pass pad=True if the trainer pads the end of the stream",
+            self.line_length % ranks == 0,
+            f"{self.line_length} slots do not divide over {ranks} sequence-parallel ranks; "
+            f"align sequences to a multiple of {ranks}, or the end of a packed line with align_total({ranks})",
         )
-        padded = self._with_tail(extra)
-        share = padded.stream_length // ranks
-        return replace(padded, ranges=padded._window(rank * share, (rank + 1) * share), is_split=True)
+        share = self.line_length // ranks
+        return replace(self, ranges=self._window(rank * share, (rank + 1) * share), is_split=True)
 
     def rows(self) -> RankRows:
         """Write the indices of this rank's slots, in the order in which its routers see them."""
         row_of_slot = self.ranges.write(self.num_rows)
         if self.order == "sbhd":
-            row_of_slot = row_of_slot.reshape(self.num_streams, self.stream_length).T.reshape(-1)
+            row_of_slot = row_of_slot.reshape(self.num_lines, self.line_length).T.reshape(-1)
         return RankRows(row_of_slot, self.num_rows)
 
-    def _with_tail(self, count: int) -> Layout:
-        if not count or not self.num_streams:
-            return self
-        tail = padding_ranges(np.full(self.num_streams, count, np.int64))
-        arrays = [
-            np.concatenate([a.reshape(self.num_streams, -1), b[:, None]], axis=1).reshape(-1)
-            for a, b in zip(vars(self.ranges).values(), vars(tail).values(), strict=True)
-        ]
-        return replace(self, ranges=SlotRanges(*arrays))
-
     def _window(self, start: int, stop: int) -> SlotRanges:
-        """The slots `start : stop` of every stream: of each range, what lies in that window."""
+        """The slots `start : stop` of every line: of each range, what lies in that window."""
         count = self.ranges.count_J
-        begin_J = as_offsets(count)[:-1]
-        if self.num_streams > 1:
-            begin_J = begin_J % max(self.stream_length, 1)
-        # begin_J counts from the start of the range's own stream; a range outside of the window keeps 0 slots
+        # lines follow one another and have equally many slots, so the remainder is where a range begins in its own line
+        begin_J = as_offsets(count)[:-1] % max(self.line_length, 1)
+        # a range outside of the window keeps 0 slots
         skip_J = np.clip(start - begin_J, 0, count)
-        ranges = self.ranges.part(skip_J, np.clip(stop - begin_J, 0, count) - skip_J)
-        return ranges if self.num_streams > 1 else ranges.nonempty()
+        return self.ranges.part(skip_J, np.clip(stop - begin_J, 0, count) - skip_J).nonempty()
 
-    def _check_divides(self, chunks: int, scheme: str, ranks: int) -> None:
+    def _check_divides(self, chunks: int, ranks: int) -> None:
         uneven = np.flatnonzero(self.ranges.count_J % chunks)
         if not len(uneven):
             return
         j = int(uneven[0])
         is_tail = self.order == "thd" and self.ranges.low_J[j] == self.ranges.high_J[j]
-        stage = "align_total" if is_tail else "pack(align=)" if self.order == "thd" else "pad(multiple_of=)"
+        stage = "align_total" if is_tail else "pack(align=)" if self.order == "thd" else "pad(to=)"
         raise LayoutError(
-            f"{'the tail of the stream' if is_tail else f'sequence {j} of the batch'} has "
-            f"{int(self.ranges.count_J[j])} slots; {scheme} context parallelism over {ranks} ranks needs a multiple of "
+            f"{'the tail of the line' if is_tail else f'sequence {j} of the batch'} has "
+            f"{int(self.ranges.count_J[j])} slots; context parallelism over {ranks} ranks needs a multiple of "
             f"{chunks}. Give {stage} {chunks} or a multiple of it, as the trainer does"
         )
 
@@ -243,19 +225,13 @@ def _checked(lengths: ArrayLike, sequences: ArrayLike | None) -> tuple[NDArray[n
 
 
 def _check_rank(ranks: int, rank: int, what: str) -> None:
-    _check_count(f"the number of {what} ranks", ranks)
-    _check_count(f"{what} rank", rank, least=0)
-    _require(rank < ranks, f"{what} rank is {rank}; expected 0 to {ranks - 1}")
+    check_count(f"the number of {what} ranks", ranks)
+    check_count(f"{what} rank", rank, least=0, most=ranks - 1)
 
 
-def _check_count(name: str, value: int, least: int = 1) -> None:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    _require(whole and value >= least, f"{name} is {value!r}; expected at least {least}, a whole number")
-    _require(value <= MOST_ROUTER_SLOTS, f"{name} is {value}; expected {MOST_ROUTER_SLOTS} at most")
-
-
-def _round_up(counts: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
-    return -(-counts // multiple) * multiple
+def check_count(name: str, value: int, *, least: int = 1, most: int = MOST_ROUTER_SLOTS) -> None:
+    """Raise `LayoutError` unless `value` is a whole number in that range."""
+    whole_number(value, name=name, least=least, most=most, kind=LayoutError)
 
 
 def _require(holds: bool, message: str) -> None:
@@ -293,6 +269,16 @@ class SlotRanges:
     def part(self, skip_J: NDArray[np.int64] | int, count_J: NDArray[np.int64]) -> SlotRanges:
         """The `count_J` slots of each range that follow its first `skip_J`."""
         return SlotRanges(self.first_J + skip_J, count_J, self.low_J, self.high_J)
+
+    def with_padding(self, count: int) -> SlotRanges:
+        """These ranges, and one of `count` slots of padding behind them."""
+        tail = {"first_J": 0, "count_J": count, "low_J": 0, "high_J": 0}
+        return SlotRanges(**{name: np.append(of_range, tail[name]) for name, of_range in vars(self).items()})
+
+    def alternating_with(self, other: SlotRanges) -> SlotRanges:
+        """Range 0 of either, then range 1 of either, and so on; both have J ranges."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return SlotRanges(*(np.stack(pair, axis=1).reshape(-1) for pair in pairs))
 
     def nonempty(self) -> SlotRanges:
         """The ranges that have slots."""
@@ -333,19 +319,3 @@ def as_lengths(lengths: ArrayLike, name: str) -> NDArray[np.int64]:
     if int(given.max(initial=0)) * len(given) > MOST_ROUTER_SLOTS and sum(given.tolist()) > MOST_ROUTER_SLOTS:
         raise LayoutError(f"{name} add up to {sum(given.tolist())}; expected {MOST_ROUTER_SLOTS} at most")
     return given.astype(np.int64)
-
-
-def padding_ranges(count_J: NDArray[np.int64]) -> SlotRanges:
-    """Ranges of nothing but padding."""
-    zeros = np.zeros_like(count_J)
-    return SlotRanges(zeros, count_J, zeros, zeros)
-
-
-def interleave(parts: list[SlotRanges]) -> SlotRanges:
-    """Range j of every part, for j = 0, 1, …; the parts have equally many ranges."""
-    return SlotRanges(
-        np.stack([p.first_J for p in parts], axis=1).reshape(-1),
-        np.stack([p.count_J for p in parts], axis=1).reshape(-1),
-        np.stack([p.low_J for p in parts], axis=1).reshape(-1),
-        np.stack([p.high_J for p in parts], axis=1).reshape(-1),
-    )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.mismatch.mixups import Mixup, TracePair, mixups
-from foreroute.trace import RoutingTrace, overlap
+from foreroute.layout import order_by_tokens
+from foreroute.mismatch.mixups import Defect, Mixup, TracePair, mixups
+from foreroute.trace import RoutingSpec, RoutingTrace, overlap
+from foreroute.trace.checks import as_offsets
 
 NATURAL = 0.20
 """Share of differing routing decisions up to which a difference counts as numerical: bfloat16 engines show 5-15 %,
@@ -29,21 +30,6 @@ sequences wins little, a wrong guess restores nothing."""
 _REPLACED, _BROKEN = 0.7, 0.6
 """Shares of differing decisions from which a layer counts as unrelated, and a prefix: well above `NATURAL`, and below
 the share of unrelated routes, which is nearly 1."""
-
-
-class Defect(StrEnum):
-    """What explains a difference."""
-
-    NONE = "none"
-    SHIFT = "shift"
-    PERMUTATION = "permutation"
-    FLATTENING = "flattening"
-    LAYER_OFFSET = "layer-offset"
-    PHYSICAL_IDS = "physical-ids"
-    PREFIX_MISSING = "prefix-missing"
-    LAYER_REPLACED = "layer-replaced"
-    WEIGHT_VERSION = "weight-version"
-    UNEXPLAINED = "unexplained"
 
 
 @dataclass(frozen=True)
@@ -95,25 +81,26 @@ def explain(a: RoutingTrace, b: RoutingTrace, *, seed: int = 0, names: tuple[str
         SpecMismatchError: when the traces come from different models.
         BatchMismatchError: when they do not hold the same sequences.
     """
-    order = _order_by_tokens(a, b)
+    order = _order(a, b)
     if order is not None:
         b = b.select(np.argsort(order))
     shared = overlap(a, b)
     top_k, longest = a.spec.top_k, int(a.lengths.max(initial=0))
     pair = TracePair(a, b, np.random.default_rng(seed))
     positions, share_RL = pair.positions[shared.rows_R], shared.shared_RL / top_k
-    with np.errstate(invalid="ignore"):
-        rows_at = np.bincount(positions, minlength=longest)
-        by_position = np.bincount(positions, share_RL.mean(axis=1), longest) / rows_at
-    before = float(share_RL.mean()) if len(positions) else float("nan")
+    with np.errstate(invalid="ignore"):  # 0 of 0 rows is NaN
+        rows = np.float64(len(positions))
+        by_layer, differing = share_RL.sum(axis=0) / rows, (share_RL < 1).sum() / (rows * a.spec.num_layers)
+        by_position = np.bincount(positions, share_RL.mean(axis=1), longest) / np.bincount(positions, minlength=longest)
+    before = float(by_layer.mean())
     finding = _found(pair, positions, share_RL, order, names)
     return Explanation(
         kind=finding.kind,
         parameters=finding.parameters,
         overlap_before=before,
         overlap_after=before if finding.after is None else finding.after,
-        differing=float((share_RL < 1).mean()) if len(positions) else float("nan"),
-        overlap_by_layer_L=share_RL.mean(axis=0) if len(positions) else np.full(a.spec.num_layers, np.nan),
+        differing=float(differing),
+        overlap_by_layer_L=by_layer,
         overlap_by_position_T=by_position,
         sentence=finding.sentence,
     )
@@ -134,62 +121,55 @@ def _found(
         facts = {"order": order.tolist(), "packed": False, "with_tokens": True}
         sentence = f"{_capital(names[1])} holds the sequences of {names[0]} in another order, tokens included."
         return _Finding(Defect.PERMUTATION, facts, sentence)
-    best = max(mixups(pair), key=lambda mixup: mixup.total)
-    gain = best.total - pair.before
-    if gain * pair.num_routers >= _MIN_EVIDENCE and gain >= _MIN_GAIN and best.covered >= _MIN_COVERED:
-        return _of_mixup(pair, best, names[1])
+    # of one row in one layer nothing can be mixed up
+    best = max(mixups(pair), key=lambda mixup: mixup.total, default=None)
     differs_RL = share_RL < 1
     return (
-        _prefix_absent(pair, differs_RL, names)
+        (None if best is None else _of_mixup(pair, best, names[1]))
+        or _prefix_absent(pair, differs_RL, names)
         or _prefix_garbage(positions, share_RL)
         or _layer_replaced(pair, differs_RL)
         or _drift(pair, differs_RL, names)
     )
 
 
-def _of_mixup(pair: TracePair, mixup: Mixup, name: str) -> _Finding:
-    p, spec, name = mixup.parameters, pair.a.spec, _capital(name)
+def _of_mixup(pair: TracePair, mixup: Mixup, name: str) -> _Finding | None:
+    """A mix-up that wins enough agreement to be believed."""
+    gain, spec = mixup.total - pair.before, pair.a.spec
+    if gain * pair.num_routers < _MIN_EVIDENCE or gain < _MIN_GAIN or mixup.covered < _MIN_COVERED:
+        return None
     chance = spec.top_k / spec.num_experts
-    kind = Defect(mixup.name)
-    sentences = {
-        Defect.SHIFT: lambda: (
-            f"{name} is shifted by {_steps(p['tokens'], 'token')}: its row p holds the routes of row "
-            f"p {'-' if p['tokens'] > 0 else '+'} {abs(p['tokens'])}."
-        ),
-        Defect.LAYER_OFFSET: lambda: (
-            f"{name} is offset by {_steps(p['layers'], 'layer')}"
-            + (
-                ": an axis of all layers was read as one of routed layers, or the other way round."
-                if p["dense_first"]
-                else "."
-            )
-        ),
-        Defect.FLATTENING: lambda: (
-            f"{name} was flattened {p['written']} and read {p['read']} (padded to {p['width']})."
-        ),
-        Defect.PERMUTATION: lambda: (
-            f"{name} holds the routes of other sequences"
-            + (", packed in another order" if p["packed"] else "")
-            + f": those of the sequences {str(p['order'][:16]).strip('[]')}{', ...' if len(p['order']) > 16 else ''}, "
-            "in this order."
-        ),
-        Defect.PHYSICAL_IDS: lambda: (
-            f"{name} calls the experts by other ids, by a fixed map in each layer ({sum(p['moved'])} of "
-            f"{spec.num_experts * spec.num_layers} are renamed): physical slots instead of logical experts."
-        ),
-    }
-    return _Finding(kind, p, sentences[kind](), mixup.covered * (1 - chance) + chance)
+    sentence = f"{_capital(name)} {_predicate(mixup.kind, mixup.parameters, spec)}."
+    return _Finding(mixup.kind, mixup.parameters, sentence, mixup.covered * (1 - chance) + chance)
+
+
+def _predicate(kind: Defect, p: Mapping[str, Any], spec: RoutingSpec) -> str:
+    """What a mix-up did to a trace, as in the middle of a sentence."""
+    if kind is Defect.SHIFT:
+        source = f"p {'-' if p['tokens'] > 0 else '+'} {abs(p['tokens'])}"
+        return f"is shifted by {_steps(p['tokens'], 'token')}: its row p holds the routes of row {source}"
+    if kind is Defect.LAYER_OFFSET:
+        axis = ": an axis of all layers was read as one of routed layers, or the other way round"
+        return f"is offset by {_steps(p['layers'], 'layer')}{axis if p['dense_first'] else ''}"
+    if kind is Defect.FLATTENING:
+        return f"was flattened {p['written']} and read {p['read']} (padded to {p['width']})"
+    if kind is Defect.PERMUTATION:
+        packed = ", packed in another order" if p["packed"] else ""
+        numbers = f"{str(p['order'][:16]).strip('[]')}{', ...' if len(p['order']) > 16 else ''}"
+        return f"holds the routes of other sequences{packed}: those of the sequences {numbers}, in this order"
+    return (
+        f"calls the experts by other ids, by a fixed map in each layer ({sum(p['moved'])} of "
+        f"{spec.num_experts * spec.num_layers} are renamed): physical experts instead of logical ones"
+    )
 
 
 def _prefix_absent(pair: TracePair, differs_RL: NDArray[np.bool_], names: tuple[str, str]) -> _Finding | None:
     """Leading rows that one trace routed and the other lacks."""
     for lacking, other, letter, name in ((pair.b, pair.a, "b", names[1]), (pair.a, pair.b, "a", names[0])):
-        first = np.full(len(pair.a), np.iinfo(np.int64).max)
-        # The first row that it has of each sequence: only what the other has before that is a lost prefix.
-        np.minimum.at(first, pair.sequences[lacking.valid_N], pair.positions[lacking.valid_N])
-        lost = np.bincount(
-            pair.sequences, other.valid_N & ~lacking.valid_N & (pair.positions < first[pair.sequences]), len(pair.a)
-        ).astype(np.int64)
+        # Only what the other has before the first row that it has of a sequence is a lost prefix.
+        routed_before = as_offsets(lacking.valid_N)
+        leading_N = routed_before[1:] == routed_before[lacking.offsets[:-1]][pair.sequences]
+        lost = np.bincount(pair.sequences, other.valid_N & leading_N, len(pair.a)).astype(np.int64)
         # One lost row is what every sampled sequence of one token has.
         if (lost > 1).any() and differs_RL.mean() <= NATURAL:
             rows = int(np.max(lost))
@@ -282,18 +262,9 @@ def _weights(trace: RoutingTrace) -> str:
     return f"weight version{'' if len(known) == 1 else 's'} {', '.join(map(str, known))}"
 
 
-def _order_by_tokens(a: RoutingTrace, b: RoutingTrace) -> NDArray[np.int64] | None:
+def _order(a: RoutingTrace, b: RoutingTrace) -> NDArray[np.int64] | None:
     """int64 [S], the sequence of `a` that each sequence of `b` is, where only their order differs; else None."""
     if np.array_equal(a.offsets, b.offsets) and np.array_equal(a.token_ids_N, b.token_ids_N):
         return None
-    places: dict[bytes, list[int]] = {}
-    # Of equal sequences the first is taken first: lists are built from the end, and popped there.
-    for s in reversed(range(len(a))):
-        places.setdefault(a.tokens(s).tobytes(), []).append(s)
-    order = []
-    for s in range(len(b)):
-        found = places.get(b.tokens(s).tobytes())
-        if not found:
-            return None
-        order.append(found.pop())
-    return np.array(order, np.int64) if len(order) == len(a) else None
+    order = order_by_tokens(a, map(b.tokens, range(len(b))))
+    return order if order is not None and np.array_equal(np.sort(order), np.arange(len(a))) else None

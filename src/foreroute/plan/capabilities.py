@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, get_args
+
+from foreroute.errors import ConfigError, shown
 
 Executor = Literal["hf", "megatron"]
+FetchPath = Literal["host", "direct"]
+"""How replicas get their weights: "host", through the memory that the ranks of a node share, and from peer to peer
+between nodes; "direct", from peer to peer."""
 
 
 class Ability(StrEnum):
@@ -63,6 +68,17 @@ EXECUTES: Mapping[Executor, frozenset[Ability]] = {
     ),
 }
 """The abilities of `foreroute.ep` under `hf.distribute`, and of Megatron-Core with `foreroute.adapters.megatron`."""
+
+
+def fetch_path(executor: Executor) -> FetchPath:
+    """The path that an executor fetches by unless it is told another."""
+    return "host" if Ability.HOST_PATH in EXECUTES[executor] else "direct"
+
+
+def check_paths(paths: object) -> None:
+    """Raise `ConfigError` unless this is a `FetchPath`."""
+    if paths not in get_args(FetchPath):
+        raise ConfigError(f"paths is {shown(paths)}; expected 'host' or 'direct'")
 
 
 def lacking(needs: Set[Ability]) -> tuple[str, ...]:

@@ -17,19 +17,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import PlanError
-from foreroute.plan.step_plan import CellPlan, StepPlan
-from foreroute.plan.topology import Topology
-
-PathChoice = Literal["auto", "host", "direct"]
-"""Which path weights take: through host memory within a node, from peer to peer, or move by move the one that is
-expected to end sooner."""
-PATHS: dict[PathChoice, int] = {"direct": 0, "host": 1, "auto": 2}
+from foreroute.plan.capabilities import FetchPath
+from foreroute.plan.hosts import CellPlan
+from foreroute.plan.step_plan import StepPlan
 
 MOVE = np.dtype(
     [(name, np.int32) for name in ("round", "number", "expert", "row", "peer", "slot", "place")]
@@ -81,7 +77,7 @@ class CellSchedule:
 
     @classmethod
     def of(
-        cls, cell: CellPlan, counts_GE: NDArray[np.integer], rank: int, *, least_rows: int = 1, what: str = "the cell"
+        cls, cell: CellPlan, counts_GE: NDArray[np.integer], rank: int, *, row_multiple: int = 1, what: str = "the cell"
     ) -> CellSchedule:
         """The schedule of a cell whose counts are learnt only when it runs; weights go from peer to peer.
 
@@ -89,7 +85,7 @@ class CellSchedule:
             cell: homes and replicas.
             counts_GE: integers [G, E], assignments of every rank to every expert.
             rank: whose schedule.
-            least_rows: a group with any row is padded to this many.
+            row_multiple: the rows of a group are padded to a multiple of this.
             what: the cell in words, for errors.
 
         Raises:
@@ -103,7 +99,8 @@ class CellSchedule:
             ),
             counts_GE[None],
             rank,
-            _Costs(np.array([least_rows]), np.zeros(1, np.int64), "direct", None),
+            np.array([row_multiple], np.int64),
+            1,
             [what],
         )
         return _cut(columns, 0)
@@ -120,8 +117,7 @@ class ExecutionSchedule:
         counts_MLGE: integers [M, L, G, E], what was planned, of the whole step; None where it is not known: weights
             alone are scheduled.
         rank: whose schedule.
-        least_rows_L: a group with any row is padded to this many, by layer; 1 by default.
-        expert_bytes_L: bytes of one expert's weights, by layer; needed for the choice of a path.
+        row_multiple_L: the rows of a group are padded to a multiple of this, by layer; 1 by default.
         paths: which path weights take.
 
     Raises:
@@ -135,18 +131,13 @@ class ExecutionSchedule:
         counts_MLGE: NDArray[np.integer] | None,
         rank: int,
         *,
-        least_rows_L: Sequence[int] | None = None,
-        expert_bytes_L: Sequence[int] | None = None,
-        paths: PathChoice = "direct",
+        row_multiple_L: Sequence[int] | None = None,
+        paths: FetchPath = "direct",
     ) -> None:
         num_layers = plan.shape[1]
         self._counts_MLGE, self._rank = counts_MLGE, rank
-        self._costs = _Costs(
-            np.ones(num_layers, np.int64) if least_rows_L is None else np.array(least_rows_L, np.int64),
-            np.zeros(num_layers, np.int64) if expert_bytes_L is None else np.array(expert_bytes_L, np.int64),
-            paths,
-            plan.topology,
-        )
+        self._row_multiple_L = np.ones(num_layers, np.int64) if row_multiple_L is None else np.array(row_multiple_L, np.int64)
+        self._host_ranks = plan.topology.ranks_per_node if paths == "host" else 1
         self._blocks: list[Future[Any]] = []
         self.extend(plan)
 
@@ -161,7 +152,7 @@ class ExecutionSchedule:
             words = [f"micro-step {num_known + m}, routed layer {layer}" for layer in range(num_layers)]
             known = self._counts_MLGE
             counts_LGE = _served_by_replicas(cells, part) if known is None else known[num_known + m]
-            return _compile(cells, counts_LGE, self._rank, self._costs, words)
+            return _compile(cells, counts_LGE, self._rank, self._row_multiple_L, self._host_ranks, words)
 
         self._blocks += [_compiler().submit(block, m) for m in range(part.shape[0])]
 
@@ -195,16 +186,6 @@ class _Cells:
     tokens_RG: NDArray[np.int32]
 
 
-@dataclass(frozen=True)
-class _Costs:
-    """What the compiler needs beside plan and counts; without a topology, no path is chosen."""
-
-    least_rows_L: NDArray[np.int64]
-    expert_bytes_L: NDArray[np.int64]
-    paths: PathChoice
-    topology: Topology | None
-
-
 def _served_by_replicas(cells: _Cells, plan: StepPlan) -> NDArray[np.int64]:
     """int64 [L, G, E], the least counts that the plan can be for."""
     counts_LGE = np.zeros((plan.shape[1], plan.topology.num_ranks, plan.shape[2]), np.int64)
@@ -213,9 +194,16 @@ def _served_by_replicas(cells: _Cells, plan: StepPlan) -> NDArray[np.int64]:
     return counts_LGE
 
 
-def _compile(cells: _Cells, counts_CGE: NDArray[np.integer], rank: int, costs: _Costs, words: Sequence[str]) -> Any:
+def _compile(
+    cells: _Cells,
+    counts_CGE: NDArray[np.integer],
+    rank: int,
+    row_multiple_L: NDArray[np.int64],
+    host_ranks: int,
+    words: Sequence[str],
+) -> Any:
     # numba loads with the first schedule
-    from foreroute.plan.schedule_kernels import NONE, Columns, Rates, schedule_cells
+    from foreroute.plan.schedule_kernels import NONE, Columns, schedule_cells
 
     num_cells, num_ranks, num_experts = counts_CGE.shape
     num_home = num_experts // num_ranks
@@ -235,25 +223,12 @@ def _compile(cells: _Cells, counts_CGE: NDArray[np.integer], rank: int, costs: _
         np.empty((num_cells, 5), np.int64),
         num_home,
     )
-    links = None if costs.topology is None else costs.topology.links
-    rates = Rates(num_ranks, 1.0, 1.0, 1.0, 1.0, 1.0)
-    if costs.topology is not None and links is not None:
-        rates = Rates(
-            costs.topology.ranks_per_node,
-            links.node_bytes_per_s,
-            links.cluster_bytes_per_s,
-            links.host_bytes_per_s,
-            links.node_latency_s,
-            links.cluster_latency_s,
-        )
     cell, expert, source, excess = schedule_cells(
         rank,
         *vars(cells).values(),
         np.ascontiguousarray(counts_CGE, np.int32),
-        costs.least_rows_L,
-        costs.expert_bytes_L,
-        PATHS[costs.paths],
-        rates,
+        row_multiple_L,
+        host_ranks,
         out,
     )
     if cell != NONE:

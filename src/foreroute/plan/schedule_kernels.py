@@ -13,22 +13,8 @@ from numpy.typing import NDArray
 from foreroute.kernels import kernel
 
 NONE = -1
-DIRECT, HOST, AUTO = 0, 1, 2
-"""Paths of weights: from peer to peer, through host memory within a node, or whichever ends sooner."""
-NODE_OUT, NODE_IN, CLUSTER_OUT, CLUSTER_IN, HOST_LINK = range(5)
 SOURCES_AT_ONCE = 16
 """int32 of a cache line."""
-
-
-class Rates(NamedTuple):
-    """What links of a rank carry, in seconds and bytes per second."""
-
-    ranks_per_node: int
-    node_bytes_per_s: float
-    cluster_bytes_per_s: float
-    host_bytes_per_s: float
-    node_latency_s: float
-    cluster_latency_s: float
 
 
 class Columns(NamedTuple):
@@ -57,13 +43,13 @@ def schedule_cells(
     slot_R: Any,
     tokens_RG: Any,
     counts_CGE: Any,
-    least_rows_L: Any,
-    expert_bytes_L: Any,
-    paths: int,
-    rates: Any,
+    row_multiple_L: Any,
+    host_ranks: int,
     out: Any,
 ) -> tuple[int, int, int, int]:
     """Fill `out` for the cells of a block, whose layers are 0, 1, ... L - 1, 0, ...
+
+    Args are those of `ExecutionSchedule`; `host_ranks` neighbouring ranks fetch through the memory that they share.
 
     Returns:
         Cell, expert, source rank and how many assignments of it replicas are to serve beyond those there are, of the
@@ -90,7 +76,6 @@ def schedule_cells(
     target_R = np.empty(largest, np.int64)
     round_R = np.empty(largest, np.int64)
     place_R = np.empty(largest, np.int64)
-    host_R = np.zeros(largest, np.bool_)
     edge_at = np.empty((2, num_ranks, max(largest, 1)), np.int64)
     at = np.zeros(5, np.int64)
     for c in range(num_cells):
@@ -139,7 +124,7 @@ def schedule_cells(
                 tokens_SG[s, g] = counts_GE[g, e] - served_GE[g, e]
         for i in range(first_G[rank], first_G[rank + 1]):
             tokens_SG[num_home + i - first_G[rank], :] = tokens_RG[begin + order_R[i], :]
-        _computed(tokens_SG[:num_groups], num_home, least_rows_L[c % len(home_LE)], c, out, at)
+        _computed(tokens_SG[:num_groups], num_home, row_multiple_L[c % len(home_LE)], c, out, at)
 
         # weights: from homes to replicas, and gradients back
         if num_replicas:
@@ -147,7 +132,6 @@ def schedule_cells(
                 source_R[i] = home_E[expert_R[begin + order_R[i]]]
                 target_R[i] = rank_R[begin + order_R[i]]
             sources, targets = source_R[:num_replicas], target_R[:num_replicas]
-            choose_host(sources, targets, expert_bytes_L[c % len(home_LE)], paths, rates, host_R)
             num_rounds = colour_edges(sources, targets, edge_at, round_R)
             place_S[:] = 0
             for i in range(num_replicas):
@@ -167,16 +151,16 @@ def schedule_cells(
                     r = order_R[i]
                     e = expert_R[begin + r]
                     place = place_R[i]
-                    _enter(out.lent, at[3], turn, i, e, home_row_E[e], target_R[i], slot_R[begin + r], place, host_R[i])
+                    near = target_R[i] // host_ranks == rank // host_ranks
+                    _enter(out.lent, at[3], turn, i, e, home_row_E[e], target_R[i], slot_R[begin + r], place, near)
                     at[3] += 1
                 i = edge_at[1, rank, turn]
                 if i != NONE:
                     r = order_R[i]
                     e = expert_R[begin + r]
                     place = nth_R[r]
-                    _enter(
-                        out.served, at[4], turn, i, e, home_row_E[e], source_R[i], slot_R[begin + r], place, host_R[i]
-                    )
+                    near = source_R[i] // host_ranks == rank // host_ranks
+                    _enter(out.served, at[4], turn, i, e, home_row_E[e], source_R[i], slot_R[begin + r], place, near)
                     at[4] += 1
         out.ends_CX[c, :] = at
     return NONE, 0, 0, 0
@@ -256,7 +240,7 @@ def _by_rank_and_slot(
 
 
 @kernel
-def _computed(tokens_SG: Any, num_home: int, least_rows: int, c: int, out: Any, at: Any) -> None:
+def _computed(tokens_SG: Any, num_home: int, row_multiple: int, c: int, out: Any, at: Any) -> None:
     """From received to computed order, and back: the transpose of a (source rank, group) table of runs.
 
     Every group ends with its padding, which is taken from beyond the rows received and is not sent back.
@@ -276,13 +260,12 @@ def _computed(tokens_SG: Any, num_home: int, least_rows: int, c: int, out: Any, 
         rows_S[s] = tokens_SG[s].sum()
         any_home |= s < num_home and rows_S[s] > 0
         any_replica |= s >= num_home and rows_S[s] > 0
-        if 0 < rows_S[s] < least_rows:
-            rows_S[s] = least_rows
+        rows_S[s] += -rows_S[s] % row_multiple
     # a grouped GEMM is never given an empty input
     if not any_home:
-        rows_S[0] = max(least_rows, 1)
+        rows_S[0] = row_multiple
     if not any_replica and num_groups > num_home:
-        rows_S[num_home] = max(least_rows, 1)
+        rows_S[num_home] = row_multiple
     out.num_groups_C[c] = num_groups
     place = 0
     computed_SG = np.empty((num_groups, num_ranks), np.int64)
@@ -312,82 +295,6 @@ def _enter(
     table[at].slot = slot
     table[at].place = place
     table[at].by_host = by_host
-
-
-@kernel
-def choose_host(source_V: Any, target_V: Any, num_bytes: int, paths: int, rates: Any, host_V: Any) -> None:
-    """Which moves of a batch, all of as many bytes, go through host memory; it reaches the ranks of a node.
-
-    AUTO takes the best of three: each move where it ends sooner, those without a choice first; all that host memory
-    reaches; and none. Links carry bytes side by side, and a link pays its latency once, since the moves of a batch
-    leave together: a batch ends when its busiest link does.
-
-    Args:
-        source_V: integers [V].
-        target_V: integers [V].
-        num_bytes: of a move.
-        paths: DIRECT, HOST or AUTO.
-        rates: of the links.
-        host_V: bool [V], filled.
-    """
-    num_moves, per_node = len(source_V), rates.ranks_per_node
-    reached_V = np.empty(num_moves, np.bool_)
-    for v in range(num_moves):
-        reached_V[v] = source_V[v] // per_node == target_V[v] // per_node
-        host_V[v] = paths != DIRECT and reached_V[v]
-    if paths != AUTO or not num_moves:
-        return
-    num_ranks = max(source_V.max(), target_V.max()) + 1
-    busy_s = np.zeros((5, num_ranks))
-    # divided once: this is asked of every move five times
-    host_s, node_s, cluster_s = (
-        num_bytes / rates.host_bytes_per_s,
-        num_bytes / rates.node_bytes_per_s,
-        num_bytes / rates.cluster_bytes_per_s,
-    )
-    prices = (host_s, node_s, cluster_s, rates.node_latency_s, rates.cluster_latency_s)
-    greedy_V = np.zeros(num_moves, np.bool_)
-    # a link that must carry a move is busy before the first choice is made, so that choices go round it
-    for has_choice in (False, True):
-        for v in range(num_moves):
-            if reached_V[v] == has_choice:
-                if has_choice:
-                    by_host = _move_end(busy_s, source_V[v], target_V[v], True, True, prices, False)
-                    direct = _move_end(busy_s, source_V[v], target_V[v], False, True, prices, False)
-                    greedy_V[v] = by_host < direct
-                _move_end(busy_s, source_V[v], target_V[v], greedy_V[v], has_choice, prices, True)
-    best = busy_s.max()
-    for candidate in (reached_V, np.zeros(num_moves, np.bool_)):
-        busy_s[:] = 0
-        for v in range(num_moves):
-            _move_end(busy_s, source_V[v], target_V[v], candidate[v], reached_V[v], prices, True)
-        if busy_s.max() < best:
-            best = busy_s.max()
-            greedy_V[:] = candidate
-    host_V[:num_moves] = greedy_V
-
-
-@kernel(inline="always")
-def _move_end(busy_s: Any, source: int, target: int, by_host: bool, is_near: bool, prices: Any, takes: bool) -> Any:
-    """When a move ends that is given to its links after those before it; `takes` gives it to them.
-
-    `prices` are seconds: a move through host memory, over links of the node, over NICs, and the latencies of these two.
-    """
-    host_s, node_s, cluster_s, node_latency_s, cluster_latency_s = prices
-    if by_host:
-        end = busy_s[HOST_LINK, target] + host_s
-        if takes:
-            busy_s[HOST_LINK, target] = end
-        return end
-    if is_near:
-        link_out, link_in, latency, move_s = NODE_OUT, NODE_IN, node_latency_s, node_s
-    else:
-        link_out, link_in, latency, move_s = CLUSTER_OUT, CLUSTER_IN, cluster_latency_s, cluster_s
-    left = max(busy_s[link_out, source], latency) + move_s
-    arrived = max(busy_s[link_in, target], latency) + move_s
-    if takes:
-        busy_s[link_out, source], busy_s[link_in, target] = left, arrived
-    return max(left, arrived)
 
 
 @kernel

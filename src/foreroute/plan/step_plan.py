@@ -1,8 +1,6 @@
 """The plan of one RL step: where every expert is served in every cell, and how many tokens go where.
 
-A *cell* (m, l) is one routed layer in one micro-step; it is a barrier for all ranks. Cells are numbered in the order of
-execution, m * L + l. A *host* is an (expert, rank) pair that serves tokens: the expert's home or a replica. Axis
-letters: M micro-steps, L layers, G ranks, E logical experts, R replicas, H hosts.
+Axis letters: M micro-steps, L layers, G ranks, E logical experts, R replicas, H hosts.
 """
 
 from __future__ import annotations
@@ -15,55 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import PlanError
-from foreroute.plan.counts import Packing, packed_counts, tokens_digest
+from foreroute.layout import Packing
+from foreroute.plan.counts import packed_counts, tokens_digest
+from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import SlotUse
 from foreroute.plan.topology import Topology
 from foreroute.trace.container import RoutingTrace
-
-
-@dataclass(frozen=True, eq=False)
-class CellPlan:
-    """The replicas of one cell.
-
-    Attributes:
-        home_E: int16 [E], the rank that every expert lives on, and is trained on.
-        expert_R: int16 [R], the expert of each replica.
-        rank_R: int16 [R], the rank that it is served on; never the home, and no (expert, rank) pair twice.
-        slot_R: int16 [R], the redundant slot of that rank that holds it, each at most once.
-        fetched_R: bool [R], False where the slot holds the expert since an earlier micro-step of the layer.
-        tokens_RG: int32 [R, G], assignments of source rank g to this expert that this replica serves. The home serves
-            the rest: `counts_GE[g, e]` minus those of the replicas of e.
-    """
-
-    home_E: NDArray[np.int16]
-    expert_R: NDArray[np.int16]
-    rank_R: NDArray[np.int16]
-    slot_R: NDArray[np.int16]
-    fetched_R: NDArray[np.bool_]
-    tokens_RG: NDArray[np.int32]
-
-    @classmethod
-    def homes_only(cls, home_E: NDArray[np.int16], num_ranks: int) -> CellPlan:
-        """The plan of a cell without replicas, whose homes serve all tokens of G = `num_ranks` ranks."""
-        none = np.empty(0, np.int16)
-        return cls(home_E, none, none, none, np.empty(0, np.bool_), np.empty((0, num_ranks), np.int32))
-
-    def home_tokens_GE(self, counts_GE: NDArray[np.integer]) -> NDArray[np.int64]:
-        """int64 [G, E], assignments of source rank g to expert e that the home rank of e serves."""
-        rest_GE = counts_GE.astype(np.int64)
-        np.subtract.at(rest_GE.T, self.expert_R, self.tokens_RG)
-        return rest_GE
-
-    def loads_G(self, counts_GE: NDArray[np.integer]) -> NDArray[np.int64]:
-        """int64 [G], assignments that each rank serves."""
-        loads_G = np.zeros(len(counts_GE), np.int64)
-        np.add.at(loads_G, self.home_E, self.home_tokens_GE(counts_GE).sum(axis=0))
-        np.add.at(loads_G, self.rank_R, self.tokens_RG.sum(axis=1))
-        return loads_G
-
-
-REPLICA_ARRAYS = ("expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG")
-"""What a plan holds for each replica; attributes of a `CellPlan` and of a `StepPlan`."""
 
 
 class ExecutablePlan(Protocol):
@@ -101,15 +56,14 @@ class ExecutablePlan(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """Homes, replicas and token splits of a whole step, as flat arrays.
+    """Homes, replicas and token splits of a whole step, as flat arrays: `Hosts`, and what executing them needs.
 
     Attributes:
         topology: what it was planned for.
         shape: (M, L, E).
         previous_home_LE: int16 [L, E], the homes before the step.
-        home_LE: int16 [L, E], the homes during the step; each rank has E / G experts of each layer.
-        offsets: int64 [M * L + 1], cell c owns the replicas `offsets[c]:offsets[c + 1]`.
-        expert_R, rank_R, slot_R, fetched_R, tokens_RG: as in `CellPlan`.
+        home_LE, offsets, expert_R, rank_R, slot_R, fetched_R, tokens_RG: as in `Hosts`, without room; each rank is home
+            to E / G experts of each layer.
         max_load_ML: int64 [M, L], assignments of the slowest rank.
         bound_ML: float64 [M, L], no plan of these homes and slots serves a cell with less on its slowest rank.
         counts_digest: 128 bit, hexadecimal, of the counts that were planned; the executor compares it.
@@ -135,22 +89,18 @@ class StepPlan:
     packing: Packing | None = None
     tokens_digest: str = ""
 
+    @property
+    def hosts(self) -> Hosts:
+        """The same arrays in the form that compiled code takes."""
+        return Hosts(*(getattr(self, name) for name in Hosts._fields))
+
     def cell(self, micro_step: int, layer: int) -> CellPlan:
         """The plan of one cell, as views. Raises `PlanError` when the step has no such cell."""
         if not (0 <= micro_step < self.shape[0] and 0 <= layer < self.shape[1]):
             raise PlanError(
                 f"the plan has {self.shape[0]} micro-steps of {self.shape[1]} layers, no ({micro_step}, {layer})"
             )
-        c = micro_step * self.shape[1] + layer
-        part = slice(int(self.offsets[c]), int(self.offsets[c + 1]))
-        return CellPlan(
-            self.home_LE[layer],
-            self.expert_R[part],
-            self.rank_R[part],
-            self.slot_R[part],
-            self.fetched_R[part],
-            self.tokens_RG[part],
-        )
+        return self.hosts.cell(micro_step, layer)
 
     def counts_of(self, traces: RoutingTrace | Sequence[RoutingTrace]) -> NDArray[np.int32]:
         """int32 [M, L, G, E], the counts of these sequences under the plan's packing.

@@ -1,7 +1,6 @@
-"""From counts of assignments to the plan of a step: packing, homes, replicas and token splits. No torch."""
+"""From counts of assignments to the plan of a step: homes, replicas and token splits. No torch."""
 
-from foreroute.planner.packing import pack_sequences
 from foreroute.planner.plan_step import plan, start
 from foreroute.planner.progress import PlanInProgress
 
-__all__ = ["PlanInProgress", "pack_sequences", "plan", "start"]
+__all__ = ["PlanInProgress", "plan", "start"]

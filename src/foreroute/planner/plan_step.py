@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, TopologyError
 from foreroute.plan.counts import check_counts, counts_digest
+from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import PlanOptions
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
 from foreroute.planner.homes import check_homes, place_homes
 from foreroute.planner.levels import block_ends, levels_by_price
-from foreroute.planner.progress import OnProgress, PlanInProgress, StepCells
+from foreroute.planner.progress import OnProgress, PlanInProgress
 
 DEFAULTS = PlanOptions()
 SHARED_SETS = 2
@@ -120,10 +121,9 @@ def _planned(
         home_LE = place_homes(
             counts, topology, previous_LE, max_moves=options.home_moves, seed=options.seed, threads=options.threads
         )
-    cells = StepCells.empty(home_LE, len(counts), topology.num_ranks, _slots(topology, options))
     # Cells first: whoever waits for the first of them need not wait for sums and digests of all counts.
-    _plan_cells(counts, topology, options, costs, cells, progress)
-    return _part(counts, topology, options, previous_LE, cells, 0, len(counts))
+    _plan_cells(counts, topology, options, home_LE, costs, progress)
+    return progress.part(0)
 
 
 def _slots(topology: Topology, options: PlanOptions) -> int:
@@ -135,28 +135,29 @@ def _part(
     topology: Topology,
     options: PlanOptions,
     previous_LE: NDArray[np.int16],
-    cells: StepCells,
+    hosts: Hosts,
+    max_load_ML: NDArray[np.int64],
     begin: int,
-    end: int,
 ) -> StepPlan:
-    """The plan of some micro-steps, as if there were no others: slots are empty before."""
+    """The plan of micro-steps from number `begin` on, as if there were no others: slots are empty before."""
     # numba loads with the first plan
     from foreroute.planner.bound import least_loads
 
-    counts_MLGE, arrays = counts[begin:end], cells.step_arrays(begin, end)
+    counts_MLGE = counts[begin : begin + len(max_load_ML)]
+    num_layers = counts.shape[1]
     if begin:
-        layer_R = np.repeat(np.arange((end - begin) * counts.shape[1]) % counts.shape[1], np.diff(arrays["offsets"]))
-        slot_R = (layer_R * topology.num_ranks + arrays["rank_R"]) * topology.redundant_slots + arrays["slot_R"]
-        arrays["fetched_R"][np.unique(slot_R, return_index=True)[1]] = True
+        layer_R = np.repeat(np.arange(max_load_ML.size) % num_layers, np.diff(hosts.offsets))
+        slot_R = (layer_R * topology.num_ranks + hosts.rank_R) * topology.redundant_slots + hosts.slot_R
+        hosts.fetched_R[np.unique(slot_R, return_index=True)[1]] = True
     return StepPlan(
         topology=topology,
-        shape=(end - begin, counts.shape[1], counts.shape[3]),
+        shape=(len(counts_MLGE), num_layers, counts.shape[3]),
         previous_home_LE=previous_LE,
-        home_LE=cells.home_LE,
-        bound_ML=least_loads(counts_MLGE, cells.home_LE, _slots(topology, options)),
+        max_load_ML=max_load_ML,
+        bound_ML=least_loads(counts_MLGE, hosts.home_LE, _slots(topology, options)),
         counts_digest=counts_digest(counts_MLGE),
         slots=options.slots,
-        **arrays,
+        **hosts._asdict(),
     )
 
 
@@ -164,8 +165,8 @@ def _plan_cells(
     counts: NDArray[np.int32],
     topology: Topology,
     options: PlanOptions,
+    home_LE: NDArray[np.int16],
     costs: CostModel | None,
-    cells: StepCells,
     progress: PlanInProgress,
 ) -> None:
     """Layers do not depend on each other, so every thread takes some of them through all micro-steps."""
@@ -174,8 +175,8 @@ def _plan_cells(
     from foreroute.planner.replicas import plan_block
 
     num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
-    slots, persistent = cells.expert_CP.shape[1] // num_ranks, options.slots == "layer"
-    outlook = look_ahead(counts if persistent else counts[:0], cells.home_LE)
+    slots, persistent = _slots(topology, options), options.slots == "layer"
+    outlook = look_ahead(counts if persistent else counts[:0], home_LE)
     held_LH = np.full((num_layers, num_experts + num_ranks * slots), NONE, np.int32)
     refiner = None
     settled, progress.levels = levels_by_price(topology, options, costs)
@@ -188,10 +189,12 @@ def _plan_cells(
         cell = new_cell(num_ranks, num_experts, slots, topology.ranks_per_node, outlook, persistent)
         for begin, end in pairwise([0, *block_ends(num_micro_steps)]):
             place = (begin, end, layers.start, layers.stop)
-            plan_block(cell, counts, cells, held_LH, place, options.tolerance, options.locality)
+            hosts = Hosts.with_room(home_LE[layers], end - begin, num_ranks, num_ranks * slots)
+            max_load_ML = np.zeros((end - begin, len(hosts.home_LE)), np.int64)
+            plan_block(cell, counts, hosts, max_load_ML.ravel(), held_LH, place, options.tolerance, options.locality)
             if refiner is not None:
-                refiner.refine(cells, place)
-            progress.add(cells, slice(begin, end), layers)
+                hosts = refiner.refine(hosts, max_load_ML, place)
+            progress.add((hosts, max_load_ML), slice(begin, end), layers)
 
     bounds = [num_layers * i // options.threads for i in range(options.threads + 1)]
     parts = [slice(first, end) for first, end in pairwise(bounds) if first < end]

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.costs.figures import price_cell, slowest_attention
+from foreroute.costs.links import HOST, NODE_OUT, pairs_between, rows_sent, transfer_seconds
 from foreroute.costs.model import CostModel, Prices
-from foreroute.costs.pricing import EXPOSED, NODE_OUT, cell_seconds, pairs_between, rows_sent, transfer_seconds
+from foreroute.costs.pricing import EXPOSED, cell_seconds, price_cell, slowest_attention
 from foreroute.kernels import kernel
+from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import PlanOptions
-from foreroute.plan.step_plan import CellHosts, CellPlan
+from foreroute.plan.step_plan import CellHosts
 from foreroute.plan.topology import Topology
 from foreroute.planner.levels import LEVELS, exposed_planning
-from foreroute.planner.progress import StepCells
 from foreroute.planner.traffic import replicate_for_traffic
 
 Ints = NDArray[np.int64]
@@ -44,18 +44,22 @@ class Refiner:
         slots = (counts_MLGE.shape[1], topology.num_ranks, topology.redundant_slots)
         self._held_LGS = np.full(slots, -1, np.int16)
 
-    def refine(self, cells: StepCells, place: tuple[int, int, int, int]) -> None:
-        """Give cells other replicas where that is faster; `place` as of `plan_block`."""
+    def refine(self, hosts: Hosts, max_load_ML: NDArray[np.int64], place: tuple[int, int, int, int]) -> Hosts:
+        """Give cells other replicas where that is faster; `place` as of `plan_block`, loads are brought up to date."""
         begin, end, first_layer, end_layer = place
         if begin == 0 and self._open and self._costs.refine_s:
             for layer in range(first_layer, end_layer):
-                self._settle(layer, cells.cell(0, layer))
+                self._settle(layer, hosts.cell(0, layer - first_layer))
+        cells = []
         for m in range(begin, end):
             for layer in range(first_layer, end_layer):
-                before, counts_GE = cells.cell(m, layer), self._counts_MLGE[m, layer]
+                before = hosts.cell(m - begin, layer - first_layer)
+                counts_GE = self._counts_MLGE[m, layer]
                 cell = self._refined(before, counts_GE, self._held_LGS[layer], self._options_L[layer])
                 if cell is not before:
-                    cells.replace_cell(m, layer, cell, int(cell.loads_G(counts_GE).max()))
+                    max_load_ML[m - begin, layer - first_layer] = cell.loads_G(counts_GE).max()
+                cells.append(cell)
+        return Hosts.of_cells(hosts.home_LE, cells)
 
     def levels(self) -> dict[str, str]:
         """Why a level that was left open is not on in all layers; nothing where it is."""
@@ -77,12 +81,12 @@ class Refiner:
         off = replace(on, **closed)
         nothing_held_GS = np.full_like(self._held_LGS[layer], -1)
         priced = [
-            price_cell(CellHosts.of(found, counts_GE), cell.home_E, topology, costs)
+            price_cell(found, counts_GE, topology, costs)
             for options in (off, on)
             for found in [self._refined(cell, counts_GE, nothing_held_GS.copy(), options)]
         ]
         without_s, with_s = (figures.seconds for figures in priced)
-        exposed_s = exposed_planning(num_micro_steps, costs.refine_s, priced[0].recompute.total)
+        exposed_s = exposed_planning(num_micro_steps, costs.refine_s, float(priced[0].parts_SP[0].sum()))
         if num_micro_steps * (without_s - with_s) <= exposed_s:
             self._options_L[layer] = off
 
@@ -95,7 +99,7 @@ class Refiner:
             return cell
         if options.slots == "layer":
             # What was declined in an earlier micro-step is not in its slot, whatever the cell level planned.
-            cell = replace(cell, fetched_R=held_GS[cell.rank_R, cell.slot_R] != cell.expert_R)
+            cell = cell._replace(fetched_R=held_GS[cell.rank_R, cell.slot_R] != cell.expert_R)
         cell = prune_replicas(cell, counts_GE, self._topology, self._costs)
         held_GS[cell.rank_R, cell.slot_R] = cell.expert_R
         return cell
@@ -212,31 +216,28 @@ def _least_on_busiest(
     """Of the fetched replicas on the busiest copy engine, or on the busiest link where that is not what is exposed, the
     one with the fewest tokens; -1 when there is none.
     """
-    host_G, direct_G4, gradient_G4 = transfer_seconds(expert_H, rank_H, alive_H, home_E, num_ranks, prices)
+    fetch_G5, gradient_G5 = transfer_seconds(expert_H, rank_H, alive_H, home_E, num_ranks, prices)
     engine, rank, link, link_s = 0, 0, 0, 0.0
     for g in range(num_ranks):
-        if host_G[g] > host_G[engine]:
+        if fetch_G5[g, HOST] > fetch_G5[engine, HOST]:
             engine = g
-        for one in range(4):
-            its_s = gradient_G4[g, one] + (2 * direct_G4[g, one] if prices.direct else 0.0)
+        for one in range(HOST):
+            its_s = gradient_G5[g, one] + 2 * fetch_G5[g, one]  # the update fetches twice
             if its_s > link_s:
                 rank, link, link_s = g, one, its_s
-    fetches = 0
-    for h in range(len(rank_H)):
-        fetches += alive_H[h] and rank_H[h] == engine
     # Copies of the recompute hide behind its other work. Where they are longer than that, engines are what is exposed.
     work_s = 0.0
     for part in range(parts_SP.shape[1]):
         work_s += parts_SP[0, part]
-    by_engine = fetches * prices.host_fetch_s > work_s - parts_SP[0, EXPOSED] or link_s == 0
+    by_engine = fetch_G5[engine, HOST] > work_s - parts_SP[0, EXPOSED] or link_s == 0
     best, fewest = -1, 0
     for h in range(len(rank_H)):
         if not alive_H[h]:
             continue
+        home = home_E[expert_H[h]]
         if by_engine:
-            involved = rank_H[h] == engine
+            involved = rank_H[h] == engine and rank_H[h] // prices.host_ranks == home // prices.host_ranks
         else:
-            home = home_E[expert_H[h]]
             same_node = rank_H[h] // prices.ranks_per_node == home // prices.ranks_per_node
             involved = (rank_H[h] == rank or home == rank) and same_node == (link >= NODE_OUT)
         if involved and (best < 0 or tokens_H[h] < fewest):

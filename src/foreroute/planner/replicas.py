@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.kernels import NONE, kernel, next_unit, routine
+from foreroute.plan.hosts import Hosts
 from foreroute.planner.cell import (
     BEST_EXPERT,
     BEST_QUOTA,
@@ -25,7 +26,6 @@ from foreroute.planner.cell import (
     restore_held,
 )
 from foreroute.planner.flow import grow, heaviest
-from foreroute.planner.progress import StepCells
 from foreroute.planner.split import keep_local, split
 
 # None of these values is published. They steer a search whose result is checked against the target, so they decide how
@@ -54,7 +54,8 @@ THINNING_ROUNDS = 6
 def plan_block(
     cell: CellState,
     counts_MLGE: NDArray[np.int32],
-    cells: StepCells,
+    hosts: Hosts,
+    max_load_C: NDArray[np.int64],
     held_LH: NDArray[np.int32],
     place: tuple[int, int, int, int],
     tolerance: float,
@@ -65,19 +66,21 @@ def plan_block(
     Args:
         cell: the state.
         counts_MLGE: of the whole step.
-        cells: written.
+        hosts: of these cells; written.
+        max_load_C: int64, assignments of the slowest rank of each of these cells; written.
         held_LH: int32 [L, H], what slots hold; read and written when slots are persistent, else it holds nothing.
         place: micro-steps from the first number to before the second, layers from the third to before the fourth.
         tolerance: of the options.
         locality: of the options.
     """
+    c = 0
     for m in range(place[0], place[1]):
         for layer in range(place[2], place[3]):
-            c = m * counts_MLGE.shape[1] + layer
             cell.position[0], cell.position[1] = m, layer
-            cell.random[0] = c  # nothing else, so that plans do not depend on threads and blocks
+            # the number of the cell and nothing else, so that plans do not depend on threads and blocks
+            cell.random[0] = m * counts_MLGE.shape[1] + layer
             counts_GE = counts_MLGE[m, layer]
-            total = begin_cell(cell, counts_GE, cells.home_LE[layer], held_LH[layer])
+            total = begin_cell(cell, counts_GE, hosts.home_LE[layer - place[2]], held_LH[layer])
             target = int(-((-total * (1.0 + tolerance)) // len(cell.load_G)))  # mean and tolerance, rounded up
             reached = find_replicas(cell, target, tolerance > 0.0)
             restore_held(cell)
@@ -88,8 +91,9 @@ def plan_block(
                 for x in all_slots(cell):
                     if cell.hosts[QUOTA, x]:
                         held_LH[layer, x] = cell.hosts[EXPERT, x]
-            cells.max_load_C[c] = cell.load_G[heaviest(cell.load_G)]
-            split(cell, counts_GE, cells, c, locality)
+            max_load_C[c] = cell.load_G[heaviest(cell.load_G)]
+            hosts.offsets[c + 1] = split(cell, counts_GE, hosts, hosts.offsets[c], locality)
+            c += 1
 
 
 @routine

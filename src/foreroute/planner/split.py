@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.kernels import NONE, inlined, routine
+from foreroute.plan.hosts import Hosts
 from foreroute.planner.cell import EXPERT, HELD, NEXT, QUOTA, RANK, CellState
-from foreroute.planner.progress import StepCells
 
 FINEST = 192
 """Amounts below this part of the target are not worth a circle: half a percent of a rank's load."""
@@ -180,25 +180,26 @@ def _send(cell: CellState, start: int, target: int, least: int) -> bool:
 
 
 @routine
-def split(cell: CellState, counts_GE: NDArray[np.int32], cells: StepCells, c: int, local: bool) -> None:
-    """Write the replicas of a cell: each host serves its own rank first, then its node, then the rest.
+def split(cell: CellState, counts_GE: NDArray[np.int32], hosts: Hosts, begin: int, local: bool) -> int:
+    """Write the replicas of a cell into `hosts` from row `begin` on; returns the row behind the last.
 
-    For given quotas no split keeps more assignments on their rank, nor on their node. Quotas are used up.
+    Each host serves its own rank first, then its node, then the rest: for given quotas no split keeps more assignments
+    on their rank, nor on their node. Quotas are used up.
     """
     num_ranks, left_G, home_G = len(cell.load_G), cell.split_2G[0], cell.split_2G[1]
-    end = 0
+    end = begin
     for e in range(cell.num_experts):
         first, x = end, cell.hosts[NEXT, e]
         while x != NONE:
             if cell.hosts[QUOTA, x]:
-                cells.expert_CP[c, end], cells.rank_CP[c, end] = e, cell.hosts[RANK, x]
-                cells.slot_CP[c, end] = (x - cell.num_experts) % cell.slots
-                cells.fetched_CP[c, end] = cell.hosts[HELD, x] != e
+                hosts.expert_R[end], hosts.rank_R[end] = e, cell.hosts[RANK, x]
+                hosts.slot_R[end] = (x - cell.num_experts) % cell.slots
+                hosts.fetched_R[end] = cell.hosts[HELD, x] != e
                 end += 1
             x = cell.hosts[NEXT, x]
         if end == first:
             continue
-        cells.tokens_CPG[c, first:end] = 0
+        hosts.tokens_RG[first:end] = 0
         for g in range(num_ranks):
             left_G[g] = counts_GE[g, e]
         # Three rounds: own rank, own node, the rest. In the first two the home comes first, at the end it gets what is
@@ -208,10 +209,10 @@ def split(cell: CellState, counts_GE: NDArray[np.int32], cells: StepCells, c: in
             if reach < 2:
                 cell.hosts[QUOTA, e] = take_near(home_G, left_G, cell.hosts[QUOTA, e], cell.hosts[RANK, e], size)
             for r in range(first, end):
-                rank = int(cells.rank_CP[c, r])
-                x = cell.num_experts + rank * cell.slots + cells.slot_CP[c, r]
-                cell.hosts[QUOTA, x] = take_near(cells.tokens_CPG[c, r], left_G, cell.hosts[QUOTA, x], rank, size)
-    cells.count_C[c] = end
+                rank = int(hosts.rank_R[r])
+                x = cell.num_experts + rank * cell.slots + hosts.slot_R[r]
+                cell.hosts[QUOTA, x] = take_near(hosts.tokens_RG[r], left_G, cell.hosts[QUOTA, x], rank, size)
+    return end
 
 
 @inlined

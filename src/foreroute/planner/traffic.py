@@ -1,7 +1,7 @@
 """Replicas that keep tokens on their node, where the cost model says that they pay.
 
 Balancing loads takes few replicas and leaves most tokens crossing nodes, which at 32 ranks and more takes longer than
-the experts. The links from host memory idle meanwhile. Here nodes fetch over them what their own tokens want most. With
+the experts. Here nodes fetch what their own tokens want most, over the NICs that the rows then leave free. With
 deduplicated dispatch one expert more saves little until most picks of a token are local, and then much; so plans are
 built as a whole and priced as a whole, never grown replica by replica.
 """
@@ -13,9 +13,10 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.costs.figures import price_cell, slowest_attention
 from foreroute.costs.model import CostModel
-from foreroute.plan.step_plan import CellHosts, CellPlan
+from foreroute.costs.pricing import price_cell, slowest_attention
+from foreroute.plan.hosts import CellPlan
+from foreroute.plan.step_plan import CellHosts
 from foreroute.plan.topology import Topology
 from foreroute.planner.traffic_kernels import SearchInput, search_cell
 
@@ -47,7 +48,7 @@ def replicate_for_traffic(
         return cell
     home_E = cell.home_E.astype(np.int64)
     base = CellHosts.of(cell, counts)
-    base_s = price_cell(base, home_E, topology, costs).seconds
+    base_s = price_cell(cell, counts, topology, costs).seconds
     # where the plan to beat serves each expert: what the search falls back on if it cannot balance the load by itself
     base_NE = np.zeros((topology.num_nodes, len(home_E)), np.bool_)
     base_NE[topology.node_G[base.rank_H], base.expert_H] = True

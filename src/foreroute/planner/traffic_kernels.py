@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs import pricing
+from foreroute.costs.links import rows_sent
 from foreroute.costs.model import Prices
-from foreroute.costs.pricing import cell_seconds, rows_sent
+from foreroute.costs.pricing import cell_seconds
 from foreroute.kernels import kernel
 from foreroute.planner.split import take_near
 
@@ -183,11 +184,15 @@ def _least(prices: Prices) -> int:
 
 @kernel
 def _hidden(parts_SP: NDArray[np.float64], prices: Prices) -> tuple[float, float]:
-    """Replicas of a rank, and copies of a home rank's experts, whose transfers about take the time of other work."""
-    fetch_s = parts_SP[0].sum() - parts_SP[0, _EXPOSED]
-    links_s = parts_SP[1, _ATTENTION] + parts_SP[1, _EXPERTS] + parts_SP[1, _FIXED]
-    copies = links_s / (prices.cluster_gradient_s + (2 * prices.cluster_fetch_s if prices.direct else 0.0))
-    return min(fetch_s / prices.host_fetch_s, copies), copies
+    """Replicas of a rank, and copies of a home rank's experts, whose transfers about take the time of other work.
+
+    They come from other nodes: one fetch in the recompute, in the update two and a gradient.
+    """
+    free_S = parts_SP[:, _ATTENTION] + parts_SP[:, _EXPERTS] + parts_SP[:, _FIXED]
+    copies = min(
+        free_S[0] / prices.cluster_fetch_s, free_S[1] / (2 * prices.cluster_fetch_s + prices.cluster_gradient_s)
+    )
+    return copies, copies
 
 
 @kernel

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.costs import pricing
+from foreroute.costs import links
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
 from foreroute.plan.options import SlotUse
 from foreroute.plan.topology import Topology
@@ -25,7 +25,7 @@ from foreroute.simulate.cell_costs import (
 )
 from foreroute.simulate.config import SimulateConfig
 from foreroute.simulate.engine import Floats, Rules, StageRun, run
-from foreroute.simulate.methods import PlannedStep
+from foreroute.simulate.methods import ServedStep
 from foreroute.simulate.steps import GroupStep
 
 
@@ -50,12 +50,12 @@ class EPGroup:
 
     @classmethod
     def of(
-        cls, planned: PlannedStep, step: GroupStep, config: SimulateConfig, topology: Topology, costs: CostModel
+        cls, served: ServedStep, step: GroupStep, config: SimulateConfig, topology: Topology, costs: CostModel
     ) -> EPGroup:
         """Price a served step. Layers that were drawn stand in turn for those of the model."""
         num_micro_steps, drawn = step.problem.counts_MLGE.shape[:2]
         layers = np.arange(costs.model.num_layers) % drawn
-        compute = compute_of(planned, step.squares_MG, topology, costs)
+        compute = compute_of(served, step.squares_MG, topology, costs)
         compute = compute._replace(
             all_to_all_ML=compute.all_to_all_ML[:, layers],
             rows_ML2=compute.rows_ML2[:, layers],
@@ -68,10 +68,9 @@ class EPGroup:
             return _joined(
                 [
                     transfers_of(
-                        planned,
+                        served,
                         layers[part.start : part.stop],
                         order,
-                        execution.paths,
                         topology,
                         costs,
                         prefetch=execution.prefetch,
@@ -84,7 +83,7 @@ class EPGroup:
             compute,
             transfers([forward_only(num_micro_steps)] * len(parts)),
             transfers(update_orders(len(parts), num_micro_steps)),
-            rules_of(config, topology, planned.slots),
+            rules_of(config, topology, served.slots),
             parts,
             execution.copy_engines,
         )
@@ -93,7 +92,7 @@ class EPGroup:
         """The same at the least cost that any plan could have.
 
         The experts' whole work in one piece, spread evenly over all ranks; all-to-alls that take their latency alone;
-        free transfers. It is `costs.figures.least_seconds`, cell by cell.
+        free transfers. It is `costs.pricing.least_seconds`, cell by cell.
         """
         loads_MLE = step.problem.counts_MLGE.sum(axis=2, dtype=np.int64)
         layers = np.arange(self.compute.all_to_all_ML.shape[1]) % loads_MLE.shape[1]
@@ -142,12 +141,12 @@ class EPGroup:
             "rows": {"node": float(node), "cluster": float(cluster)},
             "weights of replicas": {
                 "host": host_s / prices.host_fetch_s * of_expert,
-                "node": float(direct_4[pricing.NODE_OUT]) / prices.node_fetch_s * of_expert,
-                "cluster": float(direct_4[pricing.CLUSTER_OUT]) / prices.cluster_fetch_s * of_expert,
+                "node": float(direct_4[links.NODE_OUT]) / prices.node_fetch_s * of_expert,
+                "cluster": float(direct_4[links.CLUSTER_OUT]) / prices.cluster_fetch_s * of_expert,
             },
             "gradients of replicas": {
-                "node": float(gradient_4[pricing.NODE_OUT]) / prices.node_gradient_s * of_gradient,
-                "cluster": float(gradient_4[pricing.CLUSTER_OUT]) / prices.cluster_gradient_s * of_gradient,
+                "node": float(gradient_4[links.NODE_OUT]) / prices.node_gradient_s * of_gradient,
+                "cluster": float(gradient_4[links.CLUSTER_OUT]) / prices.cluster_gradient_s * of_gradient,
             },
         }
 

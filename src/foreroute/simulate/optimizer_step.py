@@ -5,9 +5,12 @@ Nothing of it overlaps with anything, which is the most that it can cost.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.costs.links import transfer_seconds
 from foreroute.costs.model import CostModel
 from foreroute.plan.topology import Topology
 from foreroute.simulate.config import ClusterConfig
@@ -53,38 +56,30 @@ def optimizer_seconds(cluster: ClusterConfig, topology: Topology, costs: CostMod
     return parameters * OPTIMIZER_BYTES / costs.hardware.memory_bytes_per_s
 
 
-def move_seconds(moves: NDArray[np.integer], scale: float, topology: Topology, costs: CostModel) -> float:
+def move_seconds(
+    before_LE: NDArray[np.integer], home_LE: NDArray[np.integer], scale: float, topology: Topology, costs: CostModel
+) -> float:
     """Moving homes with their optimizer state, peer to peer: the busiest link.
 
     Args:
-        moves: [moves, 4]: layer, expert, rank before, rank after.
+        before_LE: [L, E], the homes so far.
+        home_LE: [L, E], the homes from now on.
         scale: layers of the model for each layer that was planned.
         topology: ranks and links.
         costs: the cost model.
     """
-    if not len(moves):
-        return 0.0
-    before, after = moves[:, 2], moves[:, 3]
-    near = topology.node_G[before] == topology.node_G[after]
-    size = costs.model.expert_parameters * (costs.model.weight_bytes + STATE_BYTES) * scale
-    links = topology.links
-    slowest = 0.0
-    for chosen, rate in ((near, links.node_bytes_per_s), (~near, links.cluster_bytes_per_s)):
-        for ranks in (before[chosen], after[chosen]):
-            slowest = max(slowest, np.bincount(ranks, minlength=1).max() * size / rate)
-    return slowest
+    before_X, home_X = before_LE.ravel().astype(np.int64), home_LE.ravel().astype(np.int64)
+    all_X, prices = np.ones(len(home_X), np.bool_), replace(costs, paths="direct").prices(topology)
+    weights_G5, _ = transfer_seconds(np.arange(len(home_X)), home_X, all_X, before_X, topology.num_ranks, prices)
+    return float(weights_G5.max()) * scale * (costs.model.weight_bytes + STATE_BYTES) / costs.model.weight_bytes
 
 
 def publish_seconds(cluster: ClusterConfig, topology: Topology, costs: CostModel) -> float:
-    """Copying the weights of a rank's experts to host memory, from where other ranks of the node fetch them."""
+    """Copying the weights of a rank's experts to host memory, where other ranks of the node fetch them from there."""
+    if costs.paths == "direct":
+        return 0.0
     layers, _ = _dense_parameters(cluster, costs)
-    return (
-        layers
-        * costs.model.num_experts
-        / topology.num_ranks
-        * costs.model.expert_bytes
-        / topology.links.host_bytes_per_s
-    )
+    return layers * costs.model.num_experts / topology.num_ranks * costs.prices(topology).host_fetch_s
 
 
 def _dense_parameters(cluster: ClusterConfig, costs: CostModel) -> tuple[float, float]:

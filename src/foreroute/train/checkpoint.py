@@ -32,7 +32,7 @@ from torch import Tensor
 
 from foreroute.errors import RunFolderError
 from foreroute.files import TensorFile, parse_json, seal_file, write_atomically
-from foreroute.files.reading import DTYPES
+from foreroute.files.container import DTYPES
 
 VERSION = "1"
 NAME = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.safetensors")

@@ -23,7 +23,6 @@ from foreroute.adapters.hf import RoutedTransformer, distribute
 from foreroute.ep import BatchRows
 from foreroute.ep.shared_plan import SharedPlan
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
-from foreroute.ep.transfer.link_rates import measure_links
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import PlanError
 from foreroute.trace import RoutingTrace, count_assignments
@@ -68,12 +67,7 @@ class ExpertParallel(PolicyExecution):
             directory=Path(config.shared_memory),
         )
         peers = PeerGroup(timeout_s=config.timeout_s)
-        links = None
-        if config.topology is None:
-            per_node = config.ranks_per_node or ranks.size
-            device = self._model.expert_parameters()[0].device
-            links = measure_links(peers, self._model.consensus, per_node, device)
-        planning = read_planning(config, policy.spec, links)
+        planning = read_planning(config, policy.spec)
         ranks.require_same({"the topology": str(planning)}, "Give all of them the same topology file")
         self._planner = StagePlanner(planning)
         self._engine = TransferEngine(self._model.homes, planning.topology, options, peers)
@@ -197,9 +191,8 @@ class ExpertParallel(PolicyExecution):
 
     def _count(self, routes: RoutingTrace, stage: Stage) -> NDArray[np.int64]:
         """Count the assignments of all ranks, int64 [M, L, G, E]."""
-        of_stage = stage.micro_steps
-        micro_step_S = np.repeat(np.arange(len(of_stage)), np.diff(of_stage.offsets))
-        return self._model.gather_counts(count_assignments(routes.select(of_stage.order_S), micro_step_S))
+        micro_step_S = np.repeat(np.arange(len(stage.micro_steps)), [len(each) for each in stage.micro_steps])
+        return self._model.gather_counts(count_assignments(routes.select(stage.order_S), micro_step_S))
 
     def _converted(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, gather: bool) -> dict[str, Any]:
         """Gather the state of every parameter, or cut it to the part that this rank has."""

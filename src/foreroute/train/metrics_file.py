@@ -18,7 +18,7 @@ from xxhash import xxh3_128
 
 from foreroute.errors import ForerouteError, RunFolderError, TraceFileError
 from foreroute.files import parse_json, read_file, write_atomically
-from foreroute.records import parse_step
+from foreroute.records import parse_step, why_invalid
 
 OWN = ("seconds", "execution", "device", "alarms")
 """What two runs of a step need not share; thresholds of alarms may change when a run is resumed."""
@@ -127,7 +127,7 @@ class MetricsFile:
                 raise RunFolderError(f"its step is {step}, expected {number}")
         except (RunFolderError, ValidationError) as error:
             raise RunFolderError(
-                f"{self.path}, line {number + 1} is damaged: {_reason(error)}. Restore the file from a copy. Where the "
+                f"{self.path}, line {number + 1} is damaged: {why_invalid(error)}. Restore the file from a copy. Where the "
                 f"last checkpoint is of step {number} or before, this line and those after it may be removed instead: "
                 "their steps run again"
             ) from error
@@ -147,14 +147,6 @@ def writing(path: Path) -> Iterator[None]:
         raise RunFolderError(
             f"{path} cannot be written ({error}). What was written before is whole: make room, then go on with --resume"
         ) from error
-
-
-def _reason(error: RunFolderError | ValidationError) -> str:
-    if isinstance(error, RunFolderError):
-        return str(error)
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    return f"{place}: {first['msg']}" if place else first["msg"]
 
 
 def _joined(lines: list[bytes]) -> bytes:

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.capture import Generation
-from foreroute.layout import MicroBatches, by_token_budget
+from foreroute.layout import padded_batches
 from foreroute.replay import masked_entropy_of_logits, masked_logprobs_of_logits, to_device
 from foreroute.trace import SAMPLING, DecisionStream, RoutingTrace, concatenate
 from foreroute.trace.checks import as_offsets, join_ranges
@@ -38,16 +38,21 @@ class Stage:
     Attributes:
         name: "recompute", or "update 0" and so on for the mini-batches of the update.
         after: how many optimizer steps of this rollout come before it.
-        micro_steps: the sequences of each.
+        micro_steps: the sequences of each, int64.
     """
 
     name: str
     after: int
-    micro_steps: MicroBatches
+    micro_steps: list[NDArray[np.int64]]
+
+    @property
+    def order_S(self) -> NDArray[np.int64]:
+        """int64 [S], sequence numbers in the order of execution."""
+        return np.concatenate(self.micro_steps)
 
     def in_order(self, parts: Sequence[NDArray[ValueT]], lengths_S: NDArray[np.int64]) -> NDArray[ValueT]:
         """Put rows of all micro-steps, which take all sequences, in the order of these; each has `lengths_S` rows."""
-        sequences, joined = self.micro_steps.order_S, np.concatenate(parts)
+        sequences, joined = self.order_S, np.concatenate(parts)
         ordered = np.empty_like(joined)
         # row r of the joined parts belongs to a sequence that starts at that sequence's offset in the result
         ordered[join_ranges(as_offsets(lengths_S)[sequences], lengths_S[sequences])] = joined
@@ -76,13 +81,11 @@ def make_schedule(experience: Experience, config: RLConfig, ranks: Ranks, *, see
     # the last token of a sequence is not put into the model
     lengths_S = experience.generation.trace.lengths - 1
 
-    def packed(sequences: NDArray[np.int64], fewest: int = 0) -> MicroBatches:
+    def packed(sequences: NDArray[np.int64], fewest: int = 0) -> list[NDArray[np.int64]]:
         longest_first = np.argsort(-lengths_S[sequences], kind="stable")
-        cost_S = lengths_S[sequences[longest_first]]
-        parts = by_token_budget(cost_S, config.micro_step_tokens, padded=True, min_count=fewest)
+        batches = padded_batches(lengths_S[sequences[longest_first]], config.micro_step_tokens, min_count=fewest)
         # within a micro-step they keep the order that they were given in
-        order = [np.sort(longest_first[picked]) for picked in parts]
-        return MicroBatches(sequences[np.concatenate([longest_first[:0], *order])], parts.offsets)
+        return [sequences[np.sort(longest_first[batch])] for batch in batches]
 
     everything = np.arange(len(lengths_S))
     order = np.random.default_rng([*seed, 2]).permutation(np.flatnonzero(experience.informative_S))
@@ -166,7 +169,7 @@ def recompute(
     return Recomputed(
         stage.in_order(logprobs, responses_S),
         stage.in_order(entropies, responses_S),
-        concatenate(executed).select(stage.micro_steps.restore_S),
+        concatenate(executed).select(np.argsort(stage.order_S)),
         stage.in_order(margins, routed_S),
     )
 

@@ -21,6 +21,9 @@ from foreroute.planner.homes import place_homes
 from foreroute.trace import RoutingSpec
 from foreroute.train.config import ParallelConfig
 
+NO_LINKS = Links(1.0, 1.0, 1.0, 1.0, 1.0)
+"""Of a run without a topology file, whose plans nobody prices."""
+
 
 class Planning(NamedTuple):
     """What plans are made with.
@@ -36,13 +39,12 @@ class Planning(NamedTuple):
     costs: CostModel | None
 
 
-def read_planning(config: ParallelConfig, spec: RoutingSpec, links: Links | None = None) -> Planning:
+def read_planning(config: ParallelConfig, spec: RoutingSpec) -> Planning:
     """Put together what the configuration says and its topology file.
 
     Args:
         config: of the run.
         spec: of the model that is trained.
-        links: what was measured, where no file says it. By default those of nothing, for plans that are not executed.
 
     Raises:
         ConfigError: when the file cannot be read, or is of other ranks or another model.
@@ -57,8 +59,7 @@ def read_planning(config: ParallelConfig, spec: RoutingSpec, links: Links | None
     )
     if config.topology is None:
         per_node = config.ranks_per_node or config.expert
-        links = links or Links(1.0, 1.0, 1.0, 1.0, 1.0)
-        return Planning(Topology(config.expert, per_node, config.redundant_slots, links), options, None)
+        return Planning(Topology(config.expert, per_node, config.redundant_slots, NO_LINKS), options, None)
     path = Path(config.topology)
     cluster = load_cluster(path)
     model = cluster.costs.model
@@ -70,7 +71,7 @@ def read_planning(config: ParallelConfig, spec: RoutingSpec, links: Links | None
     }
     if wrong := [f"{name} = {said}, the run has {here}" for name, (said, here) in seen.items() if said != here]:
         raise ConfigError(f"{path} says {'; '.join(wrong)}; describe the ranks and the model of the run")
-    return Planning(cluster.topology, options, cluster.costs)
+    return Planning(cluster.topology, options, replace(cluster.costs, paths=config.paths))
 
 
 class PlannedStage(NamedTuple):

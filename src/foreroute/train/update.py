@@ -107,7 +107,7 @@ def update(
     agreement_M2 = np.zeros((len(mini_batches), 2))
 
     for mini_batch, stage in enumerate(mini_batches):
-        sequences = stage.micro_steps.order_S
+        sequences = stage.order_S
         mine = denominator(generation.response_lengths[sequences[trained_S[sequences]]], config.mean)
         divisor = int(ranks.sum([mine])[0])
         parts: list[Tensor] = []

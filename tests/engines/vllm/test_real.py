@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from foreroute.adapters.checkpoint import ModelWriter, ServedModel
 from foreroute.engines import vllm
-from foreroute.layout import MicroBatches
 from foreroute.mismatch import routing_mismatch, token_mismatch
 from foreroute.train.passes import PolicyExecution, Stage, recompute
 from tests.engines.small_policy import SAMPLING, forward, policy, prompts, seeded, set_match
@@ -137,7 +136,7 @@ def test_replay_takes_the_mismatch_of_bfloat16_away(real, capsys):
             routed,
             PolicyExecution(routed),
             generation,
-            Stage("recompute", 0, MicroBatches(np.arange(len(generation)), np.array([0, len(generation)]))),
+            Stage("recompute", 0, [np.arange(len(generation))]),
             temperature=SAMPLING.temperature,
             replay=replay,
             weight_version=0,

@@ -86,7 +86,7 @@ def test_weights_that_were_not_published_are_refused(workers, optimizer):
 
 def wrong_shards(rank, plan):
     engine, homes = make_engine(plan, rank, TIGHT)
-    begin(engine, 0, plan, homes, updating=False)
+    begin(engine, 0, plan, updating=False)
     from foreroute.ep.transfer import Cell
 
     try:

@@ -53,8 +53,8 @@ def train(rank, plan, options, drop):
 CASES = [
     (2, TransferOptions(slots="shared", paths="direct"), {}),
     (2, TransferOptions(slots="layer", paths="host"), {"keep": 0.6}),
-    (4, TransferOptions(slots="shared", paths="auto", prefetch=2, checksums=True, deadline_s=10), {"per_node": 2}),
-    (4, TransferOptions(slots="layer", paths="auto", prefetch=3), {"keep": 0.6, "slots": 3}),
+    (4, TransferOptions(slots="shared", prefetch=2, checksums=True, deadline_s=10), {"per_node": 2}),
+    (4, TransferOptions(slots="layer", prefetch=3), {"keep": 0.6, "slots": 3}),
     (4, TransferOptions(slots="shared", paths="host", prefetch=0), {"layers": 1, "micro_steps": 3, "per_node": 2}),
 ]
 
@@ -118,7 +118,7 @@ def fetch_those_with_replicas(rank, plan):
     """As the expert-parallel layer does: cells that no replica serves are not asked for."""
     engine, homes = make_engine(plan, rank, TransferOptions(slots="shared", paths="direct"))
     for updating in (False, True):
-        begin(engine, 0, plan, homes, updating=updating)
+        begin(engine, 0, plan, updating=updating)
         for cell in asked(*plan.shape[:2], updating=updating, checkpointed=True):
             if plan.num_replicas_ML[cell.micro_step, cell.layer]:
                 fetch(engine, cell, homes[cell.layer])
@@ -140,7 +140,7 @@ def test_cells_without_replicas_are_passed_over(workers):
 def fetch_after_a_failure(rank, plan):
     """The first transfer cannot begin on any rank."""
     engine, homes = make_engine(plan, rank, TransferOptions(slots="layer", paths="direct", prefetch=0))
-    begin(engine, 0, plan, homes, updating=False)
+    begin(engine, 0, plan, updating=False)
     cell = next(Cell(0, m, n) for m, n in np.argwhere(plan.num_replicas_ML).tolist())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slot_transfers, "post", Mock(side_effect=MemoryError("no memory for messages")))

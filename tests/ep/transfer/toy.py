@@ -14,7 +14,6 @@ import torch.distributed as dist
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.replica_weights import expert_bytes
 from foreroute.plan import ExecutionSchedule
 from tests.processes import kept
 
@@ -169,17 +168,16 @@ def _share(cell, hosts, expert, rank, weights, i):
     return apply(rows[nth :: len(hosts[expert])], weights, i).square().sum()
 
 
-def begin(weights, step, plan, homes=None, *, updating=True):
+def begin(weights, step, plan, *, updating=True):
     """Put a plan in force of which nothing but its weights is executed."""
-    bytes_L = None if homes is None else [expert_bytes(home) for home in homes]
     rank = min(weights._peers.rank, plan.topology.num_ranks - 1)  # a plan for other ranks is refused later
-    schedule = ExecutionSchedule(plan, None, rank, expert_bytes_L=bytes_L, paths=weights.paths)
+    schedule = ExecutionSchedule(plan, None, rank, paths=weights.paths)
     weights.begin_step(step, plan, schedule, updating=updating)
 
 
 def run_step(engine, plan, homes, rank, *, step=0, updating=True, refetch=True):
     """All micro-steps of a step, forward and backward; the loss of each rank and the gradients stay in `homes`."""
-    begin(engine, step, plan, homes, updating=updating)
+    begin(engine, step, plan, updating=updating)
     total = 0.0
     for micro_step in range(plan.shape[0]):
         cells = [Cell(step, micro_step, layer) for layer in range(plan.shape[1])]

@@ -25,8 +25,8 @@ from foreroute.ep.transfer.replica_weights import Cell, GradientReturn, RetriedR
 from foreroute.ep.transfer.slots import Channels, SlotSet, SlotSets, TransferBatch, TransferLane
 from foreroute.errors import ConfigError, PlanError, TransferError
 from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan, Topology
+from foreroute.plan.capabilities import FetchPath, check_paths
 from foreroute.plan.options import SlotUse
-from foreroute.plan.schedule import PathChoice
 from foreroute.plan.step_plan import ExecutablePlan
 
 
@@ -75,7 +75,7 @@ class TransferEngine:
         self._at_home: dict[Cell, str] = {}
 
     @property
-    def paths(self) -> PathChoice:
+    def paths(self) -> FetchPath:
         """Which path weights take."""
         return self._options.paths
 
@@ -287,8 +287,8 @@ class TransferOptions:
     """How weights travel. The same on all ranks.
 
     Attributes:
-        paths: "direct", from peer to peer; "host", through host memory within a node and from peer to peer between
-            nodes; or "auto", which takes the one that is expected to end sooner, move by move.
+        paths: "host", through host memory within a node and from peer to peer between nodes; or "direct", from peer to
+            peer.
         slots: "layer": redundant slots per layer, which keep what they hold. "shared": sets of slots shared by all
             layers, one for the cell that runs and one for each that is prefetched.
         prefetch: cells ahead of the one that runs whose replicas are fetched; 0 fetches them when they are needed.
@@ -298,7 +298,7 @@ class TransferOptions:
         directory: of node-shared memory.
     """
 
-    paths: PathChoice = "auto"
+    paths: FetchPath = "host"
     slots: SlotUse = "layer"
     prefetch: int = 1
     deadline_s: float | None = None
@@ -307,8 +307,7 @@ class TransferOptions:
     directory: Path = DIRECTORY
 
     def __post_init__(self) -> None:
-        if self.paths not in ("auto", "host", "direct"):
-            raise ConfigError(f"paths is {self.paths!r}; expected 'auto', 'host' or 'direct'")
+        check_paths(self.paths)
         if self.slots not in ("layer", "shared"):
             raise ConfigError(f"slots is {self.slots!r}; expected 'layer' or 'shared'")
         if self.prefetch < 0:
@@ -357,7 +356,7 @@ def _agree_on_engine(
 ) -> None:
     """Make sure that all ranks move the same things in the same way.
 
-    Ranks compute alone what the others send them, so one other bandwidth or option is enough to mix up messages.
+    Ranks compute alone what the others send them, so one other node size or option is enough to mix up messages.
 
     Args:
         consensus: of the ranks.

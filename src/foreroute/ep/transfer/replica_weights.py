@@ -18,7 +18,7 @@ from foreroute.ep.transfer.consensus import RankConsensus, require_ranks
 from foreroute.ep.transfer.peers import ATTEMPTS, CHECKSUMS, PeerGroup, RowMoves, damaged_rows, post, with_checksums
 from foreroute.errors import TransferError
 from foreroute.plan import CellSchedule, ExecutionSchedule
-from foreroute.plan.schedule import PathChoice
+from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.step_plan import ExecutablePlan
 
 
@@ -131,7 +131,7 @@ class DirectWeights:
         self._step = -1
 
     @property
-    def paths(self) -> PathChoice:
+    def paths(self) -> FetchPath:
         """From peer to peer."""
         return "direct"
 

@@ -22,6 +22,7 @@ from foreroute.files.config_file import (
     read_toml,
 )
 from foreroute.mismatch import AlarmRules, Kind
+from foreroute.plan.capabilities import FetchPath
 from foreroute.train.config.learned import EvaluationConfig, ModelConfig, RolloutConfig, TaskConfig, WarmStartConfig
 from foreroute.train.config.rl import RLConfig
 
@@ -124,8 +125,8 @@ class ParallelConfig(Section):
     """Drop replicas that cost more than they save; by default where priced."""
     traffic: bool | None = None
     """More replicas, against traffic between nodes; likewise."""
-    paths: Literal["auto", "host", "direct"] = "auto"
-    """Replicas by the node's memory, peer to peer, or the faster."""
+    paths: FetchPath = "host"
+    """Replicas by the node's memory, or peer to peer."""
     shared_memory: str = "/dev/shm"
     """Folder in the node's memory for replicas."""
     prefetch: Natural = 1

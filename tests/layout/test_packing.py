@@ -1,5 +1,8 @@
-"""Packing of sequences against all packings of a few, and against longest-first packing of many."""
+"""Packing against all packings of a few sequences and against loops; padded batches against a loop."""
 
+import heapq
+import math
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 
@@ -8,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreroute import layout
 from foreroute.errors import ConfigError, CountsError, LayoutError
-from foreroute.plan.counts import Packing, packed_counts
-from foreroute.planner.packing import pack_sequences
+from foreroute.layout import Packing, pack_sequences, padded_batches
+from foreroute.plan import packed_counts
 from foreroute.simulate.workload import WORKLOADS
+from tests.layout import layout_oracle
 
 
 def cost(lengths, square):
@@ -61,9 +64,53 @@ def test_budgets_hold_and_every_sequence_has_one_place(lengths, num_ranks, spare
     packed = pack_sequences(lengths, num_ranks, budget, square_cost=square)
     assert per_place(packed, lengths).max() <= budget
     assert packed.micro_step_S.max() < packed.num_micro_steps
-    assert sorted(packed.order_S.tolist()) == list(range(len(lengths)))
     executed = [packed.sequences(m, g) for m in range(packed.num_micro_steps) for g in range(num_ranks)]
-    np.testing.assert_array_equal(np.concatenate(executed), packed.order_S)
+    assert sorted(np.concatenate(executed).tolist()) == list(range(len(lengths)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=40),
+    num_ranks=st.integers(1, 4),
+    spare=st.integers(0, 60),
+    square=st.sampled_from([0.0, 0.05]),
+)
+def test_the_longest_goes_first_to_the_lightest_place_with_room(lengths, num_ranks, spare, square):
+    """Against the rule in loops over all places, and as many micro-steps as the first number that works."""
+    budget = max(lengths) + spare
+    packed = pack_sequences(lengths, num_ranks, budget, square_cost=square)
+    works = layout_oracle.dealt(lengths, cost(lengths, square), budget, packed.num_micro_steps * num_ranks)
+    assert (packed.micro_step_S * num_ranks + packed.rank_S).tolist() == works
+    fewer = (packed.num_micro_steps - 1) * num_ranks
+    assert fewer == 0 or layout_oracle.dealt(lengths, cost(lengths, square), budget, fewer) is None
+
+
+@pytest.mark.parametrize("length", [5000, 3000], ids=["above half the budget", "above a third"])
+def test_the_work_of_dealing_grows_with_the_sequences_and_no_faster(length, monkeypatch):
+    """Counted by looks at the lightest place: three for each sequence in each of a few attempts, of which one works."""
+    work = Counter()
+
+    class Counted:
+        heappush, heappop = heapq.heappush, heapq.heappop
+
+        @staticmethod
+        def heapreplace(heap, item):
+            work["dealt"] += 1
+            return heapq.heapreplace(heap, item)
+
+    monkeypatch.setattr("foreroute.layout.packing.heapq", Counted)
+    for sequences in (1024, 2048, 4096):
+        work.clear()
+        packed = pack_sequences(np.full(sequences, length), 8, 8192)
+        assert packed.num_micro_steps == -(-sequences // (8192 // length * 8))
+        assert sequences <= work["dealt"] <= 4 * sequences * math.log2(sequences)
+
+
+def test_a_budget_that_no_integer_of_64_bits_holds_is_refused():
+    with pytest.raises(
+        LayoutError, match="the token budget is 99999999999999999999; expected a whole number from 0 to"
+    ):
+        pack_sequences([3], 1, 99999999999999999999)
 
 
 def surplus(packing, counts_SLE, home_LE):
@@ -107,11 +154,11 @@ SQUARE = 3.3e-4
 def test_attention_is_far_more_even_than_by_longest_first_tokens(step):
     lengths, _ = step
     packed = pack_sequences(lengths, 8, 13_000, num_micro_steps=8, square_cost=SQUARE)
-    micro_step_S = layout.by_token_budget(lengths, 8 * 13_000, balanced=True, min_count=8).micro_step_S
+    micro_step_S = pack_sequences(lengths, 1, 8 * 13_000, num_micro_steps=8).micro_step_S
     rank_S = np.empty_like(micro_step_S)
     for m in range(8):
         part = np.flatnonzero(micro_step_S == m)
-        rank_S[part] = layout.by_token_budget(lengths[part], 13_000, balanced=True, min_count=8).micro_step_S
+        rank_S[part] = pack_sequences(lengths[part], 8, 13_000, num_micro_steps=1).rank_S
     longest_first = Packing(micro_step_S, rank_S, 8, 8)
     ideal = cost(lengths, SQUARE).sum() / 8
     assert slowest(packed, cost(lengths, SQUARE)) < 1.03 * ideal
@@ -130,9 +177,9 @@ def test_routes_in_view_even_out_experts_and_cost_nothing_else(step):
         assert (per_place(seen, values).max(axis=1) <= most).all()
     # a rank serves the same in the whole step, whatever the packing (RoutePack, arXiv 2608.12146)
     floor = counts.sum(axis=0).reshape(2, 8, 16).sum(axis=2).max(axis=1).sum()
-    for packing in (plain, seen):
+    for packed in (plain, seen):
         loads = np.zeros((8, 2, 128))
-        np.add.at(loads, packing.micro_step_S, counts)
+        np.add.at(loads, packed.micro_step_S, counts)
         assert loads.reshape(8, 2, 8, 16).sum(axis=-1).max(axis=-1).sum() >= floor
 
 
@@ -158,13 +205,14 @@ ROUTES = {"counts_SLE": np.ones((3, 1, 2), int), "home_LE": [[0, 1]]}
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"token_budget": 8}, LayoutError, "sequence 1 has 9 tokens and a rank may hold 8 .* at least 9, or cut"),
+        ({"token_budget": 8}, LayoutError, "sequence 1 has 9 tokens and the token budget is 8; .* at least 9, or cut"),
         ({"num_micro_steps": 1, "token_budget": 9}, LayoutError, "found no room in 1 micro-steps of 2 ranks with 9"),
-        ({"num_micro_steps": 0}, LayoutError, "got 0 micro-steps on 2 ranks"),
-        ({"num_ranks": 0}, LayoutError, "on 0 ranks"),
-        ({"lengths": [1.5]}, LayoutError, "dtype float64"),
-        ({"lengths": []}, LayoutError, "a whole number from 0 per sequence"),
-        ({"lengths": [-1]}, LayoutError, "a whole number from 0 per sequence"),
+        ({"num_micro_steps": 0}, LayoutError, "number of micro-steps is 0; expected a whole number from 1"),
+        ({"num_ranks": 0}, LayoutError, "number of ranks is 0; expected a whole number from 1"),
+        ({"lengths": [1.5]}, LayoutError, "one integer per sequence"),
+        ({"lengths": []}, LayoutError, "no sequence to pack"),
+        ({"lengths": [-1]}, LayoutError, "expected 0 or more"),
+        ({"token_budget": 20.5}, LayoutError, "the token budget is 20.5"),
         ({"square_cost": -1.0}, ConfigError, "costs are 1.0 and -1.0"),
         ({"seed": -1}, ConfigError, "the seed is -1"),
         ({"home_LE": [[0, 1]]}, CountsError, "go together; pass both or none"),
@@ -185,3 +233,40 @@ def test_packings_are_two_arrays_of_one_length():
         Packing(np.zeros(2, np.int32), np.zeros(3, np.int32), 1, 1)
     with pytest.raises(LayoutError, match="got 0 micro-steps on 1 ranks"):
         Packing(np.zeros(2, np.int32), np.zeros(2, np.int32), 0, 1)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_padded_batches_equal_the_loop(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 20, int(rng.integers(1, 30))).tolist()
+    budget = max(lengths) + int(rng.integers(0, 60))
+    batches = padded_batches(lengths, budget)
+    assert [batch.tolist() for batch in batches] == layout_oracle.greedy_padded_batches(lengths, budget)
+
+
+def test_ranks_can_agree_on_a_number_of_padded_batches():
+    batches = padded_batches([4, 4, 4, 4, 1], 100, min_count=3)
+    assert [batch.tolist() for batch in batches] == [[0, 1], [2], [3, 4]]
+    assert len(padded_batches([4] * 5, 100, min_count=5)) == 5
+
+
+def test_nothing_makes_no_padded_batch_and_empty_sequences_make_one():
+    assert padded_batches([], 10) == []
+    assert [batch.tolist() for batch in padded_batches([0, 0], 0)] == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lengths": [3, 9], "token_budget": 8}, "sequence 1 has 9 tokens and the token budget is 8; raise the budget"),
+        ({"lengths": [7], "token_budget": 7, "min_count": 2}, "1 sequences cannot make 2"),
+        ({"lengths": [-1], "token_budget": 7}, "expected 0 or more"),
+        ({"lengths": [[1]], "token_budget": 7}, "one integer per sequence"),
+        ({"lengths": [2.9], "token_budget": 7}, "one integer per sequence"),
+        ({"lengths": [2**63 - 1, 2**63 - 1, 7], "token_budget": 7}, "add up to"),
+        ({"lengths": [1], "token_budget": True}, "the token budget is True"),
+    ],
+)
+def test_impossible_padded_batches_are_refused(arguments, message):
+    with pytest.raises(LayoutError, match=message):
+        padded_batches(**arguments)

@@ -1,0 +1,126 @@
+"""Who serves what: the one form that searching, pricing, pruning, checking and scheduling share.
+
+A *cell* (m, l) is one routed layer in one micro-step; it is a barrier for all ranks. Cells are numbered in the order of
+execution, m * L + l. A *host* is an (expert, rank) pair that serves tokens. Every expert has a home, which serves what
+no other host does, so only the others are written down: the *replicas*. Axis letters: M micro-steps, L layers,
+C = M * L cells, G ranks, E logical experts, R replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+REPLICA_ARRAYS = ("expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG")
+"""What there is of each replica: attributes of a `CellPlan`, of `Hosts` and of a `StepPlan`."""
+
+
+class CellPlan(NamedTuple):
+    """The hosts of one cell. Compiled code takes it as it stands.
+
+    Attributes:
+        home_E: int16 [E], the rank that every expert lives on, and is trained on.
+        expert_R: int16 [R], the expert of each replica.
+        rank_R: int16 [R], the rank that it is served on. A plan that can be executed names no home here, and no
+            (expert, rank) pair twice.
+        slot_R: int16 [R], the redundant slot of that rank that holds it, each at most once; -1 where a balancer says
+            nothing of slots.
+        fetched_R: bool [R], False where the slot holds the expert since an earlier micro-step of the layer.
+        tokens_RG: int32 [R, G], assignments of source rank g to this expert that this replica serves. The home serves
+            the rest: `counts_GE[g, e]` minus those of the replicas of e.
+    """
+
+    home_E: NDArray[np.int16]
+    expert_R: NDArray[np.int16]
+    rank_R: NDArray[np.int16]
+    slot_R: NDArray[np.int16]
+    fetched_R: NDArray[np.bool_]
+    tokens_RG: NDArray[np.int32]
+
+    @classmethod
+    def homes_only(cls, home_E: NDArray[np.int16], num_ranks: int) -> CellPlan:
+        """The plan of a cell without replicas, whose homes serve all tokens of G = `num_ranks` ranks."""
+        none = np.empty(0, np.int16)
+        return cls(home_E, none, none, none, np.empty(0, np.bool_), np.empty((0, num_ranks), np.int32))
+
+    def home_tokens_GE(self, counts_GE: NDArray[np.integer]) -> NDArray[np.int64]:
+        """int64 [G, E], assignments of source rank g to expert e that the home rank of e serves."""
+        rest_GE = counts_GE.astype(np.int64)
+        np.subtract.at(rest_GE.T, self.expert_R, self.tokens_RG)
+        return rest_GE
+
+    def loads_G(self, counts_GE: NDArray[np.integer]) -> NDArray[np.int64]:
+        """int64 [G], assignments that each rank serves."""
+        loads_G = np.zeros(len(counts_GE), np.int64)
+        np.add.at(loads_G, self.home_E, self.home_tokens_GE(counts_GE).sum(axis=0))
+        np.add.at(loads_G, self.rank_R, self.tokens_RG.sum(axis=1))
+        return loads_G
+
+
+class Hosts(NamedTuple):
+    """The hosts of consecutive micro-steps of some layers, as flat arrays. Compiled code takes it as it stands.
+
+    Attributes:
+        home_LE: int16 [L, E], the homes.
+        offsets: int64 [C + 1], cell c owns the replicas `offsets[c]:offsets[c + 1]`. There may be room behind the last.
+        expert_R, rank_R, slot_R, fetched_R, tokens_RG: as in `CellPlan`.
+    """
+
+    home_LE: NDArray[np.int16]
+    offsets: NDArray[np.int64]
+    expert_R: NDArray[np.int16]
+    rank_R: NDArray[np.int16]
+    slot_R: NDArray[np.int16]
+    fetched_R: NDArray[np.bool_]
+    tokens_RG: NDArray[np.int32]
+
+    @classmethod
+    def with_room(cls, home_LE: NDArray[np.int16], num_micro_steps: int, num_ranks: int, most: int) -> Hosts:
+        """No replicas yet, and room for `most` in each cell. Pages that are never written take no memory."""
+        cells = num_micro_steps * len(home_LE)
+        rows = cells * most
+        return cls(
+            home_LE,
+            np.zeros(cells + 1, np.int64),
+            np.empty(rows, np.int16),
+            np.empty(rows, np.int16),
+            np.empty(rows, np.int16),
+            np.empty(rows, np.bool_),
+            np.empty((rows, num_ranks), np.int32),
+        )
+
+    @classmethod
+    def of_cells(cls, home_LE: NDArray[np.int16], cells: Sequence[CellPlan]) -> Hosts:
+        """These cells, one at least, one after the other."""
+        offsets = np.cumsum([0, *(len(cell.expert_R) for cell in cells)])
+        rows = (np.concatenate([getattr(cell, name) for cell in cells]) for name in REPLICA_ARRAYS)
+        return cls(home_LE, offsets, *rows)
+
+    @classmethod
+    def joined(cls, micro_steps: Sequence[Sequence[Hosts]]) -> Hosts:
+        """Micro-steps one after the other, at least one; each is given as hosts of layers that stand side by side."""
+        parts = [part for side_by_side in micro_steps for part in side_by_side]
+        sizes_C = np.concatenate([np.diff(part.offsets) for part in parts])
+        rows = (np.concatenate([getattr(part, name) for part in parts]) for name in REPLICA_ARRAYS)
+        home_LE = np.concatenate([part.home_LE for part in micro_steps[0]])
+        return cls(home_LE, np.concatenate([[0], np.cumsum(sizes_C)]), *rows)
+
+    def cell(self, micro_step: int, layer: int) -> CellPlan:
+        """One cell, as views."""
+        c = micro_step * len(self.home_LE) + layer
+        replicas = slice(int(self.offsets[c]), int(self.offsets[c + 1]))
+        return CellPlan(self.home_LE[layer], *(array[replicas] for array in self._rows))
+
+    def part(self, begin: int, end: int) -> Hosts:
+        """The micro-steps `begin` to `end` - 1, as views."""
+        offsets = self.offsets[begin * len(self.home_LE) : end * len(self.home_LE) + 1]
+        replicas = slice(int(offsets[0]), int(offsets[-1]))
+        return Hosts(self.home_LE, offsets - offsets[0], *(array[replicas] for array in self._rows))
+
+    @property
+    def _rows(self) -> tuple[NDArray[Any], ...]:
+        """In the order of `REPLICA_ARRAYS`."""
+        return self[2:]

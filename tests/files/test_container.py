@@ -1,0 +1,191 @@
+"""The container: what the safetensors library reads and writes, in the same bytes each time, and checked whole."""
+
+import json
+import os
+import subprocess
+import sys
+from hashlib import blake2b
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from foreroute.errors import InputError
+from foreroute.files import TensorFile, checksum, tensors_to_bytes
+from foreroute.files.container import DTYPES
+
+TENSORS = {"a": np.arange(12, dtype=np.int32).reshape(6, 2), "b": np.arange(5, dtype=np.float64), "c": np.ones(3, "u1")}
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+SHAPES = array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
+SOME_TENSORS = st.dictionaries(
+    TEXTS.filter(lambda name: name != "__metadata__"),
+    st.sampled_from(list(DTYPES.values())).flatmap(lambda dtype: arrays(dtype, SHAPES)),
+    max_size=4,
+)
+
+
+class Held:
+    """A source of bytes that is no file."""
+
+    def __init__(self, content, missing=0):
+        self.name, self.size, self._content, self._missing = "what was sent", len(content), content, missing
+        self.asked = []
+
+    def read(self, start, size):
+        self.asked.append((start, size))
+        return self._content[start : start + size - self._missing]
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert found[name].tobytes() == tensor.tobytes()
+    return True
+
+
+def read(content):
+    with TensorFile(Held(content), InputError) as file:
+        return file.metadata, {name: file.read(name) for name in file.tensors}
+
+
+@given(SOME_TENSORS, st.dictionaries(TEXTS, TEXTS, max_size=3))
+def test_what_is_written_is_read_here_and_by_the_library(tensors, metadata):
+    content = tensors_to_bytes(metadata, tensors)
+    assert same(load(content), tensors)
+    found_metadata, found = read(content)
+    assert found_metadata == metadata
+    assert same(found, tensors)
+    assert same(read(save(tensors, metadata=metadata or None))[1], tensors)
+
+
+@given(SOME_TENSORS, st.dictionaries(TEXTS, TEXTS, max_size=3))
+def test_every_tensor_begins_at_a_multiple_of_the_size_of_its_numbers(tensors, metadata):
+    """So that a file can be mapped into memory, whatever the length of the text before."""
+    with TensorFile(Held(tensors_to_bytes(metadata, tensors)), InputError) as file:
+        for stored in file.tensors.values():
+            assert stored.start % stored.dtype.itemsize == 0
+
+
+def test_equal_content_is_equal_bytes_in_every_process(tmp_path):
+    """Whatever the order in which it is handed in, and the seed of hashes; the library's files are the control."""
+    code = """
+import sys
+import numpy as np
+from safetensors.numpy import save
+from foreroute.files import tensors_to_bytes
+turn = int(sys.argv[1])
+tensors = [(name, np.arange(4, dtype=dtype)) for name, dtype in (("b", "u1"), ("a", "u1"), ("c", "<f8"), ("d", ">i2"))]
+metadata = {name: "1" for name in (f"key {n}" for n in range(20)[::turn])}
+sys.stdout.buffer.write(tensors_to_bytes(metadata, dict(tensors[::turn])))
+sys.stderr.buffer.write(save({"a": np.zeros(1)}, metadata=metadata))
+"""
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code, turn], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True
+        )
+        for turn, seed in (("1", "1"), ("-1", "2"), ("1", "3"))
+    ]
+    assert len(runs[0].stdout) > 100
+    assert len({run.stdout for run in runs}) == 1
+    assert len({run.stderr for run in runs}) > 1
+
+
+def test_a_tensor_of_a_type_that_the_container_lacks_is_refused():
+    with pytest.raises(InputError, match="tensor z is complex128; expected one of bool"):
+        tensors_to_bytes({}, {"z": np.zeros(2, np.complex128)})
+
+
+@pytest.mark.parametrize("as_source", [True, False])
+def test_a_part_of_a_tensor_is_read_and_nothing_else(tmp_path, as_source):
+    content = tensors_to_bytes({"who": "me"}, TENSORS)
+    (tmp_path / "t").write_bytes(content)
+    source = Held(content) if as_source else tmp_path / "t"
+    with TensorFile(source, InputError) as file:
+        header = 8 + int.from_bytes(content[:8], "little")
+        part = file.read("a", 2, 5)
+        np.testing.assert_array_equal(part, TENSORS["a"][2:5])
+        part += 1  # the array is the caller's own
+        np.testing.assert_array_equal(file.read("a"), TENSORS["a"])
+        if as_source:
+            begin = header + TENSORS["b"].nbytes
+            assert source.asked == [(0, 8), (8, header - 8), (begin + 16, 24), (begin, 48)]
+        for start, stop in ((3, 7), (-1, 2), (4, 3)):
+            with pytest.raises(InputError, match="not among its 6"):
+                file.read("a", start, stop)
+
+
+def test_a_source_that_gives_fewer_bytes_than_it_has_is_refused():
+    content = tensors_to_bytes({}, TENSORS)
+    with pytest.raises(InputError, match=r"what was sent gave 7 bytes; expected 8 from byte 0 on"):
+        TensorFile(Held(content, missing=1), InputError)
+
+
+def test_a_header_that_is_longer_than_allowed_is_not_read():
+    source = Held(tensors_to_bytes({"who": "x" * 100}, {}))
+    with pytest.raises(InputError, match=r"a header of \d+ bytes; expected 100 at most"):
+        TensorFile(source, InputError, most_header_bytes=100)
+    assert source.asked == [(0, 8)]
+
+
+@pytest.mark.parametrize(
+    "header", [{"__metadata__": {"a": "\ud800"}}, {"__metadata__": {"\ud800": "a"}}, {"\ud800": {}}]
+)
+def test_halves_of_characters_are_refused(header):
+    text = json.dumps(header).encode()
+    with pytest.raises(InputError, match=r"text|strings"):
+        TensorFile(Held(len(text).to_bytes(8, "little") + text), InputError)
+
+
+def test_the_header_is_refused_wherever_the_library_refuses_it(tmp_path):
+    """Every changed header byte: what the library refuses is refused here; what both take is read alike."""
+    raw, accepted = save(TENSORS), 0
+    for place in range(8 + int.from_bytes(raw[:8], "little")):
+        for byte in (0, raw[place] ^ 1, raw[place] ^ 64, ord("9"), ord('"')):
+            changed = raw[:place] + bytes([byte]) + raw[place + 1 :]
+            try:
+                expected = load(changed)
+            except (SafetensorError, KeyError):
+                expected = None
+            try:
+                seen = read(changed)[1]
+            except InputError:
+                continue
+            assert expected is not None, (place, byte)
+            assert {name: tensor.tobytes() for name, tensor in seen.items()} == {
+                name: tensor.tobytes() for name, tensor in expected.items()
+            }
+            accepted += 1
+    assert accepted
+
+
+def test_the_checksum_is_what_its_page_says():
+    """Written from docs/formats.md."""
+    metadata = {"b": "ü", "a": ""}
+    tensors = {"y": np.array([[1, 2, 3]], ">u2"), "x": np.zeros((0, 2), np.float32)}
+    fields = [b"2", b"a", b"", b"b", "ü".encode(), b"x", b"F32", b"0x2", b"", b"y", b"U16", b"1x3", b"\1\0\2\0\3\0"]
+    hashed = b"".join(str(len(field)).encode() + b":" + field for field in fields)
+    assert checksum(metadata, tensors) == blake2b(hashed, digest_size=16).hexdigest()
+
+
+@given(SOME_TENSORS, st.dictionaries(TEXTS, TEXTS, max_size=3))
+def test_the_checksum_differs_where_the_content_does(tensors, metadata):
+    stated = checksum(metadata, tensors)
+    changes = [({**metadata, "new": "x"}, tensors), (metadata, {**tensors, "new": np.zeros(0)})]
+    for key, value in metadata.items():
+        changes += [
+            ({**metadata, key: value + "x"}, tensors),
+            ({k: v for k, v in metadata.items() if k != key}, tensors),
+        ]
+    for name, tensor in tensors.items():
+        changes += [(metadata, {**tensors, name: tensor[None]})]
+        if tensor.size:
+            other = tensor.copy()
+            other.reshape(-1).view(np.uint8)[-1] ^= 1
+            changes += [(metadata, {**tensors, name: other})]
+    for changed in changes:
+        assert checksum(*changed) != stated or changed == (metadata, tensors)

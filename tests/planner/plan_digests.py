@@ -1,0 +1,104 @@
+"""Checksums of plans without priced options: of random cases, and of the workloads that the planner is measured on.
+
+    python -m tests.planner.plan_digests random|quick|full
+
+prints one checksum for each plan, so that two versions of the planner can be compared line by line.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import blake2b
+
+import numpy as np
+
+from foreroute.plan import Links, PlanOptions, StepPlan, Topology
+from foreroute.planner import plan
+from foreroute.planner.homes import place_homes
+from foreroute.simulate.workload import WORKLOADS
+
+LINKS = Links(340e9, 45e9, 50e9, 20e-6, 50e-6)
+NUM_RANDOM = 160
+ARRAYS = (
+    "home_LE",
+    "offsets",
+    "expert_R",
+    "rank_R",
+    "slot_R",
+    "fetched_R",
+    "tokens_RG",
+    "max_load_ML",
+    "bound_ML",
+)
+CELLS = ("G8", "G16", "G32", "G64", "E256")
+MODES = {"exact_r1": (0.0, 1), "exact_r2": (0.0, 2), "eps02_r2": (0.02, 2)}
+LAYERS = {"quick": 4, "full": 48}
+
+
+def digest(found: StepPlan) -> str:
+    """128 bits over dtype, shape and bytes of every array of a plan."""
+    state = blake2b(digest_size=16)
+    for name in ARRAYS:
+        array = getattr(found, name)
+        state.update(repr((name, array.dtype.str, array.shape)).encode())
+        state.update(np.ascontiguousarray(array).tobytes())
+    return state.hexdigest()
+
+
+def random_case(seed: int) -> StepPlan:
+    """The plan of a random step: ranks, nodes, slots, options, homes and skew all follow from the seed."""
+    rng = np.random.default_rng(seed)
+    nodes, per_node = int(rng.choice([1, 1, 2, 4])), int(rng.choice([1, 2, 4, 8]))
+    ranks = nodes * per_node
+    experts = ranks * int(rng.integers(1, 5)) * (1 if ranks > 8 else 2)
+    micro_steps, layers = int(rng.integers(1, 12)), int(rng.integers(1, 5))
+    options = PlanOptions(
+        tolerance=float(rng.choice([0.0, 0.02, 0.1])),
+        home_moves=[0, 0, 4, None][int(rng.integers(4))],
+        replicas=bool(rng.random() < 0.9),
+        slots=("layer", "shared")[int(rng.integers(2))],
+        locality=bool(rng.random() < 0.8),
+        traffic=False,
+        pay_off=False,
+        threads=int(rng.integers(1, 4)),
+        seed=seed,
+    )
+    topology = Topology(ranks, per_node, int(rng.integers(0, 4)), LINKS)
+    shape = (micro_steps, layers, ranks, experts)
+    evenness = float(rng.choice([0.05, 0.3, 1.0, 5.0]))
+    share = rng.dirichlet(np.full(experts, evenness), shape[: 2 + int(rng.random() < 0.5)])
+    share = np.broadcast_to(share if share.ndim == 4 else share[:, :, None], shape)
+    counts = rng.multinomial(rng.integers(0, int(rng.choice([3, 200, 5000])), shape[:3]), share)
+    homes = np.stack([rng.permutation(topology.contiguous_home_E(experts)) for _ in range(layers)])
+    return plan(counts, topology, options, home_LE=homes if seed % 2 else None)
+
+
+def workload_cases(layers: int) -> Iterator[tuple[str, StepPlan]]:
+    """Plans of the steps that `benchmarks/planner.py` plans, in all its modes, and their names."""
+    for name in CELLS:
+        counts = replace(WORKLOADS[name], num_layers=layers).draw(seed=0, step=1).counts()
+        experts = counts.shape[3]
+        base = Topology(counts.shape[2], min(counts.shape[2], 8), 2, LINKS)
+        contiguous = np.tile(base.contiguous_home_E(experts), (layers, 1))
+        for home, home_LE in (("contiguous", contiguous), ("relocated", place_homes(counts, base, contiguous))):
+            for mode, (tolerance, slots) in MODES.items():
+                for use in ("shared", "layer"):
+                    options = PlanOptions(tolerance=tolerance, slots=use, traffic=False, pay_off=False, threads=2)
+                    found = plan(counts, replace(base, redundant_slots=slots), options, home_LE=home_LE)
+                    yield f"{name} {home} {mode} {use}", found
+
+
+def main(which: str) -> None:
+    """Print the checksums of one set of plans."""
+    if which == "random":
+        cases: Iterator[tuple[str, StepPlan]] = ((f"random {seed}", random_case(seed)) for seed in range(NUM_RANDOM))
+    else:
+        cases = workload_cases(LAYERS[which])
+    for name, found in cases:
+        sys.stdout.write(f"{name} {digest(found)}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
