@@ -1,4 +1,4 @@
-"""What a plan may do. Every level of the planner can be switched off by one field."""
+"""What a plan may do. Every stage of the planner can be switched off by one field."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class PlanOptions:
         traffic: also replicate what cuts the slowest link's bytes, in cells where the cost model says that it pays. It
             refills all slots in every cell, and so needs `slots="shared"`. None: on where it can be, in layers where it
             saves more time than planning it exposes.
-        pay_off: drop replicas whose transfer exposes more time than they save, by the cost model. None: likewise.
+        pay_off: drop replicas whose transfer exposes more time than they save, by the cost model. None: on in layers
+            where it saves more time than planning it exposes.
         threads: of the planner. Plans do not depend on it.
         seed: of the placement search. The same seed gives the same plan.
     """

@@ -13,7 +13,7 @@ from foreroute.costs import links
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
 from foreroute.plan.options import SlotUse
 from foreroute.plan.topology import Topology
-from foreroute.planner.levels import block_ends
+from foreroute.planner.progress import block_ends
 from foreroute.simulate.cell_costs import (
     Compute,
     StagePass,
