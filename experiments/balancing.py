@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from benchmarks.balancers import OTHER_BALANCERS
 from experiments.premise import BASE_RANKS, SEQUENCES
 from experiments.unevenness import Ints, Steps, dealt, drawn, sequence_counts
-from foreroute.plan import PlanOptions, StepPlan
+from foreroute.plan import PlanOptions, StepPlan, save_counts
 from foreroute.plan.hosts import CellPlan
 from foreroute.planner import plan
 from foreroute.simulate import parse_config, simulate
@@ -117,9 +117,9 @@ def simulated(steps: Steps) -> dict[str, float]:
     """
     factor = max(1, round(TOKENS * OLMOE["top_k"] / (steps[-1].sum(axis=(2, 3)).mean() / BASE_RANKS)))
     with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / f"{number}.npz" for number in range(2)]
+        paths = [Path(folder) / f"{number}.safetensors" for number in range(2)]
         for path, counts in zip(paths, steps[-2:], strict=True):
-            np.savez_compressed(path, counts=counts * factor)
+            save_counts(counts * factor, path)
         workload = {"previous_counts": str(paths[0]), "counts": str(paths[1])}
         config = parse_config({**_cluster(), "workload": workload, "methods": SIMULATED}, source="the experiments")
         found = simulate(config, balancers={"llep": OTHER_BALANCERS["llep"]})

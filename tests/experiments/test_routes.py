@@ -133,10 +133,9 @@ def test_history_is_the_micro_step_before():
     found = iter(after(counts[2].sum(axis=1))(BalancerInput(counts, topology, home_LE)))
     for before, now in zip((counts[2], *counts[:2]), counts, strict=True):
         alone = BalancerInput(now[None], topology, home_LE, before.sum(axis=1))
-        for expected in BALANCERS["eplb_previous"].method(alone):
-            here = next(found)
-            assert np.array_equal(here.tokens_HG, expected.tokens_HG)
-            assert np.array_equal(here.rank_H, expected.rank_H)
+        for layer, expected in enumerate(BALANCERS["eplb_previous"].method(alone)):
+            # which of its hosts an expert calls its home is another matter
+            assert np.array_equal(next(found).loads_G(now[layer]), expected.loads_G(now[layer]))
 
 
 def test_a_cell_keeps_its_traces_and_measures_them(tmp_path, monkeypatch):

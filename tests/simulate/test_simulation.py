@@ -9,6 +9,7 @@ from benchmarks.balancers import OTHER_BALANCERS
 from foreroute.costs.model import BACKWARD, FORWARD
 from foreroute.costs.pricing import least_seconds, price_cell
 from foreroute.errors import ConfigError
+from foreroute.plan import save_counts
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.cell_costs import without_cost
 from foreroute.simulate.engine import PARTS
@@ -208,9 +209,9 @@ def test_methods_that_plan_from_an_unknown_step_before_are_left_out_or_refused(t
             for _ in range(4)
         ]
     )
-    np.savez_compressed(tmp_path / "counts.npz", counts=np.broadcast_to(picks, (2, 2, 4, 8)).astype(np.int32))
+    save_counts(np.broadcast_to(picks, (2, 2, 4, 8)).astype(np.int32), tmp_path / "counts.safetensors")
     values = small_config().model_dump()
-    values["workload"] = {"counts": str(tmp_path / "counts.npz")}
+    values["workload"] = {"counts": str(tmp_path / "counts.safetensors")}
     everything = parse_config(values | {"methods": list(METHODS)}, source="here")
     assert [record.name for record in simulate(everything).methods] == [m for m in METHODS if "previous" not in m]
     values["methods"] = ["eplb_previous", "ours"]

@@ -15,8 +15,9 @@ from foreroute.cli.plan_inputs import PlanInputs, StepToPlan, read_step
 from foreroute.cli.terminal import Console, working, write_page
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, InputError, PlanError
-from foreroute.files import TensorFile, check_writable, writing_named
+from foreroute.files import check_writable, writing_named
 from foreroute.plan import PlanOptions, StepPlan, save_plan, verify
+from foreroute.plan.plan_file import PLAN_FILE
 from foreroute.planner import plan, start
 from foreroute.report import TableRow, check_page, method_rows, plan_finding, plan_summary, write_plan_page
 from foreroute.report.format import TIMES, duration
@@ -88,16 +89,8 @@ def _check_target(output: Path, page: Path, overwrite: bool) -> None:
                 raise PlanError(f"{path} already exists; pass another --output, or --overwrite to replace it")
             check_writable(path)
     check_page(page)
-    if output.exists() and output.stat().st_size and "foreroute.plan_version" not in _metadata(output):
+    if output.exists() and output.stat().st_size and not PLAN_FILE.is_in(output):
         raise PlanError(f"{output} is no plan, which is all that --overwrite replaces; nothing was changed")
-
-
-def _metadata(path: Path) -> Mapping[str, str]:
-    try:
-        with TensorFile(path, PlanError) as file:
-            return file.metadata
-    except PlanError:
-        return {}
 
 
 def _check_baselines(baselines: Sequence[str] | None, inputs: PlanInputs) -> None:

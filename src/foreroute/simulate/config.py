@@ -162,7 +162,7 @@ class WorkloadConfig(Section):
     preset: str | None = None
     """Unevenness, of `simulate.workload.WORKLOADS` ("R8": of real routes); by default that for `expert_parallel`."""
     counts: str | None = None
-    """Instead: .npz file with integers `counts` [M, L, G, E], for all groups."""
+    """Instead: a counts file, [M, L, G, E], for all groups."""
     previous_counts: str | None = None
     """The same for the step before."""
     tokens_per_rank: DrawnTokens | None = None

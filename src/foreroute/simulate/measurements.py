@@ -2,9 +2,9 @@
 
 JSON Lines, one measurement a line, or one JSON array of them:
 
-    {"counts": "counts.npz", "plan": "plan.safetensors", "stage": "update", "seconds": 1.62}
+    {"counts": "counts.safetensors", "plan": "plan.safetensors", "stage": "update", "seconds": 1.62}
 
-`counts` is an .npz file with an integer array `counts` [M, L, G, E]; `plan` a plan file of these counts, or null where
+`counts` is a counts file, [M, L, G, E]; `plan` a plan file of these counts, or null where
 every expert was served at its home, contiguously; `stage` "recompute" (forward passes of all micro-steps) or "update"
 (forward, and backward with activations computed anew). Paths are relative to the file.
 """
