@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
 from foreroute.ep.transfer.peers import collective_errors, own_group
 from foreroute.errors import PlanError
+from foreroute.files import checksum
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import Executor, warn_of_lacks
 from foreroute.plan.step_plan import ExecutablePlan
@@ -132,13 +132,15 @@ def agree_on_plan(consensus: RankConsensus, step: int, plan: StepPlan, executor:
 
 def plan_digest(plan: StepPlan) -> str:
     """128 bit, hexadecimal, of everything that the executor reads in a plan."""
-    digest = xxhash.xxh3_128()
-    digest.update(repr((plan.topology, plan.shape, plan.slots, plan.counts_digest, plan.tokens_digest)).encode())
-    arrays = (plan.home_LE, plan.offsets, plan.expert_R, plan.rank_R, plan.slot_R, plan.fetched_R, plan.tokens_RG)
-    for array in arrays:
-        digest.update(repr((array.dtype.str, array.shape)).encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
+    facts = {
+        "topology": repr(plan.topology),
+        "shape": repr(plan.shape),
+        "slots": plan.slots,
+        "counts": plan.counts_digest,
+        "tokens": plan.tokens_digest,
+    }
+    names = ("home_LE", "offsets", "expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG")
+    return checksum(facts, {name: getattr(plan, name) for name in names})
 
 
 def require_ranks(plan: ExecutablePlan, num_ranks: int) -> None:
