@@ -21,8 +21,6 @@ from foreroute.planner.homes import check_homes, place_homes
 from foreroute.planner.progress import OnProgress, PlanInProgress, block_ends
 
 DEFAULTS = PlanOptions()
-SHARED_SETS = 2
-"""Slots that all layers share are there twice: one set is filled while the other is used."""
 
 
 def plan(
@@ -96,7 +94,8 @@ def _check_costs(topology: Topology, options: PlanOptions, costs: CostModel | No
         return
     if topology.slot_memory_bytes is None or not options.replicas:
         return
-    sets = num_layers if options.slots == "layer" else SHARED_SETS
+    # slots that all layers share: a set for the cell that runs, and one for each that is fetched ahead
+    sets = num_layers if options.slots == "layer" else 1 + costs.prefetch
     size = int(topology.redundant_slots * sets * costs.model.expert_bytes)
     if size > topology.slot_memory_bytes:
         raise TopologyError(

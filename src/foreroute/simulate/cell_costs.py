@@ -111,8 +111,6 @@ def transfers_of(
     order: Sequence[StagePass],
     topology: Topology,
     costs: CostModel,
-    *,
-    prefetch: int,
 ) -> Transfers:
     """Price what moves when a pipeline stage goes through its cells in this order.
 
@@ -121,8 +119,7 @@ def transfers_of(
         layers: which planned layer stands for each layer of the pipeline stage.
         order: of stage passes.
         topology: ranks and links.
-        costs: the cost model.
-        prefetch: cells that are fetched ahead; slots that layers share are there once more than so often.
+        costs: the cost model; slots that layers share are there once more than cells are fetched ahead.
     """
     prices, ranks, home_LE = costs.prices(topology), topology.num_ranks, served.home_LE
     num_micro_steps, num_layers = _shape(served)
@@ -142,7 +139,7 @@ def transfers_of(
             gradient_MLG4[m, layer] = gradient_G5[:, : links.HOST]
     host_KMLG, direct_KMLG4 = host_KMLG[:, :, layers], direct_KMLG4[:, :, layers]
     # Shared slots hold the last prefetch + 1 cells, which a backward pass begins with when it follows its forward pass.
-    found = max(len(layers) - prefetch - 1, 0)
+    found = max(len(layers) - costs.prefetch - 1, 0)
     for last, stage_pass in pairwise(order):
         if turns_back(stage_pass, last):
             host_KMLG[1, stage_pass.micro_step, found:] = 0

@@ -196,8 +196,8 @@ def not_executed(method: Balancer | PlannerPreset, config: SimulateConfig) -> tu
             Ability.HOME_MOVES: method.options.home_moves != 0,
             Ability.HOST_PATH: by_host,
             Ability.DIRECT_PATH: is_on_nodes or not by_host,
-            Ability.PREFETCH: execution.prefetch == 1,
-            Ability.DEEP_PREFETCH: execution.prefetch > 1,
+            Ability.PREFETCH: described.costs.prefetch == 1,
+            Ability.DEEP_PREFETCH: described.costs.prefetch > 1,
             Ability.EARLY_CELLS: execution.early_cells,
         }
     elif method is not METHODS["static"]:
