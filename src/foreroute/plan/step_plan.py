@@ -16,7 +16,7 @@ from foreroute.errors import PlanError
 from foreroute.layout import Packing
 from foreroute.plan.counts import packed_counts, tokens_digest
 from foreroute.plan.hosts import CellPlan, Hosts
-from foreroute.plan.options import SlotUse
+from foreroute.plan.options import SlotSharing
 from foreroute.plan.topology import Topology
 from foreroute.trace.container import RoutingTrace
 
@@ -85,7 +85,7 @@ class StepPlan:
     max_load_ML: NDArray[np.int64]
     bound_ML: NDArray[np.float64]
     counts_digest: str
-    slots: SlotUse
+    slots: SlotSharing
     packing: Packing | None = None
     tokens_digest: str = ""
 

@@ -10,7 +10,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import ConfigError, TopologyError
 from foreroute.plan.counts import check_counts
+from foreroute.plan.options import MOST
 from foreroute.plan.topology import Topology
+from foreroute.trace.spec import whole_number
 
 PROPOSALS_PER_EXPERT, PROPOSALS_AFTER_DESCENT = 320, 10_000
 """Proposals of the annealing: 40,960 for 128 experts. After a descent, which has spent a small budget well already, a
@@ -59,8 +61,7 @@ def place_homes(
     counts = check_counts(counts_MLGE, num_ranks=topology.num_ranks)
     start_LE = check_homes(home_LE, counts.shape[1], counts.shape[3], topology.num_ranks)
     for name, value, least in (("max_moves", max_moves or 0, 0), ("seed", seed, 0), ("threads", threads, 1)):
-        if value < least:
-            raise ConfigError(f"{name} is {value}; expected {least} or more")
+        whole_number(value, name=name, least=least, most=MOST, kind=ConfigError)
     num_layers, num_experts = start_LE.shape
     budget = num_experts if max_moves is None else min(max_moves, num_experts)
     if budget < 2 or topology.num_ranks == 1:  # one move alone leaves ranks with unequal numbers of experts
