@@ -55,10 +55,10 @@ INPUTS = (
     ("inspect", "trace", "trace.safetensors", "inspect @"),
     ("validate", "traces", "trace.safetensors", "validate @"),
     ("convert", "source, a trace", "trace.safetensors", "convert @ out --to raw"),
-    ("convert", "source, an answer", "answer.json", "convert @ out --model {good}/config.json"),
-    ("convert", "--model, a config", "config.json", "convert {good}/answer.json out --model @"),
+    ("convert", "source, an answer", "answer.json", "convert @ out {trace}"),
+    ("convert", "--model, a folder", "model", "convert {good}/answer.json out --model @"),
     ("convert", "--model, a trace", "trace.safetensors", "convert {good}/answer.json out --model @"),
-    ("convert", "--tokens", "tokens.json", "convert {good}/no-tokens.json out --model {good}/config.json --tokens @"),
+    ("convert", "--tokens", "tokens.json", "convert {good}/no-tokens.json out {trace} --tokens @"),
     ("diff", "reference", "trace.safetensors", "diff @ {good}/trace.safetensors"),
     ("diff", "other", "trace.safetensors", "diff {good}/trace.safetensors @"),
     ("doctor", "--model, a folder", "model", "doctor --model @ --generation {good}/generation.safetensors"),
@@ -107,11 +107,12 @@ OUTPUTS = (
 )  # fmt: skip
 PARTS = {
     "{passes}": "--trace {good}/engine.safetensors --trainer-trace {good}/engine.safetensors",
+    "{trace}": "--model {good}/trace.safetensors",
     "{few}": "--no-baselines",
     "{step}": "--topology {good}/cluster.toml --counts {good}/counts.safetensors",
     "{engine}": "--model {good}/model --trace {good}/engine.safetensors",
 }
-WRONG = {"run": "model", "model": "run/traces", ".toml": "trace.safetensors"}
+WRONG = {"run": "model", ".toml": "trace.safetensors"}
 """By name or suffix of what is right."""
 BESIDE = {"generation.safetensors": "generation*.trace.safetensors", "measured.jsonl": "counts.safetensors"}
 """Files that name another one beside them."""
@@ -263,8 +264,9 @@ def _inputs(verb: str, door: str, words: str, valid: str) -> Iterator[Case]:
     yield case("below an unreadable folder", given=f"private/given{suffix}", unprivileged=True)
     yield case("valid", FINE)
     yield case("valid, hostile name", FINE, given=f"{HOSTILE}{suffix}")
-    # the safetensors library, which reads models, takes no such name
-    yield case("valid, name not UTF-8", REFUSED if valid == "model" else FINE, given=f"{NOT_UTF8}{suffix}")
+    # the safetensors library, which reads weights, takes no such name
+    codes = REFUSED if verb == "doctor" and valid == "model" else FINE
+    yield case("valid, name not UTF-8", codes, given=f"{NOT_UTF8}{suffix}")
 
 
 def _outputs(verb: str, door: str, words: str, kind: str) -> Iterator[Case]:

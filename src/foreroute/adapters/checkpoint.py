@@ -79,8 +79,8 @@ class ServedModel:
     def of(cls, routed: RoutedTransformer) -> ServedModel:
         """An attached model of transformers. Weights are named as in its `state_dict()`."""
         model: Any = routed.model
-        counts = _counts(model.config.get_text_config().to_dict())
-        return cls(routed.spec, ModelWriter(model), indexers=routed.indexers, **counts)
+        vocabulary_size, positions = _counts(model.config.get_text_config().to_dict())
+        return cls(routed.spec, ModelWriter(model), vocabulary_size, routed.indexers, positions)
 
     @classmethod
     def at(cls, folder: Path, *, spec: RoutingSpec | None = None) -> ServedModel:
@@ -100,24 +100,26 @@ class ServedModel:
             from foreroute.adapters.hf.without_weights import structure_of
 
             found = structure_of(path)
-            return cls(found.spec, writer, indexers=found.indexers, **_counts(found.config))
+            vocabulary_size, positions = _counts(found.config)
+            return cls(found.spec, writer, vocabulary_size, found.indexers, positions)
         stated = parse_json(read_file(path, ConfigError), ConfigError, name=str(path))
         for name in ("thinker_config", "text_config"):  # where a model of images or sound keeps its decoder
             stated = stated.get(name, stated) if isinstance(stated, dict) else stated
         if not isinstance(stated, dict):
             raise ConfigError(f"{path} holds {type(stated).__name__}, not an object; expected a configuration")
-        return cls(spec, writer, **_counts(stated))
+        vocabulary_size, positions = _counts(stated)
+        return cls(spec, writer, vocabulary_size, None, positions)
 
 
-def _counts(config: Mapping[str, Any]) -> dict[str, int | None]:
-    """The counts of a decoder's configuration that engines ask for; None where it does not state one."""
-    names = {"vocabulary_size": "vocab_size", "max_positions": "max_position_embeddings"}
-    return {
-        own: None
+def _counts(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """The size of the vocabulary and the longest sequence of a decoder; None where its configuration says nothing."""
+    vocabulary_size, positions = (
+        None
         if config.get(name) is None
         else whole_number(config[name], name=f"{name} of the configuration", most=MOST, kind=ConfigError)
-        for own, name in names.items()
-    }
+        for name in ("vocab_size", "max_position_embeddings")
+    )
+    return vocabulary_size, positions
 
 
 class ModelWriter:

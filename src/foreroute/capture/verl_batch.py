@@ -84,7 +84,7 @@ def routed_rows(rows_TAK: NDArray[Any], sequence: int) -> NDArray[np.bool_]:
     """
     if rows_TAK.dtype.kind not in "iu":
         raise CaptureError(f"sequence {sequence} has routed_experts of dtype {rows_TAK.dtype}; expected integers")
-    routed_T: NDArray[np.bool_] = rows_TAK.any(axis=(1, 2))
+    routed_T = np.asarray(rows_TAK.any(axis=(1, 2)), np.bool_)
     # the last row may be zeros in every model: its token was never an input
     certain = len(rows_TAK) - 1 if rows_TAK.shape[2] == 1 else len(rows_TAK)
     gap = int(np.argmin(routed_T)) if len(routed_T) and not routed_T.all() else certain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,10 @@ def _model(origin: Origin) -> tuple[RoutingSpec, int | None, IndexerSpec | None]
         raise CaptureError(
             "engine output does not say which model it is from; pass --model, a trace or the folder of the model"
         )
-    if origin.model.is_dir() or origin.model.name == "config.json":
+    is_folder = os.path.isdir(origin.model)  # unlike Path.is_dir, false for a name that is too long
+    if is_folder or origin.model.name == "config.json":
         from foreroute.adapters.checkpoint import ServedModel  # needs the extra hf
 
-        served = ServedModel.at(origin.model if origin.model.is_dir() else origin.model.parent)
+        served = ServedModel.at(origin.model if is_folder else origin.model.parent)
         return served.spec, served.vocabulary_size, served.indexers
     return load(origin.model).spec, None, None

@@ -76,7 +76,7 @@ def print_difference(reference: Path, other: Path) -> bool:
         trace, compared = load(reference), load(other)
         work.begin("comparing")
         found = explain(trace, compared)
-    if np.isnan(found.overlap_before):
+    if np.isnan(found.differing):
         raise InputError(
             "no row is routed in both traces, so there is nothing to compare; expected two traces of the same tokens "
             "with routes (foreroute inspect shows what each has)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -176,6 +177,7 @@ def _deal(
     longest_first = np.argsort(-tokens_S, kind="stable")  # which is the dearest first
     tokens, costs = tokens_S[longest_first].tolist(), cost_S[longest_first].tolist()
 
+    @cache  # the number that is found was tried before
     def dealt(micro_steps: int) -> list[int] | None:
         for weights in (costs, tokens):  # by tokens more fit into tight budgets
             places = _to_lightest(tokens, weights, token_budget, micro_steps * num_ranks)
@@ -187,37 +189,32 @@ def _deal(
         # no packing has fewer micro-steps: all tokens have to fit, and two sequences above half the budget never do
         alone = int((2 * tokens_S > token_budget).sum())
         fewest = max(1, -(-sum(tokens) // max(1, num_ranks * token_budget)), -(-alone // num_ranks))
-        places, num_micro_steps = _first_that_works(fewest, dealt)
-    else:
-        check_count("the number of micro-steps", num_micro_steps)
-        places = dealt(num_micro_steps)
-        if places is None:
-            raise LayoutError(
-                f"{len(tokens)} sequences of {sum(tokens)} tokens found no room in {num_micro_steps} micro-steps of "
-                f"{num_ranks} ranks with {token_budget} tokens each; allow more micro-steps or tokens"
-            )
+        num_micro_steps = _first_that_works(fewest, dealt)
+    check_count("the number of micro-steps", num_micro_steps)
+    places = dealt(num_micro_steps)
+    if places is None:
+        raise LayoutError(
+            f"{len(tokens)} sequences of {sum(tokens)} tokens found no room in {num_micro_steps} micro-steps of "
+            f"{num_ranks} ranks with {token_budget} tokens each; allow more micro-steps or tokens"
+        )
     place_S = np.empty(len(tokens), np.int64)
     place_S[longest_first] = places
     return place_S, num_micro_steps
 
 
-def _first_that_works(least: int, attempt: Callable[[int], list[int] | None]) -> tuple[list[int], int]:
-    """The result of the first attempt that works, of those with a number from `least` on, and its number.
+def _first_that_works(least: int, attempt: Callable[[int], list[int] | None]) -> int:
+    """The first number from `least` on with which an attempt works.
 
     An attempt takes as long as dealing once, and what works once mostly works with every larger number. So distances
     are doubled up to a number that works, then halved: attempts are few, and the one before the result fails.
     """
     most, step = least, 1
-    while (found := attempt(most)) is None:
+    while attempt(most) is None:
         least, most, step = most + 1, most + step, 2 * step
     while least < most:
         middle = (least + most) // 2
-        tried = attempt(middle)
-        if tried is None:
-            least = middle + 1
-        else:
-            found, most = tried, middle
-    return found, most
+        least, most = (middle + 1, most) if attempt(middle) is None else (least, middle)
+    return most
 
 
 def _to_lightest(tokens: list[int], weights: list[Any], token_budget: int, places: int) -> list[int] | None:
@@ -233,9 +230,10 @@ def _to_lightest(tokens: list[int], weights: list[Any], token_budget: int, place
         The place of each sequence; None when one has room nowhere.
     """
     held = [0] * places
-    lightest = [(0.0, place) for place in range(places)]  # a heap; all that may have room
-    full: list[tuple[int, float, int]] = []  # a heap by tokens held; none has room for the sequence before
-    chosen = []
+    chosen: list[int] = []
+    opened = 0  # places from here on are empty
+    lightest: list[tuple[float, int]] = []  # a heap by weight; those that may have room
+    full: list[tuple[int, float, int]] = []  # a heap by tokens held; none had room for the sequence before
     for count, weight in zip(tokens, weights, strict=True):
         while full and full[0][0] + count <= token_budget:
             _, filled, place = heapq.heappop(full)
@@ -243,10 +241,13 @@ def _to_lightest(tokens: list[int], weights: list[Any], token_budget: int, place
         while lightest and held[lightest[0][1]] + count > token_budget:
             filled, place = heapq.heappop(lightest)
             heapq.heappush(full, (held[place], filled, place))
-        if not lightest:
+        if opened < places and (not lightest or (0.0, opened) < lightest[0]):
+            filled, place, opened = 0.0, opened, opened + 1
+        elif lightest:
+            filled, place = heapq.heappop(lightest)
+        else:
             return None
-        filled, place = lightest[0]
-        heapq.heapreplace(lightest, (filled + weight, place))
+        heapq.heappush(lightest, (filled + weight, place))
         held[place] += count
         chosen.append(place)
     return chosen

@@ -197,12 +197,13 @@ def _shared_ids(
     a: DecisionStream, sets_a: NDArray[np.int64], b: DecisionStream, sets_b: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """How many ids pairs of sets have in common, and each set has. A set is row times D plus layer; -1 has no ids."""
-    keys, counts = [], []
-    for stream, sets_X in ((a, sets_a), (b, sets_b)):
+
+    def numbered(stream: DecisionStream, sets_X: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The ids, numbered so that those of different pairs differ, and how many each set has."""
         count_X = np.where(sets_X < 0, 0, np.diff(stream.offsets)[sets_X])
         ids = take_ranges(stream.ids, stream.offsets[:-1][sets_X], count_X)
-        # ids of different pairs become different numbers
-        keys.append(np.repeat(np.arange(len(sets_X)), count_X) * stream.num_choices + ids)
-        counts.append(count_X)
-    common = np.intersect1d(*keys, assume_unique=True) // a.num_choices
-    return np.bincount(common, minlength=len(sets_a)), counts[0], counts[1]
+        return np.repeat(np.arange(len(sets_X)), count_X) * stream.num_choices + ids, count_X
+
+    (ids_a, count_a), (ids_b, count_b) = numbered(a, sets_a), numbered(b, sets_b)
+    common = np.intersect1d(ids_a, ids_b, assume_unique=True) // a.num_choices
+    return np.bincount(common, minlength=len(sets_a)), count_a, count_b

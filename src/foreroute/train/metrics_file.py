@@ -126,9 +126,9 @@ class MetricsFile:
                 raise RunFolderError(f"its step is {step}, expected {number}")
         except (RunFolderError, ValidationError) as error:
             raise RunFolderError(
-                f"{self.path}, line {number + 1} is damaged: {why_invalid(error)}. Restore the file from a copy. Where the "
-                f"last checkpoint is of step {number} or before, this line and those after it may be removed instead: "
-                "their steps run again"
+                f"{self.path}, line {number + 1} is damaged: {why_invalid(error)}. Restore the file from a copy. Where "
+                f"the last checkpoint is of step {number} or before, this line and those after it may be removed "
+                "instead: their steps run again"
             ) from error
         return record
 
