@@ -9,6 +9,10 @@ export HF_HUB_OFFLINE = 1
 unexport PYTHONDONTWRITEBYTECODE
 # compiled kernels, which make clean removes
 export NUMBA_CACHE_DIR = $(CURDIR)/.numba_cache
+KERNELS := .numba_cache/.sources
+# where kernels stand, and what they take code and constants from
+KERNEL_SOURCES := src/foreroute/kernels.py $(addprefix src/foreroute/,trace layout plan costs planner simulate) \
+	benchmarks/balancers tests/costs
 
 .PHONY: environments demo demo-ep test test-whole test-all check bench gpu experiments docs config-reference clean
 
@@ -22,8 +26,10 @@ environments: $(READY) vllm-env
 demo-ep: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m foreroute.cli demo-ep --folder runs/demo-ep/$$(date +%Y-%m-%d_%H-%M-%S)
 
-# tests run every kernel briefly: compiling them at level 1 takes 33 s of the planner's 79 s, and changes no result
+# tests run every kernel briefly: compiling them at level 1 takes 33 s of the planner's 79 s, and changes no result.
+# numba does not mind the level when it looks for what it compiled before
 test test-whole test-megatron-newest test-megatron-grid: export NUMBA_OPT = 1
+test test-whole test-megatron-newest test-megatron-grid: export NUMBA_CACHE_DIR = $(CURDIR)/.numba_cache/level-1
 # every room on small sizes; ROOM=trace for one
 ROOM ?=
 test: $(READY)
@@ -73,13 +79,19 @@ experiments: $(READY) vllm-env
 	$(BIN)/python -m experiments page
 
 # torch is installed on its own first, in the pinned version, before anything can ask for another
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt | $(KERNELS)
 	@command -v $(PYTHON) >/dev/null || { echo "there is no $(PYTHON); name a Python from 3.11 on: make PYTHON=python3.12" >&2; exit 1; }
 	@echo "making $(VENV) and installing into it: some minutes, with torch as the largest download"
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all]' --group dev
+	touch $@
+
+# numba looks for a change in the file that a kernel stands in, and in no other
+$(KERNELS): $(shell find $(KERNEL_SOURCES) -name '*.py')
+	rm -rf $(@D)
+	mkdir $(@D)
 	touch $@
 
 include make/vllm.mk
