@@ -49,7 +49,7 @@ def test_a_writer_that_dies_between_the_two_files_leaves_a_whole_generation(tmp_
     def die(target, *rest, **options):
         raise KeyboardInterrupt
 
-    where = "foreroute.trace.file.writing" if moment == "trace" else "foreroute.capture.generation"
+    where = "foreroute.files.format" if moment == "trace" else "foreroute.capture.generation"
     with monkeypatch.context() as patched:
         patched.setattr(f"{where}.write_atomically", die)
         with pytest.raises(KeyboardInterrupt):

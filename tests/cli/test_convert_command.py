@@ -95,7 +95,7 @@ def test_every_input_may_be_anything(folder, kind, place):
     assert path.name in result.stderr or kind in ("deep", "digits", "not UTF-8", "empty", "cut header")
 
 
-@pytest.mark.parametrize("to", ["packed", "npy"])
+@pytest.mark.parametrize("to", ["sets", "npy"])
 @pytest.mark.parametrize("target", ["below", "folder", "FIFO", "device", "long", "there"])
 def test_what_cannot_be_written_is_one_message(folder, to, target):
     path = {
@@ -129,7 +129,7 @@ def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--to", "lmdeploy"], "--to is 'lmdeploy'; expected one of raw, packed"),
+        (["--to", "lmdeploy"], "--to is 'lmdeploy'; expected one of sets, ordered"),
         (["--engine", "vlm"], "engine is 'vlm'; expected one of vllm, sglang"),
         (["--engine", "sglang"], "engine is 'sglang', but the output has the form vllm-npy"),
         (["--engine-version", "new"], "engine_version is 'new'"),

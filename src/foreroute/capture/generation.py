@@ -219,7 +219,7 @@ def save_generation(generation: Generation, path: str | os.PathLike[str], *, ove
         before = _named_trace(target)
         of_trace = digest(generation.trace)
         name = f"{target.name}-{of_trace[:16]}.trace.safetensors"
-        save(generation.trace, target.with_name(name), overwrite=True)
+        save(generation.trace, target.with_name(name), encoding="ordered", overwrite=True)
         tensors: dict[str, NDArray[Any]] = {
             "logprobs": np.ascontiguousarray(generation.logprobs_R, np.float32),
             "prompt_lengths": np.ascontiguousarray(generation.prompt_lengths, np.int64),

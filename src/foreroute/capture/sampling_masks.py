@@ -63,7 +63,7 @@ def decode_masks(
         stream = DecisionStream.from_sets(vocabulary_size, valid, counts, np.concatenate(ids))
     except TraceContentError as error:
         raise CaptureError(f"the sampling masks cannot be true: {error}") from error
-    outside = valid & ~stream.contain(next_ids)
+    outside = valid & ~stream.contains(next_ids)
     if outside.any():
         row = int(outside.argmax())
         raise CaptureError(

@@ -1,4 +1,4 @@
-"""`foreroute convert`: engine output to a trace, and a trace to another codec or another framework's form."""
+"""`foreroute convert`: engine output to a trace, and a trace to another encoding or another framework's form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foreroute.capture.recognition import parse_text
 from foreroute.cli.terminal import Console, working
 from foreroute.errors import CaptureError, TraceFileError, printable
 from foreroute.files import RegularFile, read_file, write_atomically, writing_named
-from foreroute.trace import CODECS, RoutingSpec, RoutingTrace, load, save
+from foreroute.trace import ENCODINGS, RoutingSpec, RoutingTrace, load, save
 
 HEADER = 9
 """Bytes that tell a trace file: a length, of which the upper half is zero as in no text, and an opening brace."""
@@ -37,8 +37,8 @@ def convert_file(source: Path, target: Path, to: str, origin: Origin) -> None:
     with writing_named(target, TraceFileError):
         if target.exists():
             raise TraceFileError(f"{target} already exists; pass another path")
-    if to not in CODECS and to not in WRITABLE:
-        raise CaptureError(f"--to is {to!r}; expected one of {', '.join([*CODECS, *WRITABLE])}")
+    if to not in ENCODINGS and to not in WRITABLE:
+        raise CaptureError(f"--to is {to!r}; expected one of {', '.join([*ENCODINGS, *WRITABLE])}")
     console = Console(soft_wrap=True, highlight=False)
     with working(f"reading {source}", console):
         trace, what = _read(source, origin)
@@ -49,8 +49,8 @@ def convert_file(source: Path, target: Path, to: str, origin: Origin) -> None:
 
 
 def _write(trace: RoutingTrace, target: Path, to: str, origin: Origin) -> None:
-    if to in CODECS:
-        save(trace, target, codec=to)
+    if to in ENCODINGS:
+        save(trace, target, encoding=to)
         return
     payloads = encode(trace, WireKind(to), num_hidden_layers=_facts(origin, trace.spec).num_hidden_layers)
     lines = [

@@ -145,9 +145,9 @@ def validate(traces: Annotated[list[Path], typer.Argument(help="Trace files.")])
 def convert(
     source: Annotated[Path, typer.Argument(help="A trace file, or output of an engine or framework.")],
     target: Annotated[Path, typer.Argument(help="A file that does not exist yet.")],
-    to: Annotated[str, typer.Option(help="packed, raw or planes; or npy, raw-int32, nemo-rl, prime-rl, skyrl.")] = (
-        "packed"
-    ),
+    to: Annotated[
+        str, typer.Option(help="sets; ordered (keeps pick order); npy, raw-int32, nemo-rl, prime-rl, skyrl.")
+    ] = ("sets"),
     model: Annotated[Path | None, typer.Option(help="For engine output: config.json or a trace of the model.")] = None,
     tokens: Annotated[Path | None, typer.Option(help="JSON list of token lists, if the source has none.")] = None,
     start: Annotated[int | None, typer.Option(help="Position of the first row, if not 0.")] = None,
@@ -155,7 +155,7 @@ def convert(
     engine: Annotated[str, typer.Option(help="vllm, sglang, ... if the source does not tell.")] = "",
     engine_version: Annotated[str, typer.Option(help="Such as 0.5.12.")] = "",
 ) -> None:
-    """Convert engine output and traces. Writes a trace, another codec, or another framework's form."""
+    """Convert engine output and traces. Writes a trace, or another framework's form."""
     from foreroute.cli.convert import Origin, convert_file
 
     convert_file(source, target, to, Origin(model, tokens, start, weight_version, engine, engine_version))

@@ -80,7 +80,7 @@ def misplaced_masks(trace: RoutingTrace) -> str:
     masks = trace.streams.get(SAMPLING)
     if masks is None:
         return ""
-    wrong_N = masks.valid_N & ~masks.contain(_later(trace, 1))
+    wrong_N = masks.valid_N & ~masks.contains(_later(trace, 1))
     if not wrong_N.any():
         return ""
     row = int(wrong_N.argmax())
@@ -92,7 +92,7 @@ def misplaced_masks(trace: RoutingTrace) -> str:
     for shift in sorted(range(-MOST_SHIFT, MOST_SHIFT + 1), key=abs):
         tokens_N = _later(trace, 1 + shift)
         looked_at = masks.valid_N & (tokens_N >= 0)
-        if shift and looked_at.sum() >= LEAST_ROWS and masks.contain(tokens_N)[looked_at].all():
+        if shift and looked_at.sum() >= LEAST_ROWS and masks.contains(tokens_N)[looked_at].all():
             away = f"{abs(shift)} token{'' if abs(shift) == 1 else 's'} {'later' if shift > 0 else 'earlier'}"
             return f"{seen}; each is the set of the token {away}"
     fits = _fitting_sequence(trace, masks, sequence)
@@ -120,6 +120,6 @@ def _fitting_sequence(trace: RoutingTrace, masks: DecisionStream, sequence: int)
     next_N = _later(trace, 1)
     for other in range(min(len(trace), MOST_SEQUENCES)):
         rows = rows_of(other)
-        if other != sequence and len(rows) == own.num_rows >= LEAST_ROWS and own.contain(next_N[rows]).all():
+        if other != sequence and len(rows) == own.num_rows >= LEAST_ROWS and own.contains(next_N[rows]).all():
             return other
     return None
